@@ -1,0 +1,34 @@
+"""The two terms of a variational autoencoder: how far the reconstruction is, and how far the latent is from N(0, 1)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# exp(-20): far below the smallest sigma the encoder can produce (its log-variance is clamped at -30), far above underflow.
+SMALLEST_SIGMA = 2e-9
+
+
+def reconstruction_loss(reconstruction: Tensor, target: Tensor, kind: str) -> Tensor:
+    """Mean absolute (`l1`) or mean squared (`l2`) error over all voxels, in fp32 whatever the inputs are."""
+    assert kind in ("l1", "l2"), f"reconstruction loss is l1 or l2, not {kind!r}"
+    assert reconstruction.shape == target.shape, f"shapes differ: {reconstruction.shape} and {target.shape}"
+    with torch.autocast(reconstruction.device.type, enabled=False):
+        if kind == "l1":
+            return functional.l1_loss(reconstruction.float(), target.float())
+        return functional.mse_loss(reconstruction.float(), target.float())
+
+
+def kl_divergence(mu: Tensor, sigma: Tensor, num_voxels: int) -> Tensor:
+    """KL of N(mu, sigma^2) from N(0, 1) in nats per image voxel.
+
+    Summed over the latent elements of a volume, divided by `num_voxels`, the image voxels of that volume (channels times
+    depth, height and width), and averaged over the batch. The reconstruction loss is a mean over the same voxels, so this is
+    the textbook objective, sum + weight * sum, divided by one number: the weight means the same for every grid, patch and batch
+    size. In fp32, because the squares overflow and the logarithm underflows in fp16.
+    """
+    assert num_voxels > 0, f"num_voxels must be positive, not {num_voxels}"
+    with torch.autocast(mu.device.type, enabled=False):
+        mu = mu.float()
+        sigma = sigma.float().clamp_min(SMALLEST_SIGMA)
+        per_element = 0.5 * (mu.square() + sigma.square() - 1.0) - sigma.log()
+        return per_element.flatten(1).sum(dim=1).mean() / num_voxels
