@@ -1,0 +1,32 @@
+"""YAML to validated settings. Never imports torch or monai: a typo is reported in under a second."""
+
+from settings.autoencoder import AutoencoderSettings, AutoencoderTraining, PerceptualSettings
+from settings.data import DataSettings
+from settings.device import DeviceSettings
+from settings.errors import CheckpointError, ConfigError, DataError, Problem, TrainingError, UserError
+from settings.ldm import LdmSettings, LdmTraining
+from settings.load import dump_yaml, known_keys, load_settings, validate
+from settings.root import Settings
+from settings.section import TrainingSettings
+
+__all__ = [
+    "AutoencoderSettings",
+    "AutoencoderTraining",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DataSettings",
+    "DeviceSettings",
+    "LdmSettings",
+    "LdmTraining",
+    "PerceptualSettings",
+    "Problem",
+    "Settings",
+    "TrainingError",
+    "TrainingSettings",
+    "UserError",
+    "dump_yaml",
+    "known_keys",
+    "load_settings",
+    "validate",
+]

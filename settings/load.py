@@ -1,0 +1,209 @@
+"""From a YAML file and overrides to validated settings, or to one report of all that is wrong."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from settings.errors import ConfigError, Problem
+from settings.root import Settings
+from settings.section import Section
+from settings.yaml_reader import parse_value, read_document
+
+
+def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> Settings:
+    """Read, override and validate a config; raise `ConfigError` with every problem found.
+
+    `stage` ("autoencoder" or "ldm") adds the rules that only that stage needs.
+    """
+    path = Path(path)
+    document = read_document(path)
+    values = document.values
+    values.setdefault("name", path.stem)
+    problems = _apply(values, overrides)
+    try:
+        settings = validate(values, stage)
+    except ConfigError as error:
+        by_line = sorted(error.problems, key=lambda problem: document.lines.get(problem.where, 0))
+        problems = [*problems, *(_with_line(problem, document.lines) for problem in by_line)]
+    if problems:
+        raise ConfigError(problems, source=str(path))
+    return settings
+
+
+def validate(values: dict[str, Any], stage: str | None = None) -> Settings:
+    """Validate nested values; raise `ConfigError` with every problem, single keys and rules alike."""
+    try:
+        return Settings.model_validate(values, context={"stage": stage})
+    except ValidationError as error:
+        found = _translate(error.errors(include_url=False), values)
+        pruned = copy.deepcopy(values)
+        for dotted in found:
+            _remove(pruned, dotted)
+        problems = list(found.values())
+        try:
+            # The rules only run on values that are valid one by one: run them on those that are.
+            Settings.model_validate(pruned, context={"stage": stage, "failed": frozenset(found)})
+        except ConfigError as rules:
+            problems += rules.problems
+        except ValidationError:
+            pass  # what remains wrong is inside something already reported
+        raise ConfigError(problems) from None
+
+
+def dump_yaml(settings: Settings) -> str:
+    """Return the complete settings as YAML that `load_settings` reads back to equal settings."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
+
+
+def known_keys(kind: type[Section] = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every dotted key with its field, sections before what they hold."""
+    for name, field in kind.model_fields.items():
+        yield f"{prefix}{name}", field
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from known_keys(field.annotation, f"{prefix}{name}.")
+
+
+def _apply(values: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
+    """Write overrides into the values; return the problems of those that cannot be written."""
+    problems = []
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        if not equals or not dotted:
+            problems.append(Problem(override, "not an override", "allowed: section.key=value", "write it with ="))
+            continue
+        try:
+            value = parse_value(text)
+        except (yaml.YAMLError, ValueError):
+            problems.append(Problem(dotted, f"{text!r} is not a YAML value", "", "quote it"))
+            continue
+        *parents, last = dotted.split(".")
+        place: Any = values
+        for parent in parents:
+            place = place.setdefault(parent, {}) if isinstance(place, dict) else None
+        if isinstance(place, dict):
+            place[last] = value
+        else:
+            problems.append(Problem(dotted, "goes through a key that is not a section", "", _suggest(dotted)))
+    return problems
+
+
+def _translate(errors: list[ErrorDetails], values: dict[str, Any]) -> dict[str, Problem]:
+    """Turn pydantic's errors into problems, one for each key."""
+    grouped: dict[str, list[ErrorDetails]] = {}
+    for error in errors:
+        grouped.setdefault(_dotted(error["loc"]), []).append(error)
+    return {where: _problem(where, group, values) for where, group in grouped.items()}
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    """Return the config key of an error: without list positions and names of union members."""
+    names = dict(known_keys())
+    parts: list[str] = []
+    for part in location:
+        dotted = ".".join([*parts, str(part)])
+        inside_section = not parts or _is_section(names.get(".".join(parts)))
+        if not inside_section:
+            break
+        parts.append(str(part))
+        if dotted not in names:
+            break
+    return ".".join(parts)
+
+
+def _is_section(field: Any) -> bool:
+    return field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+
+
+def _problem(where: str, group: list[ErrorDetails], values: dict[str, Any]) -> Problem:
+    fields = dict(known_keys())
+    if where not in fields:
+        return Problem(where, "unknown key", "", _suggest(where))
+    field = fields[where]
+    if _is_section(field):
+        return Problem(where, f"{_look_up(values, where)!r} is not a section", "", "indent its keys below it")
+    allowed = " or ".join(dict.fromkeys(_allowed(error) for error in group))
+    default = field.get_default(call_default_factory=True)
+    shown = yaml.safe_dump(list(default) if isinstance(default, tuple) else default, default_flow_style=True)
+    shown = shown.splitlines()[0]
+    return Problem(where, f"found {_shown(_look_up(values, where))}", f"allowed: {allowed}", f"for example {shown}")
+
+
+def _allowed(error: ErrorDetails) -> str:
+    """Say in words what a pydantic error says that it wants."""
+    context: dict[str, Any] = dict(error.get("ctx") or {})
+    kind = error["type"]
+    words = {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "bool_type": "true or false",
+        "string_type": "text",
+        "tuple_type": "a list",
+        "none_required": "null",
+        "greater_than": f"above {context.get('gt')}",
+        "greater_than_equal": f"at least {context.get('ge')}",
+        "less_than": f"below {context.get('lt')}",
+        "less_than_equal": f"at most {context.get('le')}",
+        "literal_error": str(context.get("expected", "")).replace("'", ""),
+        "too_short": f"{context.get('min_length')} entries or more",
+        "too_long": f"at most {context.get('max_length')} entries",
+        "string_pattern_mismatch": f"text like {context.get('pattern')}",
+        "finite_number": "a finite number",
+    }
+    text = words.get(kind, error["msg"][:1].lower() + error["msg"][1:])
+    in_list = any(isinstance(part, int) for part in error["loc"])
+    return f"a list whose entries are each {text}" if in_list else text
+
+
+def _suggest(where: str) -> str:
+    """Name the known keys nearest to an unknown one: same name elsewhere, then similar spelling."""
+    names = [name for name, _ in known_keys()]
+    last = where.rsplit(".", 1)[-1]
+    same = [name for name in names if name.rsplit(".", 1)[-1] == last]
+    if same:
+        return "did you mean " + " or ".join(same) + "?"
+    parent = where.rsplit(".", 1)[0] + "." if "." in where else ""
+    siblings = {n.removeprefix(parent): n for n in names if n.startswith(parent) and "." not in n.removeprefix(parent)}
+    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {siblings[near[0]]}?"
+    by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
+    near = difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)
+    if near:
+        return f"did you mean {by_last[near[0]]}?"
+    return f"known here: {', '.join(siblings)}" if siblings else "remove it"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0]
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _look_up(values: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+def _remove(values: dict[str, Any], dotted: str) -> None:
+    *parents, last = dotted.split(".")
+    place: Any = values
+    for parent in parents:
+        place = place.get(parent) if isinstance(place, dict) else None
+    if isinstance(place, dict):
+        place.pop(last, None)
+
+
+def _with_line(problem: Problem, lines: dict[str, int]) -> Problem:
+    line = lines.get(problem.where)
+    return problem if line is None else replace(problem, where=f"line {line}, {problem.where}")

@@ -1,0 +1,251 @@
+"""Rules that involve more than one key, each reported with a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from settings.errors import Problem
+
+if TYPE_CHECKING:
+    from settings.root import Settings
+
+Grid = tuple[int, ...]
+
+
+def _text(values: tuple[int, ...]) -> str:
+    return "[" + ", ".join(str(v) for v in values) + "]"
+
+
+def nearest_multiples(grid: Grid, factor: int) -> Grid:
+    """Return the grid nearest to `grid` whose axes `factor` divides."""
+    return tuple(max(factor, factor * round(axis / factor)) for axis in grid)
+
+
+def find_problems(settings: Settings, stage: str | None) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    """Yield each problem with the keys it was derived from; `stage` adds the rules that only that stage needs."""
+    yield from _data(settings)
+    yield from _levels("autoencoder", settings.autoencoder)
+    yield from _grids(settings)
+    yield from _memory_knobs(settings)
+    yield from _levels("ldm.unet", settings.ldm.unet)
+    yield from _heads(settings)
+    yield from _sampling(settings)
+    for where, training in (
+        ("autoencoder.training", settings.autoencoder.training),
+        ("ldm.training", settings.ldm.training),
+    ):
+        if training.warmup_steps >= training.max_steps:
+            yield (
+                Problem(
+                    f"{where}.warmup_steps",
+                    f"{training.warmup_steps} is not below max_steps ({training.max_steps})",
+                    f"allowed: 0 to {training.max_steps - 1}",
+                    "shorten the warm-up",
+                ),
+                (f"{where}.max_steps",),
+            )
+    if stage == "ldm":
+        yield from _latents(settings)
+
+
+def _data(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    data = settings.data
+    scale = data.intensity
+    if scale.lower >= scale.upper:
+        found = f"{scale.lower:g} is not below upper ({scale.upper:g})"
+        yield Problem("data.intensity.lower", found, "", "swap the two"), ("data.intensity.upper",)
+    if scale.mode == "percentile" and not (0 <= scale.lower <= 100 and 0 <= scale.upper <= 100):
+        found = f"lower {scale.lower:g} and upper {scale.upper:g} are not percentiles"
+        remedy = "set mode: window to give intensities"
+        yield Problem("data.intensity", found, "allowed: 0 to 100", remedy), ("data.intensity.mode",)
+    if data.persistent_workers and data.num_workers == 0:
+        remedy = "set num_workers to 1 or more, or persistent_workers: false"
+        yield Problem("data.persistent_workers", "true without workers", "", remedy), ("data.num_workers",)
+    if data.patch_size is not None and any(p > v for p, v in zip(data.patch_size, data.voxel_size, strict=True)):
+        found = f"{_text(data.patch_size)} is larger than voxel_size {_text(data.voxel_size)}"
+        remedy = f"set {_text(tuple(map(min, data.patch_size, data.voxel_size)))}"
+        yield Problem("data.patch_size", found, "allowed: at most the grid", remedy), ("data.voxel_size",)
+
+
+def _levels(where: str, network) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    """Check the per-level keys of the autoencoder or of the U-Net."""
+    levels = len(network.num_channels)
+    channels = f"{where}.num_channels"
+    for name in ("attention_levels", "num_res_blocks", "num_head_channels"):
+        value = getattr(network, name, None)
+        if isinstance(value, tuple) and len(value) != levels:
+            yield (
+                Problem(
+                    f"{where}.{name}",
+                    f"{len(value)} entries for {levels} levels",
+                    f"allowed: {levels}, one for each of num_channels {_text(network.num_channels)}",
+                    f"give {levels} entries" + ("" if name == "attention_levels" else " or one number"),
+                ),
+                (channels,),
+            )
+    groups = network.norm_num_groups
+    if isinstance(groups, int) and any(c % groups for c in network.num_channels):
+        fits = [n for n in range(1, min(network.num_channels) + 1) if all(c % n == 0 for c in network.num_channels)]
+        bad = ", ".join(str(c) for c in dict.fromkeys(network.num_channels) if c % groups)
+        yield (
+            Problem(
+                f"{where}.norm_num_groups",
+                f"{groups} does not divide {bad} of num_channels",
+                f"allowed: {', '.join(map(str, fits))}",
+                f"set {max(n for n in fits if n <= max(groups, 1))} or auto",
+            ),
+            (channels,),
+        )
+
+
+def _grids(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    factor = settings.autoencoder.downsampling
+    levels = len(settings.autoencoder.num_channels)
+    for name in ("voxel_size", "patch_size"):
+        grid = getattr(settings.data, name)
+        if grid is not None and any(axis % factor for axis in grid):
+            yield (
+                Problem(
+                    f"data.{name}",
+                    f"{_text(grid)} does not divide by {factor}, which {levels} levels of autoencoder.num_channels need",
+                    f"allowed: multiples of {factor}",
+                    f"the nearest is {_text(nearest_multiples(grid, factor))}",
+                ),
+                ("autoencoder.num_channels",),
+            )
+    training = settings.autoencoder.training
+    depth = training.discriminator.num_layers_d
+    smallest = min(settings.data.training_grid)
+    if training.uses_discriminator and smallest < 3 * 2**depth:
+        most = max((n for n in range(1, depth + 1) if smallest >= 3 * 2**n), default=0)
+        yield (
+            Problem(
+                "autoencoder.training.discriminator.num_layers_d",
+                f"{depth} layers need at least {3 * 2**depth} voxels on each axis, the training grid has {smallest}",
+                f"allowed: at most {most}" if most else "",
+                f"set {most}" if most else "use a larger grid, or adversarial_weight: 0",
+            ),
+            ("data.voxel_size", "data.patch_size"),
+        )
+
+
+def _memory_knobs(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    autoencoder, training = settings.autoencoder, settings.autoencoder.training
+    where = "autoencoder.training"
+    levels = len(autoencoder.num_channels)
+    if training.checkpoint_levels != "all" and training.checkpoint_levels > levels:
+        yield (
+            Problem(
+                f"{where}.checkpoint_levels",
+                f"{training.checkpoint_levels} of {levels} levels",
+                f"allowed: all, or 1 to {levels}",
+                "set all",
+            ),
+            ("autoencoder.num_channels",),
+        )
+    if training.use_nested_checkpointing is True and not training.checkpoints_blocks:
+        found = "true without use_gradient_checkpointing: there is nothing to nest"
+        remedy = "set use_gradient_checkpointing: true"
+        yield Problem(f"{where}.use_nested_checkpointing", found, "", remedy), (f"{where}.use_gradient_checkpointing",)
+    if training.slab_rows == 1:
+        found = "1 row is less than a slab and its halo need"
+        yield Problem(f"{where}.slab_rows", found, "allowed: 0, or 2 and more", "set 8"), ()
+    if training.slab_rows % 2 and training.slab_rows > 1:
+        found = f"{training.slab_rows} rows cannot be halved by the downsampling"
+        remedy = f"set {training.slab_rows + 1}"
+        yield Problem(f"{where}.slab_rows", found, "allowed: even numbers", remedy), ()
+    if autoencoder.implementation == "monai":
+        yield from _only_lean(training)
+
+
+def _only_lean(training) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    """Name the knobs that MONAI's stock modules do not have."""
+    asked = {
+        "use_gradient_checkpointing_offload": training.use_gradient_checkpointing_offload,
+        "use_nested_checkpointing": training.use_nested_checkpointing is True,
+        "checkpoint_levels": training.checkpoint_levels != "all",
+        "slab_rows": training.slab_rows > 0,
+    }
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        yield (
+            Problem(
+                f"autoencoder.training.{name}",
+                f"{getattr(training, name)} with implementation: monai, which does not have it",
+                "",
+                "set autoencoder.implementation: lean",
+            ),
+            ("autoencoder.implementation",),
+        )
+
+
+def _heads(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    unet = settings.ldm.unet
+    if not len(unet.num_channels) == len(unet.attention_levels) == len(unet.head_channels):
+        return
+    for channels, attends, head in zip(unet.num_channels, unet.attention_levels, unet.head_channels, strict=True):
+        if attends and (head == 0 or channels % head):
+            fits = [n for n in range(1, channels + 1) if channels % n == 0]
+            yield (
+                Problem(
+                    "ldm.unet.num_head_channels",
+                    f"{head} does not divide the {channels} channels of a level with attention",
+                    f"allowed: {', '.join(map(str, fits))}",
+                    f"set {max(n for n in fits if n <= max(head, 1))}",
+                ),
+                ("ldm.unet.num_channels", "ldm.unet.attention_levels"),
+            )
+
+
+def _sampling(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    ldm = settings.ldm
+    if (ldm.scheduler.type == "rflow") != (ldm.sampling.sampler == "rflow"):
+        fits = "rflow" if ldm.scheduler.type == "rflow" else "ddim or ddpm"
+        yield (
+            Problem(
+                "ldm.sampling.sampler",
+                f"{ldm.sampling.sampler} cannot sample from scheduler type {ldm.scheduler.type}",
+                f"allowed: {fits}",
+                f"set {fits.split()[0]}",
+            ),
+            ("ldm.scheduler.type",),
+        )
+    if ldm.sampling.num_inference_steps > ldm.scheduler.num_train_timesteps:
+        most = ldm.scheduler.num_train_timesteps
+        yield (
+            Problem(
+                "ldm.sampling.num_inference_steps",
+                f"{ldm.sampling.num_inference_steps} is above num_train_timesteps ({most})",
+                f"allowed: 1 to {most}",
+                f"set {min(50, most)}",
+            ),
+            ("ldm.scheduler.num_train_timesteps",),
+        )
+    if ldm.scheduler.beta_start >= ldm.scheduler.beta_end:
+        found = f"{ldm.scheduler.beta_start:g} is not below beta_end ({ldm.scheduler.beta_end:g})"
+        yield Problem("ldm.scheduler.beta_start", found, "", "swap the two"), ("ldm.scheduler.beta_end",)
+    if ldm.conditioning.type == "class" and ldm.conditioning.num_classes < 2:
+        found = f"{ldm.conditioning.num_classes} classes for conditioning type class"
+        remedy = "set it to the number of classes in the data"
+        yield (
+            Problem("ldm.conditioning.num_classes", found, "allowed: 2 or more", remedy),
+            ("ldm.conditioning.type",),
+        )
+
+
+def _latents(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    factor = settings.ldm.unet.downsampling
+    latent = settings.latent_shape[1:]
+    if not settings.ldm.latents.pad and any(axis % factor for axis in latent):
+        step = factor * settings.autoencoder.downsampling
+        grid = _text(nearest_multiples(settings.data.voxel_size, step))
+        yield (
+            Problem(
+                "ldm.unet.num_channels",
+                f"{len(settings.ldm.unet.num_channels)} levels need latents that divide by {factor}, "
+                f"these are {_text(latent)}",
+                f"allowed: data.voxel_size in multiples of {step}, the nearest is {grid}",
+                "change voxel_size, use fewer U-Net levels, or set ldm.latents.pad: true",
+            ),
+            ("data.voxel_size", "autoencoder.num_channels"),
+        )
