@@ -1,0 +1,17 @@
+"""Networks and their builders."""
+
+from models.autoencoder import LeanAutoencoder, build_autoencoder
+from models.checkpointing import gradient_checkpoint_forward
+from models.discriminator import build_discriminator
+from models.stock_autoencoder import StockAutoencoder
+from models.unet import DiffusionUNet, build_unet
+
+__all__ = [
+    "DiffusionUNet",
+    "LeanAutoencoder",
+    "StockAutoencoder",
+    "build_autoencoder",
+    "build_discriminator",
+    "build_unet",
+    "gradient_checkpoint_forward",
+]

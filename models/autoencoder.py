@@ -1,0 +1,160 @@
+"""The autoencoder of stage 1: the same function and parameters as MONAI's, in a fraction of the memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from monai.networks.blocks import Convolution
+from torch import Tensor, nn
+
+from models.checkpointing import HostOffload, gradient_checkpoint_forward
+from models.group_norm import group_norm
+from models.lean_blocks import DownsampleBlock, UpsampleBlock, lean_block
+from models.stock_autoencoder import StockAutoencoder
+from settings import AutoencoderSettings
+
+logger = logging.getLogger(__name__)
+Levels = int | Literal["all"]
+
+
+class Head(nn.Module):
+    """The last norm and convolution; there is no SiLU between them in MONAI, so there is none here."""
+
+    def __init__(self, norm: nn.GroupNorm, conv: Convolution) -> None:
+        super().__init__()
+        self.norm, self.conv = norm, conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(group_norm(x, self.norm))
+
+
+class LeanCoder(nn.Module):
+    """Encoder or decoder: MONAI's list of blocks, each run in its lean form and checkpointed where asked to."""
+
+    def __init__(self, blocks: nn.ModuleList, first_level: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(lean_block(block) for block in blocks)
+        self.levels = _level_of_each(self.blocks, first_level)
+        self.checkpointed_levels = 0
+        self.offload = False
+        norm, conv = self.blocks[-2], self.blocks[-1]
+        # Outside the module tree: its parameters already have their names in `blocks`.
+        object.__setattr__(self, "_head", Head(norm, conv))  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        offload = HostOffload() if self.offload else False
+        first, *middle = self.blocks[:-2]
+        x = first(x)
+        for block, level in zip(middle, self.levels[1:-2], strict=True):
+            x = self._run(block, x, level, offload)
+        self._head.train(self.training)
+        return self._run(self._head, x, self.levels[-1], offload)
+
+    def _run(self, block: nn.Module, x: Tensor, level: int, offload: HostOffload | Literal[False]) -> Tensor:
+        wanted = level < self.checkpointed_levels
+        return gradient_checkpoint_forward(
+            block,
+            x,
+            use_gradient_checkpointing=wanted,
+            use_gradient_checkpointing_offload=offload if wanted else False,
+        )
+
+
+def _level_of_each(blocks: nn.ModuleList, first_level: int) -> list[int]:
+    """Return the level of each block, 0 being the highest resolution; a change of level counts as the higher of the two."""
+    level, levels = first_level, []
+    for block in blocks:
+        level -= isinstance(block, UpsampleBlock)
+        levels.append(level)
+        level += isinstance(block, DownsampleBlock)
+    return levels
+
+
+class LeanAutoencoder(StockAutoencoder):
+    """MONAI's `AutoencoderKL` with lean blocks, checkpointing per block, offload and slabs.
+
+    `encode`, `decode` and the state dict are MONAI's. The memory knobs change no result beyond rounding.
+    """
+
+    encoder: LeanCoder
+    decoder: LeanCoder
+
+    def __init__(self, **shape: Any) -> None:
+        super().__init__(**shape)
+        self.num_levels = len(shape["channels"])
+        self.encoder = LeanCoder(self.encoder.blocks, first_level=0)  # type: ignore[arg-type]
+        self.decoder = LeanCoder(self.decoder.blocks, first_level=self.num_levels - 1)  # type: ignore[arg-type]
+        self.nested = False
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the latent's mean and sigma."""
+        h = gradient_checkpoint_forward(self.encoder, x, use_gradient_checkpointing=self.nested)
+        mean, log_variance = self.quant_conv_mu(h), self.quant_conv_log_sigma(h)
+        return mean, torch.exp(torch.clamp(log_variance, -30.0, 20.0) / 2)
+
+    def decode(self, z: Tensor) -> Tensor:
+        """Return the volume of a latent."""
+        return self.decoder(self.post_quant_conv(z))
+
+    def gradient_checkpointing_enable(
+        self, levels: Levels = "all", offload: bool = False, nested: bool = False
+    ) -> None:
+        """Recompute the blocks of the `levels` highest-resolution levels in backward instead of keeping their activations.
+
+        `offload` keeps the blocks' inputs in host memory; `nested` puts one more checkpoint around the encoder, whose
+        block inputs are then made again when backward arrives there. Acts in training mode with gradients on.
+        """
+        count = self.num_levels if levels == "all" else levels
+        assert 1 <= count <= self.num_levels, f"levels is {levels}; allowed: all, or 1 to {self.num_levels}"
+        self._configure(count, offload, nested)
+        covered = sum(level < count for coder in (self.encoder, self.decoder) for level in coder.levels[1:-1])
+        logger.info(
+            "gradient checkpointing on: %d blocks of the encoder and the decoder, %s of %d levels%s%s",
+            covered,
+            count,
+            self.num_levels,
+            ", block inputs in host memory" if offload else "",
+            ", the encoder nested" if nested else "",
+        )
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep all activations for backward again."""
+        self._configure(0, offload=False, nested=False)
+        logger.info("gradient checkpointing off: the encoder and the decoder keep the activations of all blocks")
+
+    def _configure(self, count: int, offload: bool, nested: bool) -> None:
+        self.nested = nested
+        for coder in (self.encoder, self.decoder):
+            coder.checkpointed_levels, coder.offload = count, offload
+
+    def set_slab_rows(self, rows: int) -> None:
+        """Run the highest-resolution blocks in slabs of `rows` rows along the first spatial axis; 0: whole."""
+
+
+def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
+    """Build the autoencoder that the settings describe, with their memory knobs applied."""
+    build = partial(LeanAutoencoder if settings.implementation == "lean" else StockAutoencoder)
+    model = build(
+        in_channels=settings.in_channels,
+        out_channels=settings.in_channels,
+        channels=settings.num_channels,
+        num_res_blocks=settings.res_blocks,
+        attention_levels=settings.attention_levels,
+        latent_channels=settings.latent_channels,
+        norm_num_groups=settings.num_groups,
+        with_encoder_nonlocal_attn=settings.has_middle_attention,
+        with_decoder_nonlocal_attn=settings.has_middle_attention,
+    )
+    training = settings.training
+    model.set_slab_rows(training.slab_rows)
+    if training.checkpoints_blocks:
+        model.gradient_checkpointing_enable(
+            levels=training.checkpoint_levels,
+            offload=training.use_gradient_checkpointing_offload,
+            nested=training.nests_checkpoints,
+        )
+    return model

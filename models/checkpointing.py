@@ -1,0 +1,156 @@
+"""Gradient checkpointing through one helper, with the option to keep the checkpoints' inputs in host memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+MIN_OFFLOAD_BYTES = 1 << 20
+"""Below one MiB a copy to the host costs more time than the memory is worth."""
+
+
+def empty_on_host(tensor: Tensor) -> Tensor:
+    """Return an uninitialised host tensor of the shape, strides and dtype of `tensor`, pinned when that speeds up copies.
+
+    Every offloaded byte is allocated here, so a memory predictor needs to watch only this function.
+    """
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+
+
+@dataclass(eq=False)
+class _Offloaded:
+    """One saved tensor that lives on the host until backward asks for it."""
+
+    host: Tensor
+    device: torch.device
+    copied: torch.Event | None
+    fetched: Tensor | None = field(default=None)
+
+
+class HostOffload(AbstractContextManager[None]):
+    """Saved-tensor hooks that move large activations to the host and bring them back in backward.
+
+    At most one tensor waits for its copy in each direction: at 128 MiB and more per activation, a deeper queue would
+    cost what the offload saves. One object serves one pass through a network; enter it around every checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[_Offloaded] = []
+        self._leaving: deque[tuple[Tensor, torch.Event | None]] = deque()
+        self._stream: torch.cuda.Stream | None = None
+        self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
+
+    def __enter__(self) -> None:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._hooks.pop().__exit__(*exc_info)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Offloaded:
+        small = tensor.numel() * tensor.element_size() < MIN_OFFLOAD_BYTES
+        if small or isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
+            return tensor
+        tensor = tensor.detach()
+        host = empty_on_host(tensor)
+        entry = _Offloaded(host, tensor.device, self._copy(host, tensor, wait_for=None))
+        self._stack.append(entry)
+        self._leaving.append((tensor, entry.copied))
+        if len(self._leaving) > 1:
+            self._release(*self._leaving.popleft())
+        return entry
+
+    def _unpack(self, packed: Tensor | _Offloaded) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        while self._leaving:
+            self._release(*self._leaving.popleft())
+        tensor = self._fetch(packed)
+        if packed in self._stack:
+            position = self._stack.index(packed)
+            del self._stack[position:]
+            if position > 0:
+                previous = self._stack[position - 1]
+                previous.fetched = self._start_fetch(previous)
+        return tensor
+
+    def _copy(self, target: Tensor, source: Tensor, wait_for: torch.Event | None) -> torch.Event | None:
+        """Copy on a second CUDA stream and return the event of its end; elsewhere copy at once and return nothing."""
+        device = source.device if source.is_cuda else target.device
+        if device.type != "cuda":
+            target.copy_(source)
+            return None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            if wait_for is not None:
+                self._stream.wait_event(wait_for)
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def _release(self, tensor: Tensor, copied: torch.Event | None) -> None:
+        """Let the caller drop `tensor`: whatever reuses its memory on the compute stream waits for the copy."""
+        if copied is not None:
+            torch.cuda.current_stream(tensor.device).wait_event(copied)
+
+    def _start_fetch(self, entry: _Offloaded) -> Tensor:
+        tensor = torch.empty_like(entry.host, device=entry.device, pin_memory=False)
+        entry.copied = self._copy(tensor, entry.host, wait_for=entry.copied)
+        return tensor
+
+    def _fetch(self, entry: _Offloaded) -> Tensor:
+        tensor = entry.fetched if entry.fetched is not None else self._start_fetch(entry)
+        entry.fetched = None
+        if entry.copied is not None:
+            torch.cuda.current_stream(entry.device).wait_event(entry.copied)
+        return tensor
+
+
+def draws_random_numbers(module: Callable[..., Any]) -> bool:
+    """Tell whether running `module` twice may give two results, so that a checkpoint has to restore the generator."""
+    if not isinstance(module, nn.Module):
+        return True
+    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    rates = [part.p if isinstance(part, dropouts) else getattr(part, "dropout_rate", 0.0) for part in module.modules()]
+    return any(rate > 0 for rate in rates)
+
+
+def gradient_checkpoint_forward(
+    module: Callable[..., Any],
+    *args: Any,
+    use_gradient_checkpointing: bool,
+    use_gradient_checkpointing_offload: bool | HostOffload = False,
+    **kwargs: Any,
+) -> Any:
+    """Call `module(*args, **kwargs)`, recomputing its activations in backward when asked to.
+
+    Offloading implies checkpointing and keeps the tensor arguments in host memory; pass a `HostOffload` to share its queue
+    between the blocks of one pass. Does nothing special under `no_grad` and for a module in eval mode. Acts on frozen
+    modules too: a loss through them needs their activations as much as training does.
+    """
+    wanted = use_gradient_checkpointing or bool(use_gradient_checkpointing_offload)
+    if not (wanted and torch.is_grad_enabled() and getattr(module, "training", True)):
+        return module(*args, **kwargs)
+    offload: AbstractContextManager[None] = nullcontext()
+    if use_gradient_checkpointing_offload:
+        own = use_gradient_checkpointing_offload is True
+        offload = HostOffload() if own else use_gradient_checkpointing_offload  # type: ignore[assignment]
+    # Only positional arguments pass through the saved-tensor hooks, so keyword arguments travel as positional ones.
+    names, num_args = list(kwargs), len(args)
+
+    def run(*values: Any) -> Any:
+        return module(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+
+    with offload:
+        return checkpoint(
+            run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=draws_random_numbers(module)
+        )

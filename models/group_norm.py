@@ -1,0 +1,139 @@
+"""GroupNorm, with or without SiLU after it, as one autograd function that saves only its low-precision input.
+
+CUDA autocast runs GroupNorm in fp32 and keeps that fp32 copy, the normalised tensor and the activation for backward: about
+ten bytes per value where two carry all the information. This function keeps the input and each group's mean and rstd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+aten = torch.ops.aten
+FULL_PRECISION = (torch.float32, torch.float64)
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which a convolution of `tensor` would run: autocast's, when it is on."""
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
+
+
+def full_precision(tensor: Tensor) -> Tensor:
+    """Return `tensor` in the precision of statistics; the same tensor, not a copy, when it already is."""
+    return tensor if tensor.dtype in FULL_PRECISION else tensor.float()
+
+
+def _needs_groups(x: Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether fp32 copies are made, and so should be made one group at a time."""
+    return x.dtype not in FULL_PRECISION or out_dtype != x.dtype
+
+
+def group_slices(channels: int, groups: int) -> list[slice]:
+    """Return the channels of each group."""
+    size = channels // groups
+    return [slice(start, start + size) for start in range(0, channels, size)]
+
+
+class _GroupNorm(torch.autograd.Function):
+    """Normalise by native kernels, in fp32 and one group at a time where the input is of low precision."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, out_dtype: torch.dtype
+    ) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            if _needs_groups(x, out_dtype):
+                y, mean, rstd = _forward_by_group(x, weight, bias, groups, eps, silu, out_dtype)
+            else:
+                batch, channels = x.shape[:2]
+                y, mean, rstd = aten.native_group_norm(
+                    x, weight, bias, batch, channels, x[0, 0].numel(), groups, eps
+                )
+                y = F.silu(y, inplace=True) if silu else y
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.groups, ctx.silu, ctx.out_dtype = groups, silu, out_dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        with torch.autocast(x.device.type, enabled=False):
+            if not _needs_groups(x, ctx.out_dtype):
+                grads = _backward_of(x, grad, weight, bias, mean, rstd, ctx.silu, needs)
+            else:
+                grads = _backward_by_group(x, grad, weight, bias, mean, rstd, ctx.silu, needs)
+        return *grads, None, None, None, None
+
+
+def _forward_by_group(
+    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, channels = x.shape[:2]
+    size, voxels = channels // groups, x[0, 0].numel()
+    y = torch.empty_like(x, dtype=out_dtype)
+    stats: list[tuple[Tensor, Tensor]] = []
+    for part in group_slices(channels, groups):
+        values = full_precision(x[:, part]).contiguous()
+        values, mean, rstd = aten.native_group_norm(values, weight[part], bias[part], batch, size, voxels, 1, eps)
+        stats.append((mean, rstd))
+        y[:, part] = F.silu(values, inplace=True) if silu else values
+    means, rstds = zip(*stats, strict=True)
+    return y, torch.cat(means, 1), torch.cat(rstds, 1)
+
+
+def _backward_by_group(
+    x: Tensor, grad: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, silu: bool, needs: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    channels, groups = x.shape[1], mean.shape[1]
+    grad_x = torch.empty_like(x) if needs[0] else None
+    grads: list[tuple[Tensor | None, Tensor | None]] = []
+    for index, part in enumerate(group_slices(channels, groups)):
+        one = slice(index, index + 1)
+        values, upstream = full_precision(x[:, part]).contiguous(), full_precision(grad[:, part]).contiguous()
+        grad_values, grad_weight, grad_bias = _backward_of(
+            values, upstream, weight[part], bias[part], mean[:, one], rstd[:, one], silu, needs
+        )
+        if grad_x is not None:
+            grad_x[:, part] = grad_values  # type: ignore[assignment]
+        grads.append((grad_weight, grad_bias))
+    grad_weight, grad_bias = (torch.cat(list(g)) if g[0] is not None else None for g in zip(*grads, strict=True))
+    return grad_x, grad_weight, grad_bias
+
+
+def _backward_of(
+    x: Tensor, grad: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, silu: bool, needs: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of `x`, `weight` and `bias`, all tensors being of full precision."""
+    batch, channels = x.shape[:2]
+    if silu:
+        scale, shift = scale_and_shift(mean, rstd, weight, bias)
+        grad = aten.silu_backward(grad, torch.addcmul(spread(shift), x, spread(scale)))
+    return aten.native_group_norm_backward(
+        grad, x, mean, rstd, weight, batch, channels, x[0, 0].numel(), mean.shape[1], list(needs)
+    )
+
+
+def scale_and_shift(mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the normalisation as one multiplication and one addition, both of shape (batch, channels)."""
+    size = weight.numel() // mean.shape[1]
+    scale = rstd.repeat_interleave(size, 1) * weight
+    return scale, bias - mean.repeat_interleave(size, 1) * scale
+
+
+def spread(values: Tensor) -> Tensor:
+    """Let (batch, channels) values broadcast over volumes."""
+    return values[:, :, None, None, None]
+
+
+def group_norm(x: Tensor, norm: nn.GroupNorm, silu: bool = False) -> Tensor:
+    """Apply `norm`, and SiLU when asked to, in the precision that the convolution after it wants."""
+    return _GroupNorm.apply(x, norm.weight, norm.bias, norm.num_groups, norm.eps, silu, compute_dtype(x))

@@ -1,0 +1,95 @@
+"""MONAI's own autoencoder behind the interface that training uses, and a repair for levels without residual blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from monai.networks.blocks import Convolution, SpatialAttentionBlock, Upsample
+from monai.networks.nets import AutoencoderKL
+from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
+from torch import Tensor, nn
+
+
+class StockAutoencoder(AutoencoderKL):
+    """MONAI's `AutoencoderKL` with attention through SDPA and with noise that the caller may give."""
+
+    def __init__(self, **shape: Any) -> None:
+        super().__init__(spatial_dims=3, use_flash_attention=True, **shape)
+        for coder in (self.encoder, self.decoder):
+            match_channels(coder.blocks, coder.norm_num_groups, coder.norm_eps)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """Return the reconstruction, the latent's mean and its sigma; the latent is `mean + sigma * noise`."""
+        mean, sigma = self.encode(x)
+        latent = mean + sigma * (torch.randn_like(sigma) if noise is None else noise)
+        return self.decode(latent), mean, sigma
+
+    def gradient_checkpointing_enable(
+        self, levels: int | str = "all", offload: bool = False, nested: bool = False
+    ) -> None:
+        """Turn on MONAI's own checkpointing: the whole encoder and the whole decoder, which is all it has."""
+        assert levels == "all" and not offload and not nested, "the stock autoencoder checkpoints all or nothing"
+        self.use_checkpoint = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Turn MONAI's own checkpointing off."""
+        self.use_checkpoint = False
+
+    def set_slab_rows(self, rows: int) -> None:
+        """Refuse slabs, which the stock blocks do not have."""
+        assert rows == 0, "the stock autoencoder has no slabs"
+
+
+def match_channels(blocks: nn.ModuleList, groups: int, eps: float) -> None:
+    """Rebuild the blocks that expect other channels than they get.
+
+    MONAI counts a level's channels even where `num_res_blocks` is 0 and so nothing changes them: the next block then fails
+    on its input. Blocks that fit are left alone, so a network that MONAI can run is MONAI's.
+    """
+    channels: int | None = None
+    for index, block in enumerate(blocks):
+        expected, produced = _channels_of(block)
+        if channels is not None and expected != channels:
+            blocks[index] = _rebuild(block, channels, produced, groups, eps)
+        channels = produced if _changes_channels(block) else (channels or produced)
+
+
+def _changes_channels(block: nn.Module) -> bool:
+    return isinstance(block, Convolution | AEKLResBlock)
+
+
+def _channels_of(block: nn.Module) -> Sequence[int]:
+    if isinstance(block, AEKLResBlock):
+        return block.in_channels, block.out_channels
+    if isinstance(block, SpatialAttentionBlock):
+        return (block.norm.num_channels,) * 2
+    if isinstance(block, nn.GroupNorm):
+        return (block.num_channels,) * 2
+    conv = {Convolution: "conv", AEKLDownsample: "conv.conv", Upsample: "postconv.conv"}[type(block)]
+    layer = block.get_submodule(conv)
+    return layer.in_channels, layer.out_channels  # type: ignore[return-value]
+
+
+def _rebuild(block: nn.Module, channels: int, produced: int, groups: int, eps: float) -> nn.Module:
+    convolution = {"spatial_dims": 3, "kernel_size": 3, "padding": 1, "conv_only": True}
+    if isinstance(block, AEKLResBlock):
+        return AEKLResBlock(3, channels, groups, eps, produced)
+    if isinstance(block, AEKLDownsample):
+        return AEKLDownsample(3, channels)
+    if isinstance(block, nn.GroupNorm):
+        return nn.GroupNorm(groups, channels, eps)
+    if isinstance(block, Convolution):
+        return Convolution(in_channels=channels, out_channels=produced, **convolution)  # type: ignore[arg-type]
+    assert isinstance(block, Upsample), f"attention follows a residual block, so it always fits: {block}"
+    return Upsample(
+        3,
+        channels,
+        channels,
+        scale_factor=2.0,
+        mode="nontrainable",
+        interp_mode="nearest",
+        align_corners=None,
+        post_conv=Convolution(in_channels=channels, out_channels=channels, **convolution),  # type: ignore[arg-type]
+    )

@@ -1,0 +1,139 @@
+"""The diffusion U-Net of stage 2: MONAI's network and parameters, with checkpointing per block and lean norms."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from monai.networks.blocks import SpatialAttentionBlock
+from monai.networks.nets import DiffusionModelUNet
+from monai.networks.nets.diffusion_model_unet import (
+    DiffusionUnetDownsample,
+    DiffusionUNetResnetBlock,
+    WrappedUpsample,
+    get_timestep_embedding,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.attention import AttentionBlock
+from models.checkpointing import HostOffload, gradient_checkpoint_forward
+from models.group_norm import group_norm
+from settings import LdmSettings
+
+logger = logging.getLogger(__name__)
+
+
+class TimeResidualBlock(nn.Module):
+    """Takes over the layers of MONAI's residual block with timestep embedding; joins a skip connection to its input."""
+
+    def __init__(self, stock: DiffusionUNetResnetBlock) -> None:
+        super().__init__()
+        assert not stock.up and not stock.down, "residual blocks that change the resolution are not built here"
+        self.norm1, self.conv1, self.time_emb_proj = stock.norm1, stock.conv1, stock.time_emb_proj
+        self.norm2, self.conv2, self.skip_connection = stock.norm2, stock.conv2, stock.skip_connection
+
+    def forward(self, x: Tensor, embedding: Tensor, skip: Tensor | None = None) -> Tensor:
+        if skip is not None:
+            x = torch.cat([x, skip], dim=1)
+        h = self.conv1(group_norm(x, self.norm1, silu=True))
+        h = h + self.time_emb_proj(F.silu(embedding))[:, :, None, None, None]
+        h = self.conv2(group_norm(h, self.norm2, silu=True))
+        return self.skip_connection(x) + h
+
+
+class DiffusionUNet(DiffusionModelUNet):
+    """MONAI's `DiffusionModelUNet` with self-attention only, every block of which can be checkpointed."""
+
+    def __init__(self, **shape) -> None:
+        super().__init__(spatial_dims=3, use_flash_attention=True, **shape)
+        for name, module in list(self.named_modules()):
+            lean: nn.Module | None = None
+            if isinstance(module, DiffusionUNetResnetBlock):
+                lean = TimeResidualBlock(module)
+            elif isinstance(module, SpatialAttentionBlock):
+                lean = AttentionBlock(module)
+            if lean is not None:
+                parent, _, child = name.rpartition(".")
+                setattr(self.get_submodule(parent), child, lean)
+        self.checkpointed = self.offload = False
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, timesteps: Tensor, context: Tensor | None = None, class_labels: Tensor | None = None
+    ) -> Tensor:
+        """Return the prediction for the noisy latent `x`; `class_labels` when the network is class-conditional."""
+        assert context is None, "the network has self-attention only: conditioning goes through class_labels"
+        embedding = self._embed(x, timesteps, class_labels)
+        offload = HostOffload() if self.offload else False
+
+        def run(block: nn.Module, *args: Tensor) -> Tensor:
+            return gradient_checkpoint_forward(
+                block,
+                *args,
+                use_gradient_checkpointing=self.checkpointed,
+                use_gradient_checkpointing_offload=offload,
+            )
+
+        h = self.conv_in(x)
+        skips = [h]
+        for level in self.down_blocks:
+            attentions = getattr(level, "attentions", [None] * len(level.resnets))
+            for block, attention in zip(level.resnets, attentions, strict=True):
+                h = run(block, h, embedding)
+                h = h if attention is None else run(attention, h)
+                skips.append(h)
+            if level.downsampler is not None:
+                h = run(level.downsampler, h)
+                skips.append(h)
+        middle = self.middle_block
+        h = run(middle.resnet_2, run(middle.attention, run(middle.resnet_1, h, embedding)), embedding)
+        for level in self.up_blocks:
+            attentions = getattr(level, "attentions", [None] * len(level.resnets))
+            for block, attention in zip(level.resnets, attentions, strict=True):
+                h = run(block, h, embedding, skips.pop())
+                h = h if attention is None else run(attention, h)
+            if level.upsampler is not None:
+                h = run(level.upsampler, h)
+        norm, _, conv = self.out
+        return conv(group_norm(h, norm, silu=True))
+
+    def _embed(self, x: Tensor, timesteps: Tensor, class_labels: Tensor | None) -> Tensor:
+        embedding = self.time_embed(get_timestep_embedding(timesteps, self.block_out_channels[0]).to(x.dtype))
+        if self.num_class_embeds is None:
+            return embedding
+        assert class_labels is not None, "class_labels are missing: the network is class-conditional"
+        return embedding + self.class_embedding(class_labels).to(x.dtype)
+
+    def gradient_checkpointing_enable(self, offload: bool = False) -> None:
+        """Recompute every block in backward instead of keeping its activations; acts in training with gradients on."""
+        self.checkpointed, self.offload = True, offload
+        kinds = (TimeResidualBlock, AttentionBlock, DiffusionUnetDownsample, WrappedUpsample)
+        covered = sum(isinstance(module, kinds) for module in self.modules())
+        where = ", block inputs in host memory" if offload else ""
+        logger.info("gradient checkpointing on: %d blocks of the diffusion U-Net%s", covered, where)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep all activations for backward again."""
+        self.checkpointed = self.offload = False
+        logger.info("gradient checkpointing off: the diffusion U-Net keeps the activations of all blocks")
+
+
+def build_unet(settings: LdmSettings, latent_channels: int) -> DiffusionUNet:
+    """Build the U-Net that the settings describe, for latents of `latent_channels` channels.
+
+    A class-conditional network has one class more than the data: the last one stands for a hidden label.
+    """
+    unet, conditioning = settings.unet, settings.conditioning
+    model = DiffusionUNet(
+        in_channels=latent_channels,
+        out_channels=latent_channels,
+        channels=unet.num_channels,
+        num_res_blocks=unet.res_blocks,
+        attention_levels=unet.attention_levels,
+        num_head_channels=unet.head_channels,
+        norm_num_groups=unet.num_groups,
+        num_class_embeds=conditioning.num_classes + 1 if conditioning.type == "class" else None,
+    )
+    if settings.training.checkpoints_blocks:
+        model.gradient_checkpointing_enable(offload=settings.training.use_gradient_checkpointing_offload)
+    return model
