@@ -1,0 +1,1 @@
+"""Prediction of peak memory on a machine without a GPU, the ladder towards a budget, and what to say when memory runs out."""

@@ -1,0 +1,158 @@
+"""CUDA's autocast rules for CPU and fake tensors, so that a machine without a GPU sees the dtypes a GPU would make.
+
+CPU autocast leaves GroupNorm, upsampling, softmax, sums, exponentials and the l1 and mse losses in low precision; CUDA runs
+them in fp32 and keeps the fp32 copies for backward, which doubles the memory of a normalisation. The rules are installed as
+kernels of the `AutocastCPU` dispatch key, so they act wherever autocast is on: in forward, in custom autograd functions
+and in the recomputation of a checkpoint.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+# The lists of ATen's autocast_mode.h; a test compares them with the kernels that torch registers for AutocastCUDA.
+FP32_OPS = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+    pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
+    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+    multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
+    upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+    _upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim
+""".split()
+FP32_RESULT_OPS = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+""".split()
+# Low precision on CUDA, without a kernel of their own under CPU autocast.
+LOW_PRECISION_OPS = ["convolution", "_convolution", "addmv", "addr", "mv"]
+# fp32 under CPU autocast, left as they come by CUDA autocast; only those a network or a loss may use.
+UNTOUCHED_OPS = """
+    adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d reflection_pad1d reflection_pad2d replication_pad1d
+    replication_pad2d replication_pad3d quantile quantile.scalar fft_rfftn fft_irfftn fft_fftn fft_ifftn
+""".split()
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+            return function(*args, **kwargs)
+
+    return kernel
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Convert the floating tensors of `tree`, except double ones, which autocast never touches."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if eligible else tensor
+
+    return tree_map_only(torch.Tensor, convert, tree)
+
+
+def _fp32_kernel(name: str) -> Callable[..., Any]:
+    op = _overload(name)
+
+    @_without_autocast
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return op(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+
+    return kernel
+
+
+def _fp32_result_kernel(name: str) -> Callable[..., Any]:
+    op = _overload(name)
+    position = [argument.name for argument in op._schema.arguments].index("dtype")
+
+    @_without_autocast
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        chosen = args[position] if len(args) > position else kwargs.get("dtype")
+        if chosen is None and args[0].dtype in (torch.float16, torch.bfloat16, torch.float32):
+            args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+        return op(*args, **kwargs)
+
+    return kernel
+
+
+def _low_precision_kernel(name: str) -> Callable[..., Any]:
+    op = _overload(name)
+
+    @_without_autocast
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype("cpu")
+        return op(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+    return kernel
+
+
+def _contiguous_group_norm(
+    x: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> torch.Tensor:
+    """GroupNorm as CUDA runs it: an input in another memory format is copied, and the copy is what backward keeps."""
+    batch, channels, voxels = x.shape[0], x.shape[1], x[0, 0].numel()
+    return torch.native_group_norm(x.contiguous(), weight, bias, batch, channels, voxels, num_groups, eps)[0]
+
+
+@contextmanager
+def _cuda_requests_act_on_cpu() -> Iterator[None]:
+    """Let code that names "cuda" (`custom_fwd(device_type="cuda")`, `torch.autocast("cuda")`) meet the CPU's autocast state."""
+    original_init, original_enabled = torch.autocast.__init__, torch.is_autocast_enabled
+    original_dtype = torch.get_autocast_dtype
+
+    def here(device_type: str) -> str:
+        return "cpu" if device_type == "cuda" else device_type
+
+    def init(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original_init(self, here(device_type), *args, **kwargs)
+
+    def enabled(device_type: str = "cpu") -> bool:
+        return original_enabled(here(device_type))
+
+    with (
+        mock.patch.object(torch.autocast, "__init__", init),
+        mock.patch.object(torch, "is_autocast_enabled", enabled),
+        mock.patch.object(torch, "get_autocast_dtype", lambda device_type: original_dtype(here(device_type))),
+    ):
+        yield
+
+
+@contextmanager
+def cuda_autocast_rules() -> Iterator[None]:
+    """Make `torch.autocast("cpu")` choose the dtypes that `torch.autocast("cuda")` chooses, until the block is left.
+
+    Turns nothing on: it changes what autocast does where it is on. Process-wide, so not for a process that trains.
+    """
+    kernels: dict[str, Any] = {name: _fp32_kernel(name) for name in FP32_OPS}
+    kernels |= {name: _fp32_result_kernel(name) for name in FP32_RESULT_OPS}
+    kernels |= {name: _low_precision_kernel(name) for name in LOW_PRECISION_OPS}
+    kernels |= {name: torch.library.fallthrough_kernel for name in UNTOUCHED_OPS}
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*[Oo]verrid.*")
+            for name, kernel in kernels.items():
+                library.impl(_overload(name), kernel, "AutocastCPU")
+            library.impl(_overload("group_norm"), _contiguous_group_norm, "CompositeImplicitAutograd")
+        with _cuda_requests_act_on_cpu():
+            yield
+    finally:
+        library._destroy()
