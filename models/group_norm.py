@@ -30,6 +30,12 @@ def full_precision(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in FULL_PRECISION else tensor.float()
 
 
+def layout(x: Tensor) -> torch.memory_format:
+    """Return the memory format in which the native kernels take `x`: CUDA's know only the contiguous one."""
+    last = x.device.type == "cpu" and x.is_contiguous(memory_format=torch.channels_last_3d)
+    return torch.channels_last_3d if last and not x.is_contiguous() else torch.contiguous_format
+
+
 def _needs_groups(x: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether fp32 copies are made, and so should be made one group at a time."""
     return x.dtype not in FULL_PRECISION or out_dtype != x.dtype
@@ -53,6 +59,7 @@ class _GroupNorm(torch.autograd.Function):
                 y, mean, rstd = _forward_by_group(x, weight, bias, groups, eps, silu, out_dtype)
             else:
                 batch, channels = x.shape[:2]
+                x = x.contiguous(memory_format=layout(x))
                 y, mean, rstd = aten.native_group_norm(
                     x, weight, bias, batch, channels, x[0, 0].numel(), groups, eps
                 )
@@ -68,6 +75,7 @@ class _GroupNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         with torch.autocast(x.device.type, enabled=False):
             if not _needs_groups(x, ctx.out_dtype):
+                grad = grad.contiguous(memory_format=layout(x))
                 grads = _backward_of(x, grad, weight, bias, mean, rstd, ctx.silu, needs)
             else:
                 grads = _backward_by_group(x, grad, weight, bias, mean, rstd, ctx.silu, needs)
