@@ -1,1 +1,1 @@
-"""Prediction of peak memory on a machine without a GPU, the ladder towards a budget, and what to say when memory runs out."""
+"""Prediction of peak memory without a GPU, the ladder towards a budget, and what to say when memory runs out."""

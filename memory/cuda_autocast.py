@@ -1,7 +1,7 @@
 """CUDA's autocast rules for CPU and fake tensors, so that a machine without a GPU sees the dtypes a GPU would make.
 
-CPU autocast leaves GroupNorm, upsampling, softmax, sums, exponentials and the l1 and mse losses in low precision; CUDA runs
-them in fp32 and keeps the fp32 copies for backward, which doubles the memory of a normalisation. The rules are installed as
+CPU autocast leaves GroupNorm, upsampling, softmax, sums, powers and some losses in low precision; CUDA runs them in
+fp32 and keeps the fp32 copies for backward, which doubles the memory of a normalisation. The rules are installed as
 kernels of the `AutocastCPU` dispatch key, so they act wherever autocast is on: in forward, in custom autograd functions
 and in the recomputation of a checkpoint.
 """
@@ -16,28 +16,35 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_map_only
 
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 # The lists of ATen's autocast_mode.h; a test compares them with the kernels that torch registers for AutocastCUDA.
-FP32_OPS = """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
-    pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
-    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
-    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
-    multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
-    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
-    upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
-    _upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim
-""".split()
-FP32_RESULT_OPS = """
-    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-    linalg_matrix_norm.str_ord sum sum.dim_IntList
-""".split()
+FP32_OPS = _names(
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
+    "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
+    "nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss "
+    "nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
+    "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss "
+    "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d "
+    "_upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d "
+    "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa "
+    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim"
+)
+FP32_RESULT_OPS = _names(
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
+    "linalg_matrix_norm.str_ord sum sum.dim_IntList"
+)
 # Low precision on CUDA, without a kernel of their own under CPU autocast.
-LOW_PRECISION_OPS = ["convolution", "_convolution", "addmv", "addr", "mv"]
+LOW_PRECISION_OPS = _names("convolution _convolution addmv addr mv")
 # fp32 under CPU autocast, left as they come by CUDA autocast; only those a network or a loss may use.
-UNTOUCHED_OPS = """
-    adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d reflection_pad1d reflection_pad2d replication_pad1d
-    replication_pad2d replication_pad3d quantile quantile.scalar fft_rfftn fft_irfftn fft_fftn fft_ifftn
-""".split()
+UNTOUCHED_OPS = _names(
+    "adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d reflection_pad1d reflection_pad2d "
+    "replication_pad1d replication_pad2d replication_pad3d quantile quantile.scalar fft_rfftn fft_irfftn "
+    "fft_fftn fft_ifftn"
+)
 
 
 def _overload(name: str) -> torch._ops.OpOverload:
@@ -114,9 +121,9 @@ def _contiguous_group_norm(
 
 @contextmanager
 def _cuda_requests_act_on_cpu() -> Iterator[None]:
-    """Let code that names "cuda" (`custom_fwd(device_type="cuda")`, `torch.autocast("cuda")`) meet the CPU's autocast state."""
+    """Let code that names "cuda" (`custom_fwd`, `torch.autocast("cuda")`) meet the autocast state of the CPU."""
     original_init, original_enabled = torch.autocast.__init__, torch.is_autocast_enabled
-    original_dtype = torch.get_autocast_dtype
+    original_dtype, original_cast = torch.get_autocast_dtype, torch.amp.autocast_mode._cast
 
     def here(device_type: str) -> str:
         return "cpu" if device_type == "cuda" else device_type
@@ -127,7 +134,11 @@ def _cuda_requests_act_on_cpu() -> Iterator[None]:
     def enabled(device_type: str = "cpu") -> bool:
         return original_enabled(here(device_type))
 
+    def cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return original_cast(value, here(device_type), dtype)
+
     with (
+        mock.patch.object(torch.amp.autocast_mode, "_cast", cast),
         mock.patch.object(torch.autocast, "__init__", init),
         mock.patch.object(torch, "is_autocast_enabled", enabled),
         mock.patch.object(torch, "get_autocast_dtype", lambda device_type: original_dtype(here(device_type))),
@@ -144,7 +155,7 @@ def cuda_autocast_rules() -> Iterator[None]:
     kernels: dict[str, Any] = {name: _fp32_kernel(name) for name in FP32_OPS}
     kernels |= {name: _fp32_result_kernel(name) for name in FP32_RESULT_OPS}
     kernels |= {name: _low_precision_kernel(name) for name in LOW_PRECISION_OPS}
-    kernels |= {name: torch.library.fallthrough_kernel for name in UNTOUCHED_OPS}
+    kernels |= dict.fromkeys(UNTOUCHED_OPS, torch.library.fallthrough_kernel)
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():

@@ -18,8 +18,7 @@ def tracked(fake: bool = True, cuda: bool = True) -> Iterator[MemoryTracker]:
     """Yield a tracker of all that happens in the block.
 
     fake: tensors without data, so that any size costs nothing; build the networks inside the block.
-    cuda: the dtypes and copies of a GPU, though all tensors are on the CPU. What offloading puts on the host counts as host
-    memory.
+    cuda: the dtypes and copies of a GPU, though all tensors are on the CPU. What offloading copies is host memory.
     """
     with ExitStack() as stack:
         if fake:

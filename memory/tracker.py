@@ -1,7 +1,7 @@
 """Follow every tensor storage of a step from the operator that allocates it until it is released.
 
-Works on real and on fake tensors alike: a fake step allocates nothing, yet makes and releases the same storages in the same
-order. The result is the peak, what was alive at the peak, and the trace that `memory.allocator` replays.
+Works on real and on fake tensors alike: a fake step allocates nothing, yet makes and releases the same storages in the
+same order. The result is the peak, what was alive at the peak, and the trace that `memory.allocator` replays.
 """
 
 import functools
@@ -59,9 +59,9 @@ class Flops:
 class MemoryTracker(TorchDispatchMode):
     """Record allocations and releases of all storages made while the mode is active.
 
-    `trace` holds the events in order: an allocation is its index into `allocations`, a release is the index's complement
-    (`~index`). Enter it inside `FakeTensorMode` to predict, alone to observe a real CPU step. Alive storages made before are
-    not known to it unless they are given to `adopt`.
+    `trace` holds the events in order: an allocation is its index into `allocations`, a release the index's complement
+    (`~index`). Enter it inside `FakeTensorMode` to predict, alone to observe a real CPU step. Storages made before
+    are not known to it unless they are given to `adopt`.
     """
 
     def __init__(self, cuda: bool = True) -> None:
@@ -98,7 +98,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count what is allocated inside as host memory: on a GPU these tensors live in pinned memory of the machine."""
+        """Count what is allocated inside as host memory: where a GPU trains, it is pinned memory of the machine."""
         before, self._place = self._place, "host"
         try:
             yield
@@ -244,8 +244,8 @@ def _plausible_value(dtype: torch.dtype) -> bool | float | int:
 def _kernel_workspace(func: Any, args: tuple[Any, ...]) -> int:
     """Return the bytes that the CUDA kernel behind `func` allocates for itself, as far as they are known.
 
-    The backward of flash attention accumulates the query's gradient in fp32, with the head's channels rounded up to 32 and
-    the tokens to 128, beside one fp32 number per token and head.
+    The backward of flash attention accumulates the query's gradient in fp32, with the head's channels rounded up to 32
+    and the tokens to 128, beside one fp32 number per token and head.
     """
     if func._overloadpacket is not aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return 0

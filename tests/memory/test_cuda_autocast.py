@@ -92,56 +92,43 @@ def test_recomputation_of_a_checkpoint_sees_the_same_rules():
     assert seen == [torch.float32, torch.float32]
 
 
+seen: list[torch.dtype] = []
+
+
 class Plain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, seen):
-        ctx.seen = seen
+    def forward(ctx, x):
         seen.append(F.linear(x, torch.eye(4)).dtype)
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.seen.append(F.linear(grad, torch.eye(4)).dtype)
-        return grad, None
+        seen.append(F.linear(grad, torch.eye(4)).dtype)
+        return grad
 
 
-class DecoratedForCuda(torch.autograd.Function):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")
-    def forward(ctx, x, seen):
-        return Plain.forward(ctx, x, seen)
+def decorated(**options):
+    class Decorated(torch.autograd.Function):
+        forward = staticmethod(torch.amp.custom_fwd(Plain.forward, device_type="cuda", **options))
+        backward = staticmethod(torch.amp.custom_bwd(Plain.backward, device_type="cuda"))
 
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cuda")
-    def backward(ctx, grad):
-        return Plain.backward(ctx, grad)
-
-
-class DecoratedWithCast(torch.autograd.Function):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
-    def forward(ctx, x, seen):
-        return Plain.forward(ctx, x, seen)
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cuda")
-    def backward(ctx, grad):
-        return Plain.backward(ctx, grad)
+    return Decorated
 
 
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
         (Plain, [torch.bfloat16, torch.float32]),
-        (DecoratedForCuda, [torch.bfloat16, torch.bfloat16]),
-        (DecoratedWithCast, [torch.float32, torch.float32]),
+        (decorated(), [torch.bfloat16, torch.bfloat16]),
+        (decorated(cast_inputs=torch.float32), [torch.float32, torch.float32]),
     ],
+    ids=["plain", "custom_fwd", "cast_inputs"],
 )
 def test_custom_functions_meet_autocast_as_on_cuda(function, expected):
-    seen = []
+    seen.clear()
     x = torch.zeros(2, 4, requires_grad=True)
     with cuda_autocast_rules():
         with torch.autocast("cuda", torch.bfloat16):
-            y = function.apply(x, seen)
+            y = function.apply(x)
         y.sum().backward()
     assert seen == expected
