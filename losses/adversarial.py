@@ -1,6 +1,6 @@
 """Least-squares adversarial terms on raw patch logits (LSGAN, Mao et al. 2017, with targets 1 for real and 0 for fake).
 
-No activation in front: MONAI's `PatchAdversarialLoss` puts a LeakyReLU there, which flattens the pull on negative logits.
+No activation in front: MONAI's `PatchAdversarialLoss` puts a LeakyReLU there, which weakens the pull of negative ones.
 """
 
 import torch
@@ -15,7 +15,7 @@ def generator_adversarial_loss(logits: Tensor) -> Tensor:
 def discriminator_loss_real(logits: Tensor) -> Tensor:
     """The real half of the discriminator's objective: logits of real volumes should be 1.
 
-    The halves are separate so that each can be run backward before the other is computed; the objective is their average.
+    The halves are separate so that each can run backward before the other is computed; the objective is their average.
     """
     return _mean_squared_distance(logits, 1.0)
 

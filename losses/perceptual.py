@@ -1,19 +1,35 @@
 """Chooses the perceptual term that the settings ask for."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from torch import nn
-
-if TYPE_CHECKING:
-    from settings import AutoencoderTraining
+from losses.lpips_slices import LpipsSlices
+from losses.medicalnet import MedicalNetDistance
+from losses.pieces import FrozenTerm
+from losses.structural import StructuralDistance
+from settings import AutoencoderTraining
 
 
 def build_perceptual_loss(
     training: AutoencoderTraining, in_channels: int, seed: int, load_weights: bool = True
-) -> nn.Module | None:
-    """The frozen perceptual term, called as `module(reconstruction, target, step)`, or None when it is switched off."""
+) -> FrozenTerm | None:
+    """The frozen perceptual term, called as `term(reconstruction, target, step)`, or None when it is switched off.
+
+    Volumes are in [-1, 1], any number of channels, each compared on its own; the result is an fp32 scalar. With
+    `load_weights=False` the same network is built without reading a file, for predicting memory. Raises ConfigError
+    when the weights are neither here nor to be had.
+    """
     if not training.use_perceptual_loss:
         return None
-    raise NotImplementedError
+    perceptual = training.perceptual
+    family, _, trunk = perceptual.network.partition("-")
+    if family == "lpips":
+        return LpipsSlices(
+            trunk,
+            seed=seed,
+            slice_fraction=perceptual.slice_fraction,
+            chunk_size=perceptual.chunk_size,
+            weights=perceptual.weights,
+            load_weights=load_weights,
+        )
+    if family == "medicalnet":
+        return MedicalNetDistance(weights=perceptual.weights, load_weights=load_weights)
+    assert family == "structural", f"no perceptual network is called {perceptual.network!r}"
+    return StructuralDistance()

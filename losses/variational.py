@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# exp(-20): far below the smallest sigma the encoder can produce (its log-variance is clamped at -30), far above underflow.
+# Far below the smallest sigma the encoder can produce (3e-7: its log-variance is clamped at -30), far above underflow.
 SMALLEST_SIGMA = 2e-9
 
 
@@ -21,10 +21,10 @@ def reconstruction_loss(reconstruction: Tensor, target: Tensor, kind: str) -> Te
 def kl_divergence(mu: Tensor, sigma: Tensor, num_voxels: int) -> Tensor:
     """KL of N(mu, sigma^2) from N(0, 1) in nats per image voxel.
 
-    Summed over the latent elements of a volume, divided by `num_voxels`, the image voxels of that volume (channels times
-    depth, height and width), and averaged over the batch. The reconstruction loss is a mean over the same voxels, so this is
-    the textbook objective, sum + weight * sum, divided by one number: the weight means the same for every grid, patch and batch
-    size. In fp32, because the squares overflow and the logarithm underflows in fp16.
+    Summed over the latent elements of a volume, divided by `num_voxels`, the image voxels of that volume (channels
+    times depth, height and width), and averaged over the batch. The reconstruction loss is a mean over the same voxels,
+    so this is the textbook objective, sum + weight * sum, divided by one number: the weight means the same for every
+    grid, patch and batch size. In fp32, because the squares overflow and the logarithm underflows in fp16.
     """
     assert num_voxels > 0, f"num_voxels must be positive, not {num_voxels}"
     with torch.autocast(mu.device.type, enabled=False):

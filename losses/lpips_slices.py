@@ -1,0 +1,162 @@
+"""2.5D LPIPS: the learned 2D distance of Zhang et al. 2018 over slices of all three axes of a volume."""
+
+import logging
+import math
+import random
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from losses.pieces import FrozenTerm, Index, mean_over_pieces
+from losses.torchvision_import import import_torchvision
+from losses.weights import find_weights, read_state_dict, weights_mismatch
+
+logger = logging.getLogger(__name__)
+
+# The shortest side each trunk can take. Thinner slices are enlarged to it along that side.
+SHORTEST_SIDE = {"squeeze": 17, "alex": 31, "vgg": 16}
+
+
+class LpipsSlices(FrozenTerm):
+    """The mean of LPIPS over slices that are drawn anew each step, the same for every volume of a batch.
+
+    Volumes are in [-1, 1], the range LPIPS was made for. Each channel is compared on its own, as a grey image: the
+    channels of a medical volume are not red, green and blue.
+    """
+
+    def __init__(
+        self,
+        trunk: str,
+        *,
+        seed: int,
+        slice_fraction: float,
+        chunk_size: int,
+        weights: str | None = None,
+        load_weights: bool = True,
+    ) -> None:
+        super().__init__()
+        self.network: Any = _load_network(trunk, weights) if load_weights else _empty_network(trunk)
+        self.shortest_side = SHORTEST_SIDE[trunk]
+        self.seed = seed
+        self.slice_fraction = slice_fraction
+        self.chunk_size = chunk_size
+        self._has_reported_thin_slices = False
+        self.freeze()
+
+    def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
+        """The mean distance over the slices of this step."""
+        self._report_thin_slices(reconstruction.shape[2:])
+        drawn = drawn_slices(reconstruction.shape[2:], self.slice_fraction, self.seed, step)
+        chunks = _chunks(reconstruction.shape, drawn, self.chunk_size)
+        return mean_over_pieces(reconstruction, target, chunks, self.distance)
+
+    def distance(self, images: Tensor, wanted: Tensor) -> Tensor:
+        """LPIPS of each pair of grey images (n, height, width); gradients flow to the first only."""
+        with torch.no_grad():
+            wanted_features = [unit_length(feature) for feature in self._features(wanted)]
+        result = images.new_zeros(len(images))
+        layers = zip(self._features(images), wanted_features, self.network.lins, strict=True)
+        for feature, wanted_feature, head in layers:
+            difference = unit_length(feature) - wanted_feature
+            result = result + head(difference.square()).mean(dim=(1, 2, 3))
+        return result
+
+    def _features(self, images: Tensor) -> Sequence[Tensor]:
+        images = images.unsqueeze(1)
+        size = [max(side, self.shortest_side) for side in images.shape[2:]]
+        if size != list(images.shape[2:]):
+            images = functional.interpolate(images, size=size, mode="bilinear", align_corners=False)
+        return self.network.net(self.network.scaling_layer(images))
+
+    def _report_thin_slices(self, grid: Sequence[int]) -> None:
+        if min(grid) < self.shortest_side and not self._has_reported_thin_slices:
+            logger.info(
+                "perceptual loss: slices thinner than %d voxels are enlarged to %d, the least this network can take",
+                self.shortest_side,
+                self.shortest_side,
+            )
+            self._has_reported_thin_slices = True
+
+
+def drawn_slices(grid: Sequence[int], fraction: float, seed: int, step: int) -> list[list[int]]:
+    """The slices of each axis that a step compares: a function of (seed, step), never of the batch or the device.
+
+    Equally spaced from a random start (systematic sampling): every slice is equally likely, and neighbours, which say
+    almost the same, are not drawn together.
+    """
+    draw = random.Random(f"{seed} {step}")
+    result = []
+    for size in grid:
+        count = max(1, round(fraction * size))
+        start = draw.random()
+        # Rounding can carry the last one past the end.
+        result.append([min(math.floor((start + i) * size / count), size - 1) for i in range(count)])
+    return result
+
+
+def unit_length(feature: Tensor, eps: float = 1e-10) -> Tensor:
+    """The feature vector of each pixel scaled to length 1, as in the lpips package, with a zero gradient at zero.
+
+    The package's own has a NaN there: it differentiates a square root at 0.
+    """
+    squared = feature.square().sum(dim=1, keepdim=True)
+    is_zero = squared == 0
+    length = squared.masked_fill(is_zero, 1.0).sqrt()
+    return (feature / (length + eps)).masked_fill(is_zero, 0.0)
+
+
+def _chunks(shape: torch.Size, drawn: Sequence[Sequence[int]], chunk_size: int) -> list[list[Index]]:
+    chunks = []
+    for axis, positions in enumerate(drawn):
+        indices: list[Index] = [
+            (volume, channel, *(position if other == axis else slice(None) for other in range(3)))
+            for position in positions
+            for volume in range(shape[0])
+            for channel in range(shape[1])
+        ]
+        chunks += [indices[start : start + chunk_size] for start in range(0, len(indices), chunk_size)]
+    return chunks
+
+
+def _empty_network(trunk: str) -> Any:
+    import_torchvision()
+    import lpips
+
+    with warnings.catch_warnings():
+        # lpips calls torchvision by an argument that has since been renamed.
+        warnings.filterwarnings("ignore", message=".*'(pretrained|weights)'.*", category=UserWarning)
+        return lpips.LPIPS(net=trunk, pretrained=False, pnet_rand=True, verbose=False)
+
+
+def _load_network(trunk: str, weights: str | None) -> Any:
+    """LPIPS with the trunk of a plain torchvision file and the heads that the lpips package ships."""
+    path = find_weights(f"lpips-{trunk}", weights)
+    # On the meta device nothing is initialised: it costs no time and draws no random numbers.
+    with torch.device("meta"):
+        network = _empty_network(trunk)
+    found = read_state_dict(path)
+    # torchvision's features.3.weight is net.slice2.3.weight here: the layer keeps its number.
+    names = {f"net.{key}": f"features.{key.split('.', 1)[1]}" for key in network.net.state_dict()}
+    wrong = [
+        name for key, name in names.items() if name not in found or found[name].shape != network.state_dict()[key].shape
+    ]
+    if wrong:
+        raise weights_mismatch(path, f"lpips-{trunk}", wrong[0])
+    network.load_state_dict({**{key: found[name].float() for key, name in names.items()}, **_heads(trunk)}, assign=True)
+    return network
+
+
+def _heads(trunk: str) -> dict[str, Tensor]:
+    import lpips
+
+    shipped = Path(lpips.__file__).parent / "weights" / "v0.1" / f"{trunk}.pth"
+    heads = torch.load(shipped, map_location="cpu", weights_only=True)
+    scaling = {f"scaling_layer.{key}": value for key, value in lpips.lpips.ScalingLayer().state_dict().items()}
+    # The package registers every head twice, as lin0 and as lins.0.
+    copies = {key.replace("lin", "lins.", 1): value for key, value in heads.items()}
+    return {**heads, **copies, **scaling}

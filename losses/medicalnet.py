@@ -1,0 +1,79 @@
+"""Distance between the features of MedicalNet (Chen et al. 2019), a 3D ResNet trained on medical volumes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from losses.lpips_slices import unit_length
+from losses.pieces import FrozenTerm, Index, mean_over_pieces
+from losses.weights import find_weights, read_state_dict, weights_mismatch
+
+NETWORK = "medicalnet-resnet10"
+# A target flatter than this (a constant background) is not stretched any further. Intensities span 2.
+SMALLEST_STD = 0.01
+
+
+class MedicalNetDistance(FrozenTerm):
+    """The mean squared distance of unit-length features over all volumes and channels.
+
+    One channel of one volume goes through the network at a time. Both volumes are standardised with the target's mean
+    and standard deviation: with its own, as MONAI does it, a reconstruction of the wrong contrast would go unpunished,
+    and with those of the batch the loss of a volume would depend on its neighbours.
+    """
+
+    def __init__(self, *, weights: str | None = None, load_weights: bool = True) -> None:
+        super().__init__()
+        self.network: Any = _load_network(weights) if load_weights else _empty_network()
+        self.freeze()
+
+    def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
+        """The mean distance; the whole volume is compared, so the step changes nothing."""
+        volumes, channels = reconstruction.shape[:2]
+        chunks: list[list[Index]] = [[(volume, channel)] for volume in range(volumes) for channel in range(channels)]
+        return mean_over_pieces(reconstruction, target, chunks, self.distance)
+
+    def distance(self, volumes: Tensor, wanted: Tensor) -> Tensor:
+        """The distance of each pair of one-channel volumes (n, depth, height, width)."""
+        with torch.no_grad():
+            mean = wanted.mean(dim=(1, 2, 3), keepdim=True)
+            std = wanted.std(dim=(1, 2, 3), keepdim=True, correction=0).clamp_min(SMALLEST_STD)
+            wanted_feature = unit_length(self._feature((wanted - mean) / std))
+        difference = unit_length(self._feature((volumes - mean) / std)) - wanted_feature
+        return difference.square().sum(dim=1).mean(dim=(1, 2, 3))
+
+    def _feature(self, volumes: Tensor) -> Tensor:
+        network = self.network
+        result = network.maxpool(network.act(network.bn1(network.conv1(volumes.unsqueeze(1)))))
+        return network.layer4(network.layer3(network.layer2(network.layer1(result))))
+
+
+def _empty_network() -> Any:
+    """MONAI's ResNet-10 with the strides and dilations that MedicalNet was trained with."""
+    from monai.networks.nets import resnet10
+
+    network = resnet10(spatial_dims=3, n_input_channels=1, feed_forward=False, bias_downsample=False, conv1_t_stride=2)
+    # MedicalNet keeps an eighth of the resolution: its last two levels widen the view instead of striding.
+    for level, dilation in ((network.layer3, 2), (network.layer4, 4)):
+        for module in level.modules():
+            if isinstance(module, nn.Conv3d):
+                module.stride = (1, 1, 1)
+                if module.kernel_size == (3, 3, 3):
+                    module.dilation = module.padding = (dilation,) * 3
+    return network
+
+
+def _load_network(weights: str | None) -> Any:
+    path = find_weights(NETWORK, weights)
+    # On the meta device nothing is initialised: it costs no time and draws no random numbers.
+    with torch.device("meta"):
+        network = _empty_network()
+    found = read_state_dict(path)
+    expected = network.state_dict()
+    # Files from before torch counted batches lack that count, which eval mode does not read.
+    found.update({key: torch.zeros((), dtype=torch.long) for key in expected if key.endswith("num_batches_tracked")})
+    wrong = [key for key, value in expected.items() if key not in found or found[key].shape != value.shape]
+    if wrong:
+        raise weights_mismatch(path, NETWORK, wrong[0])
+    network.load_state_dict({key: found[key].to(value.dtype) for key, value in expected.items()}, assign=True)
+    return network

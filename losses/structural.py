@@ -1,0 +1,94 @@
+"""A 3D perceptual term that needs no weights: structure and gradients compared at several scales.
+
+At each scale, two similarities of 1 for equal volumes:
+
+- the contrast-structure part of SSIM (Wang et al. 2003), (2 cov(x, y) + c) / (var x + var y + c), in windows of six
+  voxels;
+- the same ratio for the intensity gradients, (2 <grad x, grad y> + c) / (|grad x|^2 + |grad y|^2 + c), averaged over
+  blocks of two voxels before the division. It falls with a lost edge (blur), an invented one (noise) and a turned one.
+
+The luminance part of SSIM enters at the coarsest scale, as in multi-scale SSIM. Similarities are averaged, not
+multiplied with fractional exponents, whose gradient is NaN or infinite where a similarity is negative or zero.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from losses.pieces import FrozenTerm, Index, mean_over_pieces
+
+NUM_SCALES = 4
+# An axis is halved only while at least this many voxels remain.
+SHORTEST_AXIS = 4
+# SSIM's constants for intensities that span 2: (0.01 * 2)^2 and (0.03 * 2)^2.
+LUMINANCE_FLOOR = 4e-4
+CONTRAST_FLOOR = 3.6e-3
+
+
+class StructuralDistance(FrozenTerm):
+    """One minus the mean similarity over scales, volumes and channels: 0 for equal volumes, at most 2."""
+
+    def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
+        """The mean distance; the whole volume is compared, so the step changes nothing."""
+        volumes, channels = reconstruction.shape[:2]
+        chunks: list[list[Index]] = [[(volume, channel)] for volume in range(volumes) for channel in range(channels)]
+        return mean_over_pieces(reconstruction, target, chunks, structural_distance)
+
+
+def structural_distance(volumes: Tensor, wanted: Tensor) -> Tensor:
+    """The distance of each pair of one-channel volumes (n, depth, height, width), any size from 1 voxel up."""
+    x, y = volumes.unsqueeze(1), wanted.unsqueeze(1)
+    similarities = []
+    for scale in range(NUM_SCALES):
+        factor = tuple(2 if size >= 2 * SHORTEST_AXIS else 1 for size in x.shape[2:])
+        is_last = scale == NUM_SCALES - 1 or max(factor) == 1
+        similarities.append(_gradient_similarity(x, y, factor))
+        similarities.append(_contrast_similarity(x, y, factor))
+        x, y = functional.avg_pool3d(x, factor), functional.avg_pool3d(y, factor)
+        if is_last:
+            similarities.append(_luminance_similarity(x, y))
+            break
+    return 1 - torch.stack(similarities).mean(dim=0)
+
+
+def _contrast_similarity(x: Tensor, y: Tensor, factor: Sequence[int]) -> Tensor:
+    # Moments do not see a common offset; without it the differences below lose fewer digits.
+    offset = y.mean(dim=(1, 2, 3, 4), keepdim=True)
+    x, y = x - offset, y - offset
+    mean_x, mean_y = _window(x, factor), _window(y, factor)
+    # Rounding can make a variance negative.
+    var_x = (_window(x.square(), factor) - mean_x.square()).clamp_min(0)
+    var_y = (_window(y.square(), factor) - mean_y.square()).clamp_min(0)
+    covariance = _window(x * y, factor) - mean_x * mean_y
+    return _mean((2 * covariance + CONTRAST_FLOOR) / (var_x + var_y + CONTRAST_FLOOR))
+
+
+def _gradient_similarity(x: Tensor, y: Tensor, factor: Sequence[int]) -> Tensor:
+    product = torch.zeros_like(y)
+    energy = torch.zeros_like(y)
+    for axis in (2, 3, 4):
+        # The last voxel has no neighbour; repeated, its difference is 0 in both volumes.
+        slope_x = torch.diff(x, dim=axis, append=x.narrow(axis, x.shape[axis] - 1, 1))
+        slope_y = torch.diff(y, dim=axis, append=y.narrow(axis, y.shape[axis] - 1, 1))
+        product = product + slope_x * slope_y
+        energy = energy + slope_x.square() + slope_y.square()
+    product, energy = functional.avg_pool3d(product, tuple(factor)), functional.avg_pool3d(energy, tuple(factor))
+    return _mean((2 * product + CONTRAST_FLOOR) / (energy + CONTRAST_FLOOR))
+
+
+def _luminance_similarity(x: Tensor, y: Tensor) -> Tensor:
+    # SSIM compares intensities as ratios, which needs them to start at 0: [-1, 1] becomes [0, 2].
+    x, y = x + 1, y + 1
+    return _mean((2 * x * y + LUMINANCE_FLOOR) / (x.square() + y.square() + LUMINANCE_FLOOR))
+
+
+def _window(x: Tensor, factor: Sequence[int]) -> Tensor:
+    """Local means over windows of six voxels, two apart; blocks of two first, which leaves an eighth to work on."""
+    blocks = functional.avg_pool3d(x, tuple(factor))
+    return functional.avg_pool3d(blocks, tuple(min(3, size) for size in blocks.shape[2:]), stride=1)
+
+
+def _mean(similarity: Tensor) -> Tensor:
+    return similarity.mean(dim=(1, 2, 3, 4))

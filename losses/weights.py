@@ -1,0 +1,175 @@
+"""Where the weights of perceptual networks come from: the config, else the torch cache, else a download."""
+
+import hashlib
+import os
+import queue
+import tempfile
+import threading
+import urllib.request
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from settings import ConfigError, Problem
+
+KEY = "autoencoder.training.perceptual.weights"
+# Looking up a name is not covered by a socket's timeout, so the whole attempt to connect gets one.
+CONNECT_SECONDS = 6.0
+READ_SECONDS = 15.0
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """A published file of weights."""
+
+    url: str
+    description: str
+    has_hash_in_name: bool = True
+
+    @property
+    def name(self) -> str:
+        """The file's name, which is also its name in the torch cache."""
+        return self.url.rsplit("/", 1)[1]
+
+
+FILES = {
+    "lpips-squeeze": WeightsFile(
+        "https://download.pytorch.org/models/squeezenet1_1-b8a52dc0.pth", "torchvision's SqueezeNet 1.1"
+    ),
+    "lpips-alex": WeightsFile("https://download.pytorch.org/models/alexnet-owt-7be5be79.pth", "torchvision's AlexNet"),
+    "lpips-vgg": WeightsFile("https://download.pytorch.org/models/vgg16-397923af.pth", "torchvision's VGG-16"),
+    "medicalnet-resnet10": WeightsFile(
+        "https://huggingface.co/TencentMedicalNet/MedicalNet-Resnet10/resolve/main/resnet_10_23dataset.pth",
+        "MedicalNet's ResNet-10 of 23 datasets",
+        has_hash_in_name=False,
+    ),
+}
+
+
+def find_weights(network: str, configured: str | None) -> Path:
+    """The file with a network's weights; downloads it into the torch cache when it is nowhere and the machine can.
+
+    Raises ConfigError, within the time of one attempt to connect, when the weights cannot be had.
+    """
+    file = FILES[network]
+    if configured is not None:
+        path = Path(configured).expanduser()
+        path = path / file.name if path.is_dir() else path
+        if not path.is_file():
+            found = f"there is no file {path}"
+            raise _error(found, f"{network} needs {file.description}, {file.name}", _remedy(file))
+        return path
+    cached = cache_path(file)
+    if not cached.is_file():
+        _download(network, file, cached)
+    return cached
+
+
+def cache_path(file: WeightsFile) -> Path:
+    """Where torch keeps the file (TORCH_HOME moves it)."""
+    return Path(torch.hub.get_dir()) / "checkpoints" / file.name
+
+
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """The tensors of a weight file by name; never executes code from it.
+
+    Looks inside the wrappers that published files have: a "state_dict" entry and a "module." in front of names.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise _error(f"{path} cannot be read as a state dict ({reason})", remedy="fetch the file again") from error
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
+        content = content["state_dict"]
+    if not isinstance(content, dict):
+        raise _error(f"{path} holds a {type(content).__name__}, not a state dict", remedy="fetch the file again")
+    return {str(key).removeprefix("module."): value for key, value in content.items() if isinstance(value, Tensor)}
+
+
+def weights_mismatch(path: Path, network: str, missing: str) -> ConfigError:
+    """The error for a file that holds some other network's weights."""
+    file = FILES[network]
+    found = f"{path} does not hold the weights of {network} ({missing} is missing or has another shape)"
+    return _error(found, f"it takes {file.description}, {file.name}", _remedy(file))
+
+
+def _error(found: str, allowed: str = "", remedy: str = "") -> ConfigError:
+    return ConfigError(str(Problem(KEY, found, allowed, remedy)))
+
+
+def _remedy(file: WeightsFile) -> str:
+    return (
+        f"fetch {file.url} on a machine with internet and put it at {cache_path(file)} or name its place in {KEY},"
+        " or choose network: structural, which needs no weights"
+    )
+
+
+def _download(network: str, file: WeightsFile, destination: Path) -> None:
+    from tqdm import tqdm
+
+    try:
+        response = _connect(file.url)
+        with response:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            total = int(response.headers.get("Content-Length") or 0) or None
+            # Beside its destination, so that the rename is atomic and parallel ranks cannot see half a file.
+            with tempfile.NamedTemporaryFile(dir=destination.parent, suffix=".part", delete=False) as part:
+                try:
+                    with tqdm(total=total, unit="B", unit_scale=True, desc=f"downloading {file.name}") as bar:
+                        digest = hashlib.sha256()
+                        while block := response.read(_BLOCK_BYTES):
+                            part.write(block)
+                            digest.update(block)
+                            bar.update(len(block))
+                    part.flush()
+                    _check_download(file, digest.hexdigest(), part.tell(), total)
+                    os.replace(part.name, destination)
+                finally:
+                    Path(part.name).unlink(missing_ok=True)
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        found = (
+            f"{network} needs {file.name} ({file.description}), which is not in {destination.parent}"
+            f" and could not be downloaded ({reason})"
+        )
+        raise _error(found, remedy=_remedy(file)) from error
+
+
+def _check_download(file: WeightsFile, digest: str, num_bytes: int, expected_bytes: int | None) -> None:
+    if expected_bytes is not None and num_bytes != expected_bytes:
+        raise OSError(f"{num_bytes} of {expected_bytes} bytes arrived")
+    published = file.name.rsplit(".", 1)[0].rsplit("-", 1)[-1]
+    if file.has_hash_in_name and not digest.startswith(published):
+        raise OSError(f"what arrived has the SHA-256 {digest[:8]}, not {published}")
+
+
+def _connect(url: str) -> HTTPResponse:
+    """Open a URL, giving up after CONNECT_SECONDS whatever the machine's name lookup does."""
+    outcome: queue.Queue[HTTPResponse | Exception] = queue.Queue()
+
+    def attempt() -> None:
+        try:
+            outcome.put(urllib.request.urlopen(url, timeout=READ_SECONDS))
+        except (OSError, HTTPException) as error:
+            outcome.put(error)
+
+    threading.Thread(target=attempt, daemon=True).start()
+    try:
+        result = outcome.get(timeout=CONNECT_SECONDS)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {CONNECT_SECONDS:.0f} s") from None
+    if isinstance(result, Exception):
+        raise result
+    return result
