@@ -1,0 +1,1 @@
+"""Files to tensors: discovery and checking, transforms, step-addressed batches, phantoms."""

@@ -1,0 +1,109 @@
+"""Keeps loaded volumes in host memory, once per node, however many workers and ranks read them."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import math
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from settings import ConfigError, Problem
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+
+# Per volume: one number that says whether it is filled, and the three spacings of its grid.
+ROW = 4
+HEADER_BYTES = 4096
+
+
+class VolumeCache:
+    """Room for `number` volumes of one shape, filled as they are first loaded.
+
+    The memory is shared with the worker processes forked later, and with the other ranks of this node when torchrun
+    started them: whoever loads a volume first fills its place. Two that load the same one write the same bytes.
+    """
+
+    def __init__(self, number: int, shape: tuple[int, ...], identity: Sequence[str]) -> None:
+        self.number = number
+        volume_bytes = 4 * math.prod(shape)
+        rows_bytes = -(-8 * ROW * number // HEADER_BYTES) * HEADER_BYTES
+        size = HEADER_BYTES + rows_bytes + number * volume_bytes
+        _require_memory(number, size)
+        memory = _node_memory(size, identity) or mmap.mmap(-1, size)
+        self._rows = np.frombuffer(memory, np.float64, ROW * number, HEADER_BYTES).reshape(number, ROW)
+        volumes = np.frombuffer(memory, np.float32, number * math.prod(shape), HEADER_BYTES + rows_bytes)
+        self._volumes = torch.from_numpy(volumes.reshape(number, *shape))
+        # Taken around flag and volume, so that no processor sees the flag before the volume.
+        self._fence = threading.Lock()
+
+    def get(self, index: int) -> tuple[Tensor, np.ndarray] | None:
+        """Return a volume and its spacing, or None when it is not there; the tensor is the cache itself: do not write."""
+        if index >= self.number:
+            return None
+        with self._fence:
+            row = self._rows[index].copy()
+        return (self._volumes[index], row[1:]) if row[0] == 1.0 else None
+
+    def put(self, index: int, image: Tensor, spacing_mm: np.ndarray) -> None:
+        """Fill a volume's place, if it has one."""
+        if index >= self.number:
+            return
+        self._volumes[index].copy_(image)
+        self._rows[index, 1:] = spacing_mm
+        with self._fence:
+            self._rows[index, 0] = 1.0
+
+
+def _require_memory(number: int, size: int) -> None:
+    available = psutil.virtual_memory().available
+    if size > available:
+        fits = number * available // size
+        raise ConfigError(
+            [
+                Problem(
+                    "data.cache_rate",
+                    f"caching {number} volumes needs {size / 2**30:.1f} GiB of memory, "
+                    f"{available / 2**30:.1f} GiB are free",
+                    f"at most {fits} volumes fit",
+                    "lower it, or set 0",
+                )
+            ]
+        )
+
+
+def _node_memory(size: int, identity: Sequence[str]) -> mmap.mmap | None:
+    """Return memory that all ranks of this node share, or None when this process is the only one here."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if ranks < 2 or not SHARED_MEMORY.is_dir():
+        return None
+    session = [str(os.getuid()), str(os.getppid())]
+    session += [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+    key = hashlib.sha256("\n".join([*session, str(size), *identity]).encode()).hexdigest()[:24]
+    path = SHARED_MEMORY / f"volumes-{key}"
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            # Reserved now: a full /dev/shm is an error here, but would kill the process at the first write later.
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            log.warning("data: %s has no room for %.1f GiB (%s): each rank caches", SHARED_MEMORY, size / 2**30, error)
+            return None
+        memory = mmap.mmap(file.fileno(), size)
+        memory[0] += 1
+        # The last rank to come removes the name: the memory goes when the last process does, however that ends.
+        if memory[0] >= ranks:
+            path.unlink(missing_ok=True)
+        return memory

@@ -1,0 +1,221 @@
+"""Reads every volume once and says what is wrong with it; remembers the result until the file changes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+from tqdm import tqdm
+
+from data.formats import Header, read_header, read_volume
+from data.transforms import channels_text, flat_text, geometry_of, intensity_range
+from settings import DataError
+from settings.data import DataSettings
+
+log = logging.getLogger(__name__)
+
+# Part of the remembered file's name: change it whenever `Facts` changes.
+VERSION = 1
+
+MOST_THREADS = 8
+
+# A volume is in memory as stored, as float32 and once more while percentiles are taken.
+COPIES_WHILE_CHECKING = 4
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What reading a whole file found; `lower` and `upper` are the ends of the intensity range of each channel."""
+
+    axes: tuple[int, ...]
+    shape: tuple[int, int, int]
+    num_channels: int
+    affine: tuple[tuple[float, ...], ...]
+    dtype: str
+    has_spacing: bool
+    minimum: float
+    maximum: float
+    num_not_finite: int
+    lower: tuple[float, ...]
+    upper: tuple[float, ...]
+
+    @property
+    def header(self) -> Header:
+        """Return the header that these facts were read with."""
+        affine = np.array(self.affine)
+        return Header(self.shape, self.num_channels, affine, self.dtype, self.has_spacing, self.axes)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A file with what was found in it, or None when it could not be read, and its problems as text."""
+
+    path: Path
+    facts: Facts | None
+    problems: tuple[str, ...]
+
+
+def check_files(paths: Sequence[Path], s: DataSettings, in_channels: int, memory: Path) -> list[Checked]:
+    """Check every file, reading only those that changed since the last time; the order is that of `paths`.
+
+    `memory` is the folder where results are kept. Of several processes the first reads and the others wait for it.
+    """
+    store = memory / f"{_store_key(paths, s)}.json"
+    with _alone(store):
+        known = _recall(store)
+        facts: list[Facts | DataError] = []
+        new = [path for path in paths if _signature(path) not in known]
+        fresh = dict(zip(new, _read_all(new, s), strict=True))
+        facts = [fresh[path] if path in fresh else known[_signature(path)] for path in paths]
+        if new:
+            remembered = zip(paths, facts, strict=True)
+            _remember(store, {_signature(path): fact for path, fact in remembered if isinstance(fact, Facts)})
+    return [
+        Checked(path, None, (str(fact),))
+        if isinstance(fact, DataError)
+        else Checked(path, fact, tuple(_problems(path, fact, s, in_channels)))
+        for path, fact in zip(paths, facts, strict=True)
+    ]
+
+
+def examine(path: Path, s: DataSettings) -> Facts:
+    """Read one file fully; raises DataError in its name when that is impossible."""
+    voxels, header = read_volume(path)
+    finite = np.isfinite(voxels)
+    num_not_finite = int(voxels.size - np.count_nonzero(finite))
+    if num_not_finite == voxels.size:
+        minimum = maximum = float("nan")
+    elif num_not_finite:
+        minimum, maximum = float(voxels[finite].min()), float(voxels[finite].max())
+    else:
+        minimum, maximum = float(voxels.min()), float(voxels.max())
+    del finite
+    empty = ((0.0,) * len(voxels),) * 2
+    lower, upper = empty if num_not_finite else intensity_range(voxels, s.intensity)
+    affine = tuple(tuple(row) for row in header.affine.tolist())
+    return Facts(
+        axes=header.axes,
+        shape=header.shape,
+        num_channels=header.num_channels,
+        affine=affine,
+        dtype=header.dtype,
+        has_spacing=header.has_spacing,
+        minimum=minimum,
+        maximum=maximum,
+        num_not_finite=num_not_finite,
+        lower=lower,
+        upper=upper,
+    )
+
+
+def _problems(path: Path, facts: Facts, s: DataSettings, in_channels: int) -> Iterator[str]:
+    if facts.num_channels != in_channels:
+        yield channels_text(path, facts.header, in_channels)
+    if facts.num_not_finite:
+        yield f"{path}: {facts.num_not_finite:,} voxels are NaN or infinite; finite numbers are needed; replace them"
+    elif any(low >= high for low, high in zip(facts.lower, facts.upper, strict=True)):
+        yield f"{path}: {flat_text(facts.lower, facts.upper, s.intensity)}"
+    elif s.intensity.mode == "window" and (facts.maximum <= s.intensity.lower or facts.minimum >= s.intensity.upper):
+        yield (
+            f"{path}: intensities {facts.minimum:g} to {facts.maximum:g} lie outside the window "
+            f"{s.intensity.lower:g} to {s.intensity.upper:g}; the window must hold some of them; change data.intensity"
+        )
+    if s.spacing is not None and not facts.has_spacing:
+        yield f"{path}: numpy arrays carry no voxel spacing, and data.spacing is set; convert it to .nii.gz or set null"
+    elif s.spacing is not None:
+        spaced = geometry_of(facts.header, s).spaced_shape
+        needed, free = 8.0 * facts.num_channels * np.prod(np.array(spaced, float)), psutil.virtual_memory().available
+        if needed > free:
+            yield (
+                f"{path}: data.spacing makes it {' x '.join(map(str, spaced))} voxels, {needed / 2**30:.1f} GiB; "
+                f"{free / 2**30:.1f} GiB of memory are free; choose a larger spacing"
+            )
+
+
+def _read_all(paths: Sequence[Path], s: DataSettings) -> list[Facts | DataError]:
+    """Read files in several threads (decompression and numpy let go of the interpreter), within the free memory."""
+
+    def attempt(path: Path) -> Facts | DataError:
+        try:
+            return examine(path, s)
+        except DataError as error:
+            return error
+
+    if not paths:
+        return []
+    largest = max(map(_num_bytes, paths))
+    fitting = psutil.virtual_memory().available // max(COPIES_WHILE_CHECKING * largest, 1)
+    num_threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), fitting))
+    with ThreadPoolExecutor(num_threads) as pool:
+        progress = tqdm(pool.map(attempt, paths), total=len(paths), desc="checking volumes", unit="volume", leave=False)
+        return list(progress)
+
+
+def _num_bytes(path: Path) -> int:
+    try:
+        return read_header(path).num_bytes
+    except DataError:
+        return 0
+
+
+def _store_key(paths: Sequence[Path], s: DataSettings) -> str:
+    folder = os.path.commonpath([os.path.abspath(path) for path in paths])
+    intensity = f"{s.intensity.mode} {s.intensity.lower!r} {s.intensity.upper!r}"
+    return hashlib.sha256(f"{VERSION}\n{folder}\n{intensity}".encode()).hexdigest()[:24]
+
+
+def _signature(path: Path) -> str:
+    """Return a text that changes whenever the file does, as far as can be told without reading it."""
+    try:
+        status = path.stat()
+    except OSError:
+        return f"{os.path.abspath(path)} missing"
+    return f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
+
+
+def _recall(store: Path) -> dict[str, Facts]:
+    try:
+        content = json.loads(store.read_text(encoding="utf-8"))
+        return {key: _facts_from(values) for key, values in content.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        # Only a shortcut: whatever is wrong with it, the volumes themselves can be read again.
+        return {}
+
+
+def _facts_from(values: dict) -> Facts:
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    values["affine"] = tuple(tuple(row) for row in values["affine"])
+    return Facts(**values)
+
+
+def _remember(store: Path, facts: dict[str, Facts]) -> None:
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=store.parent, delete=False, suffix=".tmp", encoding="utf-8") as file:
+            json.dump({key: asdict(fact) for key, fact in facts.items()}, file)
+        os.replace(file.name, store)
+    except OSError as error:
+        log.warning("data: %s cannot be written (%s); the volumes will be read again next time", store, error)
+
+
+@contextlib.contextmanager
+def _alone(store: Path) -> Iterator[None]:
+    """Hold a lock that the system releases when the process ends; without one where nothing can be written."""
+    with contextlib.ExitStack() as stack:
+        try:
+            store.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(store.with_suffix(".lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            log.warning("data: %s cannot be locked; other processes may read the same volumes meanwhile", store)
+        yield

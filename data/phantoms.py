@@ -1,0 +1,197 @@
+"""Generates head-like phantoms: nested ellipsoids, vessels, texture and noise, in three classes that look different.
+
+Phantom number i is a function of (seed, i, grid, channels), written as a real NIfTI file once and found again later.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from data.formats import write_nifti
+
+CLASS_NAMES = ("healthy", "lesion", "ventricles")
+
+# Part of the folder's name: change it whenever the same seed would give other voxels.
+VERSION = 1
+
+EXTENT_MM = (200.0, 240.0, 200.0)
+LARGEST_INTENSITY = 1000.0
+
+Box = tuple[slice, slice, slice]
+
+
+def phantom_files(folder: Path, number: int, grid: tuple[int, ...], num_channels: int, seed: int) -> list[Path]:
+    """Return the paths of the phantoms, generating those that do not exist yet.
+
+    Each file appears whole or not at all, so several processes may run this at once and a killed one may be repeated.
+    """
+    root = phantom_root(folder, grid, num_channels, seed)
+    paths = [root / CLASS_NAMES[i % len(CLASS_NAMES)] / f"phantom_{i:04d}.nii.gz" for i in range(number)]
+    missing = [i for i, path in enumerate(paths) if not path.exists()]
+    for i in tqdm(missing, desc="generating phantoms", unit="volume", leave=False, disable=not missing):
+        voxels = phantom(i, grid, num_channels, seed)
+        write_nifti(paths[i], voxels.round().astype(np.int16), affine_of(grid))
+    return paths
+
+
+def phantom_root(folder: Path, grid: tuple[int, ...], num_channels: int, seed: int) -> Path:
+    """Return the folder that holds the phantoms of one grid and seed."""
+    return folder / f"{'x'.join(map(str, grid))}_channels{num_channels}_seed{seed}_v{VERSION}"
+
+
+def affine_of(grid: tuple[int, ...]) -> np.ndarray:
+    """Return an affine (RAS+, millimetres) that puts a head-sized grid around the origin."""
+    spacing = np.array(EXTENT_MM) / np.array(grid)
+    affine = np.diag([*spacing, 1.0])
+    affine[:3, 3] = -spacing * (np.array(grid) - 1) / 2
+    return affine
+
+
+def phantom(index: int, grid: tuple[int, ...], num_channels: int, seed: int) -> np.ndarray:
+    """Return phantom number `index` as float32 (C, D, H, W) with intensities in [0, 1000]; its class is index % 3."""
+    rng = np.random.default_rng([seed, index, 0x9E37])
+    kind = CLASS_NAMES[index % len(CLASS_NAMES)]
+    axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in grid]
+    canvas = _Canvas(axes, num_channels)
+
+    head = rng.uniform((0.70, 0.76, 0.72), (0.82, 0.90, 0.84))
+    tilt = _rotation(rng.uniform(-0.15, 0.15, size=3))
+    centre = rng.uniform(-0.05, 0.05, size=3)
+    canvas.ellipsoid(centre, head, tilt, rng.uniform(0.30, 0.38))
+    canvas.ellipsoid(centre, head * 0.93, tilt, rng.uniform(0.85, 0.95))
+    canvas.ellipsoid(centre, head * 0.86, tilt, rng.uniform(0.12, 0.18))
+    canvas.ellipsoid(centre, head * 0.82, tilt, rng.uniform(0.48, 0.56))
+    canvas.ellipsoid(centre, head * rng.uniform(0.60, 0.66), tilt, rng.uniform(0.62, 0.70))
+    canvas.texture(rng, amplitude=0.08)
+    _ventricles(canvas, rng, centre, head, tilt, scale=rng.uniform(1.7, 2.1) if kind == "ventricles" else 1.0)
+    _nuclei(canvas, rng, centre, head, tilt)
+    for _ in range(rng.integers(3, 6)):
+        _vessel(canvas, rng, centre, head * 0.74)
+    if kind == "lesion":
+        _lesion(canvas, rng, centre, head, tilt)
+    return canvas.finished(rng)
+
+
+def _ventricles(
+    canvas: _Canvas, rng: np.random.Generator, centre: np.ndarray, head: np.ndarray, tilt: np.ndarray, scale: float
+) -> None:
+    axes = head * rng.uniform((0.09, 0.26, 0.12), (0.12, 0.34, 0.16)) * scale
+    value = rng.uniform(0.14, 0.20)
+    for side in (-1.0, 1.0):
+        offset = tilt @ (head * (side * 0.15 * scale**0.5, 0.02, 0.06))
+        turn = tilt @ _rotation(np.array([0.0, 0.0, -side * rng.uniform(0.15, 0.35)]))
+        canvas.ellipsoid(centre + offset, axes, turn, value)
+
+
+def _nuclei(canvas: _Canvas, rng: np.random.Generator, centre: np.ndarray, head: np.ndarray, tilt: np.ndarray) -> None:
+    value = rng.uniform(0.40, 0.50)
+    for side in (-1.0, 1.0):
+        for _ in range(2):
+            offset = head * rng.uniform((0.22, -0.35, -0.25), (0.36, 0.25, -0.05)) * (side, 1.0, 1.0)
+            size = head * rng.uniform(0.06, 0.12, size=3)
+            canvas.ellipsoid(centre + tilt @ offset, size, tilt @ _rotation(rng.uniform(-0.6, 0.6, size=3)), value)
+
+
+def _lesion(canvas: _Canvas, rng: np.random.Generator, centre: np.ndarray, head: np.ndarray, tilt: np.ndarray) -> None:
+    offset = head * (rng.choice([-1.0, 1.0]) * rng.uniform(0.28, 0.42), rng.uniform(-0.35, 0.35), rng.uniform(0.0, 0.3))
+    size = head * rng.uniform(0.20, 0.28, size=3)
+    turn = tilt @ _rotation(rng.uniform(-0.8, 0.8, size=3))
+    canvas.ellipsoid(centre + tilt @ offset, size * 1.35, turn, rng.uniform(0.34, 0.40))
+    canvas.ellipsoid(centre + tilt @ offset, size, turn, rng.uniform(0.95, 1.0))
+    canvas.ellipsoid(centre + tilt @ offset, size * 0.5, turn, rng.uniform(0.20, 0.28))
+
+
+def _vessel(canvas: _Canvas, rng: np.random.Generator, centre: np.ndarray, reach: np.ndarray) -> None:
+    """Paint a tapering tube along a smooth random walk from the bottom of the head upwards."""
+    steps = 28
+    direction = np.array([0.0, 0.0, 1.0]) + rng.normal(0.0, 0.3, size=3)
+    position = rng.uniform((-0.35, -0.35, -0.85), (0.35, 0.35, -0.65))
+    radius, value = rng.uniform(0.035, 0.055), rng.uniform(0.92, 1.0)
+    for step in range(steps):
+        direction = direction + rng.normal(0.0, 0.35, size=3)
+        direction /= np.linalg.norm(direction)
+        position = position + direction * 1.6 / steps
+        outside = np.linalg.norm(position)
+        if outside > 0.95:
+            position *= 0.95 / outside
+        thickness = radius * (1 - 0.6 * step / steps)
+        canvas.ellipsoid(centre + position * reach, np.full(3, thickness), np.eye(3), value)
+
+
+class _Canvas:
+    """A volume on which soft-edged ellipsoids are painted over one another, coordinates in [-1, 1]."""
+
+    def __init__(self, axes: list[np.ndarray], num_channels: int) -> None:
+        self.axes = axes
+        self.grid = tuple(len(axis) for axis in axes)
+        self.edge = 1.0 / min(self.grid)
+        self.num_channels = num_channels
+        self.voxels = np.zeros(self.grid, dtype=np.float32)
+
+    def ellipsoid(self, centre: np.ndarray, radii: np.ndarray, turn: np.ndarray, value: float) -> None:
+        """Paint one ellipsoid whose edge is about one voxel wide, touching only its bounding box."""
+        reach = np.sqrt((turn**2) @ (radii**2)) + 2 * self.edge
+        box = tuple(
+            slice(int(np.searchsorted(axis, c - r)), int(np.searchsorted(axis, c + r)))
+            for axis, c, r in zip(self.axes, centre, reach, strict=True)
+        )
+        if any(part.start >= part.stop for part in box):
+            return
+        x, y, z = (axis[part] - np.float32(c) for axis, part, c in zip(self.axes, box, centre, strict=True))
+        x, y, z = x[:, None, None], y[None, :, None], z[None, None, :]
+        toward = (turn.T / radii[:, None]).astype(np.float32)
+        distance = np.zeros((x.size, y.size, z.size), dtype=np.float32)
+        for a, b, c in toward:
+            part = (x * a + y * b) + z * c
+            part *= part
+            distance += part
+        np.sqrt(distance, out=distance)
+        distance -= 1
+        distance *= np.float32(-min(radii) / self.edge)
+        distance += 0.5
+        coverage = np.clip(distance, 0, 1, out=distance)
+        painted = self.voxels[box]
+        painted += coverage * (np.float32(value) - painted)
+
+    def texture(self, rng: np.random.Generator, amplitude: float) -> None:
+        """Modulate what is painted so far with two octaves of smooth noise."""
+        field = _smooth_noise(rng, self.grid, 6) + np.float32(0.6) * _smooth_noise(rng, self.grid, 14)
+        self.voxels *= 1 + np.float32(amplitude) * field
+
+    def finished(self, rng: np.random.Generator) -> np.ndarray:
+        """Add a bias field and noise; further channels see the same anatomy with another contrast."""
+        bias = 1 + np.float32(0.06) * _smooth_noise(rng, self.grid, 3)
+        channels = np.empty((self.num_channels, *self.grid), dtype=np.float32)
+        for c, channel in enumerate(channels):
+            np.power(np.clip(self.voxels, 0, 1), np.float32(1 / (1 + 0.7 * c)), out=channel)
+            channel *= bias
+            channel += np.float32(0.012) * rng.standard_normal(self.grid, dtype=np.float32)
+        channels *= np.float32(LARGEST_INTENSITY * 0.9)
+        return np.clip(channels, 0, LARGEST_INTENSITY, out=channels)
+
+
+def _smooth_noise(rng: np.random.Generator, grid: tuple[int, ...], knots: int) -> np.ndarray:
+    """Return noise of about unit strength that varies over 1 / knots of the volume."""
+    field = rng.standard_normal((knots + 1,) * 3, dtype=np.float32)
+    for axis, n in enumerate(grid):
+        place = (np.arange(n) + 0.5) / n * knots
+        left = np.floor(place).astype(int)
+        # Smoothstep between the knots: no visible creases.
+        t = (place - left).astype(np.float32)
+        t = t * t * (3 - 2 * t)
+        shape = [1, 1, 1]
+        shape[axis] = n
+        t = t.reshape(shape)
+        field = np.take(field, left, axis) * (1 - t) + np.take(field, left + 1, axis) * t
+    return field
+
+
+def _rotation(angles: np.ndarray) -> np.ndarray:
+    (cx, cy, cz), (sx, sy, sz) = np.cos(angles), np.sin(angles)
+    about_x = np.array([[1, 0, 0], [0, cx, -sx], [0, sx, cx]])
+    about_y = np.array([[cy, 0, sy], [0, 1, 0], [-sy, 0, cy]])
+    about_z = np.array([[cz, -sz, 0], [sz, cz, 0], [0, 0, 1]])
+    return about_x @ about_y @ about_z

@@ -1,0 +1,105 @@
+"""From the `data` section to checked training and validation volumes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.checking import Checked, check_files
+from data.discovery import Found, class_names_of, discover, with_labels
+from data.phantoms import phantom_files, phantom_root
+from settings import DataError
+from settings.data import DataSettings
+
+log = logging.getLogger(__name__)
+
+PHANTOMS = "phantoms"
+
+# Relative to where the command runs, as runs/<name> is. Never beside the volumes, which may be read-only.
+PHANTOM_FOLDER = Path("runs/phantoms")
+CHECK_FOLDER = Path("runs/checks")
+
+
+@dataclass(frozen=True)
+class VolumeFile:
+    """One volume: where it is, its name relative to the data root, its class number and its channels."""
+
+    path: Path
+    name: str
+    label: int | None = None
+    num_channels: int = 1
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """The volumes of a run; `class_names[label]` names a class and is empty when there are none."""
+
+    train: tuple[VolumeFile, ...]
+    val: tuple[VolumeFile, ...]
+    class_names: tuple[str, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash of the names, labels and split: what decides which volume a step sees."""
+        parts = [f"{part}\t{f.name}\t{f.label}" for part in ("train", "val") for f in getattr(self, part)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> Volumes:
+    """Find the volumes, read each once to check it, and split them.
+
+    Raises one DataError that lists every problem of every file. Results are remembered in runs/checks, so that only new
+    or changed files are read again; under torchrun one process of a node reads while the others wait.
+    """
+    found, checked = check_source(s, seed, in_channels)
+    problems = [problem for item in checked for problem in item.problems]
+    if problems:
+        bad = sum(bool(item.problems) for item in checked)
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise DataError(f"data.source: {bad} of {len(found)} volumes cannot be used:\n{lines}")
+    class_names = class_names_of(found)
+    numbers = {name: number for number, name in enumerate(class_names)}
+    files = {item: VolumeFile(item.path, item.name, numbers.get(item.class_name or ""), in_channels) for item in found}
+    train, val = split(found, s.val_fraction, seed)
+    log.info("data: %d training and %d validation volumes", len(train), len(val))
+    return Volumes(tuple(files[item] for item in train), tuple(files[item] for item in val), class_names)
+
+
+def check_source(s: DataSettings, seed: int, in_channels: int) -> tuple[list[Found], list[Checked]]:
+    """Find and check the volumes of a source, in the order of their names."""
+    if s.source == PHANTOMS:
+        paths = phantom_files(PHANTOM_FOLDER, s.num_phantoms, s.voxel_size, in_channels, seed)
+        root = phantom_root(PHANTOM_FOLDER, s.voxel_size, in_channels, seed)
+        found = [Found(path, path.relative_to(root).as_posix(), path.parent.name) for path in paths]
+    else:
+        found = discover(s.source, s.allow_outside_root)
+    if s.labels is not None:
+        found = with_labels(found, s.labels)
+    return found, check_files([item.path for item in found], s, in_channels, CHECK_FOLDER)
+
+
+def split(found: Sequence[Found], val_fraction: float, seed: int) -> tuple[list[Found], list[Found]]:
+    """Split volumes by a hash of (seed, name): a volume keeps its side whatever else is added or removed.
+
+    Two or more volumes give at least one on each side; only where that forces a volume over can a later addition send it
+    back. A dataset.json with a list "validation" is split as it says. One volume alone is for training.
+    """
+    if any(item.split for item in found):
+        sides = {side: [item for item in found if item.split == side] for side in ("training", "validation")}
+        return sides["training"], sides["validation"]
+    draws = {item: _draw(seed, item.name) for item in found}
+    val = {item for item in found if draws[item] < val_fraction}
+    if len(found) > 1 and not val:
+        val = {min(found, key=draws.__getitem__)}
+    if len(val) == len(found):
+        val.discard(max(found, key=draws.__getitem__))
+    return [item for item in found if item not in val], [item for item in found if item in val]
+
+
+def _draw(seed: int, name: str) -> float:
+    """Return a number in [0, 1) that depends on nothing but its arguments."""
+    digest = hashlib.sha256(f"{seed}\n{name}".encode()).digest()
+    return int.from_bytes(digest[:7], "big") / 2**56
