@@ -95,9 +95,8 @@ class VolumeOrder:
         """Return the index of the volume at a position."""
         number_of_pass, place = divmod(position, self.number)
         if number_of_pass != self._pass:
-            self._permutation = np.random.default_rng([self.seed, ORDER_STREAM, number_of_pass]).permutation(
-                self.number
-            )
+            rng = np.random.default_rng([self.seed, ORDER_STREAM, number_of_pass])
+            self._permutation = rng.permutation(self.number)
             self._pass = number_of_pass
         return int(self._permutation[place])
 
@@ -296,6 +295,6 @@ def _worker_error(error: RuntimeError) -> Exception:
     how = re.search(r"killed by signal: (\w[\w ]*)", text)
     fate = f"was killed ({how.group(1)})" if how else "ended unexpectedly"
     return TrainingError(
-        f"data.num_workers: the loader's worker process {found.group(1).strip()} {fate}; most often the memory ran out; "
-        "lower data.num_workers, data.prefetch_factor or data.cache_rate, in a container raise its --shm-size"
+        f"data.num_workers: the loader's worker process {found.group(1).strip()} {fate}; "
+        "most often the memory ran out; lower data.num_workers, data.prefetch_factor or data.cache_rate, in a container raise its --shm-size"
     )

@@ -49,7 +49,7 @@ class VolumeCache:
         self._fence = threading.Lock()
 
     def get(self, index: int) -> tuple[Tensor, np.ndarray] | None:
-        """Return a volume and its spacing, or None when it is not there; the tensor is the cache itself: do not write."""
+        """Return a volume and its spacing, or None when it is not there; the tensor is the cache: do not write."""
         if index >= self.number:
             return None
         with self._fence:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nibabel as nib
+import nibabel.imageglobals
 import numpy as np
 import psutil
-import SimpleITK as sitk
+import SimpleITK
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
@@ -51,8 +52,8 @@ LARGEST_COMPRESSION = 1032
 LPS_TO_RAS = np.diag([-1.0, -1.0, 1.0])
 
 # nibabel logs header repairs and ITK warns on stderr about files whose problem we report ourselves.
-nib.imageglobals.logger.setLevel("CRITICAL")
-sitk.ProcessObject.SetGlobalWarningDisplay(False)
+nibabel.imageglobals.logger.setLevel("CRITICAL")
+SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)
 
 
 @dataclass(frozen=True)
@@ -255,8 +256,8 @@ def _npz_voxels(path: Path, header: Header) -> np.ndarray:
         return arrays[name].reshape(header.num_channels, *header.shape)
 
 
-def _itk_reader(path: Path) -> sitk.ImageFileReader:
-    reader = sitk.ImageFileReader()
+def _itk_reader(path: Path) -> SimpleITK.ImageFileReader:
+    reader = SimpleITK.ImageFileReader()
     # Named, so that a file is never handed to another of ITK's readers because of its content.
     reader.SetImageIO("MetaImageIO" if path.name.lower().endswith(".mha") else "NrrdImageIO")
     reader.SetFileName(str(path))
@@ -278,7 +279,7 @@ def _itk_header(path: Path) -> Header:
     affine[:3, :3] = LPS_TO_RAS @ direction @ np.diag(reader.GetSpacing()[:3])
     affine[:3, 3] = LPS_TO_RAS @ np.array(reader.GetOrigin()[:3])
     axes = (*size, components) if components > 1 else size
-    name = sitk.GetPixelIDValueAsString(reader.GetPixelID())
+    name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID())
     return Header(shape, num_channels, affine, _itk_dtype(name), True, axes)
 
 
@@ -294,7 +295,7 @@ def _itk_dtype(pixel_name: str) -> str:
 
 def _itk_voxels(path: Path, header: Header) -> np.ndarray:
     image = _itk_reader(path).Execute()
-    array = sitk.GetArrayFromImage(image)
+    array = SimpleITK.GetArrayFromImage(image)
     # ITK's arrays count backwards: (channel,) z, y, x (, component).
     if array.ndim == 4 and image.GetDimension() == 3:
         return array.transpose(3, 2, 1, 0)

@@ -84,8 +84,8 @@ def check_source(s: DataSettings, seed: int, in_channels: int) -> tuple[list[Fou
 def split(found: Sequence[Found], val_fraction: float, seed: int) -> tuple[list[Found], list[Found]]:
     """Split volumes by a hash of (seed, name): a volume keeps its side whatever else is added or removed.
 
-    Two or more volumes give at least one on each side; only where that forces a volume over can a later addition send it
-    back. A dataset.json with a list "validation" is split as it says. One volume alone is for training.
+    Two or more volumes give at least one on each side; only where that forces a volume over can a later addition send
+    it back. A dataset.json with a list "validation" is split as it says. One volume alone is for training.
     """
     if any(item.split for item in found):
         sides = {side: [item for item in found if item.split == side] for side in ("training", "validation")}
