@@ -100,14 +100,12 @@ def drawn_slices(grid: Sequence[int], fraction: float, seed: int, step: int) -> 
 
 
 def unit_length(feature: Tensor, eps: float = 1e-10) -> Tensor:
-    """The feature vector of each pixel scaled to length 1, as in the lpips package, with a zero gradient at zero.
+    """The feature vector of each pixel scaled to length 1, as in the lpips package, but differentiable at zero.
 
-    The package's own has a NaN there: it differentiates a square root at 0.
+    The package's own has a NaN gradient there: it differentiates a square root at 0. Here it is the derivative 1 / eps,
+    which the ReLU that every feature comes from turns into 0.
     """
-    squared = feature.square().sum(dim=1, keepdim=True)
-    is_zero = squared == 0
-    length = squared.masked_fill(is_zero, 1.0).sqrt()
-    return (feature / (length + eps)).masked_fill(is_zero, 0.0)
+    return feature / (torch.linalg.vector_norm(feature, dim=1, keepdim=True) + eps)
 
 
 def _chunks(shape: torch.Size, drawn: Sequence[Sequence[int]], chunk_size: int) -> list[list[Index]]:

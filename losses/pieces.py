@@ -43,7 +43,7 @@ def mean_over_pieces(
     with torch.autocast(reconstruction.device.type, enabled=False):
         if torch.is_grad_enabled() and reconstruction.requires_grad:
             return _GradientInForward.apply(reconstruction, target, chunks, distance)
-        total = torch.zeros((), device=reconstruction.device)
+        total = torch.zeros((), device=reconstruction.device, dtype=_precision(reconstruction))
         for chunk in chunks:
             total += distance(_gather(reconstruction, chunk), _gather(target, chunk)).sum()
         return total / _count(chunks)
@@ -54,8 +54,8 @@ class _GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, reconstruction: Tensor, target: Tensor, chunks: Sequence[Sequence[Index]], distance: Distance):
-        total = torch.zeros((), device=reconstruction.device)
-        gradient = torch.zeros_like(reconstruction, dtype=torch.float32)
+        total = torch.zeros((), device=reconstruction.device, dtype=_precision(reconstruction))
+        gradient = torch.zeros_like(reconstruction, dtype=_precision(reconstruction))
         for chunk in chunks:
             wanted = _gather(target, chunk)
             with torch.enable_grad():
@@ -79,8 +79,12 @@ class _GradientInForward(torch.autograd.Function):
 
 
 def _gather(volume: Tensor, chunk: Sequence[Index]) -> Tensor:
-    pieces = torch.stack([volume.detach()[index] for index in chunk]).float()
-    return pieces.clamp_(-LARGEST_INTENSITY, LARGEST_INTENSITY)
+    pieces = torch.stack([volume.detach()[index] for index in chunk])
+    return pieces.to(_precision(volume)).clamp(-LARGEST_INTENSITY, LARGEST_INTENSITY)
+
+
+def _precision(volume: Tensor) -> torch.dtype:
+    return torch.promote_types(volume.dtype, torch.float32)
 
 
 def _count(chunks: Sequence[Sequence[Index]]) -> int:

@@ -1,0 +1,70 @@
+import pytest
+import torch
+from torch.distributions import Normal, kl_divergence as reference_kl
+
+from losses import (
+    discriminator_loss_fake,
+    discriminator_loss_real,
+    generator_adversarial_loss,
+    kl_divergence,
+    reconstruction_loss,
+)
+
+
+def latent(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    mu = torch.randn(batch, 3, 4, 5, 6, generator=generator)
+    return mu, torch.rand(batch, 3, 4, 5, 6, generator=generator) + 0.1
+
+
+def test_kl_is_the_textbook_divergence_per_voxel():
+    mu, sigma = latent()
+    expected = reference_kl(Normal(mu, sigma), Normal(0.0, 1.0)).sum() / 2 / 1000
+    torch.testing.assert_close(kl_divergence(mu, sigma, 1000), expected, rtol=1e-6, atol=0)
+
+
+def test_kl_does_not_change_when_the_same_content_fills_a_larger_grid():
+    mu, sigma = latent()
+    larger = mu.repeat(1, 1, 2, 2, 2), sigma.repeat(1, 1, 2, 2, 2)
+    torch.testing.assert_close(kl_divergence(*larger, 8 * 1000), kl_divergence(mu, sigma, 1000), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_kl_is_finite_at_the_ends_of_the_encoders_range(dtype):
+    mu = torch.full((1, 1, 2, 2, 2), 300.0, dtype=dtype, requires_grad=True)
+    for value in (0.0, 3e-7, 1.0, 2e4):
+        sigma = torch.full((1, 1, 2, 2, 2), value, dtype=dtype, requires_grad=True)
+        loss = kl_divergence(mu, sigma, 64)
+        loss.backward()
+        assert loss.dtype == torch.float32
+        assert torch.isfinite(loss)
+        assert torch.isfinite(mu.grad).all()
+        assert torch.isfinite(sigma.grad.float()).all() or dtype == torch.float16
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("l1", 1.5), ("l2", 2.5)])
+def test_reconstruction_is_a_mean_over_voxels_in_fp32(kind, expected):
+    target = torch.zeros(2, 1, 2, 2, 2, dtype=torch.bfloat16)
+    reconstruction = torch.tensor([1.0, -2.0], dtype=torch.bfloat16).reshape(2, 1, 1, 1, 1).expand_as(target)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = reconstruction_loss(reconstruction, target, kind)
+    assert loss.dtype == torch.float32
+    assert loss.item() == expected
+
+
+def test_reconstruction_refuses_to_broadcast():
+    with pytest.raises(AssertionError, match="shapes differ"):
+        reconstruction_loss(torch.zeros(2, 1, 4, 4, 4), torch.zeros(1, 1, 4, 4, 4), "l1")
+
+
+def test_adversarial_terms_are_least_squares_on_raw_logits():
+    logits = torch.tensor([-3.0, 0.0, 1.0, 2.0])
+    assert generator_adversarial_loss(logits).item() == pytest.approx((16 + 1 + 0 + 1) / 4)
+    assert discriminator_loss_real(logits).item() == pytest.approx((16 + 1 + 0 + 1) / 4)
+    assert discriminator_loss_fake(logits).item() == pytest.approx((9 + 0 + 1 + 4) / 4)
+
+
+def test_adversarial_terms_do_not_overflow_on_fp16_logits():
+    logits = torch.full((4,), 1000.0, dtype=torch.float16)
+    for term in (generator_adversarial_loss, discriminator_loss_real, discriminator_loss_fake):
+        assert torch.isfinite(term(logits))

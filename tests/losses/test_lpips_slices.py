@@ -1,0 +1,189 @@
+import logging
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from losses.lpips_slices import SHORTEST_SIDE, LpipsSlices, drawn_slices, unit_length
+from losses.torchvision_import import import_torchvision
+
+GRID = (40, 36, 48)
+
+
+def volumes(*shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.rand(*shape, generator=generator) * 2 - 1
+    reconstruction = (target + 0.3 * torch.randn(*shape, generator=generator)).requires_grad_()
+    return reconstruction, target
+
+
+def build(trunk_files, trunk="squeeze", **changes) -> LpipsSlices:
+    options = {"seed": 3, "slice_fraction": 0.2, "chunk_size": 8, "weights": str(trunk_files[trunk])}
+    return LpipsSlices(trunk, **{**options, **changes})
+
+
+def stock_lpips(trunk: str, path):
+    """lpips.LPIPS as its package builds it, with the trunk of a torchvision file."""
+    import_torchvision()
+    import lpips
+
+    network = lpips.LPIPS(net=trunk, pnet_rand=True, verbose=False, model_path=None, pretrained=False)
+    heads = f"{lpips.__path__[0]}/weights/v0.1/{trunk}.pth"
+    network.load_state_dict(torch.load(heads, map_location="cpu", weights_only=True), strict=False)
+    plain = torch.load(path, weights_only=True)
+    own = network.net.state_dict()
+    network.net.load_state_dict({key: plain["features." + key.split(".", 1)[1]] for key in own})
+    return network.requires_grad_(False).eval()
+
+
+def stock_mean(network, reconstruction, target, drawn) -> torch.Tensor:
+    values = []
+    for axis, positions in enumerate(drawn):
+        for position in positions:
+            for volume in range(len(target)):
+                for channel in range(target.shape[1]):
+                    pair = (x[volume, channel].select(axis, position)[None, None] for x in (reconstruction, target))
+                    values.append(network(*pair).squeeze())
+    return torch.stack(values).mean()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("trunk", "grid", "chunk_sizes"),
+    [("squeeze", GRID, (1, 3, 8, 1000)), ("alex", GRID, (2, 7)), ("vgg", (18, 16, 17), (4,))],
+)
+def test_loss_and_gradient_equal_stock_lpips_over_the_same_slices(trunk_files, trunk, grid, chunk_sizes):
+    """In fp64 relative to the largest gradient; in fp32 rounding flips single ReLUs, in stock LPIPS as much as here."""
+    drawn = drawn_slices(grid, 0.1, 3, 11)
+    for dtype, rtol in ((torch.float32, 1e-2), (torch.float64, 1e-9)):
+        reconstruction, target = (x.detach().to(dtype).requires_grad_() for x in volumes(2, 1, *grid))
+        expected = stock_mean(stock_lpips(trunk, trunk_files[trunk]).to(dtype), reconstruction, target, drawn)
+        (expected_gradient,) = torch.autograd.grad(expected, reconstruction)
+        for chunk_size in chunk_sizes:
+            term = build(trunk_files, trunk, slice_fraction=0.1, chunk_size=chunk_size).to(dtype)
+            loss = term(reconstruction, target.detach(), 11)
+            (gradient,) = torch.autograd.grad(loss, reconstruction)
+            torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
+            atol = rtol * expected_gradient.abs().max().item()
+            torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=atol)
+
+
+def test_loss_without_gradients_is_the_same_number(trunk_files):
+    reconstruction, target = volumes(1, 1, *GRID)
+    term = build(trunk_files)
+    with torch.no_grad():
+        silent = term(reconstruction, target, 0)
+    assert not silent.requires_grad
+    torch.testing.assert_close(silent, term(reconstruction, target, 0).detach(), rtol=0, atol=1e-7)
+
+
+def test_batch_of_four_equals_four_accumulated_batches_of_one(trunk_files):
+    reconstruction, target = volumes(4, 2, 20, 24, 18)
+    term = build(trunk_files)
+    (together,) = torch.autograd.grad(term(reconstruction, target, 5), reconstruction)
+    parts = [term(reconstruction[i : i + 1], target[i : i + 1], 5) / 4 for i in range(4)]
+    (apart,) = torch.autograd.grad(sum(parts), reconstruction)
+    torch.testing.assert_close(together, apart, rtol=0, atol=1e-6 * together.abs().max().item())
+
+
+def test_draw_depends_on_seed_and_step_and_nothing_else():
+    draw = drawn_slices((256, 256, 64), 0.2, seed=1, step=7)
+    torch.manual_seed(99)
+    assert drawn_slices((256, 256, 64), 0.2, seed=1, step=7) == draw
+    assert drawn_slices((256, 256, 64), 0.2, seed=1, step=8) != draw
+    assert drawn_slices((256, 256, 64), 0.2, seed=2, step=7) != draw
+    assert [len(positions) for positions in draw] == [51, 51, 13]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 100])
+@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.5, 1.0])
+def test_draw_is_distinct_in_range_and_reaches_every_slice(size, fraction):
+    seen = set()
+    for step in range(1500):
+        (positions,) = drawn_slices((size,), fraction, 0, step)
+        assert len(set(positions)) == len(positions) == max(1, round(fraction * size))
+        assert all(0 <= position < size for position in positions)
+        seen |= set(positions)
+    assert seen == set(range(size))
+
+
+def test_every_channel_is_compared_on_its_own(trunk_files):
+    reconstruction, target = volumes(1, 3, 20, 20, 20)
+    term = build(trunk_files)
+    apart = [term(reconstruction[:, c : c + 1], target[:, c : c + 1], 0) for c in range(3)]
+    torch.testing.assert_close(term(reconstruction, target, 0), torch.stack(apart).mean(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("trunk", ["squeeze", "alex"])
+def test_thin_volumes_are_enlarged_and_said_once(trunk_files, trunk, caplog):
+    reconstruction, target = volumes(1, 1, 48, 40, 4)
+    term = build(trunk_files, trunk)
+    with caplog.at_level(logging.INFO):
+        for step in range(2):
+            loss = term(reconstruction, target, step)
+            (gradient,) = torch.autograd.grad(loss, reconstruction)
+            assert torch.isfinite(gradient).all()
+            assert loss > 0
+    assert [record.message for record in caplog.records] == [
+        f"perceptual loss: slices thinner than {SHORTEST_SIDE[trunk]} voxels are enlarged to {SHORTEST_SIDE[trunk]},"
+        " the least this network can take"
+    ]
+
+
+@pytest.mark.parametrize("trunk", ["squeeze", "alex", "vgg"])
+def test_shortest_side_is_the_least_the_trunk_takes(trunk_files, trunk):
+    term = build(trunk_files, trunk)
+    side = SHORTEST_SIDE[trunk]
+    images = torch.zeros(1, side, side)
+    assert torch.isfinite(term.distance(images, images)).all()
+    with pytest.raises(RuntimeError):
+        term.network.net(torch.zeros(1, 3, side - 1, 64))
+
+
+def test_unit_length_equals_the_package_and_has_a_gradient_at_zero():
+    import_torchvision()
+    import lpips
+
+    feature = torch.randn(2, 5, 3, 3)
+    feature[0, :, 1, 1] = 0
+    torch.testing.assert_close(unit_length(feature), lpips.normalize_tensor(feature), rtol=0, atol=1e-7)
+    for function, is_finite in ((unit_length, True), (lpips.normalize_tensor, False)):
+        leaf = feature.clone().requires_grad_()
+        (function(leaf) * torch.ones_like(leaf)).sum().backward()
+        assert torch.isfinite(leaf.grad).all().item() is is_finite
+
+
+def test_network_is_frozen_stays_in_eval_and_draws_no_random_numbers(trunk_files):
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    term = build(trunk_files)
+    term(*volumes(1, 1, 20, 20, 20), 0)
+    torch.testing.assert_close(torch.rand(1), expected, rtol=0, atol=0)
+    term.train()
+    assert not any(module.training for module in term.modules())
+    assert not any(parameter.requires_grad for parameter in term.parameters())
+    assert not any(parameter.is_meta for parameter in [*term.parameters(), *term.buffers()])
+
+
+def test_fp16_gradients_survive_because_the_scale_is_applied_before_the_cast(trunk_files):
+    reconstruction, target = volumes(1, 1, 40, 40, 40)
+    half = reconstruction.detach().half().requires_grad_()
+    term = build(trunk_files)
+    (term(half, target.half(), 0) * 2.0**16).backward()
+    exact = half.detach().float().requires_grad_()
+    (term(exact, target.half().float(), 0) * 2.0**16).backward()
+    assert half.grad.dtype == torch.float16
+    torch.testing.assert_close(half.grad.float(), exact.grad, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("trunk", ["squeeze", "alex", "vgg"])
+def test_without_weights_it_runs_on_fake_tensors_and_reads_no_file(trunk, monkeypatch):
+    import_torchvision()
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("read a file"))
+    with FakeTensorMode():
+        term = LpipsSlices(trunk, seed=0, slice_fraction=0.2, chunk_size=8, load_weights=False)
+        reconstruction = torch.zeros(2, 1, 256, 256, 64, requires_grad=True)
+        loss = term(reconstruction, torch.zeros(2, 1, 256, 256, 64), 0)
+        loss.backward()
+        assert reconstruction.grad.shape == reconstruction.shape
