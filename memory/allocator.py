@@ -1,6 +1,6 @@
 """Replay of CUDA's caching allocator on the trace of a step, to see what is reserved beyond what is allocated.
 
-The allocator asks the driver for segments, cuts blocks out of them, and returns nothing while it is not forced to. What it
+The allocator asks the driver for segments, cuts blocks out of them, and returns nothing unless forced to. What it
 reserves is what `nvidia-smi` shows and what a budget has to hold.
 """
 

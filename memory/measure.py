@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memory.cuda_autocast import cuda_autocast_rules
@@ -14,17 +15,33 @@ from models import checkpointing
 
 
 @contextmanager
-def tracked(fake: bool = True, cuda: bool = True) -> Iterator[MemoryTracker]:
-    """Yield a tracker of all that happens in the block.
+def emulated(fake: bool = True, cuda: bool = True) -> Iterator[None]:
+    """Set the scene for a tracker: build the networks inside.
 
-    fake: tensors without data, so that any size costs nothing; build the networks inside the block.
-    cuda: the dtypes and copies of a GPU, though all tensors are on the CPU. What offloading copies is host memory.
+    fake: tensors without data, so that any size costs nothing. cuda: the dtypes and copies of a GPU, on CPU tensors.
     """
     with ExitStack() as stack:
         if fake:
             stack.enter_context(FakeTensorMode())
+            stack.enter_context(mock.patch.object(nn.Module, "to", _stay(nn.Module.to)))
         if cuda:
             stack.enter_context(cuda_autocast_rules())
+        yield
+
+
+def _stay(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Skip moves of a module to where it is: torch cannot exchange the parameters of a module for fake ones."""
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return module if args == (torch.device("cpu"),) and not kwargs else original(module, *args, **kwargs)
+
+    return to
+
+
+@contextmanager
+def tracked(cuda: bool = True) -> Iterator[MemoryTracker]:
+    """Yield a tracker of all that happens in the block; what offloading copies counts as host memory."""
+    with ExitStack() as stack:
         tracker = stack.enter_context(MemoryTracker(cuda=cuda))
         empty_on_host = checkpointing.empty_on_host
 
@@ -37,10 +54,10 @@ def tracked(fake: bool = True, cuda: bool = True) -> Iterator[MemoryTracker]:
 
 
 def measure_peak(function: Callable[[MemoryTracker], Any], fake: bool = True, cuda: bool = True) -> MemoryTracker:
-    """Run `function(tracker)` under `tracked` and return the tracker; `tracker.peak["device"]` is the peak in bytes.
+    """Run `function(tracker)` and return the tracker; `tracker.peak["device"]` is the peak in bytes.
 
     `function` builds its networks itself; it may call `tracker.name_modules` and `tracker.adopt` on them.
     """
-    with tracked(fake, cuda) as tracker:
+    with emulated(fake, cuda), tracked(cuda) as tracker:
         function(tracker)
     return tracker

@@ -49,10 +49,11 @@ class Flops:
     forward: int = 0
     backward: int = 0
     recompute: int = 0
+    attention: int = 0  # the share of attention in the three above
 
     @property
     def total(self) -> int:
-        """Return all of them."""
+        """Return forward, backward and recomputation together."""
         return self.forward + self.backward + self.recompute
 
 
@@ -160,18 +161,27 @@ class MemoryTracker(TorchDispatchMode):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self._alive:
                     self._allocate(leaf, storage, str(func), in_backward)
-        if self.cuda:
-            self._note_peak(extra=_kernel_workspace(func, args))
+        if self.cuda and (nbytes := _kernel_workspace(func, args)):
+            self._pass_through(nbytes, str(func), in_backward)
         return out
 
     def _allocate(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, op: str, in_backward: bool = False
     ) -> None:
-        index, key = len(self.allocations), storage._cdata
+        index = self._record(storage.nbytes(), tuple(tensor.shape), str(tensor.dtype), op, in_backward)
+        key = storage._cdata
+        self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
+
+    def _pass_through(self, nbytes: int, op: str, in_backward: bool) -> None:
+        """Count memory that a kernel takes and gives back before it returns."""
+        self._record_release(self._record(nbytes, (nbytes,), "workspace", op, in_backward))
+
+    def _record(self, nbytes: int, shape: tuple[int, ...], dtype: str, op: str, in_backward: bool) -> int:
+        index = len(self.allocations)
         record = Allocation(
-            nbytes=storage.nbytes(),
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            nbytes=nbytes,
+            shape=shape,
+            dtype=dtype.removeprefix("torch."),
             op=op.removeprefix("aten."),
             phase=current_phase(),
             module=self._current_module(in_backward),
@@ -180,19 +190,21 @@ class MemoryTracker(TorchDispatchMode):
         )
         self.allocations.append(record)
         self.trace.append(index)
-        self.live[record.place] += record.nbytes
-        self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
+        self.live[record.place] += nbytes
         self._note_peak()
+        return index
 
     def _release(self, key: int, _: Any) -> None:
-        index, _ = self._alive.pop(key)
+        self._record_release(self._alive.pop(key)[0])
+
+    def _record_release(self, index: int) -> None:
         record = self.allocations[index]
         record.released = True
         self.trace.append(~index)
         self.live[record.place] -= record.nbytes
 
-    def _note_peak(self, extra: int = 0) -> None:
-        level = self.live["device"] + extra
+    def _note_peak(self) -> None:
+        level = self.live["device"]
         if level > self.peak["device"]:
             self.peak["device"] = level
             self.peak_event = len(self.trace)
@@ -211,6 +223,8 @@ class MemoryTracker(TorchDispatchMode):
         flops = count_flops(func, args, kwargs, out)
         if not flops:
             return
+        if "scaled_dot_product" in func._overloadpacket.__name__:
+            self.flops.attention += flops
         if not in_backward:
             self.flops.forward += flops
         elif torch.is_grad_enabled() or self._modules:
