@@ -296,5 +296,6 @@ def _worker_error(error: RuntimeError) -> Exception:
     fate = f"was killed ({how.group(1)})" if how else "ended unexpectedly"
     return TrainingError(
         f"data.num_workers: the loader's worker process {found.group(1).strip()} {fate}; "
-        "most often the memory ran out; lower data.num_workers, data.prefetch_factor or data.cache_rate, in a container raise its --shm-size"
+        "most often the memory ran out; lower data.num_workers, "
+        "data.prefetch_factor or data.cache_rate, in a container raise its --shm-size"
     )

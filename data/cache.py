@@ -90,7 +90,9 @@ def _node_memory(size: int, identity: Sequence[str]) -> mmap.mmap | None:
         return None
     session = [str(os.getuid()), str(os.getppid())]
     session += [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
-    key = hashlib.sha256("\n".join([*session, str(size), *identity]).encode()).hexdigest()[:24]
+    key = hashlib.sha256("\n".join([*session, str(size), *identity]).encode("utf-8", "surrogateescape")).hexdigest()[
+        :24
+    ]
     path = SHARED_MEMORY / f"volumes-{key}"
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)

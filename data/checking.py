@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 from tqdm import tqdm
 
-from data.formats import Header, read_header, read_volume
+from data.formats import Header, printable, read_header, read_volume
 from data.transforms import channels_text, flat_text, geometry_of, intensity_range
 from settings import DataError
 from settings.data import DataSettings
@@ -66,18 +66,19 @@ class Checked:
     problems: tuple[str, ...]
 
 
-def check_files(paths: Sequence[Path], s: DataSettings, in_channels: int, memory: Path) -> list[Checked]:
-    """Check every file, reading only those that changed since the last time; the order is that of `paths`.
+def check_files(
+    paths: Sequence[Path], s: DataSettings, in_channels: int, memory: Path, reread: bool = False
+) -> list[Checked]:
+    """Check every file, reading only those that changed since the last time, or all; the order is that of `paths`.
 
     `memory` is the folder where results are kept. Of several processes the first reads and the others wait for it.
     """
     store = memory / f"{_store_key(paths, s)}.json"
     with _alone(store):
-        known = _recall(store)
-        facts: list[Facts | DataError] = []
+        known = {} if reread else _recall(store)
         new = [path for path in paths if _signature(path) not in known]
         fresh = dict(zip(new, _read_all(new, s), strict=True))
-        facts = [fresh[path] if path in fresh else known[_signature(path)] for path in paths]
+        facts: list[Facts | DataError] = [fresh.get(path) or known[_signature(path)] for path in paths]
         if new:
             remembered = zip(paths, facts, strict=True)
             _remember(store, {_signature(path): fact for path, fact in remembered if isinstance(fact, Facts)})
@@ -120,25 +121,26 @@ def examine(path: Path, s: DataSettings) -> Facts:
 
 
 def _problems(path: Path, facts: Facts, s: DataSettings, in_channels: int) -> Iterator[str]:
+    where = printable(path)
     if facts.num_channels != in_channels:
         yield channels_text(path, facts.header, in_channels)
     if facts.num_not_finite:
-        yield f"{path}: {facts.num_not_finite:,} voxels are NaN or infinite; finite numbers are needed; replace them"
+        yield f"{where}: {facts.num_not_finite:,} voxels are NaN or infinite; finite numbers are needed; replace them"
     elif any(low >= high for low, high in zip(facts.lower, facts.upper, strict=True)):
-        yield f"{path}: {flat_text(facts.lower, facts.upper, s.intensity)}"
+        yield f"{where}: {flat_text(facts.lower, facts.upper, s.intensity)}"
     elif s.intensity.mode == "window" and (facts.maximum <= s.intensity.lower or facts.minimum >= s.intensity.upper):
         yield (
-            f"{path}: intensities {facts.minimum:g} to {facts.maximum:g} lie outside the window "
+            f"{where}: intensities {facts.minimum:g} to {facts.maximum:g} lie outside the window "
             f"{s.intensity.lower:g} to {s.intensity.upper:g}; the window must hold some of them; change data.intensity"
         )
     if s.spacing is not None and not facts.has_spacing:
-        yield f"{path}: numpy arrays carry no voxel spacing, and data.spacing is set; convert it to .nii.gz or set null"
+        yield f"{where}: numpy arrays carry no voxel spacing, and data.spacing is set; convert it or set null"
     elif s.spacing is not None:
         spaced = geometry_of(facts.header, s).spaced_shape
         needed, free = 8.0 * facts.num_channels * np.prod(np.array(spaced, float)), psutil.virtual_memory().available
         if needed > free:
             yield (
-                f"{path}: data.spacing makes it {' x '.join(map(str, spaced))} voxels, {needed / 2**30:.1f} GiB; "
+                f"{where}: data.spacing makes it {' x '.join(map(str, spaced))} voxels, {needed / 2**30:.1f} GiB; "
                 f"{free / 2**30:.1f} GiB of memory are free; choose a larger spacing"
             )
 
@@ -172,7 +174,7 @@ def _num_bytes(path: Path) -> int:
 def _store_key(paths: Sequence[Path], s: DataSettings) -> str:
     folder = os.path.commonpath([os.path.abspath(path) for path in paths])
     intensity = f"{s.intensity.mode} {s.intensity.lower!r} {s.intensity.upper!r}"
-    return hashlib.sha256(f"{VERSION}\n{folder}\n{intensity}".encode()).hexdigest()[:24]
+    return hashlib.sha256(f"{VERSION}\n{folder}\n{intensity}".encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
 def _signature(path: Path) -> str:

@@ -7,12 +7,12 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.formats import SUFFIXES, suffix_of
+from data.formats import SUFFIXES, printable, suffix_of
 from settings import DataError
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ def discover(source: str, allow_outside_root: bool) -> list[Found]:
     raise DataError(f"data.source: {source} does not exist; a folder, a dataset.json or phantoms is allowed; check it")
 
 
-def with_labels(found: list[Found], table: str) -> list[Found]:
-    """Give each volume the class that a CSV with the columns file and label names; raises DataError for any without."""
+def with_labels(found: list[Found], table: str) -> tuple[list[Found], list[str]]:
+    """Give each volume its class from a CSV with the columns file and label; also return a line for each without."""
     classes = _read_label_table(Path(table).expanduser())
     file_names = Counter(Path(item.name).name for item in found)
     labelled, missing = [], []
@@ -63,13 +63,10 @@ def with_labels(found: list[Found], table: str) -> list[Found]:
         if label is None:
             missing.append(item.name)
         labelled.append(replace(item, class_name=label))
-    if missing:
-        lines = "\n".join(f"  {name}: no row in {table}; add a row {name},LABEL" for name in missing)
-        raise DataError(f"data.labels: {len(missing)} of {len(found)} volumes have no label:\n{lines}")
-    return labelled
+    return labelled, [f"{printable(name)}: no label in {table}; each volume needs one; add a row" for name in missing]
 
 
-def class_names_of(found: list[Found]) -> tuple[str, ...]:
+def class_names_of(found: Sequence[Found]) -> tuple[str, ...]:
     """Return the classes in the order of their label numbers; empty unless every volume has one.
 
     Classes that are whole numbers are ordered as numbers, others as text.
@@ -126,7 +123,7 @@ def _in_dataset_json(listing: Path, allow_outside_root: bool) -> list[Found]:
         except ValueError as error:
             problems.append(f"  entry {number}: {error}")
     twice = [name for name, count in Counter(item.name for item in found).items() if count > 1]
-    problems += [f"  {name}: listed more than once; remove all but one" for name in twice]
+    problems += [f"  {printable(name)}: listed more than once; remove all but one" for name in twice]
     if problems:
         raise DataError("\n".join([f"{listing}: {len(problems)} problems:", *problems]))
     if not found:
@@ -146,7 +143,7 @@ def _entry(listing: Path, entry: Any, split: str | None, allow_outside_root: boo
     inside = os.path.realpath(path).startswith(os.path.join(os.path.realpath(root), ""))
     if not inside and not allow_outside_root:
         raise ValueError(
-            f"{image} leads out of {root}; only files inside it are allowed; "
+            f"{printable(image)} leads out of {root}; only files inside it are allowed; "
             "move it there or set data.allow_outside_root: true"
         )
     return Found(path, name, _class_of(entry), split)

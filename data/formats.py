@@ -25,6 +25,11 @@ from settings import DataError
 
 SUFFIXES = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd")
 
+
+class _UnsuitableError(Exception):
+    """A file that can be read but not used, said in a whole sentence."""
+
+
 # Whatever a damaged file can raise in nibabel, numpy, SimpleITK, gzip and zipfile (tests/data fuzzes them).
 READ_ERRORS: tuple[type[Exception], ...] = (
     OSError,
@@ -43,6 +48,7 @@ READ_ERRORS: tuple[type[Exception], ...] = (
     zipfile.BadZipFile,
     ImageFileError,
     HeaderDataError,
+    _UnsuitableError,
 )
 
 # Deflate cannot shrink data by more than 1032:1, so a header that promises more than that is lying.
@@ -83,6 +89,11 @@ class Header:
         return 4 * self.num_channels * math.prod(self.shape)
 
 
+def printable(text: object) -> str:
+    """Return text with whatever could break a line, a terminal or an encoding escaped: file names may hold it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
 def suffix_of(name: str) -> str | None:
     """Return the volume suffix of a file name, or None when it is not a volume's."""
     lower = name.lower()
@@ -95,7 +106,7 @@ def read_header(path: Path) -> Header:
         size = path.stat().st_size
         header = _HEADER_READERS[_reader_of(path)](path)
     except READ_ERRORS as error:
-        raise DataError(f"{path}: {_reason(path, error)}") from error
+        raise DataError(f"{printable(path)}: {_reason(path, error)}") from error
     return _plausible(path, header, size)
 
 
@@ -107,9 +118,11 @@ def read_volume(path: Path) -> tuple[np.ndarray, Header]:
             voxels = _VOXEL_READERS[_reader_of(path)](path, header)
             voxels = voxels.astype(np.float32, copy=False)
     except READ_ERRORS as error:
-        raise DataError(f"{path}: {_reason(path, error)}") from error
+        raise DataError(f"{printable(path)}: {_reason(path, error)}") from error
     if voxels.shape != (header.num_channels, *header.shape):
-        raise DataError(f"{path}: voxels of shape {voxels.shape} do not fit its own header; write the file again")
+        raise DataError(
+            f"{printable(path)}: voxels of shape {voxels.shape} do not fit its own header; write the file again"
+        )
     return voxels, header
 
 
@@ -140,50 +153,62 @@ def write_nifti(path: Path, voxels: np.ndarray, affine: np.ndarray) -> None:
 def _reader_of(path: Path) -> str:
     suffix = suffix_of(path.name)
     if suffix is None:
-        raise ValueError(f"its name ends in none of {' '.join(SUFFIXES)}")
+        raise _UnsuitableError(f"not a volume by its name; {' '.join(SUFFIXES)} are read; rename or convert it")
     return {".nii.gz": ".nii"}.get(suffix, suffix)
 
 
 def _plausible(path: Path, header: Header, size: int) -> Header:
+    where = printable(path)
     stored = math.prod(header.axes) * max(np.dtype(header.dtype).itemsize, 1)
     # A plain .nii or .npy is at least as large as its voxels; the others may be compressed.
     is_plain = path.name.lower().endswith((".nii", ".npy"))
     if stored > size * (1 if is_plain else LARGEST_COMPRESSION):
         raise DataError(
-            f"{path}: truncated or damaged: its header promises {stored:,} bytes of voxels in a file of {size:,}; "
+            f"{where}: truncated or damaged: its header promises {stored:,} bytes of voxels in a file of {size:,}; "
             "copy or convert it again"
         )
     available = psutil.virtual_memory().available
     if header.num_bytes > available:
         raise DataError(
-            f"{path}: {' x '.join(map(str, header.axes))} voxels need {header.num_bytes / 2**30:.1f} GiB as float32; "
+            f"{where}: {' x '.join(map(str, header.axes))} voxels need {header.num_bytes / 2**30:.1f} GiB as float32; "
             f"{available / 2**30:.1f} GiB of memory are free; crop or downsample it first"
         )
-    if not np.isfinite(header.affine).all() or abs(np.linalg.det(header.affine[:3, :3])) < 1e-12:
-        raise DataError(f"{path}: its affine has no inverse; give it voxel sizes above zero and an orientation")
+    if not np.isfinite(header.affine).all() or not _is_invertible(header.affine[:3, :3]):
+        raise DataError(f"{where}: its affine has no inverse; give it voxel sizes above zero and an orientation")
     return header
+
+
+def _is_invertible(matrix: np.ndarray) -> bool:
+    # Relative to the voxel size, which may be nanometres; a matrix of axes nearly in one plane is as bad as none.
+    lengths = np.linalg.norm(matrix, axis=0)
+    return bool((lengths > 0).all() and np.isfinite(lengths).all() and abs(np.linalg.det(matrix / lengths)) > 1e-3)
 
 
 def _spatial(axes: tuple[int, ...], channel_axis: int | None) -> tuple[tuple[int, int, int], int]:
     """Split an array's shape into its three spatial axes and the number of channels."""
     if any(n < 1 for n in axes):
-        raise ValueError(f"it has an empty axis: {axes}")
+        raise _UnsuitableError(
+            f"an axis without voxels ({' x '.join(map(str, axes))}); every axis needs some; write it again"
+        )
     num_channels = 1
     if len(axes) == 4 and channel_axis is not None:
         num_channels = axes[channel_axis]
         axes = axes[1:] if channel_axis == 0 else axes[:3]
     if len(axes) == 2 or (len(axes) == 3 and 1 in axes):
-        raise ValueError(
-            f"it is a 2D image ({' x '.join(map(str, axes))}); a volume has three axes of 2 or more voxels"
+        raise _UnsuitableError(
+            f"a 2D image ({' x '.join(map(str, axes))}); a volume has three axes of 2 or more voxels; "
+            "stack the slices or remove it"
         )
     if len(axes) != 3:
-        raise ValueError(f"it has {len(axes)} axes ({' x '.join(map(str, axes))}); 3, or 4 with channels, are allowed")
+        raise _UnsuitableError(
+            f"{len(axes)} axes ({' x '.join(map(str, axes))}); 3, or 4 with channels, are allowed; split it"
+        )
     return (axes[0], axes[1], axes[2]), num_channels
 
 
 def _numeric(dtype: np.dtype) -> str:
     if dtype.kind not in "biuf":
-        raise ValueError(f"its voxels are of type {dtype}; integers or real numbers are allowed")
+        raise _UnsuitableError(f"voxels of type {dtype}; integers or real numbers are allowed; convert it")
     return dtype.str
 
 
@@ -195,7 +220,7 @@ def _nifti_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _nifti_header(path: Path) -> Header:
     image = nib.load(path)
     if not isinstance(image, nib.Nifti1Image):
-        raise ValueError(f"it holds {type(image).__name__}, not NIfTI")
+        raise _UnsuitableError(f"it holds {type(image).__name__}; NIfTI-1 or 2 is allowed; convert it")
     axes = _nifti_axes(tuple(int(n) for n in image.shape))
     shape, num_channels = _spatial(axes, channel_axis=-1)
     affine = np.asarray(image.affine, dtype=np.float64)
@@ -228,7 +253,7 @@ def _npz_member(names: list[str]) -> str:
     if "image.npy" in arrays:
         return "image.npy"
     if len(arrays) != 1:
-        raise ValueError(f"it holds {len(arrays)} arrays; one, or one named image, is allowed")
+        raise _UnsuitableError(f"{len(arrays)} arrays; one, or one named image, is allowed; write it again")
     return arrays[0]
 
 
@@ -246,7 +271,7 @@ def _npz_header(path: Path) -> Header:
     with np.load(path, allow_pickle=False) as arrays:
         affine = np.asarray(arrays["affine"], dtype=np.float64)
     if affine.shape != (4, 4):
-        raise ValueError(f"its array affine is of shape {affine.shape}; 4 x 4 is allowed")
+        raise _UnsuitableError(f"its array affine is of shape {affine.shape}; 4 x 4 is allowed; write it again")
     return Header(header.shape, header.num_channels, affine, header.dtype, True, header.axes)
 
 
@@ -271,7 +296,9 @@ def _itk_header(path: Path) -> Header:
     reader.ReadImageInformation()
     size, components = tuple(int(n) for n in reader.GetSize()), int(reader.GetNumberOfComponents())
     if components > 1 and len(size) > 3:
-        raise ValueError(f"it has {len(size)} axes and {components} components; channels on one of the two are allowed")
+        raise _UnsuitableError(
+            f"{len(size)} axes and {components} components; channels on one of the two are allowed; split it"
+        )
     shape, num_channels = _spatial(size, channel_axis=-1)
     num_channels *= components
     direction = np.array(reader.GetDirection()).reshape(len(size), len(size))[:3, :3]
@@ -288,7 +315,7 @@ def _itk_dtype(pixel_name: str) -> str:
     words = pixel_name.removeprefix("vector of ").split()
     bits = next((int(word.removesuffix("-bit")) for word in words if word.endswith("-bit")), None)
     if bits is None or "complex" in words:
-        raise ValueError(f"its voxels are of type {pixel_name}; integers or real numbers are allowed")
+        raise _UnsuitableError(f"voxels of type {pixel_name}; integers or real numbers are allowed; convert it")
     kind = "f" if "float" in words else ("u" if "unsigned" in words else "i")
     return np.dtype(f"{kind}{bits // 8}").str
 
@@ -304,6 +331,8 @@ def _itk_voxels(path: Path, header: Header) -> np.ndarray:
 
 def _reason(path: Path, error: Exception) -> str:
     """Say in one sentence what is wrong with a file that raised `error`, and what to do."""
+    if isinstance(error, _UnsuitableError):
+        return str(error)
     if isinstance(error, FileNotFoundError):
         return "no such file; restore it or take it out of the data"
     if isinstance(error, PermissionError):
@@ -312,18 +341,24 @@ def _reason(path: Path, error: Exception) -> str:
         return "a folder, not a file; rename it"
     if isinstance(error, MemoryError):
         return "its voxels do not fit in memory; crop or downsample it first"
-    text = " ".join(str(error).split()) or type(error).__name__
     suffix = suffix_of(path.name) or path.suffix
-    if isinstance(error, gzip.BadGzipFile | ImageFileError | zipfile.BadZipFile):
-        return f"not a {suffix} file ({_shortened(text)}); write it again or remove it"
-    if isinstance(error, EOFError) or "Expected" in text or "ended before" in text or "data not read" in text.lower():
-        return f"truncated: the file ends before its voxels do ({_shortened(text)}); copy or convert it again"
-    if isinstance(error, ValueError) and text.startswith("it"):
-        return text
-    return f"cannot be read as {suffix} ({_shortened(text)}); copy or convert it again"
+    text = _shortened(error)
+    is_header = "ReadImageInformation" in str(error)
+    if is_header or isinstance(error, gzip.BadGzipFile | ImageFileError | zipfile.BadZipFile):
+        return f"not a {suffix} file ({text}); write it again or remove it"
+    if isinstance(error, EOFError) or "Expected" in text or "ImageFileReader_Execute" in str(error):
+        return f"truncated or damaged: its voxels cannot be read ({text}); copy or convert it again"
+    return f"cannot be read as {suffix} ({text}); copy or convert it again"
 
 
-def _shortened(text: str) -> str:
+def _shortened(error: Exception) -> str:
+    """Return the one line of a library's error that says something, of bounded length."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # ITK's reports run from the place in its source to the cause, if they give one.
+    text = lines[0]
+    if "SimpleITK" in text:
+        text = "ITK gives no reason" if lines[-1].startswith("Reason: ") else lines[-1].split(": ")[-1]
+    text = printable(text)
     return text if len(text) <= 160 else text[:157] + "..."
 
 

@@ -16,7 +16,7 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from data.formats import Header, read_volume
+from data.formats import Header, printable, read_volume
 from settings import DataError
 from settings.data import DataSettings, IntensitySettings
 
@@ -91,9 +91,9 @@ def load_volume(path: str | Path, s: DataSettings, num_channels: int | None = No
         raise DataError(channels_text(path, header, num_channels))
     lower, upper = intensity_range(voxels, s.intensity)
     if not np.isfinite([lower, upper]).all() or not np.isfinite(voxels.sum(dtype=np.float64)):
-        raise DataError(f"{path}: it holds NaN or infinite voxels; replace them")
+        raise DataError(f"{printable(path)}: it holds NaN or infinite voxels; replace them")
     if any(low >= high for low, high in zip(lower, upper, strict=True)):
-        raise DataError(f"{path}: {flat_text(lower, upper, s.intensity)}")
+        raise DataError(f"{printable(path)}: {flat_text(lower, upper, s.intensity)}")
     geometry = geometry_of(header, s)
     image = np.array(_oriented(voxels, geometry.axes, geometry.flips), order="C")
     for channel, low, high in zip(image, lower, upper, strict=True):
@@ -128,14 +128,15 @@ def intensity_range(voxels: np.ndarray, s: IntensitySettings) -> tuple[tuple[flo
     """Return for each channel the intensities that map to the lower and the upper end of the network's range."""
     if s.mode == "window":
         return (s.lower,) * len(voxels), (s.upper,) * len(voxels)
-    ends = [np.percentile(channel, (s.lower, s.upper)) for channel in voxels]
+    with np.errstate(all="ignore"):
+        ends = [np.percentile(channel, (s.lower, s.upper)) for channel in voxels]
     return tuple(float(low) for low, _ in ends), tuple(float(high) for _, high in ends)
 
 
 def channels_text(path: Path, header: Header, num_channels: int) -> str:
     """Say that a file has another number of channels than the autoencoder."""
     return (
-        f"{path}: {header.num_channels} channel{'s' if header.num_channels > 1 else ''} "
+        f"{printable(path)}: {header.num_channels} channel{'s' if header.num_channels > 1 else ''} "
         f"({' x '.join(map(str, header.axes))}); autoencoder.in_channels is {num_channels}; "
         "change one of the two"
     )

@@ -45,7 +45,21 @@ class Volumes:
     def fingerprint(self) -> str:
         """Return a hash of the names, labels and split: what decides which volume a step sees."""
         parts = [f"{part}\t{f.name}\t{f.label}" for part in ("train", "val") for f in getattr(self, part)]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+@dataclass(frozen=True)
+class Source:
+    """The volumes that were found, in the order of their names, and what checking each gave."""
+
+    found: tuple[Found, ...]
+    checked: tuple[Checked, ...]
+    unlabelled: tuple[str, ...] = ()
+
+    @property
+    def problems(self) -> list[str]:
+        """Return every problem of every volume."""
+        return [problem for item in self.checked for problem in item.problems] + list(self.unlabelled)
 
 
 def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> Volumes:
@@ -54,12 +68,11 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> Volumes:
     Raises one DataError that lists every problem of every file. Results are remembered in runs/checks, so that only new
     or changed files are read again; under torchrun one process of a node reads while the others wait.
     """
-    found, checked = check_source(s, seed, in_channels)
-    problems = [problem for item in checked for problem in item.problems]
-    if problems:
-        bad = sum(bool(item.problems) for item in checked)
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise DataError(f"data.source: {bad} of {len(found)} volumes cannot be used:\n{lines}")
+    source = check_source(s, seed, in_channels)
+    if source.problems:
+        lines = "\n".join(f"  {problem}" for problem in source.problems)
+        raise DataError(f"data.source: {s.source} has {len(source.problems)} problems:\n{lines}")
+    found = source.found
     class_names = class_names_of(found)
     numbers = {name: number for number, name in enumerate(class_names)}
     files = {item: VolumeFile(item.path, item.name, numbers.get(item.class_name or ""), in_channels) for item in found}
@@ -68,17 +81,19 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> Volumes:
     return Volumes(tuple(files[item] for item in train), tuple(files[item] for item in val), class_names)
 
 
-def check_source(s: DataSettings, seed: int, in_channels: int) -> tuple[list[Found], list[Checked]]:
-    """Find and check the volumes of a source, in the order of their names."""
+def check_source(s: DataSettings, seed: int, in_channels: int, reread: bool = False) -> Source:
+    """Find and check the volumes of a source; `reread` reads every file whatever is remembered of it."""
     if s.source == PHANTOMS:
         paths = phantom_files(PHANTOM_FOLDER, s.num_phantoms, s.voxel_size, in_channels, seed)
         root = phantom_root(PHANTOM_FOLDER, s.voxel_size, in_channels, seed)
         found = [Found(path, path.relative_to(root).as_posix(), path.parent.name) for path in paths]
     else:
         found = discover(s.source, s.allow_outside_root)
+    unlabelled: list[str] = []
     if s.labels is not None:
-        found = with_labels(found, s.labels)
-    return found, check_files([item.path for item in found], s, in_channels, CHECK_FOLDER)
+        found, unlabelled = with_labels(found, s.labels)
+    checked = check_files([item.path for item in found], s, in_channels, CHECK_FOLDER, reread)
+    return Source(tuple(found), tuple(checked), tuple(unlabelled))
 
 
 def split(found: Sequence[Found], val_fraction: float, seed: int) -> tuple[list[Found], list[Found]]:
@@ -101,5 +116,5 @@ def split(found: Sequence[Found], val_fraction: float, seed: int) -> tuple[list[
 
 def _draw(seed: int, name: str) -> float:
     """Return a number in [0, 1) that depends on nothing but its arguments."""
-    digest = hashlib.sha256(f"{seed}\n{name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}\n{name}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:7], "big") / 2**56

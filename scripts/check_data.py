@@ -1,0 +1,93 @@
+"""Reads every volume of a config once and reports its shape, spacing, intensities and problems."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from settings import UserError, load_settings
+from settings.command_line import add_config, parser, run
+
+COLUMNS = ("volume", "class", "shape", "spacing mm", "type", "minimum", "maximum", "scaled from", "problems")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print one line per volume, every problem, and a summary; 2 when there is a problem."""
+    settings = load_settings(options.config, options.overrides)
+    from data.volumes import check_source, prepare_volumes
+
+    source = check_source(settings.data, settings.seed, settings.autoencoder.in_channels, reread=True)
+    rows = [_row(found, checked) for found, checked in zip(source.found, source.checked, strict=True)]
+    _print_table([COLUMNS, *rows])
+    print()
+    if source.problems:
+        print(f"{len(source.problems)} problems in {len(rows)} volumes:")
+        for problem in source.problems:
+            print(f"  {problem}")
+        return UserError.exit_code
+    volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+    print(_summary(source, volumes, settings.data))
+    return 0
+
+
+def _row(found, checked) -> tuple[str, ...]:
+    from data.formats import printable
+
+    name, problems = printable(found.name), str(len(checked.problems) or "")
+    facts = checked.facts
+    if facts is None:
+        return (name, printable(found.class_name or ""), "", "", "", "", "", "", problems)
+    ends = [f"{low:g} to {high:g}" for low, high in zip(facts.lower, facts.upper, strict=True)]
+    return (
+        name,
+        printable(found.class_name or ""),
+        "x".join(map(str, facts.axes)),
+        "x".join(f"{mm:.3g}" for mm in facts.header.spacing_mm) if facts.has_spacing else "none",
+        facts.dtype.lstrip("<>|="),
+        f"{facts.minimum:g}",
+        f"{facts.maximum:g}",
+        "" if facts.num_not_finite else ", ".join(ends),
+        problems,
+    )
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _summary(source, volumes, data) -> str:
+    facts = [checked.facts for checked in source.checked]
+    shapes = {fact.shape for fact in facts}
+    low, high = min(fact.minimum for fact in facts), max(fact.maximum for fact in facts)
+    smallest, largest = min(shapes, key=_num_voxels), max(shapes, key=_num_voxels)
+    lines = [
+        f"{len(facts)} volumes, no problem: {len(volumes.train)} for training, {len(volumes.val)} for validation",
+        f"shapes from {_times(smallest)} to {_times(largest)}, brought to {_times(data.voxel_size)} ({data.resize})",
+        f"intensities from {low:g} to {high:g}, scaled by {data.intensity.mode}",
+    ]
+    if volumes.class_names:
+        files = (*volumes.train, *volumes.val)
+        counts = [sum(file.label == label for file in files) for label in range(len(volumes.class_names))]
+        named = zip(volumes.class_names, counts, strict=True)
+        lines.append("classes: " + ", ".join(f"{name} ({count})" for name, count in named))
+    return "\n".join(lines)
+
+
+def _num_voxels(shape: tuple[int, ...]) -> int:
+    x, y, z = shape
+    return x * y * z
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__, ["python scripts/check_data.py --config configs/default.yaml data.source=/data/ct"])
+    add_config(arguments)
+    sys.exit(run(main, arguments.parse_args()))
