@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from monai.networks.blocks import Convolution
 from torch import Tensor, nn
 
 from models.checkpointing import HostOffload, gradient_checkpoint_forward
-from models.group_norm import group_norm
-from models.lean_blocks import DownsampleBlock, UpsampleBlock, lean_block
+from models.lean_blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block
 from models.stock_autoencoder import StockAutoencoder
 from settings import AutoencoderSettings
 
 logger = logging.getLogger(__name__)
 Levels = int | Literal["all"]
-
-
-class Head(nn.Module):
-    """The last norm and convolution; there is no SiLU between them in MONAI, so there is none here."""
-
-    def __init__(self, norm: nn.GroupNorm, conv: Convolution) -> None:
-        super().__init__()
-        self.norm, self.conv = norm, conv
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(group_norm(x, self.norm))
 
 
 class LeanCoder(nn.Module):
@@ -54,8 +41,17 @@ class LeanCoder(nn.Module):
         self._head.train(self.training)
         return self._run(self._head, x, self.levels[-1], offload)
 
+    def set_slab_rows(self, rows: int) -> None:
+        """Run the blocks of the highest resolution in slabs of `rows` rows; 0: whole."""
+        for block, level in zip([*self.blocks[:-2], self._head], self.levels[:-1], strict=True):
+            if isinstance(block, LeanBlock):
+                block.slab_rows = rows if level == 0 else 0
+
     def _run(self, block: nn.Module, x: Tensor, level: int, offload: HostOffload | Literal[False]) -> Tensor:
         wanted = level < self.checkpointed_levels
+        if isinstance(block, LeanBlock) and block.keeps_only_input:
+            with offload if wanted and offload else nullcontext():
+                return block(x)
         return gradient_checkpoint_forward(
             block,
             x,
@@ -132,7 +128,13 @@ class LeanAutoencoder(StockAutoencoder):
             coder.checkpointed_levels, coder.offload = count, offload
 
     def set_slab_rows(self, rows: int) -> None:
-        """Run the highest-resolution blocks in slabs of `rows` rows along the first spatial axis; 0: whole."""
+        """Run the highest-resolution blocks in slabs of `rows` rows along the first spatial axis; 0: whole.
+
+        Exact in both directions, in training and at inference. Slabs too thin for a fast convolution are made thicker.
+        """
+        assert rows == 0 or rows >= 2, f"slab_rows is {rows}; allowed: 0 or at least 2, for a row and its halo"
+        for coder in (self.encoder, self.decoder):
+            coder.set_slab_rows(rows)
 
 
 def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:

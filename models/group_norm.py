@@ -60,9 +60,7 @@ class _GroupNorm(torch.autograd.Function):
             else:
                 batch, channels = x.shape[:2]
                 x = x.contiguous(memory_format=layout(x))
-                y, mean, rstd = aten.native_group_norm(
-                    x, weight, bias, batch, channels, x[0, 0].numel(), groups, eps
-                )
+                y, mean, rstd = aten.native_group_norm(x, weight, bias, batch, channels, x[0, 0].numel(), groups, eps)
                 y = F.silu(y, inplace=True) if silu else y
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.groups, ctx.silu, ctx.out_dtype = groups, silu, out_dtype

@@ -8,13 +8,25 @@ from __future__ import annotations
 from monai.networks.blocks import Convolution, SpatialAttentionBlock, Upsample
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from models.attention import AttentionBlock
 from models.group_norm import group_norm
+from models.resampling import downsample_conv, upsample_conv
+from models.slab_functions import norm_conv, residual
 
 
-class ResidualBlock(nn.Module):
+class LeanBlock(nn.Module):
+    """A block that runs whole, or in slabs of `slab_rows` rows when that is not 0."""
+
+    slab_rows = 0
+
+    @property
+    def keeps_only_input(self) -> bool:
+        """Whether backward recomputes what it needs by itself, so that a checkpoint around the block would save nothing."""
+        return self.slab_rows > 0
+
+
+class ResidualBlock(LeanBlock):
     """Two times norm, SiLU and convolution, added to the input."""
 
     def __init__(self, stock: AEKLResBlock) -> None:
@@ -24,12 +36,16 @@ class ResidualBlock(nn.Module):
         self.nin_shortcut = stock.nin_shortcut
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.slab_rows:
+            shortcut = getattr(self.nin_shortcut, "conv", None)
+            convs = (self.conv1.conv, self.conv2.conv)
+            return residual(x, (self.norm1, self.norm2), convs, shortcut, self.slab_rows)
         h = self.conv1(group_norm(x, self.norm1, silu=True))
         h = self.conv2(group_norm(h, self.norm2, silu=True))
         return self.nin_shortcut(x) + h
 
 
-class UpsampleBlock(nn.Module):
+class UpsampleBlock(LeanBlock):
     """Nearest-neighbour upsampling by two, then a convolution."""
 
     def __init__(self, stock: Upsample) -> None:
@@ -37,10 +53,15 @@ class UpsampleBlock(nn.Module):
         self.postconv = stock.postconv
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.postconv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+        return upsample_conv(x, self.postconv.conv)
+
+    @property
+    def keeps_only_input(self) -> bool:
+        """True in slabs and without: nothing but the input is ever needed."""
+        return True
 
 
-class DownsampleBlock(nn.Module):
+class DownsampleBlock(LeanBlock):
     """A convolution of stride two over the input padded by one at each axis' end."""
 
     def __init__(self, stock: AEKLDownsample) -> None:
@@ -48,7 +69,25 @@ class DownsampleBlock(nn.Module):
         self.conv = stock.conv
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x, (0, 1) * 3))
+        return downsample_conv(x, self.conv.conv, self.slab_rows)
+
+    @property
+    def keeps_only_input(self) -> bool:
+        """True in slabs and without: nothing but the input is ever needed."""
+        return True
+
+
+class Head(LeanBlock):
+    """The last norm and convolution; there is no SiLU between them in MONAI, so there is none here."""
+
+    def __init__(self, norm: nn.GroupNorm, conv: Convolution) -> None:
+        super().__init__()
+        self.norm, self.conv = norm, conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.slab_rows:
+            return norm_conv(x, self.norm, self.conv.conv, self.slab_rows)
+        return self.conv(group_norm(x, self.norm))
 
 
 def lean_block(stock: nn.Module) -> nn.Module:

@@ -1,0 +1,156 @@
+"""Upsampling and downsampling with their convolutions, without the enlarged or padded tensor and keeping only the input."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from models.group_norm import compute_dtype, full_precision, layout
+from models.slabs import slabs
+
+aten = torch.ops.aten
+PARITIES = tuple(product((0, 1), repeat=3))
+
+# A nearest-neighbour copy repeats each voxel, so of a kernel's three taps two fall on the same voxel: the left two for
+# odd results, the right two for even ones. Row p, column t: what tap k adds to tap t of the kernel for parity p.
+TAPS = ([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]], [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+
+
+def _fold(weight: Tensor, parity: tuple[int, int, int]) -> Tensor:
+    """Return the 2x2x2 kernel that computes the results of one parity from the voxels before upsampling."""
+    taps = [torch.tensor(TAPS[p], dtype=weight.dtype, device=weight.device) for p in parity]
+    return torch.einsum("oizyx,az,by,cx->oiabc", weight, *taps)
+
+
+def _unfold(grad: Tensor, parity: tuple[int, int, int]) -> Tensor:
+    """Return what the gradient of a folded kernel adds to that of the 3x3x3 kernel."""
+    taps = [torch.tensor(TAPS[p], dtype=grad.dtype, device=grad.device) for p in parity]
+    return torch.einsum("oiabc,az,by,cx->oizyx", grad, *taps)
+
+
+def _padding(parity: tuple[int, int, int]) -> tuple[int, ...]:
+    """Return the padding, for `F.pad`, of the voxels that the results of one parity are computed from."""
+    return tuple(amount for p in reversed(parity) for amount in (1 - p, p))
+
+
+class _UpsampleConv(torch.autograd.Function):
+    """Upsampling by two and a 3x3x3 convolution as eight 2x2x2 convolutions: 8 / 27 of the work and no enlarged copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        with torch.autocast(x.device.type, enabled=False):
+            shape = (x.shape[0], weight.shape[0], *(2 * size for size in x.shape[2:]))
+            out = torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout(x))
+            for parity in PARITIES:
+                kernel = _fold(full_precision(weight), parity).to(dtype)
+                padded = F.pad(x.to(dtype), _padding(parity))
+                z, y, w = parity
+                out[:, :, z::2, y::2, w::2] = F.conv3d(padded, kernel, bias.to(dtype))
+        ctx.save_for_backward(x, weight)
+        ctx.dtype = dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        with torch.autocast(x.device.type, enabled=False):
+            grad_x = torch.zeros_like(full_precision(x)) if needs_x else None
+            grad_weight = torch.zeros_like(full_precision(weight)) if needs_weight else None
+            grad_bias = None
+            for parity in PARITIES:
+                z, y, w = parity
+                part = grad[:, :, z::2, y::2, w::2].to(ctx.dtype).contiguous(memory_format=layout(x))
+                padding = _padding(parity)
+                kernel = _fold(full_precision(weight), parity).to(ctx.dtype)
+                grad_padded, grad_kernel, _ = aten.convolution_backward(
+                    part, F.pad(x.to(ctx.dtype), padding), kernel, None, [1] * 3, [0] * 3, [1] * 3, False, [0] * 3, 1,
+                    [needs_x, needs_weight, False],
+                )  # fmt: skip
+                if grad_x is not None:
+                    grad_x += F.pad(grad_padded, [-amount for amount in padding])
+                if grad_weight is not None:
+                    grad_weight += _unfold(full_precision(grad_kernel), parity)
+                if needs_bias:
+                    total = full_precision(part).sum((0, 2, 3, 4))
+                    grad_bias = total if grad_bias is None else grad_bias + total
+            grad_x = None if grad_x is None else grad_x.to(x.dtype)
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _DownsampleConv(torch.autograd.Function):
+    """A 3x3x3 convolution of stride two over a volume padded by one at the end of each axis, in slabs."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, rows: int, dtype: torch.dtype
+    ) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            shape = (x.shape[0], weight.shape[0], *((size - 2) // 2 + 1 for size in x.shape[2:]))
+            out = torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout(x))
+            for start, end in _output_slabs(out, rows):
+                out[:, :, start:end] = F.conv3d(_padded_rows(x, start, end, dtype), weight.to(dtype), bias.to(dtype), 2)
+        ctx.save_for_backward(x, weight)
+        ctx.rows, ctx.dtype = rows, dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        depth, height, width = x.shape[2:]
+        grad_x = torch.zeros_like(x) if needs_x else None
+        grad_weight = grad_bias = shared = None
+        with torch.autocast(x.device.type, enabled=False):
+            for start, end in _output_slabs(grad, ctx.rows):
+                part = grad[:, :, start:end].to(ctx.dtype).contiguous(memory_format=layout(x))
+                grad_rows, grad_part, _ = aten.convolution_backward(
+                    part, _padded_rows(x, start, end, ctx.dtype), weight.to(ctx.dtype), None,
+                    [2] * 3, [0] * 3, [1] * 3, False, [0] * 3, 1, [needs_x, needs_weight, False],
+                )  # fmt: skip
+                if grad_x is not None:
+                    # Two slabs share one row of the input: the first slab's part of it waits for the second's.
+                    if shared is not None:
+                        grad_rows[:, :, :1] += shared
+                    last = min(2 * end + 1, depth)
+                    grad_x[:, :, 2 * start : last] = grad_rows[:, :, : last - 2 * start, :height, :width]
+                    shared = grad_rows[:, :, -1:].clone()
+                if needs_weight:
+                    grad_part = full_precision(grad_part)
+                    grad_weight = grad_part if grad_weight is None else grad_weight.add_(grad_part)
+                if needs_bias:
+                    total = full_precision(part).sum((0, 2, 3, 4))
+                    grad_bias = total if grad_bias is None else grad_bias + total
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _output_slabs(out: Tensor, rows: int) -> list[tuple[int, int]]:
+    """Return the slabs of the smaller volume that belong to slabs of `rows` rows of the larger one; all when 0."""
+    if rows == 0:
+        return [(0, out.shape[2])]
+    return list(slabs(out, max(rows // 2, 1), out.shape[1]))
+
+
+def _padded_rows(x: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows that results `start` to `end` are computed from, padded as the convolution wants them."""
+    depth, height, width = x.shape[2:]
+    rows = x[:, :, 2 * start : min(2 * end + 1, depth)].to(dtype)
+    # The padding of an odd axis is never read: its last result ends with the last voxel.
+    return F.pad(rows, (0, 1 - width % 2, 0, 1 - height % 2, 0, max(2 * end + 1 - depth, 0)))
+
+
+def upsample_conv(x: Tensor, conv: nn.Module) -> Tensor:
+    """Double each axis by nearest-neighbour copies and apply a 3x3x3 convolution."""
+    return _UpsampleConv.apply(x, conv.weight, conv.bias, compute_dtype(x))
+
+
+def downsample_conv(x: Tensor, conv: nn.Module, rows: int) -> Tensor:
+    """Halve each axis by a 3x3x3 convolution, in slabs of `rows` input rows; 0: whole."""
+    return _DownsampleConv.apply(x, conv.weight, conv.bias, rows, compute_dtype(x))

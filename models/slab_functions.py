@@ -1,0 +1,212 @@
+"""Autograd functions of the autoencoder's largest blocks: exact, in slabs, and keeping only the block's input.
+
+They recompute inside, so they need no checkpoint around them; the offload hooks see the one tensor they save.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from models.group_norm import compute_dtype, full_precision, layout
+from models.slabs import NormedRows, Statistics, convolve, convolve_backward, rows_of, slabs
+
+aten = torch.ops.aten
+Gradients = tuple[Tensor | None, ...]
+
+
+def _total(total: Tensor | None, part: Tensor) -> Tensor:
+    """Add to a sum that is kept in full precision."""
+    part = full_precision(part)
+    return part if total is None else total.add_(part)
+
+
+def _bias_grad(grad: Tensor) -> Tensor:
+    return full_precision(grad).sum((0, 2, 3, 4))
+
+
+def _gather_statistics(x: Tensor, groups: int, eps: float, rows: int) -> tuple[Tensor, Tensor]:
+    statistics = Statistics(groups, eps)
+    for start, end in slabs(x, rows, x.shape[1]):
+        statistics.add(rows_of(x, start, end))
+    return statistics.result()
+
+
+class _NormConv(torch.autograd.Function):
+    """Norm and convolution of the network's last step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:  # type: ignore[override]
+        *parameters, groups, eps, rows, dtype = args
+        norm_weight, norm_bias, weight, bias = parameters
+        with torch.autocast(x.device.type, enabled=False):
+            mean, rstd = _gather_statistics(x, groups, eps, rows)
+            normed = NormedRows(x, mean, rstd, norm_weight, norm_bias, False, dtype)
+            shape = (x.shape[0], weight.shape[0], *x.shape[2:])
+            out = torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout(x))
+            for start, end in slabs(x, rows, x.shape[1]):
+                out[:, :, start:end] = convolve(normed.rows(start - 1, end + 1), weight.to(dtype), bias.to(dtype))
+        ctx.save_for_backward(x, *parameters, mean, rstd)
+        ctx.rows, ctx.dtype = rows, dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Gradients:  # type: ignore[override]
+        x, norm_weight, norm_bias, weight, bias, mean, rstd = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            normed = NormedRows(x, mean, rstd, norm_weight, norm_bias, False, ctx.dtype)
+            low_weight, needs_weight = weight.to(ctx.dtype), ctx.needs_input_grad[3]
+            grad_x = torch.empty_like(x)
+            grad_weight = grad_bias = None
+            for start, end in slabs(x, ctx.rows, x.shape[1]):
+                part = rows_of(grad, start - 1, end + 1).to(ctx.dtype)
+                grad_rows, grad_part = convolve_backward(part, normed.rows(start, end), low_weight, (True, needs_weight))
+                if needs_weight:
+                    grad_weight = _total(grad_weight, grad_part)
+                    grad_bias = _total(grad_bias, _bias_grad(grad[:, :, start:end]))
+                grad_x[:, :, start:end] = normed.absorb(grad_rows, start, end)
+            grad_norm = normed.finish()
+            for start, end in slabs(x, ctx.rows, x.shape[1]):
+                grad_x[:, :, start:end] = normed.input_grad(grad_x[:, :, start:end], start, end)
+        return grad_x, *grad_norm, grad_weight, grad_bias, None, None, None, None
+
+
+class _Residual(torch.autograd.Function):
+    """The residual block; the names are h = conv1(silu(norm1(x))) and out = conv2(silu(norm2(h))) + shortcut(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:  # type: ignore[override]
+        *parameters, groups, eps, rows, dtype = args
+        scale1, shift1, weight1, bias1, scale2, shift2, weight2, bias2, shortcut, shortcut_bias = parameters
+        channels = min(weight1.shape[:2])
+        with torch.autocast(x.device.type, enabled=False):
+            first = NormedRows(x, *_gather_statistics(x, groups, eps, rows), scale1, shift1, True, dtype)
+            shape = (x.shape[0], weight1.shape[0], *x.shape[2:])
+            h = torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout(x))
+            statistics = Statistics(groups, eps)
+            for start, end in slabs(x, rows, channels):
+                part = convolve(first.rows(start - 1, end + 1), weight1.to(dtype), bias1.to(dtype))
+                statistics.add(part)
+                h[:, :, start:end] = part
+            second = NormedRows(h, *statistics.result(), scale2, shift2, True, dtype)
+            out = torch.empty_like(h)
+            for start, end in slabs(x, rows, channels):
+                part = convolve(second.rows(start - 1, end + 1), weight2.to(dtype), bias2.to(dtype))
+                source = rows_of(x, start, end)
+                if shortcut is not None:
+                    source = F.conv3d(source.to(dtype), shortcut.to(dtype), shortcut_bias.to(dtype))
+                out[:, :, start:end] = source.add_(part) if shortcut is not None else part.add_(source)
+        ctx.save_for_backward(x, *parameters, first.mean, first.rstd, second.mean, second.rstd)
+        ctx.rows, ctx.dtype = rows, dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Gradients:  # type: ignore[override]
+        with torch.autocast(grad.device.type, enabled=False):
+            return *_ResidualBackward(ctx, grad).run(), None, None, None, None
+
+
+class _ResidualBackward:
+    """Backward of the residual block in three sweeps over the slabs, two sums over all voxels lying between them."""
+
+    def __init__(self, ctx: Any, grad: Tensor) -> None:
+        x, *parameters, mean1, rstd1, mean2, rstd2 = ctx.saved_tensors
+        scale1, shift1, weight1, self.bias1, scale2, shift2, weight2, _, shortcut, _ = parameters
+        self.x, self.grad, self.dtype = x, grad, ctx.dtype
+        self.needs_weights = ctx.needs_input_grad[3]
+        self.weight1, self.weight2 = weight1.to(ctx.dtype), weight2.to(ctx.dtype)
+        self.shortcut = None if shortcut is None else shortcut.to(ctx.dtype)
+        self.slabs = list(slabs(x, ctx.rows, min(weight1.shape[:2])))
+        self.grad_x = torch.empty_like(x)
+        self.grad_h = torch.empty_like(grad, dtype=ctx.dtype, memory_format=layout(x))
+        # The gradient of x is written after the last look at h, so h may live in its memory when it fits.
+        fits = weight1.shape[0] <= weight1.shape[1] and x.dtype == ctx.dtype
+        h = self.grad_x[:, : weight1.shape[0]] if fits else torch.empty_like(self.grad_h)
+        self.first = NormedRows(x, mean1, rstd1, scale1, shift1, True, ctx.dtype)
+        self.second = NormedRows(h, mean2, rstd2, scale2, shift2, True, ctx.dtype)
+        self.sums: dict[str, Tensor] = {}
+
+    def run(self) -> Gradients:
+        self._sweep_conv2()
+        norm2 = self.second.finish()
+        self._sweep_conv1()
+        norm1 = self.first.finish()
+        del self.grad_h, self.second
+        self._sweep_input()
+        get = self.sums.get
+        shortcut_bias = get("bias2") if self.shortcut is not None else None
+        of_conv1, of_conv2 = (get("weight1"), get("bias1")), (get("weight2"), get("bias2"))
+        return self.grad_x, *norm1, *of_conv1, *norm2, *of_conv2, get("shortcut"), shortcut_bias
+
+    def _add(self, name: str, part: Tensor) -> None:
+        if self.needs_weights:
+            self.sums[name] = _total(self.sums.get(name), part)
+
+    def _sweep_conv2(self) -> None:
+        """Recompute h, and go back through the second convolution and SiLU."""
+        for start, end in self.slabs:
+            h = convolve(self.first.rows(start - 1, end + 1), self.weight1, self.bias1.to(self.dtype))
+            self.second.x[:, :, start:end] = h
+            del h
+            grad = rows_of(self.grad, start - 1, end + 1).to(self.dtype)
+            needs = (True, self.needs_weights)
+            grad_rows, grad_weight = convolve_backward(grad, self.second.rows(start, end), self.weight2, needs)
+            self._add("weight2", grad_weight)
+            self._add("bias2", _bias_grad(self.grad[:, :, start:end]))
+            self.grad_h[:, :, start:end] = self.second.absorb(grad_rows, start, end)
+
+    def _sweep_conv1(self) -> None:
+        """Finish the gradient of h one row ahead of the slab, and go back through the first convolution and SiLU."""
+        done, total = 0, self.x.shape[2]
+        for start, end in self.slabs:
+            ahead = min(end + 1, total)
+            if ahead > done:
+                self.grad_h[:, :, done:ahead] = self.second.input_grad(self.grad_h[:, :, done:ahead], done, ahead)
+                done = ahead
+            grad = rows_of(self.grad_h, start - 1, end + 1)
+            needs = (True, self.needs_weights)
+            grad_rows, grad_weight = convolve_backward(grad, self.first.rows(start, end), self.weight1, needs)
+            self._add("weight1", grad_weight)
+            self._add("bias1", _bias_grad(self.grad_h[:, :, start:end]))
+            self.grad_x[:, :, start:end] = self.first.absorb(grad_rows, start, end)
+
+    def _sweep_input(self) -> None:
+        """Finish the gradient of x and add that of the shortcut."""
+        for start, end in self.slabs:
+            grad = rows_of(self.grad, start, end)
+            rows = self.first.input_grad(self.grad_x[:, :, start:end], start, end)
+            if self.shortcut is not None:
+                x = rows_of(self.x, start, end).to(self.dtype)
+                needs = [True, self.needs_weights, False]
+                grad, grad_weight, _ = aten.convolution_backward(
+                    grad.to(self.dtype), x, self.shortcut, None, [1] * 3, [0] * 3, [1] * 3, False, [0] * 3, 1, needs
+                )
+                self._add("shortcut", grad_weight)
+            self.grad_x[:, :, start:end] = rows.add_(grad)
+
+
+def norm_conv(x: Tensor, norm: nn.GroupNorm, conv: nn.Module, rows: int) -> Tensor:
+    """Apply a norm and a 3x3x3 convolution in slabs of `rows` rows."""
+    parameters = (norm.weight, norm.bias, conv.weight, conv.bias)
+    return _NormConv.apply(x, *parameters, norm.num_groups, norm.eps, rows, compute_dtype(x))
+
+
+def residual(
+    x: Tensor,
+    norms: tuple[nn.GroupNorm, nn.GroupNorm],
+    convs: tuple[nn.Module, nn.Module],
+    shortcut: nn.Module | None,
+    rows: int,
+) -> Tensor:
+    """Apply a residual block in slabs of `rows` rows; `shortcut` is its 1x1x1 convolution, if it has one."""
+    parameters: list[Tensor | None] = []
+    for norm, conv in zip(norms, convs, strict=True):
+        parameters += [norm.weight, norm.bias, conv.weight, conv.bias]
+    parameters += [None, None] if shortcut is None else [shortcut.weight, shortcut.bias]
+    return _Residual.apply(x, *parameters, norms[0].num_groups, norms[0].eps, rows, compute_dtype(x))

@@ -1,0 +1,178 @@
+"""What exact computation in slabs is made of: rows along the first spatial axis, with zeros beyond the volume's ends.
+
+Statistics are taken over the whole tensor first; after that normalisation, SiLU and convolution need only a slab and one row
+on each side. Sums over slabs are kept in full precision. All tensors are (batch, channels, rows, height, width).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.group_norm import FULL_PRECISION, full_precision, layout, scale_and_shift, spread
+
+aten = torch.ops.aten
+
+MIN_SLAB_VALUES = 20480
+"""Channels x rows x height from which torch runs a convolution of one volume through its fast CPU kernel.
+
+Thinner slabs took 15 times as long in fp32 on CPU and save next to nothing: they hold 40 KB per voxel of width.
+"""
+
+
+def slabs(x: Tensor, rows: int, channels: int) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each slab of about `rows` rows; `channels` are the fewest that a convolution of it sees."""
+    total, height = x.shape[2], x.shape[3]
+    fewest = MIN_SLAB_VALUES // (channels * height) + 1 if MIN_SLAB_VALUES else 1
+    size = max(rows, fewest + fewest % 2)
+    for start in range(0, total, size):
+        yield start, min(start + size, total)
+
+
+def rows_of(x: Tensor, start: int, end: int) -> Tensor:
+    """Return the rows from `start` to `end` as a dense tensor, zeros where they lie outside of `x`."""
+    inside = x[:, :, max(start, 0) : min(end, x.shape[2])]
+    if start < 0 or end > x.shape[2]:
+        inside = F.pad(inside, (0, 0, 0, 0, max(-start, 0), max(end - x.shape[2], 0)))
+    return inside.contiguous(memory_format=layout(x))
+
+
+def convolve(haloed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve rows that come with one row more on each side."""
+    return F.conv3d(haloed, weight, bias, padding=(0, 1, 1))
+
+
+def convolve_backward(grad_haloed: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows of the input and, from these rows, of the weight.
+
+    The gradient of the output comes with one row more on each side. To the rows without halo it is the gradient of a
+    convolution padded by two, so both results are exact in one call and no row is ever computed twice.
+    """
+    grad_x, grad_weight, _ = aten.convolution_backward(
+        grad_haloed, x, weight, None, [1, 1, 1], [2, 1, 1], [1, 1, 1], False, [0, 0, 0], 1, [*needs, False]
+    )
+    return grad_x, grad_weight
+
+
+class Statistics:
+    """Mean and variance of each group, gathered slab by slab with the slabs' own moments, so nothing cancels."""
+
+    def __init__(self, groups: int, eps: float) -> None:
+        self.groups, self.eps = groups, eps
+        self._parts: list[tuple[int, Tensor, Tensor]] = []
+
+    def add(self, values: Tensor) -> None:
+        """Take in the next rows."""
+        values = full_precision(values)
+        batch, channels = values.shape[:2]
+        voxels = values[0, 0].numel()
+        _, mean, rstd = aten.native_group_norm(values, None, None, batch, channels, voxels, self.groups, self.eps)
+        self._parts.append((voxels, mean, rstd.pow(-2) - self.eps))
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return mean and rstd, each of shape (batch, groups)."""
+        counts, means, variances = zip(*self._parts, strict=True)
+        share = torch.tensor(counts, dtype=means[0].dtype, device=means[0].device)[:, None, None] / sum(counts)
+        each = torch.stack(means)
+        mean = (share * each).sum(0)
+        variance = (share * (torch.stack(variances) + (each - mean).square())).sum(0)
+        return mean, (variance + self.eps).rsqrt()
+
+
+class NormedRows:
+    """The normalised and perhaps activated rows of `x`, and the way back from their gradient to that of `x`.
+
+    Backward visits each row twice: `absorb` takes the gradient of the activation and returns what to keep of it, and once all
+    rows are absorbed, `input_grad` turns what was kept into the gradient of `x`.
+    """
+
+    def __init__(
+        self, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool, dtype: torch.dtype
+    ) -> None:
+        self.x, self.mean, self.rstd, self.weight = x, mean, rstd, full_precision(weight)
+        self.silu, self.dtype = silu, dtype
+        scale, shift = scale_and_shift(mean, rstd, self.weight, full_precision(bias))
+        self._scale, self._shift = self._tile(scale), self._tile(shift)
+        # A low-precision gradient is kept as it came and differentiated twice: to keep the product would round once more.
+        self._keeps_product = x.dtype in FULL_PRECISION
+        self._sum_grad = torch.zeros_like(scale)
+        self._sum_grad_x = torch.zeros_like(scale)
+        self._factors: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def _tile(self, values: Tensor) -> Tensor:
+        """Spread (batch, channels) values over the last axis too in channels-last volumes, where CPU kernels need long rows."""
+        if layout(self.x) == torch.contiguous_format:
+            return spread(values)
+        wide = spread(values).expand(-1, -1, -1, -1, self.x.shape[-1])
+        return wide.contiguous(memory_format=torch.channels_last_3d)
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Return the rows from `start` to `end`, zeros outside of the volume as a padded convolution sees them."""
+        inside = slice(max(start, 0), min(end, self.x.shape[2]))
+        shape = (*self.x.shape[:2], end - start, *self.x.shape[3:])
+        out = torch.empty(shape, dtype=self.dtype, device=self.x.device, memory_format=layout(self.x))
+        target = out[:, :, inside.start - start : inside.stop - start]
+        if self.dtype == self.x.dtype and self._keeps_product:
+            torch.addcmul(self._shift, self.x[:, :, inside], self._scale, out=target)
+            if self.silu:
+                F.silu(target, inplace=True)
+        else:
+            values = self._normed(full_precision(self.x[:, :, inside]))
+            target.copy_(F.silu(values, inplace=True) if self.silu else values)
+        out[:, :, : inside.start - start] = 0
+        out[:, :, inside.stop - start :] = 0
+        return out
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self._shift, x, self._scale)
+
+    def _before_silu(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of the normed values in full precision."""
+        grad = full_precision(grad)
+        if not self.silu:
+            return grad
+        normed = self._normed(x)
+        return aten.silu_backward.grad_input(grad, normed, grad_input=normed)
+
+    def absorb(self, grad: Tensor, start: int, end: int) -> Tensor:
+        """Take the gradient of `rows(start, end)` into the sums and return what `input_grad` will want to see."""
+        x = full_precision(self.x[:, :, start:end])
+        product = self._before_silu(grad, x)
+        self._sum_grad += product.sum((2, 3, 4))
+        self._sum_grad_x += (product * x).sum((2, 3, 4))
+        return product if self._keeps_product else grad
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Close the sums and return the gradients of weight and bias."""
+        batch, channels = self._sum_grad.shape
+        groups = self.mean.shape[1]
+        size = channels // groups
+        mean, rstd = self.mean.repeat_interleave(size, 1), self.rstd.repeat_interleave(size, 1)
+        grad_weight = ((self._sum_grad_x - self._sum_grad * mean) * rstd).sum(0)
+        grad_bias = self._sum_grad.sum(0)
+
+        # With y = scale * x + shift and both depending on x through mean and rstd, the gradient is linear in grad and x.
+        count = size * self.x[0, 0].numel()
+        by_group = (batch, groups, size)
+        sum_grad = (self._sum_grad * self.weight).view(by_group).sum(2)
+        sum_grad_x = (self._sum_grad_x * self.weight).view(by_group).sum(2)
+        of_x = (sum_grad * self.mean - sum_grad_x) * self.rstd.pow(3) / count
+        constant = -of_x * self.mean - sum_grad * self.rstd / count
+        of_grad = rstd * self.weight
+        self._factors = (
+            self._tile(of_grad),
+            self._tile(of_x.repeat_interleave(size, 1)),
+            self._tile(constant.repeat_interleave(size, 1)),
+        )
+        return grad_weight, grad_bias
+
+    def input_grad(self, kept: Tensor, start: int, end: int) -> Tensor:
+        """Return the gradient of the rows of `x` in full precision, from what `absorb` returned for them."""
+        assert self._factors is not None, "input_grad needs the sums over all rows: call finish first"
+        of_grad, of_x, constant = self._factors
+        x = full_precision(self.x[:, :, start:end])
+        product = kept if self._keeps_product else self._before_silu(kept, x)
+        return torch.addcmul(constant, x, of_x).addcmul_(product, of_grad)
