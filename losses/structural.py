@@ -7,8 +7,9 @@ At each scale, two similarities of 1 for equal volumes:
 - the same ratio for the intensity gradients, (2 <grad x, grad y> + c) / (|grad x|^2 + |grad y|^2 + c), averaged over
   blocks of two voxels before the division. It falls with a lost edge (blur), an invented one (noise) and a turned one.
 
-The luminance part of SSIM enters at the coarsest scale, as in multi-scale SSIM. Similarities are averaged, not
-multiplied with fractional exponents, whose gradient is NaN or infinite where a similarity is negative or zero.
+Local means are compared at the coarsest scale only, as in multi-scale SSIM, but by their difference: SSIM's ratio is
+0.5 for an error of a tenth of the range in black background, which is most of a medical volume. Similarities are
+averaged, not multiplied with fractional exponents, whose gradient is NaN or infinite where one is negative or zero.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,10 @@ from losses.pieces import FrozenTerm, Index, mean_over_pieces
 NUM_SCALES = 4
 # An axis is halved only while at least this many voxels remain.
 SHORTEST_AXIS = 4
-# SSIM's constants for intensities that span 2: (0.01 * 2)^2 and (0.03 * 2)^2.
-LUMINANCE_FLOOR = 4e-4
+# SSIM's constant for intensities that span 2: (0.03 * 2)^2.
 CONTRAST_FLOOR = 3.6e-3
+# A local mean that is off by 0.3, a seventh of the range, is half similar.
+LUMINANCE_FLOOR = 0.1
 
 
 class StructuralDistance(FrozenTerm):
@@ -79,9 +81,7 @@ def _gradient_similarity(x: Tensor, y: Tensor, factor: Sequence[int]) -> Tensor:
 
 
 def _luminance_similarity(x: Tensor, y: Tensor) -> Tensor:
-    # SSIM compares intensities as ratios, which needs them to start at 0: [-1, 1] becomes [0, 2].
-    x, y = x + 1, y + 1
-    return _mean((2 * x * y + LUMINANCE_FLOOR) / (x.square() + y.square() + LUMINANCE_FLOOR))
+    return _mean(LUMINANCE_FLOOR / ((x - y).square() + LUMINANCE_FLOOR))
 
 
 def _window(x: Tensor, factor: Sequence[int]) -> Tensor:

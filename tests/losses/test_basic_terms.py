@@ -1,6 +1,7 @@
 import pytest
 import torch
-from torch.distributions import Normal, kl_divergence as reference_kl
+from torch.distributions import Normal
+from torch.distributions import kl_divergence as reference_kl
 
 from losses import (
     discriminator_loss_fake,

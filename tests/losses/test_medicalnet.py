@@ -1,0 +1,70 @@
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from losses.medicalnet import MedicalNetDistance
+
+
+def published_features(state: dict[str, torch.Tensor], volume: torch.Tensor) -> torch.Tensor:
+    """MedicalNet's ResNet-10 written out: strides 2, 2, 1, 2, 1, 1 and dilations 1, 1, 2, 4 in the four levels."""
+
+    def norm(x, name):
+        statistics = state[f"{name}.running_mean"], state[f"{name}.running_var"]
+        return functional.batch_norm(x, *statistics, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    x = functional.conv3d(volume, state["conv1.weight"], stride=2, padding=3)
+    x = functional.max_pool3d(norm(x, "bn1").relu(), 3, stride=2, padding=1)
+    for level, stride, dilation in ((1, 1, 1), (2, 2, 1), (3, 1, 2), (4, 1, 4)):
+        block = f"layer{level}.0"
+        y = functional.conv3d(x, state[f"{block}.conv1.weight"], stride=stride, padding=dilation, dilation=dilation)
+        y = norm(y, f"{block}.bn1").relu()
+        y = functional.conv3d(y, state[f"{block}.conv2.weight"], padding=dilation, dilation=dilation)
+        y = norm(y, f"{block}.bn2")
+        if level > 1:
+            x = functional.conv3d(x, state[f"{block}.downsample.0.weight"], stride=stride)
+            x = norm(x, f"{block}.downsample.1")
+        x = (x + y).relu()
+    return x
+
+
+def test_network_is_the_published_one(medicalnet_file):
+    term = MedicalNetDistance(weights=str(medicalnet_file))
+    wrapped = torch.load(medicalnet_file, weights_only=True)["state_dict"]
+    state = {key.removeprefix("module."): value for key, value in wrapped.items()}
+    volume = torch.randn(1, 1, 24, 20, 16, generator=torch.Generator().manual_seed(0))
+    expected = published_features(state, volume)
+    assert expected.shape == (1, 512, 3, 3, 2)
+    torch.testing.assert_close(term._feature(volume[:, 0]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_batch_of_two_equals_two_batches_of_one(medicalnet_file):
+    generator = torch.Generator().manual_seed(0)
+    target = torch.rand(2, 2, 16, 16, 8, generator=generator)
+    volume = (target * torch.tensor([0.5, 2.0]).reshape(2, 1, 1, 1, 1)).requires_grad_()
+    term = MedicalNetDistance(weights=str(medicalnet_file))
+    (together,) = torch.autograd.grad(term(volume, target, 0), volume)
+    apart = sum(term(volume[i : i + 1], target[i : i + 1], 0) / 2 for i in range(2))
+    torch.testing.assert_close(together, torch.autograd.grad(apart, volume)[0], rtol=1e-4, atol=1e-8)
+
+
+def test_distance_is_zero_for_equal_volumes_and_sees_lost_contrast(medicalnet_file):
+    target = torch.rand(1, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
+    term = MedicalNetDistance(weights=str(medicalnet_file))
+    assert term(target, target, 0).item() == 0
+    assert term(0.5 * target, target, 0) > 1e-4
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 1), (3, 16, 16)])
+def test_thin_volumes_are_compared(medicalnet_file, grid):
+    volume = torch.rand(1, 1, *grid, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    MedicalNetDistance(weights=str(medicalnet_file))(volume, torch.zeros(1, 1, *grid), 0).backward()
+    assert torch.isfinite(volume.grad).all()
+
+
+def test_without_weights_it_runs_on_fake_tensors():
+    with FakeTensorMode():
+        term = MedicalNetDistance(load_weights=False)
+        volume = torch.zeros(1, 1, 256, 256, 64, requires_grad=True)
+        term(volume, torch.zeros(1, 1, 256, 256, 64), 0).backward()
+        assert volume.grad.shape == volume.shape

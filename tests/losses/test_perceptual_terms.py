@@ -1,0 +1,90 @@
+"""What holds for every perceptual term that the config can name."""
+
+import functools
+
+import pytest
+import torch
+
+from losses import build_perceptual_loss
+from settings import AutoencoderTraining
+
+NETWORKS = ["lpips-squeeze", "lpips-alex", "lpips-vgg", "medicalnet-resnet10", "structural"]
+
+
+@pytest.fixture(scope="module")
+def build(trunk_files, medicalnet_file):
+    @functools.cache
+    def build(network: str, **changes):
+        family, _, trunk = network.partition("-")
+        weights = {"lpips": trunk_files.get(trunk), "medicalnet": medicalnet_file}.get(family)
+        perceptual = {"network": network, "weights": weights and str(weights), "slice_fraction": 0.1, **changes}
+        training = AutoencoderTraining.model_validate({"use_perceptual_loss": True, "perceptual": perceptual})
+        return build_perceptual_loss(training, in_channels=1, seed=0)
+
+    return build
+
+
+def pairs() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Reconstruction and target, each case a way to break a normalisation or an overflow."""
+    image = torch.rand(1, 1, 20, 18, 17, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    zero, one = torch.zeros_like(image), torch.ones_like(image)
+    return {
+        "both zero": (zero, zero),
+        "both constant": (one, one),
+        "constants that differ": (-one, one),
+        "constant against image": (zero, image),
+        "image against constant": (image, zero),
+        "equal": (image, image),
+        "thousands": (1000 * image, image),
+        "fp16's largest": (65504 * image.sign(), image),
+        "fp32's largest": (3e38 * image.sign(), image),
+        "tiny": (1e-30 * image, 1e-38 * image),
+        "one voxel apart": (zero.index_fill(2, torch.tensor([3]), 1.0), zero),
+    }
+
+
+@pytest.mark.parametrize("case", pairs())
+@pytest.mark.parametrize("network", NETWORKS)
+def test_loss_and_gradient_are_finite(build, network, case):
+    term = build(network)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        reconstruction, target = (x.to(dtype) for x in pairs()[case])
+        if not torch.isfinite(reconstruction).all():
+            continue
+        reconstruction.requires_grad_()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            loss = term(reconstruction, target, 0)
+        assert loss.dtype == torch.float32
+        loss.backward()
+        assert torch.isfinite(loss)
+        assert torch.isfinite(reconstruction.grad).all()
+        assert reconstruction.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_loss_falls_from_bad_to_equal(build, network):
+    generator = torch.Generator().manual_seed(0)
+    target = torch.nn.functional.avg_pool3d(torch.randn(1, 2, 28, 26, 24, generator=generator), 5, 1).clamp(-1, 1)
+    noise = torch.randn(target.shape, generator=generator)
+    term = build(network)
+    worse, better, equal = (term(target + sigma * noise, target, 0).item() for sigma in (0.5, 0.05, 0.0))
+    assert worse > better > equal
+    assert abs(equal) < 1e-6
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_nan_is_not_hidden_from_the_non_finite_guard(build, network):
+    reconstruction = torch.full((1, 1, 17, 17, 17), torch.nan, requires_grad=True)
+    assert not torch.isfinite(build(network, slice_fraction=1.0)(reconstruction, torch.zeros(1, 1, 17, 17, 17), 0))
+
+
+def test_only_the_reconstruction_receives_gradients(build):
+    reconstruction, target = (torch.rand(1, 1, 20, 20, 20, requires_grad=True) for _ in range(2))
+    for network in NETWORKS:
+        build(network)(reconstruction, target, 0).backward()
+    assert target.grad is None
+    assert reconstruction.grad.abs().sum() > 0
+
+
+def test_switched_off_means_none():
+    assert build_perceptual_loss(AutoencoderTraining(), in_channels=1, seed=0) is None

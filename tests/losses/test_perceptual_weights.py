@@ -1,0 +1,190 @@
+import hashlib
+import http.server
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from losses import weights
+from losses.lpips_slices import LpipsSlices
+from losses.weights import FILES, WeightsFile, find_weights, read_state_dict
+from settings import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    return tmp_path / "torch" / "hub" / "checkpoints"
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A web server on this machine, as the place to download from."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(folder))
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        yield folder, f"http://127.0.0.1:{httpd.server_port}"
+        httpd.shutdown()
+
+
+def serve(server, monkeypatch, content: bytes, name: str | None = None) -> WeightsFile:
+    folder, address = server
+    name = name or f"net-{hashlib.sha256(content).hexdigest()[:8]}.pth"
+    (folder / name).write_bytes(content)
+    file = WeightsFile(f"{address}/{name}", "a test network")
+    monkeypatch.setitem(FILES, "lpips-squeeze", file)
+    return file
+
+
+def test_addresses_are_torchvisions_own():
+    from losses.torchvision_import import import_torchvision
+
+    import_torchvision()
+    from torchvision import models
+
+    published = {
+        "lpips-squeeze": models.SqueezeNet1_1_Weights.IMAGENET1K_V1.url,
+        "lpips-alex": models.AlexNet_Weights.IMAGENET1K_V1.url,
+        "lpips-vgg": models.VGG16_Weights.IMAGENET1K_V1.url,
+    }
+    assert published == {network: FILES[network].url for network in published}
+
+
+def test_config_path_comes_before_the_cache(cache, tmp_path):
+    cache.mkdir(parents=True)
+    (cache / FILES["lpips-squeeze"].name).touch()
+    own = tmp_path / "mine.pth"
+    own.touch()
+    assert find_weights("lpips-squeeze", str(own)) == own
+    assert find_weights("lpips-squeeze", None) == cache / "squeezenet1_1-b8a52dc0.pth"
+
+
+def test_config_may_name_the_folder(tmp_path):
+    (tmp_path / "vgg16-397923af.pth").touch()
+    assert find_weights("lpips-vgg", str(tmp_path)) == tmp_path / "vgg16-397923af.pth"
+
+
+def test_wrong_config_path_is_an_error_even_when_the_cache_has_the_file(cache, tmp_path):
+    cache.mkdir(parents=True)
+    (cache / FILES["lpips-squeeze"].name).touch()
+    with pytest.raises(ConfigError, match=r"perceptual.weights: there is no file .*gone.pth; .*SqueezeNet"):
+        find_weights("lpips-squeeze", str(tmp_path / "gone.pth"))
+
+
+def test_download_goes_to_the_cache_once(cache, server, monkeypatch, capfd):
+    content = os.urandom(3 << 20)
+    file = serve(server, monkeypatch, content)
+    assert find_weights("lpips-squeeze", None) == cache / file.name
+    assert (cache / file.name).read_bytes() == content
+    assert f"downloading {file.name}" in capfd.readouterr().err
+    (server[0] / file.name).unlink()
+    assert find_weights("lpips-squeeze", None) == cache / file.name
+
+
+def test_damaged_download_leaves_nothing_behind(cache, server, monkeypatch):
+    serve(server, monkeypatch, b"not what was published", name="net-01234567.pth")
+    with pytest.raises(ConfigError, match=r"SHA-256 .*, not 01234567"):
+        find_weights("lpips-squeeze", None)
+    assert list(cache.iterdir()) == []
+
+
+def test_missing_on_the_server_is_reported(cache, server, monkeypatch):
+    file = serve(server, monkeypatch, b"")
+    (server[0] / file.name).unlink()
+    with pytest.raises(ConfigError, match="could not be downloaded"):
+        find_weights("lpips-squeeze", None)
+
+
+def test_name_lookup_that_hangs_does_not_hang_us(cache, monkeypatch):
+    monkeypatch.setattr(weights, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(weights.urllib.request, "urlopen", lambda *args, **kwargs: time.sleep(5))
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match="no answer within"):
+        find_weights("lpips-squeeze", None)
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("network", ["lpips-squeeze", "medicalnet-resnet10"])
+def test_offline_and_absent_is_one_sentence_with_file_source_and_place(network, tmp_path):
+    """In a process of its own with a proxy that refuses, so that the test does not depend on this machine's network."""
+    script = f"""
+import sys
+from settings import Settings, UserError
+from losses import build_perceptual_loss
+training = Settings().with_overrides({{"autoencoder.training.use_perceptual_loss": True,
+    "autoencoder.training.perceptual.network": {network!r}}}).autoencoder.training
+try:
+    build_perceptual_loss(training, 1, 0)
+except UserError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "TORCH_HOME": str(tmp_path),
+        "https_proxy": "http://127.0.0.1:9",
+    }
+    start = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert time.monotonic() - start < 15
+    assert result.returncode == 2, result.stderr
+    (sentence,) = result.stderr.strip().splitlines()
+    assert sentence.startswith("autoencoder.training.perceptual.weights: ")
+    for part in (FILES[network].url, str(tmp_path / "hub" / "checkpoints" / FILES[network].name), "structural"):
+        assert part in sentence
+
+
+def test_safetensors_are_read_too(trunk_files, tmp_path):
+    from safetensors.torch import save_file
+
+    state = read_state_dict(trunk_files["squeeze"])
+    save_file(state, tmp_path / "squeeze.safetensors")
+    options = {"seed": 0, "slice_fraction": 0.1, "chunk_size": 8}
+    terms = [
+        LpipsSlices("squeeze", weights=str(path), **options)
+        for path in (trunk_files["squeeze"], tmp_path / "squeeze.safetensors")
+    ]
+    for ours, theirs in zip(*(term.state_dict().values() for term in terms), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_weights_of_another_network_are_refused(trunk_files):
+    with pytest.raises(ConfigError, match=r"does not hold the weights of lpips-squeeze \(features.0.weight"):
+        LpipsSlices("squeeze", seed=0, slice_fraction=0.1, chunk_size=8, weights=str(trunk_files["alex"]))
+
+
+def test_file_that_is_not_a_state_dict_is_refused(tmp_path):
+    path = tmp_path / "page.pth"
+    path.write_text("<html>404</html>")
+    with pytest.raises(ConfigError, match=r"page.pth cannot be read as a state dict"):
+        read_state_dict(path)
+
+
+def test_pickled_code_is_refused_and_not_run(tmp_path):
+    marker = tmp_path / "executed"
+
+    class Attack:
+        def __reduce__(self):
+            return (os.mkdir, (str(marker),))
+
+    torch.save({"features.0.weight": Attack()}, tmp_path / "evil.pth")
+    with pytest.raises(ConfigError, match="cannot be read as a state dict"):
+        read_state_dict(tmp_path / "evil.pth")
+    assert not marker.exists()
