@@ -108,7 +108,7 @@ def _grids(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
             yield (
                 Problem(
                     f"data.{name}",
-                    f"{_text(grid)} does not divide by {factor}, which {levels} levels of autoencoder.num_channels need",
+                    f"{_text(grid)} does not divide by {factor}, as {levels} levels of autoencoder.num_channels need",
                     f"allowed: multiples of {factor}",
                     f"the nearest is {_text(nearest_multiples(grid, factor))}",
                 ),

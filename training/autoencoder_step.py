@@ -1,0 +1,123 @@
+"""One update of stage 1: autoencoder and discriminator. The trainer and the memory predictor both execute this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from data import Batch
+from losses import (
+    build_perceptual_loss,
+    discriminator_loss_fake,
+    discriminator_loss_real,
+    generator_adversarial_loss,
+    kl_divergence,
+    reconstruction_loss,
+)
+from models import build_autoencoder, build_discriminator
+from settings import Settings
+from training.distributed import Process, synchronised
+from training.phases import phase
+from training.step import TrainingStep
+
+
+class AutoencoderStep(TrainingStep):
+    """The networks of stage 1, their optimizers, and the step that moves them.
+
+    `load_weights=False` builds the perceptual network without its weights, which is all a memory prediction needs.
+    """
+
+    stage = "autoencoder"
+    terms = ("reconstruction", "kl", "perceptual", "adversarial", "discriminator_fake", "discriminator_real")
+
+    def __init__(self, settings: Settings, process: Process, load_weights: bool = True) -> None:
+        self.training = training = settings.autoencoder.training
+        super().__init__(settings, training, process)
+        self.autoencoder = build_autoencoder(settings.autoencoder)
+        self._parallel_autoencoder = self.register("autoencoder", self.autoencoder, training.learning_rate)
+        self.discriminator: nn.Module | None = None
+        if training.uses_discriminator:
+            self.discriminator = build_discriminator(settings.autoencoder)
+            self._parallel_discriminator = self.register(
+                "discriminator", self.discriminator, training.discriminator_learning_rate
+            )
+        self.perceptual = build_perceptual_loss(
+            training, settings.autoencoder.in_channels, settings.seed, load_weights=load_weights
+        )
+        if self.perceptual is not None:
+            self.perceptual.to(process.device)
+        self.weights = {
+            "reconstruction": 1.0,
+            "kl": training.kl_weight,
+            "perceptual": training.perceptual_weight,
+            "adversarial": training.adversarial_weight,
+        }
+
+    def __call__(self, micro_batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
+        """Make one update (steps count from 0) and return its loss terms and gradient norms, still on the device."""
+        is_adversarial = self.discriminator is not None and step >= self.training.adversarial_start_step
+
+        def run(batch: Batch, share: float, is_last: bool) -> dict[str, Tensor]:
+            images = batch.image.to(self.process.device, non_blocking=True)
+            terms, reconstruction = self._generator_pass(images, batch.positions, step, share, is_adversarial, is_last)
+            if is_adversarial:
+                terms |= self._discriminator_pass(images, reconstruction, share, is_last)
+            return terms
+
+        terms = self.accumulate(micro_batches, step, run)
+        return terms | self.update(step, ["autoencoder", "discriminator"] if is_adversarial else ["autoencoder"])
+
+    def _generator_pass(
+        self, images: Tensor, positions: Sequence[int], step: int, share: float, is_adversarial: bool, is_last: bool
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Reconstruct, sum the weighted terms, run backward; return the terms and the reconstruction, both detached."""
+        factor = self.settings.autoencoder.downsampling
+        latent_shape = (self.settings.autoencoder.latent_channels, *(axis // factor for axis in images.shape[2:]))
+        noise = self.noise.normal("latent", positions, latent_shape)
+        with synchronised(self._parallel_autoencoder, is_last):
+            with phase("generator forward"), self.precision.autocast():
+                reconstruction, mu, sigma = self._parallel_autoencoder(images, noise)
+                terms = {
+                    "reconstruction": reconstruction_loss(reconstruction, images, self.training.reconstruction_loss),
+                    "kl": kl_divergence(mu, sigma, num_voxels=images[0, 0].numel()),
+                }
+                if self.perceptual is not None:
+                    terms["perceptual"] = self.perceptual(reconstruction, images, step)
+                if is_adversarial:
+                    assert self.discriminator is not None, "an adversarial step needs a discriminator"
+                    # Frozen: the generator's gradient must not reach the discriminator's weights.
+                    self.discriminator.requires_grad_(False)
+                    terms["adversarial"] = generator_adversarial_loss(self.discriminator(reconstruction)[-1])
+                loss = torch.stack([self.weights[name] * term for name, term in terms.items()]).sum() * share
+            with phase("generator backward"):
+                self.precision.backward(loss)
+        return {name: term.detach() for name, term in terms.items()}, reconstruction.detach()
+
+    def _discriminator_pass(
+        self, images: Tensor, reconstruction: Tensor, share: float, is_last: bool
+    ) -> dict[str, Tensor]:
+        """Tell reconstructions from volumes; each has its own backward, so that only one set of activations lives."""
+        assert self.discriminator is not None, "a discriminator pass needs a discriminator"
+        self.discriminator.requires_grad_(True)
+        terms = {}
+        for name, volume, objective, travels in (
+            ("discriminator_fake", reconstruction, discriminator_loss_fake, False),
+            ("discriminator_real", images, discriminator_loss_real, is_last),
+        ):
+            with synchronised(self._parallel_discriminator, travels):
+                with phase("discriminator forward"), self.precision.autocast():
+                    loss = objective(self._parallel_discriminator(volume)[-1])
+                with phase("discriminator backward"):
+                    self.precision.backward(0.5 * share * loss)
+            terms[name] = loss.detach()
+            del loss
+        return terms
+
+    def example_batch(self, batch_size: int) -> Batch:
+        """Return a micro-batch of zeros in the shape that training sees."""
+        shape = (batch_size, self.settings.autoencoder.in_channels, *self.settings.training_grid)
+        return Batch(
+            image=torch.zeros(shape), positions=tuple(range(batch_size)), labels=None, files=("",) * batch_size
+        )

@@ -1,0 +1,142 @@
+"""Complete checkpoints that a crash cannot spoil: written aside, flushed, then renamed to a name that holds their hash."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from settings import CheckpointError, TrainingError
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"^(?P<stage>[a-z]+)_step_(?P<step>\d{8})_(?P<digest>[0-9a-f]{16})\.pt$")
+
+
+class _HashingFile:
+    """A file that hashes what is written to it, so that the checksum costs no second read."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("wb")
+        self.hash = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        """Write and hash."""
+        self.hash.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        """Flush to the operating system."""
+        self.file.flush()
+
+
+class Checkpoints:
+    """The checkpoints of one stage in one folder."""
+
+    def __init__(self, folder: Path, stage: str, keep: int) -> None:
+        self.folder = folder
+        self.stage = stage
+        self.keep = keep
+
+    def save(self, step: int, state: dict[str, Any]) -> Path:
+        """Write a checkpoint, then remove the oldest ones beyond `keep`; an interrupted save leaves the others alone."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.folder / f".{self.stage}_step_{step:08d}.{os.getpid()}.tmp"
+        try:
+            digest = _write(temporary, {**state, "stage": self.stage, "step": step})
+            path = self.folder / f"{self.stage}_step_{step:08d}_{digest[:16]}.pt"
+            os.replace(temporary, path)
+            _flush_folder(self.folder)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise TrainingError(_save_failure(self.folder, step, error)) from error
+        self._remove_old(path)
+        return path
+
+    def newest(self) -> Path | None:
+        """Return the newest checkpoint that is whole, or None when there is none at all.
+
+        A damaged file is named in the log, set aside under another suffix, and the one before it is used; if all are
+        damaged, raise `CheckpointError`.
+        """
+        damaged = []
+        for path in self._newest_first():
+            if _is_whole(path):
+                for other in damaged:  # or it would count as one of those to keep
+                    other.rename(other.with_suffix(".damaged"))
+                return path
+            log.warning("%s: damaged, its content does not match its checksum; trying the one before it", path)
+            damaged.append(path)
+        if damaged:
+            raise CheckpointError(
+                f"{self.folder}: every checkpoint of stage {self.stage} is damaged ({', '.join(p.name for p in damaged)}); "
+                "restore one from a backup, or remove them to start again"
+            )
+        return None
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Return a checkpoint's state on the CPU; never executes code from it."""
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+
+    def _newest_first(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        found = [
+            (int(m["step"]), p)
+            for p in self.folder.iterdir()
+            if (m := _NAME.match(p.name)) and m["stage"] == self.stage
+        ]
+        by_age = sorted(found, key=lambda entry: (entry[0], entry[1].stat().st_mtime_ns), reverse=True)
+        return [path for _, path in by_age]
+
+    def _remove_old(self, newest: Path) -> None:
+        """Remove what `keep` does not cover, and what interrupted saves left behind; the newest always stays."""
+        for path in [p for p in self._newest_first() if p != newest][self.keep - 1 :]:
+            path.unlink(missing_ok=True)
+        for path in self.folder.glob(f".{self.stage}_step_*.tmp"):
+            path.unlink(missing_ok=True)
+
+
+def _write(path: Path, state: dict[str, Any]) -> str:
+    """Write and flush to the disk; return the SHA-256 of what was written."""
+    stream = _HashingFile(path)
+    with stream.file:
+        torch.save(state, stream)
+        stream.file.flush()
+        os.fsync(stream.file.fileno())
+    return stream.hash.hexdigest()
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether the content matches the hash in the name."""
+    match = _NAME.match(path.name)
+    assert match is not None, f"{path.name} is not a checkpoint's name"
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest().startswith(match["digest"])
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _save_failure(folder: Path, step: int, error: OSError) -> str:
+    reasons = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EROFS: "read-only"}
+    reason = reasons.get(error.errno or 0, error.strerror or str(error))
+    return (
+        f"{folder}: the checkpoint of step {step} could not be written ({reason}); the earlier ones are untouched; "
+        "make room or choose another name, then run the same command again"
+    )

@@ -1,0 +1,83 @@
+"""Watches losses and gradients for values that are not finite, on the device, without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from settings import TrainingError
+
+NOWHERE = -1
+
+
+class Guard:
+    """Remembers the first non-finite value and from then on keeps the weights still.
+
+    The host learns of it when it reads a log line anyway: `raise_if_bad` is called there and before each checkpoint.
+    With float16 a non-finite gradient is an overflow: the scaler skips that step, and only `max_skipped_steps` of them
+    in a row are an error.
+    """
+
+    def __init__(
+        self, device: torch.device, terms: Sequence[str], skips_overflows: bool, max_skipped_steps: int
+    ) -> None:
+        self.terms = tuple(terms)
+        self.skips_overflows = skips_overflows
+        self.max_skipped_steps = max_skipped_steps
+        self.blocked = torch.zeros((), device=device)
+        self._first = torch.full((3,), NOWHERE, device=device, dtype=torch.int64)  # step, micro-batch, term
+        self._numbers: dict[tuple[str, ...], Tensor] = {}
+        self._skipped_in_row = torch.zeros((), device=device, dtype=torch.int64)
+        self._skipped_here = torch.zeros((), device=device, dtype=torch.bool)
+        self._place = (NOWHERE, NOWHERE)
+
+    def start(self, step: int) -> None:
+        """Note which step the following checks belong to."""
+        self._place = (step, NOWHERE)
+        self._skipped_here.zero_()
+
+    def check_terms(self, micro_batch: int, values: dict[str, Tensor]) -> None:
+        """Look at the loss terms of one micro-batch."""
+        self._place = (self._place[0], micro_batch)
+        self._look(tuple(values), torch.stack([value.detach().float() for value in values.values()]))
+
+    def check_gradient(self, network: str, norm: Tensor) -> None:
+        """Look at a network's gradient norm."""
+        if self.skips_overflows:
+            self._skipped_here |= ~torch.isfinite(norm)
+        else:
+            self._look((f"{network} gradient",), norm.detach().reshape(1))
+
+    def finish(self) -> None:
+        """Count the step if float16 overflowed in it."""
+        if self.skips_overflows:
+            self._skipped_in_row.add_(1).mul_(self._skipped_here)
+
+    def _look(self, names: tuple[str, ...], values: Tensor) -> None:
+        if names not in self._numbers:  # copied to the device once, not at each step
+            self._numbers[names] = torch.tensor([self.terms.index(name) for name in names], device=values.device)
+        is_bad = ~torch.isfinite(values)
+        worst = torch.where(is_bad, self._numbers[names], len(self.terms)).min()
+        place = torch.stack([torch.full_like(worst, self._place[0]), torch.full_like(worst, self._place[1]), worst])
+        any_bad = is_bad.any()
+        self._first = torch.where(any_bad & (self.blocked == 0), place, self._first)
+        self.blocked.copy_(torch.maximum(self.blocked, any_bad.float()))
+
+    def raise_if_bad(self, files_of: Callable[[int, int], Sequence[str]] | None = None) -> None:
+        """Raise `TrainingError` naming step, term and volumes if anything was not finite; waits for the device."""
+        step, micro_batch, term = self._first.tolist()
+        if self.blocked.item():
+            where = f"step {step + 1}: {self.terms[term]} is not finite"
+            if files_of is not None and micro_batch != NOWHERE:
+                where += f" for {', '.join(files_of(step, micro_batch))}"
+            raise TrainingError(
+                f"{where}; the weights were not moved and the last checkpoint is good; lower the learning rate, "
+                "look at that volume with scripts/check_data.py, or use bfloat16 or fp32 instead of float16"
+            )
+        if self.skips_overflows and (skipped := int(self._skipped_in_row)) >= self.max_skipped_steps:
+            raise TrainingError(
+                f"{skipped} steps in a row overflowed in float16; allowed: fewer than max_skipped_steps "
+                f"({self.max_skipped_steps}); set device.amp_dtype: bfloat16 or device.mixed_precision: false"
+            )

@@ -1,0 +1,100 @@
+"""How weights move: the optimizer, its learning rate at each step, clipping, and the averaged copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from settings import TrainingSettings
+from training.guard import Guard
+from training.precision import Precision
+
+
+def build_optimizer(network: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Return fused Adam (AdamW with weight decay): no foreach copies of the gradients, and it obeys the guard."""
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
+
+
+def learning_rate_factor(step: int, settings: TrainingSettings) -> float:
+    """Return what the learning rate is multiplied with at `step`: linear warm-up, then constant or cosine."""
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    if settings.learning_rate_decay == "none":
+        return 1.0
+    progress = (step - settings.warmup_steps) / max(1, settings.max_steps - settings.warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+class Updater:
+    """One network's optimizer with everything that happens between backward and the next step."""
+
+    def __init__(
+        self, name: str, network: nn.Module, learning_rate: float, settings: TrainingSettings, precision: Precision
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self.learning_rate = learning_rate
+        self.precision = precision
+        self.optimizer = build_optimizer(network, learning_rate, settings.weight_decay)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def update(self, step: int, guard: Guard) -> Tensor:
+        """Clip, let the guard look, move the weights, drop the gradients; return the norm before clipping."""
+        self.precision.scaler.unscale_(self.optimizer)
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        guard.check_gradient(self.name, norm)
+        if self.settings.max_grad_norm > 0:
+            nn.utils.clip_grads_with_norm_(self.parameters, self.settings.max_grad_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * learning_rate_factor(step, self.settings)
+        if not self.precision.skips_overflows:
+            # Fused Adam leaves the weights alone where this is 1, without asking the host.
+            self.optimizer.found_inf = guard.blocked  # type: ignore[attr-defined]
+        self.precision.scaler.step(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+
+class AveragedWeights:
+    """An exponential moving average of a network's parameters, kept beside it."""
+
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        self.names = [name for name, p in network.named_parameters() if p.requires_grad]
+        self.averages = [p.detach().clone() for p in self.parameters]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Move the averages towards the weights; faster in the first steps, when there is little to average."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(self.averages, [p.detach() for p in self.parameters], 1 - decay)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Let the network use the averages inside."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter, average in zip(self.parameters, self.averages, strict=True):
+            parameter.data, average.data = average.data, parameter.data
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the averages by parameter name."""
+        return dict(zip(self.names, self.averages, strict=True))
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore the averages."""
+        for name, average in zip(self.names, self.averages, strict=True):
+            average.copy_(state[name])

@@ -1,0 +1,60 @@
+"""In which precision a step runs: fp32, bfloat16, or float16 with a gradient scaler."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from settings import DeviceSettings
+
+log = logging.getLogger(__name__)
+
+
+class Precision:
+    """Autocast and gradient scaling for one device, chosen from the settings."""
+
+    def __init__(self, settings: DeviceSettings, device: torch.device) -> None:
+        self.device = device
+        self.dtype = _choose_dtype(settings, device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+
+    @property
+    def name(self) -> str:
+        """Return the precision as the log says it."""
+        return str(self.dtype or torch.float32).removeprefix("torch.")
+
+    @property
+    def skips_overflows(self) -> bool:
+        """Return whether a non-finite gradient is a step to skip (float16) rather than an error."""
+        return self.scaler.is_enabled()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which the networks run."""
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward on the loss, scaled where the precision needs it."""
+        self.scaler.scale(loss).backward()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state; empty without one."""
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the scaler's state."""
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state)
+
+
+def _choose_dtype(settings: DeviceSettings, device: torch.device) -> torch.dtype | None:
+    if not settings.mixed_precision:
+        return None
+    if settings.amp_dtype == "auto":
+        # GPUs before Ampere emulate bfloat16 slowly.
+        has_bfloat16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if has_bfloat16 else torch.float16
+    return torch.bfloat16 if settings.amp_dtype == "bfloat16" else torch.float16

@@ -1,0 +1,40 @@
+"""Randomness as a function of the seed and of what it is for, so that a resumed run needs no saved generator."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def derive_seed(seed: int, purpose: str, position: int) -> int:
+    """Return a 63-bit seed for one use of randomness."""
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class SampleNoise:
+    """Noise that belongs to a sample, not to a batch: how samples are batched or spread over ranks changes nothing."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self.device = device
+        self.generator = torch.Generator(device=device)
+
+    def normal(self, purpose: str, positions: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return standard normal noise of `shape` for each sample position."""
+        noise = torch.empty((len(positions), *shape), device=self.device)
+        for sample, position in zip(noise, positions, strict=True):
+            self.generator.manual_seed(derive_seed(self.seed, purpose, position))
+            sample.normal_(generator=self.generator)
+        return noise
+
+    def uniform(self, purpose: str, positions: Sequence[int]) -> Tensor:
+        """Return one number in [0, 1) for each sample position."""
+        numbers = torch.empty(len(positions), device=self.device)
+        for number, position in zip(numbers, positions, strict=True):
+            self.generator.manual_seed(derive_seed(self.seed, purpose, position))
+            number.uniform_(generator=self.generator)
+        return numbers

@@ -1,0 +1,117 @@
+"""What a run tells while it trains: the progress bar, metrics.jsonl and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from training.distributed import Process
+from training.run_folder import RunFolder, write_atomically
+
+
+class Recorder:
+    """Collects metrics on the device and writes their means once per interval, in the first process only."""
+
+    def __init__(self, run: RunFolder, stage: str, first_step: int, last_step: int, process: Process) -> None:
+        self.run, self.stage, self.process = run, stage, process
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+        self._since = time.perf_counter()
+        self._samples = 0
+        self._bar: Any = None
+        self._board: Any = None
+        if process.is_first:
+            # Its import takes a second: only the process that writes pays for it.
+            from torch.utils.tensorboard import SummaryWriter
+
+            drop_later_lines(run.metrics, stage, first_step)
+            self._lines = run.metrics.open("a", encoding="utf-8")
+            self._board = SummaryWriter(str(run.tensorboard / stage), purge_step=first_step or None)
+            self._bar = tqdm(total=last_step, initial=first_step, desc=stage, unit="step", dynamic_ncols=True)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.is_first:
+            self._bar.close()
+            self._board.close()
+            self._lines.close()
+
+    def add(self, metrics: dict[str, Tensor], num_samples: int) -> None:
+        """Add one step's metrics; nothing waits for the device here."""
+        for name, value in metrics.items():
+            value = value.detach()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
+            self._counts[name] = self._counts.get(name, 0) + 1
+        self._samples += num_samples
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def log(self, step: int, **extra: float) -> dict[str, float]:
+        """Write the means since the last call with `extra` beside them; waits for the device."""
+        names = list(self._sums)
+        means = torch.stack([self._sums[name].float() / self._counts[name] for name in names]).double().cpu()
+        means = self.process.sum(means) / self.process.world_size
+        now = time.perf_counter()
+        line = {name: float(value) for name, value in zip(names, means, strict=True)}
+        line["volumes_per_second"] = self._samples * self.process.world_size / (now - self._since)
+        line |= extra
+        self._sums, self._counts, self._samples, self._since = {}, {}, 0, now
+        self.write(step, line)
+        if self._bar is not None:
+            shown = {"loss": line.get("reconstruction", line.get("diffusion", float("nan")))}
+            shown["vol/s"] = line["volumes_per_second"]
+            peak = line.get("peak_allocated_gib", line.get("peak_resident_gib"))
+            if peak is not None:
+                shown["peak GiB"] = peak
+            self._bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()})
+        return line
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Write one line of values to metrics.jsonl and TensorBoard."""
+        if self.process.is_first:
+            self._lines.write(json.dumps({"stage": self.stage, "step": step, **values}) + "\n")
+            self._lines.flush()
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def image(self, step: int, name: str, pixels: Tensor) -> None:
+        """Write a picture (H, W, grey values 0 to 255) to TensorBoard."""
+        if self.process.is_first:
+            self._board.add_image(name, pixels, step, dataformats="HW")
+
+    def pause(self) -> None:
+        """Leave the time that now passes (validation, saving) out of the throughput."""
+        self._paused = time.perf_counter()
+
+    def resume(self) -> None:
+        """Go on counting time."""
+        self._since += time.perf_counter() - self._paused
+
+
+def drop_later_lines(path: Path, stage: str, step: int) -> None:
+    """Remove what a killed run wrote after its last checkpoint: those steps are about to be made again."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if _stays(line, stage, step)]
+    if kept != lines:
+        write_atomically(path, "".join(kept))
+
+
+def _stays(line: str, stage: str, step: int) -> bool:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError:
+        return False  # cut off when the run was killed
+    return entry.get("stage") != stage or entry.get("step", 0) <= step

@@ -1,0 +1,97 @@
+"""The folder of a run: its lock, its config, its environment, and whether a run may go on with changed settings."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from settings import Settings, UserError, dump_yaml
+from training.distributed import Process
+
+RUNS = Path("runs")
+_PACKAGES = ("torch", "monai", "numpy", "nibabel", "pydantic", "safetensors")
+
+
+class RunFolder:
+    """Paths inside runs/<name>."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.previews = path / "previews"
+        self.tensorboard = path / "tensorboard"
+        self.metrics = path / "metrics.jsonl"
+        self.config = path / "config.yaml"
+        self.environment = path / "environment.json"
+        self.report = path / "report.html"
+
+    def weights(self, stage: str) -> Path:
+        """Return where the finished weights of a stage go."""
+        return self.path / f"{stage}.safetensors"
+
+
+@contextmanager
+def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
+    """Create the run folder and hold its lock; the first process writes, the others only know the paths."""
+    folder = RunFolder(RUNS / settings.name)
+    if not process.is_first:
+        yield folder
+        return
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = (folder.path / ".lock").open("a+")
+    except OSError as error:
+        raise UserError(f"{folder.path}: cannot be written ({error.strerror}); choose another name or folder") from None
+    with lock:
+        try:
+            # The operating system drops this lock when the process ends, however it ends.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UserError(
+                f"{folder.path}: in use by another process ({lock.read().strip() or 'unknown'}); "
+                "wait for it, stop it, or choose another name"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {platform.node()}")
+        lock.flush()
+        yield folder
+
+
+def describe_run(folder: RunFolder, settings: Settings, process: Process) -> None:
+    """Write the resolved config and the environment, for whoever looks at the run later."""
+    write_atomically(folder.config, dump_yaml(settings))
+    environment: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "command": sys.argv,
+        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "device": device_name(process.device),
+        "world_size": process.world_size,
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+    }
+    write_atomically(folder.environment, json.dumps(environment, indent=2) + "\n")
+
+
+def device_name(device: torch.device) -> str:
+    """Return the device as people know it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that a reader sees the old one or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,103 @@
+"""What the steps of both stages share: precision, noise, guard, averaged weights, and their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from settings import Settings, TrainingSettings
+from training.distributed import Process
+from training.guard import Guard
+from training.optimization import AveragedWeights, Updater
+from training.phases import phase
+from training.precision import Precision
+from training.randomness import SampleNoise
+
+
+class TrainingStep:
+    """Networks with their optimizers; a stage adds its passes and registers what it trains."""
+
+    stage: str
+    terms: tuple[str, ...]
+
+    def __init__(self, settings: Settings, training: TrainingSettings, process: Process) -> None:
+        self.settings = settings
+        self.process = process
+        self.precision = Precision(settings.device, process.device)
+        self.noise = SampleNoise(settings.seed, process.device)
+        self.networks: dict[str, nn.Module] = {}
+        self.updaters: dict[str, Updater] = {}
+        self.average: AveragedWeights | None = None
+        self._ema_decay = training.ema_decay
+        self._mechanics = training
+        self._guard: Guard | None = None
+        torch.manual_seed(settings.seed)
+
+    def register(self, name: str, network: nn.Module, learning_rate: float) -> nn.Module:
+        """Move a network to the device and give it an optimizer; return it as parallel training calls it."""
+        network.to(self.process.device).train()
+        self.networks[name] = network
+        self.updaters[name] = Updater(name, network, learning_rate, self._mechanics, self.precision)
+        if name == self.stage and self._ema_decay:
+            self.average = AveragedWeights(network, self._ema_decay)
+        return self.process.wrap(network)
+
+    @property
+    def network(self) -> nn.Module:
+        """Return the network that the stage is named for."""
+        return self.networks[self.stage]
+
+    @property
+    def guard(self) -> Guard:
+        """Return the guard over everything registered."""
+        if self._guard is None:
+            names = [*self.terms, *(f"{name} gradient" for name in self.updaters)]
+            skips = self.precision.skips_overflows
+            self._guard = Guard(self.process.device, names, skips, self._mechanics.max_skipped_steps)
+        return self._guard
+
+    def accumulate(
+        self, micro_batches: Sequence[Any], step: int, run: Callable[[Any, float, bool], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Run each micro-batch with its share of the update and return the mean of its terms."""
+        self.guard.start(step)
+        share = 1 / len(micro_batches)
+        totals: dict[str, Tensor] = {}
+        for number, batch in enumerate(micro_batches):
+            terms = run(batch, share, number == len(micro_batches) - 1)
+            self.guard.check_terms(number, terms)
+            for name, value in terms.items():
+                totals[name] = totals[name] + share * value if name in totals else share * value
+        return totals
+
+    def update(self, step: int, names: Sequence[str]) -> dict[str, Tensor]:
+        """Move the named networks and return their gradient norms."""
+        with phase("optimizer"):
+            norms = {f"{name}_gradient_norm": self.updaters[name].update(step, self.guard) for name in names}
+            self.precision.scaler.update()
+            if self.average is not None:
+                self.average.update(step)
+        self.guard.finish()
+        return norms
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a resumed run needs."""
+        return {
+            "networks": {name: network.state_dict() for name, network in self.networks.items()},
+            "optimizers": {name: updater.optimizer.state_dict() for name, updater in self.updaters.items()},
+            "precision": self.precision.state_dict(),
+            "average": self.average.state_dict() if self.average is not None else {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for name, network in self.networks.items():
+            network.load_state_dict(state["networks"][name])
+        for name, updater in self.updaters.items():
+            updater.optimizer.load_state_dict(state["optimizers"][name])
+        self.precision.load_state_dict(state["precision"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])

@@ -1,0 +1,38 @@
+"""A clean stop: the first SIGINT, SIGTERM or SIGUSR1 lets the step finish, so that a checkpoint can be written."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class StopSignal:
+    """Notes that the run was asked to stop; a second SIGINT stops at once."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+        log.warning("%s: finishing this step, then saving a checkpoint (Ctrl-C again stops at once)", self.received)
+
+    def __bool__(self) -> bool:
+        return self.received is not None

@@ -1,0 +1,55 @@
+"""Finished weights for use elsewhere: safetensors with the config that made them, never executable."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from settings import CheckpointError, Settings
+from training.run_folder import RunFolder
+from training.step import TrainingStep
+
+log = logging.getLogger(__name__)
+
+
+def save_weights(path: Path, state: dict[str, Tensor], metadata: dict[str, Any]) -> None:
+    """Write weights with JSON-encodable metadata, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    save_file(tensors, temporary, metadata={name: json.dumps(value) for name, value in metadata.items()})
+    os.replace(temporary, path)
+
+
+def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return weights and metadata; raise `CheckpointError` when the file is missing or is not safetensors."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; train the stage that writes it, or give the path of one")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
+        return load_file(path), metadata
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+
+
+def export(step: TrainingStep, run: RunFolder, settings: Settings, **metadata: Any) -> None:
+    """Write the stage's network, averaged where there is an average, with its settings; say where it is."""
+    if not step.process.is_first:
+        return
+    with step.average.swapped_in() if step.average is not None else nullcontext():
+        path = run.weights(step.stage)
+        save_weights(
+            path,
+            step.network.state_dict(),
+            {"stage": step.stage, "settings": settings.model_dump(mode="json"), **metadata},
+        )
+    log.info("%s: finished weights of stage %s", path, step.stage)
