@@ -1,9 +1,10 @@
-"""Complete checkpoints that a crash cannot spoil: written aside, flushed, then renamed to a name that holds their hash."""
+"""Complete checkpoints that a crash cannot spoil: written aside, flushed, then renamed to a name with their hash."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import logging
 import os
 import pickle
@@ -20,21 +21,22 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"^(?P<stage>[a-z]+)_step_(?P<step>\d{8})_(?P<digest>[0-9a-f]{16})\.pt$")
 
 
-class _HashingFile:
+class _HashingFile(io.BufferedWriter):
     """A file that hashes what is written to it, so that the checksum costs no second read."""
 
     def __init__(self, path: Path) -> None:
-        self.file = path.open("wb")
+        super().__init__(io.FileIO(path, "wb"))
         self.hash = hashlib.sha256()
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Write and hash."""
         self.hash.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        """Flush to the operating system."""
-        self.file.flush()
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
 
 class Checkpoints:
@@ -46,7 +48,7 @@ class Checkpoints:
         self.keep = keep
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write a checkpoint, then remove the oldest ones beyond `keep`; an interrupted save leaves the others alone."""
+        """Write a checkpoint, then remove the oldest beyond `keep`; an interrupted save leaves the others alone."""
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".{self.stage}_step_{step:08d}.{os.getpid()}.tmp"
         try:
@@ -66,7 +68,7 @@ class Checkpoints:
         A damaged file is named in the log, set aside under another suffix, and the one before it is used; if all are
         damaged, raise `CheckpointError`.
         """
-        damaged = []
+        damaged: list[Path] = []
         for path in self._newest_first():
             if _is_whole(path):
                 for other in damaged:  # or it would count as one of those to keep
@@ -76,8 +78,8 @@ class Checkpoints:
             damaged.append(path)
         if damaged:
             raise CheckpointError(
-                f"{self.folder}: every checkpoint of stage {self.stage} is damaged ({', '.join(p.name for p in damaged)}); "
-                "restore one from a backup, or remove them to start again"
+                f"{self.folder}: every checkpoint of stage {self.stage} is damaged "
+                f"({', '.join(path.name for path in damaged)}); restore one from a backup, or remove them to start again"
             )
         return None
 
@@ -109,12 +111,15 @@ class Checkpoints:
 
 def _write(path: Path, state: dict[str, Any]) -> str:
     """Write and flush to the disk; return the SHA-256 of what was written."""
-    stream = _HashingFile(path)
-    with stream.file:
-        torch.save(state, stream)
-        stream.file.flush()
-        os.fsync(stream.file.fileno())
-    return stream.hash.hexdigest()
+    with _HashingFile(path) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            # torch's writer reports a full disk as a broken invariant of its own.
+            raise file.failure or error from None
+        file.flush()
+        os.fsync(file.fileno())
+        return file.hash.hexdigest()
 
 
 def _is_whole(path: Path) -> bool:

@@ -49,7 +49,8 @@ def check_resumable(stage: str, before: dict[str, Any], settings: Settings, samp
     `samples_before` and `samples` are the volumes per update, over all processes. Memory knobs, step counts and
     logging may change, and each such change is logged.
     """
-    changed, allowed = [], []
+    changed: list[str] = []
+    allowed: list[str] = []
     after = settings.model_dump(mode="json")
     for dotted, field in known_keys():
         extra = field.json_schema_extra

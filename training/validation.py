@@ -43,7 +43,7 @@ def validate_autoencoder(step: AutoencoderStep, batches: Iterable[Batch]) -> tup
     """
     totals = torch.zeros(4, dtype=torch.float64)  # PSNR, SSIM, mean absolute error, number of volumes
     picture = None
-    network = step.network.eval()
+    network = step.autoencoder.eval()
     with step.average.swapped_in() if step.average is not None else nullcontext():
         for batch in batches:
             image = batch.image.to(step.process.device, non_blocking=True)

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Set-up and the whole main job on generated volumes: autoencoder, latent diffusion, samples. CPU or GPU, any directory.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh requirements.txt
+
+config=configs/quickstart.yaml
+python train_autoencoder.py --config "$config" "$@"
+python train_ldm.py --config "$config" "$@"
+python scripts/sample.py --run runs/quickstart --num 4 --out runs/quickstart/samples
