@@ -15,18 +15,19 @@ from models import checkpointing
 
 
 @contextmanager
-def emulated(fake: bool = True, cuda: bool = True) -> Iterator[None]:
-    """Set the scene for a tracker: build the networks inside.
+def emulated(fake: bool = True, cuda: bool = True) -> Iterator[FakeTensorMode | None]:
+    """Set the scene for a tracker and yield what it wants to know: build the networks inside.
 
     fake: tensors without data, so that any size costs nothing. cuda: the dtypes and copies of a GPU, on CPU tensors.
     """
     with ExitStack() as stack:
+        mode = None
         if fake:
-            stack.enter_context(FakeTensorMode())
+            mode = stack.enter_context(FakeTensorMode())
             stack.enter_context(mock.patch.object(nn.Module, "to", _stay(nn.Module.to)))
         if cuda:
             stack.enter_context(cuda_autocast_rules())
-        yield
+        yield mode
 
 
 def _stay(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -39,10 +40,10 @@ def _stay(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 
 @contextmanager
-def tracked(cuda: bool = True) -> Iterator[MemoryTracker]:
+def tracked(mode: FakeTensorMode | None, cuda: bool = True) -> Iterator[MemoryTracker]:
     """Yield a tracker of all that happens in the block; what offloading copies counts as host memory."""
     with ExitStack() as stack:
-        tracker = stack.enter_context(MemoryTracker(cuda=cuda))
+        tracker = stack.enter_context(MemoryTracker(cuda=cuda, fake=mode))
         empty_on_host = checkpointing.empty_on_host
 
         def counted_empty_on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,6 +59,6 @@ def measure_peak(function: Callable[[MemoryTracker], Any], fake: bool = True, cu
 
     `function` builds its networks itself; it may call `tracker.name_modules` and `tracker.adopt` on them.
     """
-    with emulated(fake, cuda), tracked(cuda) as tracker:
+    with emulated(fake, cuda) as mode, tracked(mode, cuda) as tracker:
         function(tracker)
     return tracker

@@ -17,6 +17,7 @@ from settings import Settings
 from training.distributed import Process
 
 NUM_LARGEST = 12
+MAX_KERNEL_VOXELS = 64  # a 16-bit copy of a convolution's weight has five axes too
 CATEGORIES = ("parameters", "gradients", "optimizer", "ema", "inputs")
 
 
@@ -40,9 +41,9 @@ def track_step(settings: Settings, stage: Stage, fake: bool = True, cuda: bool =
     """
     settings = _on_cpu(settings)
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
-    with emulated(fake, cuda):
+    with emulated(fake, cuda) as mode:
         step = build_step(settings, stage)
-        with tracked(cuda) as tracker:
+        with tracked(mode, cuda) as tracker:
             _adopt_step(tracker, step)
             for updater in step.updaters.values():
                 _make_optimizer_state(updater)
@@ -186,9 +187,9 @@ def level_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> int | None:
 
     Judged by the last axis: slabs cut the first one, and padding adds a row to each.
     """
-    if len(shape) == 5 and shape[-1] > 0:
+    if len(shape) == 5 and math.prod(shape[2:]) > MAX_KERNEL_VOXELS:
         return max(0, round(math.log2(grid[-1] / shape[-1])))
-    if len(shape) in (3, 4) and max(shape) > 1:
+    if len(shape) in (3, 4) and max(shape) > MAX_KERNEL_VOXELS:
         tokens = max(shape)
         return max(0, round(math.log2(math.prod(grid) / tokens) / 3))
     return None

@@ -15,10 +15,11 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memory.fake_shortcuts import CPU, FakeShortcuts
 from memory.flops import count_flops
 from training.phases import current_phase
 
@@ -65,9 +66,10 @@ class MemoryTracker(TorchDispatchMode):
     are not known to it unless they are given to `adopt`.
     """
 
-    def __init__(self, cuda: bool = True) -> None:
+    def __init__(self, cuda: bool = True, fake: FakeTensorMode | None = None) -> None:
         super().__init__()
         self.cuda = cuda
+        self._execute: Callable[..., Any] = FakeShortcuts(fake) if fake is not None else _call
         self.allocations: list[Allocation] = []
         self.trace: list[int] = []
         self.live: dict[Place, int] = {"device": 0, "host": 0}
@@ -81,6 +83,11 @@ class MemoryTracker(TorchDispatchMode):
         self._modules: list[str] = []
         self._module_of_node: dict[int, str] = {}
         self._patches: list[Any] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch not to wrap the dispatch below: nothing is compiled here, and the wrapper costs time at each call."""
+        return False
 
     def __enter__(self) -> "MemoryTracker":
         patch = mock.patch.object(nn.Module, "__call__", _naming_call(nn.Module.__call__, self))
@@ -147,10 +154,12 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
+            return CPU
+        if func.namespace == "profiler":
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _plausible_value(args[0].dtype)
-        out = func(*args, **kwargs)
+        out = self._execute(func, args, kwargs)
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward and self._modules:
             # An operator's autograd node is made just before it runs: the newest number belongs to this operator.
@@ -232,6 +241,10 @@ class MemoryTracker(TorchDispatchMode):
             self.flops.recompute += flops
         else:
             self.flops.backward += flops
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def _naming_call(original: Callable[..., Any], tracker: MemoryTracker) -> Callable[..., Any]:
