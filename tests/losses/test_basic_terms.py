@@ -36,11 +36,10 @@ def test_kl_is_finite_at_the_ends_of_the_encoders_range(dtype):
     for value in (0.0, 3e-7, 1.0, 2e4):
         sigma = torch.full((1, 1, 2, 2, 2), value, dtype=dtype, requires_grad=True)
         loss = kl_divergence(mu, sigma, 64)
-        loss.backward()
+        gradients = torch.autograd.grad(loss, (mu, sigma))
         assert loss.dtype == torch.float32
         assert torch.isfinite(loss)
-        assert torch.isfinite(mu.grad).all()
-        assert torch.isfinite(sigma.grad.float()).all() or dtype == torch.float16
+        assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("l1", 1.5), ("l2", 2.5)])

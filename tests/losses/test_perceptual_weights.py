@@ -156,9 +156,8 @@ def test_safetensors_are_read_too(trunk_files, tmp_path):
 
     state = read_state_dict(trunk_files["squeeze"])
     save_file(state, tmp_path / "squeeze.safetensors")
-    options = {"seed": 0, "slice_fraction": 0.1, "chunk_size": 8}
     terms = [
-        LpipsSlices("squeeze", weights=str(path), **options)
+        LpipsSlices("squeeze", seed=0, slice_fraction=0.1, chunk_size=8, weights=str(path))
         for path in (trunk_files["squeeze"], tmp_path / "squeeze.safetensors")
     ]
     for ours, theirs in zip(*(term.state_dict().values() for term in terms), strict=True):

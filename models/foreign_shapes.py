@@ -1,0 +1,159 @@
+"""What the shapes of a network's weights say about the settings it was built with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from settings import Settings
+
+State = Mapping[str, Tensor]
+
+
+def settings_of(network: str, state: State) -> dict[str, Any]:
+    """The settings that the weights imply, by dotted key; only what their names and shapes tell for certain.
+
+    Not among them: the number of groups of the norms and, for the U-Net, the channels of an attention head, neither of
+    which leaves a trace in the weights.
+    """
+    read = {"autoencoder": _autoencoder_settings, "discriminator": _discriminator_settings, "ldm": _unet_settings}
+    return read[network](state)
+
+
+def settings_that_differ(network: str, state: State, settings: Settings) -> list[str]:
+    """One line for each setting in which the config is not the network that the weights come from."""
+    problems = []
+    for key, implied in settings_of(network, state).items():
+        configured = _configured(settings, key)
+        if configured != implied:
+            found, wanted = _text(configured), _text(implied)
+            problems.append(f"{key}: {found} in the config, {wanted} in the weights; set {key}={wanted}")
+    return problems
+
+
+def unsupported_options(network: str, state: State) -> list[str]:
+    """One line for each option of the network that ours does not have."""
+    problems = []
+    if any(value.dim() == 4 for value in state.values()):
+        problems.append("the weights are those of a 2D network; only 3D ones can be used")
+    if any(".transformer_blocks." in key for key in state):
+        problems.append("the U-Net has cross-attention (with_conditioning); ours is conditioned by class only")
+    if any(re.search(r"\.(down|up)sampler\.conv1\.", key) for key in state):
+        problems.append("the U-Net changes resolution in residual blocks (resblock_updown); ours does in convolutions")
+    if any(".adn.N." in key for key in state):
+        problems.append("the discriminator has batch norm; ours has instance norm, which its weights do not suit")
+    if network == "autoencoder" and _middle_attention(state, "encoder") != _middle_attention(state, "decoder"):
+        problems.append("only one of encoder and decoder has attention in the middle; ours has it in both or in none")
+    return problems
+
+
+def _autoencoder_settings(state: State) -> dict[str, Any]:
+    kinds = _block_kinds(state, "encoder")
+    has_middle = _middle_attention(state, "encoder")
+    body = kinds[1:-2]  # without the first convolution and the last norm and convolution
+    body = body[:-3] if has_middle else body
+    levels: list[list[tuple[str, int]]] = [[]]
+    for kind, channels in body:
+        if kind == "downsample":
+            levels.append([])
+        else:
+            levels[-1].append((kind, channels))
+    blocks = tuple(sum(kind == "residual" for kind, _ in level) for level in levels)
+    implied: dict[str, Any] = {
+        "autoencoder.in_channels": state["encoder.blocks.0.conv.weight"].shape[1],
+        "autoencoder.latent_channels": state["quant_conv_mu.conv.weight"].shape[0],
+        "autoencoder.num_res_blocks": blocks,
+        "autoencoder.attention_levels": tuple(any(kind == "attention" for kind, _ in level) for level in levels),
+        "autoencoder.use_nonlocal_attention": has_middle,
+    }
+    if all(blocks):
+        implied["autoencoder.num_channels"] = tuple(level[0][1] for level in levels)
+    return implied
+
+
+def _discriminator_settings(state: State) -> dict[str, Any]:
+    first = state["initial_conv.conv.weight"]
+    return {
+        "autoencoder.in_channels": first.shape[1],
+        "autoencoder.training.discriminator.num_channels": first.shape[0],
+        "autoencoder.training.discriminator.num_layers_d": sum(
+            re.fullmatch(r"\d+\.conv\.weight", key) is not None for key in state
+        ),
+    }
+
+
+def _unet_settings(state: State) -> dict[str, Any]:
+    num_levels = 1 + max(int(match[1]) for key in state if (match := re.match(r"down_blocks\.(\d+)\.", key)))
+    levels = [{key for key in state if key.startswith(f"down_blocks.{level}.")} for level in range(num_levels)]
+    implied: dict[str, Any] = {
+        "autoencoder.latent_channels": state["conv_in.conv.weight"].shape[1],
+        "ldm.unet.num_channels": tuple(
+            state[f"down_blocks.{level}.resnets.0.conv1.conv.weight"].shape[0] for level in range(num_levels)
+        ),
+        "ldm.unet.num_res_blocks": tuple(
+            len({match[1] for key in level if (match := re.search(r"\.resnets\.(\d+)\.", key))}) for level in levels
+        ),
+        "ldm.unet.attention_levels": tuple(any(".attentions." in key for key in level) for level in levels),
+        "ldm.conditioning.type": "class" if "class_embedding.weight" in state else "none",
+    }
+    if "class_embedding.weight" in state:
+        # The last class of the network stands for a hidden label.
+        implied["ldm.conditioning.num_classes"] = state["class_embedding.weight"].shape[0] - 1
+    return implied
+
+
+def _block_kinds(state: State, coder: str) -> list[tuple[str, int]]:
+    """Kind and output channels of each block of the encoder or the decoder."""
+    indices = sorted({int(match[1]) for key in state if (match := re.match(rf"{coder}\.blocks\.(\d+)\.", key))})
+    marks = {
+        "residual": "conv1.conv.weight",
+        "attention": "attn.to_q.weight",
+        "downsample": "conv.conv.weight",
+        "upsample": "postconv.conv.weight",
+        "convolution": "conv.weight",
+        "norm": "weight",
+    }
+    kinds = []
+    for index in indices:
+        for kind, name in marks.items():
+            if (weight := state.get(f"{coder}.blocks.{index}.{name}")) is not None:
+                kinds.append((kind, weight.shape[0]))
+                break
+    return kinds
+
+
+def _middle_attention(state: State, coder: str) -> bool:
+    """Whether residual, attention, residual is at the low-resolution end.
+
+    Every residual block of a level with attention is followed by attention, so a residual block that ends this order,
+    in the encoder, or that is followed by something else, in the decoder, is the middle's.
+    """
+    kinds = [kind for kind, _ in _block_kinds(state, coder)]
+    middle = ["residual", "attention", "residual"]
+    if coder == "encoder":
+        return kinds[-5:-2] == middle
+    return kinds[1:4] == middle and kinds[4] != "attention"
+
+
+def _configured(settings: Settings, key: str) -> Any:
+    resolved = {
+        "autoencoder.num_res_blocks": settings.autoencoder.res_blocks,
+        "autoencoder.use_nonlocal_attention": settings.autoencoder.has_middle_attention,
+        "ldm.unet.num_res_blocks": settings.ldm.unet.res_blocks,
+    }
+    if key in resolved:
+        return resolved[key]
+    value: Any = settings
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _text(value: Any) -> str:
+    """A value as it is written in YAML and in overrides."""
+    if isinstance(value, tuple):
+        return f"[{','.join(_text(item) for item in value)}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)

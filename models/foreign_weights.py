@@ -1,0 +1,172 @@
+"""Weights from MONAI and MONAI Generative: read without executing code, renamed, and compared with the settings.
+
+Our networks carry MONAI's parameter names, so weights from MONAI need renaming only for options that our networks do
+not have but can express, and weights for MONAI need none at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from settings import CheckpointError
+
+State = dict[str, Tensor]
+
+# Parameters that only the one network has.
+_MARKS = {
+    "autoencoder": ("quant_conv_mu.conv.weight", "post_quant_conv.conv.weight"),
+    "ldm": ("time_embed.0.weight", "conv_in.conv.weight"),
+    "discriminator": ("initial_conv.conv.weight", "final_conv.conv.weight"),
+}
+NETWORKS = tuple(_MARKS)
+
+# MONAI Generative 0.2.3 -> MONAI 1.6. Attention moved into a block of its own, and the convolution after upsampling was
+# renamed. In the transformer blocks of conditioned U-Nets only the output projection changed.
+# proj_attn is not renamed but left out: MONAI Generative creates this projection and never applies it. MONAI's own
+# load_old_state_dict loads it into out_proj, which MONAI does apply, and so changes what the network computes.
+_GENERATIVE_RENAMES = (
+    (r"^((?!.*\.transformer_blocks\.).*)(?<!\.attn)\.(to_[qkv])\.(weight|bias)$", r"\1.attn.\2.\3"),
+    (r"(\.transformer_blocks\..*)\.to_out\.0\.(weight|bias)$", r"\1.out_proj.\2"),
+    (r"^(decoder\.blocks\.\d+)\.conv\.conv\.(weight|bias)$", r"\1.postconv.conv.\2"),
+    (r"\.upsampler\.conv\.conv\.(weight|bias)$", r".upsampler.postconv.conv.\1"),
+)
+
+
+def read_foreign_weights(path: Path) -> Any:
+    """The content of a safetensors file or a torch checkpoint; refuses, and does not run, pickled code."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file; give a .safetensors file or a torch checkpoint")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, UnpicklingError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{path}: cannot be read as weights ({reason}); only tensors in plain containers are read, never code;"
+            " save the network's state_dict() by itself"
+        ) from None
+
+
+def find_state(content: Any, path: Path, network: str | None = None) -> tuple[str, State]:
+    """Which network a checkpoint holds, and its state dict without the wrappers that training loops put around it.
+
+    Looks at every level of nested dicts, and takes off a prefix that all names share ("module.", "model.").
+    """
+    found = [
+        (name, state)
+        for state in _state_dicts(content)
+        if (name := recognise(state)) is not None and network in (None, name)
+    ]
+    if len(found) == 1:
+        return found[0]
+    wanted = network or "autoencoder, discriminator or ldm (the diffusion U-Net)"
+    if not found:
+        raise CheckpointError(
+            f"{path}: no weights of MONAI's AutoencoderKL, PatchDiscriminator or DiffusionModelUNet were recognised;"
+            f" looked for: {wanted}; save the network's state_dict() by itself"
+        )
+    raise CheckpointError(
+        f"{path}: holds several networks ({', '.join(name for name, _ in found)}); one file gives one network;"
+        " choose with --network, or save the wanted state_dict() by itself"
+    )
+
+
+def recognise(state: Mapping[str, Tensor]) -> str | None:
+    """The network that a state dict belongs to, by parameters that only it has."""
+    for network, marks in _MARKS.items():
+        if all(mark in state for mark in marks):
+            return network
+    return None
+
+
+def to_our_names(state: Mapping[str, Tensor], origin: str, path: Path) -> State:
+    """The state dict under the names of our networks (and of MONAI 1.6); origin is monai or monai-generative."""
+    assert origin in ("monai", "monai-generative"), f"no weights come from {origin!r}"
+    if origin == "monai-generative":
+        return _expand_attention({_renamed(key): value for key, value in state.items() if not _is_unused(key)})
+    if changed := [key for key in state if _is_unused(key) or _renamed(key) != key]:
+        raise CheckpointError(
+            f"{path}: {changed[0]} is a name of MONAI Generative; --from monai takes weights of MONAI 1.4 or newer;"
+            " use --from monai-generative"
+        )
+    return _expand_attention(dict(state))
+
+
+def check_fit(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
+    """Raise CheckpointError unless names and shapes are exactly the expected ones."""
+    missing = [key for key in expected if key not in state]
+    unexpected = [key for key in state if key not in expected]
+    reshaped = [key for key in expected if key in state and state[key].shape != expected[key].shape]
+    if not (missing or unexpected or reshaped):
+        return
+    parts = [
+        f"{len(keys)} {what} (the first: {keys[0]})"
+        for what, keys in (("missing", missing), ("not in the network", unexpected), ("of another shape", reshaped))
+        if keys
+    ]
+    raise CheckpointError(
+        f"{path}: the weights are not those of the network in the config: {', '.join(parts)};"
+        " every parameter must be there once, in its shape; change the config to the network that was trained"
+    )
+
+
+def _renamed(key: str) -> str:
+    for pattern, replacement in _GENERATIVE_RENAMES:
+        key = re.sub(pattern, replacement, key)
+    return key
+
+
+def _is_unused(key: str) -> bool:
+    return re.search(r"\.proj_attn\.(weight|bias)$", key) is not None
+
+
+def _expand_attention(state: State) -> State:
+    """Express other forms of self-attention in ours, exactly.
+
+    MONAI's `use_combined_linear=True` has one matrix for query, key and value, stacked in this order. Its
+    `include_fc=False`, like MONAI Generative, has no output projection, which is projecting with the identity.
+    """
+    result: State = {}
+    for key, value in state.items():
+        if match := re.fullmatch(r"(.*\.attn)\.qkv\.(weight|bias)", key):
+            for name, part in zip("qkv", value.chunk(3), strict=True):
+                result[f"{match[1]}.to_{name}.{match[2]}"] = part.clone()
+        else:
+            result[key] = value
+    for key in [key for key in result if key.endswith(".attn.to_q.weight")]:
+        block = key.removesuffix(".to_q.weight")
+        channels = result[key].shape[0]
+        for name in ("to_q", "to_k", "to_v"):
+            result.setdefault(f"{block}.{name}.bias", torch.zeros_like(result[key][:, 0]))
+        if f"{block}.out_proj.weight" not in result:
+            result[f"{block}.out_proj.weight"] = torch.eye(channels, dtype=result[key].dtype)
+            result[f"{block}.out_proj.bias"] = torch.zeros(channels, dtype=result[key].dtype)
+    return result
+
+
+def _state_dicts(content: Any) -> Iterator[State]:
+    if not isinstance(content, Mapping):
+        return
+    tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
+    if tensors:
+        yield _without_prefix(tensors)
+    for value in content.values():
+        yield from _state_dicts(value)
+
+
+def _without_prefix(state: State) -> State:
+    while True:
+        first = {key.split(".", 1)[0] for key in state}
+        if recognise(state) is not None or len(first) != 1 or not all("." in key for key in state):
+            return state
+        state = {key.split(".", 1)[1]: value for key, value in state.items()}

@@ -1,0 +1,64 @@
+"""Writes the weights of a run for stock MONAI, and says how MONAI builds the network that takes them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from settings import CheckpointError, validate
+from settings.command_line import parser, run
+
+SUFFIXES = (".safetensors", ".pt", ".pth")
+
+
+def main(options: argparse.Namespace) -> None:
+    """Read, load into MONAI's own network with strict=True, write, print how to use it."""
+    source, destination = Path(options.weights), Path(options.out)
+    if destination.suffix not in SUFFIXES:
+        raise CheckpointError(f"--out: {destination}; the file's ending is one of {', '.join(SUFFIXES)}; choose one")
+    import torch
+
+    from models.monai_networks import CLASSES, monai_arguments, stock_network
+    from training.weights import load_weights, save_weights
+
+    state, metadata = load_weights(source)
+    if metadata.get("stage") not in CLASSES or "settings" not in metadata:
+        raise CheckpointError(f"{source}: not weights of a run: no stage, no settings; give a file of a run folder")
+    network, settings = metadata["stage"], validate(metadata["settings"])
+    try:
+        with torch.device("meta"):
+            stock_network(network, settings).load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{source}: MONAI's {CLASSES[network]} does not take these weights ({str(error).splitlines()[-1].strip()});"
+            " levels with num_res_blocks 0 and a change of channels exist only here"
+        ) from None
+    arguments = monai_arguments(network, settings)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    if destination.suffix == ".safetensors":
+        save_weights(destination, state, {"class": CLASSES[network], "arguments": arguments})
+    else:
+        torch.save(state, destination)
+    print("from monai.networks.nets import " + CLASSES[network])
+    print(f"network = {CLASSES[network]}(**{json.loads(json.dumps(arguments))})")
+    read = "safetensors.torch.load_file" if destination.suffix == ".safetensors" else "torch.load"
+    print(f"network.load_state_dict({read}({str(destination)!r}), strict=True)")
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The arguments of this command."""
+    result = parser(
+        "Export the weights of a run so that stock MONAI loads them with strict=True.",
+        ["python scripts/export_checkpoint.py --weights runs/high_res/autoencoder.safetensors --out autoencoder.pt"],
+    )
+    result.add_argument("--weights", required=True, metavar="FILE", help="a .safetensors file of a run folder")
+    result.add_argument("--out", required=True, metavar="FILE", help="a .safetensors, .pt or .pth file to write")
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, command_line().parse_args()))

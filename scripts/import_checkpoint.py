@@ -1,0 +1,114 @@
+"""Turns weights from MONAI or MONAI Generative into weights of a run: renamed and checked against the config."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from settings import CheckpointError, Settings, dump_yaml, load_settings
+from settings.command_line import add_config, parser, run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+def main(options: argparse.Namespace) -> None:
+    """Read, rename, check, write."""
+    settings = load_settings(options.config, options.overrides)
+    from models.foreign_weights import find_state, read_foreign_weights, to_our_names
+    from training.run_folder import RunFolder, write_atomically
+    from training.weights import save_weights
+
+    path = Path(options.weights)
+    content = read_foreign_weights(path)
+    network, state = find_state(content, path, options.network)
+    state = to_our_names(state, options.origin, path)
+    _check(network, state, settings, path)
+
+    folder = RunFolder(Path(options.out))
+    state = {key: value.float() if value.is_floating_point() else value for key, value in state.items()}
+    metadata: dict[str, Any] = {
+        "stage": network,
+        "settings": settings.model_dump(mode="json"),
+        "imported_from": f"{options.origin}: {path.name}",
+    }
+    if network == "ldm" and (scale := _scale_factor(options, content)) is not None:
+        metadata["scale_factor"] = scale
+    save_weights(folder.weights(network), state, metadata)
+    if not folder.config.exists():
+        write_atomically(folder.config, dump_yaml(settings))
+    num_parameters = sum(value.numel() for value in state.values())
+    log.info("%s: %d parameters in %d tensors", folder.weights(network), num_parameters, len(state))
+    for line in _not_in_the_weights(network, settings):
+        log.info(line)
+
+
+def _check(network: str, state: dict[str, Tensor], settings: Settings, path: Path) -> None:
+    from models.foreign_shapes import settings_that_differ, unsupported_options
+    from models.foreign_weights import check_fit
+    from models.monai_networks import expected_state
+
+    problems = unsupported_options(network, state) or settings_that_differ(network, state, settings)
+    if problems:
+        raise CheckpointError("\n  ".join([f"{path}: the weights do not fit the config:", *problems]))
+    check_fit(state, expected_state(network, settings), path)
+
+
+def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
+    """What the config must get right by itself: a wrong value here runs, and gives wrong results."""
+    autoencoder, unet = settings.autoencoder, settings.ldm.unet
+    unseen: dict[str, list[tuple[str, Any]]] = {
+        "autoencoder": [("autoencoder.norm_num_groups", autoencoder.num_groups)],
+        "discriminator": [],
+        "ldm": [("ldm.unet.norm_num_groups", unet.num_groups), ("ldm.unet.num_head_channels", unet.head_channels)],
+    }
+    return [
+        f"{key} is {value}: weights do not show it, so make sure they were trained so" for key, value in unseen[network]
+    ]
+
+
+def _scale_factor(options: argparse.Namespace, content: Any) -> float | None:
+    """The number that latents were multiplied by in training: given, or beside the weights as MAISI stores it."""
+    if options.scale_factor is not None:
+        return options.scale_factor
+    if isinstance(content, dict) and "scale_factor" in content:
+        return float(content["scale_factor"])
+    log.warning("no --scale-factor: without the factor that the latents were multiplied by, samples come out wrong")
+    return None
+
+
+def command_line() -> argparse.ArgumentParser:
+    """The arguments of this command."""
+    result = parser(
+        "Import weights of AutoencoderKL, PatchDiscriminator or DiffusionModelUNet into a run folder.",
+        [
+            "python scripts/import_checkpoint.py --from monai-generative --weights autoencoder.pth"
+            " --config configs/default.yaml --out runs/imported",
+            "python scripts/import_checkpoint.py --from monai --weights unet.pt --config configs/default.yaml"
+            " --out runs/imported --scale-factor 0.98 ldm.unet.norm_num_groups=32",
+        ],
+    )
+    result.add_argument(
+        "--from", dest="origin", required=True, choices=["monai", "monai-generative"], help="the library"
+    )
+    result.add_argument("--weights", required=True, metavar="FILE", help="a state dict or a checkpoint that holds one")
+    result.add_argument("--out", required=True, metavar="DIR", help="the run folder to write to, such as runs/imported")
+    result.add_argument(
+        "--network", choices=["autoencoder", "discriminator", "ldm"], help="which to take; default: the one in the file"
+    )
+    result.add_argument(
+        "--scale-factor", type=float, metavar="X", help="ldm: what latents were multiplied by in training"
+    )
+    add_config(result)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, command_line().parse_args()))
