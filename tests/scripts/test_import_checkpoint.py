@@ -1,0 +1,185 @@
+"""The two commands from the outside: files in, files out, exit codes and words."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from monai.networks.nets import AutoencoderKL, DiffusionModelUNet
+
+from models import build_autoencoder
+from scripts import export_checkpoint, import_checkpoint
+from settings import load_settings
+from settings.command_line import run
+from training.weights import load_weights
+
+REPOSITORY = Path(__file__).parents[2]
+SHAPE = {
+    "spatial_dims": 3,
+    "in_channels": 1,
+    "out_channels": 1,
+    "num_res_blocks": (1, 1),
+    "attention_levels": (False, True),
+    "latent_channels": 3,
+    "norm_num_groups": 4,
+}
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    content = {
+        "data": {"voxel_size": [16, 16, 16]},
+        "autoencoder": {
+            "num_channels": [8, 16],
+            "num_res_blocks": 1,
+            "attention_levels": [False, True],
+            "norm_num_groups": 4,
+        },
+        "ldm": {
+            "unet": {
+                "num_channels": [8, 16],
+                "attention_levels": [False, True],
+                "num_head_channels": 8,
+                "norm_num_groups": 8,
+            }
+        },
+    }
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture
+def generative_file(tmp_path) -> Path:
+    from generative.networks.nets import AutoencoderKL as Generative
+
+    torch.manual_seed(0)
+    network = Generative(num_channels=(8, 16), **SHAPE)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    torch.save(network, tmp_path / "whole_network.pt")
+    torch.save({"epoch": 3, "state_dict": network.state_dict()}, tmp_path / "generative.pt")
+    return tmp_path / "generative.pt"
+
+
+def command(module, *arguments: object) -> int:
+    options: argparse.Namespace = module.command_line().parse_args([str(argument) for argument in arguments])
+    return run(module.main, options)
+
+
+def test_generative_autoencoder_goes_through_a_run_into_stock_monai(tmp_path, config, generative_file, capsys):
+    origin = ["--from", "monai-generative", "--weights", generative_file]
+    assert command(import_checkpoint, *origin, "--config", config, "--out", tmp_path / "run") == 0
+    state, metadata = load_weights(tmp_path / "run" / "autoencoder.safetensors")
+    assert metadata["stage"] == "autoencoder"
+    settings = load_settings(config)
+    assert metadata["settings"] == settings.model_dump(mode="json")
+    assert load_settings(tmp_path / "run" / "config.yaml").autoencoder == settings.autoencoder
+    assert "autoencoder.norm_num_groups is 4: weights do not show it" in capsys.readouterr().err
+
+    source = tmp_path / "run" / "autoencoder.safetensors"
+    assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "monai.pt") == 0
+    recipe = capsys.readouterr().out
+    scope: dict = {"torch": torch}
+    exec(recipe, scope)
+    assert type(scope["network"]) is AutoencoderKL
+    from generative.networks.nets import AutoencoderKL as Generative
+
+    theirs = Generative(num_channels=(8, 16), **SHAPE)
+    theirs.load_state_dict(torch.load(generative_file, weights_only=True)["state_dict"])
+    ours = build_autoencoder(settings.autoencoder)
+    ours.load_state_dict(state, strict=True)
+    volume = torch.rand(1, 1, 16, 16, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs.eval().reconstruct(volume)
+        for network in (ours.eval(), scope["network"].eval()):
+            mean, _ = network.encode(volume)
+            torch.testing.assert_close(network.decode(mean), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_monai_weights_come_back_bit_identical(tmp_path, config, suffix, capsys):
+    torch.save(AutoencoderKL(channels=(8, 16), **SHAPE).state_dict(), tmp_path / "stock.pt")
+    before = torch.load(tmp_path / "stock.pt", weights_only=True)
+    origin = ["--from", "monai", "--weights", tmp_path / "stock.pt"]
+    assert command(import_checkpoint, *origin, "--config", config, "--out", tmp_path / "run") == 0
+    exported = tmp_path / f"exported{suffix}"
+    source = tmp_path / "run" / "autoencoder.safetensors"
+    assert command(export_checkpoint, "--weights", source, "--out", exported) == 0
+    after = load_weights(exported)[0] if suffix == ".safetensors" else torch.load(exported, weights_only=True)
+    assert set(after) == set(before)
+    for key, value in before.items():
+        assert torch.equal(after[key], value)
+
+
+def test_scale_factor_stored_beside_a_unet_is_kept(tmp_path, config):
+    unet = DiffusionModelUNet(
+        spatial_dims=3,
+        in_channels=3,
+        out_channels=3,
+        channels=(8, 16),
+        num_res_blocks=(2, 2),
+        attention_levels=(False, True),
+        num_head_channels=(0, 8),
+        norm_num_groups=8,
+    )
+    checkpoint = {"unet_state_dict": unet.state_dict(), "scale_factor": torch.tensor(0.75)}
+    torch.save(checkpoint, tmp_path / "unet.pt")
+    origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config]
+    assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 0
+    assert load_weights(tmp_path / "run" / "ldm.safetensors")[1]["scale_factor"] == 0.75
+    assert command(import_checkpoint, *origin, "--out", tmp_path / "run", "--scale-factor", 0.5) == 0
+    assert load_weights(tmp_path / "run" / "ldm.safetensors")[1]["scale_factor"] == 0.5
+
+
+def test_every_key_to_change_is_named_and_then_it_fits(tmp_path, config, generative_file, capsys):
+    origin = ["--from", "monai-generative", "--weights", generative_file, "--config", config, "--out", tmp_path / "run"]
+    wrong = ["autoencoder.num_channels=[16,16]", "autoencoder.latent_channels=4", "autoencoder.num_res_blocks=2"]
+    assert command(import_checkpoint, *origin, *wrong) == 2
+    error = capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    remedies = [line.split("; set ")[1] for line in error.splitlines() if "; set " in line]
+    assert sorted(remedies) == [
+        "autoencoder.latent_channels=3",
+        "autoencoder.num_channels=[8,16]",
+        "autoencoder.num_res_blocks=[1,1]",
+    ]
+    assert command(import_checkpoint, *origin, *wrong, *remedies) == 0
+
+
+def test_pickled_network_is_refused(tmp_path, config, generative_file, capsys):
+    whole = generative_file.with_name("whole_network.pt")
+    origin = ["--from", "monai-generative", "--weights", whole, "--config", config]
+    assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 2
+    assert "save the network's state_dict() by itself" in capsys.readouterr().err
+
+
+def test_export_refuses_what_is_not_a_runs_weights(tmp_path, config, capsys):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(1)}, tmp_path / "plain.safetensors")
+    out = ["--out", tmp_path / "x.pt"]
+    assert command(export_checkpoint, "--weights", tmp_path / "plain.safetensors", *out) == 2
+    assert "not weights of a run" in capsys.readouterr().err
+    assert command(export_checkpoint, "--weights", tmp_path / "gone.safetensors", *out) == 2
+    assert command(export_checkpoint, "--weights", tmp_path / "plain.safetensors", "--out", tmp_path / "x.bin") == 2
+    assert "one of .safetensors, .pt, .pth" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["import_checkpoint.py", "export_checkpoint.py"])
+def test_help_works_from_any_folder_without_torch(name, tmp_path):
+    script = f"""
+import runpy, sys
+sys.argv = [{name!r}, "--help"]
+try:
+    runpy.run_path({str(REPOSITORY / "scripts" / name)!r}, run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+assert "torch" not in sys.modules and "monai" not in sys.modules
+"""
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "examples:" in result.stdout
