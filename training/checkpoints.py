@@ -79,7 +79,7 @@ class Checkpoints:
         if damaged:
             raise CheckpointError(
                 f"{self.folder}: every checkpoint of stage {self.stage} is damaged "
-                f"({', '.join(path.name for path in damaged)}); restore one from a backup, or remove them to start again"
+                f"({', '.join(path.name for path in damaged)}); restore one from a backup, or remove them all"
             )
         return None
 

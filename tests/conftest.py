@@ -1,0 +1,95 @@
+"""Fixtures that tests of several packages use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "seed": 7,
+    "data": {"voxel_size": [16, 16, 16], "num_phantoms": 6, "num_workers": 0, "val_fraction": 0.2, "cache_rate": 1.0},
+    "autoencoder": {
+        "num_channels": [8, 16],
+        "num_res_blocks": 1,
+        "norm_num_groups": 4,
+        "attention_levels": [False, True],
+        "training": {
+            "batch_size": 1,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 4,
+            "learning_rate": 1e-3,
+            "use_gradient_checkpointing": False,
+            "adversarial_start_step": 1,
+            "discriminator": {"num_layers_d": 2, "num_channels": 8},
+            "log_every": 1,
+            "validate_every": 4,
+            "save_every": 2,
+        },
+    },
+    "ldm": {
+        "unet": {
+            "num_channels": [16, 32],
+            "num_res_blocks": 1,
+            "attention_levels": [False, True],
+            "num_head_channels": 8,
+        },
+        "training": {"batch_size": 2, "max_steps": 4, "log_every": 1, "validate_every": 4, "save_every": 2},
+        "sampling": {"num_inference_steps": 4, "num_previews": 2},
+    },
+    "device": {"type": "cpu", "mixed_precision": False},
+}
+
+
+@pytest.fixture
+def tiny_values() -> dict[str, Any]:
+    """A config that trains in seconds, as nested values that a test may change."""
+    import copy
+
+    return copy.deepcopy(TINY)
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path, tiny_values: dict[str, Any]) -> Path:
+    """The tiny config as a file."""
+    import yaml
+
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny_values))
+    return path
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a script of the project in a fresh folder, as a user would, and return what it printed."""
+
+    def start(*arguments: str | Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        script, *rest = map(str, arguments)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [sys.executable, str(ROOT / script), *rest],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return start
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and say why; slow tests run only when asked for by `-m slow`."""
+    import torch
+
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

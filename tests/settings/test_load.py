@@ -1,0 +1,166 @@
+"""A config is accepted whole, or answered with everything that is wrong with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from settings import ConfigError, Settings, dump_yaml, load_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def problems(folder: Path, text: str, *overrides: str, stage: str | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(write(folder, text), overrides, stage=stage)
+    return [str(problem) for problem in caught.value.problems]
+
+
+FIVE_MISTAKES = """
+data:
+  voxel_size: [255, 256, 64]
+  num_wrokers: 2
+autoencoder:
+  num_channels: [16, 32, 64]
+  norm_num_groups: 5
+  training: {batch_size: 0}
+device: {amp_dtype: fp8}
+"""
+
+
+def test_all_mistakes_are_reported_at_once_with_the_nearest_names(tmp_path):
+    found = "\n".join(problems(tmp_path, FIVE_MISTAKES))
+    assert found.count("\n") == 4
+    assert "line 3, data.voxel_size: [255, 256, 64] does not divide by 4" in found
+    assert "the nearest is [256, 256, 64]" in found
+    assert "data.num_wrokers: unknown key; did you mean data.num_workers?" in found
+    assert "autoencoder.norm_num_groups: 5 does not divide 16, 32, 64 of num_channels" in found
+    assert "autoencoder.training.batch_size: found 0; allowed: at least 1" in found
+    assert "device.amp_dtype: found 'fp8'; allowed: auto, bfloat16 or float16" in found
+
+
+def test_mistakes_are_answered_by_the_command_within_a_second_and_exit_code_2(tmp_path):
+    path = write(tmp_path, FIVE_MISTAKES)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "train_autoencoder.py"), "--config", str(path)], capture_output=True, text=True
+        )
+        seconds.append(time.perf_counter() - start)
+    assert done.returncode == 2
+    assert "5 problems in" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert min(seconds) < 1.0
+
+
+def test_settings_never_import_torch_or_monai():
+    code = "import sys, settings, settings.documents; print(*(name in sys.modules for name in ('torch', 'monai')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_scientific_notation_is_a_number_and_no_is_text(tmp_path):
+    settings = load_settings(write(tmp_path, "name: no\nautoencoder: {training: {learning_rate: 1e-4}}"))
+    assert settings.autoencoder.training.learning_rate == 1e-4
+    assert settings.name == "no"
+
+
+def test_a_key_given_twice_is_an_error_with_both_lines(tmp_path):
+    assert problems(tmp_path, "seed: 1\nname: a\nseed: 2\n") == [
+        "seed: given twice, on lines 1 and 3; allowed: once; remove one"
+    ]
+
+
+def test_a_key_in_the_wrong_section_is_answered_with_the_right_ones(tmp_path):
+    (problem,) = problems(tmp_path, "batch_size: 2\n")
+    assert "did you mean autoencoder.training.batch_size or ldm.training.batch_size?" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("- a\n- b\n", "holds a list"),
+        ("data: 3\n", "3 is not a section"),
+        ("a: [1, 2\n", "not valid YAML"),
+        ("autoencoder: {training: {batch_size: true}}", "found true; allowed: a whole number"),
+        ("autoencoder: {training: {batch_size: '4'}}", "found '4'; allowed: a whole number"),
+        ("autoencoder: {training: {learning_rate: .nan}}", "allowed: a finite number"),
+        ("autoencoder: {attention_levels: [false, true]}", "2 entries for 3 levels"),
+        ("autoencoder: {num_res_blocks: [1, 2]}", "give 3 entries or one number"),
+        ("autoencoder: {training: {checkpoint_levels: 4}}", "4 of 3 levels; allowed: all, or 1 to 3"),
+        ("autoencoder: {training: {slab_rows: 1}}", "1 row is less than a slab and its halo need"),
+        ("autoencoder: {training: {slab_rows: 7}}", "set 8"),
+        ("autoencoder: {implementation: monai, training: {slab_rows: 8}}", "set autoencoder.implementation: lean"),
+        ("autoencoder: {training: {use_gradient_checkpointing: false, use_nested_checkpointing: true}}", "to nest"),
+        ("autoencoder: {training: {discriminator: {num_layers_d: 5}}}", "allowed: at most 4; set 4"),
+        ("autoencoder: {training: {warmup_steps: 30000}}", "not below max_steps (20000)"),
+        ("data: {patch_size: [512, 64, 64]}", "is larger than voxel_size"),
+        ("data: {intensity: {lower: 99, upper: 1}}", "99 is not below upper (1)"),
+        ("data: {intensity: {lower: -1000, upper: 1000}}", "set mode: window"),
+        ("data: {num_workers: 0, persistent_workers: true}", "set num_workers to 1 or more"),
+        ("ldm: {scheduler: {type: rflow}}", "ddim cannot sample from scheduler type rflow; allowed: rflow"),
+        ("ldm: {conditioning: {type: class}}", "allowed: 2 or more"),
+        ("ldm: {unet: {num_head_channels: 48}}", "48 does not divide the 128 channels"),
+        ("name: ../escape", "allowed: text like"),
+        ("seed: -1", "at least 0"),
+    ],
+)
+def test_each_mistake_is_answered_in_words(tmp_path, text, expected):
+    assert expected in "\n".join(problems(tmp_path, text))
+
+
+def test_a_missing_file_is_answered_with_the_files_that_are_there(tmp_path):
+    write(tmp_path, "seed: 1")
+    with pytest.raises(ConfigError, match=r"no such file; there is: .*config\.yaml"):
+        load_settings(tmp_path / "confg.yaml")
+
+
+def test_a_rule_is_silent_when_the_key_it_rests_on_is_wrong_itself(tmp_path):
+    found = problems(tmp_path, "autoencoder: {num_channels: [16, x], attention_levels: [false, true]}")
+    assert len(found) == 1
+
+
+def test_latents_that_the_unet_cannot_halve_are_refused_in_stage_2_only(tmp_path):
+    text = "data: {voxel_size: [40, 40, 40]}\nautoencoder: {training: {discriminator: {num_layers_d: 2}}}"
+    assert load_settings(write(tmp_path, text), stage="autoencoder")
+    (problem,) = problems(tmp_path, text, stage="ldm")
+    assert "these are [10, 10, 10]" in problem
+    assert "the nearest is [48, 48, 48]" in problem or "the nearest is [32, 32, 32]" in problem
+    assert load_settings(write(tmp_path, text), ["ldm.latents.pad=true"], stage="ldm")
+
+
+def test_overrides_are_parsed_and_checked_like_the_file(tmp_path):
+    path = write(tmp_path, "seed: 1")
+    settings = load_settings(path, ["data.voxel_size=[64, 64, 64]", "autoencoder.training.learning_rate=3e-4"])
+    assert settings.data.voxel_size == (64, 64, 64)
+    assert settings.autoencoder.training.learning_rate == 3e-4
+    found = problems(tmp_path, "seed: 1", "data.voxelsize=3", "nonsense", "seed.deeper=1")
+    assert any("did you mean data.voxel_size?" in problem for problem in found)
+    assert any("allowed: section.key=value" in problem for problem in found)
+    assert any("not a section" in problem for problem in found)
+
+
+def test_settings_survive_a_round_trip_through_yaml(tmp_path):
+    settings = load_settings(ROOT / "configs" / "quality.yaml")
+    assert load_settings(write(tmp_path, dump_yaml(settings))) == settings
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().seed = 3  # type: ignore[misc]
+
+
+def test_group_count_auto_divides_every_level():
+    settings = Settings.model_validate({"autoencoder": {"num_channels": [12, 24, 48]}})
+    assert settings.autoencoder.num_groups == 6

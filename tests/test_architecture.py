@@ -1,0 +1,72 @@
+"""The shape of the project: who imports whom, how long files are, and that no drawer without a label appears."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("settings", "models", "losses", "data", "training", "memory", "scripts", "tests")
+MAY_IMPORT = {
+    "settings": set(),
+    "models": {"settings"},
+    "losses": {"settings"},
+    "data": {"settings"},
+    "training": {"settings", "models", "losses", "data"},
+    "memory": {"settings", "models", "losses", "data", "training"},
+    "scripts": {"settings", "models", "losses", "data", "training", "memory"},
+    "tests": {*PACKAGES, "train_autoencoder", "train_ldm"},
+}
+SOURCES = sorted(p for p in ROOT.rglob("*.py") if not {".venv", "runs"} & set(p.relative_to(ROOT).parts))
+CODE = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "tests"]
+
+
+def package_of(path: Path) -> str:
+    first = path.relative_to(ROOT).parts[0]
+    return first if first in PACKAGES else "scripts"  # the train scripts stand where the scripts stand
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide who imports whom"
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_follow_the_arrows(path):
+    package = package_of(path)
+    ours = imported(path) & {*PACKAGES, "train_autoencoder", "train_ldm"}
+    assert ours <= MAY_IMPORT[package] | {package}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_readable(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 75, f"{node.name} asks to be two"
+
+
+@pytest.mark.parametrize("name", ["train_autoencoder.py", "train_ldm.py"])
+def test_train_scripts_read_like_prose(name):
+    assert len((ROOT / name).read_text().splitlines()) <= 125
+
+
+def test_there_are_no_drawers_without_a_label():
+    drawers = {"utils", "helpers", "misc", "common"}
+    assert [p for p in SOURCES if p.stem in drawers or drawers & set(p.relative_to(ROOT).parts)] == []
+
+
+def test_git_ignores_no_code():
+    files = [str(path.relative_to(ROOT)) for path in SOURCES]
+    done = subprocess.run(["git", "check-ignore", *files], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == ""
