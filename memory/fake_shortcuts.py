@@ -1,8 +1,9 @@
 """A faster way through `FakeTensorMode` for the operators that a step repeats thousands of times.
 
-A fake operator costs about 0.4 ms, most of it in checks that a training step never needs: slabs and norms that work group by
-group then take a minute. Three kinds of operators are short-cut here, all others take the normal way: in-place operators
-return their argument, views are made by the meta kernel directly, and the metadata of pure results is remembered.
+A fake operator costs about 0.4 ms, most of it in checks that a training step never needs, and slabs and norms that work
+group by group have ten thousands of them. Three kinds are short-cut here, all others take the normal way: in-place
+operators return their argument, views are made by the meta kernel directly, and the metadata of pure results is
+remembered.
 """
 
 from typing import Any, Literal
@@ -32,6 +33,7 @@ class FakeShortcuts:
         self._results: dict[Any, list[Any] | None] = {}
 
     def __call__(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the operator returns."""
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)

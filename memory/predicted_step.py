@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memory.allocator import replay
+from memory.fake_shortcuts import CPU
 from memory.measure import emulated, tracked
 from memory.prediction import MARGINS, Prediction, Stage, tier_of
 from memory.tracker import Allocation, MemoryTracker
@@ -21,9 +22,9 @@ MAX_KERNEL_VOXELS = 64  # a 16-bit copy of a convolution's weight has five axes 
 CATEGORIES = ("parameters", "gradients", "optimizer", "ema", "inputs")
 
 
-def build_step(settings: Settings, stage: Stage) -> Any:
-    """Build the step object of a stage on the CPU, without reading weight files."""
-    process = Process(torch.device("cpu"))
+def build_step(settings: Settings, stage: Stage, device: torch.device = CPU) -> Any:
+    """Build the step object of a stage without reading weight files."""
+    process = Process(device)
     if stage == "autoencoder":
         from training.autoencoder_step import AutoencoderStep
 
@@ -36,7 +37,7 @@ def build_step(settings: Settings, stage: Stage) -> Any:
 def track_step(settings: Settings, stage: Stage, fake: bool = True, cuda: bool = True) -> MemoryTracker:
     """Execute the fullest micro-batch of a step and return the tracker of it.
 
-    The optimizer states exist, with accumulation also the gradients of the micro-batches before, and the adversarial term
+    The optimizer states exist, with accumulation also the gradients of earlier micro-batches, and the adversarial term
     has started: its peak is that of the whole training. With fake=False the same happens with real CPU tensors.
     """
     settings = _on_cpu(settings)
@@ -55,7 +56,7 @@ def track_step(settings: Settings, stage: Stage, fake: bool = True, cuda: bool =
             batch = step.example_batch(training.batch_size)
             tracker.adopt(_tensors(_fields(batch)), "inputs")
             tracker.reset()
-            step([batch], _fullest_step(settings, stage))
+            step([batch], fullest_step(settings, stage))
     return tracker
 
 
@@ -104,8 +105,8 @@ def predict_step(settings: Settings, stage: Stage) -> Prediction:
 def attention_growth(settings: Settings, stage: Stage) -> list[dict[str, Any]]:
     """Return tokens and bytes of one attention block at each attention level, now and with every axis doubled.
 
-    The scaled-dot-product kernel keeps query, key, value and result: linear in the tokens. The matrix of stock attention
-    grows with their square, and so does the compute of both.
+    The scaled-dot-product kernel keeps query, key, value and result: linear in the tokens. A matrix of attention
+    weights grows with their square, and so does the compute of both.
     """
     network = settings.autoencoder if stage == "autoencoder" else settings.ldm.unet
     grid = settings.training_grid if stage == "autoencoder" else settings.latent_shape[1:]
@@ -136,7 +137,8 @@ def _on_cpu(settings: Settings) -> Settings:
     return settings.with_overrides({"device.type": "cpu", "device.amp_dtype": dtype})
 
 
-def _fullest_step(settings: Settings, stage: Stage) -> int:
+def fullest_step(settings: Settings, stage: Stage) -> int:
+    """Return the number of a step in which every term is active."""
     if stage == "ldm":
         return 0
     training = settings.autoencoder.training

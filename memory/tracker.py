@@ -86,7 +86,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tell torch not to wrap the dispatch below: nothing is compiled here, and the wrapper costs time at each call."""
+        """Tell torch not to wrap the dispatch below: nothing is compiled here, and the wrapper costs time."""
         return False
 
     def __enter__(self) -> "MemoryTracker":

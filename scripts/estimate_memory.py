@@ -1,0 +1,56 @@
+"""Say what a training step will need, without a GPU and without running it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from settings import load_settings
+from settings.command_line import add_config, parser, run
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    result = parser(
+        __doc__ or "",
+        [
+            "python scripts/estimate_memory.py --config configs/high_res.yaml",
+            "python scripts/estimate_memory.py --config configs/quality.yaml --stage ldm --json estimate.json",
+            "python scripts/estimate_memory.py --config configs/high_res.yaml autoencoder.training.slab_rows=8",
+        ],
+    )
+    add_config(result)
+    result.add_argument("--stage", choices=("autoencoder", "ldm"), default="autoencoder", help="default: autoencoder")
+    result.add_argument("--json", metavar="FILE", help="write the prediction for programs; - is standard output")
+    return result.parse_intermixed_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Predict and print."""
+    from memory import predict
+    from memory.calibration import corrected
+    from memory.text import describe
+
+    start = time.perf_counter()
+    settings = load_settings(options.config, options.overrides, stage=options.stage)
+    prediction = corrected(predict(settings, options.stage))
+    if options.json:
+        values = {**prediction.to_json(), "seconds": round(time.perf_counter() - start, 2)}
+        text = json.dumps(values, indent=2) + "\n"
+        if options.json == "-":
+            sys.stdout.write(text)
+            return 0
+        Path(options.json).write_text(text)
+    if not options.quiet:
+        print(f"{settings.name}, {options.stage}: one training step\n")
+        print(describe(prediction))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, parse()))

@@ -1,0 +1,120 @@
+"""Walk from a config towards a memory budget: what to change, what it costs, what fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from settings import ConfigError, Problem, load_settings
+from settings.command_line import OUT_OF_MEMORY, add_config, parser, run
+
+if TYPE_CHECKING:
+    from memory.ladder import Ladder
+
+GIB = 1 << 30
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    result = parser(
+        __doc__ or "",
+        [
+            "python scripts/oom_ladder.py --config configs/quality.yaml --budget-gb 6",
+            "python scripts/oom_ladder.py --config configs/high_res.yaml --budget-gb 2 --write-config fits.yaml",
+            "python scripts/oom_ladder.py --config configs/balanced.yaml --budget-gb 12 --order guide",
+        ],
+    )
+    add_config(result)
+    result.add_argument("--budget-gb", type=float, required=True, metavar="N", help="memory of the GPU, as sold: 24")
+    result.add_argument("--stage", choices=("autoencoder", "ldm"), default="autoencoder", help="default: autoencoder")
+    result.add_argument(
+        "--order",
+        choices=("lossless-first", "guide"),
+        default="lossless-first",
+        help="lossless-first (default): the same mathematics before anything else; guide: the memory guide's order",
+    )
+    result.add_argument("--json", metavar="FILE", help="write rungs and recommendation for programs")
+    result.add_argument("--write-config", metavar="FILE", help="write the recommended config, with the reasons")
+    result.add_argument("--measure", action="store_true", help="CUDA only: run each rung's real step as well")
+    return result.parse_intermixed_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Walk, print, write; 3 when nothing fits."""
+    from memory.calibration import corrected
+    from memory.ladder import config_with_reasons, walk
+    from memory.text import describe_ladder
+
+    settings = load_settings(options.config, options.overrides, stage=options.stage)
+    _check(options)
+    budget_bytes = round(options.budget_gb * GIB)
+    with _ProgressBar(options.quiet) as bar:
+        ladder = walk(settings, options.stage, budget_bytes, options.order, bar.advance, corrected)
+        measured = _measure(ladder, bar) if options.measure else None
+    if options.json:
+        values = ladder.to_json()
+        for rung in values["rungs"] if measured is not None else []:
+            rung["measured_bytes"] = measured.get(rung["name"]) if measured is not None else None
+        Path(options.json).write_text(json.dumps(values, indent=2) + "\n")
+    print(describe_ladder(ladder, measured))
+    if ladder.recommended is None:
+        return OUT_OF_MEMORY
+    if options.write_config:
+        Path(options.write_config).write_text(config_with_reasons(ladder, options.config))
+        print(f"written: {options.write_config}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = []
+    if options.budget_gb <= 0:
+        problems.append(Problem("--budget-gb", f"found {options.budget_gb:g}", "allowed: above 0", "for example 24"))
+    if options.measure:
+        import torch
+
+        if not torch.cuda.is_available():
+            remedy = "leave --measure away: the predictions need no GPU"
+            problems.append(Problem("--measure", "no CUDA device here", "allowed: on a machine with a GPU", remedy))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _measure(ladder: Ladder, bar: _ProgressBar) -> dict[str, int]:
+    """Run the real step of each rung in a process of its own; return what the allocator reserved, by rung."""
+    from memory.measured_step import measure_in_process
+
+    measured = {}
+    for number, step in enumerate(ladder.steps, start=1):
+        reserved = measure_in_process(step.rung.settings, ladder.stage)
+        if reserved is not None:
+            measured[step.rung.name] = reserved
+        bar.advance(number, len(ladder.steps), f"measured {step.rung.name}")
+    return measured
+
+
+class _ProgressBar:
+    """A bar on standard error; rungs that turn out not to matter shorten it."""
+
+    def __init__(self, quiet: bool) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=1, desc="predicting", unit="rung", disable=quiet, leave=False)
+
+    def __enter__(self) -> _ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def advance(self, done: int, total: int, name: str) -> None:
+        self._bar.total, self._bar.n = total, done
+        self._bar.set_postfix_str(name)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, parse()))
