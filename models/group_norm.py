@@ -104,9 +104,16 @@ def _backward_by_group(
     grads: list[tuple[Tensor | None, Tensor | None]] = []
     for index, part in enumerate(group_slices(channels, groups)):
         one = slice(index, index + 1)
-        values, upstream = full_precision(x[:, part]).contiguous(), full_precision(grad[:, part]).contiguous()
+        # The fp32 copies have no names here, so that the callee can drop the gradient's as soon as it is used.
         grad_values, grad_weight, grad_bias = _backward_of(
-            values, upstream, weight[part], bias[part], mean[:, one], rstd[:, one], silu, needs
+            full_precision(x[:, part]).contiguous(),
+            full_precision(grad[:, part]).contiguous(),
+            weight[part],
+            bias[part],
+            mean[:, one],
+            rstd[:, one],
+            silu,
+            needs,
         )
         if grad_x is not None:
             grad_x[:, part] = grad_values  # type: ignore[assignment]
@@ -122,7 +129,8 @@ def _backward_of(
     batch, channels = x.shape[:2]
     if silu:
         scale, shift = scale_and_shift(mean, rstd, weight, bias)
-        grad = aten.silu_backward(grad, torch.addcmul(spread(shift), x, spread(scale)))
+        normed = torch.addcmul(spread(shift), x, spread(scale))
+        grad = aten.silu_backward.grad_input(grad, normed, grad_input=normed)
     return aten.native_group_norm_backward(
         grad, x, mean, rstd, weight, batch, channels, x[0, 0].numel(), mean.shape[1], list(needs)
     )

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from models.group_norm import compute_dtype, full_precision, layout
-from models.slabs import slabs
+from models.slabs import bias_grad, slabs
 
 aten = torch.ops.aten
 PARITIES = tuple(product((0, 1), repeat=3))
@@ -78,7 +78,7 @@ class _UpsampleConv(torch.autograd.Function):
                 if grad_weight is not None:
                     grad_weight += _unfold(full_precision(grad_kernel), parity)
                 if needs_bias:
-                    total = full_precision(part).sum((0, 2, 3, 4))
+                    total = bias_grad(part)
                     grad_bias = total if grad_bias is None else grad_bias + total
             grad_x = None if grad_x is None else grad_x.to(x.dtype)
         return grad_x, grad_weight, grad_bias, None
@@ -94,7 +94,7 @@ class _DownsampleConv(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             shape = (x.shape[0], weight.shape[0], *((size - 2) // 2 + 1 for size in x.shape[2:]))
             out = torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout(x))
-            for start, end in _output_slabs(out, rows):
+            for start, end in _output_slabs(out, rows, dtype):
                 out[:, :, start:end] = F.conv3d(_padded_rows(x, start, end, dtype), weight.to(dtype), bias.to(dtype), 2)
         ctx.save_for_backward(x, weight)
         ctx.rows, ctx.dtype = rows, dtype
@@ -109,7 +109,7 @@ class _DownsampleConv(torch.autograd.Function):
         grad_x = torch.zeros_like(x) if needs_x else None
         grad_weight = grad_bias = shared = None
         with torch.autocast(x.device.type, enabled=False):
-            for start, end in _output_slabs(grad, ctx.rows):
+            for start, end in _output_slabs(grad, ctx.rows, ctx.dtype):
                 part = grad[:, :, start:end].to(ctx.dtype).contiguous(memory_format=layout(x))
                 grad_rows, grad_part, _ = aten.convolution_backward(
                     part, _padded_rows(x, start, end, ctx.dtype), weight.to(ctx.dtype), None,
@@ -126,16 +126,16 @@ class _DownsampleConv(torch.autograd.Function):
                     grad_part = full_precision(grad_part)
                     grad_weight = grad_part if grad_weight is None else grad_weight.add_(grad_part)
                 if needs_bias:
-                    total = full_precision(part).sum((0, 2, 3, 4))
+                    total = bias_grad(part)
                     grad_bias = total if grad_bias is None else grad_bias + total
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _output_slabs(out: Tensor, rows: int) -> list[tuple[int, int]]:
+def _output_slabs(out: Tensor, rows: int, dtype: torch.dtype) -> list[tuple[int, int]]:
     """Return the slabs of the smaller volume that belong to slabs of `rows` rows of the larger one; all when 0."""
     if rows == 0:
         return [(0, out.shape[2])]
-    return list(slabs(out, max(rows // 2, 1), out.shape[1]))
+    return slabs(out, max(rows // 2, 1), out.shape[1], dtype)
 
 
 def _padded_rows(x: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from models.group_norm import compute_dtype, full_precision, layout
-from models.slabs import NormedRows, Statistics, convolve, convolve_backward, rows_of, slabs
+from models.slabs import NormedRows, Statistics, bias_grad, convolve, convolve_backward, rows_of, slabs
 
 aten = torch.ops.aten
 Gradients = tuple[Tensor | None, ...]
@@ -25,13 +25,9 @@ def _total(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total.add_(part)
 
 
-def _bias_grad(grad: Tensor) -> Tensor:
-    return full_precision(grad).sum((0, 2, 3, 4))
-
-
 def _gather_statistics(x: Tensor, groups: int, eps: float, rows: int) -> tuple[Tensor, Tensor]:
     statistics = Statistics(groups, eps)
-    for start, end in slabs(x, rows, x.shape[1]):
+    for start, end in slabs(x, rows, x.shape[1], x.dtype):
         statistics.add(rows_of(x, start, end))
     return statistics.result()
 
@@ -48,8 +44,9 @@ class _NormConv(torch.autograd.Function):
             normed = NormedRows(x, mean, rstd, norm_weight, norm_bias, False, dtype)
             shape = (x.shape[0], weight.shape[0], *x.shape[2:])
             out = torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout(x))
-            for start, end in slabs(x, rows, x.shape[1]):
-                out[:, :, start:end] = convolve(normed.rows(start - 1, end + 1), weight.to(dtype), bias.to(dtype))
+            low_weight, low_bias = weight.to(dtype), bias.to(dtype)
+            for start, end in slabs(x, rows, x.shape[1], dtype):
+                out[:, :, start:end] = convolve(normed.rows(start - 1, end + 1), low_weight, low_bias)
         ctx.save_for_backward(x, *parameters, mean, rstd)
         ctx.rows, ctx.dtype = rows, dtype
         return out
@@ -63,15 +60,17 @@ class _NormConv(torch.autograd.Function):
             low_weight, needs_weight = weight.to(ctx.dtype), ctx.needs_input_grad[3]
             grad_x = torch.empty_like(x)
             grad_weight = grad_bias = None
-            for start, end in slabs(x, ctx.rows, x.shape[1]):
+            for start, end in slabs(x, ctx.rows, x.shape[1], ctx.dtype):
                 part = rows_of(grad, start - 1, end + 1).to(ctx.dtype)
-                grad_rows, grad_part = convolve_backward(part, normed.rows(start, end), low_weight, (True, needs_weight))
+                grad_rows, grad_part = convolve_backward(
+                    part, normed.rows(start, end), low_weight, (True, needs_weight)
+                )
                 if needs_weight:
                     grad_weight = _total(grad_weight, grad_part)
-                    grad_bias = _total(grad_bias, _bias_grad(grad[:, :, start:end]))
+                    grad_bias = _total(grad_bias, bias_grad(grad[:, :, start:end]))
                 grad_x[:, :, start:end] = normed.absorb(grad_rows, start, end)
             grad_norm = normed.finish()
-            for start, end in slabs(x, ctx.rows, x.shape[1]):
+            for start, end in slabs(x, ctx.rows, x.shape[1], ctx.dtype):
                 grad_x[:, :, start:end] = normed.input_grad(grad_x[:, :, start:end], start, end)
         return grad_x, *grad_norm, grad_weight, grad_bias, None, None, None, None
 
@@ -82,24 +81,26 @@ class _Residual(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:  # type: ignore[override]
         *parameters, groups, eps, rows, dtype = args
-        scale1, shift1, weight1, bias1, scale2, shift2, weight2, bias2, shortcut, shortcut_bias = parameters
+        scale1, shift1, _, _, scale2, shift2, *_ = parameters
+        convolutions = (None if part is None else part.to(dtype) for part in (*parameters[2:4], *parameters[6:]))
+        weight1, bias1, weight2, bias2, shortcut, shortcut_bias = convolutions
         channels = min(weight1.shape[:2])
         with torch.autocast(x.device.type, enabled=False):
             first = NormedRows(x, *_gather_statistics(x, groups, eps, rows), scale1, shift1, True, dtype)
             shape = (x.shape[0], weight1.shape[0], *x.shape[2:])
             h = torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout(x))
             statistics = Statistics(groups, eps)
-            for start, end in slabs(x, rows, channels):
-                part = convolve(first.rows(start - 1, end + 1), weight1.to(dtype), bias1.to(dtype))
+            for start, end in slabs(x, rows, channels, dtype):
+                part = convolve(first.rows(start - 1, end + 1), weight1, bias1)
                 statistics.add(part)
                 h[:, :, start:end] = part
             second = NormedRows(h, *statistics.result(), scale2, shift2, True, dtype)
             out = torch.empty_like(h)
-            for start, end in slabs(x, rows, channels):
-                part = convolve(second.rows(start - 1, end + 1), weight2.to(dtype), bias2.to(dtype))
+            for start, end in slabs(x, rows, channels, dtype):
+                part = convolve(second.rows(start - 1, end + 1), weight2, bias2)
                 source = rows_of(x, start, end)
                 if shortcut is not None:
-                    source = F.conv3d(source.to(dtype), shortcut.to(dtype), shortcut_bias.to(dtype))
+                    source = F.conv3d(source.to(dtype), shortcut, shortcut_bias)
                 out[:, :, start:end] = source.add_(part) if shortcut is not None else part.add_(source)
         ctx.save_for_backward(x, *parameters, first.mean, first.rstd, second.mean, second.rstd)
         ctx.rows, ctx.dtype = rows, dtype
@@ -117,12 +118,12 @@ class _ResidualBackward:
 
     def __init__(self, ctx: Any, grad: Tensor) -> None:
         x, *parameters, mean1, rstd1, mean2, rstd2 = ctx.saved_tensors
-        scale1, shift1, weight1, self.bias1, scale2, shift2, weight2, _, shortcut, _ = parameters
+        scale1, shift1, weight1, bias1, scale2, shift2, weight2, _, shortcut, _ = parameters
         self.x, self.grad, self.dtype = x, grad, ctx.dtype
         self.needs_weights = ctx.needs_input_grad[3]
-        self.weight1, self.weight2 = weight1.to(ctx.dtype), weight2.to(ctx.dtype)
+        self.weight1, self.bias1, self.weight2 = (part.to(ctx.dtype) for part in (weight1, bias1, weight2))
         self.shortcut = None if shortcut is None else shortcut.to(ctx.dtype)
-        self.slabs = list(slabs(x, ctx.rows, min(weight1.shape[:2])))
+        self.slabs = slabs(x, ctx.rows, min(weight1.shape[:2]), ctx.dtype)
         self.grad_x = torch.empty_like(x)
         self.grad_h = torch.empty_like(grad, dtype=ctx.dtype, memory_format=layout(x))
         # The gradient of x is written after the last look at h, so h may live in its memory when it fits.
@@ -151,14 +152,14 @@ class _ResidualBackward:
     def _sweep_conv2(self) -> None:
         """Recompute h, and go back through the second convolution and SiLU."""
         for start, end in self.slabs:
-            h = convolve(self.first.rows(start - 1, end + 1), self.weight1, self.bias1.to(self.dtype))
+            h = convolve(self.first.rows(start - 1, end + 1), self.weight1, self.bias1)
             self.second.x[:, :, start:end] = h
             del h
             grad = rows_of(self.grad, start - 1, end + 1).to(self.dtype)
             needs = (True, self.needs_weights)
             grad_rows, grad_weight = convolve_backward(grad, self.second.rows(start, end), self.weight2, needs)
             self._add("weight2", grad_weight)
-            self._add("bias2", _bias_grad(self.grad[:, :, start:end]))
+            self._add("bias2", bias_grad(self.grad[:, :, start:end]))
             self.grad_h[:, :, start:end] = self.second.absorb(grad_rows, start, end)
 
     def _sweep_conv1(self) -> None:
@@ -173,7 +174,7 @@ class _ResidualBackward:
             needs = (True, self.needs_weights)
             grad_rows, grad_weight = convolve_backward(grad, self.first.rows(start, end), self.weight1, needs)
             self._add("weight1", grad_weight)
-            self._add("bias1", _bias_grad(self.grad_h[:, :, start:end]))
+            self._add("bias1", bias_grad(self.grad_h[:, :, start:end]))
             self.grad_x[:, :, start:end] = self.first.absorb(grad_rows, start, end)
 
     def _sweep_input(self) -> None:

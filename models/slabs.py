@@ -6,8 +6,6 @@ on each side. Sums over slabs are kept in full precision. All tensors are (batch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,19 +15,19 @@ from models.group_norm import FULL_PRECISION, full_precision, layout, scale_and_
 aten = torch.ops.aten
 
 MIN_SLAB_VALUES = 20480
-"""Channels x rows x height from which torch runs a convolution of one volume through its fast CPU kernel.
+"""Channels x rows x height from which torch runs an fp32 convolution of one volume through its fast CPU kernel.
 
-Thinner slabs took 15 times as long in fp32 on CPU and save next to nothing: they hold 40 KB per voxel of width.
+Thinner slabs took 15 times as long and save next to nothing: they hold 80 KB per voxel of width.
 """
 
 
-def slabs(x: Tensor, rows: int, channels: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each slab of about `rows` rows; `channels` are the fewest that a convolution of it sees."""
+def slabs(x: Tensor, rows: int, channels: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Return start and end of each slab of about `rows` rows, for convolutions of `channels` or more channels in `dtype`."""
     total, height = x.shape[2], x.shape[3]
-    fewest = MIN_SLAB_VALUES // (channels * height) + 1 if MIN_SLAB_VALUES else 1
-    size = max(rows, fewest + fewest % 2)
-    for start in range(0, total, size):
-        yield start, min(start + size, total)
+    if dtype == torch.float32:
+        fewest = MIN_SLAB_VALUES // (channels * height) + 1
+        rows = max(rows, fewest + fewest % 2)
+    return [(start, min(start + rows, total)) for start in range(0, total, rows)]
 
 
 def rows_of(x: Tensor, start: int, end: int) -> Tensor:
@@ -45,7 +43,9 @@ def convolve(haloed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.conv3d(haloed, weight, bias, padding=(0, 1, 1))
 
 
-def convolve_backward(grad_haloed: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+def convolve_backward(
+    grad_haloed: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool]
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows of the input and, from these rows, of the weight.
 
     The gradient of the output comes with one row more on each side. To the rows without halo it is the gradient of a
@@ -55,6 +55,11 @@ def convolve_backward(grad_haloed: Tensor, x: Tensor, weight: Tensor, needs: tup
         grad_haloed, x, weight, None, [1, 1, 1], [2, 1, 1], [1, 1, 1], False, [0, 0, 0], 1, [*needs, False]
     )
     return grad_x, grad_weight
+
+
+def bias_grad(grad: Tensor) -> Tensor:
+    """Return the gradient of a convolution's bias in full precision."""
+    return grad.sum((0, 2, 3, 4), dtype=torch.promote_types(grad.dtype, torch.float32))
 
 
 class Statistics:
@@ -120,29 +125,31 @@ class NormedRows:
             if self.silu:
                 F.silu(target, inplace=True)
         else:
-            values = self._normed(full_precision(self.x[:, :, inside]))
+            values = self._normed(self.x[:, :, inside])
             target.copy_(F.silu(values, inplace=True) if self.silu else values)
-        out[:, :, : inside.start - start] = 0
-        out[:, :, inside.stop - start :] = 0
+        if start < inside.start:
+            out[:, :, : inside.start - start] = 0
+        if end > inside.stop:
+            out[:, :, inside.stop - start :] = 0
         return out
 
     def _normed(self, x: Tensor) -> Tensor:
+        # In full precision without a converted copy of x: the kernel promotes each value as it reads it.
         return torch.addcmul(self._shift, x, self._scale)
 
     def _before_silu(self, grad: Tensor, x: Tensor) -> Tensor:
         """Return the gradient of the normed values in full precision."""
-        grad = full_precision(grad)
         if not self.silu:
-            return grad
+            return full_precision(grad)
         normed = self._normed(x)
         return aten.silu_backward.grad_input(grad, normed, grad_input=normed)
 
     def absorb(self, grad: Tensor, start: int, end: int) -> Tensor:
         """Take the gradient of `rows(start, end)` into the sums and return what `input_grad` will want to see."""
-        x = full_precision(self.x[:, :, start:end])
+        x = self.x[:, :, start:end]
         product = self._before_silu(grad, x)
         self._sum_grad += product.sum((2, 3, 4))
-        self._sum_grad_x += (product * x).sum((2, 3, 4))
+        self._sum_grad_x += (product * x if self._keeps_product else product.mul_(x)).sum((2, 3, 4))
         return product if self._keeps_product else grad
 
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -173,6 +180,6 @@ class NormedRows:
         """Return the gradient of the rows of `x` in full precision, from what `absorb` returned for them."""
         assert self._factors is not None, "input_grad needs the sums over all rows: call finish first"
         of_grad, of_x, constant = self._factors
-        x = full_precision(self.x[:, :, start:end])
+        x = self.x[:, :, start:end]
         product = kept if self._keeps_product else self._before_silu(kept, x)
         return torch.addcmul(constant, x, of_x).addcmul_(product, of_grad)
