@@ -1,0 +1,173 @@
+"""Latents of volumes, kept as mean and sigma: on disk or in memory, and batches of them addressed by step.
+
+Never a sampled latent: its noise would be baked in and seen again at every pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from data.batches import BatchPlan, VolumeOrder
+from data.formats import printable
+from data.volumes import VolumeFile
+from settings import DataError, DataSettings
+
+# Part of the key: change it whenever the same volume and weights would be stored in another way.
+VERSION = 1
+
+Moments = tuple[Tensor, Tensor]
+"""Mean and sigma of one volume's latent, each float32 (C, D, H, W)."""
+
+
+@dataclass(frozen=True)
+class LatentBatch:
+    """One micro-batch of latents; the fields are those of `Batch`, with mean and sigma in the place of the image."""
+
+    mean: Tensor
+    sigma: Tensor
+    positions: tuple[int, ...]
+    labels: Tensor | None
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LatentFacts:
+    """What stage 2 wants to know of a volume without reading its latent.
+
+    Sums over the latent's elements, in float64; spacing of the network's grid; the intensities of each channel that map
+    to the ends of the network's range.
+    """
+
+    sum_mean: float
+    sum_squared_mean: float
+    sum_squared_sigma: float
+    spacing_mm: tuple[float, ...]
+    lower: tuple[float, ...]
+    upper: tuple[float, ...]
+
+    def to_row(self) -> list[float]:
+        """Return the numbers in a row, which processes can exchange."""
+        sums = [self.sum_mean, self.sum_squared_mean, self.sum_squared_sigma]
+        return [*sums, *self.spacing_mm, *self.lower, *self.upper]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> LatentFacts:
+        """Return the facts that `to_row` wrote."""
+        channels = (len(row) - 6) // 2
+        spacing_mm, lower, upper = row[3:6], row[6 : 6 + channels], row[6 + channels :]
+        return cls(row[0], row[1], row[2], tuple(spacing_mm), tuple(lower), tuple(upper))
+
+
+def facts_of(
+    moments: Moments, spacing_mm: Sequence[float], lower: Sequence[float], upper: Sequence[float]
+) -> LatentFacts:
+    """Return the facts of one latent."""
+    mean, sigma = (part.double() for part in moments)
+    sums = (float(mean.sum()), float(mean.square().sum()), float(sigma.square().sum()))
+    return LatentFacts(*sums, tuple(map(float, spacing_mm)), tuple(lower), tuple(upper))
+
+
+def latent_key(s: DataSettings, weights: str, precision: str) -> str:
+    """Return a hash of what a latent depends on besides its volume: weights, precision, how volumes are read."""
+    reading = s.model_dump(mode="json", include={"orientation", "spacing", "voxel_size", "resize", "intensity"})
+    parts = json.dumps([VERSION, weights, precision, reading], sort_keys=True)
+    return hashlib.sha256(parts.encode()).hexdigest()[:24]
+
+
+class LatentFolder:
+    """One safetensors file per volume, named by the volume's path, size and time: a changed volume is not found."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path_of(self, file: VolumeFile) -> Path:
+        """Return where the latent of a volume is kept."""
+        status = file.path.stat()
+        identity = f"{file.path.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
+        digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
+        return self.folder / f"{digest[:32]}.safetensors"
+
+    def facts(self, file: VolumeFile) -> LatentFacts | None:
+        """Return the facts of a volume's latent, or None when it has to be encoded: absent or not whole."""
+        try:
+            with safe_open(self.path_of(file), framework="pt") as content:
+                return LatentFacts.from_row(json.loads((content.metadata() or {})["facts"]))
+        except (OSError, SafetensorError, LookupError, ValueError):
+            return None
+
+    def write(self, file: VolumeFile, moments: Moments, facts: LatentFacts) -> None:
+        """Write one latent so that it is whole or absent, whatever interrupts."""
+        path = self.path_of(file)
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+        metadata = {"facts": json.dumps(facts.to_row()), "volume": printable(file.name)}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_file({"mean": moments[0].contiguous(), "sigma": moments[1].contiguous()}, temporary, metadata)
+            os.replace(temporary, path)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise DataError(
+                f"{self.folder}: the latent of {printable(file.name)} could not be written ({error}); make room, or "
+                "set ldm.latents.cache: memory"
+            ) from None
+
+    def read(self, file: VolumeFile) -> Moments:
+        """Return mean and sigma of a volume's latent."""
+        path = self.path_of(file)
+        try:
+            content = load_file(path)
+            return content["mean"], content["sigma"]
+        except (OSError, SafetensorError, KeyError):
+            raise DataError(
+                f"{path}: the cached latent of {printable(file.name)} is gone or damaged; run the same command again, "
+                "which encodes it anew; several machines need a shared folder, or ldm.latents.cache: memory"
+            ) from None
+
+
+def latent_batches(
+    read: Callable[[int], Moments], files: Sequence[VolumeFile], plan: BatchPlan, first_step: int, last_step: int
+) -> Iterator[list[LatentBatch]]:
+    """Yield for each step in [first_step, last_step) its micro-batches; `read` gives the latent of a file by index.
+
+    The same volumes in the same order as `training_batches`. A thread reads the next step's latents while one trains.
+    """
+    assert files, "there are no training volumes"
+    order = VolumeOrder(plan.seed, len(files))
+
+    def load(step: int) -> list[LatentBatch]:
+        chunks = [plan.positions(step, micro_batch) for micro_batch in range(plan.accumulation)]
+        return [collate(read, files, [order(position) for position in chunk], chunk) for chunk in chunks]
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="latents") as reader:
+        waiting = [reader.submit(load, step) for step in range(first_step, min(first_step + 1, last_step))]
+        for step in range(first_step, last_step):
+            batches = waiting.pop().result()
+            if step + 1 < last_step:
+                waiting.append(reader.submit(load, step + 1))
+            yield batches
+
+
+def collate(
+    read: Callable[[int], Moments], files: Sequence[VolumeFile], indices: Sequence[int], positions: Sequence[int]
+) -> LatentBatch:
+    """Return the latents of some files as one batch."""
+    moments = [read(index) for index in indices]
+    labels = [files[index].label for index in indices]
+    return LatentBatch(
+        mean=torch.stack([mean for mean, _ in moments]),
+        sigma=torch.stack([sigma for _, sigma in moments]),
+        positions=tuple(positions),
+        labels=None if None in labels else torch.tensor(labels, dtype=torch.long),
+        files=tuple(files[index].name for index in indices),
+    )

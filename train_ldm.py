@@ -1,0 +1,100 @@
+"""Stage 2: train the diffusion model that draws latents, which the autoencoder of stage 1 turns into volumes.
+
+python train_ldm.py --config configs/quickstart.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+from settings import load_settings
+from settings.command_line import INTERRUPTED, add_config, parser, run
+
+log = logging.getLogger("train_ldm")
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train as the config says, from the newest checkpoint if there is one."""
+    settings = load_settings(options.config, options.overrides, stage="ldm")
+    training = settings.ldm.training
+
+    # These import torch: a mistake in the config has been reported by now.
+    from data import BatchPlan, prepare_volumes
+    from training.checkpoints import Checkpoints
+    from training.conditioning import check_classes
+    from training.distributed import processes
+    from training.encoding import prepare_latents
+    from training.ldm_step import LatentDiffusionStep
+    from training.ldm_validation import validate_ldm
+    from training.recorder import Recorder
+    from training.resume import resume, save
+    from training.run_folder import describe_run, open_run
+    from training.stop_signal import StopSignal
+    from training.summary import summarise
+    from training.validation import show_validation
+    from training.weights import export
+
+    # Data, and what is about to happen.
+    volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+    check_classes(settings.ldm.conditioning, volumes)
+    log.info(summarise(settings, "ldm", len(volumes.train)))
+    if options.dry_run:
+        return 0
+
+    with processes(settings.device) as process, open_run(settings, process) as run_folder:
+        # The frozen autoencoder and the U-Net, latents with their scale, and where the run stopped last time.
+        step = LatentDiffusionStep(settings, process)
+        latents = prepare_latents(step.whole_volumes, volumes, settings, process)
+        step.latent_scale = latents.scale
+        samples = training.samples_per_rank * process.world_size
+        checkpoints = Checkpoints(run_folder.checkpoints, "ldm", training.keep_checkpoints)
+        first_step = resume(step, checkpoints, settings, samples)
+        describe_run(run_folder, settings, process)
+
+        # Batches are addressed by step: which latents step n sees is a function of the seed and n.
+        plan = BatchPlan(
+            settings.seed, training.batch_size, training.gradient_accumulation_steps, process.rank, process.world_size
+        )
+        batches = latents.training_batches(plan, first_step, training.max_steps)
+
+        with (
+            Recorder(run_folder, "ldm", first_step, training.max_steps, process) as recorder,
+            StopSignal() as stop,
+        ):
+            for done, micro_batches in enumerate(batches, first_step + 1):
+                recorder.add(step(micro_batches, done - 1), training.samples_per_rank)
+                is_end = done == training.max_steps
+                must_stop = process.any(bool(stop))
+
+                if done % training.log_every == 0 or is_end:
+                    step.guard.raise_if_bad()
+                    recorder.log(done)
+
+                if done % training.validate_every == 0 or is_end:
+                    show_validation(recorder, done, *validate_ldm(step, latents))
+
+                if done % training.save_every == 0 or is_end or must_stop:
+                    save(step, checkpoints, settings, samples, done)
+
+                if must_stop and not is_end:
+                    log.warning("stopped after step %d; the same command goes on from there", done)
+                    return INTERRUPTED
+
+        export(step, run_folder, settings, latent_scale=step.latent_scale, **latents.metadata)
+    return 0
+
+
+if __name__ == "__main__":
+    arguments = parser(
+        "Train the latent diffusion model (stage 2) on a trained autoencoder. The same command run again resumes.",
+        [
+            "python train_ldm.py --config configs/high_res.yaml --dry-run",
+            "python train_ldm.py --config configs/high_res.yaml ldm.autoencoder=weights/autoencoder.safetensors",
+            "torchrun --nproc_per_node=4 train_ldm.py --config configs/balanced.yaml",
+        ],
+    )
+    add_config(arguments)
+    arguments.add_argument("--dry-run", action="store_true", help="say what would be trained, then stop")
+    sys.exit(run(train, arguments.parse_args()))

@@ -1,0 +1,167 @@
+"""One update of stage 2: the diffusion U-Net on latents. The trainer and the memory predictor both execute this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from data import Batch
+from data.latents import LatentBatch
+from models import build_autoencoder, build_unet
+from settings import CheckpointError, Settings
+from training.distributed import Process, synchronised
+from training.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder, weights_digest
+from training.noise_process import NoiseProcess, predict_padded
+from training.phases import phase
+from training.pixel_loss import PixelLoss
+from training.randomness import derive_seed
+from training.step import TrainingStep
+from training.whole_volumes import WholeVolumes
+
+# Multiples of the golden ratio, modulo 1, spread more evenly than random numbers do, wherever a batch begins.
+_GOLDEN_RATIO = 0.6180339887498949
+
+
+class LatentDiffusionStep(TrainingStep):
+    """The U-Net, its optimizer, the frozen autoencoder, and the step that moves the U-Net.
+
+    `latent_scale` is set from the training set, or by a checkpoint. `load_weights=False` builds the autoencoder without
+    its weights, which is all a memory prediction needs.
+    """
+
+    stage = "ldm"
+    terms = ("diffusion", "pixel")
+
+    def __init__(self, settings: Settings, process: Process, load_weights: bool = True) -> None:
+        self.training = training = settings.ldm.training
+        super().__init__(settings, training, process)
+        self.unet = build_unet(settings.ldm, settings.autoencoder.latent_channels)
+        self._parallel_unet = self.register("ldm", self.unet, training.learning_rate)
+        if load_weights:
+            self.autoencoder = load_autoencoder(settings, autoencoder_path(settings))
+        else:
+            self.autoencoder = freeze(build_autoencoder(settings.autoencoder))
+        self.autoencoder.to(process.device)
+        self.whole_volumes = WholeVolumes(self.autoencoder, settings.autoencoder, self.precision)
+        self.noise_process = NoiseProcess(settings.ldm.scheduler, process.device)
+        self.latent_scale = 1.0
+        self.pixel_loss: PixelLoss | None = None
+        if training.pixel_loss.weight:
+            self.pixel_loss = PixelLoss(training.pixel_loss, self.autoencoder, self.precision)
+            # Checkpointing acts in training mode only. The network has no dropout and no running statistics, so the two
+            # modes compute the same.
+            self.autoencoder.train()
+            if not settings.autoencoder.training.checkpoints_blocks:
+                self.autoencoder.gradient_checkpointing_enable()
+
+    def __call__(self, micro_batches: Sequence[LatentBatch | Batch], step: int) -> dict[str, Tensor]:
+        """Make one update (steps count from 0) and return its loss terms and gradient norms, still on the device."""
+        pixel_norms: list[Tensor] = []
+
+        def run(batch: LatentBatch | Batch, share: float, is_last: bool) -> dict[str, Tensor]:
+            with phase("latents"), torch.no_grad():
+                clean = self.draw_clean(batch)
+                noise = self.noise.normal("diffusion", batch.positions, clean.shape[1:])
+                times = self.noise_process.times(self._spread(batch.positions))
+                noisy = self.noise_process.add_noise(clean, noise, times)
+                target = self.noise_process.target(clean, noise, times)
+                labels = self._labels(batch)
+            with synchronised(self._parallel_unet, is_last):
+                with phase("forward"), self.precision.autocast():
+                    multiple = self.settings.ldm.unet.downsampling
+                    prediction = predict_padded(self._parallel_unet, noisy, times, labels, multiple)
+                    terms = {"diffusion": F.mse_loss(prediction.float(), target)}
+                outputs, gradients = [self.precision.scaler.scale(share * terms["diffusion"])], [None]
+                if self.pixel_loss is not None:
+                    with phase("pixel loss"):
+                        predicted, _ = self.noise_process.clean_and_noise(prediction.float(), noisy, times)
+                        terms["pixel"], gradient, norm = self._pixel_pass(predicted, clean, times, share)
+                    pixel_norms.append(norm)
+                    outputs.append(predicted)
+                    gradients.append(gradient)  # type: ignore[arg-type]
+                with phase("backward"):
+                    # One backward through the U-Net for both terms.
+                    torch.autograd.backward(outputs, gradients)
+            return {name: term.detach() for name, term in terms.items()}
+
+        terms = self.accumulate(micro_batches, step, run)
+        if pixel_norms:
+            terms["pixel_gradient_norm"] = torch.stack(pixel_norms).mean()
+        return terms | self.update(step, ["ldm"])
+
+    def draw_clean(self, batch: LatentBatch | Batch) -> Tensor:
+        """Return scaled latents drawn from the batch's means and sigmas, noise a function of each position."""
+        if isinstance(batch, Batch):
+            moments = [self.whole_volumes.encode(image) for image in batch.image]
+            mean, sigma = (torch.stack(parts) for parts in zip(*moments, strict=True))
+        else:
+            mean = batch.mean.to(self.process.device, non_blocking=True)
+            sigma = batch.sigma.to(self.process.device, non_blocking=True)
+        noise = self.noise.normal("latent", batch.positions, mean.shape[1:])
+        return (mean + sigma * noise) * self.latent_scale
+
+    def _pixel_pass(
+        self, predicted: Tensor, clean: Tensor, times: Tensor, share: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the pixel loss, its scaled gradient on the predicted latent, and its norm at the U-Net's output.
+
+        A volume counts as much as signal is left in it: of pure noise no volume can be predicted.
+        """
+        assert self.pixel_loss is not None, "a pixel pass needs the pixel loss"
+        signal, _ = self.noise_process.coefficients(times)
+        loss, gradient = self.pixel_loss(
+            predicted.detach() / self.latent_scale,
+            clean / self.latent_scale,
+            signal.flatten().square(),
+            share * self.pixel_loss.weight,
+        )
+        gradient = gradient / self.latent_scale
+        one = self.precision.scaler.scale(torch.ones((), device=gradient.device))
+        norm = (gradient * self.noise_process.clean_slope(times)).norm() / (one * share)
+        return loss, gradient, norm
+
+    def _spread(self, positions: Sequence[int]) -> Tensor:
+        """Return one number in [0, 1) for each position: any neighbouring positions cover the interval evenly."""
+        start = derive_seed(self.settings.seed, "timestep", 0) / 2**63
+        return torch.tensor([(start + position * _GOLDEN_RATIO) % 1.0 for position in positions]).to(
+            self.process.device
+        )
+
+    def _labels(self, batch: LatentBatch | Batch) -> Tensor | None:
+        """Return the classes with some of them hidden, as guidance needs; None for an unconditional U-Net."""
+        conditioning = self.settings.ldm.conditioning
+        if conditioning.type == "none":
+            return None
+        assert batch.labels is not None, "a class-conditional step needs labels"
+        labels = batch.labels.to(self.process.device, non_blocking=True)
+        is_hidden = self.noise.uniform("label", batch.positions) < conditioning.dropout
+        return torch.where(is_hidden, conditioning.num_classes, labels)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a resumed run needs."""
+        own = {"latent_scale": self.latent_scale, "autoencoder": weights_digest(self.autoencoder)}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; raise `CheckpointError` when the autoencoder is another one by now."""
+        if state["autoencoder"] != weights_digest(self.autoencoder):
+            raise CheckpointError(
+                f"the checkpoint of runs/{self.settings.name} was trained on latents of an autoencoder with other "
+                "weights; restore that autoencoder, or choose another name to train stage 2 anew"
+            )
+        super().load_state_dict(state)
+        self.latent_scale = state["latent_scale"]
+
+    def example_batch(self, batch_size: int) -> LatentBatch | Batch:
+        """Return a micro-batch of zeros in the shape that training sees."""
+        labels = None if self.settings.ldm.conditioning.type == "none" else torch.zeros(batch_size, dtype=torch.long)
+        positions, files = tuple(range(batch_size)), ("",) * batch_size
+        if self.settings.ldm.latents.cache == "none":
+            shape = (batch_size, self.settings.autoencoder.in_channels, *self.settings.data.voxel_size)
+            return Batch(torch.zeros(shape), positions, labels, files)
+        zeros = torch.zeros(batch_size, *self.settings.latent_shape)
+        return LatentBatch(zeros, zeros.clone(), positions, labels, files)

@@ -1,0 +1,127 @@
+"""The noise process of stage 2: how a clean latent becomes noise, and what the U-Net predicts of it.
+
+Every process here is x(t) = signal(t) * clean + noise_level(t) * noise, so that one sampler serves all of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from settings.ldm import SchedulerSettings
+
+# Below this signal a clean latent cannot be told from a predicted noise: the division would only amplify its error.
+SMALLEST_SIGNAL = 0.01
+
+
+class NoiseProcess:
+    """Denoising diffusion (epsilon or v) over discrete timesteps, or rectified flow over continuous time.
+
+    Times are what the U-Net is told: 0 is clean, `num_train_timesteps` is noise. Nothing is ever clipped.
+    """
+
+    def __init__(self, s: SchedulerSettings, device: torch.device) -> None:
+        self.is_flow = s.type == "rflow"
+        self.prediction = "flow" if self.is_flow else s.prediction
+        self.num_timesteps = s.num_train_timesteps
+        self.device = device
+        kept = np.ones(1) if self.is_flow else _kept_variance(s)
+        self.num_usable = int((np.sqrt(kept) >= SMALLEST_SIGNAL).sum())
+        self._signal = torch.tensor(np.sqrt(kept), dtype=torch.float32).to(device)
+        self._noise_level = torch.tensor(np.sqrt(1 - kept), dtype=torch.float32).to(device)
+
+    def times(self, uniform: Tensor) -> Tensor:
+        """Turn numbers in [0, 1) into times, evenly."""
+        if self.is_flow:
+            return uniform * self.num_timesteps
+        return (uniform * self.num_timesteps).long().clamp_max(self.num_timesteps - 1)
+
+    def coefficients(self, times: Tensor) -> tuple[Tensor, Tensor]:
+        """Return signal and noise level at each time, shaped to multiply (B, C, D, H, W)."""
+        if self.is_flow:
+            level = times.float() / self.num_timesteps
+            signal = 1 - level
+        else:
+            signal, level = self._signal[times], self._noise_level[times]
+        return signal.view(-1, 1, 1, 1, 1), level.view(-1, 1, 1, 1, 1)
+
+    def add_noise(self, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        """Return the latent at its time."""
+        signal, level = self.coefficients(times)
+        return signal * clean + level * noise
+
+    def target(self, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+        """Return what the U-Net should predict."""
+        if self.prediction == "epsilon":
+            return noise
+        if self.prediction == "flow":
+            return clean - noise
+        signal, level = self.coefficients(times)
+        return signal * noise - level * clean
+
+    def clean_and_noise(self, prediction: Tensor, noisy: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the clean latent and the noise that a prediction implies."""
+        signal, level = self.coefficients(times)
+        if self.prediction == "epsilon":
+            return (noisy - level * prediction) / signal, prediction
+        if self.prediction == "flow":
+            return noisy + level * prediction, noisy - signal * prediction
+        return signal * noisy - level * prediction, level * noisy + signal * prediction
+
+    def clean_slope(self, times: Tensor) -> Tensor:
+        """Return by how much the implied clean latent moves with the prediction, in absolute value."""
+        signal, level = self.coefficients(times)
+        return level / signal if self.prediction == "epsilon" else level
+
+    def sampling_times(self, num_steps: int) -> list[float]:
+        """Return the times of a sampler's steps, from noise towards clean; the last step ends at the clean latent."""
+        if self.is_flow:
+            return [self.num_timesteps * (1 - step / num_steps) for step in range(num_steps)]
+        last = self.num_usable - 1
+        return np.linspace(last, 0, num_steps).round().tolist() if num_steps > 1 else [float(last)]
+
+    def step(self, clean: Tensor, noise: Tensor, time: Tensor, after: Tensor | None, fresh: Tensor | None) -> Tensor:
+        """Return the latent at the time `after` (None: clean) from what was predicted at `time`.
+
+        Without `fresh` noise this is DDIM, and for rectified flow Euler's step. With it, it is the DDPM posterior
+        between the two times (equations 12 and 16 of the DDIM paper with eta = 1), over any stride.
+        """
+        if after is None:
+            return clean
+        signal, level = self.coefficients(time)
+        next_signal, next_level = self.coefficients(after)
+        if fresh is None:
+            return next_signal * clean + next_level * noise
+        variance = (next_level / level).square() * (1 - (signal / next_signal).square())
+        kept = (next_level.square() - variance).clamp_min(0).sqrt()
+        return next_signal * clean + kept * noise + variance.sqrt() * fresh
+
+
+def _kept_variance(s: SchedulerSettings) -> np.ndarray:
+    """Return for each timestep the share of the variance that is still signal (alpha bar)."""
+    if s.schedule == "cosine":
+        # Nichol and Dhariwal 2021, equation 17, with their limit on the noise of one timestep.
+        place = np.linspace(0, 1, s.num_train_timesteps + 1)
+        curve = np.cos((place + 0.008) / 1.008 * np.pi / 2) ** 2
+        betas = np.clip(1 - curve[1:] / curve[:-1], 0, 0.999)
+    elif s.schedule == "linear_beta":
+        betas = np.linspace(s.beta_start, s.beta_end, s.num_train_timesteps)
+    else:
+        betas = np.linspace(s.beta_start**0.5, s.beta_end**0.5, s.num_train_timesteps) ** 2
+    return np.cumprod(1 - betas)
+
+
+def predict_padded(network: nn.Module, noisy: Tensor, times: Tensor, labels: Tensor | None, multiple: int) -> Tensor:
+    """Call the U-Net on a latent whose axes it may not divide: zeros are added at the far ends and cut off again.
+
+    `multiple` is what the axes must divide by. Nothing is copied where they do.
+    """
+    shape = noisy.shape[2:]
+    missing = [-axis % multiple for axis in shape]
+    if any(missing):
+        noisy = F.pad(noisy, (0, missing[2], 0, missing[1], 0, missing[0]))
+    arguments = {} if labels is None else {"class_labels": labels}
+    prediction = network(noisy, times, **arguments)
+    return prediction[:, :, : shape[0], : shape[1], : shape[2]] if any(missing) else prediction
