@@ -13,6 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# As training.distributed.choose_device does, for tests that build networks without it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 TINY: dict[str, Any] = {
     "name": "tiny",
     "seed": 7,

@@ -57,7 +57,17 @@ class AutoencoderStep(TrainingStep):
 
     def __call__(self, micro_batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
         """Make one update (steps count from 0) and return its loss terms and gradient norms, still on the device."""
-        is_adversarial = self.discriminator is not None and step >= self.training.adversarial_start_step
+        terms = self.backward(micro_batches, step)
+        moved = ["autoencoder", "discriminator"] if self.is_adversarial(step) else ["autoencoder"]
+        return terms | self.update(step, moved)
+
+    def is_adversarial(self, step: int) -> bool:
+        """Return whether the discriminator takes part in a step."""
+        return self.discriminator is not None and step >= self.training.adversarial_start_step
+
+    def backward(self, micro_batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
+        """Leave the update's gradients on the networks and return the loss terms."""
+        is_adversarial = self.is_adversarial(step)
 
         def run(batch: Batch, share: float, is_last: bool) -> dict[str, Tensor]:
             images = batch.image.to(self.process.device, non_blocking=True)
@@ -66,8 +76,7 @@ class AutoencoderStep(TrainingStep):
                 terms |= self._discriminator_pass(images, reconstruction, share, is_last)
             return terms
 
-        terms = self.accumulate(micro_batches, step, run)
-        return terms | self.update(step, ["autoencoder", "discriminator"] if is_adversarial else ["autoencoder"])
+        return self.accumulate(micro_batches, step, run)
 
     def _generator_pass(
         self, images: Tensor, positions: Sequence[int], step: int, share: float, is_adversarial: bool, is_last: bool

@@ -81,6 +81,8 @@ def synchronised(network: nn.Module, is_last: bool) -> Any:
 def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device:
     """Return the device to train on; raise `ConfigError` when the settings ask for a GPU that is not there."""
     if settings.type == "cpu" or (settings.type == "auto" and not torch.cuda.is_available()):
+        # Some virtual machines announce AMX and then die of it in the first 16-bit matrix product.
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
         return torch.device("cpu")
     if not torch.cuda.is_available():
         found = "cuda, but torch sees no GPU"

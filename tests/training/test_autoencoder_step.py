@@ -1,0 +1,153 @@
+"""The stage-1 step: accumulation is exact, the discriminator is left alone, and nothing moves on a bad value."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from data import Batch
+from settings import Settings, TrainingError
+from training.autoencoder_step import AutoencoderStep
+from training.distributed import Process
+
+CPU = Process(torch.device("cpu"))
+
+
+def make_step(values, **training) -> AutoencoderStep:
+    values = copy.deepcopy(values)
+    values["autoencoder"]["training"].update(training)
+    return AutoencoderStep(Settings.model_validate(values), CPU)
+
+
+def make_batches(step: AutoencoderStep, batch_size: int, total: int = 4) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    images = torch.rand((total, 1, *step.settings.training_grid), generator=generator) * 2 - 1
+    return [
+        Batch(images[i : i + batch_size], tuple(range(i, i + batch_size)), None, ("a.nii",) * batch_size)
+        for i in range(0, total, batch_size)
+    ]
+
+
+def gradients(step: AutoencoderStep) -> dict[str, torch.Tensor]:
+    return {
+        f"{network}.{name}": parameter.grad.clone()
+        for network, module in step.networks.items()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize("use_perceptual_loss", [False, True])
+def test_batch_4_once_has_the_gradients_of_batch_1_four_times(tiny_values, use_perceptual_loss):
+    found = []
+    for batch_size in (4, 1):
+        step = make_step(
+            tiny_values,
+            adversarial_start_step=0,
+            use_perceptual_loss=use_perceptual_loss,
+            perceptual={"network": "structural"},
+        )
+        step.backward(make_batches(step, batch_size), 5)
+        found.append(gradients(step))
+    whole, accumulated = found
+    assert whole.keys() == accumulated.keys()
+    assert len(whole) > 60
+    for name, expected in whole.items():
+        error = (accumulated[name] - expected).norm() / expected.norm().clamp_min(1e-12)
+        # A convolution's bias before an instance norm has no gradient but rounding.
+        assert error < 1e-5 or expected.norm() < 1e-7, name
+
+
+def test_generator_pass_leaves_no_gradient_on_the_discriminator(tiny_values):
+    step = make_step(tiny_values, adversarial_start_step=0)
+    (batch,) = make_batches(step, 1, total=1)
+    step._generator_pass(batch.image, batch.positions, 0, 1.0, True, True)
+    assert step.discriminator is not None
+    assert all(parameter.grad is None for parameter in step.discriminator.parameters())
+    assert all(parameter.grad is not None for parameter in step.autoencoder.parameters())
+
+
+def test_discriminator_joins_at_its_start_step(tiny_values):
+    step = make_step(tiny_values, adversarial_start_step=2)
+    before = copy.deepcopy(step.discriminator.state_dict())
+    assert "adversarial" not in step(make_batches(step, 2), 1)
+    torch.testing.assert_close(step.discriminator.state_dict(), before, rtol=0, atol=0)
+    assert {"adversarial", "discriminator_real", "discriminator_fake"} <= step(make_batches(step, 2), 2).keys()
+    assert any((step.discriminator.state_dict()[name] != before[name]).any() for name in before)
+
+
+def test_no_adversarial_weight_means_no_discriminator(tiny_values):
+    step = make_step(tiny_values, adversarial_weight=0.0)
+    assert set(step.networks) == {"autoencoder"}
+    assert "adversarial" not in step(make_batches(step, 2), 10)
+
+
+def test_training_lowers_the_reconstruction_loss(tiny_values):
+    step = make_step(tiny_values, adversarial_weight=0.0)
+    smooth = torch.linspace(-1, 1, 16).expand(1, 1, 16, 16, 16)
+    batches = [Batch(smooth.contiguous(), (0,), None, ("a.nii",))]
+    losses = [float(step(batches, number)["reconstruction"]) for number in range(40)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_non_finite_volume_stops_before_the_weights_move_and_names_term_step_and_file(tiny_values):
+    step = make_step(tiny_values, adversarial_start_step=0)
+    step(make_batches(step, 2), 0)
+    before = copy.deepcopy(step.state_dict())
+    batches = make_batches(step, 2)
+    batches[1].image[0, 0, 3, 3, 3] = float("nan")
+    step(batches, 1)
+    step(make_batches(step, 2), 2)  # good again, but the run is already lost: nothing may move
+    torch.testing.assert_close(step.state_dict()["networks"], before["networks"], rtol=0, atol=0)
+    torch.testing.assert_close(step.state_dict()["optimizers"], before["optimizers"], rtol=0, atol=0)
+    with pytest.raises(TrainingError, match=r"step 2: reconstruction is not finite for volume 1\.nii"):
+        step.guard.raise_if_bad(lambda number, micro_batch: [f"volume {micro_batch}.nii"])
+
+
+def test_float16_overflow_skips_the_step_and_many_in_a_row_stop_the_run(tiny_values):
+    tiny_values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": "float16"}
+    step = make_step(tiny_values, max_skipped_steps=3, adversarial_weight=0.0)
+    scale = step.precision.scaler.get_scale()
+    before = copy.deepcopy(step.state_dict()["networks"])
+    for number in range(3):
+        step.guard.raise_if_bad()
+        terms = step.backward(make_batches(step, 2), number)
+        next(step.autoencoder.parameters()).grad.fill_(float("inf"))
+        terms |= step.update(number, ["autoencoder"])
+    torch.testing.assert_close(step.state_dict()["networks"], before, rtol=0, atol=0)
+    assert step.precision.scaler.get_scale() < scale
+    with pytest.raises(TrainingError, match="3 steps in a row overflowed in float16"):
+        step.guard.raise_if_bad()
+
+
+@pytest.mark.parametrize("amp_dtype", ["bfloat16", "float16"])
+def test_mixed_precision_trains(tiny_values, amp_dtype):
+    tiny_values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": amp_dtype}
+    step = make_step(tiny_values)
+    before = copy.deepcopy(step.state_dict()["networks"])
+    for number in range(2):
+        assert all(torch.isfinite(value) for value in step(make_batches(step, 2), number).values())
+    step.guard.raise_if_bad()
+    assert any((step.autoencoder.state_dict()[n] != before["autoencoder"][n]).any() for n in before["autoencoder"])
+
+
+def test_restored_step_goes_on_exactly(tiny_values):
+    whole = make_step(tiny_values, ema_decay=0.9)
+    for number in range(2):
+        whole(make_batches(whole, 2), number)
+    state = copy.deepcopy(whole.state_dict())
+    whole(make_batches(whole, 2), 2)
+    resumed = make_step(tiny_values, ema_decay=0.9)
+    resumed.load_state_dict(state)
+    resumed(make_batches(resumed, 2), 2)
+    torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+def test_every_trained_parameter_sits_in_exactly_one_optimizer(tiny_values):
+    step = make_step(tiny_values, use_perceptual_loss=True, perceptual={"network": "structural"})
+    wanted = [id(p) for network in step.networks.values() for p in network.parameters() if p.requires_grad]
+    held = [id(p) for updater in step.updaters.values() for p in updater.parameters]
+    assert sorted(held) == sorted(wanted)
+    assert not any(p.requires_grad for p in step.perceptual.parameters())

@@ -1,0 +1,96 @@
+"""Checkpoints survive what happens to files."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from settings import CheckpointError, TrainingError
+from training import checkpoints as module
+from training.checkpoints import Checkpoints
+
+
+def saved(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
+    found = Checkpoints(folder, "autoencoder", keep)
+    for step in steps:
+        found.save(step, {"weight": torch.full((4,), float(step))})
+    return found
+
+
+def test_the_newest_are_kept_and_read_back(tmp_path):
+    found = saved(tmp_path, 1, 2, 3)
+    assert [path.name[:25] for path in sorted(tmp_path.iterdir())] == [
+        "autoencoder_step_00000002",
+        "autoencoder_step_00000003",
+    ]
+    state = found.read(found.newest())
+    assert (state["step"], state["stage"]) == (3, "autoencoder")
+    torch.testing.assert_close(state["weight"], torch.full((4,), 3.0))
+
+
+def test_no_checkpoint_is_none_and_other_files_are_left_alone(tmp_path):
+    (tmp_path / "autoencoder_step_00000009.pt").write_text("not one of ours")
+    assert Checkpoints(tmp_path, "autoencoder", 2).newest() is None
+    assert Checkpoints(tmp_path / "missing", "autoencoder", 2).newest() is None
+
+
+def test_stages_do_not_see_each_other(tmp_path):
+    saved(tmp_path, 1, 2, 3)
+    assert Checkpoints(tmp_path, "ldm", 2).newest() is None
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip"])
+def test_a_damaged_newest_is_named_set_aside_and_the_one_before_is_used(tmp_path, caplog, damage):
+    found = saved(tmp_path, 1, 2)
+    newest = found.newest()
+    content = bytearray(newest.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+    newest.write_bytes(content if damage == "flip" else content[: len(content) // 2])
+    path = found.newest()
+    assert found.read(path)["step"] == 1
+    assert newest.name in caplog.text
+    assert newest.with_suffix(".damaged").exists()
+    found.save(3, {})
+    assert path.exists(), "a damaged file must not push out a good one"
+
+
+def test_only_damaged_checkpoints_are_an_error(tmp_path):
+    found = saved(tmp_path, 1)
+    found.newest().write_bytes(b"")
+    with pytest.raises(CheckpointError, match="every checkpoint of stage autoencoder is damaged"):
+        found.newest()
+
+
+def test_an_interrupted_save_leaves_nothing_that_looks_like_a_checkpoint(tmp_path, monkeypatch):
+    found = saved(tmp_path, 1)
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.os, "replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        found.save(2, {})
+    monkeypatch.undo()
+    assert found.read(found.newest())["step"] == 1
+    found.save(3, {})
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_full_disk_is_told_in_words_and_the_last_checkpoint_stays(tmp_path, monkeypatch):
+    found = saved(tmp_path, 1)
+
+    class FullDisk(io.FileIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.io, "FileIO", FullDisk)
+    with pytest.raises(TrainingError, match=r"step 2 could not be written \(the disk is full\)"):
+        found.save(2, {"weight": torch.zeros(4)})
+    assert found.read(found.newest())["step"] == 1
+    assert len(list(tmp_path.iterdir())) == 1

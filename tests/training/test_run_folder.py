@@ -1,0 +1,100 @@
+"""One process a run, and a run that goes on only with the settings it was started with."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from settings import CheckpointError, Settings, UserError, load_settings
+from training.distributed import Process
+from training.recorder import drop_later_lines
+from training.resume import check_resumable
+from training.run_folder import describe_run, open_run
+
+CPU = Process(torch.device("cpu"))
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_second_process_on_a_run_is_refused_and_a_crash_leaves_no_lock(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(name="shared")
+    code = (
+        f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); import torch\n"
+        "from settings import Settings\nfrom training.distributed import Process\n"
+        "from training.run_folder import open_run\n"
+        "with open_run(Settings(name='shared'), Process(torch.device('cpu'))):\n"
+        "    print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline().strip() == "held"
+    with pytest.raises(UserError, match=rf"runs/shared: in use by another process \(pid {holder.pid} "):
+        open_run(settings, CPU).__enter__()
+    holder.kill()
+    holder.wait()
+    time.sleep(0.1)
+    with open_run(settings, CPU) as folder:
+        assert folder.path.is_dir()
+
+
+def test_config_and_environment_are_written(tmp_path, monkeypatch, tiny_values):
+    monkeypatch.chdir(tmp_path)
+    settings = Settings.model_validate(tiny_values)
+    with open_run(settings, CPU) as folder:
+        describe_run(folder, settings, CPU)
+    assert load_settings(folder.config) == settings
+    assert json.loads(folder.environment.read_text())["packages"]["torch"] == torch.__version__
+
+
+def check(before: Settings, after: Settings, samples_before: int = 4, samples: int = 4) -> None:
+    check_resumable("autoencoder", before.model_dump(mode="json"), after, samples_before, samples)
+
+
+def test_changes_that_alter_the_result_are_refused_all_at_once():
+    before = Settings()
+    after = before.with_overrides({"seed": 1, "autoencoder.latent_channels": 4, "data.voxel_size": [128, 128, 64]})
+    with pytest.raises(CheckpointError) as caught:
+        check(before, after, samples=8)
+    text = str(caught.value)
+    assert "seed: 42 -> 1" in text
+    assert "autoencoder.latent_channels: 3 -> 4" in text
+    assert "data.voxel_size: [256, 256, 64] -> [128, 128, 64]" in text
+    assert "volumes per update" in text
+    assert "4 -> 8" in text
+
+
+def test_memory_knobs_step_counts_and_logging_may_change_and_are_said(caplog):
+    caplog.set_level(logging.INFO)
+    before = Settings()
+    changes = {
+        "autoencoder.training.slab_rows": 8,
+        "autoencoder.training.batch_size": 2,
+        "autoencoder.training.gradient_accumulation_steps": 2,
+        "autoencoder.training.max_steps": 30000,
+        "autoencoder.training.log_every": 3,
+        "data.num_workers": 4,
+        "name": "renamed",
+    }
+    check(before, before.with_overrides(changes))
+    assert "autoencoder.training.slab_rows: 0 -> 8" in caplog.text
+    assert "autoencoder.training.max_steps: 20000 -> 30000" in caplog.text
+
+
+def test_the_other_stage_may_change():
+    before = Settings()
+    check(before, before.with_overrides({"ldm.unet.num_res_blocks": 1}))
+
+
+def test_lines_after_the_checkpoint_are_dropped_before_they_are_written_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"stage": "autoencoder", "step": 1}, {"stage": "ldm", "step": 9}, {"stage": "autoencoder", "step": 2}]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + '\n{"stage": "autoenc')
+    drop_later_lines(path, "autoencoder", 1)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:2]
