@@ -49,18 +49,7 @@ def check_resumable(stage: str, before: dict[str, Any], settings: Settings, samp
     `samples_before` and `samples` are the volumes per update, over all processes. Memory knobs, step counts and
     logging may change, and each such change is logged.
     """
-    changed: list[str] = []
-    allowed: list[str] = []
-    after = settings.model_dump(mode="json")
-    for dotted, field in known_keys():
-        extra = field.json_schema_extra
-        if not isinstance(extra, dict) or dotted.split(".")[0] not in _STAGE_SECTIONS[stage]:
-            continue
-        old, new = _look_up(before, dotted), _look_up(after, dotted)
-        if old == new:
-            continue
-        line = f"{dotted}: {json.dumps(old)} -> {json.dumps(new)}"
-        (changed if extra["promise"] == "different mathematics" else allowed).append(line)
+    changed, allowed = changed_settings(stage, before, settings)
     if samples_before != samples:
         changed.append(
             f"volumes per update (batch_size x gradient_accumulation_steps x processes): {samples_before} -> {samples}"
@@ -73,6 +62,23 @@ def check_resumable(stage: str, before: dict[str, Any], settings: Settings, samp
         )
     for line in allowed:
         log.info("resuming with a changed setting that does not change the result: %s", line)
+
+
+def changed_settings(stage: str, before: dict[str, Any], settings: Settings) -> tuple[list[str], list[str]]:
+    """Return a line for each setting of a stage that changed: those that change the result, and those that do not."""
+    changed: list[str] = []
+    allowed: list[str] = []
+    after = settings.model_dump(mode="json")
+    for dotted, field in known_keys():
+        extra = field.json_schema_extra
+        if not isinstance(extra, dict) or dotted.split(".")[0] not in _STAGE_SECTIONS[stage]:
+            continue
+        old, new = _look_up(before, dotted), _look_up(after, dotted)
+        if old == new:
+            continue
+        line = f"{dotted}: {json.dumps(old)} -> {json.dumps(new)}"
+        (changed if extra["promise"] == "different mathematics" else allowed).append(line)
+    return changed, allowed
 
 
 def _look_up(values: Any, dotted: str) -> Any:

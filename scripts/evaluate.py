@@ -1,0 +1,131 @@
+"""Measures a finished run: reconstructions of held-out volumes, and samples against held-out and training volumes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from settings import DataError
+from settings.command_line import parser, run
+
+log = logging.getLogger("evaluate")
+
+FID_NETWORKS = ("squeezenet1_1", "alexnet", "vgg16", "resnet18", "resnet50")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Evaluate both stages, or only the first when stage 2 has not been trained; print a table, write JSON."""
+    import torch
+
+    from data import prepare_volumes
+    from training.encoding import stage_two_data
+    from training.evaluation import draw_samples, evaluate_reconstructions, evaluate_samples, load_reference
+    from training.evaluation_fid import load_features
+    from training.trained_run import TrainedRun
+
+    finished = TrainedRun(options.run)
+    features = load_features(options.fid_network, options.fid_weights) if options.fid_weights else None
+    changes = {} if options.steps is None else {"ldm.sampling.num_inference_steps": options.steps}
+    settings = finished.settings.with_overrides(changes)
+    volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+    data = stage_two_data(settings.data)
+    if len(volumes.val) < 2:
+        raise DataError(
+            f"data.val_fraction: {len(volumes.val)} held-out volumes; evaluation needs at least 2; raise it"
+        )
+    whole = finished.whole_volumes()
+    results: dict[str, Any] = {
+        "run": str(finished.folder.path),
+        "reconstruction": evaluate_reconstructions(whole, volumes.val, data),
+    }
+    if finished.folder.weights("ldm").is_file():
+        network, frame = finished.unet()
+        reference = load_reference(volumes.train, volumes.val, data)
+        drawn = (settings, frame.latent_scale, options.seed, options.num, options.batch_size)
+        results["samples"] = evaluate_samples(draw_samples(network, whole, *drawn), reference, features)
+        if options.untrained_baseline:
+            torch.manual_seed(settings.seed)
+            samples = draw_samples(finished.untrained_unet(), whole, *drawn)
+            results["untrained"] = evaluate_samples(samples, reference, features)
+            results["mmd_ratio"] = results["samples"]["mmd"] / max(results["untrained"]["mmd"], 1e-12)
+    else:
+        log.warning("%s: not there yet, so only reconstructions are evaluated", finished.folder.weights("ldm"))
+    print(_table(results))
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _table(results: dict[str, Any]) -> str:
+    """Return the results as text: one line per held-out volume, then what is true of the samples."""
+    rows = [*results["reconstruction"]["volumes"], {"volume": "mean", **results["reconstruction"]["mean"]}]
+    width = max(len(str(row["volume"])) for row in rows)
+    lines = [f"{'reconstruction':<{width}}   PSNR dB     SSIM  MS-SSIM"]
+    lines += [f"{row['volume']:<{width}}  {row['psnr']:8.2f} {row['ssim']:8.4f} {row['ms_ssim']:8.4f}" for row in rows]
+    for name in ("samples", "untrained"):
+        if name in results:
+            lines += [
+                "",
+                *_sample_lines("samples" if name == "samples" else "samples of an untrained U-Net", results[name]),
+            ]
+    if "mmd_ratio" in results:
+        lines.append(f"MMD, trained / untrained: {results['mmd_ratio']:.3f}")
+    return "\n".join(lines)
+
+
+def _sample_lines(title: str, values: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{values['num']} {title}",
+        f"  MMD to held-out volumes       {values['mmd']:.4f}",
+        f"  MS-SSIM between samples       {values['pairwise_ms_ssim']:.4f}"
+        f" (between held-out volumes {values['held_out_pairwise_ms_ssim']:.4f})",
+    ]
+    if "fid" in values:
+        by_plane = ", ".join(f"{name} {value:.3f}" for name, value in values["fid"].items())
+        lines.append(f"  2.5D FID                      {by_plane}")
+    closest = min(values["nearest_training"], key=lambda row: row["ratio"])
+    lines.append(
+        f"  nearest training volume       {closest['ratio']:.2f} of the usual distance ({closest['training_volume']}); "
+        f"{values['num_memorised']} samples count as copies"
+    )
+    return lines
+
+
+def at_least_two(text: str) -> int:
+    """Return a whole number from the command line; argparse turns the error into words."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 2")
+    return int(text)
+
+
+if __name__ == "__main__":
+    arguments = parser(
+        __doc__,
+        [
+            "python scripts/evaluate.py --run runs/quickstart --json evaluation.json",
+            "python scripts/evaluate.py --run runs/ct --num 64 --fid-network resnet50 --fid-weights resnet50.pth",
+        ],
+    )
+    arguments.add_argument("--run", required=True, metavar="DIR", help="the folder of a finished run")
+    arguments.add_argument("--json", metavar="FILE", help="also write all numbers there")
+    arguments.add_argument("--num", type=at_least_two, default=16, help="samples drawn (default 16)")
+    arguments.add_argument("--steps", type=int, help="steps from noise to latent (default: as in the config)")
+    arguments.add_argument("--seed", type=int, default=0, help="decides the samples (default 0)")
+    arguments.add_argument("--batch-size", type=int, default=4, help="samples drawn at once; changes no sample")
+    arguments.add_argument(
+        "--untrained-baseline", action="store_true", help="also measure an untrained U-Net's samples"
+    )
+    arguments.add_argument(
+        "--fid-network", choices=FID_NETWORKS, default="resnet50", help="whose features FID compares"
+    )
+    arguments.add_argument(
+        "--fid-weights", metavar="FILE", help="torchvision's weights of that network; without: no FID"
+    )
+    sys.exit(run(main, arguments.parse_args()))

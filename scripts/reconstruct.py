@@ -1,0 +1,57 @@
+"""Sends volumes through a run's autoencoder and writes what comes back, on each volume's own grid."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from settings import DataError
+from settings.command_line import parser, run
+
+log = logging.getLogger("reconstruct")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Reconstruct one volume, or every volume of a folder, and say how near each came."""
+    from tqdm import tqdm
+
+    from data import load_volume, restore
+    from data.discovery import discover
+    from data.formats import printable, suffix_of, write_nifti
+    from training.trained_run import TrainedRun
+    from training.validation import psnr, ssim
+
+    finished = TrainedRun(options.run, options.budget_gb)
+    source = Path(options.input)
+    if not source.exists():
+        raise DataError(f"--input: there is no {printable(source)}; give a volume or a folder of volumes")
+    names = {source: source.name} if source.is_file() else {f.path: f.name for f in discover(str(source), False)}
+    whole = finished.whole_volumes()
+    device = finished.precision.device
+
+    for path, name in tqdm(names.items(), desc="reconstructing", unit="volume"):
+        loaded = load_volume(path, finished.settings.data, finished.settings.autoencoder.in_channels)
+        mean, _ = whole.encode(loaded.image)
+        volume = whole.decode(mean)
+        voxels, affine = restore(volume, loaded)
+        stem = name.removesuffix(name[-len(suffix_of(name) or "") :]) if suffix_of(name) else name
+        target = Path(options.out) / f"{stem}_reconstruction.nii.gz"
+        write_nifti(target, voxels, affine)
+        pair = volume[None], loaded.image[None].to(device)
+        log.info("%s: PSNR %.2f dB, SSIM %.4f", printable(target), float(psnr(*pair)), float(ssim(*pair)))
+    return 0
+
+
+if __name__ == "__main__":
+    arguments = parser(
+        __doc__, ["python scripts/reconstruct.py --run runs/quickstart --input volume.nii.gz --out reconstructions"]
+    )
+    arguments.add_argument("--run", required=True, metavar="DIR", help="the folder of a run with a trained autoencoder")
+    arguments.add_argument("--input", required=True, metavar="PATH", help="a volume, or a folder of volumes")
+    arguments.add_argument("--out", required=True, metavar="DIR", help="where the reconstructions go")
+    arguments.add_argument("--budget-gb", type=float, help="work in slabs above this (default: the free memory)")
+    sys.exit(run(main, arguments.parse_args()))

@@ -1,0 +1,90 @@
+"""Draws volumes from a finished run and writes them as NIfTI files, with a picture of all of them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from settings.command_line import parser, run
+
+log = logging.getLogger("sample")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Draw, decode and write one volume after the other."""
+    import torch
+    from tqdm import tqdm
+
+    from data import to_unit
+    from data.formats import write_nifti
+    from training.conditioning import class_number
+    from training.previews import middle_planes, save_picture, tile
+    from training.sampling import draw_volumes
+    from training.trained_run import TrainedRun
+
+    finished = TrainedRun(options.run, options.budget_gb)
+    changes = {
+        "ldm.sampling.num_inference_steps": options.steps,
+        "ldm.sampling.guidance_scale": options.guidance_scale,
+    }
+    settings = finished.settings.with_overrides({key: value for key, value in changes.items() if value is not None})
+    network, frame = finished.unet()
+    label = None if options.class_name is None else class_number(options.class_name, frame.class_names)
+    out = Path(options.out or finished.folder.path / "samples")
+    num_batches = -(-options.num // options.batch_size)
+
+    rows: list[list[torch.Tensor]] = []
+    with tqdm(total=num_batches * settings.ldm.sampling.num_inference_steps, desc="sampling", unit="step") as bar:
+        volumes = draw_volumes(
+            network,
+            finished.whole_volumes(),
+            settings,
+            frame.latent_scale,
+            options.seed,
+            range(options.num),
+            label,
+            options.batch_size,
+            bar.update,
+        )
+        for number, volume in enumerate(volumes):
+            unit = to_unit(volume).cpu()
+            path = out / f"sample_seed{options.seed}_{number:04d}.nii.gz"
+            write_nifti(path, frame.intensities(unit.numpy()), frame.affine(settings))
+            rows.append(middle_planes(unit[0]))
+    picture = out / f"montage_seed{options.seed}.png"
+    save_picture(picture, tile(rows))
+    log.info("%d volumes in %s, all of them in %s", options.num, out, picture)
+    return 0
+
+
+def at_least_one(text: str) -> int:
+    """Return a whole number from the command line; argparse turns the error into words."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    arguments = parser(
+        __doc__,
+        [
+            "python scripts/sample.py --run runs/quickstart --num 4",
+            "python scripts/sample.py --run runs/ct --num 8 --steps 100 --seed 7 --class lesion --out samples",
+        ],
+    )
+    arguments.add_argument("--run", required=True, metavar="DIR", help="the folder of a finished run")
+    arguments.add_argument("--num", type=at_least_one, default=8, help="how many volumes (default 8)")
+    arguments.add_argument("--steps", type=at_least_one, help="steps from noise to latent (default: as in the config)")
+    arguments.add_argument("--seed", type=int, default=0, help="decides the volumes (default 0)")
+    arguments.add_argument("--class", dest="class_name", metavar="NAME", help="class of all volumes (default: in turn)")
+    arguments.add_argument("--guidance-scale", type=float, help="above 1: closer to the class")
+    arguments.add_argument(
+        "--batch-size", type=at_least_one, default=1, help="volumes drawn at once; changes no volume"
+    )
+    arguments.add_argument("--budget-gb", type=float, help="decode in slabs above this (default: the free memory)")
+    arguments.add_argument("--out", metavar="DIR", help="default: samples in the run folder")
+    sys.exit(run(main, arguments.parse_args()))

@@ -1,0 +1,96 @@
+"""A finished run, opened for use: its settings, its networks, and what goes with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models import DiffusionUNet, build_unet
+from settings import CheckpointError, Settings, load_settings
+from training.distributed import choose_device
+from training.frozen_autoencoder import autoencoder_path, load_autoencoder
+from training.precision import Precision
+from training.resume import changed_settings
+from training.run_folder import RunFolder
+from training.weights import load_weights
+from training.whole_volumes import WholeVolumes
+
+
+@dataclass(frozen=True)
+class SampleFrame:
+    """What turns a drawn volume into a file: spacing and intensities of the training set (medians over its volumes)."""
+
+    latent_scale: float
+    spacing_mm: tuple[float, ...]
+    lower: tuple[float, ...]
+    upper: tuple[float, ...]
+    class_names: tuple[str, ...]
+
+    def affine(self, settings: Settings) -> np.ndarray:
+        """Return an affine (RAS+, millimetres) centred on the origin, axes as in data.orientation."""
+        signs = [1.0 if code in "RAS" else -1.0 for code in settings.data.orientation]
+        steps = np.array(signs) * np.array(self.spacing_mm)
+        affine = np.diag([*steps, 1.0])
+        affine[:3, 3] = -steps * (np.array(settings.data.voxel_size) - 1) / 2
+        return affine
+
+    def intensities(self, volume: np.ndarray) -> np.ndarray:
+        """Map a (C, D, H, W) volume from [0, 1] to the training set's intensities."""
+        lower, upper = (np.array(ends, dtype=np.float32)[:, None, None, None] for ends in (self.lower, self.upper))
+        return volume * (upper - lower) + lower
+
+
+class TrainedRun:
+    """The folder of a run whose stage 1, and for sampling stage 2, are finished."""
+
+    def __init__(self, path: str | Path, budget_gb: float | None = None) -> None:
+        self.folder = RunFolder(Path(path))
+        if not self.folder.config.is_file():
+            raise CheckpointError(
+                f"{self.folder.path}: not the folder of a run, it has no config.yaml; give one such as runs/quickstart"
+            )
+        self.settings = load_settings(self.folder.config)
+        self.precision = Precision(self.settings.device, choose_device(self.settings.device))
+        self.budget_bytes = None if budget_gb is None else round(budget_gb * 2**30)
+
+    def whole_volumes(self) -> WholeVolumes:
+        """Return the frozen autoencoder, on the device, as it encodes and decodes single volumes."""
+        autoencoder = load_autoencoder(self.settings, autoencoder_path(self.settings, self.folder))
+        autoencoder.to(self.precision.device)
+        return WholeVolumes(autoencoder, self.settings.autoencoder, self.precision, self.budget_bytes)
+
+    def unet(self) -> tuple[DiffusionUNet, SampleFrame]:
+        """Return the trained U-Net, on the device, and what its samples need."""
+        path = self.folder.weights("ldm")
+        if not path.is_file():
+            raise CheckpointError(f"{path}: there is no trained diffusion model; train stage 2 with train_ldm.py first")
+        state, metadata = load_weights(path)
+        self._check(path, metadata)
+        network = self.untrained_unet()
+        network.load_state_dict(state)
+        has_classes = self.settings.ldm.conditioning.type == "class"
+        frame = SampleFrame(
+            latent_scale=metadata["latent_scale"],
+            class_names=tuple(metadata["class_names"]) if has_classes else (),
+            **{name: tuple(metadata[name]) for name in ("spacing_mm", "lower", "upper")},
+        )
+        return network, frame
+
+    def untrained_unet(self) -> DiffusionUNet:
+        """Return the U-Net as training begins with it."""
+        network = build_unet(self.settings.ldm, self.settings.autoencoder.latent_channels)
+        return network.to(self.precision.device).eval()
+
+    def _check(self, path: Path, metadata: dict[str, Any]) -> None:
+        if metadata.get("stage") != "ldm" or "latent_scale" not in metadata:
+            raise CheckpointError(f"{path}: not the weights that train_ldm.py writes; train stage 2 again")
+        changed, _ = changed_settings("ldm", metadata["settings"], self.settings)
+        if changed:
+            raise CheckpointError(
+                f"{path}: was trained with other settings than {self.folder.config} has:\n  "
+                + "\n  ".join(changed)
+                + "\nset these back in that file"
+            )
