@@ -4,7 +4,17 @@ from losses.lpips_slices import LpipsSlices
 from losses.medicalnet import MedicalNetDistance
 from losses.pieces import FrozenTerm
 from losses.structural import StructuralDistance
+from losses.weights import FILES, find_weights
 from settings import AutoencoderTraining
+
+
+def ensure_perceptual_weights(training: AutoencoderTraining) -> None:
+    """Find or download the file that the perceptual term needs, if it needs one.
+
+    For the start of a command, before anything slow: raises the ConfigError that building the term would raise.
+    """
+    if training.use_perceptual_loss and training.perceptual.network in FILES:
+        find_weights(training.perceptual.network, training.perceptual.weights)
 
 
 def build_perceptual_loss(

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from losses import weights
+from losses import ensure_perceptual_weights, weights
 from losses.lpips_slices import LpipsSlices
 from losses.weights import FILES, WeightsFile, find_weights, read_state_dict
-from settings import ConfigError
+from settings import AutoencoderTraining, ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -149,6 +149,17 @@ except UserError as error:
     assert sentence.startswith("autoencoder.training.perceptual.weights: ")
     for part in (FILES[network].url, str(tmp_path / "hub" / "checkpoints" / FILES[network].name), "structural"):
         assert part in sentence
+
+
+def test_weights_are_looked_for_only_when_they_are_needed(cache, tmp_path):
+    def ensure(**changes):
+        ensure_perceptual_weights(AutoencoderTraining.model_validate(changes))
+
+    gone = str(tmp_path / "gone.pth")
+    ensure(use_perceptual_loss=False, perceptual={"weights": gone})
+    ensure(use_perceptual_loss=True, perceptual={"network": "structural", "weights": gone})
+    with pytest.raises(ConfigError, match=r"there is no file .*gone.pth"):
+        ensure(use_perceptual_loss=True, perceptual={"network": "lpips-alex", "weights": gone})
 
 
 def test_safetensors_are_read_too(trunk_files, tmp_path):
