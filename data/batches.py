@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -175,13 +175,13 @@ class _Failure:
 class _Volumes:
     """Loads volumes up to where randomness begins, through the cache."""
 
-    def __init__(self, files: Sequence[VolumeFile], s: DataSettings, purpose: str) -> None:
+    def __init__(self, files: Sequence[VolumeFile], s: DataSettings, is_shared: bool) -> None:
         self.files = tuple(files)
         self.settings = s
         self.cache: VolumeCache | None = None
         number = math.ceil(s.cache_rate * len(self.files))
         if number:
-            identity = [purpose, s.model_dump_json(), *(str(file.path) for file in self.files)]
+            identity = [s.model_dump_json(), *(str(file.path) for file in self.files)] if is_shared else None
             self.cache = VolumeCache(number, (self.files[0].num_channels, *s.voxel_size), identity)
 
     def load(self, index: int) -> tuple[Tensor, np.ndarray]:
@@ -200,7 +200,7 @@ class _TrainingSamples(Dataset):
     """Sample k of the run, a function of (seed, k)."""
 
     def __init__(self, files: Sequence[VolumeFile], s: DataSettings, plan: BatchPlan) -> None:
-        self.volumes = _Volumes(files, s, "training")
+        self.volumes = _Volumes(files, s, is_shared=True)
         self.plan = plan
         self.order = VolumeOrder(plan.seed, len(files))
 
@@ -221,7 +221,7 @@ class _WholeVolumes(Dataset):
 
     def __init__(self, files: Sequence[VolumeFile], s: DataSettings, positions: Sequence[int]) -> None:
         # Ranks validate different volumes: their caches have nothing to share.
-        self.volumes = _Volumes(files, s, f"validation {positions[0]}")
+        self.volumes = _Volumes(files, s, is_shared=False)
         self.positions = positions
 
     def __getitem__(self, place: int) -> _Sample | _Failure:
@@ -270,7 +270,12 @@ def _start_worker(_: int) -> None:
 
 def _batches(loader: DataLoader) -> Iterator[Batch]:
     """Start the loader's workers and return its batches, errors put in words."""
-    return _checked(iter(loader))
+    previous = signal.getsignal(signal.SIGCHLD)
+    batches = iter(loader)
+    # torch's own handler would raise a dead worker's error anywhere in the training step; `_checked` finds it too.
+    if previous is not None and signal.getsignal(signal.SIGCHLD) is not previous:
+        signal.signal(signal.SIGCHLD, previous)
+    return _checked(batches)
 
 
 def _checked(batches: Iterator[Batch | _Failure]) -> Iterator[Batch]:
@@ -280,22 +285,25 @@ def _checked(batches: Iterator[Batch | _Failure]) -> Iterator[Batch]:
         except StopIteration:
             return
         except RuntimeError as error:
-            raise _worker_error(error) from error
+            raise _worker_error(error, getattr(batches, "_workers", ())) from error
         if isinstance(batch, _Failure):
+            # The error's traceback would otherwise keep the workers alive for as long as somebody holds it.
+            del batches
             raise DataError(batch.text)
         yield batch
 
 
-def _worker_error(error: RuntimeError) -> Exception:
-    """Turn the loader's report of a dead worker into words; other errors stay what they are."""
-    text = str(error)
-    found = re.search(r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\)", text)
-    if found is None:
+def _worker_error(error: RuntimeError, workers: Sequence[BaseProcess]) -> Exception:
+    """Put a worker's death in words; other errors stay what they are."""
+    dead = [worker for worker in workers if worker.exitcode]
+    if "DataLoader worker" not in str(error):
         return error
-    how = re.search(r"killed by signal: (\w[\w ]*)", text)
-    fate = f"was killed ({how.group(1)})" if how else "ended unexpectedly"
+    fates = ", ".join(f"process {worker.pid} {_fate(worker.exitcode or 0)}" for worker in dead) or str(error)
     return TrainingError(
-        f"data.num_workers: the loader's worker process {found.group(1).strip()} {fate}; "
-        "most often the memory ran out; lower data.num_workers, "
-        "data.prefetch_factor or data.cache_rate, in a container raise its --shm-size"
+        f"data.num_workers: a worker of the loader died ({fates}); most often the memory ran out; "
+        "lower data.num_workers, data.prefetch_factor or data.cache_rate, or in a container raise its --shm-size"
     )
+
+
+def _fate(exit_code: int) -> str:
+    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with code {exit_code}"

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import psutil
@@ -22,6 +23,7 @@ from settings import ConfigError, Problem
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "training-volumes-"
 
 # Per volume: one number that says whether it is filled, and the three spacings of its grid.
 ROW = 4
@@ -33,15 +35,19 @@ class VolumeCache:
 
     The memory is shared with the worker processes forked later, and with the other ranks of this node when torchrun
     started them: whoever loads a volume first fills its place. Two that load the same one write the same bytes.
+    `identity` says what is in it and must be equal on the ranks that share it; None keeps it to this process.
     """
 
-    def __init__(self, number: int, shape: tuple[int, ...], identity: Sequence[str]) -> None:
+    def __init__(self, number: int, shape: tuple[int, ...], identity: Sequence[str] | None) -> None:
         self.number = number
         volume_bytes = 4 * math.prod(shape)
         rows_bytes = -(-8 * ROW * number // HEADER_BYTES) * HEADER_BYTES
         size = HEADER_BYTES + rows_bytes + number * volume_bytes
         _require_memory(number, size)
-        memory = _node_memory(size, identity) or mmap.mmap(-1, size)
+        self._file, memory = None, None
+        if identity is not None and _ranks_here() > 1:
+            self._file, memory = _node_memory(size, identity)
+        memory = memory or mmap.mmap(-1, size)
         self._rows = np.frombuffer(memory, np.float64, ROW * number, HEADER_BYTES).reshape(number, ROW)
         volumes = np.frombuffer(memory, np.float32, number * math.prod(shape), HEADER_BYTES + rows_bytes)
         self._volumes = torch.from_numpy(volumes.reshape(number, *shape))
@@ -83,29 +89,45 @@ def _require_memory(number: int, size: int) -> None:
         )
 
 
-def _node_memory(size: int, identity: Sequence[str]) -> mmap.mmap | None:
-    """Return memory that all ranks of this node share, or None when this process is the only one here."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if ranks < 2 or not SHARED_MEMORY.is_dir():
-        return None
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if SHARED_MEMORY.is_dir() else 1
+
+
+def _node_memory(size: int, identity: Sequence[str]) -> tuple[BinaryIO | None, mmap.mmap | None]:
+    """Return memory that all ranks of this node share, with its file; keep both."""
     session = [str(os.getuid()), str(os.getppid())]
     session += [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
-    key = hashlib.sha256("\n".join([*session, str(size), *identity]).encode("utf-8", "surrogateescape")).hexdigest()[
-        :24
-    ]
-    path = SHARED_MEMORY / f"volumes-{key}"
-    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    content = "\n".join([*session, str(size), *identity])
+    path = SHARED_MEMORY / f"{PREFIX}{hashlib.sha256(content.encode('utf-8', 'surrogateescape')).hexdigest()[:24]}"
+    _remove_leftovers(path)
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
+    # Two locks that know nothing of each other: flock says for life that the file is used, lockf guards the count.
+    fcntl.flock(file, fcntl.LOCK_SH)
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    try:
+        # Reserved now: a full /dev/shm is an error here, but would kill the process at the first write later.
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        file.close()
+        log.warning("data: %s has no room for %.1f GiB (%s): each rank caches", SHARED_MEMORY, size / 2**30, error)
+        return None, None
+    memory = mmap.mmap(file.fileno(), size)
+    memory[0] += 1
+    # The last rank to come removes the name: the memory goes when the last process does, however that ends.
+    if memory[0] >= _ranks_here():
+        path.unlink(missing_ok=True)
+    fcntl.lockf(file, fcntl.LOCK_UN)
+    return file, memory
+
+
+def _remove_leftovers(own: Path) -> None:
+    """Remove what ranks left that died before all had come: a living process holds the lock of its file."""
+    for path in SHARED_MEMORY.glob(f"{PREFIX}*"):
         try:
-            # Reserved now: a full /dev/shm is an error here, but would kill the process at the first write later.
-            os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            log.warning("data: %s has no room for %.1f GiB (%s): each rank caches", SHARED_MEMORY, size / 2**30, error)
-            return None
-        memory = mmap.mmap(file.fileno(), size)
-        memory[0] += 1
-        # The last rank to come removes the name: the memory goes when the last process does, however that ends.
-        if memory[0] >= ranks:
-            path.unlink(missing_ok=True)
-        return memory
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path != own:
+                    path.unlink(missing_ok=True)
+        except OSError:
+            continue

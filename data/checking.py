@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -18,7 +16,8 @@ import numpy as np
 import psutil
 from tqdm import tqdm
 
-from data.formats import Header, printable, read_header, read_volume
+from data.formats import COPIES_WHILE_READING, Header, printable, read_header, read_volume
+from data.locking import alone
 from data.transforms import channels_text, flat_text, geometry_of, intensity_range
 from settings import DataError
 from settings.data import DataSettings
@@ -29,9 +28,6 @@ log = logging.getLogger(__name__)
 VERSION = 1
 
 MOST_THREADS = 8
-
-# A volume is in memory as stored, as float32 and once more while percentiles are taken.
-COPIES_WHILE_CHECKING = 4
 
 
 @dataclass(frozen=True)
@@ -74,14 +70,17 @@ def check_files(
     `memory` is the folder where results are kept. Of several processes the first reads and the others wait for it.
     """
     store = memory / f"{_store_key(paths, s)}.json"
-    with _alone(store):
+    with alone(store.with_suffix(".lock")):
         known = {} if reread else _recall(store)
         new = [path for path in paths if _signature(path) not in known]
         fresh = dict(zip(new, _read_all(new, s), strict=True))
         facts: list[Facts | DataError] = [fresh.get(path) or known[_signature(path)] for path in paths]
         if new:
-            remembered = zip(paths, facts, strict=True)
-            _remember(store, {_signature(path): fact for path, fact in remembered if isinstance(fact, Facts)})
+            # What is known of other files stays: another config may use another part of the same folder.
+            mine = {os.path.abspath(path) for path in paths}
+            others = {key: fact for key, fact in known.items() if key.rsplit(" ", 3)[0] not in mine}
+            current = zip(paths, facts, strict=True)
+            _remember(store, others | {_signature(path): fact for path, fact in current if isinstance(fact, Facts)})
     return [
         Checked(path, None, (str(fact),))
         if isinstance(fact, DataError)
@@ -157,7 +156,7 @@ def _read_all(paths: Sequence[Path], s: DataSettings) -> list[Facts | DataError]
     if not paths:
         return []
     largest = max(map(_num_bytes, paths))
-    fitting = psutil.virtual_memory().available // max(COPIES_WHILE_CHECKING * largest, 1)
+    fitting = psutil.virtual_memory().available // max(COPIES_WHILE_READING * largest, 1)
     num_threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), fitting))
     with ThreadPoolExecutor(num_threads) as pool:
         progress = tqdm(pool.map(attempt, paths), total=len(paths), desc="checking volumes", unit="volume", leave=False)
@@ -208,16 +207,3 @@ def _remember(store: Path, facts: dict[str, Facts]) -> None:
         os.replace(file.name, store)
     except OSError as error:
         log.warning("data: %s cannot be written (%s); the volumes will be read again next time", store, error)
-
-
-@contextlib.contextmanager
-def _alone(store: Path) -> Iterator[None]:
-    """Hold a lock that the system releases when the process ends; without one where nothing can be written."""
-    with contextlib.ExitStack() as stack:
-        try:
-            store.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(store.with_suffix(".lock").open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            log.warning("data: %s cannot be locked; other processes may read the same volumes meanwhile", store)
-        yield

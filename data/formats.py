@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import re
 import struct
 import tempfile
 import tokenize
@@ -53,6 +54,9 @@ READ_ERRORS: tuple[type[Exception], ...] = (
 
 # Deflate cannot shrink data by more than 1032:1, so a header that promises more than that is lying.
 LARGEST_COMPRESSION = 1032
+
+# As stored, as float32, and once more while percentiles are taken.
+COPIES_WHILE_READING = 3
 
 # ITK numbers axes to the left and to the back, NIfTI to the right and to the front.
 LPS_TO_RAS = np.diag([-1.0, -1.0, 1.0])
@@ -168,9 +172,10 @@ def _plausible(path: Path, header: Header, size: int) -> Header:
             "copy or convert it again"
         )
     available = psutil.virtual_memory().available
-    if header.num_bytes > available:
+    needed = COPIES_WHILE_READING * header.num_bytes
+    if needed > available:
         raise DataError(
-            f"{where}: {' x '.join(map(str, header.axes))} voxels need {header.num_bytes / 2**30:.1f} GiB as float32; "
+            f"{where}: {' x '.join(map(str, header.axes))} voxels need {needed / 2**30:.1f} GiB to be read; "
             f"{available / 2**30:.1f} GiB of memory are free; crop or downsample it first"
         )
     if not np.isfinite(header.affine).all() or not _is_invertible(header.affine[:3, :3]):
@@ -357,7 +362,7 @@ def _shortened(error: Exception) -> str:
     # ITK's reports run from the place in its source to the cause, if they give one.
     text = lines[0]
     if "SimpleITK" in text:
-        text = "ITK gives no reason" if lines[-1].startswith("Reason: ") else lines[-1].split(": ")[-1]
+        text = "ITK gives no reason" if lines[-1].startswith("Reason: ") else re.sub(r"^\[nrrd\] \w+: ", "", lines[-1])
     text = printable(text)
     return text if len(text) <= 160 else text[:157] + "..."
 

@@ -11,6 +11,8 @@ import numpy as np
 from tqdm import tqdm
 
 from data.formats import write_nifti
+from data.locking import alone
+from settings import DataError
 
 CLASS_NAMES = ("healthy", "lesion", "ventricles")
 
@@ -24,16 +26,25 @@ Box = tuple[slice, slice, slice]
 
 
 def phantom_files(folder: Path, number: int, grid: tuple[int, ...], num_channels: int, seed: int) -> list[Path]:
-    """Return the paths of the phantoms, generating those that do not exist yet.
+    """Return the paths of the phantoms, generating those that do not exist yet; raises DataError when that fails.
 
-    Each file appears whole or not at all, so several processes may run this at once and a killed one may be repeated.
+    Each file appears whole or not at all, so a killed process may be repeated; of several, one works and the rest wait.
     """
     root = phantom_root(folder, grid, num_channels, seed)
     paths = [root / CLASS_NAMES[i % len(CLASS_NAMES)] / f"phantom_{i:04d}.nii.gz" for i in range(number)]
-    missing = [i for i, path in enumerate(paths) if not path.exists()]
-    for i in tqdm(missing, desc="generating phantoms", unit="volume", leave=False, disable=not missing):
-        voxels = phantom(i, grid, num_channels, seed)
-        write_nifti(paths[i], voxels.round().astype(np.int16), affine_of(grid))
+    if all(path.exists() for path in paths):
+        return paths
+    with alone(root / ".lock"):
+        missing = [i for i, path in enumerate(paths) if not path.exists()]
+        for i in tqdm(missing, desc="generating phantoms", unit="volume", leave=False):
+            voxels = phantom(i, grid, num_channels, seed)
+            try:
+                write_nifti(paths[i], voxels.round().astype(np.int16), affine_of(grid))
+            except OSError as error:
+                raise DataError(
+                    f"data.source: phantoms cannot be written to {root} ({error.strerror}); "
+                    "a folder with free space is needed; run where runs/ can be written"
+                ) from error
     return paths
 
 

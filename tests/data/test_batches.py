@@ -1,0 +1,239 @@
+"""What a step sees is a function of (seed, step), whatever loads it; errors name their file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from data import Batch, BatchPlan, Volumes, prepare_volumes, training_batches, validation_batches
+from data.batches import VolumeOrder
+from data.transforms import load_volume
+from settings import DataError, DataSettings, TrainingError
+from tests.data.small_volumes import build_settings
+
+PATCHES = {"patch_size": [8, 8, 4], "use_augmentation": True}
+
+
+def prepared(folder: Path, **values: object) -> tuple[Volumes, DataSettings]:
+    settings = build_settings(source=str(folder), **values)
+    return prepare_volumes(settings, seed=3, in_channels=1), settings
+
+
+def flat(steps: Iterator[list[Batch]]) -> list[Batch]:
+    return [batch for step in steps for batch in step]
+
+
+def children() -> set[int]:
+    return {process.pid for process in psutil.Process().children()}
+
+
+def assert_equal(first: list[Batch], second: list[Batch]) -> None:
+    assert len(first) == len(second) > 0
+    for a, b in zip(first, second, strict=True):
+        assert (a.positions, a.files) == (b.positions, b.files)
+        assert torch.equal(a.image, b.image)
+
+
+def test_a_step_yields_its_micro_batches(folder: Path) -> None:
+    volumes, settings = prepared(folder)
+    steps = list(training_batches(volumes.train, settings, BatchPlan(0, 2, 3), 0, 4))
+    assert [len(step) for step in steps] == [3] * 4
+    batch = steps[1][2]
+    assert batch.image.shape == (2, 1, 12, 10, 8)
+    assert batch.image.dtype == torch.float32
+    assert batch.image.is_contiguous()
+    assert batch.positions == (10, 11)
+    assert batch.labels is None
+    assert batch.to("cpu").positions == batch.positions
+
+
+def test_a_batch_holds_the_volumes_that_it_names(folder: Path) -> None:
+    volumes, settings = prepared(folder)
+    ((batch,),) = training_batches(volumes.train, settings, BatchPlan(0, 3, 1), 0, 1)
+    for image, name in zip(batch.image, batch.files, strict=True):
+        assert torch.equal(image, load_volume(folder / name, settings).image)
+
+
+def test_each_pass_sees_every_volume_once_in_another_order() -> None:
+    order = VolumeOrder(seed=1, number=13)
+    passes = [[order(k) for k in range(13 * n, 13 * (n + 1))] for n in range(3)]
+    assert all(sorted(seen) == list(range(13)) for seen in passes)
+    assert passes[0] != passes[1] != passes[2]
+    assert [VolumeOrder(1, 13)(k) for k in (30, 2, 30)] == [order(30), order(2), order(30)]
+    assert passes[0] != [VolumeOrder(2, 13)(k) for k in range(13)]
+
+
+@pytest.mark.parametrize("values", [{}, {"cache_rate": 1.0}, {"cache_rate": 0.5, "persistent_workers": True}])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_batches_do_not_depend_on_workers_or_cache(folder: Path, values: dict, num_workers: int) -> None:
+    volumes, settings = prepared(folder, **PATCHES)
+    plan = BatchPlan(5, 2, 2)
+    plain = flat(training_batches(volumes.train, settings, plan, 0, 6))
+    changed = settings.model_copy(update={"num_workers": num_workers, **values})
+    assert_equal(flat(training_batches(volumes.train, changed, plan, 0, 6)), plain)
+
+
+def test_starting_later_continues_the_same_sequence(folder: Path) -> None:
+    volumes, settings = prepared(folder, **PATCHES)
+    plan = BatchPlan(5, 2, 2)
+    whole = list(training_batches(volumes.train, settings, plan, 0, 9))
+    assert_equal(flat(training_batches(volumes.train, settings, plan, 6, 9)), [b for step in whole[6:] for b in step])
+    assert list(training_batches(volumes.train, settings, plan, 9, 9)) == []
+
+
+def test_samples_differ_between_passes_and_seeds(folder: Path) -> None:
+    volumes, settings = prepared(folder, **PATCHES)
+    batches = flat(training_batches(volumes.train, settings, BatchPlan(5, 1, 1), 0, 28))
+    crops: dict[str, list[torch.Tensor]] = {}
+    for batch in batches:
+        crops.setdefault(batch.files[0], []).append(batch.image)
+    assert all(len(images) == 4 for images in crops.values())
+    assert all(not torch.equal(images[0], images[1]) for images in crops.values())
+    other = flat(training_batches(volumes.train, settings, BatchPlan(6, 1, 1), 0, 28))
+    assert [b.files for b in other] != [b.files for b in batches]
+
+
+@pytest.mark.parametrize(("ranks", "accumulation", "batch_size"), [(2, 2, 1), (4, 1, 1), (2, 1, 2), (1, 1, 4)])
+def test_ranks_see_what_one_rank_sees_with_more_accumulation(
+    folder: Path, ranks: int, accumulation: int, batch_size: int
+) -> None:
+    volumes, settings = prepared(folder, **PATCHES)
+    alone = list(training_batches(volumes.train, settings, BatchPlan(5, 1, 4), 0, 5))
+    plans = [BatchPlan(5, batch_size, accumulation, rank, ranks) for rank in range(ranks)]
+    assert {plan.effective_batch for plan in plans} == {4}
+    together = [list(training_batches(volumes.train, settings, plan, 0, 5)) for plan in plans]
+    for step, expected in enumerate(alone):
+        images = {
+            position: (image, name)
+            for rank in together
+            for batch in rank[step]
+            for position, image, name in zip(batch.positions, batch.image, batch.files, strict=True)
+        }
+        assert sorted(images) == [position for batch in expected for position in batch.positions]
+        for batch in expected:
+            image, name = images[batch.positions[0]]
+            assert name == batch.files[0]
+            assert torch.equal(image, batch.image[0])
+
+
+def test_labels_travel_with_their_volumes() -> None:
+    settings = build_settings(source="phantoms", num_phantoms=9)
+    volumes = prepare_volumes(settings, seed=0, in_channels=1)
+    for batch in flat(training_batches(volumes.train, settings, BatchPlan(0, 2, 1), 0, 6)):
+        assert batch.labels is not None
+        assert batch.labels.dtype == torch.long
+        named = [volumes.class_names[int(label)] for label in batch.labels]
+        assert named == [name.split("/")[0] for name in batch.files]
+
+
+@pytest.mark.parametrize("values", [{}, {"cache_rate": 1.0}, {"num_workers": 2, "persistent_workers": True}])
+def test_validation_sees_whole_volumes_in_a_fixed_order_as_often_as_asked(folder: Path, values: dict) -> None:
+    volumes, settings = prepared(folder, **{**PATCHES, **values})
+    batches = validation_batches(volumes.train, settings)
+    first, second = list(batches), list(batches)
+    assert_equal(first, second)
+    assert len(batches) == len(first) == len(volumes.train)
+    assert [batch.files[0] for batch in first] == [file.name for file in volumes.train]
+    assert all(batch.image.shape == (1, 1, 12, 10, 8) for batch in first)
+
+
+def test_validation_is_shared_among_ranks(folder: Path) -> None:
+    volumes, settings = prepared(folder)
+    shares = [list(validation_batches(volumes.train, settings, rank, 3)) for rank in range(3)]
+    places = sorted(batch.positions[0] for share in shares for batch in share)
+    assert places == list(range(len(volumes.train)))
+    assert len(validation_batches(volumes.val[:1], settings, 2, 3)) == 0
+    assert list(validation_batches(volumes.val[:1], settings, 2, 3)) == []
+
+
+def test_changing_a_batch_does_not_change_the_cache(folder: Path) -> None:
+    volumes, settings = prepared(folder, cache_rate=1.0)
+    files = volumes.train[:1]
+    steps = training_batches(files, settings, BatchPlan(0, 1, 1), 0, 3)
+    images = []
+    for (batch,) in steps:
+        images.append(batch.image.clone())
+        batch.image.zero_()
+    assert torch.equal(images[0], images[2])
+    assert images[2].abs().max() > 0
+
+
+def test_cached_volumes_are_read_once_by_all_workers(folder: Path) -> None:
+    volumes, settings = prepared(folder, cache_rate=1.0, num_workers=2)
+    steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 60)
+    # Two whole passes: whichever worker loaded a volume, both now find it.
+    first = [next(steps) for _ in range(2 * len(volumes.train) + 8)]
+    for file in volumes.train:
+        file.path.unlink()
+    assert len(first) + len(list(steps)) == 60
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_file_that_disappears_stops_training_in_its_name(folder: Path, num_workers: int) -> None:
+    volumes, settings = prepared(folder, num_workers=num_workers)
+    before = children()
+    steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 100)
+    next(steps)
+    volumes.train[2].path.unlink()
+    with pytest.raises(DataError) as refusal:
+        list(steps)
+    assert str(refusal.value).startswith(f"{volumes.train[2].path}: no such file")
+    assert "Traceback" not in str(refusal.value)
+    assert children() <= before
+
+
+def test_a_file_that_turns_unreadable_stops_validation_in_its_name(folder: Path) -> None:
+    volumes, settings = prepared(folder, num_workers=1)
+    volumes.val[0].path.write_bytes(volumes.val[0].path.read_bytes()[:900])
+    with pytest.raises(DataError, match=rf"{volumes.val[0].path.name}: truncated or damaged"):
+        list(validation_batches(volumes.val, settings))
+
+
+def test_a_killed_worker_is_reported_as_such(folder: Path) -> None:
+    volumes, settings = prepared(folder, num_workers=2)
+    before = children()
+    steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 10_000)
+    next(steps)
+    victim = min(children() - before)
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(TrainingError, match=rf"a worker of the loader died \(process {victim} was killed by SIGKILL\)"):
+        list(steps)
+
+
+def test_a_dead_worker_does_not_interrupt_the_training_step(folder: Path) -> None:
+    volumes, settings = prepared(folder, num_workers=1)
+    before = children()
+    steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 10_000)
+    next(steps)
+    os.kill(min(children() - before), signal.SIGKILL)
+    time.sleep(0.3)
+    assert np.ones(3).sum() == 3
+
+
+def test_workers_outlive_the_signals_that_ask_training_to_stop(folder: Path) -> None:
+    volumes, settings = prepared(folder, num_workers=1)
+    before = children()
+    steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 50)
+    next(steps)
+    (worker,) = children() - before
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(worker, number)
+    assert len(list(steps)) == 49
+
+
+def test_loading_from_the_cache_costs_little(folder: Path) -> None:
+    volumes, settings = prepared(folder, cache_rate=1.0, voxel_size=[64, 64, 32])
+    steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 120)
+    for _ in range(20):
+        next(steps)
+    start = time.process_time()
+    assert len(list(steps)) == 100
+    assert (time.process_time() - start) / 100 < 5e-3

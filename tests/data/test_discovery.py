@@ -1,0 +1,168 @@
+"""Volumes are found in folders and dataset.json, with their classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data.discovery import Found, class_names_of, discover, with_labels
+from data.volumes import prepare_volumes
+from settings import DataError
+from tests.data.small_volumes import build_settings
+
+Make = Callable[..., Path]
+
+
+def write_listing(folder: Path, training: object, **more: object) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "dataset.json").write_text(json.dumps({"training": training, **more}))
+    return str(folder / "dataset.json")
+
+
+def test_a_folder_is_searched_with_its_subfolders_in_the_order_of_names(make_volume: Make, tmp_path: Path) -> None:
+    for name in ("b/2.nii.gz", "a/1.nii", "a/deep/3.nii.gz", "a/.hidden.nii.gz", "a/._1.nii"):
+        make_volume(name)
+    (tmp_path / "volumes/notes.txt").write_text("not a volume")
+    found = discover(str(tmp_path / "volumes"), allow_outside_root=False)
+    assert [item.name for item in found] == ["a/1.nii", "a/deep/3.nii.gz", "b/2.nii.gz"]
+    assert [item.class_name for item in found] == ["a", "a", "b"]
+
+
+def test_folders_are_no_classes_when_a_volume_lies_beside_them(make_volume: Make, tmp_path: Path) -> None:
+    make_volume("a/1.nii.gz")
+    make_volume("2.nii.gz")
+    volumes = prepare_volumes(build_settings(source=str(tmp_path / "volumes")), seed=0, in_channels=1)
+    assert volumes.class_names == ()
+    assert [file.label for file in (*volumes.train, *volumes.val)] == [None, None]
+
+
+def test_linked_folders_are_followed_once(make_volume: Make, tmp_path: Path) -> None:
+    make_volume("a/1.nii.gz")
+    (tmp_path / "volumes/a/loop").symlink_to(tmp_path / "volumes")
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "volumes/a/1.nii.gz").rename(tmp_path / "1.nii.gz")
+    elsewhere.mkdir()
+    (tmp_path / "1.nii.gz").rename(elsewhere / "1.nii.gz")
+    (tmp_path / "volumes/linked").symlink_to(elsewhere)
+    assert [item.name for item in discover(str(tmp_path / "volumes"), False)] == ["linked/1.nii.gz"]
+
+
+def test_sources_that_hold_nothing_are_refused(tmp_path: Path, make_volume: Make) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"data.source: .*empty holds no volume; \.nii .*check the folder"):
+        discover(str(tmp_path / "empty"), False)
+    with pytest.raises(DataError, match=r"data.source: .*absent does not exist; a folder, a dataset.json or phantoms"):
+        discover(str(tmp_path / "absent"), False)
+    with pytest.raises(DataError, match=r"is a single file; .* give the folder .*volumes"):
+        discover(str(make_volume("v.nii.gz")), False)
+
+
+def test_dataset_json_lists_images_and_not_segmentations(make_volume: Make, tmp_path: Path) -> None:
+    for name in ("imagesTr/a.nii.gz", "imagesTr/b.nii.gz", "labelsTr/a.nii.gz", "imagesTs/c.nii.gz"):
+        make_volume(name)
+    entries = [{"image": "./imagesTr/a.nii.gz", "label": "./labelsTr/a.nii.gz"}, "imagesTr/b.nii.gz"]
+    source = write_listing(tmp_path / "volumes", entries, test=["./imagesTs/c.nii.gz"])
+    by_file = discover(source, False)
+    assert [item.name for item in by_file] == ["imagesTr/a.nii.gz", "imagesTr/b.nii.gz"]
+    assert [item.class_name for item in by_file] == [None, None]
+    assert discover(str(tmp_path / "volumes"), False) == by_file
+
+
+def test_dataset_json_gives_classes_and_the_split(make_volume: Make, tmp_path: Path) -> None:
+    for name in "abcd":
+        make_volume(f"{name}.nii.gz")
+    training = [{"image": f"{name}.nii.gz", "label": label} for name, label in (("a", 10), ("b", 2), ("c", 10))]
+    source = write_listing(tmp_path / "volumes", training, validation=[{"image": "d.nii.gz", "class": "2"}])
+    volumes = prepare_volumes(build_settings(source=source), seed=0, in_channels=1)
+    assert volumes.class_names == ("2", "10")
+    assert [(file.name, file.label) for file in volumes.train] == [("a.nii.gz", 1), ("b.nii.gz", 0), ("c.nii.gz", 1)]
+    assert [(file.name, file.label) for file in volumes.val] == [("d.nii.gz", 0)]
+
+
+def test_paths_of_dataset_json_stay_inside_its_folder_unless_allowed(make_volume: Make, tmp_path: Path) -> None:
+    inside = make_volume("a.nii.gz")
+    outside = tmp_path / "outside.nii.gz"
+    outside.write_bytes(inside.read_bytes())
+    (tmp_path / "volumes/link.nii.gz").symlink_to(outside)
+    entries = ["a.nii.gz", "../outside.nii.gz", str(outside), "link.nii.gz", "x/../../outside.nii.gz"]
+    source = write_listing(tmp_path / "volumes", entries)
+    with pytest.raises(DataError) as refusal:
+        discover(source, allow_outside_root=False)
+    text = str(refusal.value)
+    assert "4 problems" in text
+    assert "entry 1: ../outside.nii.gz leads out of" in text
+    assert "set data.allow_outside_root: true" in text
+    source = write_listing(tmp_path / "volumes", entries[:3])
+    assert len(discover(source, allow_outside_root=True)) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ("[]", 'no list "training"'),
+        ('{"training": {}}', 'no list "training"'),
+        ('{"training": []}', '"training" is empty'),
+        ('{"training": [3, {"image": ["a.nii", "b.nii"]}]}', "2 problems"),
+        ('{"training": ["a.nii.gz", "./a.nii.gz"]}', "a.nii.gz: listed more than once"),
+        ('{"training": ["a.nii.gz"], "validation": 3}', '"validation" is not a list'),
+    ],
+)
+def test_a_dataset_json_that_cannot_be_used_is_refused(tmp_path: Path, content: str, text: str) -> None:
+    (tmp_path / "dataset.json").write_text(content)
+    with pytest.raises(DataError, match=r"dataset\.json: ") as refusal:
+        discover(str(tmp_path / "dataset.json"), False)
+    assert text in str(refusal.value)
+
+
+def test_a_csv_gives_labels_by_relative_or_file_name(make_volume: Make, tmp_path: Path) -> None:
+    for name in ("x/a.nii.gz", "x/b.nii.gz", "y/b.nii.gz"):
+        make_volume(name)
+    (tmp_path / "labels.csv").write_text("file,age,label\na.nii.gz,3,ill\nx/b.nii.gz,4,well\n./y/b.nii.gz,5,ill\n")
+    settings = build_settings(source=str(tmp_path / "volumes"), labels=str(tmp_path / "labels.csv"))
+    volumes = prepare_volumes(settings, seed=0, in_channels=1)
+    labels = {file.name: file.label for file in (*volumes.train, *volumes.val)}
+    assert volumes.class_names == ("ill", "well")
+    assert labels == {"x/a.nii.gz": 0, "x/b.nii.gz": 1, "y/b.nii.gz": 0}
+
+
+def test_volumes_without_a_row_are_reported_with_the_other_problems(make_volume: Make, tmp_path: Path) -> None:
+    make_volume("x/b.nii.gz")
+    make_volume("y/b.nii.gz")
+    make_volume("a.nii.gz").write_text("no volume")
+    (tmp_path / "labels.csv").write_text("file,label\na.nii.gz,1\nb.nii.gz,2\n")
+    settings = build_settings(source=str(tmp_path / "volumes"), labels=str(tmp_path / "labels.csv"))
+    with pytest.raises(DataError) as refusal:
+        prepare_volumes(settings, seed=0, in_channels=1)
+    assert "3 problems" in str(refusal.value)
+    assert "a.nii.gz: not a .nii.gz file" in str(refusal.value)
+    assert "x/b.nii.gz: no label in" in str(refusal.value)
+    assert "y/b.nii.gz: no label in" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "cannot be read"),
+        ("", "has the columns (none); file and label are needed"),
+        ("name,label\n", "has the columns name, label; file and label are needed"),
+        ("file,label\na\n", "line 2 has no file or no label"),
+        ("file,label\na,1\na,2\n", "gives a two labels"),
+    ],
+)
+def test_a_label_table_that_cannot_be_used_is_refused(tmp_path: Path, content: str | None, text: str) -> None:
+    table = tmp_path / "labels.csv"
+    if content is not None:
+        table.write_text(content)
+    with pytest.raises(DataError, match=r"data\.labels: .*labels\.csv") as refusal:
+        with_labels([], str(table))
+    assert text in str(refusal.value)
+
+
+def test_numbered_classes_are_ordered_as_numbers() -> None:
+    found = [Found(Path(name), name, name) for name in ("10", "9", "1")]
+    assert class_names_of(found) == ("1", "9", "10")

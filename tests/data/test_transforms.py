@@ -1,0 +1,196 @@
+"""Volumes reach the network's grid and range as the settings say, and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+
+from data.transforms import NETWORK_RANGE, from_unit, load_volume, random_part, restore, to_unit
+from settings import DataError
+from tests.data.small_volumes import AFFINE, build_settings, random_voxels
+
+Make = Callable[..., Path]
+WIDE = {"mode": "percentile", "lower": 0.0, "upper": 100.0}
+TURNED = np.array([[0, 0, -3.0, 40], [2.0, 0, 0, -12], [0, -2.5, 0, 30], [0, 0, 0, 1]])
+
+
+def smooth(shape: tuple[int, int, int]) -> np.ndarray:
+    axes = np.meshgrid(*(np.linspace(0, 1, n) for n in shape), indexing="ij")
+    return (100 * np.sin(2 * axes[0] + axes[1]) + 40 * axes[2] ** 2)[None].astype(np.float32)
+
+
+def test_the_range_is_found_on_the_whole_volume_before_cropping(make_volume: Make) -> None:
+    voxels = np.zeros((1, 12, 12, 12), np.float32)
+    voxels[0, 0] = 100.0
+    voxels[0, 4:8] = 50.0
+    loaded = load_volume(make_volume("v.nii.gz", voxels), build_settings(voxel_size=[4, 4, 4], resize="crop_or_pad"))
+    assert (loaded.lower, loaded.upper) == ((0.0,), (100.0,))
+    torch.testing.assert_close(loaded.image, torch.zeros(1, 4, 4, 4))
+
+
+def test_percentiles_and_windows_map_to_the_networks_range(make_volume: Make) -> None:
+    voxels = np.arange(12 * 10 * 8, dtype=np.float32).reshape(1, 12, 10, 8)
+    path = make_volume("v.nii.gz", voxels)
+    loaded = load_volume(path, build_settings(intensity={"mode": "percentile", "lower": 10.0, "upper": 90.0}))
+    low, high = np.percentile(voxels, (10, 90))
+    expected = torch.from_numpy(np.clip((voxels - low) / (high - low), 0, 1)) * 2 - 1
+    torch.testing.assert_close(loaded.image, expected.float(), atol=1e-5, rtol=0)
+    assert (float(loaded.image.min()), float(loaded.image.max())) == pytest.approx(NETWORK_RANGE, abs=1e-6)
+    loaded = load_volume(path, build_settings(intensity={"mode": "window", "lower": -1000.0, "upper": 1000.0}))
+    torch.testing.assert_close(loaded.image, torch.from_numpy(voxels / 1000), atol=1e-6, rtol=0)
+
+
+def test_channels_are_scaled_each_by_its_own_percentiles(make_volume: Make) -> None:
+    voxels = np.concatenate([smooth((12, 10, 8)), 1000 + 5 * smooth((12, 10, 8))])
+    image = load_volume(make_volume("v.nii.gz", voxels), build_settings(intensity=WIDE), num_channels=2).image
+    torch.testing.assert_close(image[0], image[1], atol=1e-4, rtol=0)
+
+
+def test_volumes_are_turned_to_the_orientation(make_volume: Make) -> None:
+    voxels = random_voxels(0)
+    ras = load_volume(make_volume("ras.nii.gz", voxels), build_settings(intensity=WIDE)).image
+    image = nib.Nifti1Image(voxels[0], AFFINE)
+    turned = image.as_reoriented(nib.orientations.axcodes2ornt("PIL"))
+    path = make_volume("turned.nii.gz", np.asarray(turned.dataobj)[None], turned.affine)
+    torch.testing.assert_close(load_volume(path, build_settings(intensity=WIDE)).image, ras)
+    lps = load_volume(path, build_settings(intensity=WIDE, orientation="LPS")).image
+    torch.testing.assert_close(lps, ras.flip(1, 2))
+
+
+def test_resampling_follows_a_smooth_function(make_volume: Make) -> None:
+    path = make_volume("v.nii.gz", smooth((40, 30, 24)))
+    settings = build_settings(voxel_size=[20, 15, 12], intensity={"mode": "window", "lower": -200.0, "upper": 200.0})
+    image = load_volume(path, settings).image.numpy() * 200
+    expected = smooth((40, 30, 24)).reshape(1, 20, 2, 15, 2, 12, 2).mean(axis=(2, 4, 6))
+    np.testing.assert_allclose(image[:, 1:-1, 1:-1, 1:-1], expected[:, 1:-1, 1:-1, 1:-1], atol=0.6)
+    finer = load_volume(path, settings.model_copy(update={"voxel_size": (80, 60, 48)})).image.numpy() * 200
+    zoomed = ndimage.zoom(smooth((40, 30, 24))[0], 2, order=1, grid_mode=True, mode="nearest")
+    np.testing.assert_allclose(finer[0], zoomed, atol=1e-2)
+
+
+def test_shrinking_averages_instead_of_dropping_voxels(make_volume: Make) -> None:
+    checkers = (np.indices((32, 32, 32)).sum(axis=0) % 2).astype(np.float32)[None]
+    image = load_volume(make_volume("v.nii.gz", checkers), build_settings(voxel_size=[8, 8, 8])).image
+    assert image.abs().max() < 0.1
+
+
+def test_spacing_is_reached_before_the_grid(make_volume: Make) -> None:
+    path = make_volume("v.nii.gz", smooth((12, 10, 8)))
+    settings = build_settings(spacing=[1.0, 1.25, 6.0], resize="crop_or_pad", voxel_size=[24, 20, 6], intensity=WIDE)
+    loaded = load_volume(path, settings)
+    assert loaded.geometry.spaced_shape == (24, 20, 4)
+    np.testing.assert_allclose(loaded.geometry.spacing_mm, (1.0, 1.25, 6.0), rtol=1e-6)
+    assert (loaded.image[..., 0] == -1).all()
+    assert (loaded.image[..., -1] == -1).all()
+
+
+@pytest.mark.parametrize("affine", [AFFINE, TURNED])
+@pytest.mark.parametrize("resize", ["resample", "crop_or_pad"])
+@pytest.mark.parametrize("spacing", [None, [1.5, 1.5, 1.5]])
+def test_a_volume_comes_back_onto_its_own_grid(
+    make_volume: Make, affine: np.ndarray, resize: str, spacing: list[float] | None
+) -> None:
+    voxels = smooth((24, 20, 16))
+    path = make_volume("v.nii.gz", voxels, affine)
+    settings = build_settings(voxel_size=[48, 44, 40], resize=resize, spacing=spacing, intensity=WIDE)
+    loaded = load_volume(path, settings)
+    back, back_affine = restore(loaded.image, loaded)
+    np.testing.assert_allclose(back_affine, affine)
+    assert back.shape == voxels.shape
+    inner = (slice(None), *(slice(2, -2),) * 3)
+    atol = 0.01 if resize == "crop_or_pad" and spacing is None else 2.0
+    np.testing.assert_allclose(back[inner], voxels[inner], atol=atol)
+
+
+def test_what_was_cropped_comes_back_as_the_lower_intensity(make_volume: Make) -> None:
+    voxels = random_voxels(0, (1, 13, 10, 8))
+    loaded = load_volume(
+        make_volume("v.nii.gz", voxels), build_settings(voxel_size=[6, 12, 8], resize="crop_or_pad", intensity=WIDE)
+    )
+    back, _ = restore(loaded.image, loaded)
+    np.testing.assert_allclose(back[:, 3:9], voxels[:, 3:9], atol=1e-2)
+    np.testing.assert_allclose(back[:, 9:], voxels.min(), atol=1e-3)
+
+
+@pytest.mark.parametrize("resize", ["resample", "crop_or_pad"])
+def test_the_grids_affine_puts_voxels_where_they_are_in_the_file(make_volume: Make, resize: str) -> None:
+    voxels = np.zeros((1, 24, 20, 16), np.float32)
+    voxels[0, 14:16, 8:10, 6:8] = 1.0
+    path = make_volume("v.nii.gz", voxels, TURNED)
+    loaded = load_volume(path, build_settings(voxel_size=[8, 12, 10], resize=resize, intensity=WIDE))
+    centre = np.array(ndimage.center_of_mass((loaded.image[0] + 1).numpy()))
+    place = loaded.geometry.grid_affine @ [*centre, 1]
+    np.testing.assert_allclose(place, TURNED @ [14.5, 8.5, 6.5, 1], atol=0.6)
+
+
+def test_a_real_brain_comes_back_onto_its_own_grid(tmp_path: Path) -> None:
+    nilearn = pytest.importorskip("nilearn")
+    (path,) = Path(nilearn.__file__).parent.glob("datasets/data/mni_icbm152_t1*.nii.gz")
+    loaded = load_volume(path, build_settings(voxel_size=[96, 112, 96], intensity=WIDE))
+    back, affine = restore(loaded.image, loaded)
+    original = nib.load(path)
+    np.testing.assert_allclose(affine, original.affine)
+    own = np.asarray(original.dataobj, dtype=np.float32)
+    assert back[0].shape == own.shape
+    error = np.sqrt(np.mean((back[0] - own) ** 2)) / (own.max() - own.min())
+    assert error < 0.05
+
+
+def test_the_range_goes_both_ways() -> None:
+    unit = torch.linspace(0, 1, 11)
+    torch.testing.assert_close(to_unit(from_unit(unit)), unit)
+    assert to_unit(torch.tensor([-3.0, 3.0])).tolist() == [0.0, 1.0]
+
+
+def test_loading_names_the_file_that_is_not_as_it_was(make_volume: Make) -> None:
+    voxels = random_voxels(0)
+    with pytest.raises(DataError, match=r"v\.nii\.gz: 1 channel \(12 x 10 x 8\); autoencoder.in_channels is 2"):
+        load_volume(make_volume("v.nii.gz", voxels), build_settings(), num_channels=2)
+    with pytest.raises(DataError, match=r"v\.nii\.gz: channel 0 is 0 at both"):
+        load_volume(make_volume("v.nii.gz", voxels * 0), build_settings())
+    voxels[0, 0, 0, 0] = np.nan
+    for intensity in (WIDE, {"mode": "window", "lower": 0.0, "upper": 1.0}):
+        with pytest.raises(DataError, match=r"v\.nii\.gz: it holds NaN or infinite voxels"):
+            load_volume(make_volume("v.nii.gz", voxels), build_settings(intensity=intensity))
+
+
+def test_patches_are_parts_of_the_volume_and_reach_all_of_it() -> None:
+    image = torch.arange(8 * 8 * 8, dtype=torch.float32).reshape(1, 8, 8, 8)
+    settings = build_settings(voxel_size=[8, 8, 8], patch_size=[4, 4, 8])
+    corners = set()
+    for seed in range(200):
+        patch = random_part(image, np.ones(3), settings, np.random.default_rng(seed))
+        x, rest = divmod(int(patch[0, 0, 0, 0]), 64)
+        corners.add((x, rest // 8))
+        assert torch.equal(patch, image[:, x : x + 4, rest // 8 : rest // 8 + 4])
+    assert corners == {(x, y) for x in range(5) for y in range(5)}
+
+
+def test_augmentation_acts_stays_in_range_and_repeats_from_its_seed() -> None:
+    image = torch.from_numpy(smooth((16, 16, 16)) / 200)
+    settings = build_settings(voxel_size=[16, 16, 16], use_augmentation=True)
+    first, again, other = (
+        random_part(image, np.array([1.0, 1.0, 2.0]), settings, np.random.default_rng(seed)) for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other, atol=0.05)
+    assert not torch.allclose(first, image, atol=0.05)
+    assert first.shape == image.shape
+    assert first.min() >= -1
+    assert first.max() <= 1
+
+
+def test_augmented_patches_hold_tissue_from_around_and_not_padding() -> None:
+    image = torch.ones(1, 32, 32, 32)
+    settings = build_settings(voxel_size=[32, 32, 32], patch_size=[8, 8, 8], use_augmentation=True)
+    inner = 0
+    for seed in range(40):
+        patch = random_part(image, np.ones(3), settings, np.random.default_rng(seed))
+        inner += bool(patch.min() > 0.5)
+    assert inner > 20

@@ -1,0 +1,164 @@
+"""Problems are found before training, all at once; results are remembered; the split is stable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import checking
+from data.discovery import Found
+from data.volumes import prepare_volumes, split
+from settings import DataError, DataSettings
+from tests.data.small_volumes import build_settings, random_voxels
+
+Make = Callable[..., Path]
+
+
+def test_every_problem_of_every_file_is_in_one_report(make_volume: Make, tmp_path: Path) -> None:
+    make_volume("good.nii.gz")
+    truncated = make_volume("truncated.nii.gz")
+    truncated.write_bytes(truncated.read_bytes()[:1500])
+    nan = random_voxels(0)
+    nan[0, 3, 3, 3] = np.nan
+    nan[0, 4, 4, 4] = np.inf
+    make_volume("nan.nii.gz", nan)
+    make_volume("slice.nii.gz", random_voxels(0, (1, 12, 10, 1)))
+    make_volume("channels.nii.gz", random_voxels(0, (2, 12, 10, 8)))
+    make_volume("text.nii.gz").write_text("this is a text file\n")
+    make_volume("flat.nii.gz", np.full((1, 12, 10, 8), 7, np.float32))
+    with pytest.raises(DataError) as refusal:
+        prepare_volumes(build_settings(source=str(tmp_path / "volumes")), seed=0, in_channels=1)
+    lines = str(refusal.value).splitlines()
+    assert lines[0].endswith("has 6 problems:")
+    problems = {line.split(": ")[0].rsplit("/", 1)[1]: line.split(": ", 1)[1] for line in lines[1:]}
+    assert problems["truncated.nii.gz"].startswith("truncated or damaged: its voxels cannot be read")
+    assert problems["nan.nii.gz"].startswith("2 voxels are NaN or infinite")
+    assert problems["slice.nii.gz"].startswith("a 2D image (12 x 10")
+    assert problems["channels.nii.gz"].startswith("2 channels (12 x 10 x 8 x 2); autoencoder.in_channels is 1; change")
+    assert problems["text.nii.gz"].startswith("not a .nii.gz file")
+    assert problems["flat.nii.gz"].startswith("channel 0 is 7 at both the 0.5th and the 99.5th percentile")
+
+
+def test_window_scaling_allows_flat_volumes_inside_and_refuses_all_outside(make_volume: Make, tmp_path: Path) -> None:
+    make_volume("flat.nii.gz", np.full((1, 12, 10, 8), 7, np.float32))
+    source = str(tmp_path / "volumes")
+    inside = {"mode": "window", "lower": 0.0, "upper": 10.0}
+    prepare_volumes(build_settings(source=source, intensity=inside), seed=0, in_channels=1)
+    outside = {"mode": "window", "lower": 10.0, "upper": 20.0}
+    with pytest.raises(DataError, match="intensities 7 to 7 lie outside the window 10 to 20"):
+        prepare_volumes(build_settings(source=source, intensity=outside), seed=0, in_channels=1)
+
+
+def test_spacing_needs_files_that_carry_one(tmp_path: Path) -> None:
+    np.save(tmp_path / "v.npy", random_voxels(0)[0])
+    with pytest.raises(DataError, match=r"v\.npy: numpy arrays carry no voxel spacing, and data\.spacing is set"):
+        prepare_volumes(build_settings(source=str(tmp_path), spacing=[1.0, 1.0, 1.0]), seed=0, in_channels=1)
+
+
+def test_a_spacing_that_makes_a_volume_enormous_is_refused(folder: Path) -> None:
+    settings = build_settings(source=str(folder), spacing=[1e-4, 1e-4, 1e-4])
+    with pytest.raises(DataError, match=r"data\.spacing makes it .* voxels, .* GiB; .* choose a larger spacing"):
+        prepare_volumes(settings, seed=0, in_channels=1)
+
+
+def test_only_new_and_changed_files_are_read_again(
+    folder: Path, make_volume: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = build_settings(source=str(folder))
+    read: list[str] = []
+    examine = checking.examine
+
+    def noted(path: Path, s: DataSettings) -> checking.Facts:
+        read.append(path.name)
+        return examine(path, s)
+
+    monkeypatch.setattr(checking, "examine", noted)
+    first = prepare_volumes(settings, seed=0, in_channels=1)
+    assert len(read) == 8
+    read.clear()
+    assert prepare_volumes(settings, seed=0, in_channels=1) == first
+    assert read == []
+    make_volume("v3.nii.gz", random_voxels(99))
+    make_volume("new.nii.gz")
+    prepare_volumes(settings, seed=0, in_channels=1)
+    assert sorted(read) == ["new.nii.gz", "v3.nii.gz"]
+
+
+def test_configs_that_share_files_do_not_forget_for_each_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = sorted(folder.iterdir())
+    settings = build_settings()
+    checking.check_files(paths, settings, 1, Path("memory"))
+    (folder / "v2.nii.gz").write_bytes((folder / "v1.nii.gz").read_bytes())
+    checking.check_files(paths[:4], settings, 1, Path("memory"))
+    monkeypatch.setattr(checking, "examine", None)
+    assert all(not item.problems for item in checking.check_files(paths, settings, 1, Path("memory")))
+
+
+def test_problems_are_not_remembered(folder: Path) -> None:
+    settings = build_settings(source=str(folder))
+    content = (folder / "v1.nii.gz").read_bytes()
+    (folder / "v1.nii.gz").write_bytes(content[:1000])
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"v1\.nii\.gz: truncated"):
+            prepare_volumes(settings, seed=0, in_channels=1)
+    (folder / "v1.nii.gz").write_bytes(content)
+    prepare_volumes(settings, seed=0, in_channels=1)
+
+
+def test_a_damaged_memory_of_checks_is_ignored(folder: Path) -> None:
+    settings = build_settings(source=str(folder))
+    first = prepare_volumes(settings, seed=0, in_channels=1)
+    for content in ("", "[]", "{}", '{"a": 1}', '{"a": {"affine": 3}}', "\0"):
+        for store in Path("runs/checks").glob("*.json"):
+            store.write_text(content)
+        assert prepare_volumes(settings, seed=0, in_channels=1) == first
+
+
+def test_without_a_place_to_remember_the_volumes_are_still_checked(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    assert len(prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1).train) == 7
+
+
+def found(*names: str) -> list[Found]:
+    return [Found(Path(name), name) for name in names]
+
+
+def test_the_split_keeps_each_volume_on_its_side_when_others_are_added_or_removed() -> None:
+    few, many = found(*(f"v{i}" for i in range(60))), found(*(f"v{i}" for i in range(20, 400)))
+    few_val, many_val = (set(split(items, 0.2, seed=1)[1]) for items in (few, many))
+    common = set(few) & set(many)
+    assert few_val & common == many_val & common
+    assert 0.12 < len(many_val) / len(many) < 0.28
+    assert many_val != set(split(many, 0.2, seed=2)[1])
+
+
+@pytest.mark.parametrize("val_fraction", [0.001, 0.999])
+def test_two_or_more_volumes_give_both_sides(val_fraction: float) -> None:
+    for number in range(2, 8):
+        train, val = split(found(*(f"v{i}" for i in range(number))), val_fraction, seed=0)
+        assert train
+        assert val
+        assert len(train) + len(val) == number
+    assert split(found("only"), val_fraction, seed=0) == (found("only"), [])
+
+
+def test_the_fingerprint_follows_names_labels_and_split(folder: Path) -> None:
+    settings = build_settings(source=str(folder))
+    first = prepare_volumes(settings, seed=0, in_channels=1).fingerprint
+    assert prepare_volumes(settings, seed=0, in_channels=1).fingerprint == first
+    (folder / "v0.nii.gz").rename(folder / "w0.nii.gz")
+    assert prepare_volumes(settings, seed=0, in_channels=1).fingerprint != first
+
+
+def test_names_that_are_not_unicode_are_handled(folder: Path) -> None:
+    strange = os.fsdecode(b"strange-\xff\n.nii.gz")
+    (folder / "v0.nii.gz").rename(folder / strange)
+    volumes = prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
+    assert strange in {file.name for file in (*volumes.train, *volumes.val)}
+    (folder / strange).write_text("broken")
+    with pytest.raises(DataError, match=r"strange-\\udcff\\n\.nii\.gz: not a"):
+        prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)

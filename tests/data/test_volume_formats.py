@@ -1,0 +1,208 @@
+"""Every format gives the same voxels and geometry; every damaged file a DataError in its name."""
+
+from __future__ import annotations
+
+import gzip
+import random
+import struct
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import SimpleITK
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data.formats import printable, read_header, read_volume, suffix_of, write_nifti
+from data.transforms import load_volume
+from settings import DataError
+from tests.data.small_volumes import AFFINE, build_settings, random_voxels
+
+FORMATS = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd")
+
+
+def write(path: Path, voxels: np.ndarray, affine: np.ndarray = AFFINE) -> Path:
+    """Write a channel-first volume in the format of the path's suffix."""
+    suffix = suffix_of(path.name)
+    if suffix in (".nii", ".nii.gz"):
+        write_nifti(path, voxels, affine)
+    elif suffix == ".npy":
+        np.save(path, voxels if len(voxels) > 1 else voxels[0])
+    elif suffix == ".npz":
+        np.savez_compressed(path, image=voxels if len(voxels) > 1 else voxels[0], affine=affine)
+    else:
+        last = np.ascontiguousarray(voxels.transpose(3, 2, 1, 0))
+        image = SimpleITK.GetImageFromArray(last if len(voxels) > 1 else last[..., 0], isVector=len(voxels) > 1)
+        spacing = np.linalg.norm(affine[:3, :3], axis=0)
+        to_lps = np.diag([-1.0, -1.0, 1.0])
+        image.SetSpacing(spacing.tolist())
+        image.SetOrigin((to_lps @ affine[:3, 3]).tolist())
+        image.SetDirection((to_lps @ affine[:3, :3] / spacing).ravel().tolist())
+        SimpleITK.WriteImage(image, str(path), useCompression=True)
+    return path
+
+
+@pytest.mark.parametrize("num_channels", [1, 2])
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_every_format_gives_the_same_voxels_and_affine(tmp_path: Path, suffix: str, num_channels: int) -> None:
+    voxels = random_voxels(0, (num_channels, 12, 10, 8))
+    read, header = read_volume(write(tmp_path / f"v{suffix}", voxels))
+    np.testing.assert_allclose(read, voxels, rtol=1e-6)
+    assert read.dtype == np.float32
+    assert (header.shape, header.num_channels) == ((12, 10, 8), num_channels)
+    assert header.has_spacing == (suffix != ".npy")
+    if header.has_spacing:
+        np.testing.assert_allclose(header.affine, AFFINE, atol=1e-5)
+        np.testing.assert_allclose(header.spacing_mm, (2.0, 2.5, 3.0), rtol=1e-6)
+
+
+def test_nifti_integers_are_scaled_by_slope_and_intercept(tmp_path: Path) -> None:
+    image = nib.Nifti1Image(np.arange(960, dtype=np.int16).reshape(12, 10, 8), AFFINE)
+    image.header.set_slope_inter(0.5, -100)
+    nib.save(image, tmp_path / "v.nii.gz")
+    raw = np.asarray(nib.load(tmp_path / "v.nii.gz").dataobj)
+    np.testing.assert_allclose(read_volume(tmp_path / "v.nii.gz")[0][0], raw, atol=1e-3)
+
+
+def test_nifti_vectors_on_the_fifth_axis_are_channels(tmp_path: Path) -> None:
+    nib.save(nib.Nifti1Image(np.zeros((12, 10, 8, 1, 3), np.float32), AFFINE), tmp_path / "v.nii")
+    assert read_header(tmp_path / "v.nii").num_channels == 3
+
+
+def test_itk_four_dimensional_images_have_channels_last(tmp_path: Path) -> None:
+    parts = [SimpleITK.GetImageFromArray(random_voxels(i)[0].transpose(2, 1, 0)) for i in range(2)]
+    SimpleITK.WriteImage(SimpleITK.JoinSeries(parts), str(tmp_path / "v.nrrd"))
+    voxels, header = read_volume(tmp_path / "v.nrrd")
+    assert header.num_channels == 2
+    np.testing.assert_allclose(voxels, np.concatenate([random_voxels(0), random_voxels(1)]), rtol=1e-6)
+
+
+def test_writing_the_same_volume_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in "ab":
+        write_nifti(tmp_path / f"{name}.nii.gz", random_voxels(0), AFFINE)
+    assert (tmp_path / "a.nii.gz").read_bytes() == (tmp_path / "b.nii.gz").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.nii.gz", "b.nii.gz"]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_missing_truncated_and_foreign_files_are_named(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"v{suffix}"
+    with pytest.raises(DataError, match=rf"v{suffix}: no such file; restore it"):
+        read_volume(path)
+    content = write(path, random_voxels(0)).read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=rf"v{suffix}: (truncated|not a|cannot be read).*(again)"):
+        read_volume(path)
+    path.write_text("these are my notes, not a volume\n" * 30)
+    with pytest.raises(DataError, match=rf"v{suffix}: (not a|cannot be read as) .*again"):
+        read_volume(path)
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match=f"v{suffix}: "):
+        read_volume(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match=f"v{suffix}: "):
+        read_volume(path)
+
+
+def nifti_with_dims(dims: tuple[int, ...], num_voxel_bytes: int) -> bytes:
+    image = nib.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4))
+    content = bytearray(image.to_bytes()[: 352 + num_voxel_bytes])
+    content[40:56] = struct.pack("<8h", len(dims), *dims, *([1] * (7 - len(dims))))
+    return bytes(content)
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_a_header_that_promises_more_than_the_file_can_hold_is_refused_before_reading(
+    tmp_path: Path, suffix: str
+) -> None:
+    content = nifti_with_dims((32767, 32767, 32767), 256)
+    path = tmp_path / f"bomb{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    with pytest.raises(DataError, match=r"truncated or damaged: its header promises .* bytes of voxels in a file of"):
+        read_volume(path)
+
+
+def test_a_volume_larger_than_the_free_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "v.nii", random_voxels(0))
+    monkeypatch.setattr("data.formats.psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    with pytest.raises(
+        DataError, match=r"12 x 10 x 8 voxels need 0\.0 GiB to be read; 0\.0 GiB of memory are free; crop"
+    ):
+        read_volume(path)
+
+
+@pytest.mark.parametrize(
+    ("voxels", "text"),
+    [
+        (np.zeros((12, 10), np.float32), r"a 2D image \(12 x 10\); a volume has three axes"),
+        (np.zeros((12, 10, 1), np.float32), r"a 2D image \(12 x 10 x 1\)"),
+        (np.zeros((12, 0, 8), np.float32), r"an axis without voxels \(12 x 0 x 8\)"),
+        (np.zeros((2, 2, 2, 2, 2), np.float32), r"5 axes \(2 x 2 x 2 x 2 x 2\); 3, or 4 with channels"),
+        (np.zeros((4, 4, 4), np.complex64), "voxels of type complex64; integers or real numbers are allowed; convert"),
+        (np.array([{}]), r"cannot be read as \.npy \(.*Python objects"),
+    ],
+)
+def test_arrays_that_are_no_volumes_are_refused(tmp_path: Path, voxels: np.ndarray, text: str) -> None:
+    np.save(tmp_path / "v.npy", voxels, allow_pickle=True)
+    with pytest.raises(DataError, match=text):
+        read_volume(tmp_path / "v.npy")
+
+
+def test_an_npz_with_several_arrays_needs_one_named_image(tmp_path: Path) -> None:
+    np.savez(tmp_path / "v.npz", a=np.zeros((4, 4, 4)), b=np.zeros((4, 4, 4)))
+    with pytest.raises(DataError, match="2 arrays; one, or one named image, is allowed"):
+        read_volume(tmp_path / "v.npz")
+    np.savez(tmp_path / "v.npz", image=np.zeros((4, 4, 4)), affine=np.eye(3))
+    with pytest.raises(DataError, match=r"its array affine is of shape \(3, 3\); 4 x 4 is allowed"):
+        read_volume(tmp_path / "v.npz")
+
+
+def test_an_affine_without_inverse_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "v.npz", image=np.zeros((4, 4, 4)), affine=np.diag([1.0, 1.0, 0.0, 1.0]))
+    with pytest.raises(DataError, match="its affine has no inverse"):
+        read_volume(tmp_path / "v.npz")
+
+
+def test_a_name_without_volume_suffix_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "v.dcm").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"not a volume by its name; .nii .nii.gz"):
+        read_volume(tmp_path / "v.dcm")
+
+
+def test_file_names_are_escaped_in_messages() -> None:
+    assert printable("a\n\x1b[31mb\udcff.nii") == r"a\n\x1b[31mb\udcff.nii"
+
+
+@pytest.fixture(scope="module")
+def whole_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    root = tmp_path_factory.mktemp("whole")
+    return {suffix: write(root / f"v{suffix}", random_voxels(0)).read_bytes() for suffix in FORMATS}
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+def test_damaged_files_load_or_give_a_data_error(
+    suffix: str, seed: int, whole_files: dict[str, bytes], tmp_path: Path
+) -> None:
+    content = bytearray(gzip.decompress(whole_files[suffix]) if suffix == ".nii.gz" else whole_files[suffix])
+    rng = random.Random(seed)
+    for _ in range(rng.choice([1, 2, 8])):
+        place = rng.randrange(min(len(content), 400))
+        content[place : place + 4] = rng.choice([b"\xff\xff\xff\x7f", b"\0\0\xc0\x7f", b"\0", rng.randbytes(4), b""])
+        if rng.random() < 0.2:
+            del content[rng.randrange(1, max(2, len(content))) :]
+    path = tmp_path / f"damaged{suffix}"
+    path.write_bytes(gzip.compress(content, 1) if suffix == ".nii.gz" else content)
+    message = None
+    try:
+        image = load_volume(path, build_settings(), 1).image
+    except DataError as error:
+        message = str(error)
+    if message is None:
+        assert image.shape == (1, 12, 10, 8)
+        assert image.isfinite().all()
+    else:
+        assert f"damaged{suffix}: " in message
