@@ -24,6 +24,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "ema", "inputs")
 
 def build_step(settings: Settings, stage: Stage, device: torch.device = CPU) -> Any:
     """Build the step object of a stage without reading weight files."""
+    assert stage in ("autoencoder", "ldm"), f"unknown stage {stage}"
     process = Process(device)
     if stage == "autoencoder":
         from training.autoencoder_step import AutoencoderStep

@@ -165,8 +165,8 @@ def test_shortcuts_change_nothing_but_the_time(monkeypatch, channels_last):
     assert short.trace == long.trace
 
 
-# NVIDIA's published training memory of MAISI's diffusion network (U-Net of 181 M parameters, batch 1, AMP); its "GB" are
-# those that nvidia-smi shows, so GiB.
+# NVIDIA's published training memory of MAISI's diffusion network (U-Net of 181 M parameters, batch 1, AMP); its "GB"
+# are those that nvidia-smi shows, so GiB.
 MAISI_ROWS = {
     (256, 256, 128): 5,
     (256, 256, 256): 8,
