@@ -39,8 +39,8 @@ def main(options: argparse.Namespace) -> None:
         "settings": settings.model_dump(mode="json"),
         "imported_from": f"{options.origin}: {path.name}",
     }
-    if network == "ldm" and (scale := _scale_factor(options, content)) is not None:
-        metadata["scale_factor"] = scale
+    if network == "ldm" and (scale := _latent_scale(options, content)) is not None:
+        metadata["latent_scale"] = scale
     save_weights(folder.weights(network), state, metadata)
     if not folder.config.exists():
         write_atomically(folder.config, dump_yaml(settings))
@@ -74,13 +74,13 @@ def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
     ]
 
 
-def _scale_factor(options: argparse.Namespace, content: Any) -> float | None:
+def _latent_scale(options: argparse.Namespace, content: Any) -> float | None:
     """The number that latents were multiplied by in training: given, or beside the weights as MAISI stores it."""
-    if options.scale_factor is not None:
-        return options.scale_factor
+    if options.latent_scale is not None:
+        return options.latent_scale
     if isinstance(content, dict) and "scale_factor" in content:
         return float(content["scale_factor"])
-    log.warning("no --scale-factor: without the factor that the latents were multiplied by, samples come out wrong")
+    log.warning("no --latent-scale: without the factor that the latents were multiplied by, samples come out wrong")
     return None
 
 
@@ -92,7 +92,7 @@ def command_line() -> argparse.ArgumentParser:
             "python scripts/import_checkpoint.py --from monai-generative --weights autoencoder.pth"
             " --config configs/default.yaml --out runs/imported",
             "python scripts/import_checkpoint.py --from monai --weights unet.pt --config configs/default.yaml"
-            " --out runs/imported --scale-factor 0.98 ldm.unet.norm_num_groups=32",
+            " --out runs/imported --latent-scale 0.98 ldm.unet.norm_num_groups=32",
         ],
     )
     result.add_argument(
@@ -104,7 +104,7 @@ def command_line() -> argparse.ArgumentParser:
         "--network", choices=["autoencoder", "discriminator", "ldm"], help="which to take; default: the one in the file"
     )
     result.add_argument(
-        "--scale-factor", type=float, metavar="X", help="ldm: what latents were multiplied by in training"
+        "--latent-scale", type=float, metavar="X", help="ldm: what latents were multiplied by in training"
     )
     add_config(result)
     return result

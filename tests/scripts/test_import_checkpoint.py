@@ -130,9 +130,9 @@ def test_scale_factor_stored_beside_a_unet_is_kept(tmp_path, config):
     torch.save(checkpoint, tmp_path / "unet.pt")
     origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config]
     assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 0
-    assert load_weights(tmp_path / "run" / "ldm.safetensors")[1]["scale_factor"] == 0.75
-    assert command(import_checkpoint, *origin, "--out", tmp_path / "run", "--scale-factor", 0.5) == 0
-    assert load_weights(tmp_path / "run" / "ldm.safetensors")[1]["scale_factor"] == 0.5
+    assert load_weights(tmp_path / "run" / "ldm.safetensors")[1]["latent_scale"] == 0.75
+    assert command(import_checkpoint, *origin, "--out", tmp_path / "run", "--latent-scale", 0.5) == 0
+    assert load_weights(tmp_path / "run" / "ldm.safetensors")[1]["latent_scale"] == 0.5
 
 
 def test_every_key_to_change_is_named_and_then_it_fits(tmp_path, config, generative_file, capsys):
