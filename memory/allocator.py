@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-MIB = 1 << 20
+from memory.prediction import MIB
+
 ALIGNMENT = 512
 SMALL_REQUEST = 1 * MIB  # up to here: the small pool
 SMALL_SEGMENT = 2 * MIB

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from settings import Settings
 
 Stage = Literal["autoencoder", "ldm"]
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 CONTEXT_BYTES = GIB // 2
 """What CUDA's context and its libraries take beside the allocator: between 0.3 and 0.6 GiB by GPU and driver."""
 

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from memory.allocator import MIB, CachingAllocator, replay
+from memory.allocator import CachingAllocator, replay
+from memory.prediction import MIB
 
 
 def test_small_requests_share_one_segment_of_two_mebibytes():

@@ -13,7 +13,7 @@ from settings import Settings
 
 TRAINING = "autoencoder.training"
 GRID = {"data.voxel_size": (16, 16, 16), "autoencoder.num_channels": (8, 16, 16), "device.mixed_precision": False}
-# Each is one way to train. float16, not bfloat16: some virtual machines announce bfloat16 instructions they do not have.
+# Each is one way to train. float16, not bfloat16: some virtual machines announce instructions for it that they lack.
 STAGE_1 = {
     "plain": {f"{TRAINING}.use_gradient_checkpointing": False, f"{TRAINING}.ema_decay": 0.99},
     "float16": {"device.mixed_precision": True, "device.amp_dtype": "float16"},
