@@ -33,14 +33,19 @@ def main(options: argparse.Namespace) -> None:
     _check(network, state, settings, path)
 
     folder = RunFolder(Path(options.out))
+    if folder.config.exists() and load_settings(folder.config) != settings:
+        raise CheckpointError(
+            f"{folder.config}: is not the config given here; all weights of a run folder belong to one config;"
+            " give this file as --config, or another folder as --out"
+        )
     state = {key: value.float() if value.is_floating_point() else value for key, value in state.items()}
     metadata: dict[str, Any] = {
         "stage": network,
         "settings": settings.model_dump(mode="json"),
         "imported_from": f"{options.origin}: {path.name}",
     }
-    if network == "ldm" and (scale := _latent_scale(options, content)) is not None:
-        metadata["latent_scale"] = scale
+    if network == "ldm":
+        metadata |= {"latent_scale": _latent_scale(options, content, path), **_sample_frame(settings)}
     save_weights(folder.weights(network), state, metadata)
     if not folder.config.exists():
         write_atomically(folder.config, dump_yaml(settings))
@@ -69,19 +74,38 @@ def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
         "discriminator": [],
         "ldm": [("ldm.unet.norm_num_groups", unet.num_groups), ("ldm.unet.num_head_channels", unet.head_channels)],
     }
-    return [
-        f"{key} is {value}: weights do not show it, so make sure they were trained so" for key, value in unseen[network]
+    lines = [
+        f"{key} is {value}: weights do not show it; make sure they were trained so" for key, value in unseen[network]
     ]
+    if network != "ldm":
+        lines.append(
+            "volumes reach the network in [-1, 1]; weights trained on another range, such as [0, 1], need tuning"
+        )
+    return lines
 
 
-def _latent_scale(options: argparse.Namespace, content: Any) -> float | None:
+def _latent_scale(options: argparse.Namespace, content: Any, path: Path) -> float:
     """The number that latents were multiplied by in training: given, or beside the weights as MAISI stores it."""
     if options.latent_scale is not None:
         return options.latent_scale
     if isinstance(content, dict) and "scale_factor" in content:
         return float(content["scale_factor"])
-    log.warning("no --latent-scale: without the factor that the latents were multiplied by, samples come out wrong")
-    return None
+    raise CheckpointError(
+        f"{path}: holds no scale_factor; samples need the number that latents were multiplied by in training;"
+        " give it as --latent-scale"
+    )
+
+
+def _sample_frame(settings: Settings) -> dict[str, Any]:
+    """What samples need beside the weights, as far as a config tells it: 1 mm and [0, 1] where it does not."""
+    intensity, channels = settings.data.intensity, settings.autoencoder.in_channels
+    lower, upper = (intensity.lower, intensity.upper) if intensity.mode == "window" else (0.0, 1.0)
+    return {
+        "spacing_mm": settings.data.spacing or (1.0, 1.0, 1.0),
+        "lower": [lower] * channels,
+        "upper": [upper] * channels,
+        "class_names": [str(number) for number in range(settings.ldm.conditioning.num_classes)],
+    }
 
 
 def command_line() -> argparse.ArgumentParser:

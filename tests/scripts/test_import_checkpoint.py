@@ -14,6 +14,7 @@ from models import build_autoencoder
 from scripts import export_checkpoint, import_checkpoint
 from settings import load_settings
 from settings.command_line import run
+from training.trained_run import TrainedRun
 from training.weights import load_weights
 
 REPOSITORY = Path(__file__).parents[2]
@@ -115,7 +116,8 @@ def test_monai_weights_come_back_bit_identical(tmp_path, config, suffix, capsys)
         assert torch.equal(after[key], value)
 
 
-def test_scale_factor_stored_beside_a_unet_is_kept(tmp_path, config):
+@pytest.fixture
+def unet_state() -> dict[str, torch.Tensor]:
     unet = DiffusionModelUNet(
         spatial_dims=3,
         in_channels=3,
@@ -126,13 +128,36 @@ def test_scale_factor_stored_beside_a_unet_is_kept(tmp_path, config):
         num_head_channels=(0, 8),
         norm_num_groups=8,
     )
-    checkpoint = {"unet_state_dict": unet.state_dict(), "scale_factor": torch.tensor(0.75)}
-    torch.save(checkpoint, tmp_path / "unet.pt")
-    origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config]
-    assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 0
-    assert load_weights(tmp_path / "run" / "ldm.safetensors")[1]["latent_scale"] == 0.75
-    assert command(import_checkpoint, *origin, "--out", tmp_path / "run", "--latent-scale", 0.5) == 0
-    assert load_weights(tmp_path / "run" / "ldm.safetensors")[1]["latent_scale"] == 0.5
+    return unet.state_dict()
+
+
+def test_imported_unet_opens_as_a_trained_run_with_its_scale(tmp_path, config, unet_state):
+    torch.save({"unet_state_dict": unet_state, "scale_factor": torch.tensor(0.75)}, tmp_path / "unet.pt")
+    origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config, "--out", tmp_path / "run"]
+    for given, expected in (([], 0.75), (["--latent-scale", 0.5], 0.5)):
+        assert command(import_checkpoint, *origin, *given) == 0
+        network, frame = TrainedRun(tmp_path / "run").unet()
+        assert frame.latent_scale == expected
+        for key, value in network.state_dict().items():
+            assert torch.equal(value.cpu(), unet_state[key])
+
+
+def test_unet_without_its_latent_scale_is_refused(tmp_path, config, unet_state, capsys):
+    torch.save(unet_state, tmp_path / "unet.pt")
+    origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config, "--out", tmp_path / "run"]
+    assert command(import_checkpoint, *origin) == 2
+    assert "give it as --latent-scale" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_folder_of_another_config_is_refused(tmp_path, config, unet_state, generative_file, capsys):
+    torch.save(unet_state, tmp_path / "unet.pt")
+    out = ["--config", config, "--out", tmp_path / "run"]
+    assert command(import_checkpoint, "--from", "monai-generative", "--weights", generative_file, *out) == 0
+    unet = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--latent-scale", 1]
+    assert command(import_checkpoint, *unet, *out, "seed=7") == 2
+    assert "belong to one config" in capsys.readouterr().err
+    assert command(import_checkpoint, *unet, *out) == 0
 
 
 def test_every_key_to_change_is_named_and_then_it_fits(tmp_path, config, generative_file, capsys):
