@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# As training.distributed.choose_device does, for tests that build networks without it.
+# AMX is an illegal instruction on some machines that announce it; users have choose_device for this.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 TINY: dict[str, Any] = {

@@ -81,8 +81,9 @@ def synchronised(network: nn.Module, is_last: bool) -> Any:
 def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device:
     """Return the device to train on; raise `ConfigError` when the settings ask for a GPU that is not there."""
     if settings.type == "cpu" or (settings.type == "auto" and not torch.cuda.is_available()):
-        # Some virtual machines announce AMX and then die of it in the first 16-bit matrix product.
-        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+        # On a CPU oneDNN's 16-bit kernels cannot be trusted: AMX is an illegal instruction on machines that announce
+        # it, and the AVX-512 weight gradient of a one-channel convolution reads memory it never wrote. AVX2 has none.
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2" if settings.mixed_precision else "AVX512_CORE_BF16")
         return torch.device("cpu")
     if not torch.cuda.is_available():
         found = "cuda, but torch sees no GPU"

@@ -113,9 +113,9 @@ def test_float16_overflow_skips_the_step_and_many_in_a_row_stop_the_run(tiny_val
     before = copy.deepcopy(step.state_dict()["networks"])
     for number in range(3):
         step.guard.raise_if_bad()
-        terms = step.backward(make_batches(step, 2), number)
+        step.backward(make_batches(step, 2), number)
         next(step.autoencoder.parameters()).grad.fill_(float("inf"))
-        terms |= step.update(number, ["autoencoder"])
+        step.update(number, ["autoencoder"])
     torch.testing.assert_close(step.state_dict()["networks"], before, rtol=0, atol=0)
     assert step.precision.scaler.get_scale() < scale
     with pytest.raises(TrainingError, match="3 steps in a row overflowed in float16"):
@@ -127,8 +127,9 @@ def test_mixed_precision_trains(tiny_values, amp_dtype):
     tiny_values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": amp_dtype}
     step = make_step(tiny_values)
     before = copy.deepcopy(step.state_dict()["networks"])
-    for number in range(2):
-        assert all(torch.isfinite(value) for value in step(make_batches(step, 2), number).values())
+    with torch.backends.mkldnn.flags(enabled=False):  # its 16-bit weight gradients read memory they never wrote
+        for number in range(2):
+            assert all(torch.isfinite(value) for value in step(make_batches(step, 2), number).values())
     step.guard.raise_if_bad()
     assert any((step.autoencoder.state_dict()[n] != before["autoencoder"][n]).any() for n in before["autoencoder"])
 

@@ -1,0 +1,92 @@
+"""Stage 1 as a user runs it: dry run, training, resuming, stopping, and refusing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "runs" / "tiny" / "autoencoder.safetensors")
+
+
+def test_dry_run_says_what_would_happen_and_leaves_no_run(command, tiny_config, tmp_path):
+    done = command("train_autoencoder.py", "--config", tiny_config, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "1 x 16x16x16 -> 3 x 8x8x8" in done.stderr
+    assert "effective batch: 1 x 2 accumulated x 1 process = 2" in done.stderr
+    assert "steps per pass:  " in done.stderr
+    assert "autoencoder " in done.stderr
+    assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def test_run_leaves_everything_behind_and_the_same_command_finds_it_finished(command, tiny_config, tmp_path):
+    done = command("train_autoencoder.py", "--config", tiny_config)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "tiny"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "reconstruction" in line] == [1, 2, 3, 4]
+    assert any(line.get("val_psnr", 0) > 0 for line in lines)
+    assert "val_psnr" in done.stderr
+    assert (run / "config.yaml").exists()
+    assert (run / "environment.json").exists()
+    assert len(list((run / "checkpoints").glob("autoencoder_step_*.pt"))) == 2
+    assert list((run / "previews").glob("*.png"))
+    assert list((run / "tensorboard").rglob("events*"))
+    before = weights(tmp_path)
+
+    again = command("train_autoencoder.py", "--config", tiny_config)
+    assert again.returncode == 0, again.stderr
+    assert "resuming autoencoder after step 4" in again.stderr
+    torch.testing.assert_close(weights(tmp_path), before, rtol=0, atol=0)
+
+
+def test_stopped_run_saves_exits_130_and_goes_on_to_the_same_weights(command, tiny_config, tmp_path):
+    long = "autoencoder.training.max_steps=12"
+    whole = command("train_autoencoder.py", "--config", tiny_config, long)
+    assert whole.returncode == 0, whole.stderr
+    expected = weights(tmp_path)
+    (tmp_path / "runs" / "tiny").rename(tmp_path / "runs" / "whole")
+
+    arguments = [sys.executable, str(ROOT / "train_autoencoder.py"), "--config", str(tiny_config), long]
+    process = subprocess.Popen(arguments, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "the same command goes on from there" in said
+    resumed = command("train_autoencoder.py", "--config", tiny_config, long)
+    assert resumed.returncode == 0, resumed.stderr
+    torch.testing.assert_close(weights(tmp_path), expected, rtol=0, atol=0)
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if "gradient" in line]
+    assert steps == list(range(1, 13))
+
+
+def test_resuming_with_another_model_is_refused(command, tiny_config):
+    assert command("train_autoencoder.py", "--config", tiny_config).returncode == 0
+    done = command("train_autoencoder.py", "--config", tiny_config, "autoencoder.latent_channels=5")
+    assert done.returncode == 2
+    assert "autoencoder.latent_channels: 3 -> 5" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("script", ["train_autoencoder.py"])
+def test_help_shows_examples_and_needs_no_torch(script):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", str(ROOT / script), "--help"], capture_output=True, text=True, check=True
+    )
+    assert "examples:" in done.stdout
+    assert " torch\n" not in done.stderr
