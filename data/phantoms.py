@@ -36,7 +36,7 @@ def phantom_files(folder: Path, number: int, grid: tuple[int, ...], num_channels
         return paths
     with alone(root / ".lock"):
         missing = [i for i, path in enumerate(paths) if not path.exists()]
-        for i in tqdm(missing, desc="generating phantoms", unit="volume", leave=False):
+        for i in tqdm(missing, desc="generating phantoms", unit="volume", leave=False, disable=not missing):
             voxels = phantom(i, grid, num_channels, seed)
             try:
                 write_nifti(paths[i], voxels.round().astype(np.int16), affine_of(grid))
