@@ -21,17 +21,17 @@ class AttentionBlock(nn.Module):
         self.norm, self.attn = stock.norm, stock.attn
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `x` plus what every voxel takes from all others."""
         attn, tokens = self.attn, group_norm(x, self.norm).flatten(2).transpose(1, 2)
         if attn.use_combined_linear:
             query, key, value = attn.qkv(tokens).chunk(3, dim=-1)
         else:
             query, key, value = attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens)
         del tokens
-        heads = [part.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2) for part in (query, key, value)]
-        del query, key, value
+        query, key, value = (part.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2) for part in (query, key, value))
         dropout = attn.dropout_rate if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(*heads, dropout_p=dropout, scale=attn.scale)
-        del heads
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=attn.scale)
+        del query, key, value
         mixed = attn.drop_output(attn.out_proj(mixed.transpose(1, 2).flatten(2)))
         # x first: the sum takes the memory layout of its first operand, and the convolutions after it want that of x.
         return x + mixed.transpose(1, 2).unflatten(2, x.shape[2:])

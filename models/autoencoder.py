@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from models.stock_autoencoder import StockAutoencoder
 from settings import AutoencoderSettings
 
 logger = logging.getLogger(__name__)
-Levels = int | Literal["all"]
 
 
 class LeanCoder(nn.Module):
@@ -29,39 +27,41 @@ class LeanCoder(nn.Module):
         self.checkpointed_levels = 0
         self.offload = False
         norm, conv = self.blocks[-2], self.blocks[-1]
-        # Outside the module tree: its parameters already have their names in `blocks`.
-        object.__setattr__(self, "_head", Head(norm, conv))  # type: ignore[arg-type]
+        assert isinstance(norm, nn.GroupNorm), "the last two blocks are a norm and a convolution"
+        # In a tuple, outside the module tree: its parameters already have their names in `blocks`.
+        self._head = (Head(norm, conv),)
 
     def forward(self, x: Tensor) -> Tensor:
-        offload = HostOffload() if self.offload else False
+        """Run all blocks."""
+        offload = HostOffload() if self.offload else None
         first, *middle = self.blocks[:-2]
         x = first(x)
         for block, level in zip(middle, self.levels[1:-2], strict=True):
             x = self._run(block, x, level, offload)
-        self._head.train(self.training)
-        return self._run(self._head, x, self.levels[-1], offload)
+        (head,) = self._head
+        return self._run(head.train(self.training), x, self.levels[-1], offload)
 
     def set_slab_rows(self, rows: int) -> None:
         """Run the blocks of the highest resolution in slabs of `rows` rows; 0: whole."""
-        for block, level in zip([*self.blocks[:-2], self._head], self.levels[:-1], strict=True):
+        for block, level in zip([*self.blocks[:-2], *self._head], self.levels[:-1], strict=True):
             if isinstance(block, LeanBlock):
                 block.slab_rows = rows if level == 0 else 0
 
-    def _run(self, block: nn.Module, x: Tensor, level: int, offload: HostOffload | Literal[False]) -> Tensor:
+    def _run(self, block: nn.Module, x: Tensor, level: int, offload: HostOffload | None) -> Tensor:
         wanted = level < self.checkpointed_levels
         if isinstance(block, LeanBlock) and block.keeps_only_input:
-            with offload if wanted and offload else nullcontext():
+            with offload if wanted and offload is not None else nullcontext():
                 return block(x)
         return gradient_checkpoint_forward(
             block,
             x,
             use_gradient_checkpointing=wanted,
-            use_gradient_checkpointing_offload=offload if wanted else False,
+            use_gradient_checkpointing_offload=offload if wanted and offload is not None else False,
         )
 
 
 def _level_of_each(blocks: nn.ModuleList, first_level: int) -> list[int]:
-    """Return the level of each block, 0 being the highest resolution; a change of level counts as the higher of the two."""
+    """Return the level of each block, 0 being the highest resolution; what changes the level counts as the higher."""
     level, levels = first_level, []
     for block in blocks:
         level -= isinstance(block, UpsampleBlock)
@@ -82,8 +82,8 @@ class LeanAutoencoder(StockAutoencoder):
     def __init__(self, **shape: Any) -> None:
         super().__init__(**shape)
         self.num_levels = len(shape["channels"])
-        self.encoder = LeanCoder(self.encoder.blocks, first_level=0)  # type: ignore[arg-type]
-        self.decoder = LeanCoder(self.decoder.blocks, first_level=self.num_levels - 1)  # type: ignore[arg-type]
+        self.encoder = LeanCoder(self.encoder.blocks, first_level=0)
+        self.decoder = LeanCoder(self.decoder.blocks, first_level=self.num_levels - 1)
         self.nested = False
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,14 +97,14 @@ class LeanAutoencoder(StockAutoencoder):
         return self.decoder(self.post_quant_conv(z))
 
     def gradient_checkpointing_enable(
-        self, levels: Levels = "all", offload: bool = False, nested: bool = False
+        self, levels: int | str = "all", offload: bool = False, nested: bool = False
     ) -> None:
-        """Recompute the blocks of the `levels` highest-resolution levels in backward instead of keeping their activations.
+        """Recompute the blocks of the `levels` highest-resolution levels in backward instead of keeping what they made.
 
         `offload` keeps the blocks' inputs in host memory; `nested` puts one more checkpoint around the encoder, whose
         block inputs are then made again when backward arrives there. Acts in training mode with gradients on.
         """
-        count = self.num_levels if levels == "all" else levels
+        count = self.num_levels if levels == "all" else int(levels)
         assert 1 <= count <= self.num_levels, f"levels is {levels}; allowed: all, or 1 to {self.num_levels}"
         self._configure(count, offload, nested)
         covered = sum(level < count for coder in (self.encoder, self.decoder) for level in coder.levels[1:-1])
@@ -139,8 +139,8 @@ class LeanAutoencoder(StockAutoencoder):
 
 def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
     """Build the autoencoder that the settings describe, with their memory knobs applied."""
-    build = partial(LeanAutoencoder if settings.implementation == "lean" else StockAutoencoder)
-    model = build(
+    kind = LeanAutoencoder if settings.implementation == "lean" else StockAutoencoder
+    model = kind(
         in_channels=settings.in_channels,
         out_channels=settings.in_channels,
         channels=settings.num_channels,

@@ -17,7 +17,7 @@ MIN_OFFLOAD_BYTES = 1 << 20
 
 
 def empty_on_host(tensor: Tensor) -> Tensor:
-    """Return an uninitialised host tensor of the shape, strides and dtype of `tensor`, pinned when that speeds up copies.
+    """Return an uninitialised host tensor of the shape, strides and dtype of `tensor`, pinned for copies from a GPU.
 
     Every offloaded byte is allocated here, so a memory predictor needs to watch only this function.
     """
@@ -133,9 +133,9 @@ def gradient_checkpoint_forward(
 ) -> Any:
     """Call `module(*args, **kwargs)`, recomputing its activations in backward when asked to.
 
-    Offloading implies checkpointing and keeps the tensor arguments in host memory; pass a `HostOffload` to share its queue
-    between the blocks of one pass. Does nothing special under `no_grad` and for a module in eval mode. Acts on frozen
-    modules too: a loss through them needs their activations as much as training does.
+    Offloading implies checkpointing and keeps the tensor arguments in host memory; pass a `HostOffload` to share its
+    queue between the blocks of one pass. Does nothing special under `no_grad` and for a module in eval mode. Acts on
+    frozen modules too: a loss through them needs their activations as much as training does.
     """
     wanted = use_gradient_checkpointing or bool(use_gradient_checkpointing_offload)
     if not (wanted and torch.is_grad_enabled() and getattr(module, "training", True)):

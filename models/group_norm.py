@@ -1,7 +1,7 @@
 """GroupNorm, with or without SiLU after it, as one autograd function that saves only its low-precision input.
 
-CUDA autocast runs GroupNorm in fp32 and keeps that fp32 copy, the normalised tensor and the activation for backward: about
-ten bytes per value where two carry all the information. This function keeps the input and each group's mean and rstd.
+CUDA autocast runs GroupNorm in fp32 and keeps that fp32 copy, the normalised tensor and the activation for backward:
+about ten bytes per value where two carry all the information. This function keeps the input and the groups' moments.
 """
 
 from __future__ import annotations
@@ -30,12 +30,6 @@ def full_precision(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in FULL_PRECISION else tensor.float()
 
 
-def layout(x: Tensor) -> torch.memory_format:
-    """Return the memory format in which the native kernels take `x`: CUDA's know only the contiguous one."""
-    last = x.device.type == "cpu" and x.is_contiguous(memory_format=torch.channels_last_3d)
-    return torch.channels_last_3d if last and not x.is_contiguous() else torch.contiguous_format
-
-
 def _needs_groups(x: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether fp32 copies are made, and so should be made one group at a time."""
     return x.dtype not in FULL_PRECISION or out_dtype != x.dtype
@@ -51,7 +45,7 @@ class _GroupNorm(torch.autograd.Function):
     """Normalise by native kernels, in fp32 and one group at a time where the input is of low precision."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, out_dtype: torch.dtype
     ) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -59,7 +53,7 @@ class _GroupNorm(torch.autograd.Function):
                 y, mean, rstd = _forward_by_group(x, weight, bias, groups, eps, silu, out_dtype)
             else:
                 batch, channels = x.shape[:2]
-                x = x.contiguous(memory_format=layout(x))
+                x = x.contiguous()
                 y, mean, rstd = aten.native_group_norm(x, weight, bias, batch, channels, x[0, 0].numel(), groups, eps)
                 y = F.silu(y, inplace=True) if silu else y
         ctx.save_for_backward(x, weight, bias, mean, rstd)
@@ -68,12 +62,12 @@ class _GroupNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         with torch.autocast(x.device.type, enabled=False):
             if not _needs_groups(x, ctx.out_dtype):
-                grad = grad.contiguous(memory_format=layout(x))
+                grad = grad.contiguous()
                 grads = _backward_of(x, grad, weight, bias, mean, rstd, ctx.silu, needs)
             else:
                 grads = _backward_by_group(x, grad, weight, bias, mean, rstd, ctx.silu, needs)

@@ -22,7 +22,7 @@ class LeanBlock(nn.Module):
 
     @property
     def keeps_only_input(self) -> bool:
-        """Whether backward recomputes what it needs by itself, so that a checkpoint around the block would save nothing."""
+        """Whether backward recomputes what it needs by itself, so that a checkpoint around it would save nothing."""
         return self.slab_rows > 0
 
 
@@ -36,6 +36,7 @@ class ResidualBlock(LeanBlock):
         self.nin_shortcut = stock.nin_shortcut
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output, of as many channels as its convolutions have."""
         if self.slab_rows:
             shortcut = getattr(self.nin_shortcut, "conv", None)
             convs = (self.conv1.conv, self.conv2.conv)
@@ -53,6 +54,7 @@ class UpsampleBlock(LeanBlock):
         self.postconv = stock.postconv
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return a volume of twice the size along each axis."""
         return upsample_conv(x, self.postconv.conv)
 
     @property
@@ -69,6 +71,7 @@ class DownsampleBlock(LeanBlock):
         self.conv = stock.conv
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return a volume of half the size along each axis."""
         return downsample_conv(x, self.conv.conv, self.slab_rows)
 
     @property
@@ -85,6 +88,7 @@ class Head(LeanBlock):
         self.norm, self.conv = norm, conv
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normed and convolved volume."""
         if self.slab_rows:
             return norm_conv(x, self.norm, self.conv.conv, self.slab_rows)
         return self.conv(group_norm(x, self.norm))

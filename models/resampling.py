@@ -1,4 +1,4 @@
-"""Upsampling and downsampling with their convolutions, without the enlarged or padded tensor and keeping only the input."""
+"""Upsampling and downsampling with their convolutions, without an enlarged or padded copy, keeping only the input."""
 
 from __future__ import annotations
 
@@ -10,42 +10,43 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from models.group_norm import compute_dtype, full_precision, layout
+from models.group_norm import compute_dtype, full_precision
 from models.slabs import bias_grad, slabs
 
 aten = torch.ops.aten
-PARITIES = tuple(product((0, 1), repeat=3))
+Parity = tuple[int, ...]
+PARITIES: tuple[Parity, ...] = tuple(product((0, 1), repeat=3))
 
 # A nearest-neighbour copy repeats each voxel, so of a kernel's three taps two fall on the same voxel: the left two for
 # odd results, the right two for even ones. Row p, column t: what tap k adds to tap t of the kernel for parity p.
 TAPS = ([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]], [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
 
 
-def _fold(weight: Tensor, parity: tuple[int, int, int]) -> Tensor:
+def _fold(weight: Tensor, parity: Parity) -> Tensor:
     """Return the 2x2x2 kernel that computes the results of one parity from the voxels before upsampling."""
     taps = [torch.tensor(TAPS[p], dtype=weight.dtype, device=weight.device) for p in parity]
     return torch.einsum("oizyx,az,by,cx->oiabc", weight, *taps)
 
 
-def _unfold(grad: Tensor, parity: tuple[int, int, int]) -> Tensor:
+def _unfold(grad: Tensor, parity: Parity) -> Tensor:
     """Return what the gradient of a folded kernel adds to that of the 3x3x3 kernel."""
     taps = [torch.tensor(TAPS[p], dtype=grad.dtype, device=grad.device) for p in parity]
     return torch.einsum("oiabc,az,by,cx->oizyx", grad, *taps)
 
 
-def _padding(parity: tuple[int, int, int]) -> tuple[int, ...]:
+def _padding(parity: Parity) -> tuple[int, ...]:
     """Return the padding, for `F.pad`, of the voxels that the results of one parity are computed from."""
     return tuple(amount for p in reversed(parity) for amount in (1 - p, p))
 
 
 class _UpsampleConv(torch.autograd.Function):
-    """Upsampling by two and a 3x3x3 convolution as eight 2x2x2 convolutions: 8 / 27 of the work and no enlarged copy."""
+    """Upsampling by two and a 3x3x3 convolution as eight 2x2x2 convolutions: 8/27 of the work, no enlarged copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             shape = (x.shape[0], weight.shape[0], *(2 * size for size in x.shape[2:]))
-            out = torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout(x))
+            out = torch.empty(shape, dtype=dtype, device=x.device)
             for parity in PARITIES:
                 kernel = _fold(full_precision(weight), parity).to(dtype)
                 padded = F.pad(x.to(dtype), _padding(parity))
@@ -57,7 +58,7 @@ class _UpsampleConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         with torch.autocast(x.device.type, enabled=False):
@@ -66,7 +67,7 @@ class _UpsampleConv(torch.autograd.Function):
             grad_bias = None
             for parity in PARITIES:
                 z, y, w = parity
-                part = grad[:, :, z::2, y::2, w::2].to(ctx.dtype).contiguous(memory_format=layout(x))
+                part = grad[:, :, z::2, y::2, w::2].to(ctx.dtype).contiguous()
                 padding = _padding(parity)
                 kernel = _fold(full_precision(weight), parity).to(ctx.dtype)
                 grad_padded, grad_kernel, _ = aten.convolution_backward(
@@ -88,12 +89,10 @@ class _DownsampleConv(torch.autograd.Function):
     """A 3x3x3 convolution of stride two over a volume padded by one at the end of each axis, in slabs."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, rows: int, dtype: torch.dtype
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             shape = (x.shape[0], weight.shape[0], *((size - 2) // 2 + 1 for size in x.shape[2:]))
-            out = torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout(x))
+            out = torch.empty(shape, dtype=dtype, device=x.device)
             for start, end in _output_slabs(out, rows, dtype):
                 out[:, :, start:end] = F.conv3d(_padded_rows(x, start, end, dtype), weight.to(dtype), bias.to(dtype), 2)
         ctx.save_for_backward(x, weight)
@@ -102,7 +101,7 @@ class _DownsampleConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         depth, height, width = x.shape[2:]
@@ -110,7 +109,7 @@ class _DownsampleConv(torch.autograd.Function):
         grad_weight = grad_bias = shared = None
         with torch.autocast(x.device.type, enabled=False):
             for start, end in _output_slabs(grad, ctx.rows, ctx.dtype):
-                part = grad[:, :, start:end].to(ctx.dtype).contiguous(memory_format=layout(x))
+                part = grad[:, :, start:end].to(ctx.dtype).contiguous()
                 grad_rows, grad_part, _ = aten.convolution_backward(
                     part, _padded_rows(x, start, end, ctx.dtype), weight.to(ctx.dtype), None,
                     [2] * 3, [0] * 3, [1] * 3, False, [0] * 3, 1, [needs_x, needs_weight, False],
@@ -146,11 +145,11 @@ def _padded_rows(x: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
     return F.pad(rows, (0, 1 - width % 2, 0, 1 - height % 2, 0, max(2 * end + 1 - depth, 0)))
 
 
-def upsample_conv(x: Tensor, conv: nn.Module) -> Tensor:
+def upsample_conv(x: Tensor, conv: nn.Conv3d) -> Tensor:
     """Double each axis by nearest-neighbour copies and apply a 3x3x3 convolution."""
     return _UpsampleConv.apply(x, conv.weight, conv.bias, compute_dtype(x))
 
 
-def downsample_conv(x: Tensor, conv: nn.Module, rows: int) -> Tensor:
+def downsample_conv(x: Tensor, conv: nn.Conv3d, rows: int) -> Tensor:
     """Halve each axis by a 3x3x3 convolution, in slabs of `rows` input rows; 0: whole."""
     return _DownsampleConv.apply(x, conv.weight, conv.bias, rows, compute_dtype(x))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from models.group_norm import compute_dtype, full_precision, layout
+from models.group_norm import compute_dtype, full_precision
 from models.slabs import NormedRows, Statistics, bias_grad, convolve, convolve_backward, rows_of, slabs
 
 aten = torch.ops.aten
@@ -36,14 +36,14 @@ class _NormConv(torch.autograd.Function):
     """Norm and convolution of the network's last step."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
         *parameters, groups, eps, rows, dtype = args
         norm_weight, norm_bias, weight, bias = parameters
         with torch.autocast(x.device.type, enabled=False):
             mean, rstd = _gather_statistics(x, groups, eps, rows)
             normed = NormedRows(x, mean, rstd, norm_weight, norm_bias, False, dtype)
             shape = (x.shape[0], weight.shape[0], *x.shape[2:])
-            out = torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout(x))
+            out = torch.empty(shape, dtype=dtype, device=x.device)
             low_weight, low_bias = weight.to(dtype), bias.to(dtype)
             for start, end in slabs(x, rows, x.shape[1], dtype):
                 out[:, :, start:end] = convolve(normed.rows(start - 1, end + 1), low_weight, low_bias)
@@ -53,19 +53,17 @@ class _NormConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:  # type: ignore[override]
-        x, norm_weight, norm_bias, weight, bias, mean, rstd = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        x, norm_weight, norm_bias, weight, _, mean, rstd = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
             normed = NormedRows(x, mean, rstd, norm_weight, norm_bias, False, ctx.dtype)
-            low_weight, needs_weight = weight.to(ctx.dtype), ctx.needs_input_grad[3]
+            low_weight, needs = weight.to(ctx.dtype), (True, ctx.needs_input_grad[3])
             grad_x = torch.empty_like(x)
             grad_weight = grad_bias = None
             for start, end in slabs(x, ctx.rows, x.shape[1], ctx.dtype):
                 part = rows_of(grad, start - 1, end + 1).to(ctx.dtype)
-                grad_rows, grad_part = convolve_backward(
-                    part, normed.rows(start, end), low_weight, (True, needs_weight)
-                )
-                if needs_weight:
+                grad_rows, grad_part = convolve_backward(part, normed.rows(start, end), low_weight, needs)
+                if needs[1]:
                     grad_weight = _total(grad_weight, grad_part)
                     grad_bias = _total(grad_bias, bias_grad(grad[:, :, start:end]))
                 grad_x[:, :, start:end] = normed.absorb(grad_rows, start, end)
@@ -79,36 +77,39 @@ class _Residual(torch.autograd.Function):
     """The residual block; the names are h = conv1(silu(norm1(x))) and out = conv2(silu(norm2(h))) + shortcut(x)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
         *parameters, groups, eps, rows, dtype = args
         scale1, shift1, _, _, scale2, shift2, *_ = parameters
-        convolutions = (None if part is None else part.to(dtype) for part in (*parameters[2:4], *parameters[6:]))
-        weight1, bias1, weight2, bias2, shortcut, shortcut_bias = convolutions
+        weight1, bias1, weight2, bias2 = (part.to(dtype) for part in (*parameters[2:4], *parameters[6:8]))
+        shortcut, shortcut_bias = (None if part is None else part.to(dtype) for part in parameters[8:])
         channels = min(weight1.shape[:2])
         with torch.autocast(x.device.type, enabled=False):
             first = NormedRows(x, *_gather_statistics(x, groups, eps, rows), scale1, shift1, True, dtype)
             shape = (x.shape[0], weight1.shape[0], *x.shape[2:])
-            h = torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout(x))
+            h = torch.empty(shape, dtype=dtype, device=x.device)
             statistics = Statistics(groups, eps)
             for start, end in slabs(x, rows, channels, dtype):
                 part = convolve(first.rows(start - 1, end + 1), weight1, bias1)
                 statistics.add(part)
                 h[:, :, start:end] = part
             second = NormedRows(h, *statistics.result(), scale2, shift2, True, dtype)
-            out = torch.empty_like(h)
+            before = h[:, :, :0]
             for start, end in slabs(x, rows, channels, dtype):
-                part = convolve(second.rows(start - 1, end + 1), weight2, bias2)
-                source = rows_of(x, start, end)
-                if shortcut is not None:
-                    source = F.conv3d(source.to(dtype), shortcut, shortcut_bias)
-                out[:, :, start:end] = source.add_(part) if shortcut is not None else part.add_(source)
+                # The result takes the place of h, of which the next slab still needs the last row.
+                haloed = second.rows(start - 1, end + 1, before)
+                before = h[:, :, end - 1 : end].clone()
+                part = convolve(haloed, weight2, bias2)
+                source = rows_of(x, start, end).to(dtype)
+                h[:, :, start:end] = part.add_(
+                    source if shortcut is None else F.conv3d(source, shortcut, shortcut_bias)
+                )
         ctx.save_for_backward(x, *parameters, first.mean, first.rstd, second.mean, second.rstd)
         ctx.rows, ctx.dtype = rows, dtype
-        return out
+        return h
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Gradients:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         with torch.autocast(grad.device.type, enabled=False):
             return *_ResidualBackward(ctx, grad).run(), None, None, None, None
 
@@ -125,7 +126,7 @@ class _ResidualBackward:
         self.shortcut = None if shortcut is None else shortcut.to(ctx.dtype)
         self.slabs = slabs(x, ctx.rows, min(weight1.shape[:2]), ctx.dtype)
         self.grad_x = torch.empty_like(x)
-        self.grad_h = torch.empty_like(grad, dtype=ctx.dtype, memory_format=layout(x))
+        self.grad_h = torch.empty_like(grad, dtype=ctx.dtype)
         # The gradient of x is written after the last look at h, so h may live in its memory when it fits.
         fits = weight1.shape[0] <= weight1.shape[1] and x.dtype == ctx.dtype
         h = self.grad_x[:, : weight1.shape[0]] if fits else torch.empty_like(self.grad_h)
@@ -192,7 +193,7 @@ class _ResidualBackward:
             self.grad_x[:, :, start:end] = rows.add_(grad)
 
 
-def norm_conv(x: Tensor, norm: nn.GroupNorm, conv: nn.Module, rows: int) -> Tensor:
+def norm_conv(x: Tensor, norm: nn.GroupNorm, conv: nn.Conv3d, rows: int) -> Tensor:
     """Apply a norm and a 3x3x3 convolution in slabs of `rows` rows."""
     parameters = (norm.weight, norm.bias, conv.weight, conv.bias)
     return _NormConv.apply(x, *parameters, norm.num_groups, norm.eps, rows, compute_dtype(x))
@@ -201,8 +202,8 @@ def norm_conv(x: Tensor, norm: nn.GroupNorm, conv: nn.Module, rows: int) -> Tens
 def residual(
     x: Tensor,
     norms: tuple[nn.GroupNorm, nn.GroupNorm],
-    convs: tuple[nn.Module, nn.Module],
-    shortcut: nn.Module | None,
+    convs: tuple[nn.Conv3d, nn.Conv3d],
+    shortcut: nn.Conv3d | None,
     rows: int,
 ) -> Tensor:
     """Apply a residual block in slabs of `rows` rows; `shortcut` is its 1x1x1 convolution, if it has one."""

@@ -1,7 +1,7 @@
 """What exact computation in slabs is made of: rows along the first spatial axis, with zeros beyond the volume's ends.
 
-Statistics are taken over the whole tensor first; after that normalisation, SiLU and convolution need only a slab and one row
-on each side. Sums over slabs are kept in full precision. All tensors are (batch, channels, rows, height, width).
+Statistics are taken over the whole tensor first; after that, normalisation, SiLU and convolution need only a slab and
+one row on each side. Sums over slabs are kept in full precision. Tensors are (batch, channels, rows, height, width).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.group_norm import FULL_PRECISION, full_precision, layout, scale_and_shift, spread
+from models.group_norm import FULL_PRECISION, full_precision, scale_and_shift, spread
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ Thinner slabs took 15 times as long and save next to nothing: they hold 80 KB pe
 
 
 def slabs(x: Tensor, rows: int, channels: int, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Return start and end of each slab of about `rows` rows, for convolutions of `channels` or more channels in `dtype`."""
+    """Return start and end of each slab of about `rows` rows, for convolutions of at least `channels` channels."""
     total, height = x.shape[2], x.shape[3]
     if dtype == torch.float32:
         fewest = MIN_SLAB_VALUES // (channels * height) + 1
@@ -35,7 +35,7 @@ def rows_of(x: Tensor, start: int, end: int) -> Tensor:
     inside = x[:, :, max(start, 0) : min(end, x.shape[2])]
     if start < 0 or end > x.shape[2]:
         inside = F.pad(inside, (0, 0, 0, 0, max(-start, 0), max(end - x.shape[2], 0)))
-    return inside.contiguous(memory_format=layout(x))
+    return inside.contiguous()
 
 
 def convolve(haloed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -90,8 +90,8 @@ class Statistics:
 class NormedRows:
     """The normalised and perhaps activated rows of `x`, and the way back from their gradient to that of `x`.
 
-    Backward visits each row twice: `absorb` takes the gradient of the activation and returns what to keep of it, and once all
-    rows are absorbed, `input_grad` turns what was kept into the gradient of `x`.
+    Backward visits each row twice: `absorb` takes the gradient of the activation and returns what to keep of it, and
+    once all rows are absorbed, `input_grad` turns what was kept into the gradient of `x`.
     """
 
     def __init__(
@@ -100,38 +100,39 @@ class NormedRows:
         self.x, self.mean, self.rstd, self.weight = x, mean, rstd, full_precision(weight)
         self.silu, self.dtype = silu, dtype
         scale, shift = scale_and_shift(mean, rstd, self.weight, full_precision(bias))
-        self._scale, self._shift = self._tile(scale), self._tile(shift)
-        # A low-precision gradient is kept as it came and differentiated twice: to keep the product would round once more.
+        self._scale, self._shift = spread(scale), spread(shift)
+        # A low-precision gradient is kept as it came and goes through SiLU twice: a product would round once more.
         self._keeps_product = x.dtype in FULL_PRECISION
         self._sum_grad = torch.zeros_like(scale)
         self._sum_grad_x = torch.zeros_like(scale)
         self._factors: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def _tile(self, values: Tensor) -> Tensor:
-        """Spread (batch, channels) values over the last axis too in channels-last volumes, where CPU kernels need long rows."""
-        if layout(self.x) == torch.contiguous_format:
-            return spread(values)
-        wide = spread(values).expand(-1, -1, -1, -1, self.x.shape[-1])
-        return wide.contiguous(memory_format=torch.channels_last_3d)
+    def rows(self, start: int, end: int, before: Tensor | None = None) -> Tensor:
+        """Return the rows from `start` to `end`, zeros outside of the volume as a padded convolution sees them.
 
-    def rows(self, start: int, end: int) -> Tensor:
-        """Return the rows from `start` to `end`, zeros outside of the volume as a padded convolution sees them."""
-        inside = slice(max(start, 0), min(end, self.x.shape[2]))
+        `before`, one row or none, stands for the row of `x` at `start` where that has been overwritten since.
+        """
         shape = (*self.x.shape[:2], end - start, *self.x.shape[3:])
-        out = torch.empty(shape, dtype=self.dtype, device=self.x.device, memory_format=layout(self.x))
-        target = out[:, :, inside.start - start : inside.stop - start]
-        if self.dtype == self.x.dtype and self._keeps_product:
-            torch.addcmul(self._shift, self.x[:, :, inside], self._scale, out=target)
-            if self.silu:
-                F.silu(target, inplace=True)
-        else:
-            values = self._normed(self.x[:, :, inside])
-            target.copy_(F.silu(values, inplace=True) if self.silu else values)
-        if start < inside.start:
-            out[:, :, : inside.start - start] = 0
-        if end > inside.stop:
-            out[:, :, inside.stop - start :] = 0
+        out = torch.empty(shape, dtype=self.dtype, device=self.x.device)
+        first, last = max(start, 0), min(end, self.x.shape[2])
+        if before is not None and before.shape[2]:
+            self._activate(before, out[:, :, :1])
+            first += 1
+        self._activate(self.x[:, :, first:last], out[:, :, first - start : last - start])
+        if start < 0:
+            out[:, :, :-start] = 0
+        if end > last:
+            out[:, :, last - start :] = 0
         return out
+
+    def _activate(self, x: Tensor, out: Tensor) -> None:
+        if out.dtype == x.dtype and self._keeps_product:
+            torch.addcmul(self._shift, x, self._scale, out=out)
+            if self.silu:
+                F.silu(out, inplace=True)
+        else:
+            values = self._normed(x)
+            out.copy_(F.silu(values, inplace=True) if self.silu else values)
 
     def _normed(self, x: Tensor) -> Tensor:
         # In full precision without a converted copy of x: the kernel promotes each value as it reads it.
@@ -161,7 +162,7 @@ class NormedRows:
         grad_weight = ((self._sum_grad_x - self._sum_grad * mean) * rstd).sum(0)
         grad_bias = self._sum_grad.sum(0)
 
-        # With y = scale * x + shift and both depending on x through mean and rstd, the gradient is linear in grad and x.
+        # y = scale * x + shift, and both depend on x through mean and rstd: the gradient is linear in grad and x.
         count = size * self.x[0, 0].numel()
         by_group = (batch, groups, size)
         sum_grad = (self._sum_grad * self.weight).view(by_group).sum(2)
@@ -170,9 +171,9 @@ class NormedRows:
         constant = -of_x * self.mean - sum_grad * self.rstd / count
         of_grad = rstd * self.weight
         self._factors = (
-            self._tile(of_grad),
-            self._tile(of_x.repeat_interleave(size, 1)),
-            self._tile(constant.repeat_interleave(size, 1)),
+            spread(of_grad),
+            spread(of_x.repeat_interleave(size, 1)),
+            spread(constant.repeat_interleave(size, 1)),
         )
         return grad_weight, grad_bias
 

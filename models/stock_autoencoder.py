@@ -18,9 +18,9 @@ class StockAutoencoder(AutoencoderKL):
     def __init__(self, **shape: Any) -> None:
         super().__init__(spatial_dims=3, use_flash_attention=True, **shape)
         for coder in (self.encoder, self.decoder):
-            match_channels(coder.blocks, coder.norm_num_groups, coder.norm_eps)  # type: ignore[arg-type]
+            match_channels(coder.blocks, coder.norm_num_groups, coder.norm_eps)
 
-    def forward(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the reconstruction, the latent's mean and its sigma; the latent is `mean + sigma * noise`."""
         mean, sigma = self.encode(x)
         latent = mean + sigma * (torch.randn_like(sigma) if noise is None else noise)
@@ -30,7 +30,7 @@ class StockAutoencoder(AutoencoderKL):
         self, levels: int | str = "all", offload: bool = False, nested: bool = False
     ) -> None:
         """Turn on MONAI's own checkpointing: the whole encoder and the whole decoder, which is all it has."""
-        assert levels == "all" and not offload and not nested, "the stock autoencoder checkpoints all or nothing"
+        assert (levels, offload, nested) == ("all", False, False), "the stock autoencoder checkpoints all or nothing"
         self.use_checkpoint = True
 
     def gradient_checkpointing_disable(self) -> None:
@@ -45,8 +45,8 @@ class StockAutoencoder(AutoencoderKL):
 def match_channels(blocks: nn.ModuleList, groups: int, eps: float) -> None:
     """Rebuild the blocks that expect other channels than they get.
 
-    MONAI counts a level's channels even where `num_res_blocks` is 0 and so nothing changes them: the next block then fails
-    on its input. Blocks that fit are left alone, so a network that MONAI can run is MONAI's.
+    MONAI counts a level's channels even where `num_res_blocks` is 0 and so nothing changes them: the next block then
+    fails on its input. Blocks that fit are left alone, so a network that MONAI can run is MONAI's.
     """
     channels: int | None = None
     for index, block in enumerate(blocks):
@@ -81,7 +81,7 @@ def _rebuild(block: nn.Module, channels: int, produced: int, groups: int, eps: f
     if isinstance(block, nn.GroupNorm):
         return nn.GroupNorm(groups, channels, eps)
     if isinstance(block, Convolution):
-        return Convolution(in_channels=channels, out_channels=produced, **convolution)  # type: ignore[arg-type]
+        return Convolution(in_channels=channels, out_channels=produced, **convolution)
     assert isinstance(block, Upsample), f"attention follows a residual block, so it always fits: {block}"
     return Upsample(
         3,
@@ -91,5 +91,5 @@ def _rebuild(block: nn.Module, channels: int, produced: int, groups: int, eps: f
         mode="nontrainable",
         interp_mode="nearest",
         align_corners=None,
-        post_conv=Convolution(in_channels=channels, out_channels=channels, **convolution),  # type: ignore[arg-type]
+        post_conv=Convolution(in_channels=channels, out_channels=channels, **convolution),
     )

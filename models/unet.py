@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from monai.networks.blocks import SpatialAttentionBlock
@@ -24,18 +25,31 @@ from settings import LdmSettings
 logger = logging.getLogger(__name__)
 
 
+class _OwnGradient(torch.autograd.Function):
+    """Identity whose gradient is a copy: the gradient of a concatenated part is a view that keeps the whole alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone(memory_format=torch.contiguous_format)
+
+
 class TimeResidualBlock(nn.Module):
     """Takes over the layers of MONAI's residual block with timestep embedding; joins a skip connection to its input."""
 
     def __init__(self, stock: DiffusionUNetResnetBlock) -> None:
         super().__init__()
-        assert not stock.up and not stock.down, "residual blocks that change the resolution are not built here"
+        assert (stock.up, stock.down) == (False, False), "residual blocks that change the resolution are not built here"
         self.norm1, self.conv1, self.time_emb_proj = stock.norm1, stock.conv1, stock.time_emb_proj
         self.norm2, self.conv2, self.skip_connection = stock.norm2, stock.conv2, stock.skip_connection
 
     def forward(self, x: Tensor, embedding: Tensor, skip: Tensor | None = None) -> Tensor:
+        """Return the block's output for `x`, joined by `skip` along the channels when there is one."""
         if skip is not None:
-            x = torch.cat([x, skip], dim=1)
+            x = torch.cat([x, _OwnGradient.apply(skip)], dim=1)
         h = self.conv1(group_norm(x, self.norm1, silu=True))
         h = h + self.time_emb_proj(F.silu(embedding))[:, :, None, None, None]
         h = self.conv2(group_norm(h, self.norm2, silu=True))
@@ -45,7 +59,7 @@ class TimeResidualBlock(nn.Module):
 class DiffusionUNet(DiffusionModelUNet):
     """MONAI's `DiffusionModelUNet` with self-attention only, every block of which can be checkpointed."""
 
-    def __init__(self, **shape) -> None:
+    def __init__(self, **shape: Any) -> None:
         super().__init__(spatial_dims=3, use_flash_attention=True, **shape)
         for name, module in list(self.named_modules()):
             lean: nn.Module | None = None
@@ -58,7 +72,7 @@ class DiffusionUNet(DiffusionModelUNet):
                 setattr(self.get_submodule(parent), child, lean)
         self.checkpointed = self.offload = False
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, x: Tensor, timesteps: Tensor, context: Tensor | None = None, class_labels: Tensor | None = None
     ) -> Tensor:
         """Return the prediction for the noisy latent `x`; `class_labels` when the network is class-conditional."""
