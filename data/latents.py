@@ -5,6 +5,7 @@ Never a sampled latent: its noise would be baked in and seen again at every pass
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -116,7 +117,8 @@ class LatentFolder:
             save_file({"mean": moments[0].contiguous(), "sigma": moments[1].contiguous()}, temporary, metadata)
             os.replace(temporary, path)
         except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             raise DataError(
                 f"{self.folder}: the latent of {printable(file.name)} could not be written ({error}); make room, or "
                 "set ldm.latents.cache: memory"

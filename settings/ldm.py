@@ -27,12 +27,20 @@ class UNetSettings(Section):
     num_res_blocks: Count | PerLevel = key(2, "Residual blocks a level: one number, or one per level.")
     attention_levels: Flags = key((False, True, True), "Which levels have attention.")
     num_head_channels: Count | PerLevelOrZero = key(32, "Channels of one attention head: one number, or one per level.")
-    norm_num_groups: Count | Literal["auto"] = key("auto", "Groups of each GroupNorm; auto: up to 32 that divide.")
+    norm_num_groups: Count | Literal["auto"] = key(
+        "auto", "Groups of each GroupNorm; auto: up to 32 that divide, of at least 4 channels."
+    )
 
     @property
     def num_groups(self) -> int:
-        """Return the groups of each GroupNorm."""
-        return largest_common_divisor(self.num_channels, 32) if self.norm_num_groups == "auto" else self.norm_num_groups
+        """Return the groups of each GroupNorm.
+
+        A norm of single channels takes away whatever was added to a channel as a whole, which is how timestep and class
+        come in: groups of several channels let them pass.
+        """
+        if self.norm_num_groups == "auto":
+            return largest_common_divisor(self.num_channels, max(1, min(32, min(self.num_channels) // 4)))
+        return self.norm_num_groups
 
     @property
     def res_blocks(self) -> tuple[int, ...]:
@@ -43,9 +51,13 @@ class UNetSettings(Section):
 
     @property
     def head_channels(self) -> tuple[int, ...]:
-        """Return the channels of one attention head at each level; 0 where the level has no attention."""
+        """Return the channels of one attention head at each level; 0 where the level has no attention.
+
+        The last level always has its own: the middle of the U-Net attends with them.
+        """
         if isinstance(self.num_head_channels, int):
-            return tuple(self.num_head_channels if attends else 0 for attends in self.attention_levels)
+            attending = (*self.attention_levels[:-1], True)
+            return tuple(self.num_head_channels if attends else 0 for attends in attending)
         return self.num_head_channels
 
     @property

@@ -183,7 +183,8 @@ def _heads(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
     unet = settings.ldm.unet
     if not len(unet.num_channels) == len(unet.attention_levels) == len(unet.head_channels):
         return
-    for channels, attends, head in zip(unet.num_channels, unet.attention_levels, unet.head_channels, strict=True):
+    attending = (*unet.attention_levels[:-1], True)  # the middle attends as the last level would
+    for channels, attends, head in zip(unet.num_channels, attending, unet.head_channels, strict=True):
         if attends and (head == 0 or channels % head):
             fits = [n for n in range(1, channels + 1) if channels % n == 0]
             yield (

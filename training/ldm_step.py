@@ -60,38 +60,48 @@ class LatentDiffusionStep(TrainingStep):
 
     def __call__(self, micro_batches: Sequence[LatentBatch | Batch], step: int) -> dict[str, Tensor]:
         """Make one update (steps count from 0) and return its loss terms and gradient norms, still on the device."""
+        return self.backward(micro_batches, step) | self.update(step, ["ldm"])
+
+    def backward(self, micro_batches: Sequence[LatentBatch | Batch], step: int) -> dict[str, Tensor]:
+        """Leave the update's gradients on the U-Net and return the loss terms and the pixel loss's gradient norm."""
         pixel_norms: list[Tensor] = []
 
         def run(batch: LatentBatch | Batch, share: float, is_last: bool) -> dict[str, Tensor]:
-            with phase("latents"), torch.no_grad():
-                clean = self.draw_clean(batch)
-                noise = self.noise.normal("diffusion", batch.positions, clean.shape[1:])
-                times = self.noise_process.times(self._spread(batch.positions))
-                noisy = self.noise_process.add_noise(clean, noise, times)
-                target = self.noise_process.target(clean, noise, times)
-                labels = self._labels(batch)
             with synchronised(self._parallel_unet, is_last):
-                with phase("forward"), self.precision.autocast():
-                    multiple = self.settings.ldm.unet.downsampling
-                    prediction = predict_padded(self._parallel_unet, noisy, times, labels, multiple)
-                    terms = {"diffusion": F.mse_loss(prediction.float(), target)}
-                outputs, gradients = [self.precision.scaler.scale(share * terms["diffusion"])], [None]
-                if self.pixel_loss is not None:
-                    with phase("pixel loss"):
-                        predicted, _ = self.noise_process.clean_and_noise(prediction.float(), noisy, times)
-                        terms["pixel"], gradient, norm = self._pixel_pass(predicted, clean, times, share)
-                    pixel_norms.append(norm)
-                    outputs.append(predicted)
-                    gradients.append(gradient)  # type: ignore[arg-type]
-                with phase("backward"):
-                    # One backward through the U-Net for both terms.
-                    torch.autograd.backward(outputs, gradients)
-            return {name: term.detach() for name, term in terms.items()}
+                terms, norm = self._pass(batch, share)
+            pixel_norms.extend([] if norm is None else [norm])
+            return terms
 
         terms = self.accumulate(micro_batches, step, run)
-        if pixel_norms:
-            terms["pixel_gradient_norm"] = torch.stack(pixel_norms).mean()
-        return terms | self.update(step, ["ldm"])
+        # Beside the terms: with float16 a norm may overflow, which is a step to skip and no error.
+        return terms | ({"pixel_gradient_norm": torch.stack(pixel_norms).mean()} if pixel_norms else {})
+
+    def _pass(self, batch: LatentBatch | Batch, share: float) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Noise the latents, predict, run backward; return the detached terms and the pixel loss's gradient norm."""
+        with phase("latents"), torch.no_grad():
+            clean = self.draw_clean(batch)
+            noise = self.noise.normal("diffusion", batch.positions, clean.shape[1:])
+            times = self.noise_process.times(self._spread(batch.positions))
+            noisy = self.noise_process.add_noise(clean, noise, times)
+            target = self.noise_process.target(clean, noise, times)
+            labels = self._labels(batch)
+        with phase("forward"), self.precision.autocast():
+            multiple = self.settings.ldm.unet.downsampling
+            prediction = predict_padded(self._parallel_unet, noisy, times, labels, multiple).float()
+            terms = {"diffusion": F.mse_loss(prediction, target)}
+        outputs = [self.precision.scaler.scale(share * terms["diffusion"])]
+        gradients: list[Tensor | None] = [None]
+        norm = None
+        if self.pixel_loss is not None:
+            with phase("pixel loss"):
+                predicted, _ = self.noise_process.clean_and_noise(prediction, noisy, times)
+                terms["pixel"], gradient, norm = self._pixel_pass(predicted, clean, times, share)
+            outputs.append(predicted)
+            gradients.append(gradient)
+        with phase("backward"):
+            # One backward through the U-Net for both terms.
+            torch.autograd.backward(outputs, gradients)
+        return {name: term.detach() for name, term in terms.items()}, norm
 
     def draw_clean(self, batch: LatentBatch | Batch) -> Tensor:
         """Return scaled latents drawn from the batch's means and sigmas, noise a function of each position."""

@@ -1,0 +1,69 @@
+"""A tiny run with both stages, made once for all tests that look at one; the autoencoder is untrained but exported."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from settings import Settings
+from tests.conftest import TINY
+
+
+def export_autoencoder(values: dict[str, Any], latent_gain: float = 1.0) -> None:
+    """Write the autoencoder that a run would begin with, as if stage 1 were finished, into runs/ of this folder.
+
+    `latent_gain` multiplies what the encoder gives out, and divides what the decoder takes in.
+    """
+    from training.autoencoder_step import AutoencoderStep
+    from training.distributed import Process, processes
+    from training.run_folder import describe_run, open_run
+    from training.weights import export
+
+    settings = Settings.model_validate(values)
+    with processes(settings.device) as process, open_run(settings, process) as folder:
+        step = AutoencoderStep(settings, Process(torch.device("cpu")))
+        with torch.no_grad():
+            step.autoencoder.quant_conv_mu.conv.weight.mul_(latent_gain)
+            step.autoencoder.quant_conv_mu.conv.bias.mul_(latent_gain)
+            step.autoencoder.post_quant_conv.conv.weight.div_(latent_gain)
+        export(step, folder, settings)
+        describe_run(folder, settings, process)
+
+
+def train_ldm(config: Path, *overrides: str) -> int:
+    """Run train_ldm.py in this process and this folder."""
+    from train_ldm import train
+
+    return train(argparse.Namespace(config=str(config), overrides=list(overrides), dry_run=False, quiet=True))
+
+
+@functools.cache
+def _make(folder: Path) -> Path:
+    values = copy.deepcopy(TINY)
+    values["data"]["num_phantoms"] = 9
+    values["data"]["val_fraction"] = 0.3
+    values["ldm"]["conditioning"] = {"type": "class", "num_classes": 3}
+    config = folder / "tiny.yaml"
+    config.write_text(yaml.safe_dump(values))
+    with contextlib.chdir(folder):
+        export_autoencoder(values)
+        train_ldm(config)
+    return folder / "runs" / "tiny"
+
+
+_folder: list[Path] = []
+
+
+def finished_run(factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the run, made at the first call."""
+    if not _folder:
+        _folder.append(factory.mktemp("finished"))
+    return _make(_folder[0])

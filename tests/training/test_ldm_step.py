@@ -1,0 +1,244 @@
+"""The stage-2 step: exact accumulation, gradients through the frozen decoder, and nothing but the U-Net moves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from data import Batch
+from data.latents import LatentBatch
+from settings import CheckpointError, Settings, TrainingError
+from training.distributed import Process
+from training.ldm_step import LatentDiffusionStep
+
+CPU = Process(torch.device("cpu"))
+
+
+def make_step(values, **ldm) -> LatentDiffusionStep:
+    values = copy.deepcopy(values)
+    for section, changes in ldm.items():
+        values["ldm"].setdefault(section, {}).update(changes)
+    step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
+    step.latent_scale = 0.5
+    # The last convolution begins at zero: without this no gradient would pass it.
+    torch.nn.init.normal_(step.unet.out[2].conv.weight, std=0.1, generator=torch.Generator().manual_seed(1))
+    return step
+
+
+def make_batches(step: LatentDiffusionStep, batch_size: int, total: int = 4) -> list[LatentBatch]:
+    generator = torch.Generator().manual_seed(3)
+    mean = torch.randn((total, *step.settings.latent_shape), generator=generator)
+    sigma = torch.rand((total, *step.settings.latent_shape), generator=generator)
+    labels = torch.arange(total) % 3 if step.settings.ldm.conditioning.type == "class" else None
+    return [
+        LatentBatch(
+            mean[part], sigma[part], tuple(range(total)[part]), None if labels is None else labels[part], ("a",)
+        )
+        for part in (slice(start, start + batch_size) for start in range(0, total, batch_size))
+    ]
+
+
+def gradients(step: LatentDiffusionStep) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in step.unet.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(first, second, tolerance: float) -> None:
+    assert first.keys() == second.keys()
+    for name, expected in first.items():
+        # A convolution's bias before a norm of single channels has no gradient but rounding.
+        assert (second[name] - expected).norm() <= tolerance * expected.norm() or expected.norm() < 1e-6, name
+
+
+PIXEL = {"pixel_loss": {"weight": 0.5, "chunk_size": 1}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scheduler": {"prediction": "v"}},
+        {"scheduler": {"type": "rflow"}, "sampling": {"sampler": "rflow"}},
+        {"conditioning": {"type": "class", "num_classes": 3, "dropout": 0.5}},
+        {"training": PIXEL},
+    ],
+)
+def test_batch_4_once_has_the_gradients_of_batch_1_four_times(tiny_values, changes):
+    found = []
+    for batch_size in (4, 1):
+        step = make_step(tiny_values, **changes)
+        terms = step.backward(make_batches(step, batch_size), 5)
+        found.append((gradients(step), terms["diffusion"]))
+    assert_same_gradients(found[0][0], found[1][0], 1e-5)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=0)
+
+
+def plain_gradients(step: LatentDiffusionStep, batch: LatentBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The same objective in one graph: whole batch, nothing recomputed."""
+    step.autoencoder.gradient_checkpointing_disable()
+    process = step.noise_process
+    clean = step.draw_clean(batch)
+    noise = step.noise.normal("diffusion", batch.positions, clean.shape[1:])
+    times = process.times(step._spread(batch.positions))
+    noisy = process.add_noise(clean, noise, times)
+    prediction = step.unet(noisy, times)
+    diffusion = (prediction - process.target(clean, noise, times)).square().mean()
+    predicted, _ = process.clean_and_noise(prediction, noisy, times)
+    decoded, target = (step.autoencoder.decode(latent / step.latent_scale) for latent in (predicted, clean))
+    weights = process.coefficients(times)[0].square()
+    pixel = ((decoded - target.detach()).square() * weights).mean()
+    (diffusion + 0.5 * pixel).backward()
+    return gradients(step), pixel.detach()
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+@pytest.mark.parametrize("slab_rows", [0, 4])
+def test_pixel_loss_in_chunks_has_the_gradients_of_the_plain_computation(tiny_values, prediction, slab_rows):
+    tiny_values["autoencoder"]["training"]["slab_rows"] = slab_rows
+    changes = {"training": PIXEL, "scheduler": {"prediction": prediction}}
+    lean, plain = make_step(tiny_values, **changes), make_step(tiny_values, **changes)
+    [batch] = make_batches(lean, 3, total=3)
+    expected, pixel = plain_gradients(plain, batch)
+    terms = lean.backward([batch], 0)
+    assert_same_gradients(expected, gradients(lean), 1e-5)
+    torch.testing.assert_close(terms["pixel"], pixel, rtol=1e-5, atol=0)
+    assert all(p.grad is None for p in lean.autoencoder.parameters())
+    without = make_step(tiny_values, scheduler={"prediction": prediction})
+    without.backward([batch], 0)
+    change = sum((gradients(without)[name] - g).norm() for name, g in expected.items())
+    assert change > 1e-2 * sum(g.norm() for g in expected.values())
+
+
+def test_pixel_gradient_norm_is_that_of_the_loss_at_the_unets_output(tiny_values):
+    step = make_step(tiny_values, training=PIXEL)
+    [batch] = make_batches(step, 2, total=2)
+    heard: list[torch.Tensor] = []
+
+    def listen(module, arguments, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: heard.append(gradient.clone()))
+
+    step.unet.register_forward_hook(listen)
+    terms = step.backward([batch], 0)
+    without = make_step(tiny_values)
+    without.unet.load_state_dict(step.unet.state_dict())
+    without.unet.register_forward_hook(listen)
+    without.backward([batch], 0)
+    with_pixel, diffusion_only = heard
+    torch.testing.assert_close(terms["pixel_gradient_norm"], (with_pixel - diffusion_only).norm(), rtol=1e-3, atol=0)
+    assert terms["pixel_gradient_norm"] > 0
+
+
+def test_the_chunk_halves_when_memory_runs_out_and_the_gradients_stay(tiny_values, caplog):
+    pixel = {"weight": 0.5, "chunk_size": 4, "adaptive_chunk": True}
+    step, reference = (make_step(tiny_values, training={"pixel_loss": pixel}) for _ in range(2))
+    [batch] = make_batches(step, 4)
+    reference.backward([batch], 0)
+    decode = step.autoencoder.decode
+
+    def limited(latent: torch.Tensor) -> torch.Tensor:
+        if len(latent) > 1:
+            raise torch.OutOfMemoryError("as a full GPU says")
+        return decode(latent)
+
+    step.autoencoder.decode = limited
+    with caplog.at_level(logging.WARNING):
+        step.backward([batch], 0)
+    assert_same_gradients(gradients(reference), gradients(step), 1e-5)
+    assert step.pixel_loss is not None
+    assert step.pixel_loss.chunk_size == 1
+    assert [record.args for record in caplog.records] == [(2,), (1,)]
+
+
+def test_without_adaptive_chunk_running_out_of_memory_stays_an_error(tiny_values):
+    step = make_step(tiny_values, training={"pixel_loss": {"weight": 0.5, "chunk_size": 4}})
+
+    def full(latent: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("as a full GPU says")
+
+    step.autoencoder.decode = full
+    with pytest.raises(torch.OutOfMemoryError):
+        step.backward(make_batches(step, 4), 0)
+
+
+def test_only_the_unet_moves(tiny_values):
+    step = make_step(tiny_values, training=PIXEL)
+    before = {name: tensor.clone() for name, tensor in step.autoencoder.state_dict().items()}
+    weight = step.unet.conv_in.conv.weight.clone()
+    step(make_batches(step, 4), 0)
+    assert not torch.equal(weight, step.unet.conv_in.conv.weight)
+    assert all(torch.equal(before[name], tensor) for name, tensor in step.autoencoder.state_dict().items())
+    optimized = {id(p) for updater in step.updaters.values() for p in updater.parameters}
+    assert optimized == {id(p) for p in step.unet.parameters()}
+
+
+def test_a_volume_in_the_batch_gives_the_step_of_its_latent(tiny_values):
+    """cache: none encodes inside the step and must train the same."""
+    step, other = make_step(tiny_values), make_step(tiny_values, latents={"cache": "none"})
+    images = torch.rand(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    mean, sigma = (torch.stack(part) for part in zip(*(step.whole_volumes.encode(i) for i in images), strict=True))
+    step.backward([LatentBatch(mean, sigma, (4, 5), None, ("a", "b"))], 0)
+    other.backward([Batch(images, (4, 5), None, ("a", "b"))], 0)
+    assert_same_gradients(gradients(step), gradients(other), 1e-6)
+
+
+def test_latents_that_do_not_divide_are_padded_and_cropped(tiny_values):
+    tiny_values["data"]["voxel_size"] = [16, 12, 20]
+    tiny_values["ldm"]["unet"] = {
+        "num_channels": [8, 16, 16],
+        "num_res_blocks": 1,
+        "attention_levels": [False, False, False],
+        "num_head_channels": 8,
+    }
+    step = make_step(tiny_values, latents={"pad": True})
+    assert step.settings.latent_shape == (3, 8, 6, 10)
+    terms = step(make_batches(step, 2), 0)
+    assert torch.isfinite(terms["diffusion"])
+
+
+def test_label_dropout_hides_about_its_share_of_the_labels(tiny_values):
+    step = make_step(tiny_values, conditioning={"type": "class", "num_classes": 3, "dropout": 0.25})
+    batch = LatentBatch(torch.empty(0), torch.empty(0), tuple(range(2000)), torch.arange(2000) % 3, ())
+    labels = step._labels(batch)
+    assert labels is not None
+    assert 0.2 < (labels == 3).double().mean() < 0.3
+    assert torch.equal(labels[labels < 3], (torch.arange(2000) % 3)[labels < 3])
+
+
+def test_neighbouring_positions_cover_all_timesteps_evenly(tiny_values):
+    step = make_step(tiny_values)
+    for start in (0, 12345):
+        times = step.noise_process.times(step._spread(range(start, start + 100)))
+        counts = torch.histc(times.float(), bins=10, min=0, max=1000)
+        assert counts.min() >= 8
+        assert counts.max() <= 12
+
+
+def test_a_latent_that_is_not_finite_stops_before_the_weights_move(tiny_values):
+    step = make_step(tiny_values)
+    batches = make_batches(step, 4)
+    batches[0].mean[0, 0, 0, 0, 0] = float("nan")
+    weight = step.unet.conv_in.conv.weight.clone()
+    step(batches, 3)
+    assert torch.equal(weight, step.unet.conv_in.conv.weight)
+    with pytest.raises(TrainingError, match="step 4: diffusion is not finite"):
+        step.guard.raise_if_bad()
+
+
+def test_the_scale_travels_with_the_state_and_another_autoencoder_is_refused(tiny_values):
+    step, other = make_step(tiny_values), make_step(tiny_values)
+    step.latent_scale = 0.123
+    other.load_state_dict(step.state_dict())
+    assert other.latent_scale == 0.123
+    with torch.no_grad():
+        next(other.autoencoder.parameters()).view(-1)[0] += 1e-3
+    with pytest.raises(CheckpointError, match="autoencoder with other weights"):
+        other.load_state_dict(step.state_dict())
+
+
+@pytest.mark.parametrize("cache", ["disk", "none"])
+def test_the_example_batch_is_what_training_sees(tiny_values, cache):
+    step = make_step(tiny_values, latents={"cache": cache}, conditioning={"type": "class", "num_classes": 3})
+    terms = step([step.example_batch(2)], 0)
+    assert torch.isfinite(terms["diffusion"])
