@@ -9,19 +9,25 @@ import argparse
 import logging
 import sys
 
-from settings import load_settings
-from settings.command_line import INTERRUPTED, add_config, parser, run
+from settings import Settings, load_settings
+from settings.command_line import INTERRUPTED, add_config, add_training, parser, run
 
 log = logging.getLogger("train_autoencoder")
 
 
-def train(options: argparse.Namespace) -> int:
-    """Train as the config says, from the newest checkpoint if there is one."""
+def main(options: argparse.Namespace) -> int:
+    """Check the config before anything slow is imported, then train; more memory-saving when asked to."""
     settings = load_settings(options.config, options.overrides, stage="autoencoder")
-    training = settings.autoencoder.training
+    from memory.watch import train_with_rungs
 
-    # These import torch: a mistake in the config has been reported by now.
+    return train_with_rungs(lambda rung: train(rung, options.dry_run), settings, "autoencoder", options.on_oom)
+
+
+def train(settings: Settings, is_dry_run: bool) -> int:
+    """Train as the settings say, from the newest checkpoint if there is one."""
     from data import BatchPlan, prepare_volumes, training_batches, validation_batches
+    from losses import ensure_perceptual_weights
+    from memory.watch import MemoryWatch
     from training.autoencoder_step import AutoencoderStep
     from training.checkpoints import Checkpoints
     from training.distributed import processes
@@ -33,51 +39,57 @@ def train(options: argparse.Namespace) -> int:
     from training.validation import show_validation, validate_autoencoder
     from training.weights import export
 
-    # Data, and what is about to happen.
-    volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
-    log.info(summarise(settings, "autoencoder", len(volumes.train)))
-    if options.dry_run:
-        return 0
+    training = settings.autoencoder.training
+    with processes(settings.device) as process, MemoryWatch(settings, "autoencoder", process) as watch:
+        # Everything the run needs from outside, and what is about to happen.
+        ensure_perceptual_weights(training)
+        volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+        log.info(summarise(settings, "autoencoder", len(volumes.train), process.world_size))
+        watch.announce()
+        if is_dry_run:
+            return 0
 
-    with processes(settings.device) as process, open_run(settings, process) as run_folder:
-        # Networks, optimizers, and where the run stopped last time.
-        step = AutoencoderStep(settings, process)
-        samples = training.samples_per_rank * process.world_size
-        checkpoints = Checkpoints(run_folder.checkpoints, "autoencoder", training.keep_checkpoints)
-        first_step = resume(step, checkpoints, settings, samples)
-        describe_run(run_folder, settings, process)
+        with open_run(settings, process) as run_folder:
+            # Networks, optimizers, and where the run stopped last time.
+            step = AutoencoderStep(settings, process)
+            samples = training.samples_per_rank * process.world_size
+            checkpoints = Checkpoints(run_folder.checkpoints, "autoencoder", training.keep_checkpoints)
+            first_step = resume(step, checkpoints, settings, samples)
+            describe_run(run_folder, settings, process)
 
-        # Batches are addressed by step: which volumes step n sees is a function of the seed and n.
-        plan = BatchPlan(
-            settings.seed, training.batch_size, training.gradient_accumulation_steps, process.rank, process.world_size
-        )
-        batches = training_batches(volumes.train, settings.data, plan, first_step, training.max_steps)
+            # Batches are addressed by step: which volumes step n sees is a function of the seed and n.
+            plan = BatchPlan.of(training, settings.seed, process.rank, process.world_size)
+            step.guard.files_of = plan.names(volumes.train)
+            batches = training_batches(volumes.train, settings.data, plan, first_step, training.max_steps)
+            held_out = validation_batches(volumes.val, settings.data, process.rank, process.world_size)
 
-        with (
-            Recorder(run_folder, "autoencoder", first_step, training.max_steps, process) as recorder,
-            StopSignal() as stop,
-        ):
-            for done, micro_batches in enumerate(batches, first_step + 1):
-                recorder.add(step(micro_batches, done - 1), training.samples_per_rank)
-                is_end = done == training.max_steps
-                must_stop = process.any(bool(stop))
+            with (
+                Recorder(run_folder, "autoencoder", first_step, training.max_steps, process) as recorder,
+                StopSignal() as stop,
+            ):
+                for done, micro_batches in enumerate(batches, first_step + 1):
+                    with watch.guard(run_folder.path, done - 1):
+                        recorder.add(step(micro_batches, done - 1), training.samples_per_rank)
+                    is_end = done == training.max_steps
+                    must_stop = process.any(bool(stop))
 
-                if done % training.log_every == 0 or is_end:
-                    step.guard.raise_if_bad()
-                    recorder.log(done)
+                    if done % training.log_every == 0 or is_end:
+                        step.guard.raise_if_bad()
+                        recorder.log(done, **watch.read())
 
-                if done % training.validate_every == 0 or is_end:
-                    held_out = validation_batches(volumes.val, settings.data, process.rank, process.world_size)
-                    show_validation(recorder, done, *validate_autoencoder(step, held_out))
+                    if done % training.validate_every == 0 or is_end:
+                        with watch.guard(run_folder.path, done - 1), recorder.paused():
+                            show_validation(recorder, done, *validate_autoencoder(step, held_out))
 
-                if done % training.save_every == 0 or is_end or must_stop:
-                    save(step, checkpoints, settings, samples, done)
+                    if done % training.save_every == 0 or is_end or must_stop:
+                        with recorder.paused():
+                            save(step, checkpoints, settings, samples, done)
 
-                if must_stop and not is_end:
-                    log.warning("stopped after step %d; the same command goes on from there", done)
-                    return INTERRUPTED
+                    if must_stop and not is_end:
+                        log.warning("stopped after step %d; the same command goes on from there", done)
+                        return INTERRUPTED
 
-        export(step, run_folder, settings)
+            export(step, run_folder, settings)
     return 0
 
 
@@ -91,5 +103,5 @@ if __name__ == "__main__":
         ],
     )
     add_config(arguments)
-    arguments.add_argument("--dry-run", action="store_true", help="say what would be trained, then stop")
-    sys.exit(run(train, arguments.parse_args()))
+    add_training(arguments)
+    sys.exit(run(main, arguments.parse_args()))

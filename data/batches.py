@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from data.cache import VolumeCache
 from data.transforms import load_volume, random_part
 from data.volumes import VolumeFile
-from settings import DataError, TrainingError
+from settings import DataError, TrainingError, TrainingSettings
 from settings.data import DataSettings
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,11 @@ class BatchPlan:
     rank: int = 0
     world_size: int = 1
 
+    @classmethod
+    def of(cls, training: TrainingSettings, seed: int, rank: int, world_size: int) -> BatchPlan:
+        """Return the plan of one rank from the training section of the settings."""
+        return cls(seed, training.batch_size, training.gradient_accumulation_steps, rank, world_size)
+
     @property
     def effective_batch(self) -> int:
         """Return how many samples one step takes, over all micro-batches and ranks."""
@@ -79,6 +84,11 @@ class BatchPlan:
     def sample_rng(self, position: int) -> np.random.Generator:
         """Return the source of everything random about one sample."""
         return np.random.default_rng([self.seed, SAMPLE_STREAM, position])
+
+    def names(self, files: Sequence[VolumeFile]) -> Callable[[int, int], list[str]]:
+        """Return a function from (step, micro-batch) to the names of the volumes that this rank sees there."""
+        order = VolumeOrder(self.seed, len(files))
+        return lambda step, micro_batch: [files[order(k)].name for k in self.positions(step, micro_batch)]
 
 
 class VolumeOrder:

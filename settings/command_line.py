@@ -30,6 +30,17 @@ def add_config(target: argparse.ArgumentParser) -> None:
     target.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single keys of the config")
 
 
+def add_training(target: argparse.ArgumentParser) -> None:
+    """Add what both train scripts take besides the config."""
+    target.add_argument("--dry-run", action="store_true", help="say what would be trained and what it needs, then stop")
+    target.add_argument(
+        "--on-oom",
+        choices=("stop", "next-rung"),
+        default="stop",
+        help="out of memory: stop with a report, or go on with the next memory knob that keeps the mathematics",
+    )
+
+
 def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
     """Run a command and return its exit code; users' errors become text on standard error.
 

@@ -90,7 +90,7 @@ class AutoencoderStep(TrainingStep):
                 reconstruction, mu, sigma = self._parallel_autoencoder(images, noise)
                 terms = {
                     "reconstruction": reconstruction_loss(reconstruction, images, self.training.reconstruction_loss),
-                    "kl": kl_divergence(mu, sigma, num_voxels=images[0, 0].numel()),
+                    "kl": kl_divergence(mu, sigma, num_voxels=images[0].numel()),
                 }
                 if self.perceptual is not None:
                     terms["perceptual"] = self.perceptual(reconstruction, images, step)

@@ -32,6 +32,7 @@ class Guard:
         self._skipped_in_row = torch.zeros((), device=device, dtype=torch.int64)
         self._skipped_here = torch.zeros((), device=device, dtype=torch.bool)
         self._place = (NOWHERE, NOWHERE)
+        self.files_of: Callable[[int, int], Sequence[str]] = lambda step, micro_batch: ()
 
     def start(self, step: int) -> None:
         """Note which step the following checks belong to."""
@@ -65,13 +66,16 @@ class Guard:
         self._first = torch.where(any_bad & (self.blocked == 0), place, self._first)
         self.blocked.copy_(torch.maximum(self.blocked, any_bad.float()))
 
-    def raise_if_bad(self, files_of: Callable[[int, int], Sequence[str]] | None = None) -> None:
-        """Raise `TrainingError` naming step, term and volumes if anything was not finite; waits for the device."""
+    def raise_if_bad(self) -> None:
+        """Raise `TrainingError` naming step, term and volumes if anything was not finite; waits for the device.
+
+        The volumes are known when `files_of`, from (step, micro-batch) to names, was set.
+        """
         step, micro_batch, term = self._first.tolist()
         if self.blocked.item():
             where = f"step {step + 1}: {self.terms[term]} is not finite"
-            if files_of is not None and micro_batch != NOWHERE:
-                where += f" for {', '.join(files_of(step, micro_batch))}"
+            if micro_batch != NOWHERE and (names := self.files_of(step, micro_batch)):
+                where += f" for {', '.join(names)}"
             raise TrainingError(
                 f"{where}; the weights were not moved and the last checkpoint is good; lower the learning rate, "
                 "look at that volume with scripts/check_data.py, or use bfloat16 or fp32 instead of float16"

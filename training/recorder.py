@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -71,7 +73,7 @@ class Recorder:
         if self._bar is not None:
             shown = {"loss": line.get("reconstruction", line.get("diffusion", float("nan")))}
             shown["vol/s"] = line["volumes_per_second"]
-            peak = line.get("peak_allocated_gib", line.get("peak_resident_gib"))
+            peak = line.get("memory_peak_gib", line.get("host_memory_peak_gib"))
             if peak is not None:
                 shown["peak GiB"] = peak
             self._bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()})
@@ -90,13 +92,12 @@ class Recorder:
         if self.process.is_first:
             self._board.add_image(name, pixels, step, dataformats="HW")
 
-    def pause(self) -> None:
-        """Leave the time that now passes (validation, saving) out of the throughput."""
-        self._paused = time.perf_counter()
-
-    def resume(self) -> None:
-        """Go on counting time."""
-        self._since += time.perf_counter() - self._paused
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time that passes inside (validation, saving) out of the throughput."""
+        start = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - start
 
 
 def drop_later_lines(path: Path, stage: str, step: int) -> None:
