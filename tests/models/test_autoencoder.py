@@ -1,0 +1,173 @@
+"""What the lean autoencoder promises beside its gradients: keys, modes, frozen use, inference in slabs, log lines."""
+
+import logging
+
+import pytest
+import torch
+from monai.networks.nets import AutoencoderKL
+
+from models import LeanAutoencoder, StockAutoencoder, build_autoencoder, build_discriminator, slabs
+from tests.models.autoencoders import pair, run, settings_of, stock_like
+
+
+def test_weights_move_both_ways_between_lean_and_monai():
+    settings = settings_of(attention_levels=[False, True, True])
+    lean, stock = build_autoencoder(settings), stock_like(settings)
+    assert list(lean.state_dict()) == list(stock.state_dict())
+    assert [name for name, _ in lean.named_parameters()] == [name for name, _ in stock.named_parameters()]
+    stock.load_state_dict(lean.state_dict())
+    lean.load_state_dict(stock.state_dict())
+    assert isinstance(lean, AutoencoderKL)
+
+
+def test_same_seed_gives_the_initial_weights_of_monai():
+    settings = settings_of()
+    torch.manual_seed(3)
+    lean = build_autoencoder(settings).state_dict()
+    torch.manual_seed(3)
+    for name, value in stock_like(settings).state_dict().items():
+        assert torch.equal(lean[name], value), name
+
+
+def test_implementation_monai_runs_the_stock_blocks_with_given_noise():
+    settings = settings_of({"use_gradient_checkpointing": True}, implementation="monai")
+    model = build_autoencoder(settings)
+    assert type(model) is StockAutoencoder
+    assert model.use_checkpoint
+    x = torch.randn(1, 1, 8, 8, 8)
+    mean, sigma = model.encode(x)
+    noise = torch.randn_like(mean)
+    reconstruction, *_ = model(x, noise)
+    torch.testing.assert_close(reconstruction, model.decode(mean + sigma * noise), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["lean", "monai"])
+@pytest.mark.parametrize("blocks", [0, [2, 0, 2], [0, 0, 1], [1, 1, 0]], ids=str)
+def test_levels_without_residual_blocks_train(implementation, blocks):
+    settings = settings_of(num_channels=[8, 16, 32], num_res_blocks=blocks, implementation=implementation)
+    model = build_autoencoder(settings)
+    reconstruction, mean, _ = model(torch.randn(1, 1, 8, 8, 8))
+    assert reconstruction.shape == (1, 1, 8, 8, 8)
+    assert mean.shape == (1, 3, 2, 2, 2)
+    (reconstruction.sum() + mean.sum()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class CountedCheckpoints:
+    """Counts how often blocks go through a checkpoint."""
+
+    def __init__(self, monkeypatch):
+        from models import checkpointing
+
+        original, self.count = checkpointing.checkpoint, 0
+
+        def counted(*args, **kwargs):
+            self.count += 1
+            assert kwargs["use_reentrant"] is False
+            assert kwargs["preserve_rng_state"] is False, "nothing in these blocks is random"
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(checkpointing, "checkpoint", counted)
+
+
+def test_checkpointing_acts_only_in_training_with_gradients(monkeypatch):
+    model = build_autoencoder(settings_of({"use_gradient_checkpointing": True}))
+    counted, x = CountedCheckpoints(monkeypatch), torch.randn(1, 1, 8, 8, 8)
+    with torch.no_grad():
+        model(x)
+    model.eval()(x)
+    assert counted.count == 0
+    model.train()(x)
+    assert counted.count > 10
+    model.gradient_checkpointing_disable()
+    counted.count = 0
+    model(x)
+    assert counted.count == 0
+
+
+def test_fewer_levels_checkpoint_fewer_blocks(monkeypatch):
+    model = build_autoencoder(settings_of())
+    counted, x = CountedCheckpoints(monkeypatch), torch.randn(1, 1, 8, 8, 8)
+    counts = []
+    for levels in (1, 2, 3):
+        counted.count = 0
+        model.gradient_checkpointing_enable(levels=levels)
+        model(x)
+        counts.append(counted.count)
+    assert counts[0] < counts[1] < counts[2]
+    with pytest.raises(AssertionError, match="allowed: all, or 1 to 3"):
+        model.gradient_checkpointing_enable(levels=4)
+
+
+@pytest.mark.parametrize("options", [{}, {"slab_rows": 4}, {"use_gradient_checkpointing_offload": True}], ids=str)
+def test_frozen_decoder_passes_gradients_to_the_latent_only(monkeypatch, options):
+    monkeypatch.setattr(slabs, "MIN_SLAB_VALUES", 0)
+    stock, lean = pair(settings_of({"use_gradient_checkpointing": True, **options}))
+    counted = CountedCheckpoints(monkeypatch)
+    gradients = []
+    for model in (stock, lean):
+        model.requires_grad_(False)
+        torch.manual_seed(2)
+        latent = torch.randn(1, 3, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+        model.decode(latent).square().sum().backward()
+        gradients.append(latent.grad)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-14)
+    assert counted.count > 5
+
+
+def test_enable_and_disable_log_one_line_with_what_they_cover(caplog):
+    model = build_autoencoder(settings_of())
+    with caplog.at_level(logging.INFO, logger="models"):
+        model.gradient_checkpointing_enable(levels=2, offload=True, nested=True)
+        model.gradient_checkpointing_disable()
+    on, off = (record.getMessage() for record in caplog.records)
+    assert "2 of 3 levels" in on
+    assert "host memory" in on
+    assert "nested" in on
+    assert "off" in off
+
+
+def test_builder_applies_the_memory_knobs_of_the_settings():
+    model = build_autoencoder(settings_of({"use_gradient_checkpointing": True, "slab_rows": 8, "checkpoint_levels": 2}))
+    assert isinstance(model, LeanAutoencoder)
+    assert model.nested, "auto nests with slabs"
+    assert model.encoder.checkpointed_levels == model.decoder.checkpointed_levels == 2
+    assert model.encoder.blocks[1].slab_rows == 8
+    offloaded = build_autoencoder(settings_of({"use_gradient_checkpointing_offload": True, "slab_rows": 8}))
+    assert isinstance(offloaded, LeanAutoencoder)
+    assert offloaded.decoder.offload
+    assert not offloaded.nested, "auto does not nest what is offloaded"
+
+
+@pytest.mark.parametrize("rows", [2, 4, 6])
+def test_encoding_and_decoding_in_slabs_equal_whole_ones(monkeypatch, rows):
+    monkeypatch.setattr(slabs, "MIN_SLAB_VALUES", 0)
+    stock, lean = pair(settings_of({"slab_rows": rows}), torch.float32)
+    x = torch.randn(2, 1, 20, 8, 12)
+    with torch.inference_mode():
+        mean, sigma = stock.encode(x)
+        slab_mean, slab_sigma = lean.eval().encode(x)
+        torch.testing.assert_close(slab_mean, mean, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(slab_sigma, sigma, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lean.decode(mean), stock.decode(mean), rtol=1e-5, atol=1e-5)
+
+
+def test_slabs_of_one_row_are_refused():
+    with pytest.raises(AssertionError, match="at least 2"):
+        build_autoencoder(settings_of()).set_slab_rows(1)
+
+
+def test_a_constant_volume_has_finite_gradients_in_slabs():
+    _, lean = pair(settings_of({"slab_rows": 4}), torch.float32)
+    found = run(lean, torch.zeros(1, 1, 12, 8, 8), torch.zeros(1, 3, 3, 2, 2))
+    assert all(torch.isfinite(gradient).all() for gradient in found.gradients.values())
+
+
+def test_discriminator_returns_features_and_ends_with_logits():
+    features = build_discriminator(settings_of())(torch.randn(2, 1, 24, 24, 24))
+    assert len(features) == 4
+    assert features[-1].shape[:2] == (2, 1)
+    norms = {type(module).__name__ for module in build_discriminator(settings_of()).modules()}
+    assert "InstanceNorm3d" in norms
+    assert not any("BatchNorm" in name for name in norms)
