@@ -64,7 +64,7 @@ class BackgroundPrediction:
         self._future: Future[Prediction] = self._predictor.submit(settings, stage)
         self._result: Prediction | None = None
 
-    def result(self, timeout: float | None = 60.0) -> Prediction | None:
+    def result(self, timeout: float | None = 120.0) -> Prediction | None:
         """Return the prediction, waiting for it at most `timeout` seconds; None when there is none."""
         if self._result is None and self._predictor is not None:
             try:

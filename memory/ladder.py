@@ -24,6 +24,17 @@ class Step:
     fits: bool
     relative_flops: float
 
+    @property
+    def margin_bytes(self) -> int:
+        """Return what steps of this tier may need beyond their prediction; nothing once a step was measured."""
+        if self.prediction.correction_source:
+            return 0
+        return round(self.prediction.margin * self.prediction.peak_reserved_bytes)
+
+    def fits_with_margin(self, budget_bytes: int) -> bool:
+        """Return whether the budget also holds the margin."""
+        return self.prediction.required_bytes + self.margin_bytes <= budget_bytes
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""
         return {
@@ -59,13 +70,13 @@ class Ladder:
     @property
     def fastest(self) -> Step | None:
         """Return the rung that fits with the least compute; the same mathematics before any other."""
-        fitting = [step for step in self.steps if step.fits]
-        return min(fitting, key=lambda step: (not step.rung.same_mathematics, step.relative_flops), default=None)
+        return _least_compute([step for step in self.steps if step.fits])
 
     @property
     def recommended(self) -> Step | None:
-        """Return the fastest rung that fits: what `--write-config` writes."""
-        return self.fastest
+        """Return what `--write-config` writes: the fastest that fits with its margin, else the fastest that fits."""
+        roomy = [step for step in self.steps if step.fits_with_margin(self.budget_bytes) and step.rung.same_mathematics]
+        return _least_compute(roomy) or self.fastest
 
     @property
     def smallest(self) -> Step:
@@ -83,6 +94,10 @@ class Ladder:
             "fastest": self.fastest.rung.name if self.fastest else None,
             "recommended": self.recommended.rung.name if self.recommended else None,
         }
+
+
+def _least_compute(steps: list[Step]) -> Step | None:
+    return min(steps, key=lambda step: (not step.rung.same_mathematics, step.relative_flops), default=None)
 
 
 def walk(

@@ -24,7 +24,7 @@ CONTEXT_BYTES = GIB // 2
 """What CUDA's context and its libraries take beside the allocator: between 0.3 and 0.6 GiB by GPU and driver."""
 
 NOT_PREDICTED = ("convolution workspaces", "the CUDA context (0.5 GiB is assumed)", "other programs on the GPU")
-MARGINS = {"stock": 0.10, "plain": 0.10, "checkpointed": 0.10, "offload": 0.15, "slabs": 1.0}
+MARGINS = {"stock": 0.10, "plain": 0.10, "checkpointed": 0.20, "offload": 0.30, "slabs": 0.30}
 """By how much a real step may exceed the prediction, by tier: the leaner a step, the larger the share of what
 convolutions take for themselves. From real CPU steps; a measured first step replaces it."""
 

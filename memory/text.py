@@ -111,14 +111,12 @@ def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> s
 def _fits(step: Step, budget_bytes: int) -> str:
     if not step.fits:
         return "no"
-    prediction = step.prediction
-    with_margin = prediction.required_bytes + prediction.margin * prediction.peak_reserved_bytes
-    return "yes" if with_margin <= budget_bytes else "yes, without margin"
+    return "yes" if step.fits_with_margin(budget_bytes) else "yes, without margin"
 
 
 def _verdict(ladder: Ladder) -> str:
     budget = gib(ladder.budget_bytes)
-    if ladder.first is None or ladder.recommended is None:
+    if ladder.first is None or ladder.fastest is None or ladder.recommended is None:
         smallest = ladder.smallest
         holder = smallest.prediction.largest[0]
         return (
@@ -129,7 +127,9 @@ def _verdict(ladder: Ladder) -> str:
         )
     lines = [
         f"First that fits {budget}: {ladder.first.rung.name}.",
-        f"Fastest that fits, recommended: {ladder.recommended.rung.name}.",
+        f"Fastest that fits: {ladder.fastest.rung.name}.",
+        f"Recommended: {ladder.recommended.rung.name}"
+        + (", which leaves the margin." if ladder.recommended.fits_with_margin(ladder.budget_bytes) else "."),
     ]
     for key, value in ladder.recommended.rung.all_changes.items():
         lines.append(f"  {key}={as_override(value)}")

@@ -83,7 +83,7 @@ class MemoryWatch:
 def train_with_rungs(train: Callable[[Settings], int], settings: Settings, stage: Stage, on_oom: OnOom) -> int:
     """Call `train(settings)`; with on_oom="next-rung" call it again with the next rung whenever memory runs out.
 
-    `train` resumes from its last checkpoint, so nothing but the steps since then is done twice. Several processes cannot
+    `train` resumes from its last checkpoint, so only the steps since then are done twice. Several processes cannot
     decide this together: there the report says the rung and the user starts again.
     """
     while True:

@@ -1,6 +1,7 @@
 """The ladder's order, promises and choice."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -88,7 +89,7 @@ def test_each_rung_is_a_valid_config_and_keeps_the_effective_batch(stage, order)
     settings = heavy()
     effective = look_up(settings, f"{section}.training").samples_per_rank
     rungs = build_rungs(settings, stage, order)
-    for above, rung in zip(rungs, rungs[1:], strict=False):
+    for above, rung in pairwise(rungs):
         assert rung.changes
         assert look_up(rung.settings, f"{section}.training").samples_per_rank == effective
         assert rung.settings == above.settings.with_overrides(rung.changes)
@@ -167,10 +168,18 @@ def test_walk_names_the_first_and_the_fastest_and_stops_before_changing_the_math
     progress = []
     ladder = walk(heavy(), "autoencoder", 6 * GIB, progress=lambda *values: progress.append(values))
     assert ladder.first.rung.name == "checkpointing, 1 of 3 levels"
-    assert ladder.recommended == ladder.fastest
     assert ladder.fastest.relative_flops == min(step.relative_flops for step in ladder.steps if step.fits)
     assert all(step.rung.same_mathematics for step in ladder.steps)
     assert [done for done, _, _ in progress] == list(range(1, len(ladder.steps) + 1))
+
+
+def test_recommended_rung_leaves_its_margin_when_one_does():
+    # Checkpointing needs 5.5 GiB with the context, and 10 % of its 5 GiB as margin.
+    tight, roomy = (walk(heavy(), "autoencoder", round(gib * GIB)) for gib in (5.8, 6.1))
+    assert tight.fastest.rung.name == roomy.fastest.rung.name == "checkpointing, 1 of 3 levels"
+    assert roomy.recommended == roomy.fastest
+    assert tight.recommended != tight.fastest
+    assert tight.recommended.fits_with_margin(tight.budget_bytes)
 
 
 def test_walk_skips_thinner_slabs_when_thicker_ones_fit():
@@ -197,7 +206,15 @@ def test_budget_out_of_reach_says_the_smallest_and_what_holds_it():
 
 def test_json_has_what_programs_need():
     values = walk(heavy(), "autoencoder", 6 * GIB).to_json()
-    keys = {"name", "changes", "same_mathematics", "peak_allocated_bytes", "peak_reserved_bytes", "relative_flops", "fits"}
+    keys = {
+        "name",
+        "changes",
+        "same_mathematics",
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+        "relative_flops",
+        "fits",
+    }
     assert all(keys <= set(rung) for rung in values["rungs"])
     assert values["recommended"] in [rung["name"] for rung in values["rungs"]]
 

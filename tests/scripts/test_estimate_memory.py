@@ -1,0 +1,78 @@
+"""scripts/estimate_memory.py and scripts/preset_table.py as a user runs them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import preset_table
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SMALL = ["data.voxel_size=[16,16,16]", "autoencoder.num_channels=[8,8]", "autoencoder.attention_levels=[false,true]"]
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "scripts/estimate_memory.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def test_estimate_prints_a_table_and_writes_json(tmp_path):
+    path = tmp_path / "estimate.json"
+    done = run("--config", "configs/quickstart.yaml", "--json", path, *SMALL)
+    assert done.returncode == 0, done.stderr
+    for part in ("allocated by tensors", "reserved, expandable segments", "autoencoder.decoder", "Not predicted"):
+        assert part in done.stdout
+    values = json.loads(path.read_text())
+    keys = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "phase", "breakdown", "flops", "seconds")
+    assert all(key in values for key in keys)
+    assert {"forward", "backward", "recompute"} <= set(values["flops"])
+    assert {"parameters", "gradients", "optimizer", "activations", "other"} <= set(values["breakdown"])
+    assert values["phase"] in done.stdout
+
+
+def test_wrong_config_ends_with_code_2_and_no_traceback():
+    done = run("--config", "configs/quickstart.yaml", "autoencoder.training.slab_row=8")
+    assert done.returncode == 2
+    assert "slab_rows" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("script", ["estimate_memory", "oom_ladder", "preset_table"])
+def test_help_needs_no_torch(script):
+    code = (
+        f"import sys; sys.argv = ['x', '--help']; import scripts.{script} as s\n"
+        "try:\n    s.parse()\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'monai'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "examples:" in done.stdout
+
+
+def test_preset_table_without_markers_says_which_lines_to_write(tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text("# Nothing\n")
+    with pytest.raises(preset_table.ConfigError, match="markers of the table are missing"):
+        preset_table.main(preset_table.parse(["--readme", str(readme)]))
+
+
+def test_preset_table_goes_between_the_markers_and_is_checked(tmp_path, monkeypatch):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{preset_table.BEGIN}\nold\n{preset_table.END}\nafter\n")
+    monkeypatch.setattr(preset_table, "preset_table", lambda: "| new |")
+    with pytest.raises(preset_table.ConfigError, match="not current"):
+        preset_table.main(preset_table.parse(["--readme", str(readme), "--check"]))
+    assert preset_table.main(preset_table.parse(["--readme", str(readme)])) == 0
+    assert readme.read_text() == f"before\n{preset_table.BEGIN}\n| new |\n{preset_table.END}\nafter\n"
+    assert preset_table.main(preset_table.parse(["--readme", str(readme), "--check"])) == 0
+
+
+@pytest.mark.timeout(600)
+def test_table_of_presets_in_the_readme_is_current():
+    readme = ROOT / "README.md"
+    if not readme.exists() or preset_table.BEGIN not in readme.read_text(encoding="utf-8"):
+        pytest.skip("README.md has no table of presets yet")
+    assert preset_table.main(preset_table.parse(["--check"])) == 0

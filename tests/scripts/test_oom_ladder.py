@@ -1,0 +1,89 @@
+"""scripts/oom_ladder.py as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memory.prediction import GIB
+from settings import load_settings
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SMALL = [
+    *("data.voxel_size=[32,32,32]", "autoencoder.num_channels=[8,8]", "autoencoder.attention_levels=[false,false]"),
+    *("autoencoder.training.batch_size=4", "autoencoder.training.use_gradient_checkpointing=false"),
+]
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "scripts/oom_ladder.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def test_ladder_recommends_writes_and_its_config_is_read_back(tmp_path):
+    report, config = tmp_path / "ladder.json", tmp_path / "fits.yaml"
+    # The context takes 0.5 GiB, so this leaves some ten MiB for the step.
+    done = run(
+        *("--config", "configs/quickstart.yaml", "--budget-gb", 0.535, "--json", report, "--write-config", config),
+        *SMALL,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "predicting" in done.stderr  # the progress bar
+    values = json.loads(report.read_text())
+    rungs = {rung["name"]: rung for rung in values["rungs"]}
+    recommended = rungs[values["recommended"]]
+    assert not rungs["as configured"]["fits"]
+    assert recommended["fits"]
+    assert recommended["same_mathematics"]
+    assert recommended["peak_reserved_bytes"] + GIB // 2 <= 0.535 * GIB
+    assert f"Recommended: {values['recommended']}" in done.stdout
+    written = load_settings(config)
+    assert (
+        written.autoencoder.training.samples_per_rank
+        == 4 * load_settings(ROOT / "configs/quickstart.yaml").autoencoder.training.gradient_accumulation_steps
+    )
+    assert "same mathematics" in config.read_text()
+
+
+@pytest.mark.parametrize("order", ["lossless-first", "guide"])
+def test_budget_out_of_reach_ends_with_code_3_and_the_smallest(order):
+    done = run("--quiet", "--config", "configs/quickstart.yaml", "--budget-gb", 0.1, "--order", order, *SMALL)
+    assert done.returncode == 3, done.stderr
+    assert "Nothing on the ladder fits 0.10 GiB. The smallest is" in done.stdout
+    assert "held by" in done.stdout
+    assert "predicting" not in done.stderr
+
+
+def test_measure_is_refused_without_a_gpu():
+    done = run("--config", "configs/quickstart.yaml", "--budget-gb", 8, "--measure")
+    assert done.returncode == 2
+    assert "--measure: no CUDA device here" in done.stderr
+
+
+def test_budget_must_be_positive():
+    done = run("--config", "configs/quickstart.yaml", "--budget-gb", -1)
+    assert done.returncode == 2
+    assert "--budget-gb: found -1" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("config", "budget_gb", "overrides"),
+    [
+        ("quality", 6, []),
+        ("high_res", 2, []),
+        ("high_res", 12, ["data.voxel_size=[512,512,128]"]),
+        ("high_res", 18, ["data.voxel_size=[512,512,256]"]),
+    ],
+)
+def test_promised_budgets_are_reached_with_the_same_mathematics(config, budget_gb, overrides, tmp_path):
+    report = tmp_path / "ladder.json"
+    done = run("--config", f"configs/{config}.yaml", "--budget-gb", budget_gb, "--json", report, *overrides)
+    assert done.returncode == 0, done.stdout
+    values = json.loads(report.read_text())
+    recommended = next(rung for rung in values["rungs"] if rung["name"] == values["recommended"])
+    assert recommended["same_mathematics"]
