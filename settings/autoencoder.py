@@ -84,6 +84,9 @@ class AutoencoderSettings(Section):
     """The `autoencoder` section."""
 
     implementation: Literal["lean", "monai"] = key("lean", "Our memory-lean blocks, or MONAI's stock ones.", SAME)
+    pretrained: str | None = key(
+        None, "Weights to start from, such as those of scripts/import_checkpoint.py; null: random weights."
+    )
     in_channels: Count = key(1, "Channels of a volume.")
     num_channels: PerLevel = key((16, 32, 64), "Channels of each level, highest resolution first.")
     num_res_blocks: CountOrZero | PerLevelOrZero = key(2, "Residual blocks a level: one number, or one per level.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from settings import Settings
 from training.distributed import Process, synchronised
 from training.phases import phase
 from training.step import TrainingStep
+from training.weights import load_pretrained
 
 
 class AutoencoderStep(TrainingStep):
@@ -43,6 +45,8 @@ class AutoencoderStep(TrainingStep):
             self._parallel_discriminator = self.register(
                 "discriminator", self.discriminator, training.discriminator_learning_rate
             )
+        if settings.autoencoder.pretrained is not None and load_weights:
+            load_pretrained(self.networks, Path(settings.autoencoder.pretrained))
         self.perceptual = build_perceptual_loss(
             training, settings.autoencoder.in_channels, settings.seed, load_weights=load_weights
         )

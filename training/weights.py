@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from settings import CheckpointError, Settings
 from training.run_folder import RunFolder
@@ -39,6 +39,40 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return load_file(path), metadata
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+
+
+def load_pretrained(networks: dict[str, nn.Module], path: Path) -> None:
+    """Start from finished weights: the file's own network, and those whose files lie beside it; says which."""
+    for name, network in networks.items():
+        file = path if name == "autoencoder" else path.with_name(f"{name}.safetensors")
+        if file != path and not file.exists():
+            log.info("%s: not there, so the %s starts from random weights", file, name)
+            continue
+        load_into(network, file)
+        log.info("%s: the %s starts from these weights", file, name)
+
+
+def load_into(network: nn.Module, path: Path) -> dict[str, Any]:
+    """Load a file of weights into a network and return its metadata; raise `CheckpointError` when they do not fit."""
+    state, metadata = load_weights(path)
+    expected = network.state_dict()
+    wrong = sorted(
+        [f"{name} is missing" for name in expected.keys() - state.keys()]
+        + [f"{name} is unknown" for name in state.keys() - expected.keys()]
+        + [
+            f"{name} is {tuple(state[name].shape)}, the config's is {tuple(expected[name].shape)}"
+            for name in expected.keys() & state.keys()
+            if expected[name].shape != state[name].shape
+        ]
+    )
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{path}: does not fit the network of this config ({'; '.join(wrong[:3])}{more}); "
+            "use the config it was trained with, or scripts/import_checkpoint.py for weights from elsewhere"
+        )
+    network.load_state_dict(state)
+    return metadata
 
 
 def export(step: TrainingStep, run: RunFolder, settings: Settings, **metadata: Any) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from data import Batch
-from settings import Settings, TrainingError
+from settings import CheckpointError, Settings, TrainingError
 from training.autoencoder_step import AutoencoderStep
 from training.distributed import Process
+from training.weights import save_weights
 
 CPU = Process(torch.device("cpu"))
 
@@ -153,3 +154,19 @@ def test_every_trained_parameter_sits_in_exactly_one_optimizer(tiny_values):
     held = [id(p) for updater in step.updaters.values() for p in updater.parameters]
     assert sorted(held) == sorted(wanted)
     assert not any(p.requires_grad for p in step.perceptual.parameters())
+
+
+def test_training_starts_from_given_weights_and_refuses_those_of_another_network(tiny_values, tmp_path):
+    source = make_step(tiny_values)
+    with torch.no_grad():
+        for network in source.networks.values():
+            next(network.parameters()).fill_(0.125)
+    for name, network in source.networks.items():
+        save_weights(tmp_path / f"{name}.safetensors", network.state_dict(), {})
+    tiny_values["autoencoder"]["pretrained"] = str(tmp_path / "autoencoder.safetensors")
+    step = make_step(tiny_values)
+    for name, network in step.networks.items():
+        torch.testing.assert_close(network.state_dict(), source.networks[name].state_dict(), rtol=0, atol=0)
+    tiny_values["autoencoder"]["latent_channels"] = 5
+    with pytest.raises(CheckpointError, match=r"autoencoder\.safetensors: does not fit .* the config's is"):
+        make_step(tiny_values)
