@@ -1,18 +1,19 @@
 """A faster way through `FakeTensorMode` for the operators that a step repeats thousands of times.
 
 A fake operator costs about 0.4 ms, most of it in checks that a training step never needs, and slabs and norms that work
-group by group have ten thousands of them. Three kinds are short-cut here, all others take the normal way: in-place
-operators return their argument, views are made by the meta kernel directly, and the metadata of pure results is
+group by group have ten thousands of them. Some kinds are short-cut here, all others take the normal way: operators that
+write into an argument return it, views are made by the meta kernel directly, and the metadata of pure results is
 remembered.
 """
 
+import functools
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-Kind = Literal["in place", "view", "pure", "other"]
+Kind = Literal["in place", "out", "view", "pure", "other"]
 CPU = torch.device("cpu")
 aten = torch.ops.aten
 
@@ -39,6 +40,9 @@ class FakeShortcuts:
             kind = self._kinds[func] = _kind_of(func)
         if kind == "in place":
             return args[0] if func._schema.returns else None
+        if kind == "out":
+            targets = tuple(kwargs[name] for name in _out_names(func))
+            return targets[0] if len(targets) == 1 else targets
         if kind == "view":
             with in_kernel_invocation_manager(self.mode):
                 out = func(*args, **kwargs)
@@ -79,11 +83,18 @@ def _kind_of(func: torch._ops.OpOverload) -> Kind:
         return "other"
     if name in _VIEWS:
         return "view"
+    if _out_names(func):
+        return "out" if len(_out_names(func)) == len(schema.returns) else "other"
     if schema.is_mutable:
         writes_first = name.endswith("_") and name not in _RESHAPING and not name.startswith("_foreach")
         return "in place" if writes_first and len(schema.returns) <= 1 else "other"
     plain = all(result.alias_info is None and str(result.type) == "Tensor" for result in schema.returns)
     return "pure" if plain and schema.returns and torch.Tag.data_dependent_output not in func.tags else "other"
+
+
+@functools.cache
+def _out_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments if argument.is_out)
 
 
 def _key(value: Any) -> Any:
