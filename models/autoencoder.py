@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from models.checkpointing import HostOffload, gradient_checkpoint_forward
 from models.lean_blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block
+from models.slabs import Volume
 from models.stock_autoencoder import StockAutoencoder
 from settings import AutoencoderSettings
 
@@ -35,11 +36,15 @@ class LeanCoder(nn.Module):
         """Run all blocks."""
         offload = HostOffload() if self.offload else None
         first, *middle = self.blocks[:-2]
-        x = first(x)
+        h: Volume = first(x)
         for block, level in zip(middle, self.levels[1:-2], strict=True):
-            x = self._run(block, x, level, offload)
+            if isinstance(block, UpsampleBlock) and block.slab_rows and not torch.is_grad_enabled():
+                # The next block, residual or last, reads its input in slabs: at inference nothing else needs it whole.
+                h = block.on_demand(h)
+            else:
+                h = self._run(block, h, level, offload)
         (head,) = self._head
-        return self._run(head.train(self.training), x, self.levels[-1], offload)
+        return self._run(head.train(self.training), h, self.levels[-1], offload)
 
     def set_slab_rows(self, rows: int) -> None:
         """Run the blocks of the highest resolution in slabs of `rows` rows; 0: whole."""
@@ -47,7 +52,7 @@ class LeanCoder(nn.Module):
             if isinstance(block, LeanBlock):
                 block.slab_rows = rows if level == 0 else 0
 
-    def _run(self, block: nn.Module, x: Tensor, level: int, offload: HostOffload | None) -> Tensor:
+    def _run(self, block: nn.Module, x: Volume, level: int, offload: HostOffload | None) -> Tensor:
         wanted = level < self.checkpointed_levels
         if isinstance(block, LeanBlock) and block.keeps_only_input:
             with offload if wanted and offload is not None else nullcontext():

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 FULL_PRECISION = (torch.float32, torch.float64)
 
 
-def compute_dtype(tensor: Tensor) -> torch.dtype:
+def compute_dtype(tensor: Any) -> torch.dtype:
     """Return the dtype in which a convolution of `tensor` would run: autocast's, when it is on."""
     kind = tensor.device.type
     if torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64:

@@ -10,9 +10,10 @@ from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
 
 from models.attention import AttentionBlock
-from models.group_norm import group_norm
-from models.resampling import downsample_conv, upsample_conv
+from models.group_norm import compute_dtype, group_norm
+from models.resampling import UpsampledRows, downsample_conv, upsample_conv
 from models.slab_functions import norm_conv, residual
+from models.slabs import Volume
 
 
 class LeanBlock(nn.Module):
@@ -56,6 +57,12 @@ class UpsampleBlock(LeanBlock):
     def forward(self, x: Tensor) -> Tensor:
         """Return a volume of twice the size along each axis."""
         return upsample_conv(x, self.postconv.conv)
+
+    def on_demand(self, x: Volume) -> UpsampledRows:
+        """Return the same volume as a source of rows, without gradients."""
+        assert isinstance(x, Tensor), "two upsamplings never follow each other"
+        conv = self.postconv.conv
+        return UpsampledRows(x, conv.weight, conv.bias, compute_dtype(x))
 
     @property
     def keeps_only_input(self) -> bool:

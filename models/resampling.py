@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from models.group_norm import compute_dtype, full_precision
-from models.slabs import bias_grad, slabs
+from models.slabs import RowSource, bias_grad, rows_of, slabs
 
 aten = torch.ops.aten
 Parity = tuple[int, ...]
@@ -39,19 +39,39 @@ def _padding(parity: Parity) -> tuple[int, ...]:
     return tuple(amount for p in reversed(parity) for amount in (1 - p, p))
 
 
+class UpsampledRows(RowSource):
+    """The upsampled and convolved volume, computed row by row from the small one.
+
+    For inference: the largest tensor of a decoder need not exist as a whole.
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> None:
+        self.x, self.dtype, self.device, self._bias = x, dtype, x.device, bias.to(dtype)
+        self.shape = torch.Size((x.shape[0], weight.shape[0], *(2 * size for size in x.shape[2:])))
+        self._kernels = {parity: _fold(full_precision(weight), parity).to(dtype) for parity in PARITIES}
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Compute the rows from `start` to `end`."""
+        first, last = start // 2, (end + 1) // 2
+        with torch.autocast(self.device.type, enabled=False):
+            small = rows_of(self.x, first - 1, last + 1).to(self.dtype)
+            shape = (*self.shape[:2], 2 * (last - first), *self.shape[3:])
+            out = torch.empty(shape, dtype=self.dtype, device=self.device)
+            for parity, kernel in self._kernels.items():
+                z, y, w = parity
+                padded = F.pad(small[:, :, z : z + last - first + 1], _padding(parity)[:4])
+                out[:, :, z::2, y::2, w::2] = F.conv3d(padded, kernel, self._bias)
+        return out[:, :, start - 2 * first : end - 2 * first]
+
+
 class _UpsampleConv(torch.autograd.Function):
     """Upsampling by two and a 3x3x3 convolution as eight 2x2x2 convolutions: 8/27 of the work, no enlarged copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            shape = (x.shape[0], weight.shape[0], *(2 * size for size in x.shape[2:]))
-            out = torch.empty(shape, dtype=dtype, device=x.device)
-            for parity in PARITIES:
-                kernel = _fold(full_precision(weight), parity).to(dtype)
-                padded = F.pad(x.to(dtype), _padding(parity))
-                z, y, w = parity
-                out[:, :, z::2, y::2, w::2] = F.conv3d(padded, kernel, bias.to(dtype))
+            source = UpsampledRows(x, weight, bias, dtype)
+            out = source.rows(0, source.shape[2])
         ctx.save_for_backward(x, weight)
         ctx.dtype = dtype
         return out

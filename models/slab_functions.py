@@ -13,7 +13,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from models.group_norm import compute_dtype, full_precision
-from models.slabs import NormedRows, Statistics, bias_grad, convolve, convolve_backward, rows_of, slabs
+from models.slabs import (
+    NormedRows,
+    RowSource,
+    Statistics,
+    Volume,
+    bias_grad,
+    convolve,
+    convolve_backward,
+    rows_of,
+    slabs,
+)
 
 aten = torch.ops.aten
 Gradients = tuple[Tensor | None, ...]
@@ -25,11 +35,26 @@ def _total(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total.add_(part)
 
 
-def _gather_statistics(x: Tensor, groups: int, eps: float, rows: int) -> tuple[Tensor, Tensor]:
+def _gather_statistics(x: Volume, groups: int, eps: float, rows: int) -> tuple[Tensor, Tensor]:
     statistics = Statistics(groups, eps)
     for start, end in slabs(x, rows, x.shape[1], x.dtype):
         statistics.add(rows_of(x, start, end))
     return statistics.result()
+
+
+def _norm_conv(
+    x: Volume, parameters: tuple[Tensor, ...], groups: int, eps: float, rows: int, dtype: torch.dtype
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the norm and convolution of `x`, and the statistics of its groups."""
+    norm_weight, norm_bias, weight, bias = parameters
+    with torch.autocast(x.device.type, enabled=False):
+        mean, rstd = _gather_statistics(x, groups, eps, rows)
+        normed = NormedRows(x, mean, rstd, norm_weight, norm_bias, False, dtype)
+        low_weight, low_bias = weight.to(dtype), bias.to(dtype)
+        out = torch.empty((x.shape[0], weight.shape[0], *x.shape[2:]), dtype=dtype, device=x.device)
+        for start, end in slabs(x, rows, x.shape[1], dtype):
+            out[:, :, start:end] = convolve(normed.rows(start - 1, end + 1), low_weight, low_bias)
+    return out, (mean, rstd)
 
 
 class _NormConv(torch.autograd.Function):
@@ -38,16 +63,8 @@ class _NormConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
         *parameters, groups, eps, rows, dtype = args
-        norm_weight, norm_bias, weight, bias = parameters
-        with torch.autocast(x.device.type, enabled=False):
-            mean, rstd = _gather_statistics(x, groups, eps, rows)
-            normed = NormedRows(x, mean, rstd, norm_weight, norm_bias, False, dtype)
-            shape = (x.shape[0], weight.shape[0], *x.shape[2:])
-            out = torch.empty(shape, dtype=dtype, device=x.device)
-            low_weight, low_bias = weight.to(dtype), bias.to(dtype)
-            for start, end in slabs(x, rows, x.shape[1], dtype):
-                out[:, :, start:end] = convolve(normed.rows(start - 1, end + 1), low_weight, low_bias)
-        ctx.save_for_backward(x, *parameters, mean, rstd)
+        out, statistics = _norm_conv(x, tuple(parameters), groups, eps, rows, dtype)
+        ctx.save_for_backward(x, *parameters, *statistics)
         ctx.rows, ctx.dtype = rows, dtype
         return out
 
@@ -73,39 +90,47 @@ class _NormConv(torch.autograd.Function):
         return grad_x, *grad_norm, grad_weight, grad_bias, None, None, None, None
 
 
+def _residual(
+    x: Volume, parameters: tuple[Any, ...], groups: int, eps: float, rows: int, dtype: torch.dtype
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the residual block's output and the statistics of both norms.
+
+    The names here and in backward: h = conv1(silu(norm1(x))) and the output is conv2(silu(norm2(h))) + shortcut(x).
+    """
+    scale1, shift1, _, _, scale2, shift2, *_ = parameters
+    weight1, bias1, weight2, bias2 = (part.to(dtype) for part in (*parameters[2:4], *parameters[6:8]))
+    shortcut, shortcut_bias = (None if part is None else part.to(dtype) for part in parameters[8:])
+    all_slabs = slabs(x, rows, min(weight1.shape[:2]), dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        first = NormedRows(x, *_gather_statistics(x, groups, eps, rows), scale1, shift1, True, dtype)
+        h = torch.empty((x.shape[0], weight1.shape[0], *x.shape[2:]), dtype=dtype, device=x.device)
+        statistics = Statistics(groups, eps)
+        for start, end in all_slabs:
+            part = convolve(first.rows(start - 1, end + 1), weight1, bias1)
+            statistics.add(part)
+            h[:, :, start:end] = part
+        second = NormedRows(h, *statistics.result(), scale2, shift2, True, dtype)
+        before = h[:, :, :0]
+        for start, end in all_slabs:
+            # The result takes the place of h, of which the next slab still needs the last row.
+            haloed = second.rows(start - 1, end + 1, before)
+            before = h[:, :, end - 1 : end].clone()
+            part = convolve(haloed, weight2, bias2)
+            source = rows_of(x, start, end).to(dtype)
+            h[:, :, start:end] = part.add_(source if shortcut is None else F.conv3d(source, shortcut, shortcut_bias))
+    return h, (first.mean, first.rstd, second.mean, second.rstd)
+
+
 class _Residual(torch.autograd.Function):
-    """The residual block; the names are h = conv1(silu(norm1(x))) and out = conv2(silu(norm2(h))) + shortcut(x)."""
+    """The residual block, of which only the input is kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
         *parameters, groups, eps, rows, dtype = args
-        scale1, shift1, _, _, scale2, shift2, *_ = parameters
-        weight1, bias1, weight2, bias2 = (part.to(dtype) for part in (*parameters[2:4], *parameters[6:8]))
-        shortcut, shortcut_bias = (None if part is None else part.to(dtype) for part in parameters[8:])
-        channels = min(weight1.shape[:2])
-        with torch.autocast(x.device.type, enabled=False):
-            first = NormedRows(x, *_gather_statistics(x, groups, eps, rows), scale1, shift1, True, dtype)
-            shape = (x.shape[0], weight1.shape[0], *x.shape[2:])
-            h = torch.empty(shape, dtype=dtype, device=x.device)
-            statistics = Statistics(groups, eps)
-            for start, end in slabs(x, rows, channels, dtype):
-                part = convolve(first.rows(start - 1, end + 1), weight1, bias1)
-                statistics.add(part)
-                h[:, :, start:end] = part
-            second = NormedRows(h, *statistics.result(), scale2, shift2, True, dtype)
-            before = h[:, :, :0]
-            for start, end in slabs(x, rows, channels, dtype):
-                # The result takes the place of h, of which the next slab still needs the last row.
-                haloed = second.rows(start - 1, end + 1, before)
-                before = h[:, :, end - 1 : end].clone()
-                part = convolve(haloed, weight2, bias2)
-                source = rows_of(x, start, end).to(dtype)
-                h[:, :, start:end] = part.add_(
-                    source if shortcut is None else F.conv3d(source, shortcut, shortcut_bias)
-                )
-        ctx.save_for_backward(x, *parameters, first.mean, first.rstd, second.mean, second.rstd)
+        out, statistics = _residual(x, tuple(parameters), groups, eps, rows, dtype)
+        ctx.save_for_backward(x, *parameters, *statistics)
         ctx.rows, ctx.dtype = rows, dtype
-        return h
+        return out
 
     @staticmethod
     @once_differentiable
@@ -126,12 +151,12 @@ class _ResidualBackward:
         self.shortcut = None if shortcut is None else shortcut.to(ctx.dtype)
         self.slabs = slabs(x, ctx.rows, min(weight1.shape[:2]), ctx.dtype)
         self.grad_x = torch.empty_like(x)
-        self.grad_h = torch.empty_like(grad, dtype=ctx.dtype)
+        self.grad_h = torch.empty_like(grad, dtype=ctx.dtype, memory_format=torch.contiguous_format)
         # The gradient of x is written after the last look at h, so h may live in its memory when it fits.
         fits = weight1.shape[0] <= weight1.shape[1] and x.dtype == ctx.dtype
-        h = self.grad_x[:, : weight1.shape[0]] if fits else torch.empty_like(self.grad_h)
+        self.h = self.grad_x[:, : weight1.shape[0]] if fits else torch.empty_like(self.grad_h)
         self.first = NormedRows(x, mean1, rstd1, scale1, shift1, True, ctx.dtype)
-        self.second = NormedRows(h, mean2, rstd2, scale2, shift2, True, ctx.dtype)
+        self.second = NormedRows(self.h, mean2, rstd2, scale2, shift2, True, ctx.dtype)
         self.sums: dict[str, Tensor] = {}
 
     def run(self) -> Gradients:
@@ -139,7 +164,7 @@ class _ResidualBackward:
         norm2 = self.second.finish()
         self._sweep_conv1()
         norm1 = self.first.finish()
-        del self.grad_h, self.second
+        del self.h, self.grad_h, self.second
         self._sweep_input()
         get = self.sums.get
         shortcut_bias = get("bias2") if self.shortcut is not None else None
@@ -153,9 +178,7 @@ class _ResidualBackward:
     def _sweep_conv2(self) -> None:
         """Recompute h, and go back through the second convolution and SiLU."""
         for start, end in self.slabs:
-            h = convolve(self.first.rows(start - 1, end + 1), self.weight1, self.bias1)
-            self.second.x[:, :, start:end] = h
-            del h
+            self.h[:, :, start:end] = convolve(self.first.rows(start - 1, end + 1), self.weight1, self.bias1)
             grad = rows_of(self.grad, start - 1, end + 1).to(self.dtype)
             needs = (True, self.needs_weights)
             grad_rows, grad_weight = convolve_backward(grad, self.second.rows(start, end), self.weight2, needs)
@@ -193,14 +216,18 @@ class _ResidualBackward:
             self.grad_x[:, :, start:end] = rows.add_(grad)
 
 
-def norm_conv(x: Tensor, norm: nn.GroupNorm, conv: nn.Conv3d, rows: int) -> Tensor:
+def norm_conv(x: Volume, norm: nn.GroupNorm, conv: nn.Conv3d, rows: int) -> Tensor:
     """Apply a norm and a 3x3x3 convolution in slabs of `rows` rows."""
+    assert conv.bias is not None, "MONAI's convolutions have a bias"
     parameters = (norm.weight, norm.bias, conv.weight, conv.bias)
-    return _NormConv.apply(x, *parameters, norm.num_groups, norm.eps, rows, compute_dtype(x))
+    options = (norm.num_groups, norm.eps, rows, compute_dtype(x))
+    if isinstance(x, RowSource):
+        return _norm_conv(x, parameters, *options)[0]
+    return _NormConv.apply(x, *parameters, *options)
 
 
 def residual(
-    x: Tensor,
+    x: Volume,
     norms: tuple[nn.GroupNorm, nn.GroupNorm],
     convs: tuple[nn.Conv3d, nn.Conv3d],
     shortcut: nn.Conv3d | None,
@@ -211,4 +238,7 @@ def residual(
     for norm, conv in zip(norms, convs, strict=True):
         parameters += [norm.weight, norm.bias, conv.weight, conv.bias]
     parameters += [None, None] if shortcut is None else [shortcut.weight, shortcut.bias]
-    return _Residual.apply(x, *parameters, norms[0].num_groups, norms[0].eps, rows, compute_dtype(x))
+    options = (norms[0].num_groups, norms[0].eps, rows, compute_dtype(x))
+    if isinstance(x, RowSource):
+        return _residual(x, tuple(parameters), *options)[0]
+    return _Residual.apply(x, *parameters, *options)

@@ -6,6 +6,8 @@ one row on each side. Sums over slabs are kept in full precision. Tensors are (b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,7 +23,22 @@ Thinner slabs took 15 times as long and save next to nothing: they hold 80 KB pe
 """
 
 
-def slabs(x: Tensor, rows: int, channels: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+class RowSource(ABC):
+    """A volume that exists only as rows computed on demand; takes the place of a tensor where rows are read."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @abstractmethod
+    def rows(self, start: int, end: int) -> Tensor:
+        """Compute the rows from `start` to `end`, which lie inside of the volume."""
+
+
+Volume = Tensor | RowSource
+
+
+def slabs(x: Volume, rows: int, channels: int, dtype: torch.dtype) -> list[tuple[int, int]]:
     """Return start and end of each slab of about `rows` rows, for convolutions of at least `channels` channels."""
     total, height = x.shape[2], x.shape[3]
     if dtype == torch.float32:
@@ -30,9 +47,14 @@ def slabs(x: Tensor, rows: int, channels: int, dtype: torch.dtype) -> list[tuple
     return [(start, min(start + rows, total)) for start in range(0, total, rows)]
 
 
-def rows_of(x: Tensor, start: int, end: int) -> Tensor:
+def read(x: Volume, start: int, end: int) -> Tensor:
+    """Return the rows from `start` to `end` of `x`, a view of them where they exist."""
+    return x[:, :, start:end] if isinstance(x, Tensor) else x.rows(start, end)
+
+
+def rows_of(x: Volume, start: int, end: int) -> Tensor:
     """Return the rows from `start` to `end` as a dense tensor, zeros where they lie outside of `x`."""
-    inside = x[:, :, max(start, 0) : min(end, x.shape[2])]
+    inside = read(x, max(start, 0), min(end, x.shape[2]))
     if start < 0 or end > x.shape[2]:
         inside = F.pad(inside, (0, 0, 0, 0, max(-start, 0), max(end - x.shape[2], 0)))
     return inside.contiguous()
@@ -95,7 +117,7 @@ class NormedRows:
     """
 
     def __init__(
-        self, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool, dtype: torch.dtype
+        self, x: Volume, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool, dtype: torch.dtype
     ) -> None:
         self.x, self.mean, self.rstd, self.weight = x, mean, rstd, full_precision(weight)
         self.silu, self.dtype = silu, dtype
@@ -118,7 +140,7 @@ class NormedRows:
         if before is not None and before.shape[2]:
             self._activate(before, out[:, :, :1])
             first += 1
-        self._activate(self.x[:, :, first:last], out[:, :, first - start : last - start])
+        self._activate(read(self.x, first, last), out[:, :, first - start : last - start])
         if start < 0:
             out[:, :, :-start] = 0
         if end > last:
@@ -147,7 +169,7 @@ class NormedRows:
 
     def absorb(self, grad: Tensor, start: int, end: int) -> Tensor:
         """Take the gradient of `rows(start, end)` into the sums and return what `input_grad` will want to see."""
-        x = self.x[:, :, start:end]
+        x = read(self.x, start, end)
         product = self._before_silu(grad, x)
         self._sum_grad += product.sum((2, 3, 4))
         self._sum_grad_x += (product * x if self._keeps_product else product.mul_(x)).sum((2, 3, 4))
@@ -163,7 +185,7 @@ class NormedRows:
         grad_bias = self._sum_grad.sum(0)
 
         # y = scale * x + shift, and both depend on x through mean and rstd: the gradient is linear in grad and x.
-        count = size * self.x[0, 0].numel()
+        count = size * self.x.shape[2:].numel()
         by_group = (batch, groups, size)
         sum_grad = (self._sum_grad * self.weight).view(by_group).sum(2)
         sum_grad_x = (self._sum_grad_x * self.weight).view(by_group).sum(2)
@@ -181,6 +203,6 @@ class NormedRows:
         """Return the gradient of the rows of `x` in full precision, from what `absorb` returned for them."""
         assert self._factors is not None, "input_grad needs the sums over all rows: call finish first"
         of_grad, of_x, constant = self._factors
-        x = self.x[:, :, start:end]
+        x = read(self.x, start, end)
         product = kept if self._keeps_product else self._before_silu(kept, x)
         return torch.addcmul(constant, x, of_x).addcmul_(product, of_grad)

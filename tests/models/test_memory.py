@@ -1,0 +1,128 @@
+"""Bytes of one pass, from fake tensors under CUDA's autocast rules, against stock MONAI measured in the same way."""
+
+from functools import cache
+
+import pytest
+import torch
+from monai.networks.nets import DiffusionModelUNet
+
+from memory.measure import measure_peak
+from models import build_autoencoder, build_unet
+from settings import Settings
+
+GIB = 2**30
+HIGH_RES = (256, 256, 64)
+
+
+def autoencoder_settings(implementation="lean", **training):
+    return Settings.model_validate(
+        {"autoencoder": {"implementation": implementation, "norm_num_groups": 8, "training": training}}
+    ).autoencoder
+
+
+@cache
+def training_peak(grid, **knobs):
+    """Peak bytes of forward and backward at batch 1, and the bytes kept on the host."""
+
+    def step(tracker):
+        model = build_autoencoder(autoencoder_settings(**knobs))
+        x = torch.zeros(1, 1, *grid)
+        tracker.reset()
+        with torch.autocast("cpu", torch.bfloat16):
+            reconstruction, mean, sigma = model(x)
+            loss = (reconstruction - x).abs().mean() + mean.mean() + sigma.mean()
+        del reconstruction, mean, sigma
+        loss.backward()
+
+    tracker = measure_peak(step)
+    return tracker.peak["device"], tracker.peak["host"]
+
+
+STOCK = {"implementation": "monai", "use_gradient_checkpointing": False}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "gib"),
+    [
+        ({"use_gradient_checkpointing": True}, 2.05),
+        ({"use_gradient_checkpointing": True, "slab_rows": 16}, 1.1),
+        ({"use_gradient_checkpointing_offload": True, "slab_rows": 16}, 0.9),
+    ],
+    ids=["checkpointing", "slabs", "slabs and offload"],
+)
+def test_training_pass_of_high_res_stays_below_its_bar(knobs, gib):
+    device, host = training_peak(HIGH_RES, **knobs)
+    assert device <= gib * GIB
+    assert (host > GIB) == ("use_gradient_checkpointing_offload" in knobs)
+    assert device < training_peak(HIGH_RES, **STOCK)[0] / 4.5
+
+
+def test_stock_measures_what_is_known_of_it():
+    assert training_peak(HIGH_RES, **STOCK)[0] == pytest.approx(9.7 * GIB, rel=0.03)
+
+
+def test_largest_grid_trains_in_14_gib():
+    assert training_peak((512, 512, 256), use_gradient_checkpointing_offload=True, slab_rows=16)[0] <= 14 * GIB
+
+
+def test_peak_grows_linearly_with_voxels():
+    per_voxel = []
+    for grid in ((128, 128, 64), (256, 256, 64), (512, 512, 128)):
+        per_voxel.append(training_peak(grid, use_gradient_checkpointing=True)[0] / (grid[0] * grid[1] * grid[2]))
+    assert max(per_voxel) / min(per_voxel) < 1.05
+
+
+@cache
+def decoding_peak(autocast, **knobs):
+    def decode(tracker):
+        model = build_autoencoder(autoencoder_settings(**knobs)).eval()
+        tracker.reset()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model.decode(torch.zeros(1, 3, 64, 64, 16))
+
+    return measure_peak(decode).peak["device"]
+
+
+@pytest.mark.parametrize(("autocast", "share"), [(True, 1 / 3), (False, 0.4)], ids=["autocast", "fp32"])
+def test_decoding_in_slabs_needs_a_fraction_of_the_stock_decoder(autocast, share):
+    assert decoding_peak(autocast, slab_rows=16) < share * decoding_peak(autocast, **STOCK)
+
+
+def test_frozen_decoder_needs_no_more_than_training():
+    def frozen(tracker):
+        model = build_autoencoder(autoencoder_settings(slab_rows=16)).requires_grad_(False)
+        latent = torch.zeros(1, 3, 64, 64, 16, requires_grad=True)
+        tracker.reset()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.decode(latent).mean()
+        loss.backward()
+
+    assert (
+        measure_peak(frozen).peak["device"] <= training_peak(HIGH_RES, use_gradient_checkpointing=True, slab_rows=16)[0]
+    )
+
+
+def unet_peak(build):
+    def step(tracker):
+        model = build()
+        tracker.reset()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.zeros(1, 4, 128, 128, 128), torch.zeros(1)).mean()
+        loss.backward()
+
+    return measure_peak(step).peak["device"]
+
+
+def test_unet_of_maisis_shape_trains_a_512_cube_in_12_gib():
+    shape = {
+        "num_channels": [64, 128, 256, 512],
+        "attention_levels": [False, False, True, True],
+        "num_head_channels": [0, 0, 32, 32],
+    }
+    settings = Settings.model_validate({"ldm": {"unet": shape, "training": {"use_gradient_checkpointing": True}}}).ldm
+    ours = unet_peak(lambda: build_unet(settings, latent_channels=4))
+    levels = (64, 128, 256, 512), (False, False, True, True)
+    heads = {"num_head_channels": (0, 0, 32, 32), "use_flash_attention": True}
+    stock = unet_peak(lambda: DiffusionModelUNet(3, 4, 4, 2, *levels, 32, **heads))
+    assert ours <= 12 * GIB
+    assert ours < stock / 4
