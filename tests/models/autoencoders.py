@@ -46,8 +46,9 @@ def pair(settings: Any, dtype: torch.dtype = torch.float64) -> tuple[Autoencoder
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
     lean = build_autoencoder(settings)
+    assert isinstance(lean, LeanAutoencoder)
     lean.load_state_dict(stock.state_dict())
-    return stock.to(dtype), lean.to(dtype)  # type: ignore[return-value]
+    return stock.to(dtype), lean.to(dtype)
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Pass:
         return (difference / sum(float(g.square().sum()) for g in other.gradients.values())) ** 0.5
 
 
-def run(model: torch.nn.Module, x: Tensor, noise: Tensor, autocast: torch.dtype | None = None) -> Pass:
+def run(model: AutoencoderKL, x: Tensor, noise: Tensor, autocast: torch.dtype | None = None) -> Pass:
     """One training pass; the loss has a gradient at every output and is no symmetric function of it."""
     model.zero_grad()
     x = x.detach().clone().requires_grad_()
@@ -86,6 +87,6 @@ def run(model: torch.nn.Module, x: Tensor, noise: Tensor, autocast: torch.dtype 
     return Pass(reconstruction.detach().double(), {**gradients, "input": x.grad.double()})
 
 
-def truth(stock: torch.nn.Module, x: Tensor, noise: Tensor) -> Pass:
+def truth(stock: AutoencoderKL, x: Tensor, noise: Tensor) -> Pass:
     """The pass of a stock network in double precision."""
     return run(copy.deepcopy(stock).double(), x.double(), noise.double())

@@ -70,7 +70,12 @@ def test_checkpointing_acts_only_in_training_with_gradients(monkeypatch, caplog)
 
     calls = []
     original = checkpointing.checkpoint
-    monkeypatch.setattr(checkpointing, "checkpoint", lambda *a, **k: calls.append(1) or original(*a, **k))
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(checkpointing, "checkpoint", counted)
     with caplog.at_level(logging.INFO, logger="models"):
         model = build_unet(ldm_settings(use_gradient_checkpointing=True), latent_channels=3)
     (line,) = (record.getMessage() for record in caplog.records)
