@@ -154,7 +154,9 @@ def _load_ahead(
     def load(index: int) -> LoadedVolume:
         return load_volume(files[index].path, data, files[index].num_channels)
 
-    bar = tqdm(total=len(indices), desc="encoding latents", unit="volume", disable=not (process.is_first and indices))
+    # Given only where it hides the bar: an explicit False would overrule --quiet.
+    hidden = {} if process.is_first and indices else {"disable": True}
+    bar = tqdm(total=len(indices), desc="encoding latents", unit="volume", **hidden)
     with ThreadPoolExecutor(threads, thread_name_prefix="volumes") as readers, bar:
         waiting = [readers.submit(load, index) for index in indices[: threads + 1]]
         for place, index in enumerate(indices):

@@ -12,6 +12,7 @@ from settings import Settings
 from settings.ldm import SchedulerSettings
 from training.distributed import Process
 from training.encoding import latent_scale
+from training.evaluation_metrics import maximum_mean_discrepancy
 from training.ldm_step import LatentDiffusionStep
 from training.noise_process import NoiseProcess
 from training.randomness import SampleNoise
@@ -98,6 +99,18 @@ def test_training_on_two_points_far_from_unit_scale_draws_both_at_the_datas_scal
             # A tenth of the distance between the two.
             assert (values[is_high] - HIGH).abs().mean() < 16, sampler
             assert (values[~is_high] - LOW).abs().mean() < 16, sampler
+            data = torch.full((64, drawn[0].numel()), LOW, dtype=torch.float64)
+            data[32:] = HIGH
+            trained = maximum_mean_discrepancy(drawn.flatten(1).double() / step.latent_scale, data)
+            assert trained < 0.5 * untrained_discrepancy(step, data), sampler
+
+
+def untrained_discrepancy(step: LatentDiffusionStep, data: torch.Tensor) -> float:
+    untrained = LatentDiffusionStep(step.settings, CPU, load_weights=False)
+    predict = guided(untrained.unet.eval(), step.settings.ldm, None)
+    noise = SampleNoise(1, CPU.device)
+    drawn = sample_latents(predict, step.noise_process, noise, range(64), step.settings.latent_shape, 25)
+    return maximum_mean_discrepancy(drawn.flatten(1).double() / step.latent_scale, data)
 
 
 def make_step(values, **ldm) -> LatentDiffusionStep:

@@ -1,0 +1,38 @@
+"""scripts/evaluate.py: one table and one JSON with everything, also before stage 2 is there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tests.finished_run import finished_run
+
+
+def test_both_stages_are_measured_beside_an_untrained_unet(command, tmp_path, tmp_path_factory):
+    run = finished_run(tmp_path_factory)
+    arguments = ["--run", run, "--num", "3", "--steps", "2", "--untrained-baseline", "--json", "out/e.json"]
+    result = command("scripts/evaluate.py", *arguments)
+    assert result.returncode == 0, result.stderr
+    values = json.loads((tmp_path / "out" / "e.json").read_text())
+    rows = values["reconstruction"]["volumes"]
+    assert len(rows) >= 2
+    for name in ("psnr", "ssim", "ms_ssim"):
+        assert values["reconstruction"]["mean"][name] == pytest.approx(sum(r[name] for r in rows) / len(rows))
+        assert all(row["volume"] in result.stdout for row in rows)
+    for name in ("samples", "untrained"):
+        assert values[name]["num"] == 3
+        assert len(values[name]["nearest_training"]) == 3
+    assert values["mmd_ratio"] == pytest.approx(values["samples"]["mmd"] / values["untrained"]["mmd"])
+    assert f"MMD, trained / untrained: {values['mmd_ratio']:.3f}" in result.stdout
+
+
+def test_without_stage_two_only_reconstructions_are_measured(command, tmp_path, tmp_path_factory):
+    run = tmp_path / "runs" / "half"
+    shutil.copytree(finished_run(tmp_path_factory), run)
+    (run / "ldm.safetensors").unlink()
+    result = command("scripts/evaluate.py", "--run", run, "--json", "e.json")
+    assert result.returncode == 0, result.stderr
+    assert "only reconstructions are evaluated" in result.stderr
+    assert "samples" not in json.loads((tmp_path / "e.json").read_text())

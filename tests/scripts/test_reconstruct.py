@@ -1,0 +1,33 @@
+"""scripts/reconstruct.py: a volume comes back on its own grid, in its own orientation."""
+
+from __future__ import annotations
+
+import nibabel as nib
+import numpy as np
+
+from data.formats import write_nifti
+from tests.finished_run import finished_run
+
+
+def test_volumes_come_back_on_their_own_grids(command, tmp_path, tmp_path_factory):
+    run = finished_run(tmp_path_factory)
+    affine = np.array([[0, 0, -2.0, 5], [1.5, 0, 0, 6], [0, 3.0, 0, 7], [0, 0, 0, 1]])
+    rng = np.random.default_rng(0)
+    for name, shape in (("a.nii.gz", (1, 20, 11, 30)), ("sub/b.nii", (1, 9, 16, 12))):
+        write_nifti(tmp_path / "in" / name, rng.normal(100, 30, shape).astype(np.float32), affine)
+    result = command("scripts/reconstruct.py", "--run", run, "--input", "in", "--out", "out")
+    assert result.returncode == 0, result.stderr
+    for name, shape in (("a", (20, 11, 30)), ("sub/b", (9, 16, 12))):
+        image = nib.load(tmp_path / "out" / f"{name}_reconstruction.nii.gz")
+        assert image.shape == shape
+        np.testing.assert_allclose(image.affine, affine, atol=1e-5)
+        assert f"out/{name}_reconstruction.nii.gz: PSNR" in result.stderr
+    single = command("scripts/reconstruct.py", "--run", run, "--input", "in/a.nii.gz", "--out", "single")
+    assert single.returncode == 0, single.stderr
+    assert (tmp_path / "single" / "a_reconstruction.nii.gz").is_file()
+
+
+def test_an_input_that_is_not_there_is_named(command, tmp_path_factory):
+    result = command("scripts/reconstruct.py", "--run", finished_run(tmp_path_factory), "--input", "gone", "--out", "o")
+    assert result.returncode == 2
+    assert "--input: there is no gone" in result.stderr

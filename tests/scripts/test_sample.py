@@ -1,0 +1,69 @@
+"""scripts/sample.py: files with a sensible place and intensity, the same for a seed, and errors in words."""
+
+from __future__ import annotations
+
+import nibabel as nib
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from tests.finished_run import finished_run
+
+
+@pytest.fixture
+def run(tmp_path_factory):
+    return finished_run(tmp_path_factory)
+
+
+def test_samples_are_nifti_files_with_spacing_and_intensities_of_the_data(command, run, tmp_path):
+    result = command("scripts/sample.py", "--run", run, "--num", "3", "--batch-size", "2", "--out", "drawn")
+    assert result.returncode == 0, result.stderr
+    files = sorted((tmp_path / "drawn").glob("*.nii.gz"))
+    assert len(files) == 3
+    image = nib.load(files[0])
+    assert image.shape == (16, 16, 16)
+    np.testing.assert_allclose(image.header.get_zooms(), [12.5, 15.0, 12.5])
+    # The centre of the grid is the origin.
+    np.testing.assert_allclose(image.affine @ [7.5, 7.5, 7.5, 1], [0, 0, 0, 1], atol=1e-4)
+    voxels = image.get_fdata()
+    assert voxels.min() >= 0
+    assert voxels.max() <= 1000
+    assert voxels.std() > 1
+    montage = np.asarray(Image.open(tmp_path / "drawn" / "montage_seed0.png"))
+    assert montage.shape == (3 * 16 + 2 * 2, 3 * 16 + 2 * 2)
+
+    again = command("scripts/sample.py", "--run", run, "--num", "2", "--out", "again", "--quiet")
+    assert again.returncode == 0, again.stderr
+    assert again.stderr == ""
+    for path in sorted((tmp_path / "again").glob("*.nii.gz")):
+        other = nib.load(tmp_path / "drawn" / path.name).get_fdata()
+        np.testing.assert_allclose(nib.load(path).get_fdata(), other, atol=1e-5 * 1000)
+
+
+def test_unknown_class_missing_run_and_wrong_numbers_are_told_in_words(command, run, tmp_path):
+    result = command("scripts/sample.py", "--run", run, "--class", "tumour")
+    assert result.returncode == 2
+    assert "'tumour' is not a class of the run; allowed: healthy, lesion, ventricles" in result.stderr
+    result = command("scripts/sample.py", "--run", "runs/nowhere")
+    assert result.returncode == 2
+    assert "not the folder of a run" in result.stderr
+    result = command("scripts/sample.py", "--run", run, "--steps", "2000")
+    assert result.returncode == 2
+    assert "2000 is above num_train_timesteps (1000)" in result.stderr
+
+
+def test_a_run_without_stage_two_and_one_with_changed_settings_are_refused(command, run, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    (bare / "config.yaml").write_text(yaml.safe_dump(values))
+    result = command("scripts/sample.py", "--run", bare)
+    assert result.returncode == 2
+    assert "ldm.safetensors: there is no trained diffusion model; train stage 2" in result.stderr
+    values["ldm"]["scheduler"]["prediction"] = "v"
+    (bare / "config.yaml").write_text(yaml.safe_dump(values))
+    (bare / "ldm.safetensors").write_bytes((run / "ldm.safetensors").read_bytes())
+    result = command("scripts/sample.py", "--run", bare)
+    assert result.returncode == 2
+    assert 'ldm.scheduler.prediction: "epsilon" -> "v"' in result.stderr

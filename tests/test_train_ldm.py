@@ -1,0 +1,143 @@
+"""Stage 2 as a user runs it: killed and resumed to the bit, from the right autoencoder, with errors in words."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from settings import CheckpointError
+from tests.conftest import ROOT
+from tests.finished_run import export_autoencoder, finished_run, train_ldm
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch, tiny_config, tiny_values) -> Path:
+    """A folder in which stage 1 is finished."""
+    monkeypatch.chdir(tmp_path)
+    export_autoencoder(tiny_values)
+    return tiny_config
+
+
+def test_a_finished_run_holds_all_that_samples_need(tmp_path_factory):
+    run = finished_run(tmp_path_factory)
+    with safe_open(run / "ldm.safetensors", framework="pt") as file:
+        metadata = {name: json.loads(text) for name, text in file.metadata().items()}
+    assert metadata["stage"] == "ldm"
+    assert metadata["latent_scale"] > 0
+    assert metadata["class_names"] == ["healthy", "lesion", "ventricles"]
+    assert metadata["spacing_mm"] == pytest.approx([200 / 16, 240 / 16, 200 / 16])
+    assert len(metadata["lower"]) == len(metadata["upper"]) == 1
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "diffusion" in line] == [1, 2, 3, 4]
+    [validation] = [line for line in lines if "val_diffusion" in line]
+    assert validation["step"] == 4
+    assert sum(name.startswith("val_diffusion_") for name in validation) == 4
+    assert (run / "previews" / "ldm_00000004.png").is_file()
+    checkpoint = torch.load(next((run / "checkpoints").glob("ldm_step_00000004*")), weights_only=True)
+    assert checkpoint["latent_scale"] == metadata["latent_scale"]
+
+
+def test_killed_and_resumed_equals_uninterrupted_to_the_bit(prepared, tmp_path):
+    overrides = ["ldm.training.max_steps=6", "ldm.training.gradient_accumulation_steps=2", "ldm.training.save_every=1"]
+    overrides += ["ldm.sampling.num_previews=0"]
+    train_ldm(prepared, *overrides)
+    expected = load_file("runs/tiny/ldm.safetensors")
+    metrics = Path("runs/tiny/metrics.jsonl").read_text()
+    for path in [*Path("runs/tiny/checkpoints").glob("ldm*"), Path("runs/tiny/ldm.safetensors")]:
+        path.unlink()
+    Path("runs/tiny/metrics.jsonl").unlink()
+
+    arguments = [sys.executable, str(ROOT / "train_ldm.py"), "--config", str(prepared), *overrides]
+    process = subprocess.Popen(arguments, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 120
+    while not list(Path("runs/tiny/checkpoints").glob("ldm_step_00000002*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not Path("runs/tiny/ldm.safetensors").exists()
+    train_ldm(prepared, *overrides)
+    resumed = load_file("runs/tiny/ldm.safetensors")
+    assert resumed.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.items())
+
+    def without_time(text: str) -> list[dict[str, float]]:
+        lines = [json.loads(line) for line in text.splitlines()]
+        return [{n: v for n, v in line.items() if n in ("step", "diffusion", "val_diffusion")} for line in lines]
+
+    assert without_time(Path("runs/tiny/metrics.jsonl").read_text()) == without_time(metrics)
+
+
+def test_without_a_trained_autoencoder_it_says_what_to_do(command, tiny_config):
+    result = command("train_ldm.py", "--config", tiny_config)
+    assert result.returncode == 2
+    assert "autoencoder.safetensors: there is no trained autoencoder; train stage 1" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_dry_run_says_what_would_be_trained(command, tiny_config, tmp_path):
+    result = command("train_ldm.py", "--config", tiny_config, "--dry-run")
+    assert result.returncode == 0
+    assert "stage ldm, 4 steps" in result.stderr
+    assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def test_an_autoencoder_of_other_settings_is_refused_with_the_keys_that_differ(prepared, tiny_values):
+    tiny_values["autoencoder"]["num_channels"] = [16, 16]
+    tiny_values["data"]["intensity"] = {"mode": "window", "lower": 0.0, "upper": 1000.0}
+    prepared.write_text(yaml.safe_dump(tiny_values))
+    with pytest.raises(CheckpointError) as error:
+        train_ldm(prepared)
+    assert "autoencoder.num_channels: [8, 16] -> [16, 16]" in str(error.value)
+    assert "data.intensity:" in str(error.value)
+
+
+def test_weights_named_by_path_are_used_and_wrong_ones_refused(prepared, tiny_values, tmp_path):
+    given = tmp_path / "given.safetensors"
+    Path("runs/tiny/autoencoder.safetensors").rename(given)
+    assert train_ldm(prepared, f"ldm.autoencoder={given}", "ldm.training.max_steps=1") == 0
+    given.write_bytes(b"not weights")
+    with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+        train_ldm(prepared, f"ldm.autoencoder={given}")
+
+
+def test_resuming_on_another_autoencoder_is_refused(prepared, tiny_values):
+    train_ldm(prepared, "ldm.training.max_steps=1", "ldm.sampling.num_previews=0")
+    tiny_values["seed"] = 8
+    export_autoencoder(tiny_values)
+    with pytest.raises(CheckpointError, match="autoencoder with other weights"):
+        train_ldm(prepared)
+
+
+def test_resuming_with_another_scheduler_is_refused(prepared):
+    train_ldm(prepared, "ldm.training.max_steps=1", "ldm.sampling.num_previews=0")
+    with pytest.raises(CheckpointError, match=r"ldm\.scheduler\.prediction"):
+        train_ldm(prepared, "ldm.scheduler.prediction=v")
+
+
+def test_two_processes_train_what_one_process_trains(prepared, tmp_path):
+    train_ldm(prepared, "ldm.sampling.num_previews=0", "ldm.training.max_steps=2")
+    expected = load_file("runs/tiny/ldm.safetensors")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(ROOT / "train_ldm.py"), "--config", str(prepared), "name=two", "ldm.training.batch_size=1"]
+    command += ["ldm.autoencoder=runs/tiny/autoencoder.safetensors", "ldm.training.max_steps=2"]
+    command += ["ldm.sampling.num_previews=0", "ldm.latents.cache=memory"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    with contextlib.chdir(tmp_path):
+        found = load_file("runs/two/ldm.safetensors")
+    # Early Adam steps are sign steps of the learning rate, 1e-4: rounding may flip those of gradients near zero.
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).abs().mean() < 2e-5, name
