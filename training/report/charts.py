@@ -1,0 +1,92 @@
+"""Which curves are drawn together, and the facts of a run's memory as the page shows them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+GIB = 1 << 30
+STAGE_TITLES = {"autoencoder": "Stage 1, autoencoder", "ldm": "Stage 2, latent diffusion"}
+MEMORY = re.compile(r"(host_)?memory_")
+
+# Title, and the metrics that share its axes; what is named nowhere gets a chart of its own.
+_GROUPS: tuple[tuple[str, str], ...] = (
+    ("Reconstruction loss", "reconstruction"),
+    ("Held-out PSNR, dB", "val_psnr"),
+    ("Held-out SSIM", "val_ssim"),
+    ("Held-out mean absolute error", "val_l1"),
+    ("Diffusion loss", "diffusion|val_diffusion"),
+    ("Held-out diffusion loss by noise level", r"val_diffusion_.*"),
+    ("Pixel loss", "pixel.*"),
+    ("KL divergence", "kl"),
+    ("Perceptual loss", "perceptual"),
+    ("Adversarial losses", "adversarial|discriminator_fake|discriminator_real"),
+    ("Gradient norms", r".*_gradient_norm"),
+    ("Volumes per second", "volumes_per_second"),
+)
+
+
+def curve_charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the charts of all metrics but memory, one stage after the other, runs overlaid."""
+    charts = []
+    for stage in STAGE_TITLES:
+        names = list(dict.fromkeys(name for _, entry in _stages(runs, stage) for name in entry["curves"]))
+        names = [name for name in names if not MEMORY.match(name)]
+        for title, pattern in (*_GROUPS, *((name, re.escape(name)) for name in names)):
+            members = [name for name in names if re.fullmatch(pattern, name)]
+            names = [name for name in names if name not in members]
+            if members:
+                charts.append({"stage": stage, "title": title, "series": _series(runs, stage, members), "rules": []})
+    return charts
+
+
+def memory_charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return memory over time with the predicted peak as a line across."""
+    charts = []
+    for stage, title in STAGE_TITLES.items():
+        present = list(_stages(runs, stage))
+        names = list(dict.fromkeys(name for _, entry in present for name in entry["curves"] if MEMORY.match(name)))
+        rules = []
+        for run, entry in present:
+            prediction = (entry["memory"] or {}).get("prediction")
+            if prediction:
+                label = "predicted" if len(runs) == 1 else f"{run['label']}: predicted"
+                rules.append({"label": label, "value": prediction["peak_allocated_bytes"] / GIB})
+        if names:
+            series = _series(runs, stage, names)
+            charts.append({"stage": stage, "title": f"{title}: GiB", "series": series, "rules": rules, "zero": True})
+    return charts
+
+
+def _stages(runs: Sequence[dict[str, Any]], stage: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    for run in runs:
+        for entry in run["stages"]:
+            if entry["name"] == stage:
+                yield run, entry
+
+
+def _series(runs: Sequence[dict[str, Any]], stage: str, members: Sequence[str]) -> list[dict[str, Any]]:
+    """Return one line for each run and metric; colours tell metrics apart, or runs when there are several."""
+    lines = []
+    for run, entry in _stages(runs, stage):
+        for place, name in enumerate(members):
+            if name in entry["curves"]:
+                words = name.replace("_", " ").replace("gib", "").strip()
+                label = words if len(runs) == 1 else run["label"] if len(members) == 1 else f"{run['label']}: {words}"
+                colour, dash = (place, 0) if len(runs) == 1 else (runs.index(run), place)
+                lines.append({"label": label, "colour": colour, "dash": dash, "points": entry["curves"][name]})
+    return lines
+
+
+def last(entry: dict[str, Any], name: str) -> float | None:
+    """Return the newest finite value of a metric."""
+    values = [value for _, value in entry["curves"].get(name, []) if value is not None]
+    return values[-1] if values else None
+
+
+def peak_gib(entry: dict[str, Any]) -> float | None:
+    """Return the highest reading of memory that the run has logged."""
+    names = ("memory_peak_gib", "host_memory_peak_gib")
+    values = [value for name in names for _, value in entry["curves"].get(name, []) if value is not None]
+    return max(values, default=None)

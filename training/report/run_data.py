@@ -1,0 +1,170 @@
+"""Read what a run has written so far, as plain values for the page. A run that has only begun is no error."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from settings import ConfigError, Settings, UserError, load_settings
+from training.report.volumes import stored_volumes
+from training.run_folder import RunFolder
+
+STAGES = ("autoencoder", "ldm")
+MAX_POINTS = 600
+VOLUME_BUDGET_BYTES = 3_200_000
+"""Of encoded pictures in one page, over all runs: with the rest it stays below 5 MB."""
+_ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, Any]:
+    """Return everything the page shows of one run; raise `UserError` for a folder that is not a run."""
+    run = RunFolder(path)
+    if not run.config.is_file():
+        raise UserError(f"{path}: no config.yaml; give the folder of a run, such as runs/quickstart")
+    settings = load_settings(run.config)
+    environment = _read_json(run.environment) or {}
+    return {
+        "name": settings.name,
+        "folder": str(path),
+        "stages": [stage for stage in (_stage(run, settings, name) for name in STAGES) if stage is not None],
+        "viewer": _viewer(run, volume_budget),
+        "config": _config(settings, environment.get("command", [])),
+        "environment": environment,
+        "out_of_memory": _read_json(path / "oom_report.json"),
+    }
+
+
+def _stage(run: RunFolder, settings: Settings, stage: str) -> dict[str, Any] | None:
+    lines = [line for line in _metrics(run.metrics) if line.get("stage") == stage]
+    memory = _read_json(run.path / f"memory_{stage}.json")
+    if not lines and memory is None:
+        return None
+    training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+    return {
+        "name": stage,
+        "step": max((line["step"] for line in lines), default=0),
+        "max_steps": training.max_steps,
+        "is_finished": run.weights(stage).is_file(),
+        "curves": _curves(lines),
+        "memory": memory,
+    }
+
+
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl; one that was cut off when the run was killed is left out."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines
+
+
+def _curves(lines: list[dict[str, Any]]) -> dict[str, list[list[float | None]]]:
+    """Return [step, value] pairs by metric, thinned; what is not finite becomes null, which breaks the line."""
+    curves: dict[str, list[list[float | None]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name not in ("stage", "step") and isinstance(value, int | float):
+                shown = float(f"{value:.6g}") if math.isfinite(value) else None
+                curves.setdefault(name, []).append([line["step"], shown])
+    return {name: _thin(points) for name, points in curves.items()}
+
+
+def _thin(points: list[list[float | None]]) -> list[list[float | None]]:
+    """Return at most about MAX_POINTS points: of each stretch the lowest and the highest, so that no spike is lost."""
+    stretch = math.ceil(2 * len(points) / MAX_POINTS)
+    if stretch <= 2:
+        return points
+    kept: list[list[float | None]] = []
+    for first in range(0, len(points), stretch):
+        part = points[first : first + stretch]
+        finite = [point for point in part if point[1] is not None]
+        extremes = [min(finite, key=_value), max(finite, key=_value)] if finite else part[:1]
+        kept += sorted({id(point): point for point in extremes}.values(), key=lambda point: point[0] or 0)
+    if kept[-1] is not points[-1]:
+        kept.append(points[-1])
+    return kept
+
+
+def _value(point: list[float | None]) -> float:
+    return point[1] or 0.0
+
+
+def _viewer(run: RunFolder, budget: int) -> dict[str, Any]:
+    """Return sets of volumes to look at, newest first, and their pictures.
+
+    Each stage's newest set always, older ones while there is room.
+    """
+    sets: dict[tuple[str, int], dict[str, Any]] = {}
+    pictures: dict[str, int] = {}
+    newest: dict[str, int] = {}
+    used = 0
+    for stored in stored_volumes(run):
+        newest.setdefault(stored.stage, stored.step)
+        volume = stored.to_page()
+        if volume is None:
+            continue
+        source = volume.pop("source")
+        # The input is the same picture at each validation: it is embedded once.
+        size = 0 if source in pictures else len(source)
+        if stored.step != newest[stored.stage] and used + size > budget:
+            continue
+        used += size
+        volume["picture"] = pictures.setdefault(source, len(pictures))
+        entry = {"stage": stored.stage, "step": stored.step, "volumes": {}}
+        sets.setdefault((stored.stage, stored.step), entry)["volumes"][stored.role] = volume
+    return {"sets": [entry for entry in sets.values() if _is_complete(entry)], "pictures": list(pictures)}
+
+
+def _is_complete(entry: dict[str, Any]) -> bool:
+    return entry["stage"] != "autoencoder" or {"input", "reconstruction"} <= entry["volumes"].keys()
+
+
+def _config(settings: Settings, command: list[str]) -> dict[str, Any]:
+    """Return every key of the config with its value, and the preset's where it differs."""
+    preset, source = _preset(command)
+    before = flatten(preset.model_dump(mode="json"))
+    keys = []
+    for key, value in flatten(settings.model_dump(mode="json")).items():
+        keys.append({"key": key, "value": _plain(value), "preset": _plain(before.get(key))})
+    return {"preset": source, "keys": keys}
+
+
+def _preset(command: list[str]) -> tuple[Settings, str]:
+    """Return the config file that the run was started with, as it is now; the defaults when it is gone."""
+    words = [part for word in command for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    for flag, given in pairwise(words):
+        for path in (Path(given), _ROOT / given) if flag == "--config" else ():
+            if path.is_file():
+                try:
+                    return load_settings(path), given
+                except ConfigError:
+                    break  # edited since, and wrong now
+    return Settings(), "the defaults"
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
+
+
+def _read_json(path: Path) -> Any:
+    """Return what a file holds; None when it is not there or was cut off."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
