@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import signal
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -272,6 +274,17 @@ def _loader(samples: Dataset, s: DataSettings, chunks: Any, num_workers: int) ->
     )
 
 
+_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_workers() -> None:
+    # At exit Python asks each child to end with the signal that `_start_worker` ignores, and waits for it.
+    for worker in _workers:
+        if worker.is_alive():
+            worker.kill()
+
+
 def _start_worker(_: int) -> None:
     # Signals go to the whole process group; the training process decides when its workers stop.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -282,6 +295,7 @@ def _batches(loader: DataLoader) -> Iterator[Batch]:
     """Start the loader's workers and return its batches, errors put in words."""
     previous = signal.getsignal(signal.SIGCHLD)
     batches = iter(loader)
+    _workers.update(getattr(batches, "_workers", ()))
     # torch's own handler would raise a dead worker's error anywhere in the training step; `_checked` finds it too.
     if previous is not None and signal.getsignal(signal.SIGCHLD) is not previous:
         signal.signal(signal.SIGCHLD, previous)
@@ -294,7 +308,7 @@ def _checked(batches: Iterator[Batch | _Failure]) -> Iterator[Batch]:
             batch = next(batches)
         except StopIteration:
             return
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:
             raise _worker_error(error, getattr(batches, "_workers", ())) from error
         if isinstance(batch, _Failure):
             # The error's traceback would otherwise keep the workers alive for as long as somebody holds it.
@@ -303,10 +317,14 @@ def _checked(batches: Iterator[Batch | _Failure]) -> Iterator[Batch]:
         yield batch
 
 
-def _worker_error(error: RuntimeError, workers: Sequence[BaseProcess]) -> Exception:
+def _worker_error(error: Exception, workers: Sequence[BaseProcess]) -> Exception:
     """Put a worker's death in words; other errors stay what they are."""
+    if isinstance(error, OSError | EOFError):
+        # The worker died while it handed a batch over: the system may need a moment to notice.
+        for worker in workers:
+            worker.join(timeout=1)
     dead = [worker for worker in workers if worker.exitcode]
-    if "DataLoader worker" not in str(error):
+    if not dead and "DataLoader worker" not in str(error):
         return error
     fates = ", ".join(f"process {worker.pid} {_fate(worker.exitcode or 0)}" for worker in dead) or str(error)
     return TrainingError(

@@ -22,6 +22,7 @@ import SimpleITK
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 
+from data.itk_headers import vet_metaimage, vet_nrrd
 from settings import DataError
 
 SUFFIXES = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd")
@@ -297,6 +298,7 @@ def _itk_reader(path: Path) -> SimpleITK.ImageFileReader:
 def _itk_header(path: Path) -> Header:
     if not path.is_file():
         raise FileNotFoundError(path)
+    (vet_metaimage if path.name.lower().endswith(".mha") else vet_nrrd)(path)
     reader = _itk_reader(path)
     reader.ReadImageInformation()
     size, components = tuple(int(n) for n in reader.GetSize()), int(reader.GetNumberOfComponents())

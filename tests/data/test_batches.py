@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -227,6 +229,24 @@ def test_workers_outlive_the_signals_that_ask_training_to_stop(folder: Path) -> 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         os.kill(worker, number)
     assert len(list(steps)) == 49
+
+
+def test_a_process_that_ends_with_workers_alive_does_end(folder: Path) -> None:
+    code = f"""
+from data import BatchPlan, prepare_volumes, training_batches
+from settings import DataSettings
+settings = DataSettings.model_validate(
+    dict(source={str(folder)!r}, voxel_size=[12, 10, 8], num_workers=2, persistent_workers=True)
+)
+steps = training_batches(prepare_volumes(settings, 0, 1).train, settings, BatchPlan(0, 1, 1), 0, 1000)
+next(steps)
+import builtins
+builtins.kept = steps
+raise SystemExit(5)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
+    assert result.returncode == 5
 
 
 def test_loading_from_the_cache_costs_little(folder: Path) -> None:

@@ -150,6 +150,34 @@ def test_arrays_that_are_no_volumes_are_refused(tmp_path: Path, voxels: np.ndarr
         read_volume(tmp_path / "v.npy")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (b"NDims = 3", b"NDims = 300", "NDims is 300; 1 to 4 is allowed"),
+        (b"NDims = 3", b"NDims = 2", "TransformMatrix holds 9 numbers; 4 are needed|DimSize holds 3 numbers; 2 are"),
+        (b"DimSize = 12", b"DimSize = 12 12", "DimSize holds 4 numbers; 3 are needed"),
+        (b"ElementDataFile = LOCAL", b"ElementDataFile = /etc/passwd", "its voxels are in another file, '/etc/passwd'"),
+        (b"ObjectType = Image", b"ObjectType = Tube", "it holds 'Tube', not an Image"),
+        (b"NDims = 3", b"NDims = 3\nNDims = 3", "its header gives NDims twice"),
+        (b"BinaryData", b"Binary\nData", "its header is not lines of key = value"),
+    ],
+)
+def test_metaimage_headers_are_vetted_before_itk_sees_them(tmp_path: Path, old: bytes, new: bytes, text: str) -> None:
+    path = write(tmp_path / "v.mha", random_voxels(0))
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+    with pytest.raises(DataError, match=rf"v\.mha: cannot be read as \.mha \(({text})"):
+        read_volume(path)
+
+
+def test_a_nrrd_header_without_voxels_of_its_own_is_refused(tmp_path: Path) -> None:
+    content = write(tmp_path / "v.nrrd", random_voxels(0)).read_bytes()
+    (tmp_path / "v.nrrd").write_bytes(content.replace(b"encoding:", b"data file: /etc/passwd\nencoding:", 1))
+    with pytest.raises(DataError, match="its voxels are in another file"):
+        read_volume(tmp_path / "v.nrrd")
+
+
 def test_an_npz_with_several_arrays_needs_one_named_image(tmp_path: Path) -> None:
     np.savez(tmp_path / "v.npz", a=np.zeros((4, 4, 4)), b=np.zeros((4, 4, 4)))
     with pytest.raises(DataError, match="2 arrays; one, or one named image, is allowed"):
