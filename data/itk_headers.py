@@ -1,6 +1,6 @@
 """Vets headers before ITK parses them.
 
-ITK 5 writes past its arrays when a MetaImage's NDims is above 10, and both formats can name another file for the voxels.
+ITK 5 writes past its arrays when a MetaImage's NDims is above 10, and both formats may keep voxels in another file.
 """
 
 from __future__ import annotations
