@@ -52,9 +52,8 @@ def train(settings: Settings, is_dry_run: bool) -> int:
         with open_run(settings, process) as run_folder:
             # Networks, optimizers, and where the run stopped last time.
             step = AutoencoderStep(settings, process)
-            samples = training.samples_per_rank * process.world_size
             checkpoints = Checkpoints(run_folder.checkpoints, "autoencoder", training.keep_checkpoints)
-            first_step = resume(step, checkpoints, settings, samples)
+            first_step = resume(step, checkpoints, settings, volumes)
             describe_run(run_folder, settings, process)
 
             # Batches are addressed by step: which volumes step n sees is a function of the seed and n.
@@ -77,13 +76,14 @@ def train(settings: Settings, is_dry_run: bool) -> int:
                         step.guard.raise_if_bad()
                         recorder.log(done, **watch.read())
 
-                    if done % training.validate_every == 0 or is_end:
+                    # Not when asked to stop: the time until the process is killed belongs to the checkpoint.
+                    if is_end or (done % training.validate_every == 0 and not must_stop):
                         with watch.guard(run_folder.path, done - 1), recorder.paused():
                             show_validation(recorder, done, *validate_autoencoder(step, held_out))
 
                     if done % training.save_every == 0 or is_end or must_stop:
                         with recorder.paused():
-                            save(step, checkpoints, settings, samples, done)
+                            save(step, checkpoints, settings, volumes, done)
 
                     if must_stop and not is_end:
                         log.warning("stopped after step %d; the same command goes on from there", done)

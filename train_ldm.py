@@ -48,15 +48,15 @@ def train(options: argparse.Namespace) -> int:
         step = LatentDiffusionStep(settings, process)
         latents = prepare_latents(step.whole_volumes, volumes, settings, process)
         step.latent_scale = latents.scale
-        samples = training.samples_per_rank * process.world_size
         checkpoints = Checkpoints(run_folder.checkpoints, "ldm", training.keep_checkpoints)
-        first_step = resume(step, checkpoints, settings, samples)
+        first_step = resume(step, checkpoints, settings, volumes)
         describe_run(run_folder, settings, process)
 
         # Batches are addressed by step: which latents step n sees is a function of the seed and n.
         plan = BatchPlan(
             settings.seed, training.batch_size, training.gradient_accumulation_steps, process.rank, process.world_size
         )
+        step.guard.files_of = plan.names(volumes.train)
         batches = latents.training_batches(plan, first_step, training.max_steps)
 
         with (
@@ -72,11 +72,12 @@ def train(options: argparse.Namespace) -> int:
                     step.guard.raise_if_bad()
                     recorder.log(done)
 
-                if done % training.validate_every == 0 or is_end:
+                # Not when asked to stop: the time until the process is killed belongs to the checkpoint.
+                if is_end or (done % training.validate_every == 0 and not must_stop):
                     show_validation(recorder, done, *validate_ldm(step, latents))
 
                 if done % training.save_every == 0 or is_end or must_stop:
-                    save(step, checkpoints, settings, samples, done)
+                    save(step, checkpoints, settings, volumes, done)
 
                 if must_stop and not is_end:
                     log.warning("stopped after step %d; the same command goes on from there", done)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from settings.errors import UserError
 
 INTERRUPTED = 130
 OUT_OF_MEMORY = 3
+
+DISK_ERRORS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the disk is read-only",
+}
 
 
 def parser(description: str, examples: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -50,19 +61,51 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
     try:
         return main(options) or 0
     except UserError as error:
-        # Under torchrun every rank meets the same error: one of them says it.
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{_red('error')}: {error}", file=sys.stderr)
-        return error.exit_code
+        return _report(error)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        return _report(UserError(f"{where}{DISK_ERRORS[error.errno]}; make room, then run the same command again"))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
+def _report(error: UserError) -> int:
+    """Print an error once for all processes that met it, tell torchrun, and return the exit code."""
+    rank = os.environ.get("RANK", "0")
+    # Before the processes have met, those of one machine find the same.
+    is_ours = (
+        os.environ.get("LOCAL_RANK", "0") == "0" if error.is_said_elsewhere is None else not error.is_said_elsewhere
+    )
+    if is_ours:
+        who = f"process {rank}: " if rank != "0" else ""
+        print(f"{_red('error')}: {who}{escaped(str(error))}", file=sys.stderr)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun prints this in its summary, as that of the process that failed first.
+        details = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": str(error), "extraInfo": details}}))
+    return error.exit_code
+
+
+def escaped(text: str) -> str:
+    """Return text whose control characters cannot move the cursor or colour the terminal: names of files hold any."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+class _EscapingFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
 def _set_up_logging(quiet: bool) -> None:
-    rank = int(os.environ.get("RANK", "0"))
-    level = logging.WARNING if quiet or rank > 0 else logging.INFO
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr, force=True)
+    is_first = os.environ.get("RANK", "0") == "0"
+    level = logging.INFO if is_first and not quiet else logging.WARNING
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_EscapingFormatter("%(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
     if quiet:
         # tqdm reads this when it is imported, which is later: settings load first.
         os.environ["TQDM_DISABLE"] = "1"

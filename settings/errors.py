@@ -10,6 +10,8 @@ class UserError(Exception):
     """Something that the user can put right: printed as text, without a traceback."""
 
     exit_code = 2
+    is_said_elsewhere: bool | None = None
+    """Among several processes: whether another one prints it; None where they could not agree yet."""
 
 
 class DataError(UserError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -9,6 +10,8 @@ import logging
 import os
 import pickle
 import re
+import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,23 @@ from settings import CheckpointError, TrainingError
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"^(?P<stage>[a-z]+)_step_(?P<step>\d{8})_(?P<digest>[0-9a-f]{16})\.pt$")
+
+# Whatever a damaged file can raise in torch's reader (tests/faults fuzzes it).
+READ_ERRORS: tuple[type[Exception], ...] = (
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    MemoryError,
+    struct.error,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
 
 
 class _HashingFile(io.BufferedWriter):
@@ -49,15 +69,16 @@ class Checkpoints:
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write a checkpoint, then remove the oldest beyond `keep`; an interrupted save leaves the others alone."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".{self.stage}_step_{step:08d}.{os.getpid()}.tmp"
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             digest = _write(temporary, {**state, "stage": self.stage, "step": step})
             path = self.folder / f"{self.stage}_step_{step:08d}_{digest[:16]}.pt"
             os.replace(temporary, path)
             _flush_folder(self.folder)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             raise TrainingError(_save_failure(self.folder, step, error)) from error
         self._remove_old(path)
         return path
@@ -71,8 +92,7 @@ class Checkpoints:
         damaged: list[Path] = []
         for path in self._newest_first():
             if _is_whole(path):
-                for other in damaged:  # or it would count as one of those to keep
-                    other.rename(other.with_suffix(".damaged"))
+                _set_aside(damaged)
                 return path
             log.warning("%s: damaged, its content does not match its checksum; trying the one before it", path)
             damaged.append(path)
@@ -86,9 +106,15 @@ class Checkpoints:
     def read(self, path: Path) -> dict[str, Any]:
         """Return a checkpoint's state on the CPU; never executes code from it."""
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except READ_ERRORS as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(
+                f"{path}: cannot be read ({reason}); several machines need the run folder on a disk they share"
+            ) from error
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a checkpoint")
+        return state
 
     def _newest_first(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -123,11 +149,27 @@ def _write(path: Path, state: dict[str, Any]) -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether the content matches the hash in the name."""
+    """Return whether the content matches the hash in the name; raise `CheckpointError` when that cannot be known."""
     match = _NAME.match(path.name)
     assert match is not None, f"{path.name} is not a checkpoint's name"
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest().startswith(match["digest"])
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest().startswith(match["digest"])
+    except OSError as error:
+        if error.errno == errno.EIO:  # the disk itself is damaged there
+            return False
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); put that right, or move it away") from error
+
+
+def _set_aside(damaged: list[Path]) -> None:
+    """Rename damaged checkpoints, or they would count as some of those to keep."""
+    for path in damaged:
+        try:
+            path.rename(path.with_suffix(".damaged"))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: damaged, and cannot be set aside ({error.strerror}); move it away"
+            ) from error
 
 
 def _flush_folder(folder: Path) -> None:

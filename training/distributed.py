@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,9 +15,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from settings import ConfigError, DeviceSettings, Problem
+from settings import ConfigError, DeviceSettings, Problem, TrainingError, UserError
 
-_TIMEOUT = timedelta(minutes=30)
+_JOINING = timedelta(minutes=10)
+_GRADIENTS = timedelta(minutes=30)
+# One process may check or encode volumes for hours while others wait; one that dies is noticed at once all the same.
+_WAITING = timedelta(hours=6)
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,34 @@ class Process:
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise in every process an error that any of them met inside; only for work that no process waits in."""
+        met: UserError | None = None
+        try:
+            yield
+        except UserError as error:
+            met = error
+        self.raise_first(met)
+
+    def raise_first(self, error: UserError | None, urgency: tuple[int, ...] = ()) -> None:
+        """Raise in every process the most urgent (smallest) of their errors, if there is any; every process calls."""
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return
+        if not self.any(error is not None):
+            return
+        mine = None if error is None else (urgency, self.rank, str(error), error.exit_code)
+        all_of_them: list[Any] = [None] * self.world_size
+        dist.all_gather_object(all_of_them, mine, group=self.control)
+        _, rank, text, exit_code = min(entry for entry in all_of_them if entry is not None)
+        if rank == self.rank and error is not None:
+            raise error
+        other = TrainingError(text)
+        other.exit_code = exit_code
+        raise other
+
 
 def synchronised(network: nn.Module, is_last: bool) -> Any:
     """Return the context for a forward and backward: gradients travel only on the last accumulation pass."""
@@ -96,24 +128,89 @@ def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device
 
 @contextmanager
 def processes(settings: DeviceSettings) -> Iterator[Process]:
-    """Join the processes that torchrun started, or be the only one; leave cleanly at the end.
+    """Join the processes that torchrun or srun started, or be the only one; leave cleanly at the end.
 
-    Sets the CUDA allocator's options first: they are read when CUDA starts.
+    Sets the CUDA allocator's options first: they are read when CUDA starts. A process that ends leaves the others
+    nothing to wait for: they raise `TrainingError`.
     """
     if settings.allocator:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.allocator
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank, world_size, local_rank = (_number(*entry) for entry in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = choose_device(settings, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size == 1:
         yield Process(device)
         return
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=_TIMEOUT, device_id=device if device.type == "cuda" else None)
-    control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    store, control = _join(device, rank, world_size)
+    is_clean = False
     try:
         yield Process(device, rank, local_rank, world_size, control)
+        is_clean = True
+    except UserError as error:
+        error.is_said_elsewhere = not _is_first_to_say(store, str(error))
+        raise
+    except RuntimeError as error:
+        if not _is_lost_process(error):
+            raise
+        lost = TrainingError(
+            "another process of this run ended, and the others with it; if it said nothing itself it was killed, most "
+            "often for want of memory; the last checkpoint is good: the same command goes on from there"
+        )
+        # Whoever failed first has said why, and that is worth more than this.
+        lost.is_said_elsewhere = _somebody_said_something(store) or not _is_first_to_say(store, str(lost))
+        raise lost from error
     finally:
-        dist.destroy_process_group()
+        # NCCL would wait here for the process that is gone.
+        if is_clean or device.type == "cpu":
+            dist.destroy_process_group()
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError([Problem(name, f"{text!r} in the environment", "a whole number", "start with torchrun")])
+    return int(text)
+
+
+def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store, Any]:
+    """Meet the other processes; return the store that outlives a failure, and the group for decisions on the host."""
+    where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    is_cuda = device.type == "cuda"
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=_JOINING))
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            store=dist.PrefixStore("processes", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=_GRADIENTS if is_cuda else _WAITING,
+            device_id=device if is_cuda else None,
+        )
+        control = dist.new_group(backend="gloo", timeout=_WAITING) if is_cuda else dist.group.WORLD
+    except (RuntimeError, ValueError) as error:
+        raise TrainingError(
+            f"process {rank} of {world_size} did not meet the others at {where} ({str(error).splitlines()[0]}); start "
+            "all of them with torchrun, with one address and a free port"
+        ) from error
+    return store, control
+
+
+def _is_lost_process(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def _is_first_to_say(store: dist.Store, text: str) -> bool:
+    """Return whether no other process says this already; True when that cannot be found out."""
+    try:
+        store.add("said", 1)
+        return store.add(f"said {hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
+    except RuntimeError:
+        return True
+
+
+def _somebody_said_something(store: dist.Store) -> bool:
+    try:
+        return bool(store.check(["said"]))
+    except RuntimeError:
+        return False

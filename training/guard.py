@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from data.formats import printable
 from settings import TrainingError
+from training.distributed import Process
 
 NOWHERE = -1
 
@@ -20,9 +22,9 @@ class Guard:
     in a row are an error.
     """
 
-    def __init__(
-        self, device: torch.device, terms: Sequence[str], skips_overflows: bool, max_skipped_steps: int
-    ) -> None:
+    def __init__(self, process: Process, terms: Sequence[str], skips_overflows: bool, max_skipped_steps: int) -> None:
+        device = process.device
+        self.process = process
         self.terms = tuple(terms)
         self.skips_overflows = skips_overflows
         self.max_skipped_steps = max_skipped_steps
@@ -69,19 +71,22 @@ class Guard:
     def raise_if_bad(self) -> None:
         """Raise `TrainingError` naming step, term and volumes if anything was not finite; waits for the device.
 
-        The volumes are known when `files_of`, from (step, micro-batch) to names, was set.
+        Every process calls it and all raise the same: gradients carry a bad value everywhere, but only the process
+        that met it first knows the volumes. They are known when `files_of`, from (step, micro-batch) to names, was set.
         """
+        error: TrainingError | None = None
         step, micro_batch, term = self._first.tolist()
         if self.blocked.item():
             where = f"step {step + 1}: {self.terms[term]} is not finite"
             if micro_batch != NOWHERE and (names := self.files_of(step, micro_batch)):
-                where += f" for {', '.join(names)}"
-            raise TrainingError(
+                where += f" for {', '.join(map(printable, names))}"
+            error = TrainingError(
                 f"{where}; the weights were not moved and the last checkpoint is good; lower the learning rate, "
                 "look at that volume with scripts/check_data.py, or use bfloat16 or fp32 instead of float16"
             )
-        if self.skips_overflows and (skipped := int(self._skipped_in_row)) >= self.max_skipped_steps:
-            raise TrainingError(
+        elif self.skips_overflows and (skipped := int(self._skipped_in_row)) >= self.max_skipped_steps:
+            error = TrainingError(
                 f"{skipped} steps in a row overflowed in float16; allowed: fewer than max_skipped_steps "
                 f"({self.max_skipped_steps}); set device.amp_dtype: bfloat16 or device.mixed_precision: false"
             )
+        self.process.raise_first(error, urgency=(step, int(micro_batch == NOWHERE)))

@@ -50,6 +50,8 @@ def _held_out_loss(step: LatentDiffusionStep, latents: Latents) -> dict[str, flo
             totals[number] += F.mse_loss(prediction.float(), target).double().cpu()
         totals[-1] += 1
     *losses, count = step.process.sum(totals).tolist()
+    if not count:  # a data set of one volume has none to hold out
+        return {}
     by_level = {f"val_diffusion_{level:g}": loss / count for level, loss in zip(NOISE_LEVELS, losses, strict=True)}
     return {"val_diffusion": sum(by_level.values()) / len(by_level), **by_level}
 

@@ -104,7 +104,7 @@ def drop_later_lines(path: Path, stage: str, step: int) -> None:
     """Remove what a killed run wrote after its last checkpoint: those steps are about to be made again."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [line for line in lines if _stays(line, stage, step)]
     if kept != lines:
         write_atomically(path, "".join(kept))
@@ -115,4 +115,4 @@ def _stays(line: str, stage: str, step: int) -> bool:
         entry = json.loads(line)
     except json.JSONDecodeError:
         return False  # cut off when the run was killed
-    return entry.get("stage") != stage or entry.get("step", 0) <= step
+    return isinstance(entry, dict) and (entry.get("stage") != stage or entry.get("step", 0) <= step)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from data import Volumes
 from settings import CheckpointError, Settings, known_keys
 from training.checkpoints import Checkpoints
 from training.step import TrainingStep
@@ -18,29 +22,63 @@ _STAGE_SECTIONS = {
 }
 
 
-def resume(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, samples: int) -> int:
+def resume(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volumes: Volumes) -> int:
     """Load the newest whole checkpoint into the step and return how many steps are done; 0 without one.
 
-    `samples` is the number of volumes per update over all processes. Raises `CheckpointError` when the settings
-    changed in a way that would mix two experiments.
+    Raises `CheckpointError`, in all processes alike, when settings, volumes or the number of volumes per update changed
+    in a way that would mix two experiments.
     """
-    path = step.process.from_first(checkpoints.newest() if step.process.is_first else None)
+    with step.process.together():
+        newest = checkpoints.newest() if step.process.is_first else None
+    path = step.process.from_first(newest)
     if path is None:
         return 0
-    state = checkpoints.read(path)
-    check_resumable(step.stage, state["settings"], settings, state["samples_per_update"], samples)
-    step.load_state_dict(state)
+    with step.process.together():
+        state = checkpoints.read(path)
+        _load(step, state, settings, volumes, path)
     log.info("resuming %s after step %d from %s", step.stage, state["step"], path)
     return state["step"]
 
 
-def save(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, samples: int, done: int) -> None:
+def save(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volumes: Volumes, done: int) -> None:
     """Write a complete checkpoint from the first process; raise instead if the step met something not finite."""
     step.guard.raise_if_bad()
-    if step.process.is_first:
-        extra = {"settings": settings.model_dump(mode="json"), "samples_per_update": samples}
-        checkpoints.save(done, step.state_dict() | extra)
-    step.process.barrier()
+    with step.process.together():
+        if step.process.is_first:
+            extra = {
+                "settings": settings.model_dump(mode="json"),
+                "samples_per_update": step.samples_per_update,
+                "volumes": _identity(volumes),
+            }
+            checkpoints.save(done, step.state_dict() | extra)
+
+
+def _load(step: TrainingStep, state: dict[str, Any], settings: Settings, volumes: Volumes, path: Path) -> None:
+    try:
+        check_resumable(step.stage, state["settings"], settings, state["samples_per_update"], step.samples_per_update)
+        _check_volumes(state["volumes"], _identity(volumes))
+        step.load_state_dict(state)
+    except torch.OutOfMemoryError:
+        raise
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: not a checkpoint of this version of the program ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}); finish the run with the version that began it, or "
+            "choose another name"
+        ) from error
+
+
+def _identity(volumes: Volumes) -> dict[str, Any]:
+    return {"train": len(volumes.train), "val": len(volumes.val), "fingerprint": volumes.fingerprint}
+
+
+def _check_volumes(before: dict[str, Any], now: dict[str, Any]) -> None:
+    if before["fingerprint"] != now["fingerprint"]:
+        raise CheckpointError(
+            "the run's checkpoint was made with other volumes, and going on would mix two experiments: names, classes "
+            f"or the split changed ({before['train']} for training and {before['val']} for validation -> "
+            f"{now['train']} and {now['val']}); put them back to resume, or choose another name for a new run"
+        )
 
 
 def check_resumable(stage: str, before: dict[str, Any], settings: Settings, samples_before: int, samples: int) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 
 from settings import Settings, UserError, dump_yaml
 from training.distributed import Process
+
+log = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 _PACKAGES = ("torch", "monai", "numpy", "nibabel", "pydantic", "safetensors")
@@ -44,32 +47,52 @@ class RunFolder:
 def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
     """Create the run folder and hold its lock; the first process writes, the others only know the paths."""
     folder = RunFolder(RUNS / settings.name)
-    if not process.is_first:
+    with ExitStack() as stack:
+        with process.together():
+            if process.is_first:
+                _lock(folder, stack)
+                _remove_leftovers(folder)
         yield folder
-        return
+
+
+def _lock(folder: RunFolder, stack: ExitStack) -> None:
+    """Lock the run folder until the stack ends; raise `UserError` when another process holds it."""
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        lock = (folder.path / ".lock").open("a+")
+        lock = stack.enter_context((folder.path / ".lock").open("a+"))
     except OSError as error:
-        raise UserError(f"{folder.path}: cannot be written ({error.strerror}); choose another name or folder") from None
-    with lock:
-        try:
-            # The operating system drops this lock when the process ends, however it ends.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise UserError(
-                f"{folder.path}: in use by another process ({lock.read().strip() or 'unknown'}); "
-                "wait for it, stop it, or choose another name"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"pid {os.getpid()} on {platform.node()}")
-        lock.flush()
-        yield folder
+        raise UserError(
+            f"{folder.path}: cannot be written ({error.strerror}); make it writable, or start where it is"
+        ) from error
+    try:
+        # The system drops this lock when the process ends, however it ends. Not flock: the loader's workers would
+        # inherit it and hold it for the seconds they take to notice that they are alone.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        lock.seek(0)
+        raise UserError(
+            f"{folder.path}: in use by another process ({lock.read().strip() or 'unknown'}); "
+            "wait for it, stop it, or choose another name"
+        ) from None
+    except OSError as error:
+        log.warning("%s: this disk has no locks (%s): take care not to start a run twice", folder.path, error.strerror)
+    lock.truncate(0)
+    lock.write(f"pid {os.getpid()} on {platform.node()}")
+    lock.flush()
+
+
+def _remove_leftovers(folder: RunFolder) -> None:
+    """Remove what a killed process was writing; checkpoints remove theirs at the next save."""
+    targets = (folder.config, folder.environment, folder.metrics, folder.weights("autoencoder"), folder.weights("ldm"))
+    for target in targets:
+        for path in folder.path.glob(f".{target.name}.*.tmp"):
+            path.unlink(missing_ok=True)
 
 
 def describe_run(folder: RunFolder, settings: Settings, process: Process) -> None:
-    """Write the resolved config and the environment, for whoever looks at the run later."""
+    """Write the resolved config and the environment from the first process, for whoever looks at the run later."""
+    if not process.is_first:
+        return
     write_atomically(folder.config, dump_yaml(settings))
     environment: dict[str, Any] = {
         "python": platform.python_version(),
@@ -93,5 +116,8 @@ def device_name(device: torch.device) -> str:
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old one or the new one, never half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -51,12 +51,17 @@ class TrainingStep:
         return self.networks[self.stage]
 
     @property
+    def samples_per_update(self) -> int:
+        """Return how many volumes one update sees, over all processes."""
+        return self._mechanics.samples_per_rank * self.process.world_size
+
+    @property
     def guard(self) -> Guard:
         """Return the guard over everything registered."""
         if self._guard is None:
             names = [*self.terms, *(f"{name} gradient" for name in self.updaters)]
             skips = self.precision.skips_overflows
-            self._guard = Guard(self.process.device, names, skips, self._mechanics.max_skipped_steps)
+            self._guard = Guard(self.process, names, skips, self._mechanics.max_skipped_steps)
         return self._guard
 
     def accumulate(

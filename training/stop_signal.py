@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import os
 import signal
 from types import FrameType, TracebackType
 from typing import Any
-
-log = logging.getLogger(__name__)
 
 
 class StopSignal:
@@ -31,8 +30,16 @@ class StopSignal:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
-        log.warning("%s: finishing this step, then saving a checkpoint (Ctrl-C again stops at once)", self.received)
+        if self.received is None:
+            self.received = signal.Signals(number).name
+            _say(f"{self.received}: finishing this step, then saving a checkpoint (Ctrl-C again stops at once)")
 
     def __bool__(self) -> bool:
         return self.received is not None
+
+
+def _say(text: str) -> None:
+    # Not through logging: the signal may have come in the middle of a write to the same stream.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{text}\n".encode())

@@ -57,6 +57,8 @@ def validate_autoencoder(step: AutoencoderStep, batches: Iterable[Batch]) -> tup
                 picture = reconstruction_picture(image[0], reconstruction[0])
     network.train()
     psnr_sum, ssim_sum, error_sum, count = step.process.sum(totals).tolist()
+    if not count:  # a data set of one volume has none to hold out
+        return {}, None
     means = {"val_psnr": psnr_sum / count, "val_ssim": ssim_sum / count, "val_l1": error_sum / count}
     return means, picture
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from settings import CheckpointError, Settings
+from settings import CheckpointError, Settings, TrainingError
 from training.run_folder import RunFolder
 from training.step import TrainingStep
 
@@ -21,12 +21,21 @@ log = logging.getLogger(__name__)
 
 
 def save_weights(path: Path, state: dict[str, Tensor], metadata: dict[str, Any]) -> None:
-    """Write weights with JSON-encodable metadata, atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write weights with JSON-encodable metadata, atomically; raise `TrainingError` when the disk does not take it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    save_file(tensors, temporary, metadata={name: json.dumps(value) for name, value in metadata.items()})
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, metadata={name: json.dumps(value) for name, value in metadata.items()})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise TrainingError(
+            f"{path}: the weights could not be written ({error}); make room, then run the same command again"
+        ) from error
 
 
 def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
