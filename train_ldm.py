@@ -9,19 +9,24 @@ import argparse
 import logging
 import sys
 
-from settings import load_settings
-from settings.command_line import INTERRUPTED, add_config, parser, run
+from settings import Settings, load_settings
+from settings.command_line import INTERRUPTED, add_config, add_training, parser, run
 
 log = logging.getLogger("train_ldm")
 
 
-def train(options: argparse.Namespace) -> int:
-    """Train as the config says, from the newest checkpoint if there is one."""
+def main(options: argparse.Namespace) -> int:
+    """Check the config before anything slow is imported, then train; more memory-saving when asked to."""
     settings = load_settings(options.config, options.overrides, stage="ldm")
-    training = settings.ldm.training
+    from memory.watch import train_with_rungs
 
-    # These import torch: a mistake in the config has been reported by now.
+    return train_with_rungs(lambda rung: train(rung, options.dry_run), settings, "ldm", options.on_oom)
+
+
+def train(settings: Settings, is_dry_run: bool) -> int:
+    """Train as the settings say, from the newest checkpoint if there is one."""
     from data import BatchPlan, prepare_volumes
+    from memory.watch import MemoryWatch
     from training.checkpoints import Checkpoints
     from training.conditioning import check_classes
     from training.distributed import processes
@@ -36,54 +41,58 @@ def train(options: argparse.Namespace) -> int:
     from training.validation import show_validation
     from training.weights import export
 
-    # Data, and what is about to happen.
-    volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
-    check_classes(settings.ldm.conditioning, volumes)
-    log.info(summarise(settings, "ldm", len(volumes.train)))
-    if options.dry_run:
-        return 0
+    training = settings.ldm.training
+    with processes(settings.device) as process, MemoryWatch(settings, "ldm", process) as watch:
+        # Everything the run needs from outside, and what is about to happen.
+        volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+        check_classes(settings.ldm.conditioning, volumes)
+        log.info(summarise(settings, "ldm", len(volumes.train), process.world_size))
+        watch.announce()
+        if is_dry_run:
+            return 0
 
-    with processes(settings.device) as process, open_run(settings, process) as run_folder:
-        # The frozen autoencoder and the U-Net, latents with their scale, and where the run stopped last time.
-        step = LatentDiffusionStep(settings, process)
-        latents = prepare_latents(step.whole_volumes, volumes, settings, process)
-        step.latent_scale = latents.scale
-        checkpoints = Checkpoints(run_folder.checkpoints, "ldm", training.keep_checkpoints)
-        first_step = resume(step, checkpoints, settings, volumes)
-        describe_run(run_folder, settings, process)
+        with open_run(settings, process) as run_folder:
+            # The U-Net and the frozen autoencoder, latents with their scale, and where the run stopped last time.
+            step = LatentDiffusionStep(settings, process)
+            latents = prepare_latents(step.whole_volumes, volumes, settings, process)
+            step.latent_scale = latents.scale
+            checkpoints = Checkpoints(run_folder.checkpoints, "ldm", training.keep_checkpoints)
+            first_step = resume(step, checkpoints, settings, volumes)
+            describe_run(run_folder, settings, process)
 
-        # Batches are addressed by step: which latents step n sees is a function of the seed and n.
-        plan = BatchPlan(
-            settings.seed, training.batch_size, training.gradient_accumulation_steps, process.rank, process.world_size
-        )
-        step.guard.files_of = plan.names(volumes.train)
-        batches = latents.training_batches(plan, first_step, training.max_steps)
+            # Batches are addressed by step: which latents step n sees is a function of the seed and n.
+            plan = BatchPlan.of(training, settings.seed, process.rank, process.world_size)
+            step.guard.files_of = plan.names(volumes.train)
+            batches = latents.training_batches(plan, first_step, training.max_steps)
 
-        with (
-            Recorder(run_folder, "ldm", first_step, training.max_steps, process) as recorder,
-            StopSignal() as stop,
-        ):
-            for done, micro_batches in enumerate(batches, first_step + 1):
-                recorder.add(step(micro_batches, done - 1), training.samples_per_rank)
-                is_end = done == training.max_steps
-                must_stop = process.any(bool(stop))
+            with (
+                Recorder(run_folder, "ldm", first_step, training.max_steps, process) as recorder,
+                StopSignal() as stop,
+            ):
+                for done, micro_batches in enumerate(batches, first_step + 1):
+                    with watch.guard(run_folder.path, done - 1):
+                        recorder.add(step(micro_batches, done - 1), training.samples_per_rank)
+                    is_end = done == training.max_steps
+                    must_stop = process.any(bool(stop))
 
-                if done % training.log_every == 0 or is_end:
-                    step.guard.raise_if_bad()
-                    recorder.log(done)
+                    if done % training.log_every == 0 or is_end:
+                        step.guard.raise_if_bad()
+                        recorder.log(done, **watch.read())
 
-                # Not when asked to stop: the time until the process is killed belongs to the checkpoint.
-                if is_end or (done % training.validate_every == 0 and not must_stop):
-                    show_validation(recorder, done, *validate_ldm(step, latents))
+                    # Not when asked to stop: the time until the process is killed belongs to the checkpoint.
+                    if is_end or (done % training.validate_every == 0 and not must_stop):
+                        with watch.guard(run_folder.path, done - 1), recorder.paused():
+                            show_validation(recorder, done, *validate_ldm(step, latents))
 
-                if done % training.save_every == 0 or is_end or must_stop:
-                    save(step, checkpoints, settings, volumes, done)
+                    if done % training.save_every == 0 or is_end or must_stop:
+                        with recorder.paused():
+                            save(step, checkpoints, settings, volumes, done)
 
-                if must_stop and not is_end:
-                    log.warning("stopped after step %d; the same command goes on from there", done)
-                    return INTERRUPTED
+                    if must_stop and not is_end:
+                        log.warning("stopped after step %d; the same command goes on from there", done)
+                        return INTERRUPTED
 
-        export(step, run_folder, settings, latent_scale=step.latent_scale, **latents.metadata)
+            export(step, run_folder, settings, latent_scale=step.latent_scale, **latents.metadata)
     return 0
 
 
@@ -97,5 +106,5 @@ if __name__ == "__main__":
         ],
     )
     add_config(arguments)
-    arguments.add_argument("--dry-run", action="store_true", help="say what would be trained, then stop")
-    sys.exit(run(train, arguments.parse_args()))
+    add_training(arguments)
+    sys.exit(run(main, arguments.parse_args()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import functools
@@ -13,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from settings import Settings
+from settings import Settings, load_settings
 from tests.conftest import TINY
 
 
@@ -42,7 +41,7 @@ def train_ldm(config: Path, *overrides: str) -> int:
     """Run train_ldm.py in this process and this folder."""
     from train_ldm import train
 
-    return train(argparse.Namespace(config=str(config), overrides=list(overrides), dry_run=False, quiet=True))
+    return train(load_settings(config, overrides, stage="ldm"), is_dry_run=False)
 
 
 @functools.cache

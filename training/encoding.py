@@ -103,16 +103,18 @@ def prepare_latents(whole: WholeVolumes, volumes: Volumes, settings: Settings, p
     missing = [index for index in share if facts[index] is None]
     if cache == "disk" and len(missing) < len(share):
         log.info("latents: %d of %d found in %s", len(share) - len(missing), len(share), folder.folder)
-    for index, loaded in _load_ahead(files, missing, data, process):
-        mean, sigma = (part.cpu() for part in whole.encode(loaded.image))
-        facts[index] = facts_of((mean, sigma), loaded.geometry.spacing_mm.tolist(), loaded.lower, loaded.upper)
-        if cache == "disk":
-            folder.write(files[index], (mean, sigma), facts[index])  # type: ignore[arg-type]
-        elif kept is not None:
-            kept[index, 0], kept[index, 1] = mean, sigma
-    for index, known in facts.items():
-        assert known is not None, f"volume {index} was not encoded"
-        table[index] = torch.tensor(known.to_row(), dtype=torch.float64)
+    with process.together():
+        for index, loaded in _load_ahead(files, missing, data, process):
+            mean, sigma = (part.cpu() for part in whole.encode(loaded.image))
+            known = facts_of((mean, sigma), loaded.geometry.spacing_mm.tolist(), loaded.lower, loaded.upper)
+            facts[index] = known
+            if cache == "disk":
+                folder.write(files[index], (mean, sigma), known)
+            elif kept is not None:
+                kept[index, 0], kept[index, 1] = mean, sigma
+    for index, found in facts.items():
+        assert found is not None, f"volume {index} was not encoded"
+        table[index] = torch.tensor(found.to_row(), dtype=torch.float64)
 
     # Each row is filled by one process: the sum is the whole table, the same for any number of processes.
     rows = [LatentFacts.from_row(row) for row in process.sum(table).tolist()]
@@ -155,7 +157,7 @@ def _load_ahead(
         return load_volume(files[index].path, data, files[index].num_channels)
 
     # Given only where it hides the bar: an explicit False would overrule --quiet.
-    hidden = {} if process.is_first and indices else {"disable": True}
+    hidden: dict[str, Any] = {} if process.is_first and indices else {"disable": True}
     bar = tqdm(total=len(indices), desc="encoding latents", unit="volume", **hidden)
     with ThreadPoolExecutor(threads, thread_name_prefix="volumes") as readers, bar:
         waiting = [readers.submit(load, index) for index in indices[: threads + 1]]
