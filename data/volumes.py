@@ -77,6 +77,11 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> Volumes:
     numbers = {name: number for number, name in enumerate(class_names)}
     files = {item: VolumeFile(item.path, item.name, numbers.get(item.class_name or ""), in_channels) for item in found}
     train, val = split(found, s.val_fraction, seed)
+    if not val:
+        raise DataError(
+            f"data.source: {s.source} has {len(found)} volume; at least two are needed, one to train on and one to "
+            "validate with; add volumes"
+        )
     log.info("data: %d training and %d validation volumes", len(train), len(val))
     return Volumes(tuple(files[item] for item in train), tuple(files[item] for item in val), class_names)
 
