@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from monai.networks.blocks import Convolution, SpatialAttentionBlock, Upsample
 from monai.networks.nets import AutoencoderKL
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 
 class StockAutoencoder(AutoencoderKL):
@@ -32,10 +35,12 @@ class StockAutoencoder(AutoencoderKL):
         """Turn on MONAI's own checkpointing: the whole encoder and the whole decoder, which is all it has."""
         assert (levels, offload, nested) == ("all", False, False), "the stock autoencoder checkpoints all or nothing"
         self.use_checkpoint = True
+        logger.info("gradient checkpointing on: MONAI's own, the encoder and the decoder as one block each")
 
     def gradient_checkpointing_disable(self) -> None:
         """Turn MONAI's own checkpointing off."""
         self.use_checkpoint = False
+        logger.info("gradient checkpointing off: MONAI's encoder and decoder keep all activations")
 
     def set_slab_rows(self, rows: int) -> None:
         """Refuse slabs, which the stock blocks do not have."""

@@ -1,5 +1,6 @@
 """What the lean autoencoder promises beside its gradients: keys, modes, frozen use, inference in slabs, log lines."""
 
+import copy
 import logging
 
 import pytest
@@ -151,6 +152,16 @@ def test_encoding_and_decoding_in_slabs_equal_whole_ones(monkeypatch, rows):
         torch.testing.assert_close(slab_mean, mean, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(slab_sigma, sigma, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lean.decode(mean), stock.decode(mean), rtol=1e-5, atol=1e-5)
+
+
+def test_a_copy_has_its_own_last_layers():
+    model = build_autoencoder(settings_of({"slab_rows": 4}))
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        parameter.data.zero_()
+    x = torch.randn(1, 1, 8, 8, 8)
+    assert twin(x)[0].abs().max() == 0
+    assert model(x)[0].abs().max() > 0
 
 
 def test_slabs_of_one_row_are_refused():
