@@ -99,7 +99,12 @@ def memory_section(runs: Sequence[dict[str, Any]]) -> str:
             memory = stage["memory"] or {}
             parts = [_breakdown(memory.get("prediction")), _ladder(memory.get("ladder"))]
             blocks.append(f'<div class="card"><h3>{_text(name)}</h3>{"".join(parts)}</div>')
-    return f'<div class="pair">{"".join(blocks)}</div>'
+    on_cpu = any("host_memory_gib" in stage["curves"] for run in runs for stage in run["stages"])
+    note = (
+        '<p class="quiet">On a CPU the readings are the whole process: Python, libraries and cached volumes too. The '
+        "prediction counts the tensors of the step.</p>"
+    )
+    return f'{note if on_cpu else ""}<div class="pair">{"".join(blocks)}</div>'
 
 
 def _breakdown(prediction: dict[str, Any] | None) -> str:
@@ -108,7 +113,7 @@ def _breakdown(prediction: dict[str, Any] | None) -> str:
     total = max(1, prediction["peak_allocated_bytes"])
     parts = [(name, prediction["breakdown"].get(name, 0)) for name in _BREAKDOWN]
     shown = sorted(((name, size) for name, size in parts if size > 0), key=lambda part: -part[1])
-    colours = {name: f"c{number % 6}" for number, name in enumerate(_BREAKDOWN)}
+    colours = {name: f"c{number}" for number, name in enumerate(_BREAKDOWN)}
     bar = "".join(
         f'<i class="{colours[name]}" style="flex:{size / total:.5f}" title="{name} {_gib(size)}"></i>'
         for name, size in shown

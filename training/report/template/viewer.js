@@ -5,7 +5,7 @@ const PLANES = [
   { axis: 0, name: "sagittal" },
 ];
 const loaded = new Map();
-const view = { set: 0, gain: 4, at: [0.5, 0.5, 0.5] };
+const view = { set: 0, gain: 4, at: [0.5, 0.5, 0.5], ticket: 0 };
 
 async function bytesOf(volume) {
   if (!loaded.has(volume.picture)) {
@@ -46,7 +46,7 @@ function drawPlane(canvas, volume, axis, index, read, isHeat) {
   canvas.width = width;
   canvas.height = height;
   canvas.style.aspectRatio = `${volume.grid[across]} / ${volume.grid[up]}`;
-  const context = canvas.getContext("2d");
+  const context = canvas.getContext("2d", { willReadFrequently: true });
   const picture = context.createImageData(width, height);
   for (let row = 0, to = 0; row < height; row++) {
     const start = index * strides[axis] + (height - 1 - row) * strides[up];
@@ -78,7 +78,9 @@ async function columnsOf(set) {
 
 async function buildViewer() {
   const set = data.sets[view.set];
+  const ticket = ++view.ticket;
   const columns = await columnsOf(set);
+  if (ticket !== view.ticket) return; // another choice was made while the pictures were read
   const area = document.getElementById("planes");
   area.textContent = "";
   document.getElementById("gain-label").hidden = !columns.some((column) => column.isHeat);
@@ -117,7 +119,9 @@ async function buildViewer() {
   }
   const isSmaller = volume.grid.some((length, axis) => length !== volume.shape[axis]);
   const size = volume.grid.join(" × ");
-  document.getElementById("volume-note").textContent = `grid ${size}${isSmaller ? `, shown as ${volume.shape.join(" × ")}` : ""}; click a slice to move the other two planes there`;
+  const note = make(area, "div", { class: "note quiet" });
+  make(note, "p", {}, `Grid ${size}${isSmaller ? `, shown as ${volume.shape.join(" × ")}` : ""}. Click a slice to move the other two planes there.`);
+  if (columns.some((column) => column.isHeat)) make(note, "p", {}, "Error: absolute difference as a share of the intensity range, times the factor above; dark is none.");
 }
 
 if (data.sets.length) {
