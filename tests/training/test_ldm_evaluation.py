@@ -48,7 +48,7 @@ def test_the_window_fits_every_scale(smallest):
     assert 1 <= scales <= 5
     assert window % 2 == 1
     assert smallest // 2 ** (scales - 1) > window or scales == 1
-    if smallest > 176:
+    if smallest >= 192:
         assert (scales, window) == (5, 11)
 
 
