@@ -12,7 +12,7 @@ from settings import ConfigError, Settings
 Order = Literal["lossless-first", "guide"]
 Changes = dict[str, Any]
 Proposer = Callable[[Settings], Iterator["Proposal"]]
-SLAB_ROWS = (32, 16, 8, 4)
+SLAB_ROWS = (32, 16, 8)
 MIN_CHANNELS = 8
 
 

@@ -77,7 +77,7 @@ def test_report_without_prediction_and_without_rung_says_so(tmp_path):
         {
             f"{TRAINING}.use_gradient_checkpointing_offload": True,
             f"{TRAINING}.use_nested_checkpointing": False,
-            f"{TRAINING}.slab_rows": 4,
+            f"{TRAINING}.slab_rows": 8,
         }
     )
     stop = report_out_of_memory(MemoryError(), tmp_path, settings, "autoencoder", "optimizer", 0)

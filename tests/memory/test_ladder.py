@@ -44,9 +44,9 @@ def test_default_order_is_the_same_mathematics_first_then_least_harm():
         "checkpointing, 2 of 3 levels",
         "checkpointing, 3 of 3 levels",
         "nested checkpointing",
-        *(f"slabs of {rows} rows" for rows in (32, 16, 8, 4)),
+        *(f"slabs of {rows} rows" for rows in (32, 16, 8)),
         "offload",
-        *(f"offload, slabs of {rows} rows" for rows in (32, 16, 8, 4)),
+        *(f"offload, slabs of {rows} rows" for rows in (32, 16, 8)),
         "perceptual loss one slice at a time",
         "mixed precision",
         "no perceptual loss",
@@ -186,11 +186,11 @@ def test_walk_skips_thinner_slabs_when_thicker_ones_fit():
     ladder = walk(heavy(), "autoencoder", 4 * GIB)
     slabs = [step.rung.name for step in ladder.steps if step.rung.name.startswith("slabs")]
     assert slabs[0] == "slabs of 32 rows"
-    assert "slabs of 4 rows" not in slabs
+    assert "slabs of 8 rows" not in slabs
 
 
 def test_walk_changes_the_mathematics_only_when_nothing_else_fits():
-    ladder = walk(heavy(), "autoencoder", round(0.9 * GIB))
+    ladder = walk(heavy(), "autoencoder", round(1.3 * GIB))
     assert ladder.first.rung.name == "mixed precision"
     assert not ladder.recommended.rung.same_mathematics
 

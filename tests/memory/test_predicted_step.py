@@ -12,7 +12,13 @@ from memory.prediction import Prediction, PredictionError, Predictor, tier_of
 from settings import Settings
 
 TRAINING = "autoencoder.training"
-GRID = {"data.voxel_size": (16, 16, 16), "autoencoder.num_channels": (8, 16, 16), "device.mixed_precision": False}
+GRID = {
+    "data.voxel_size": (16, 16, 16),
+    "autoencoder.num_channels": (8, 16),
+    "autoencoder.attention_levels": (False, True),
+    "autoencoder.num_res_blocks": 1,
+    "device.mixed_precision": False,
+}
 # Each is one way to train. float16, not bfloat16: some virtual machines announce instructions for it that they lack.
 STAGE_1 = {
     "plain": {f"{TRAINING}.use_gradient_checkpointing": False, f"{TRAINING}.ema_decay": 0.99},
