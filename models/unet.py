@@ -138,13 +138,18 @@ def build_unet(settings: LdmSettings, latent_channels: int) -> DiffusionUNet:
     A class-conditional network has one class more than the data: the last one stands for a hidden label.
     """
     unet, conditioning = settings.unet, settings.conditioning
+    *heads, last = unet.head_channels
+    if last == 0:
+        # The middle attends even where the last level does not, and takes its head from there.
+        whole, wanted = unet.num_channels[-1], unet.num_head_channels
+        last = wanted if isinstance(wanted, int) and whole % wanted == 0 else whole
     model = DiffusionUNet(
         in_channels=latent_channels,
         out_channels=latent_channels,
         channels=unet.num_channels,
         num_res_blocks=unet.res_blocks,
         attention_levels=unet.attention_levels,
-        num_head_channels=unet.head_channels,
+        num_head_channels=(*heads, last),
         norm_num_groups=unet.num_groups,
         num_class_embeds=conditioning.num_classes + 1 if conditioning.type == "class" else None,
     )

@@ -50,6 +50,15 @@ def test_double_precision_gradients_equal_stock(knobs, shape):
     assert run(lean, x, noise).distance(run(stock, x, noise)) < 1e-12
 
 
+def test_slabs_may_have_any_number_of_rows():
+    stock, lean = pair(settings_of())
+    x, noise = inputs((1, 1, 12, 8, 8))
+    expected = run(stock, x, noise)
+    for rows in (3, 5, 7):
+        lean.set_slab_rows(rows)
+        assert run(lean, x, noise).distance(expected) < 1e-12
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 13, 9, 10), (3, 1, 7, 11, 6)], ids=str)
 @pytest.mark.parametrize("rows", [0, 2, 4])
 def test_encoder_gradients_equal_stock_on_grids_that_no_level_divides(shape, rows):

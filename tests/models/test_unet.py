@@ -90,3 +90,12 @@ def test_checkpointing_acts_only_in_training_with_gradients(monkeypatch, caplog)
     calls.clear()
     model(x, t)
     assert not calls
+
+
+@pytest.mark.parametrize(("heads", "expected"), [(8, 2), ([8, 8, 0], 1)])
+def test_middle_attends_where_the_last_level_does_not(heads, expected):
+    settings = ldm_settings()
+    unet = settings.unet.model_copy(update={"attention_levels": (False, True, False), "num_head_channels": heads})
+    model = build_unet(settings.model_copy(update={"unet": unet}), latent_channels=3)
+    assert model.middle_block.attention.attn.num_heads == expected
+    assert model(torch.randn(1, 3, 8, 8, 8), torch.tensor([5])).shape == (1, 3, 8, 8, 8)
