@@ -1,0 +1,351 @@
+"""Kill short runs of both stages again and again and check that nothing is lost.
+
+python scripts/fault_campaign.py --kills 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import logging
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.warm_start import PATIENCE_SECONDS, Command, WarmStart
+from settings import UserError
+from settings.command_line import parser, run
+
+log = logging.getLogger("fault_campaign")
+
+SCRIPTS = {"autoencoder": "train_autoencoder.py", "ldm": "train_ldm.py"}
+NUM_STEPS = 24
+KILLS_PER_STAGE = 10
+START, RUNNING, SAVING = "while starting", "while running", "while saving"
+MOMENTS = (START, RUNNING, RUNNING, SAVING, SAVING)
+"""From which a kill's moment is drawn; nothing is at stake while starting, so the others come more often."""
+
+_TRAINING = {"max_steps": NUM_STEPS, "log_every": 1, "validate_every": 8, "save_every": 3, "ema_decay": 0.9}
+CONFIG: dict[str, Any] = {
+    "name": "campaign",
+    "seed": 3,
+    "data": {"voxel_size": [16, 16, 16], "num_phantoms": 6, "val_fraction": 0.2, "cache_rate": 0.5, "num_workers": 0},
+    "autoencoder": {
+        "num_channels": [8, 16],
+        "num_res_blocks": 1,
+        "norm_num_groups": 4,
+        "attention_levels": [False, False],
+        "training": {
+            **_TRAINING,
+            "batch_size": 1,
+            "gradient_accumulation_steps": 2,
+            "use_gradient_checkpointing": False,
+            "adversarial_start_step": 4,
+            "discriminator": {"num_layers_d": 1, "num_channels": 8},
+        },
+    },
+    "ldm": {
+        "unet": {
+            "num_channels": [16, 32],
+            "num_res_blocks": 1,
+            "attention_levels": [False, True],
+            "num_head_channels": 8,
+        },
+        "training": {**_TRAINING, "batch_size": 2},
+        "sampling": {"num_inference_steps": 2, "num_previews": 1},
+    },
+    "device": {"type": "cpu", "mixed_precision": False},
+}
+
+
+@dataclass
+class Tally:
+    """What a campaign has seen; the threads of a campaign share one."""
+
+    kills: Counter[tuple[str, str]] = field(default_factory=Counter)
+    interrupted_saves: Counter[str] = field(default_factory=Counter)
+    resumed: Counter[str] = field(default_factory=Counter)
+    identical: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def num_kills(self) -> int:
+        """Return how many commands were killed."""
+        return self.kills.total()
+
+
+class Reference:
+    """The undisturbed run of both stages, and how long each took."""
+
+    def __init__(self, folder: Path, start: WarmStart) -> None:
+        self.folder = folder
+        self.seconds: dict[str, float] = {}
+        folder.mkdir()
+        _write_config(folder)
+        for stage, script in SCRIPTS.items():
+            began = time.monotonic()
+            command = start(folder, script, "--config", "campaign.yaml", said=folder / f"{stage}.log")
+            if command.wait() != 0:
+                raise UserError(f"the undisturbed run of stage {stage} failed:\n{command.said}")
+            self.seconds[stage] = time.monotonic() - began
+
+
+class DisturbedRun:
+    """One run of both stages in its own folder, killed a number of times a stage, then left to finish."""
+
+    def __init__(self, folder: Path, reference: Reference, start: WarmStart, tally: Tally, rng: random.Random) -> None:
+        self.folder, self.reference, self.start, self.tally, self.rng = folder, reference, start, tally, rng
+        folder.mkdir()
+        _write_config(folder)
+        self.checkpoints = folder / "runs" / CONFIG["name"] / "checkpoints"
+        self._number = itertools.count()
+
+    def stage(self, stage: str, moments: Sequence[str], num_workers: int, on_kill: Callable[[], Any]) -> None:
+        """Train one stage, killed at these kinds of moment unless it ends before; note what went wrong."""
+        for moment in moments:
+            before = _whole_checkpoints(self.checkpoints, stage)
+            command = self._command(stage, num_workers)
+            self._wait_for(moment, command, stage)
+            command.send(signal.SIGKILL)
+            code = command.wait()
+            self._check_start(stage, command, before)
+            if code == 0:
+                break  # it was faster than the signal
+            if code != -signal.SIGKILL:
+                raise UserError(f"{self.folder}: stage {stage} ended with {code} instead of resuming:\n{command.said}")
+            self.tally.kills[stage, moment] += 1
+            self.tally.interrupted_saves[stage] += bool(list(self.checkpoints.glob(f".{stage}_*.{command.pid}.tmp")))
+            self._check_checkpoints(stage, before)
+            on_kill()
+        before = _whole_checkpoints(self.checkpoints, stage)
+        command = self._command(stage, num_workers)
+        if (code := command.wait()) != 0:
+            raise UserError(f"{self.folder}: stage {stage} ended with {code} when left alone:\n{command.said}")
+        self._check_start(stage, command, before)
+        self._check_result(stage)
+
+    def _command(self, stage: str, num_workers: int) -> Command:
+        said = self.folder / f"{stage}_{next(self._number):03d}.log"
+        return self.start(
+            self.folder, SCRIPTS[stage], "--config", "campaign.yaml", f"data.num_workers={num_workers}", said=said
+        )
+
+    def _wait_for(self, moment: str, command: Command, stage: str) -> None:
+        """Return at a random time of the kind `moment`, or when the command has ended."""
+        some_time = self.rng.uniform(0, self.reference.seconds[stage] / 3)
+        if moment == START:
+            time.sleep(some_time)
+            return
+        _until(lambda: command.exit_code is not None or _is_training(command, stage), 0.005)
+        time.sleep(some_time)
+        if moment == SAVING:
+            pattern = f".{stage}_*.tmp"
+            _until(lambda: command.exit_code is not None or next(self.checkpoints.glob(pattern), None) is not None, 0)
+            time.sleep(self.rng.choice([0, self.rng.uniform(0, 0.01)]))
+
+    def _check_start(self, stage: str, command: Command, before: list[int]) -> None:
+        """Compare where the command went on with what the disk held; it may have been killed before it said so."""
+        match = re.search(rf"resuming {stage} after step (\d+)", command.said)
+        if match is not None:
+            self.tally.resumed[stage] += 1
+            if int(match[1]) != max(before, default=0):
+                self._fail(stage, f"resumed after step {match[1]}, but checkpoints {before} were there")
+        elif before and _is_training(command, stage):
+            self._fail(stage, "began anew although there were checkpoints")
+
+    def _check_checkpoints(self, stage: str, before: list[int]) -> None:
+        """After a kill at least as much is on the disk as before it, and nothing that looks whole is damaged."""
+        after = _whole_checkpoints(self.checkpoints, stage)
+        named = list(self.checkpoints.glob(f"{stage}_step_*.pt"))
+        if len(after) != len(named):
+            self._fail(stage, f"{len(named) - len(after)} damaged checkpoints under a final name")
+        if len(after) < min(len(before), 2) or max(after, default=0) < max(before, default=0):
+            self._fail(stage, f"checkpoints {before} before the kill, {after} after it")
+
+    def _check_result(self, stage: str) -> None:
+        """Weights, complete state and the list of logged steps equal those of the undisturbed run."""
+        mine, reference = (place / "runs" / CONFIG["name"] for place in (self.folder, self.reference.folder))
+        name = f"{stage}.safetensors"
+        is_same = (mine / name).read_bytes() == (reference / name).read_bytes()
+        is_same = is_same and _final_state(mine, stage) == _final_state(reference, stage)
+        if not is_same:
+            self._fail(stage, "the final weights differ from the undisturbed run")
+        self.tally.identical[stage] += is_same
+        steps = [
+            entry["step"]
+            for entry in map(json.loads, (mine / "metrics.jsonl").read_text().splitlines())
+            if entry["stage"] == stage and f"{stage}_gradient_norm" in entry
+        ]
+        if steps != list(range(1, NUM_STEPS + 1)):
+            self._fail(stage, f"metrics.jsonl holds the steps {steps}")
+
+    def _fail(self, stage: str, text: str) -> None:
+        self.tally.failures.append(f"{self.folder.name}, stage {stage}: {text}")
+
+
+def _is_training(command: Command, stage: str) -> bool:
+    return re.search(rf"{stage}: +\d+%", command.said) is not None  # the progress bar of the training loop
+
+
+def _until(condition: Any, pause: float) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise UserError("a run neither trained nor ended: see its log")
+        time.sleep(pause)
+
+
+def _whole_checkpoints(folder: Path, stage: str) -> list[int]:
+    """Return the steps of the checkpoints whose content has the hash in their name."""
+    steps = []
+    for path in folder.glob(f"{stage}_step_*.pt"):
+        *_, step, digest = path.stem.split("_")
+        if hashlib.sha256(path.read_bytes()).hexdigest().startswith(digest):
+            steps.append(int(step))
+    return sorted(steps)
+
+
+def _final_state(run_folder: Path, stage: str) -> str:
+    """Return a hash of everything in the last checkpoint but the settings, which may differ in free keys."""
+    import torch
+
+    path = max((run_folder / "checkpoints").glob(f"{stage}_step_{NUM_STEPS:08d}_*.pt"))
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    del state["settings"]
+    digest = hashlib.sha256()
+
+    def feed(value: Any) -> None:
+        if isinstance(value, dict):
+            for name, entry in value.items():
+                digest.update(repr(name).encode())
+                feed(entry)
+        elif isinstance(value, list | tuple):
+            for entry in value:
+                feed(entry)
+        elif isinstance(value, torch.Tensor):
+            digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(repr(value).encode())
+
+    feed(state)
+    return digest.hexdigest()
+
+
+def _write_config(folder: Path) -> None:
+    import yaml
+
+    (folder / "campaign.yaml").write_text(yaml.safe_dump(CONFIG))
+
+
+def campaign(folder: Path, num_kills: int, seed: int, jobs: int, on_kill: Callable[[], Any]) -> Tally:
+    """Make the undisturbed run, then disturbed ones until `num_kills` commands were killed."""
+    start, tally = WarmStart(), Tally()
+    began = time.monotonic()
+    reference = Reference(folder / "undisturbed", start)
+
+    def disturb(number: int, kills: dict[str, int]) -> None:
+        rng = random.Random(f"{seed}/{number}")
+        disturbed = DisturbedRun(folder / f"run_{number:03d}", reference, start, tally, rng)
+        for stage in SCRIPTS:
+            disturbed.stage(stage, rng.choices(MOMENTS, k=kills[stage]), number % 2, on_kill)
+
+    numbers = itertools.count()
+    with ThreadPoolExecutor(jobs) as pool:
+        while (missing := num_kills - tally.num_kills) > 0:
+            waiting = [pool.submit(disturb, next(numbers), kills) for kills in _shares(missing)]
+            for future in waiting:
+                future.result()
+    tally.seconds = time.monotonic() - began
+    return tally
+
+
+def _shares(kills: int) -> list[dict[str, int]]:
+    """Divide kills into runs of at most `KILLS_PER_STAGE` in each stage."""
+    shares = []
+    while kills > 0:
+        first = min(KILLS_PER_STAGE, -(-kills // 2))
+        second = min(KILLS_PER_STAGE, kills - first)
+        shares.append({"autoencoder": first, "ldm": second})
+        kills -= first + second
+    return shares
+
+
+def document(tally: Tally, command: str) -> str:
+    """Return the campaign's result as Markdown."""
+    lines = [
+        "# Fault campaign",
+        "",
+        f"Written by `{command}`.",
+        "",
+        "Short runs of both stages are ended by SIGKILL at random moments and started again by the same command until",
+        "they finish. Every second run reads its volumes in a worker process.",
+        "",
+        "| stage | " + " | ".join(f"killed {moment}" for moment in (START, RUNNING, SAVING)) + " | of these with a "
+        "half-written checkpoint | resumed from a checkpoint | runs finished bit-identical |",
+        "|---|" + "---:|" * 6,
+    ]
+    for stage in SCRIPTS:
+        kills = " | ".join(str(tally.kills[stage, moment]) for moment in (START, RUNNING, SAVING))
+        rest = f"{tally.interrupted_saves[stage]} | {tally.resumed[stage]} | {tally.identical[stage]}"
+        lines.append(f"| {stage} | {kills} | {rest} |")
+    lines += [
+        "",
+        f"{tally.num_kills} kills in {tally.seconds / 60:.1f} minutes on {len(os.sched_getaffinity(0))} cores "
+        f"({platform.machine()}); failures: {len(tally.failures)}.",
+        "",
+        "After every kill the checkpoints on the disk are hashed: none under a final name may be damaged, none that",
+        "was there may be missing, and the next start must go on from the newest. A finished run must equal the",
+        "undisturbed one bit for bit: exported weights; networks, optimizers and averages in the last checkpoint; and",
+        "each step once in `metrics.jsonl`. Commands start as forks of a process that has done the imports, so that",
+        "the kills hit runs.",
+    ]
+    lines += ["", *(f"- {failure}" for failure in tally.failures)] if tally.failures else []
+    return "\n".join(lines) + "\n"
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the campaign; 1 when anything was lost, and then the folder of the runs stays."""
+    from tqdm import tqdm
+
+    jobs = options.jobs or len(os.sched_getaffinity(0))
+    folder = Path(tempfile.mkdtemp(prefix="fault_campaign_"))
+    log.info("runs and their logs: %s", folder)
+    with tqdm(total=options.kills, desc="kills", unit="kill", dynamic_ncols=True) as bar:
+        tally = campaign(folder, options.kills, options.seed, jobs, bar.update)
+    text = document(tally, f"python scripts/fault_campaign.py --kills {options.kills}")
+    print(text)
+    if options.write:
+        Path(options.write).write_text(text, encoding="utf-8")
+    if tally.failures:
+        return 1
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    arguments = parser(
+        "Kill short runs of both stages at random moments and check that nothing is lost.",
+        ["python scripts/fault_campaign.py --kills 100 --write docs/fault_campaign.md"],
+    )
+    arguments.add_argument("--kills", type=int, default=100, help="commands to kill (100)")
+    arguments.add_argument("--seed", type=int, default=0, help="of the random moments")
+    arguments.add_argument("--jobs", type=int, default=0, help="runs at a time; 0: as many as there are cores")
+    arguments.add_argument("--write", metavar="FILE", help="also write the result there, as Markdown")
+    sys.exit(run(main, arguments.parse_args()))
