@@ -44,13 +44,20 @@ def test_every_problem_of_every_file_is_in_one_report(make_volume: Make, tmp_pat
 
 
 def test_window_scaling_allows_flat_volumes_inside_and_refuses_all_outside(make_volume: Make, tmp_path: Path) -> None:
-    make_volume("flat.nii.gz", np.full((1, 12, 10, 8), 7, np.float32))
+    for name in ("flat.nii.gz", "level.nii.gz"):
+        make_volume(name, np.full((1, 12, 10, 8), 7, np.float32))
     source = str(tmp_path / "volumes")
     inside = {"mode": "window", "lower": 0.0, "upper": 10.0}
     prepare_volumes(build_settings(source=source, intensity=inside), seed=0, in_channels=1)
     outside = {"mode": "window", "lower": 10.0, "upper": 20.0}
     with pytest.raises(DataError, match="intensities 7 to 7 lie outside the window 10 to 20"):
         prepare_volumes(build_settings(source=source, intensity=outside), seed=0, in_channels=1)
+
+
+def test_one_volume_alone_is_refused(make_volume: Make, tmp_path: Path) -> None:
+    make_volume("alone.nii.gz", random_voxels(0))
+    with pytest.raises(DataError, match="has 1 volume; at least two are needed"):
+        prepare_volumes(build_settings(source=str(tmp_path / "volumes")), seed=0, in_channels=1)
 
 
 def test_spacing_needs_files_that_carry_one(tmp_path: Path) -> None:
