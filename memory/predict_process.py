@@ -16,14 +16,14 @@ def main() -> None:
     logging.disable(logging.WARNING)
 
     from memory.predicted_step import predict_step
-    from settings import Settings
+    from settings import Settings, UserError
 
     for line in sys.stdin:
         question = json.loads(line)
         try:
             settings = Settings.model_validate(question["settings"])
             answer = predict_step(settings, question["stage"]).to_json()
-        except (RuntimeError, ValueError, AssertionError, TypeError, NotImplementedError) as error:
+        except (UserError, RuntimeError, ValueError, AssertionError, TypeError) as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
 

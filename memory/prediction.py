@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -101,6 +103,9 @@ class Predictor:
 
     def __init__(self, workers: int = 1) -> None:
         self._threads = ThreadPoolExecutor(workers)
+        self._resources = ExitStack()
+        # The warnings of a prediction are none of the training's.
+        self._complaints = self._resources.enter_context(tempfile.TemporaryFile("w+"))
         self._idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
         self._processes = [self._start() for _ in range(workers)]
         for process in self._processes:
@@ -118,6 +123,7 @@ class Predictor:
         for process in self._processes:
             process.kill()
             process.communicate()
+        self._resources.close()
 
     def submit(self, settings: Settings, stage: Stage) -> Future[Prediction]:
         """Ask for a prediction and return at once."""
@@ -136,19 +142,24 @@ class Predictor:
             answer = ""
         self._idle.put(process)
         if not answer:
-            raise PredictionError(f"the predicting process ended with code {process.wait()}")
+            raise PredictionError(f"the predicting process ended with code {process.wait()}; {self._last_words()}")
         values = json.loads(answer)
         if "error" in values:
             raise PredictionError(values["error"])
         return Prediction.from_json(values)
 
-    @staticmethod
-    def _start() -> subprocess.Popen[str]:
+    def _last_words(self) -> str:
+        self._complaints.seek(0)
+        lines = self._complaints.read().strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def _start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "memory.predict_process"],
             cwd=Path(__file__).resolve().parent.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._complaints,
             text=True,
         )
 

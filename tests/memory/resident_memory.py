@@ -8,11 +8,12 @@ import psutil
 import torch
 
 from memory.predicted_step import build_step, fullest_step, predict_step
+from memory.prediction import Stage
 from memory.readings import reset_resident_peak, resident_peak_bytes
 from settings import Settings
 
 
-def main(overrides: dict, stage: str) -> None:
+def main(overrides: dict, stage: Stage) -> None:
     torch.set_num_threads(1)
     settings = Settings().with_overrides({"device.type": "cpu", "device.mixed_precision": False, **overrides})
     small = settings.with_overrides({"data.voxel_size": (16, 16, 16), "autoencoder.training.slab_rows": 0})
@@ -26,11 +27,11 @@ def main(overrides: dict, stage: str) -> None:
     print(json.dumps({"grown": grown, "predicted": predicted.peak_allocated_bytes, "margin": predicted.margin}))
 
 
-def run(settings: Settings, stage: str) -> None:
+def run(settings: Settings, stage: Stage) -> None:
     step = build_step(settings, stage)
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
     step([step.example_batch(training.batch_size)], fullest_step(settings, stage))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), sys.argv[2])
+    main(json.loads(sys.argv[1]), "ldm" if sys.argv[2] == "ldm" else "autoencoder")

@@ -58,7 +58,7 @@ def test_neighbours_merge_in_any_order_of_release():
 def test_random_trace_keeps_the_books_straight(expandable):
     rng = random.Random(0)
     allocator = CachingAllocator(expandable)
-    alive = []
+    alive: list[tuple] = []
     for _ in range(3000):
         if alive and rng.random() < 0.5:
             allocator.release(*alive.pop(rng.randrange(len(alive))))

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from memory import ladder as ladder_module
-from memory.ladder import config_with_reasons, next_same_mathematics_rung, walk
+from memory.ladder import Step, config_with_reasons, next_same_mathematics_rung, walk
 from memory.prediction import GIB, Prediction
 from memory.rungs import build_rungs, look_up
 from memory.text import describe_ladder
@@ -27,6 +27,11 @@ HEAVY = {
     f"{TRAINING}.discriminator.num_channels": 32,
     "device.mixed_precision": False,
 }
+
+
+def found(step: Step | None) -> Step:
+    assert step is not None
+    return step
 
 
 def heavy(**changes):
@@ -167,8 +172,8 @@ def _invented(monkeypatch):
 def test_walk_names_the_first_and_the_fastest_and_stops_before_changing_the_mathematics():
     progress = []
     ladder = walk(heavy(), "autoencoder", 6 * GIB, progress=lambda *values: progress.append(values))
-    assert ladder.first.rung.name == "checkpointing, 1 of 3 levels"
-    assert ladder.fastest.relative_flops == min(step.relative_flops for step in ladder.steps if step.fits)
+    assert found(ladder.first).rung.name == "checkpointing, 1 of 3 levels"
+    assert found(ladder.fastest).relative_flops == min(step.relative_flops for step in ladder.steps if step.fits)
     assert all(step.rung.same_mathematics for step in ladder.steps)
     assert [done for done, _, _ in progress] == list(range(1, len(ladder.steps) + 1))
 
@@ -176,10 +181,10 @@ def test_walk_names_the_first_and_the_fastest_and_stops_before_changing_the_math
 def test_recommended_rung_leaves_its_margin_when_one_does():
     # Checkpointing needs 5.5 GiB with the context, and 10 % of its 5 GiB as margin.
     tight, roomy = (walk(heavy(), "autoencoder", round(gib * GIB)) for gib in (5.8, 6.1))
-    assert tight.fastest.rung.name == roomy.fastest.rung.name == "checkpointing, 1 of 3 levels"
+    assert found(tight.fastest).rung.name == found(roomy.fastest).rung.name == "checkpointing, 1 of 3 levels"
     assert roomy.recommended == roomy.fastest
     assert tight.recommended != tight.fastest
-    assert tight.recommended.fits_with_margin(tight.budget_bytes)
+    assert found(tight.recommended).fits_with_margin(tight.budget_bytes)
 
 
 def test_walk_skips_thinner_slabs_when_thicker_ones_fit():
@@ -191,8 +196,8 @@ def test_walk_skips_thinner_slabs_when_thicker_ones_fit():
 
 def test_walk_changes_the_mathematics_only_when_nothing_else_fits():
     ladder = walk(heavy(), "autoencoder", round(1.3 * GIB))
-    assert ladder.first.rung.name == "mixed precision"
-    assert not ladder.recommended.rung.same_mathematics
+    assert found(ladder.first).rung.name == "mixed precision"
+    assert not found(ladder.recommended).rung.same_mathematics
 
 
 def test_budget_out_of_reach_says_the_smallest_and_what_holds_it():
@@ -222,7 +227,7 @@ def test_json_has_what_programs_need():
 def test_written_config_is_complete_and_carries_the_reasons():
     ladder = walk(heavy(), "autoencoder", 6 * GIB)
     text = config_with_reasons(ladder, "configs/heavy.yaml")
-    assert validate(yaml.safe_load(text)) == ladder.recommended.rung.settings
+    assert validate(yaml.safe_load(text)) == found(ladder.recommended).rung.settings
     head = [line for line in text.splitlines() if line.startswith("#")]
     assert any("configs/heavy.yaml changed to fit 6 GiB" in line for line in head)
     assert any(f"{TRAINING}.batch_size: 1, was 4 (same mathematics)" in line for line in head)

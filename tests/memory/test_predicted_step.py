@@ -141,9 +141,15 @@ def test_worker_process_answers_many_questions_and_says_what_went_wrong():
         first = predictor.predict(settings, "autoencoder")
         second = predictor.predict(make({f"{TRAINING}.batch_size": 2}), "autoencoder")
         with pytest.raises(PredictionError, match="unknown stage"):
-            predictor.predict(settings, "nonsense")
+            predictor.predict(settings, "nonsense")  # type: ignore[arg-type]
         third = predictor.predict(settings, "autoencoder")
     assert first.peak_allocated_bytes == third.peak_allocated_bytes < second.peak_allocated_bytes
+
+
+def test_worker_that_cannot_start_is_told_in_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with Predictor(workers=1) as predictor, pytest.raises(PredictionError, match="ended with code 1"):
+        predictor.predict(make({}), "autoencoder")
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_adopted_tensors_keep_their_category_and_gradients_get_theirs():
         layer.zero_grad(set_to_none=True)
 
     tracker = measure_peak(run)
-    sizes = {}
+    sizes: dict[str, int] = {}
     for record in tracker.allocations:
         sizes[record.category] = sizes.get(record.category, 0) + record.nbytes
     assert sizes["parameters"] == sizes["gradients"] == 440
