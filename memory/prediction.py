@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -103,9 +102,9 @@ class Predictor:
 
     def __init__(self, workers: int = 1) -> None:
         self._threads = ThreadPoolExecutor(workers)
-        self._resources = ExitStack()
         # The warnings of a prediction are none of the training's.
-        self._complaints = self._resources.enter_context(tempfile.TemporaryFile("w+"))
+        self._folder = tempfile.TemporaryDirectory()
+        self._complaints = Path(self._folder.name) / "stderr"
         self._idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
         self._processes = [self._start() for _ in range(workers)]
         for process in self._processes:
@@ -123,7 +122,7 @@ class Predictor:
         for process in self._processes:
             process.kill()
             process.communicate()
-        self._resources.close()
+        self._folder.cleanup()
 
     def submit(self, settings: Settings, stage: Stage) -> Future[Prediction]:
         """Ask for a prediction and return at once."""
@@ -149,19 +148,19 @@ class Predictor:
         return Prediction.from_json(values)
 
     def _last_words(self) -> str:
-        self._complaints.seek(0)
-        lines = self._complaints.read().strip().splitlines()
+        lines = self._complaints.read_text().strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 
     def _start(self) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "memory.predict_process"],
-            cwd=Path(__file__).resolve().parent.parent,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            text=True,
-        )
+        with self._complaints.open("a") as complaints:
+            return subprocess.Popen(
+                [sys.executable, "-m", "memory.predict_process"],
+                cwd=Path(__file__).resolve().parent.parent,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                text=True,
+            )
 
 
 def predict(settings: Settings, stage: Stage) -> Prediction:
