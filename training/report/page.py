@@ -61,7 +61,8 @@ def build_page(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def _page_data(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    sets, pictures = [], []
+    sets: list[dict[str, Any]] = []
+    pictures: list[str] = []
     for run in runs:
         for entry in run["viewer"]["sets"]:
             volumes = {

@@ -85,10 +85,10 @@ function drawChart(card, chart, options) {
     const anchor = x(tick) > box.right - 20 ? "end" : x(tick) < box.left + 12 ? "start" : "middle";
     make(svg, "text", { x: x(tick), y: height - 6, "text-anchor": anchor }, tick.toLocaleString("en"), SVG);
   }
-  for (const rule of chart.rules) {
+  for (const [number, rule] of chart.rules.entries()) {
     make(svg, "line", { class: "rule", x1: box.left, x2: box.right, y1: y(rule.value), y2: y(rule.value) }, null, SVG);
     const above = y(rule.value) - 5 > box.top + 6;
-    make(svg, "text", { class: "rule-label", x: box.right - 2, y: y(rule.value) + (above ? -5 : 14), "text-anchor": "end" }, `${rule.label} ${short(rule.value)}`, SVG);
+    make(svg, "text", { class: "rule-label", x: box.right - 2 - number * Math.min(190, (box.right - box.left) / chart.rules.length), y: y(rule.value) + (above ? -5 : 14), "text-anchor": "end" }, `${rule.label} ${short(rule.value)}`, SVG);
   }
   for (const line of chart.series) {
     if (options.smooth && line.points.length > 20) {

@@ -1,0 +1,116 @@
+"""Measure this project beside stock MONAI and a 3d_ldm-style loop: memory, time, quality, start-up, encoding."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from settings.command_line import parser, run
+
+ROOT = Path(__file__).resolve().parent.parent
+log = logging.getLogger("benchmark")
+PARTS = ("peaks", "steps", "quality", "encoding", "start")
+
+WHOLE: dict[str, Any] = {
+    "peak_grids": [(64, 64, 64), (128, 128, 64), (256, 256, 64), (256, 256, 128), (512, 512, 128)],
+    "step_grid": (96, 96, 32),
+    "step_rounds": 3,
+    "quality": {"num_steps": 120, "size": 32, "channels": (16, 32, 64), "batch_size": 2},
+    "encoding_rounds": 5,
+    "start_rounds": 3,
+}
+QUICK: dict[str, Any] = {
+    "peak_grids": [(64, 64, 64)],
+    "step_grid": (32, 32, 16),
+    "step_rounds": 1,
+    "quality": {"num_steps": 4, "size": 16, "channels": (8, 16), "batch_size": 1},
+    "encoding_rounds": 1,
+    "start_rounds": 1,
+}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    result = parser(
+        __doc__ or "",
+        [
+            "python scripts/benchmark.py --quick",
+            "python scripts/benchmark.py --docs",
+            "python scripts/benchmark.py --only steps --only start --json benchmark.json",
+        ],
+    )
+    result.add_argument("--quick", action="store_true", help="tiny sizes, to see that all of it works")
+    result.add_argument("--only", action="append", choices=PARTS, metavar="PART", help=f"one of {', '.join(PARTS)}")
+    result.add_argument("--json", metavar="FILE", help="default: benchmark.json in the output folder")
+    result.add_argument("--out", default="runs/benchmark", metavar="DIR", help="tables and plots (runs/benchmark)")
+    result.add_argument("--docs", action="store_true", help="also write docs/benchmarks.md and its pictures")
+    return result.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure part by part; write JSON after each, then tables and plots."""
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    path = Path(options.json) if options.json else out / "benchmark.json"
+    sizes = QUICK if options.quick else WHOLE
+    start = time.perf_counter()
+    results: dict[str, Any] = {"is_quick": options.quick, "machine": _machine()}
+    for part in options.only or PARTS:
+        results[part] = measure(part, sizes)
+        results["seconds"] = round(time.perf_counter() - start, 1)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+    from scripts.benchmarks.document import write_document
+
+    document = write_document(results, out)
+    print(document.read_text())
+    if options.docs:
+        log.info("%s", write_document(results, ROOT / "docs", ROOT / "docs" / "images"))
+    log.info("%s and %s, %.0f s", path, document, results["seconds"])
+    return 0
+
+
+def measure(part: str, sizes: dict[str, Any]) -> Any:
+    """Return the results of one part."""
+    from tqdm import tqdm
+
+    from scripts.benchmarks import peaks, quality, speed
+
+    with tqdm(desc=part, unit="", leave=False) as bar:
+
+        def progress(what: str) -> None:
+            bar.set_postfix_str(what)
+            bar.update(1)
+
+        if part == "peaks":
+            return peaks.measure_peaks(sizes["peak_grids"], progress)
+        if part == "steps":
+            return speed.step_times(sizes["step_grid"], sizes["step_rounds"], progress)
+        if part == "quality":
+            return quality.compare_quality(**sizes["quality"], progress=progress)
+        if part == "encoding":
+            return speed.encoding_rates(sizes["step_grid"], sizes["encoding_rounds"], progress)
+        return speed.start_up(sizes["start_rounds"], progress)
+
+
+def _machine() -> dict[str, Any]:
+    import platform
+
+    import torch
+
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, parse()))

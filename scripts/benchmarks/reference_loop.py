@@ -1,0 +1,62 @@
+"""A loop in the manner of MONAI's 3d_ldm tutorial, for comparison: stock networks, fp32, plain Adam, no accumulation.
+
+What it shares with the tutorial: L1, KL as a sum with a weight of 1e-7, MONAI's least-squares adversarial loss with its
+activation, the discriminator not frozen in the generator's step, no clipping. The perceptual term, which needs weights
+from the network, is left out of both sides of a comparison.
+"""
+
+from __future__ import annotations
+
+import torch
+from monai.losses.adversarial_loss import PatchAdversarialLoss
+from torch import Tensor
+from torch.nn import functional as F
+
+from models import StockAutoencoder, build_autoencoder, build_discriminator
+from settings import Settings
+
+ADVERSARIAL_WEIGHT = 0.01
+
+
+class ReferenceLoop:
+    """Two stock networks, two Adams, and the step that moves them."""
+
+    def __init__(self, settings: Settings, learning_rate: float, kl_weight: float, fused: bool | None = None) -> None:
+        torch.manual_seed(settings.seed)
+        stock = settings.with_overrides(
+            {"autoencoder.implementation": "monai", "autoencoder.training.use_gradient_checkpointing": False}
+        )
+        self.autoencoder: StockAutoencoder = build_autoencoder(stock.autoencoder)
+        for block in self.autoencoder.modules():
+            if hasattr(block, "use_flash_attention"):
+                block.use_flash_attention = False
+        self.discriminator = build_discriminator(settings.autoencoder)
+        self.kl_weight = kl_weight
+        self.generator_optimizer = torch.optim.Adam(self.autoencoder.parameters(), lr=learning_rate, fused=fused)
+        self.discriminator_optimizer = torch.optim.Adam(self.discriminator.parameters(), lr=learning_rate, fused=fused)
+        self.adversarial = PatchAdversarialLoss(criterion="least_squares")
+
+    def step(self, images: Tensor, is_adversarial: bool) -> float | None:
+        """Make one update and return the reconstruction loss; None under fake tensors, which hold no value."""
+        self.generator_optimizer.zero_grad(set_to_none=True)
+        reconstruction, mean, sigma = self.autoencoder(images)
+        reconstruction_loss = F.l1_loss(reconstruction, images)
+        variance = sigma.square()
+        kl = 0.5 * torch.sum(mean.square() + variance - torch.log(variance) - 1, dim=[1, 2, 3, 4])
+        loss = reconstruction_loss + self.kl_weight * kl.sum() / kl.shape[0]
+        if is_adversarial:
+            logits = self.discriminator(reconstruction.contiguous().float())[-1]
+            fooled = self.adversarial(logits, target_is_real=True, for_discriminator=False)
+            loss = loss + ADVERSARIAL_WEIGHT * fooled
+        loss.backward()
+        self.generator_optimizer.step()
+        if is_adversarial:
+            self.discriminator_optimizer.zero_grad(set_to_none=True)
+            fake = self.discriminator(reconstruction.contiguous().detach())[-1]
+            real = self.discriminator(images.contiguous().detach())[-1]
+            told = self.adversarial(fake, target_is_real=False, for_discriminator=True)
+            told = 0.5 * (told + self.adversarial(real, target_is_real=True, for_discriminator=True))
+            (ADVERSARIAL_WEIGHT * told).backward()
+            self.discriminator_optimizer.step()
+        is_fake = isinstance(reconstruction_loss, torch._subclasses.FakeTensor)
+        return None if is_fake else float(reconstruction_loss.detach())
