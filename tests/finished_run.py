@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 import yaml
 
 from settings import Settings, load_settings
-from tests.conftest import TINY
+from tests.conftest import ROOT, TINY
 
 
 def export_autoencoder(values: dict[str, Any], latent_gain: float = 1.0) -> None:
@@ -42,6 +44,19 @@ def train_ldm(config: Path, *overrides: str) -> int:
     from train_ldm import train
 
     return train(load_settings(config, overrides, stage="ldm"), is_dry_run=False)
+
+
+def run_here(script: str, *arguments: str | Path) -> int:
+    """Run a script of the project in this process and folder, without the time of imports; return its exit code."""
+    before = sys.argv
+    sys.argv = [script, *map(str, arguments)]
+    try:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.argv = before
+    return 0
 
 
 @functools.cache

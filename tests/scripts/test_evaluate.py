@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.finished_run import finished_run
+from tests.finished_run import finished_run, run_here
 
 
 def test_both_stages_are_measured_beside_an_untrained_unet(command, tmp_path, tmp_path_factory):
@@ -28,11 +28,11 @@ def test_both_stages_are_measured_beside_an_untrained_unet(command, tmp_path, tm
     assert f"MMD, trained / untrained: {values['mmd_ratio']:.3f}" in result.stdout
 
 
-def test_without_stage_two_only_reconstructions_are_measured(command, tmp_path, tmp_path_factory):
+def test_without_stage_two_only_reconstructions_are_measured(tmp_path, tmp_path_factory, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / "half"
     shutil.copytree(finished_run(tmp_path_factory), run)
     (run / "ldm.safetensors").unlink()
-    result = command("scripts/evaluate.py", "--run", run, "--json", "e.json")
-    assert result.returncode == 0, result.stderr
-    assert "only reconstructions are evaluated" in result.stderr
+    assert run_here("scripts/evaluate.py", "--run", run, "--json", "e.json") == 0
+    assert "only reconstructions are evaluated" in capsys.readouterr().err
     assert "samples" not in json.loads((tmp_path / "e.json").read_text())

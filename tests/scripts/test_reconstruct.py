@@ -6,7 +6,7 @@ import nibabel as nib
 import numpy as np
 
 from data.formats import write_nifti
-from tests.finished_run import finished_run
+from tests.finished_run import finished_run, run_here
 
 
 def test_volumes_come_back_on_their_own_grids(command, tmp_path, tmp_path_factory):
@@ -22,12 +22,12 @@ def test_volumes_come_back_on_their_own_grids(command, tmp_path, tmp_path_factor
         assert image.shape == shape
         np.testing.assert_allclose(image.affine, affine, atol=1e-5)
         assert f"out/{name}_reconstruction.nii.gz: PSNR" in result.stderr
-    single = command("scripts/reconstruct.py", "--run", run, "--input", "in/a.nii.gz", "--out", "single")
-    assert single.returncode == 0, single.stderr
+    volume, out = tmp_path / "in" / "a.nii.gz", tmp_path / "single"
+    assert run_here("scripts/reconstruct.py", "--run", run, "--input", volume, "--out", out) == 0
     assert (tmp_path / "single" / "a_reconstruction.nii.gz").is_file()
 
 
-def test_an_input_that_is_not_there_is_named(command, tmp_path_factory):
-    result = command("scripts/reconstruct.py", "--run", finished_run(tmp_path_factory), "--input", "gone", "--out", "o")
-    assert result.returncode == 2
-    assert "--input: there is no gone" in result.stderr
+def test_an_input_that_is_not_there_is_named(tmp_path_factory, capsys):
+    run = finished_run(tmp_path_factory)
+    assert run_here("scripts/reconstruct.py", "--run", run, "--input", "gone", "--out", "o") == 2
+    assert "--input: there is no gone" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from tests.finished_run import finished_run
+from tests.finished_run import finished_run, run_here
 
 
 @pytest.fixture
@@ -33,37 +33,35 @@ def test_samples_are_nifti_files_with_spacing_and_intensities_of_the_data(comman
     montage = np.asarray(Image.open(tmp_path / "drawn" / "montage_seed0.png"))
     assert montage.shape == (3 * 16 + 2 * 2, 3 * 16 + 2 * 2)
 
-    again = command("scripts/sample.py", "--run", run, "--num", "2", "--out", "again", "--quiet")
-    assert again.returncode == 0, again.stderr
-    assert again.stderr == ""
+    assert run_here("scripts/sample.py", "--run", run, "--num", "2", "--out", tmp_path / "again") == 0
     for path in sorted((tmp_path / "again").glob("*.nii.gz")):
         other = nib.load(tmp_path / "drawn" / path.name).get_fdata()
         np.testing.assert_allclose(nib.load(path).get_fdata(), other, atol=1e-5 * 1000)
 
 
-def test_unknown_class_missing_run_and_wrong_numbers_are_told_in_words(command, run, tmp_path):
-    result = command("scripts/sample.py", "--run", run, "--class", "tumour")
-    assert result.returncode == 2
-    assert "'tumour' is not a class of the run; allowed: healthy, lesion, ventricles" in result.stderr
-    result = command("scripts/sample.py", "--run", "runs/nowhere")
-    assert result.returncode == 2
-    assert "not the folder of a run" in result.stderr
-    result = command("scripts/sample.py", "--run", run, "--steps", "2000")
-    assert result.returncode == 2
-    assert "2000 is above num_train_timesteps (1000)" in result.stderr
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--class", "tumour"], "'tumour' is not a class of the run; allowed: healthy, lesion, ventricles"),
+        (["--run", "runs/nowhere"], "not the folder of a run"),
+        (["--steps", "2000"], "2000 is above num_train_timesteps (1000)"),
+        (["--num", "0"], "'0' is not a whole number of at least 1"),
+    ],
+)
+def test_wrong_arguments_are_told_in_words(run, arguments, text, capsys):
+    assert run_here("scripts/sample.py", "--run", run, *arguments) == 2
+    assert text in capsys.readouterr().err
 
 
-def test_a_run_without_stage_two_and_one_with_changed_settings_are_refused(command, run, tmp_path):
+def test_a_run_without_stage_two_and_one_with_changed_settings_are_refused(run, tmp_path, capsys):
     bare = tmp_path / "bare"
     bare.mkdir()
     values = yaml.safe_load((run / "config.yaml").read_text())
     (bare / "config.yaml").write_text(yaml.safe_dump(values))
-    result = command("scripts/sample.py", "--run", bare)
-    assert result.returncode == 2
-    assert "ldm.safetensors: there is no trained diffusion model; train stage 2" in result.stderr
+    assert run_here("scripts/sample.py", "--run", bare) == 2
+    assert "ldm.safetensors: there is no trained diffusion model; train stage 2" in capsys.readouterr().err
     values["ldm"]["scheduler"]["prediction"] = "v"
     (bare / "config.yaml").write_text(yaml.safe_dump(values))
     (bare / "ldm.safetensors").write_bytes((run / "ldm.safetensors").read_bytes())
-    result = command("scripts/sample.py", "--run", bare)
-    assert result.returncode == 2
-    assert 'ldm.scheduler.prediction: "epsilon" -> "v"' in result.stderr
+    assert run_here("scripts/sample.py", "--run", bare) == 2
+    assert 'ldm.scheduler.prediction: "epsilon" -> "v"' in capsys.readouterr().err
