@@ -21,6 +21,7 @@ import psutil
 import SimpleITK
 from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
+from nibabel.wrapstruct import WrapStructError
 
 from data.itk_headers import vet_metaimage, vet_nrrd
 from settings import DataError
@@ -50,6 +51,7 @@ READ_ERRORS: tuple[type[Exception], ...] = (
     zipfile.BadZipFile,
     ImageFileError,
     HeaderDataError,
+    WrapStructError,
     _UnsuitableError,
 )
 

@@ -44,7 +44,7 @@ class Process:
             return network
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         return DistributedDataParallel(
-            network, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
+            network, device_ids=device_ids, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
 
     def any(self, flag: bool) -> bool:
@@ -96,11 +96,11 @@ class Process:
         all_of_them: list[Any] = [None] * self.world_size
         dist.all_gather_object(all_of_them, mine, group=self.control)
         _, rank, text, exit_code = min(entry for entry in all_of_them if entry is not None)
-        if rank == self.rank and error is not None:
-            raise error
-        other = TrainingError(text)
-        other.exit_code = exit_code
-        raise other
+        if rank != self.rank or error is None:
+            error = TrainingError(text)
+            error.exit_code = exit_code
+        error.is_said_elsewhere = rank != self.rank
+        raise error
 
 
 def synchronised(network: nn.Module, is_last: bool) -> Any:
@@ -148,7 +148,8 @@ def processes(settings: DeviceSettings) -> Iterator[Process]:
         yield Process(device, rank, local_rank, world_size, control)
         is_clean = True
     except UserError as error:
-        error.is_said_elsewhere = not _is_first_to_say(store, str(error))
+        if error.is_said_elsewhere is None:
+            error.is_said_elsewhere = not _is_first_to_say(store, str(error))
         raise
     except RuntimeError as error:
         if not _is_lost_process(error):

@@ -34,6 +34,7 @@ class Guard:
         self._skipped_in_row = torch.zeros((), device=device, dtype=torch.int64)
         self._skipped_here = torch.zeros((), device=device, dtype=torch.bool)
         self._place = (NOWHERE, NOWHERE)
+        self._num_micro_batches = 0
         self.files_of: Callable[[int, int], Sequence[str]] = lambda step, micro_batch: ()
 
     def start(self, step: int) -> None:
@@ -44,10 +45,12 @@ class Guard:
     def check_terms(self, micro_batch: int, values: dict[str, Tensor]) -> None:
         """Look at the loss terms of one micro-batch."""
         self._place = (self._place[0], micro_batch)
+        self._num_micro_batches = max(self._num_micro_batches, micro_batch + 1)
         self._look(tuple(values), torch.stack([value.detach().float() for value in values.values()]))
 
     def check_gradient(self, network: str, norm: Tensor) -> None:
-        """Look at a network's gradient norm."""
+        """Look at a network's gradient norm, which belongs to no single micro-batch."""
+        self._place = (self._place[0], NOWHERE)
         if self.skips_overflows:
             self._skipped_here |= ~torch.isfinite(norm)
         else:
@@ -77,12 +80,14 @@ class Guard:
         error: TrainingError | None = None
         step, micro_batch, term = self._first.tolist()
         if self.blocked.item():
-            where = f"step {step + 1}: {self.terms[term]} is not finite"
-            if micro_batch != NOWHERE and (names := self.files_of(step, micro_batch)):
-                where += f" for {', '.join(map(printable, names))}"
+            suspects = range(self._num_micro_batches) if micro_batch == NOWHERE else [micro_batch]
+            names = dict.fromkeys(printable(name) for number in suspects for name in self.files_of(step, number))
+            among = " one of" if len(names) > 1 else ""
+            volumes = f" for{among} {', '.join(names)}" if names else ""
             error = TrainingError(
-                f"{where}; the weights were not moved and the last checkpoint is good; lower the learning rate, "
-                "look at that volume with scripts/check_data.py, or use bfloat16 or fp32 instead of float16"
+                f"step {step + 1}: {self.terms[term]} is not finite{volumes}; the weights were not moved and the last "
+                "checkpoint is good; lower the learning rate, look at the volumes with scripts/check_data.py, or use "
+                "bfloat16 or fp32 instead of float16"
             )
         elif self.skips_overflows and (skipped := int(self._skipped_in_row)) >= self.max_skipped_steps:
             error = TrainingError(

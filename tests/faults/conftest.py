@@ -1,0 +1,72 @@
+"""Commands that start in a fraction of a second, and an undisturbed run to compare with."""
+
+from __future__ import annotations
+
+import copy
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts.warm_start import Command, WarmStart
+from tests.conftest import TINY
+
+NUM_STEPS = 8
+
+
+@pytest.fixture(scope="session")
+def warm() -> WarmStart:
+    return WarmStart()
+
+
+def values() -> dict[str, Any]:
+    """The tiny config with a save every second step, and one update of both stages made of two micro-batches."""
+    result = copy.deepcopy(TINY)
+    mechanics = {"max_steps": NUM_STEPS, "save_every": 2, "log_every": 1, "validate_every": 4, "ema_decay": 0.9}
+    result["autoencoder"]["training"] |= mechanics
+    result["ldm"]["training"] |= mechanics | {"gradient_accumulation_steps": 2, "batch_size": 1}
+    return result
+
+
+@pytest.fixture
+def start(warm: WarmStart, tmp_path: Path) -> Callable[..., Command]:
+    """Start a stage in the test's folder, with overrides and environment."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values()))
+
+    def begin(stage: str, *overrides: str, said: str = "said.log", **environment: str) -> Command:
+        script = {"autoencoder": "train_autoencoder.py", "ldm": "train_ldm.py"}[stage]
+        return warm(tmp_path, script, "--config", "tiny.yaml", *overrides, said=tmp_path / said, **environment)
+
+    return begin
+
+
+@pytest.fixture
+def start_two(start: Callable[..., Command]) -> Callable[..., list[Command]]:
+    """Start a stage as two processes that train together, as srun would; each accumulates one micro-batch."""
+
+    def begin(stage: str, *overrides: str) -> list[Command]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        together = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        single = f"{stage}.training.gradient_accumulation_steps=1"
+        return [
+            start(stage, single, *overrides, said=f"said_{rank}.log", RANK=str(rank), LOCAL_RANK=str(rank), **together)
+            for rank in range(2)
+        ]
+
+    return begin
+
+
+@pytest.fixture(scope="session")
+def undisturbed(warm: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of both stages that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(values()))
+    for script in ("train_autoencoder.py", "train_ldm.py"):
+        command = warm(folder, script, "--config", "tiny.yaml", said=folder / "said.log")
+        assert command.wait() == 0, command.said
+    return folder

@@ -1,0 +1,36 @@
+"""What tests look at in a run's folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from scripts.warm_start import Command
+
+
+def losses(folder: Path, stage: str, name: str) -> list[float]:
+    """Return a logged metric, one entry a step."""
+    lines = map(json.loads, (folder / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if line["stage"] == stage and name in line]
+
+
+def num_lines(folder: Path) -> int:
+    """Return how many lines of metrics there are by now."""
+    metrics = folder / "runs" / "tiny" / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def wait_for(condition: Callable[[], bool], *commands: Command, seconds: float = 120) -> None:
+    """Wait until something is so, while none of the commands has ended."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, [command.said for command in commands]
+        assert all(command.exit_code is None for command in commands), [command.said for command in commands]
+        time.sleep(0.002)
+
+
+def checkpoints(folder: Path, stage: str) -> list[Path]:
+    """Return the checkpoints of a stage, oldest first."""
+    return sorted((folder / "runs" / "tiny" / "checkpoints").glob(f"{stage}_step_*.pt"))

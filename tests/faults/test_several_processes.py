@@ -1,0 +1,141 @@
+"""Processes that train together also stop together, and a run goes on with another number of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.faults.conftest import NUM_STEPS
+from tests.faults.runs import checkpoints, losses, num_lines, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+TERM = {"autoencoder": "reconstruction", "ldm": "diffusion"}
+
+
+def adopt_stage_one(undisturbed: Path, folder: Path) -> None:
+    """Give stage 2 the autoencoder of the undisturbed run."""
+    run = folder / "runs" / "tiny"
+    run.mkdir(parents=True)
+    (run / "autoencoder.safetensors").write_bytes(
+        (undisturbed / "runs" / "tiny" / "autoencoder.safetensors").read_bytes()
+    )
+
+
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+def test_killed_process_ends_the_other_and_one_process_goes_on_with_the_same_losses(
+    start, start_two, undisturbed, tmp_path, stage
+):
+    if stage == "ldm":
+        adopt_stage_one(undisturbed, tmp_path)
+    first, second = start_two(stage)
+    wait_for(lambda: num_lines(tmp_path) >= 4, first, second)
+    killed = time.monotonic()
+    second.send(signal.SIGKILL)
+    assert first.wait(60) == 2, first.said
+    assert time.monotonic() - killed < 60
+    assert "another process of this run ended" in first.said
+    assert "the last checkpoint is good" in first.said
+    assert "Traceback" not in first.said
+
+    alone = start(stage)
+    assert alone.wait() == 0, alone.said
+    assert f"resuming {stage} after step" in alone.said
+    assert f"{stage}.training.gradient_accumulation_steps: 1 -> 2" in alone.said
+    expected = losses(undisturbed, stage, TERM[stage])
+    assert len(expected) == NUM_STEPS
+    torch.testing.assert_close(losses(tmp_path, stage, TERM[stage]), expected, rtol=1e-5, atol=0)
+    for name in [name for name in ("val_psnr", "val_diffusion") if losses(undisturbed, stage, name)]:
+        torch.testing.assert_close(
+            losses(tmp_path, stage, name)[-1], losses(undisturbed, stage, name)[-1], rtol=1e-4, atol=0
+        )
+
+
+def test_another_effective_batch_is_refused_once_by_all(start_two, start, tmp_path):
+    alone = start("autoencoder", "autoencoder.training.max_steps=2")
+    assert alone.wait() == 0, alone.said
+    commands = start_two("autoencoder", "autoencoder.training.batch_size=2")
+    assert [command.wait(60) for command in commands] == [2, 2]
+    said = commands[0].said + commands[1].said
+    assert said.count("volumes per update (batch_size x gradient_accumulation_steps x processes): 2 -> 4") == 1
+    assert "Traceback" not in said
+
+
+def test_signal_to_one_process_stops_both_after_the_same_step(start_two, tmp_path):
+    commands = start_two("autoencoder", "autoencoder.training.max_steps=500")
+    wait_for(lambda: num_lines(tmp_path) >= 3, *commands)
+    commands[1].send(signal.SIGUSR1)
+    assert [command.wait(60) for command in commands] == [130, 130], commands[0].said
+    saved = int(checkpoints(tmp_path, "autoencoder")[-1].name.split("_")[2])
+    assert all(f"stopped after step {saved};" in command.said for command in commands)
+
+
+def test_file_that_one_process_cannot_read_is_told_once_and_ends_both(start_two, tmp_path, undisturbed):
+    source = tmp_path / "volumes"
+    phantoms = sorted((undisturbed / "runs" / "phantoms").rglob("*.nii.gz"))
+    source.mkdir()
+    for number, path in enumerate(phantoms):
+        (source / f"case_{number}.nii.gz").write_bytes(path.read_bytes())
+    commands = start_two(
+        "autoencoder", f"data.source={source}", "data.cache_rate=0", "autoencoder.training.max_steps=500"
+    )
+    wait_for(lambda: num_lines(tmp_path) >= 3, *commands)
+    for path in source.iterdir():
+        path.write_bytes(b"")
+    assert [command.wait(60) for command in commands] == [2, 2]
+    said = commands[0].said + commands[1].said
+    assert "case_" in said
+    assert "Traceback" not in said
+    assert checkpoints(tmp_path, "autoencoder")
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "WORLD_SIZE"])
+def test_wrong_environment_is_told(start, missing):
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}
+    command = start("autoencoder", **environment | {missing: ""})
+    assert command.wait(60) == 2, command.said
+    assert "start" in command.said
+    assert "torchrun" in command.said
+    assert "Traceback" not in command.said
+
+
+def test_torchrun_restarts_after_a_killed_process_and_finishes_the_run(undisturbed, tmp_path):
+    (tmp_path / "tiny.yaml").write_text((undisturbed / "tiny.yaml").read_text())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    script = [str(ROOT / "train_autoencoder.py"), "--config", "tiny.yaml"]
+    single = "autoencoder.training.gradient_accumulation_steps=1"
+    with (tmp_path / "said.log").open("w") as said:
+        agent = subprocess.Popen(
+            [*torchrun, *script, single],
+            cwd=tmp_path,
+            stderr=said,
+            stdout=said,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    deadline = time.monotonic() + 180
+    while num_lines(tmp_path) < 4 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    ranks = {process.environ().get("RANK"): process for process in psutil.Process(agent.pid).children()}
+    ranks["1"].kill()
+    assert agent.wait(240) == 0, (tmp_path / "said.log").read_text()
+    text = (tmp_path / "said.log").read_text()
+    assert "another process of this run ended" in text
+    assert "resuming autoencoder after step" in text
+    mine, expected = (
+        load_file(place / "runs" / "tiny" / "autoencoder.safetensors") for place in (tmp_path, undisturbed)
+    )
+    torch.testing.assert_close(mine, expected, rtol=1e-2, atol=1e-4)  # Adam turns rounding into steps
+    torch.testing.assert_close(
+        losses(tmp_path, "autoencoder", "reconstruction"),
+        losses(undisturbed, "autoencoder", "reconstruction"),
+        rtol=1e-5,
+        atol=0,
+    )
