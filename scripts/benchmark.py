@@ -19,10 +19,10 @@ log = logging.getLogger("benchmark")
 PARTS = ("peaks", "steps", "quality", "encoding", "start")
 
 WHOLE: dict[str, Any] = {
-    "peak_grids": [(64, 64, 64), (128, 128, 64), (256, 256, 64), (256, 256, 128), (512, 512, 128)],
+    "peak_grids": [(64, 64, 64), (128, 128, 64), (256, 256, 64), (512, 512, 128)],
     "step_grid": (96, 96, 32),
     "step_rounds": 3,
-    "quality": {"num_steps": 120, "size": 32, "channels": (16, 32, 64), "batch_size": 2},
+    "quality": {"num_steps": 100, "size": 32, "channels": (16, 32, 64), "batch_size": 2},
     "encoding_rounds": 5,
     "start_rounds": 3,
 }

@@ -42,8 +42,8 @@ CATALOGUE = (
         "a map of 8,192^2 positions is the cost of attention",
         (Point("stock blocks with SDPA", AMP), Point("lean blocks", {**AMP, **LEAN})),
         "Always; it is the default. Attention runs through `scaled_dot_product_attention`, whose memory is linear in "
-        "the positions, so the map never exists. Norm and SiLU are one function that saves its input only. Weights move "
-        "between both implementations untouched.",
+        "the positions, so the map never exists. Norm and SiLU are one function that saves its input only. Weights "
+        "move between both implementations untouched.",
     ),
     Technique(
         "Gradient checkpointing",
@@ -120,7 +120,7 @@ CATALOGUE = (
     Technique(
         "Fewer channels",
         "`autoencoder.num_channels`, `autoencoder.num_res_blocks`",
-        "30 to 50 % less from [32, 64, 64] to [16, 32, 64]; 90 % of the parameters less from [32, 64, 128] to [16, 32, 32]",
+        "30 to 50 % less from [32, 64, 64] to [16, 32, 64]; 90 % fewer parameters from [32, 64, 128] to [16, 32, 32]",
         (
             Point("[32, 64, 64]", {**AMP, **LEAN}),
             Point("[16, 32, 64]", {**AMP, **LEAN, **FEWER_CHANNELS}),
