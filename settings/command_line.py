@@ -52,6 +52,23 @@ def add_training(target: argparse.ArgumentParser) -> None:
     )
 
 
+def at_least(smallest: float) -> Callable[[str], float]:
+    """Return the reader of an argument that is a number of at least `smallest`, whole when `smallest` is."""
+    kind = type(smallest)
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not smallest <= value < float("inf"):
+            name = "whole number" if kind is int else "number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {name} of at least {smallest:g}")
+        return value
+
+    return read
+
+
 def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
     """Run a command and return its exit code; users' errors become text on standard error.
 

@@ -151,10 +151,6 @@ def _memory_knobs(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]
     if training.slab_rows == 1:
         found = "1 row is less than a slab and its halo need"
         yield Problem(f"{where}.slab_rows", found, "allowed: 0, or 2 and more", "set 8"), ()
-    if training.slab_rows % 2 and training.slab_rows > 1:
-        found = f"{training.slab_rows} rows cannot be halved by the downsampling"
-        remedy = f"set {training.slab_rows + 1}"
-        yield Problem(f"{where}.slab_rows", found, "allowed: even numbers", remedy), ()
     if autoencoder.implementation == "monai":
         yield from _only_lean(training)
 

@@ -72,11 +72,12 @@ def test_generator_pass_leaves_no_gradient_on_the_discriminator(tiny_values):
 
 def test_discriminator_joins_at_its_start_step(tiny_values):
     step = make_step(tiny_values, adversarial_start_step=2)
-    before = copy.deepcopy(step.discriminator.state_dict())
+    discriminator = step.networks["discriminator"]
+    before = copy.deepcopy(discriminator.state_dict())
     assert "adversarial" not in step(make_batches(step, 2), 1)
-    torch.testing.assert_close(step.discriminator.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(discriminator.state_dict(), before, rtol=0, atol=0)
     assert {"adversarial", "discriminator_real", "discriminator_fake"} <= step(make_batches(step, 2), 2).keys()
-    assert any((step.discriminator.state_dict()[name] != before[name]).any() for name in before)
+    assert any((discriminator.state_dict()[name] != before[name]).any() for name in before)
 
 
 def test_no_adversarial_weight_means_no_discriminator(tiny_values):
@@ -153,6 +154,7 @@ def test_every_trained_parameter_sits_in_exactly_one_optimizer(tiny_values):
     wanted = [id(p) for network in step.networks.values() for p in network.parameters() if p.requires_grad]
     held = [id(p) for updater in step.updaters.values() for p in updater.parameters]
     assert sorted(held) == sorted(wanted)
+    assert step.perceptual is not None
     assert not any(p.requires_grad for p in step.perceptual.parameters())
 
 

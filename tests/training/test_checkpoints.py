@@ -22,13 +22,19 @@ def saved(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
     return found
 
 
+def newest(found: Checkpoints) -> Path:
+    path = found.newest()
+    assert path is not None
+    return path
+
+
 def test_the_newest_are_kept_and_read_back(tmp_path):
     found = saved(tmp_path, 1, 2, 3)
     assert [path.name[:25] for path in sorted(tmp_path.iterdir())] == [
         "autoencoder_step_00000002",
         "autoencoder_step_00000003",
     ]
-    state = found.read(found.newest())
+    state = found.read(newest(found))
     assert (state["step"], state["stage"]) == (3, "autoencoder")
     torch.testing.assert_close(state["weight"], torch.full((4,), 3.0))
 
@@ -47,24 +53,24 @@ def test_stages_do_not_see_each_other(tmp_path):
 @pytest.mark.parametrize("damage", ["truncate", "flip"])
 def test_a_damaged_newest_is_named_set_aside_and_the_one_before_is_used(tmp_path, caplog, damage):
     found = saved(tmp_path, 1, 2)
-    newest = found.newest()
-    content = bytearray(newest.read_bytes())
+    damaged = newest(found)
+    content = bytearray(damaged.read_bytes())
     if damage == "flip":
         content[len(content) // 2] ^= 1
-    newest.write_bytes(content if damage == "flip" else content[: len(content) // 2])
-    path = found.newest()
+    damaged.write_bytes(content if damage == "flip" else content[: len(content) // 2])
+    path = newest(found)
     assert found.read(path)["step"] == 1
-    assert newest.name in caplog.text
-    assert newest.with_suffix(".damaged").exists()
+    assert damaged.name in caplog.text
+    assert damaged.with_suffix(".damaged").exists()
     found.save(3, {})
     assert path.exists(), "a damaged file must not push out a good one"
 
 
 def test_only_damaged_checkpoints_are_an_error(tmp_path):
     found = saved(tmp_path, 1)
-    found.newest().write_bytes(b"")
+    newest(found).write_bytes(b"")
     with pytest.raises(CheckpointError, match="every checkpoint of stage autoencoder is damaged"):
-        found.newest()
+        newest(found)
 
 
 def test_an_interrupted_save_leaves_nothing_that_looks_like_a_checkpoint(tmp_path, monkeypatch):
@@ -77,7 +83,7 @@ def test_an_interrupted_save_leaves_nothing_that_looks_like_a_checkpoint(tmp_pat
     with pytest.raises(KeyboardInterrupt):
         found.save(2, {})
     monkeypatch.undo()
-    assert found.read(found.newest())["step"] == 1
+    assert found.read(newest(found))["step"] == 1
     found.save(3, {})
     assert not list(tmp_path.glob(".*"))
 
@@ -92,5 +98,5 @@ def test_a_full_disk_is_told_in_words_and_the_last_checkpoint_stays(tmp_path, mo
     monkeypatch.setattr(module.io, "FileIO", FullDisk)
     with pytest.raises(TrainingError, match=r"step 2 could not be written \(the disk is full\)"):
         found.save(2, {"weight": torch.zeros(4)})
-    assert found.read(found.newest())["step"] == 1
+    assert found.read(newest(found))["step"] == 1
     assert len(list(tmp_path.iterdir())) == 1
