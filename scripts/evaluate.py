@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from settings import DataError
-from settings.command_line import parser, run
+from settings.command_line import at_least, parser, run
 
 log = logging.getLogger("evaluate")
 
@@ -25,7 +25,13 @@ def main(options: argparse.Namespace) -> int:
 
     from data import prepare_volumes
     from training.encoding import stage_two_data
-    from training.evaluation import draw_samples, evaluate_reconstructions, evaluate_samples, load_reference
+    from training.evaluation import (
+        draw_samples,
+        evaluate_reconstructions,
+        evaluate_samples,
+        load_reference,
+        reconstruction_discrepancy,
+    )
     from training.evaluation_fid import load_features
     from training.trained_run import TrainedRun
 
@@ -49,6 +55,9 @@ def main(options: argparse.Namespace) -> int:
         reference = load_reference(volumes.train, volumes.val, data)
         drawn = (settings, frame.latent_scale, options.seed, options.num, options.batch_size)
         results["samples"] = evaluate_samples(draw_samples(network, whole, *drawn), reference, features)
+        if len(volumes.train) > 1:
+            allowed = reconstruction_discrepancy(whole, volumes.train, data, reference, options.num)
+            results["reconstruction"]["mmd"] = allowed
         if options.untrained_baseline:
             torch.manual_seed(settings.seed)
             samples = draw_samples(finished.untrained_unet(), whole, *drawn)
@@ -75,6 +84,8 @@ def _table(results: dict[str, Any]) -> str:
                 "",
                 *_sample_lines("samples" if name == "samples" else "samples of an untrained U-Net", results[name]),
             ]
+    if "mmd" in results["reconstruction"]:
+        lines += ["", f"MMD of reconstructed training volumes: {results['reconstruction']['mmd']:.4f}"]
     if "mmd_ratio" in results:
         lines.append(f"MMD, trained / untrained: {results['mmd_ratio']:.3f}")
     return "\n".join(lines)
@@ -98,13 +109,6 @@ def _sample_lines(title: str, values: dict[str, Any]) -> list[str]:
     return lines
 
 
-def at_least_two(text: str) -> int:
-    """Return a whole number from the command line; argparse turns the error into words."""
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 2")
-    return int(text)
-
-
 if __name__ == "__main__":
     arguments = parser(
         __doc__,
@@ -115,10 +119,10 @@ if __name__ == "__main__":
     )
     arguments.add_argument("--run", required=True, metavar="DIR", help="the folder of a finished run")
     arguments.add_argument("--json", metavar="FILE", help="also write all numbers there")
-    arguments.add_argument("--num", type=at_least_two, default=16, help="samples drawn (default 16)")
-    arguments.add_argument("--steps", type=int, help="steps from noise to latent (default: as in the config)")
-    arguments.add_argument("--seed", type=int, default=0, help="decides the samples (default 0)")
-    arguments.add_argument("--batch-size", type=int, default=4, help="samples drawn at once; changes no sample")
+    arguments.add_argument("--num", type=at_least(2), default=16, help="samples drawn (default 16)")
+    arguments.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as in the config)")
+    arguments.add_argument("--seed", type=at_least(0), default=0, help="decides the samples (default 0)")
+    arguments.add_argument("--batch-size", type=at_least(1), default=4, help="samples drawn at once; changes no sample")
     arguments.add_argument(
         "--untrained-baseline", action="store_true", help="also measure an untrained U-Net's samples"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from settings import DataError
-from settings.command_line import parser, run
+from settings.command_line import at_least, parser, run
 
 log = logging.getLogger("reconstruct")
 
@@ -53,5 +53,7 @@ if __name__ == "__main__":
     arguments.add_argument("--run", required=True, metavar="DIR", help="the folder of a run with a trained autoencoder")
     arguments.add_argument("--input", required=True, metavar="PATH", help="a volume, or a folder of volumes")
     arguments.add_argument("--out", required=True, metavar="DIR", help="where the reconstructions go")
-    arguments.add_argument("--budget-gb", type=float, help="work in slabs above this (default: the free memory)")
+    arguments.add_argument(
+        "--budget-gb", type=at_least(0.0), help="work in slabs above this (default: the free memory)"
+    )
     sys.exit(run(main, arguments.parse_args()))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from settings.command_line import parser, run
+from settings.command_line import at_least, parser, run
 
 log = logging.getLogger("sample")
 
@@ -61,13 +61,6 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def at_least_one(text: str) -> int:
-    """Return a whole number from the command line; argparse turns the error into words."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
 if __name__ == "__main__":
     arguments = parser(
         __doc__,
@@ -77,14 +70,14 @@ if __name__ == "__main__":
         ],
     )
     arguments.add_argument("--run", required=True, metavar="DIR", help="the folder of a finished run")
-    arguments.add_argument("--num", type=at_least_one, default=8, help="how many volumes (default 8)")
-    arguments.add_argument("--steps", type=at_least_one, help="steps from noise to latent (default: as in the config)")
-    arguments.add_argument("--seed", type=int, default=0, help="decides the volumes (default 0)")
+    arguments.add_argument("--num", type=at_least(1), default=8, help="how many volumes (default 8)")
+    arguments.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as in the config)")
+    arguments.add_argument("--seed", type=at_least(0), default=0, help="decides the volumes (default 0)")
     arguments.add_argument("--class", dest="class_name", metavar="NAME", help="class of all volumes (default: in turn)")
-    arguments.add_argument("--guidance-scale", type=float, help="above 1: closer to the class")
+    arguments.add_argument("--guidance-scale", type=at_least(0.0), help="above 1: closer to the class")
+    arguments.add_argument("--batch-size", type=at_least(1), default=1, help="volumes drawn at once; changes no volume")
     arguments.add_argument(
-        "--batch-size", type=at_least_one, default=1, help="volumes drawn at once; changes no volume"
+        "--budget-gb", type=at_least(0.0), help="decode in slabs above this (default: the free memory)"
     )
-    arguments.add_argument("--budget-gb", type=float, help="decode in slabs above this (default: the free memory)")
     arguments.add_argument("--out", metavar="DIR", help="default: samples in the run folder")
     sys.exit(run(main, arguments.parse_args()))

@@ -75,6 +75,21 @@ def load_reference(train: Sequence[VolumeFile], val: Sequence[VolumeFile], data:
     )
 
 
+def reconstruction_discrepancy(
+    whole: WholeVolumes, train: Sequence[VolumeFile], data: DataSettings, reference: Reference, num: int
+) -> float:
+    """Return the MMD between reconstructed training volumes, at most `num`, and held-out volumes.
+
+    What the autoencoder alone costs: samples cannot be much nearer to the held-out volumes than this.
+    """
+    chosen = [train[number * len(train) // min(num, len(train))] for number in range(min(num, len(train)))]
+    vectors = []
+    for file in tqdm(chosen, desc="reconstructed training volumes", unit="volume"):
+        mean, _ = whole.encode(load_volume(file.path, data, file.num_channels).image)
+        vectors.append(summary_vector(to_unit(whole.decode(mean))))
+    return maximum_mean_discrepancy(torch.stack(vectors), reference.held_out_vectors)
+
+
 def draw_samples(
     network: nn.Module,
     whole: WholeVolumes,

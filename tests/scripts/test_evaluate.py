@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.finished_run import finished_run, run_here
+from training.evaluation_fid import NETWORKS
 
 
 def test_both_stages_are_measured_beside_an_untrained_unet(command, tmp_path, tmp_path_factory):
@@ -24,8 +27,14 @@ def test_both_stages_are_measured_beside_an_untrained_unet(command, tmp_path, tm
     for name in ("samples", "untrained"):
         assert values[name]["num"] == 3
         assert len(values[name]["nearest_training"]) == 3
+    assert f"MMD of reconstructed training volumes: {values['reconstruction']['mmd']:.4f}" in result.stdout
     assert values["mmd_ratio"] == pytest.approx(values["samples"]["mmd"] / values["untrained"]["mmd"])
     assert f"MMD, trained / untrained: {values['mmd_ratio']:.3f}" in result.stdout
+
+
+def test_the_networks_that_help_names_are_those_that_there_are():
+    source = runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))
+    assert source["FID_NETWORKS"] == NETWORKS
 
 
 def test_without_stage_two_only_reconstructions_are_measured(tmp_path, tmp_path_factory, monkeypatch, capsys):

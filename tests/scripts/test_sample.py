@@ -46,6 +46,8 @@ def test_samples_are_nifti_files_with_spacing_and_intensities_of_the_data(comman
         (["--run", "runs/nowhere"], "not the folder of a run"),
         (["--steps", "2000"], "2000 is above num_train_timesteps (1000)"),
         (["--num", "0"], "'0' is not a whole number of at least 1"),
+        (["--steps", "2.5"], "'2.5' is not a whole number of at least 1"),
+        (["--guidance-scale", "nan"], "'nan' is not a number of at least 0"),
     ],
 )
 def test_wrong_arguments_are_told_in_words(run, arguments, text, capsys):
