@@ -61,8 +61,9 @@ def read_document(path: Path) -> Document:
         raise ConfigError([Problem(str(path), "no such file", "", remedy)]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(str(path), f"cannot be read ({error})", "allowed: a UTF-8 text file")]) from None
-    loader = _Loader(text)
+    loader: _Loader | None = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         problems: list[Problem] = []
         lines: dict[str, int] = {}
@@ -77,7 +78,8 @@ def read_document(path: Path) -> Document:
         detail = getattr(error, "problem", None) or str(error) or "too deeply nested"
         raise ConfigError([Problem(where, f"not valid YAML ({detail})", "", "check indentation and quotes")]) from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     if not isinstance(values, dict):
         raise ConfigError([Problem(str(path), f"holds a {type(values).__name__}", "allowed: keys and values")])
     return Document(values, lines)

@@ -1,0 +1,71 @@
+"""Volumes that vanish, workers that die and numbers that are not finite, as a user meets them."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from tests.faults.runs import checkpoints, num_lines, wait_for
+
+LONG = "autoencoder.training.max_steps=2000"
+
+
+@pytest.mark.parametrize("fault", ["gone", "truncated"])
+def test_file_that_turns_unreadable_stops_the_run_with_its_name_and_keeps_the_checkpoint(
+    start, undisturbed, tmp_path, fault
+):
+    source = tmp_path / "volumes"
+    source.mkdir()
+    for number, path in enumerate(sorted((undisturbed / "runs" / "phantoms").rglob("*.nii.gz"))):
+        (source / f"case\x1b[31m{number}.nii.gz").write_bytes(path.read_bytes())
+    command = start("autoencoder", f"data.source={source}", "data.cache_rate=0", LONG)
+    wait_for(lambda: len(checkpoints(tmp_path, "autoencoder")) == 2, command)
+    for path in source.iterdir():
+        if fault == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:200])
+    assert command.wait() == 2, command.said
+    *_, message = command.said.splitlines()
+    assert message.startswith("error: ")
+    assert r"case\x1b[31m" in message, "the name is there, and cannot colour the terminal"
+    assert "\x1b[31m" not in message
+    assert ("no such file" if fault == "gone" else "not a .nii.gz file") in message
+    assert "Traceback" not in command.said
+    assert len(checkpoints(tmp_path, "autoencoder")) == 2
+
+
+def test_killed_worker_is_reported_as_such(start, tmp_path):
+    command = start("autoencoder", "data.num_workers=1", "data.cache_rate=0", LONG)
+    wait_for(lambda: num_lines(tmp_path) >= 3, command)
+    workers = psutil.Process(command.pid).children()
+    worker = min(workers, key=lambda process: process.create_time())
+    worker.kill()
+    assert command.wait() == 2, command.said
+    assert f"a worker of the loader died (process {worker.pid} was killed by SIGKILL)" in command.said
+    assert "Traceback" not in command.said
+    assert checkpoints(tmp_path, "autoencoder")
+
+
+def test_loss_that_is_not_finite_is_told_with_step_term_and_file(start, tmp_path):
+    command = start("autoencoder", "autoencoder.training.learning_rate=1e30", "autoencoder.training.max_grad_norm=0")
+    assert command.wait() == 2, command.said
+    *_, message = command.said.splitlines()
+    assert message.startswith("error: step 2: ")
+    assert "is not finite for" in message
+    assert ".nii.gz" in message
+    assert "the last checkpoint is good" in message
+    assert checkpoints(tmp_path, "autoencoder") == []
+
+
+def test_float16_that_keeps_overflowing_stops_the_run(start):
+    command = start(
+        "autoencoder",
+        "device.mixed_precision=true",
+        "device.amp_dtype=float16",
+        "autoencoder.training.max_skipped_steps=2",
+        "autoencoder.training.kl_weight=1e9",
+    )
+    assert command.wait() == 2, command.said
+    assert "error: 2 steps in a row overflowed in float16" in command.said
+    assert "Traceback" not in command.said
