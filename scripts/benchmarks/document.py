@@ -92,8 +92,8 @@ def _steps(rows: list[dict[str, Any]], pictures: Path, folder: Path) -> list[str
         *_head(["", "seconds", "ratio", "verdict"], right=2),
     ]
     for row in rows:
-        rival = ratios[STOCK_CHECKPOINTED if row["variant"] != "ours, lean blocks" else STOCK]
-        words = _verdict(row["ratio"], rival, STOCK_CHECKPOINTED if rival != ratios[STOCK] else STOCK)
+        rival = STOCK if row["variant"] == "ours, lean blocks" else STOCK_CHECKPOINTED
+        words = _verdict(row["ratio"], ratios[rival], rival)
         verdict = words if row["is_ours"] else ""
         lines.append(_row([_bold(row["variant"]), f"{row['seconds']:.2f}", f"{row['ratio']:.2f}", verdict]))
     return [*lines, "", _plot_steps(rows, pictures, folder)]
