@@ -92,19 +92,25 @@ class Tally:
 
 
 class Reference:
-    """The undisturbed run of both stages, and how long each took."""
+    """The undisturbed run of both stages, and how many seconds each took to start and to train."""
 
     def __init__(self, folder: Path, start: WarmStart) -> None:
         self.folder = folder
-        self.seconds: dict[str, float] = {}
+        self.starting: dict[str, float] = {}
+        self.training: dict[str, float] = {}
         folder.mkdir()
         _write_config(folder)
-        for stage, script in SCRIPTS.items():
-            began = time.monotonic()
-            command = start(folder, script, "--config", "campaign.yaml", said=folder / f"{stage}.log")
-            if command.wait() != 0:
-                raise UserError(f"the undisturbed run of stage {stage} failed:\n{command.said}")
-            self.seconds[stage] = time.monotonic() - began
+        for stage in SCRIPTS:
+            self._train(stage, start)
+
+    def _train(self, stage: str, start: WarmStart) -> None:
+        began = time.monotonic()
+        command = start(self.folder, SCRIPTS[stage], "--config", "campaign.yaml", said=self.folder / f"{stage}.log")
+        _until(lambda: command.exit_code is not None or _is_training(command, stage), 0.005)
+        self.starting[stage] = time.monotonic() - began
+        if command.wait() != 0:
+            raise UserError(f"the undisturbed run of stage {stage} failed:\n{command.said}")
+        self.training[stage] = time.monotonic() - began - self.starting[stage]
 
 
 class DisturbedRun:
@@ -149,15 +155,14 @@ class DisturbedRun:
 
     def _wait_for(self, moment: str, command: Command, stage: str) -> None:
         """Return at a random time of the kind `moment`, or when the command has ended."""
-        some_time = self.rng.uniform(0, self.reference.seconds[stage] / 3)
         if moment == START:
-            time.sleep(some_time)
+            time.sleep(self.rng.uniform(0, self.reference.starting[stage]))
             return
         _until(lambda: command.exit_code is not None or _is_training(command, stage), 0.005)
-        time.sleep(some_time)
+        time.sleep(self.rng.uniform(0, self.reference.training[stage] / 4))
         if moment == SAVING:
-            pattern = f".{stage}_*.tmp"
-            _until(lambda: command.exit_code is not None or next(self.checkpoints.glob(pattern), None) is not None, 0)
+            pattern = f".{stage}_*.{command.pid}.tmp"
+            _until(lambda: command.exit_code is not None or any(self.checkpoints.glob(pattern)), 0.0005)
             time.sleep(self.rng.choice([0, self.rng.uniform(0, 0.01)]))
 
     def _check_start(self, stage: str, command: Command, before: list[int]) -> None:

@@ -20,7 +20,7 @@ def test_run_killed_at_three_moments_ends_bit_identical(warm, tmp_path, campaign
     tally = Tally()
     run = DisturbedRun(tmp_path / "disturbed", campaign_reference, warm, tally, random.Random(5))
     # Stage 2 needs a finished stage 1, undisturbed here.
-    moments = {"autoencoder": (), "ldm": ()} | {stage: (SAVING, START, RUNNING)}
+    moments = {"autoencoder": (), "ldm": ()} | {stage: (START, SAVING, RUNNING)}
     for name in fault_campaign.SCRIPTS if stage == "ldm" else ("autoencoder",):
         # With a worker: it must not hold the run's lock when its parent was killed.
         run.stage(name, moments[name], num_workers=1, on_kill=lambda: None)

@@ -1,0 +1,188 @@
+"""Whatever stands in a config, a volume's header or a checkpoint: an error in words, or success; never a traceback."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data import load_volume
+from data.discovery import discover
+from settings import DataSettings, UserError, dump_yaml, known_keys, load_settings
+from training.checkpoints import Checkpoints
+
+KEYS = sorted(name for name, _ in known_keys())
+NUM_INPUTS = {"values": 3000, "documents": 1500, "listings": 1000, "headers": 4000, "checkpoints": 4000}
+
+TRAPS = (
+    "!!python/object/apply:os.system [touch executed]",
+    "&a [*a]",
+    "&a {b: *a}",
+    "{? [1]: 2}",
+    "*unknown",
+    "2001-01-01",
+    "0x10",
+    "1_000",
+    "1" * 5000,
+    "1e400",
+    ".nan",
+    "-.inf",
+    "[1, 2",
+    "'",
+    "\t",
+    "null",
+    "~",
+    "[" * 200,
+    "\ud800",
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
+TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner))
+LIKELY = st.sampled_from([0, 1, 2, 3, 16, 64, 0.5, -1, "auto", "all", "none", "cuda", [8, 16], [1, 2, 3], [64] * 3])
+
+
+def fuzz(name: str) -> Any:
+    """Return the decorator of a test that meets that many inputs, the same in each run."""
+    shared = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=NUM_INPUTS[name], deadline=None, derandomize=False, suppress_health_check=shared)
+
+
+def test_there_are_a_thousand_inputs():
+    assert sum(NUM_INPUTS.values()) >= 1000
+
+
+def attempt(action: Callable[[], Any]) -> tuple[Any, str]:
+    """Return what an action returns, or the text of its error for the user."""
+    try:
+        return action(), ""
+    except UserError as error:
+        return None, str(error) or "an error without words"
+
+
+def load(path: Path, *overrides: str) -> None:
+    """Load a config; a valid one must come back equal from what it is written as."""
+    loaded, error = attempt(lambda: load_settings(path, overrides))
+    if error:
+        assert ":" in error, error
+        return
+    path.with_name("again.yaml").write_text(dump_yaml(loaded))
+    assert load_settings(path.with_name("again.yaml")) == loaded
+
+
+@fuzz("values")
+@given(
+    key=st.sampled_from(KEYS),
+    text=st.sampled_from(TRAPS) | (LIKELY | TREES).map(lambda value: yaml.safe_dump(value)) | st.text(max_size=12),
+)
+def test_any_value_of_any_key(tmp_path, monkeypatch, key, text):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: 1\n")
+    load(path, f"{key}={text}")
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_refuses_what_it_cannot_be_in_words(tmp_path, key):
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: 1\n")
+    for text in ("!!python/object/apply:os.getcwd []", "&a [*a]", "{a: {b: [c]}}", "1e999"):
+        load(path, f"{key}={text}")
+
+
+@fuzz("documents")
+@given(document=TREES.map(lambda tree: yaml.safe_dump(tree).encode()) | st.binary(max_size=60))
+def test_any_document(tmp_path, document):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(document)
+    load(path)
+
+
+@fuzz("listings")
+@given(
+    listing=st.fixed_dictionaries(
+        {"training": st.lists(TREES | st.fixed_dictionaries({"image": SCALARS, "label": SCALARS}), max_size=3)},
+        optional={"validation": TREES},
+    )
+    | TREES
+)
+def test_any_dataset_json(tmp_path, listing):
+    (tmp_path / "dataset.json").write_text(json.dumps(listing))
+    found, error = attempt(lambda: discover(str(tmp_path), allow_outside_root=False))
+    assert error or all(item.path.resolve().is_relative_to(tmp_path.resolve()) for item in found)
+
+
+def nifti() -> bytes:
+    voxels = np.arange(6 * 6 * 6, dtype=np.int16).reshape(6, 6, 6)
+    return nib.Nifti1Image(voxels, np.diag([1.0, 1.0, 2.0, 1.0])).to_bytes()
+
+
+NIFTI = nifti()
+CHANGES = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=6)
+
+
+def changed(content: bytes, changes: list[tuple[int, int]], length: float, first_bytes: int | None = None) -> bytes:
+    """Return content with some bytes replaced, among the first if asked, and cut to a share of its length."""
+    result = bytearray(content)
+    for place, value in changes:
+        result[place % (first_bytes or len(result))] = value
+    return bytes(result[: int(length * len(result))])
+
+
+@fuzz("headers")
+@given(
+    changes=CHANGES,
+    length=st.just(1.0) | st.floats(0, 1),
+    is_compressed=st.booleans(),
+    is_stream_changed=st.booleans(),
+)
+def test_any_nifti_header(tmp_path, changes, length, is_compressed, is_stream_changed):
+    if is_compressed and is_stream_changed:
+        content = changed(gzip.compress(NIFTI), changes, length)
+    else:
+        content = changed(NIFTI, changes, length, first_bytes=352)
+        content = gzip.compress(content) if is_compressed else content
+    path = tmp_path / ("volume.nii.gz" if is_compressed else "volume.nii")
+    path.write_bytes(content)
+    loaded, error = attempt(lambda: load_volume(path, DataSettings(voxel_size=(8, 8, 8)), num_channels=1))
+    if error:
+        assert path.name in error
+    else:
+        assert loaded.image.shape == (1, 8, 8, 8)
+
+
+def checkpoint() -> bytes:
+    stream = io.BytesIO()
+    torch.save({"step": 1, "networks": {"a": {"weight": torch.arange(24.0).reshape(2, 3, 4)}}, "scale": 0.5}, stream)
+    return stream.getvalue()
+
+
+CHECKPOINT = checkpoint()
+
+
+@fuzz("checkpoints")
+@given(changes=CHANGES, length=st.just(1.0) | st.floats(0, 1), is_hash_right=st.booleans())
+def test_any_checkpoint(tmp_path, changes, length, is_hash_right):
+    content = changed(CHECKPOINT, changes, length)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    digest = hashlib.sha256(content if is_hash_right else CHECKPOINT).hexdigest()[:16]
+    path = tmp_path / f"autoencoder_step_00000001_{digest}.pt"
+    path.write_bytes(content)
+    found = Checkpoints(tmp_path, "autoencoder", 2)
+    newest, error = attempt(found.newest)
+    assert newest == path or path.name in error
+    state, error = attempt(lambda: found.read(path))
+    assert isinstance(state, dict) or path.name in error
+    assert path.exists(), "nothing is removed"

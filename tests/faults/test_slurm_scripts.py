@@ -1,0 +1,56 @@
+"""The batch scripts of docs/several_gpus.md, with stand-ins for srun, scontrol and python."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs" / "several_gpus.md").read_text(), re.DOTALL)
+
+# Starts the tasks of two nodes as Slurm numbers them, and ends with the highest of their codes.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for task in $(seq 0 $((SLURM_NTASKS - 1))); do
+    SLURM_PROCID=$task SLURM_LOCALID=$((task % SLURM_NTASKS_PER_NODE)) "$@" &
+    tasks+=($!)
+done
+code=0
+for task in "${tasks[@]}"; do wait "$task"; last=$?; [ $last -gt $code ] && code=$last; done
+exit $code
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then printf 'node1\\nnode2\\n'; else echo "$@" >> scontrol.log; fi
+"""
+PYTHON = """#!/bin/bash
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT $*" >> python.log
+exit $ENDS_WITH
+"""
+
+
+@pytest.mark.parametrize("code", [0, 2, 130])
+@pytest.mark.parametrize(("number", "num_nodes"), [(0, 1), (1, 2)])
+def test_batch_script_numbers_processes_and_requeues_only_what_was_stopped(tmp_path, number, num_nodes, code):
+    assert len(SCRIPTS) == 2
+    assert f"#SBATCH --nodes={num_nodes}\n" in SCRIPTS[number]
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON), ("job", SCRIPTS[number])):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": str(4 * num_nodes), "SLURM_NTASKS_PER_NODE": "4"}
+    environment = {**os.environ, **slurm, "SLURM_JOB_NODELIST": "node[1-2]", "ENDS_WITH": str(code)}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", "job"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    started = sorted(
+        map(str.split, (tmp_path / "python.log").read_text().splitlines()), key=lambda words: int(words[0])
+    )
+    address = "127.0.0.1" if num_nodes == 1 else "node1"
+    expected = [[str(rank), str(rank % 4), str(4 * num_nodes), "4", address, "24711"] for rank in range(4 * num_nodes)]
+    assert [words[:6] for words in started] == expected
+    assert started[0][6:] == ["train_autoencoder.py", "--config", "configs/balanced.yaml"]
+    log = tmp_path / "scontrol.log"
+    assert (log.read_text() if log.exists() else "") == ("requeue 4711\n" if code == 130 else "")
