@@ -17,9 +17,9 @@ def test_volumes_come_back_on_their_own_grids(command, tmp_path, tmp_path_factor
         write_nifti(tmp_path / "in" / name, rng.normal(100, 30, shape).astype(np.float32), affine)
     result = command("scripts/reconstruct.py", "--run", run, "--input", "in", "--out", "out")
     assert result.returncode == 0, result.stderr
-    for name, shape in (("a", (20, 11, 30)), ("sub/b", (9, 16, 12))):
+    for name, grid in (("a", (20, 11, 30)), ("sub/b", (9, 16, 12))):
         image = nib.load(tmp_path / "out" / f"{name}_reconstruction.nii.gz")
-        assert image.shape == shape
+        assert image.shape == grid
         np.testing.assert_allclose(image.affine, affine, atol=1e-5)
         assert f"out/{name}_reconstruction.nii.gz: PSNR" in result.stderr
     volume, out = tmp_path / "in" / "a.nii.gz", tmp_path / "single"

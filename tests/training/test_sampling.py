@@ -25,7 +25,7 @@ SAMPLERS = [("epsilon", "ddpm"), ("epsilon", "ddim"), ("v", "ddpm"), ("v", "ddim
 
 def make_process(prediction: str) -> NoiseProcess:
     values = {"type": "rflow"} if prediction == "flow" else {"prediction": prediction}
-    return NoiseProcess(SchedulerSettings(**values), CPU.device)
+    return NoiseProcess(SchedulerSettings.model_validate(values), CPU.device)
 
 
 @pytest.mark.parametrize(("prediction", "sampler"), SAMPLERS)
