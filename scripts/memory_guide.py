@@ -48,7 +48,7 @@ def main(options: argparse.Namespace) -> int:
 
     base = base_settings()
     if options.quick:
-        base = base.with_overrides({"data.voxel_size": (32, 32, 16), "autoencoder.attention_levels": (False,) * 3})
+        base = base.with_overrides({"data.voxel_size": (32, 32, 16)})
     with Predictor(2) as predictor, tqdm(desc="predicting", unit="config", disable=options.quiet) as bar:
         ask = _Asker(predictor, bar)
         first = ask.all(base, _cumulative(SAME_FIRST))
@@ -87,7 +87,21 @@ class _Asker:
         return self._asked[key]
 
     def all(self, base: Settings, points: tuple[Point, ...], stage: str = "autoencoder") -> list[Any]:
-        return [self(base.with_overrides(_fitting(point.changes, base)), stage) for point in points]
+        answers = []
+        for point in points:
+            settings = base.with_overrides(_fitting(point.changes, base))
+            answers.append(self._matrix(settings) if point.has_matrix else self(settings, stage))
+        return answers
+
+    def _matrix(self, settings: Settings) -> Any:
+        from concurrent.futures import Future
+        from types import SimpleNamespace
+
+        from scripts.benchmarks.peaks import default_attention_peak
+
+        answer: Future[Any] = Future()
+        answer.set_result(SimpleNamespace(**default_attention_peak(settings)))
+        return answer
 
 
 def _fitting(changes: Changes, base: Settings) -> Changes:

@@ -40,7 +40,11 @@ CATALOGUE = (
         "Attention through one kernel, lean blocks",
         "`autoencoder.implementation: lean`",
         "a map of 8,192^2 positions is the cost of attention",
-        (Point("stock blocks with SDPA", AMP), Point("lean blocks", {**AMP, **LEAN})),
+        (
+            Point("stock blocks, MONAI's default attention", AMP, has_matrix=True),
+            Point("stock blocks with SDPA", AMP),
+            Point("lean blocks", {**AMP, **LEAN}),
+        ),
         "Always; it is the default. Attention runs through `scaled_dot_product_attention`, whose memory is linear in "
         "the positions, so the map never exists. Norm and SiLU are one function that saves its input only. Weights "
         "move between both implementations untouched.",
@@ -131,7 +135,7 @@ CATALOGUE = (
                 {**AMP, **LEAN, "autoencoder.num_channels": (16, 32, 32), "autoencoder.num_res_blocks": 0},
             ),
         ),
-        "When the task allows less capacity. Only the first level's channels matter for memory; parameters never do.",
+        "When the task allows less capacity. The first level's channels decide most of it; parameters hardly count.",
         "different mathematics",
     ),
     Technique(
@@ -177,15 +181,16 @@ CATALOGUE = (
         "50 to 70 % at 20 to 30 % of the time",
         (
             Point("no pixel loss", {**AMP, **LEAN}),
+            Point("4 volumes at once, stock decoder", {**AMP, **PIXEL, "ldm.training.pixel_loss.chunk_size": 4}),
+            Point("one volume at a time, stock decoder", {**AMP, **PIXEL}),
             Point("4 volumes at once", {**AMP, **LEAN, **PIXEL, "ldm.training.pixel_loss.chunk_size": 4}),
             Point("one volume at a time", {**AMP, **LEAN, **PIXEL}),
-            Point("+ two highest levels checkpointed", {**AMP, **LEAN, **PIXEL, **levels(2)}),
-            Point("+ all levels checkpointed", {**AMP, **LEAN, **PIXEL, **CHECKPOINTED}),
+            Point("+ only the two highest levels", {**AMP, **LEAN, **PIXEL, **levels(2)}),
             Point("+ slabs of 8 rows", {**AMP, **LEAN, **PIXEL, **CHECKPOINTED, **slabs(8)}),
         ),
-        "Only when latents alone do not give enough detail. The decoder is frozen, yet gradients pass through it: it "
-        "follows the memory knobs of `autoencoder.training`, and checkpoints although none of its weights want a "
-        "gradient.",
+        "Only when latents alone do not give enough detail. The decoder is frozen, yet gradients pass through it, so it "
+        "is always checkpointed here, block by block (the stock decoder as a whole); which levels, and slabs, follow "
+        "`autoencoder.training`.",
         stage="ldm",
     ),
 )

@@ -14,10 +14,14 @@ Changes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Point:
-    """One config: a name for the table, and its changes against the base of its table."""
+    """One config: a name for the table, and its changes against the base of its table.
+
+    has_matrix: with MONAI's default attention, which no config here can express.
+    """
 
     name: str
     changes: Changes
+    has_matrix: bool = False
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def test_default_attention_needs_its_matrix():
     """1,024 positions: the matrix in bf16 is 2 MiB for each of several uses."""
     settings = base_settings((32, 32, 16), mixed_precision=True, channels=(8, 16))
     stock = settings.with_overrides(variants(8)[0].changes)
-    matrix = peaks._ask("matrix", stock)["peak_allocated_bytes"]
+    matrix = peaks.default_attention_peak(stock)["peak_allocated_bytes"]
     with peaks.Predictor() as predictor:
         kernel = predictor.predict(stock, "autoencoder").peak_allocated_bytes
     assert matrix > kernel + (4 << 20)
