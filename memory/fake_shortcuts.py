@@ -32,6 +32,7 @@ class FakeShortcuts:
         self.mode = mode
         self._kinds: dict[torch._ops.OpOverload, Kind] = {}
         self._results: dict[Any, list[Any] | None] = {}
+        self._attributes: dict[str, Any] | None = None
 
     def __call__(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the operator returns."""
@@ -74,7 +75,18 @@ class FakeShortcuts:
         return made[0] if len(func._schema.returns) == 1 else tuple(made)
 
     def _wrap(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else FakeTensor(self.mode, tensor, CPU)
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if self._attributes is None:
+            made = FakeTensor(self.mode, tensor, CPU)
+            self._attributes = dict(made.__dict__)
+            return made
+        # What `FakeTensor` does, without its checks: every fake tensor starts with the same attributes.
+        made = Tensor._make_subclass(
+            FakeTensor, tensor, tensor.requires_grad, dispatch_device=True, device_for_backend_keys=CPU
+        )
+        made.__dict__.update(self._attributes)
+        return made
 
 
 def _kind_of(func: torch._ops.OpOverload) -> Kind:
