@@ -1,18 +1,25 @@
-"""Write the table of presets with their predicted peaks into README.md, or check that it is current."""
+"""Write the presets' predicted peaks into README.md and into their own headers, or check that both are current."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from settings import ConfigError, Settings, load_settings
 from settings.command_line import parser, run
 
+if TYPE_CHECKING:
+    from memory import Prediction
+
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- presets: begin (scripts/preset_table.py) -->", "<!-- presets: end -->"
+HEADER = re.compile(r"^# Predicted peak: .*$", re.MULTILINE)
 COLUMNS = (
     "preset",
     "grid",
@@ -29,32 +36,48 @@ COLUMNS = (
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     result = parser(__doc__ or "", ["python scripts/preset_table.py", "python scripts/preset_table.py --check"])
-    result.add_argument("--check", action="store_true", help="write nothing; exit 2 when the table is not current")
+    result.add_argument("--check", action="store_true", help="write nothing; exit 2 when anything is not current")
     result.add_argument("--readme", default=str(ROOT / "README.md"), metavar="FILE", help="default: README.md")
     return result.parse_args(arguments)
 
 
+@dataclass(frozen=True)
+class Preset:
+    """A preset with the predictions of both stages, and of the last rung that keeps the mathematics of stage 1."""
+
+    settings: Settings
+    first: Prediction
+    second: Prediction
+    floor: Prediction
+    rungs_left: int
+
+
 def main(options: argparse.Namespace) -> int:
-    """Predict every preset and put the table between the markers."""
-    path = Path(options.readme)
-    text = path.read_text(encoding="utf-8")
+    """Predict every preset, put the table between the markers and the peaks into the headers."""
+    readme = Path(options.readme)
+    text = readme.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
-        raise ConfigError(f"{path}: the markers of the table are missing; write the two lines {BEGIN} and {END}")
+        raise ConfigError(f"{readme}: the markers of the table are missing; write the two lines {BEGIN} and {END}")
+    presets = predict_presets()
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    current = f"{head}{BEGIN}\n{preset_table()}\n{END}{tail}"
-    if options.check:
-        if current != text:
-            raise ConfigError(f"{path}: the table of presets is not current; run python scripts/preset_table.py")
-        return 0
-    path.write_text(current, encoding="utf-8")
-    print(f"{path}: table of presets written")
+    current = {readme: f"{head}{BEGIN}\n{preset_table(presets)}\n{END}{tail}"}
+    for preset in presets:
+        config = ROOT / "configs" / f"{preset.settings.name}.yaml"
+        current[config] = HEADER.sub(header(preset), config.read_text(encoding="utf-8"), count=1)
+    stale = [path for path, wanted in current.items() if path.read_text(encoding="utf-8") != wanted]
+    if options.check and stale:
+        names = ", ".join(path.name for path in stale)
+        raise ConfigError(f"{names}: the predicted peaks are not current; run python scripts/preset_table.py")
+    for path in stale:
+        path.write_text(current[path], encoding="utf-8")
+        print(f"{path}: predicted peaks written")
     return 0
 
 
-def preset_table() -> str:
-    """Return the table of all presets as Markdown, smallest stage 1 first."""
-    from memory import Prediction, Predictor
+def predict_presets() -> list[Preset]:
+    """Predict all presets, smallest stage 1 first."""
+    from memory import Predictor
     from memory.ladder import NUM_WORKERS
     from memory.rungs import build_rungs
 
@@ -66,28 +89,39 @@ def preset_table() -> str:
             floor = predictor.submit(ladder[-1].settings, "autoencoder")
             stages = [predictor.submit(settings, stage) for stage in ("autoencoder", "ldm")]
             asked[name] = (stages[0], stages[1], floor, len(ladder) - 1)
-        rows: list[tuple[Settings, Prediction, Prediction, Prediction, int]] = [
-            (presets[name], first.result(), second.result(), floor.result(), left)
+        found = [
+            Preset(presets[name], first.result(), second.result(), floor.result(), left)
             for name, (first, second, floor, left) in asked.items()
         ]
-    rows.sort(key=lambda row: row[1].required_bytes)
+    return sorted(found, key=lambda preset: preset.first.required_bytes)
+
+
+def header(preset: Preset) -> str:
+    """Return the line of a preset's header that states its predicted peaks."""
+    first, second = _gib(preset.first.required_bytes), _gib(preset.second.required_bytes)
+    return f"# Predicted peak: {first} in stage 1, {second} in stage 2 (written by scripts/preset_table.py)"
+
+
+def preset_table(presets: list[Preset]) -> str:
+    """Return the table of the presets as Markdown."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    lines += [f"| {' | '.join(_row(*row))} |" for row in rows]
+    lines += [f"| {' | '.join(_row(preset))} |" for preset in presets]
     return "\n".join(lines)
 
 
-def _row(settings: Settings, first, second, floor, rungs_left: int) -> list[str]:
+def _row(preset: Preset) -> list[str]:
+    settings = preset.settings
     training = settings.autoencoder.training
     return [
         f"`{settings.name}`",
         "x".join(map(str, settings.training_grid)),
         ", ".join(map(str, settings.autoencoder.num_channels)),
         f"{training.batch_size} x {training.gradient_accumulation_steps}",
-        _gib(first.required_bytes),
-        _gib(second.required_bytes),
+        _gib(preset.first.required_bytes),
+        _gib(preset.second.required_bytes),
         _knobs(settings),
-        str(rungs_left),
-        _gib(floor.required_bytes),
+        str(preset.rungs_left),
+        _gib(preset.floor.required_bytes),
     ]
 
 

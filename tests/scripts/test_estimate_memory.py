@@ -64,7 +64,8 @@ def test_preset_table_without_markers_says_which_lines_to_write(tmp_path, capsys
 def test_preset_table_goes_between_the_markers_and_is_checked(tmp_path, monkeypatch):
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{preset_table.BEGIN}\nold\n{preset_table.END}\nafter\n")
-    monkeypatch.setattr(preset_table, "preset_table", lambda: "| new |")
+    monkeypatch.setattr(preset_table, "predict_presets", list)
+    monkeypatch.setattr(preset_table, "preset_table", lambda presets: "| new |")
     with pytest.raises(preset_table.ConfigError, match="not current"):
         preset_table.main(preset_table.parse(["--readme", str(readme), "--check"]))
     assert preset_table.main(preset_table.parse(["--readme", str(readme)])) == 0
@@ -86,6 +87,10 @@ def test_readme_shows_every_preset_with_its_predicted_peak():
     for name, settings in presets.items():
         predicted = predict_step(settings, "autoencoder").required_bytes / (1 << 30)
         assert table[name]["stage 1 needs"] == f"{predicted:.1f} GiB", f"{name}: run python scripts/preset_table.py"
+        header = (
+            f"# Predicted peak: {table[name]['stage 1 needs']} in stage 1, {table[name]['stage 2 needs']} in stage 2"
+        )
+        assert header in (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
