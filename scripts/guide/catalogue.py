@@ -189,8 +189,8 @@ CATALOGUE = (
             Point("+ slabs of 8 rows", {**AMP, **LEAN, **PIXEL, **CHECKPOINTED, **slabs(8)}),
         ),
         "Only when latents alone do not give enough detail. The decoder is frozen, yet gradients pass through it, so "
-        "it is always checkpointed here, block by block (the stock decoder as a whole); which levels, and slabs, follow "
-        "`autoencoder.training`.",
+        "it is always checkpointed here, block by block (the stock decoder as a whole); which levels, and slabs, "
+        "follow `autoencoder.training`.",
         stage="ldm",
     ),
 )

@@ -90,6 +90,17 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path):
     assert "not begun" in write_report(folder).read_text()
 
 
+def test_running_out_of_memory_is_shown_until_the_run_goes_on(tmp_path):
+    folder = make_run(tmp_path, with_volumes=False)
+    rung = {"name": "offload", "promise": "same mathematics"}
+    report = {"stage": "autoencoder", "phase": "generator backward", "step": 30, "next_rung": rung}
+    (folder / "oom_report.json").write_text(json.dumps(report))
+    page = write_report(folder).read_text()
+    assert "Ran out of memory in step 31, generator backward. Next rung: offload (same mathematics)." in page
+    (folder / "oom_report.json").write_text(json.dumps({**report, "step": 20}))
+    assert "Ran out of memory" not in write_report(folder).read_text()
+
+
 def test_what_is_not_a_run_is_named(tmp_path):
     with pytest.raises(UserError, match=r"no config\.yaml; give the folder of a run"):
         write_report(tmp_path)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from training.distributed import Process
 from training.report.charts import curve_charts, memory_charts
 from training.report.run_data import VOLUME_BUDGET_BYTES, read_run
 from training.report.sections import (
@@ -21,6 +22,12 @@ from training.report.sections import (
 from training.run_folder import RunFolder, write_atomically
 
 _TEMPLATE = Path(__file__).resolve().parent / "template"
+
+
+def publish(run: RunFolder, process: Process) -> None:
+    """Write the report of a run that is training, in its first process."""
+    if process.is_first:
+        write_report(run.path)
 
 
 def write_report(run_folder: Path | str) -> Path:

@@ -26,15 +26,24 @@ def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, 
         raise UserError(f"{path}: no config.yaml; give the folder of a run, such as runs/quickstart")
     settings = load_settings(run.config)
     environment = _read_json(run.environment) or {}
+    stages = [stage for stage in (_stage(run, settings, name) for name in STAGES) if stage is not None]
     return {
         "name": settings.name,
         "folder": str(path),
-        "stages": [stage for stage in (_stage(run, settings, name) for name in STAGES) if stage is not None],
+        "stages": stages,
         "viewer": _viewer(run, volume_budget),
         "config": _config(settings, environment.get("command", [])),
         "environment": environment,
-        "out_of_memory": _read_json(path / "oom_report.json"),
+        "out_of_memory": _out_of_memory(_read_json(path / "oom_report.json"), stages),
     }
+
+
+def _out_of_memory(report: dict[str, Any] | None, stages: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the report of running out of memory unless the run has gone past that step since."""
+    if report is None:
+        return None
+    is_past = any(stage["name"] == report["stage"] and stage["step"] > report["step"] for stage in stages)
+    return None if is_past else report
 
 
 def _stage(run: RunFolder, settings: Settings, stage: str) -> dict[str, Any] | None:

@@ -45,6 +45,14 @@ class ViewerVolume:
         return cls((shown * 255).round().to(torch.uint8).cpu().numpy(), tuple(channel.shape))
 
 
+@dataclass(frozen=True)
+class Preview:
+    """What a validation shows: one picture (H, W) in [0, 1], and volumes by role for the report's viewer."""
+
+    picture: Tensor
+    volumes: dict[str, ViewerVolume]
+
+
 def shown_grid(grid: tuple[int, ...]) -> tuple[int, ...]:
     """Return the grid with its longest axes cut until it has at most MAX_VOXELS voxels."""
     longest = max(grid)
