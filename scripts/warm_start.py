@@ -34,6 +34,10 @@ class WarmStart:
         warnings = "ignore:resource_tracker:UserWarning"
         with _environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", PYTHONWARNINGS=warnings):
             forkserver.ensure_running()
+        # Its first fork waits for the imports: from here on a start takes what starting takes.
+        first = self._context.Process(target=os.getpid)
+        first.start()
+        first.join()
 
     def __call__(self, folder: Path, *arguments: str, said: Path, **environment: str) -> Command:
         """Start a script of the project in a folder; what it prints goes to the file `said`."""

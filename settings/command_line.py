@@ -101,7 +101,7 @@ def _report(error: UserError) -> int:
         print(f"{_red('error')}: {who}{escaped(str(error))}", file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun prints this in its summary, as that of the process that failed first.
-        details = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        details = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": str(error), "extraInfo": details}}))
     return error.exit_code

@@ -179,7 +179,9 @@ def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store,
     where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     is_cuda = device.type == "cuda"
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=_JOINING))
+        # torchrun keeps its store when it starts the processes again: addresses of the dead must not be found in it.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"{attempt} of {world_size}", next(dist.rendezvous("env://", timeout=_JOINING))[0])
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
             store=dist.PrefixStore("processes", store),
@@ -190,10 +192,12 @@ def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store,
         )
         control = dist.new_group(backend="gloo", timeout=_WAITING) if is_cuda else dist.group.WORLD
     except (RuntimeError, ValueError) as error:
-        raise TrainingError(
+        alone = TrainingError(
             f"process {rank} of {world_size} did not meet the others at {where} ({str(error).splitlines()[0]}); start "
             "all of them with torchrun, with one address and a free port"
-        ) from error
+        )
+        alone.is_said_elsewhere = False
+        raise alone from error
     return store, control
 
 

@@ -39,7 +39,7 @@ def test_campaign_notices_a_lost_checkpoint_and_other_weights(tmp_path, campaign
     newest.write_bytes(newest.read_bytes()[:-1])
     run._check_checkpoints("autoencoder", [21, 24])
     weights = tmp_path / "disturbed" / "runs" / "campaign" / "autoencoder.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x42")
     run._check_result("autoencoder")
     text = " ".join(tally.failures)
     assert "1 damaged checkpoints under a final name" in text
