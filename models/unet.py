@@ -42,7 +42,7 @@ class TimeResidualBlock(nn.Module):
 
     def __init__(self, stock: DiffusionUNetResnetBlock) -> None:
         super().__init__()
-        assert (stock.up, stock.down) == (False, False), "residual blocks that change the resolution are not built here"
+        self.resample = stock.upsample if stock.up else stock.downsample
         self.norm1, self.conv1, self.time_emb_proj = stock.norm1, stock.conv1, stock.time_emb_proj
         self.norm2, self.conv2, self.skip_connection = stock.norm2, stock.conv2, stock.skip_connection
 
@@ -50,7 +50,10 @@ class TimeResidualBlock(nn.Module):
         """Return the block's output for `x`, joined by `skip` along the channels when there is one."""
         if skip is not None:
             x = torch.cat([x, _OwnGradient.apply(skip)], dim=1)
-        h = self.conv1(group_norm(x, self.norm1, silu=True))
+        h = group_norm(x, self.norm1, silu=True)
+        if self.resample is not None:
+            x, h = self.resample(x), self.resample(h)
+        h = self.conv1(h)
         h = h + self.time_emb_proj(F.silu(embedding))[:, :, None, None, None]
         h = self.conv2(group_norm(h, self.norm2, silu=True))
         return self.skip_connection(x) + h
@@ -97,7 +100,7 @@ class DiffusionUNet(DiffusionModelUNet):
                 h = h if attention is None else run(attention, h)
                 skips.append(h)
             if level.downsampler is not None:
-                h = run(level.downsampler, h)
+                h = run(level.downsampler, *_inputs(level.downsampler, h, embedding))
                 skips.append(h)
         middle = self.middle_block
         h = run(middle.resnet_2, run(middle.attention, run(middle.resnet_1, h, embedding)), embedding)
@@ -107,7 +110,7 @@ class DiffusionUNet(DiffusionModelUNet):
                 h = run(block, h, embedding, skips.pop())
                 h = h if attention is None else run(attention, h)
             if level.upsampler is not None:
-                h = run(level.upsampler, h)
+                h = run(level.upsampler, *_inputs(level.upsampler, h, embedding))
         norm, _, conv = self.out
         return conv(group_norm(h, norm, silu=True))
 
@@ -132,6 +135,11 @@ class DiffusionUNet(DiffusionModelUNet):
         logger.info("gradient checkpointing off: the diffusion U-Net keeps the activations of all blocks")
 
 
+def _inputs(resampler: nn.Module, h: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:
+    """Return what a resampling block takes: residual ones (`resblock_updown`) see the timestep too."""
+    return (h, embedding) if isinstance(resampler, TimeResidualBlock) else (h,)
+
+
 def build_unet(settings: LdmSettings, latent_channels: int) -> DiffusionUNet:
     """Build the U-Net that the settings describe, for latents of `latent_channels` channels.
 
@@ -150,6 +158,7 @@ def build_unet(settings: LdmSettings, latent_channels: int) -> DiffusionUNet:
         num_res_blocks=unet.res_blocks,
         attention_levels=unet.attention_levels,
         num_head_channels=(*heads, last),
+        resblock_updown=unet.resblock_updown,
         norm_num_groups=unet.num_groups,
         num_class_embeds=conditioning.num_classes + 1 if conditioning.type == "class" else None,
     )

@@ -27,6 +27,7 @@ class UNetSettings(Section):
     num_res_blocks: Count | PerLevel = key(2, "Residual blocks a level: one number, or one per level.")
     attention_levels: Flags = key((False, True, True), "Which levels have attention.")
     num_head_channels: Count | PerLevelOrZero = key(32, "Channels of one attention head: one number, or one per level.")
+    resblock_updown: bool = key(False, "Resample inside residual blocks, as MAISI's U-Net does.")
     norm_num_groups: Count | Literal["auto"] = key(
         "auto", "Groups of each GroupNorm; auto: up to 32 that divide, of at least 4 channels."
     )

@@ -118,11 +118,12 @@ def test_unet_of_maisis_shape_trains_a_512_cube_in_12_gib():
         "num_channels": [64, 128, 256, 512],
         "attention_levels": [False, False, True, True],
         "num_head_channels": [0, 0, 32, 32],
+        "resblock_updown": True,
     }
     settings = Settings.model_validate({"ldm": {"unet": shape, "training": {"use_gradient_checkpointing": True}}}).ldm
     ours = unet_peak(lambda: build_unet(settings, latent_channels=4))
     levels = (64, 128, 256, 512), (False, False, True, True)
-    heads = {"num_head_channels": (0, 0, 32, 32), "use_flash_attention": True}
+    heads = {"num_head_channels": (0, 0, 32, 32), "use_flash_attention": True, "resblock_updown": True}
     stock = unet_peak(lambda: DiffusionModelUNet(3, 4, 4, 2, *levels, 32, **heads))
     assert ours <= 12 * GIB
     assert ours < stock / 4

@@ -10,8 +10,9 @@ from models import build_unet
 from settings import Settings
 
 
-def ldm_settings(conditioning=None, **training):
+def ldm_settings(conditioning=None, resblock_updown=False, **training):
     unet = {
+        "resblock_updown": resblock_updown,
         "num_channels": [8, 16, 16],
         "num_res_blocks": [1, 2, 1],
         "attention_levels": [False, True, True],
@@ -28,6 +29,7 @@ def pair(settings, classes=None):
     stock = DiffusionModelUNet(
         3, 3, 3, unet.res_blocks, unet.num_channels, unet.attention_levels, unet.num_groups,
         num_head_channels=unet.head_channels, num_class_embeds=classes, use_flash_attention=True,
+        resblock_updown=unet.resblock_updown,
     )  # fmt: skip
     for parameter in stock.parameters():  # MONAI starts the last convolution of each block at zero
         parameter.data.add_(0.1 * torch.randn_like(parameter))
@@ -46,12 +48,13 @@ def gradients(model, **labels):
     return {**named, "input": x.grad, "output": out.detach()}
 
 
+@pytest.mark.parametrize("resblock_updown", [False, True])
 @pytest.mark.parametrize(
     "knobs", [{}, {"use_gradient_checkpointing": True}, {"use_gradient_checkpointing_offload": True}]
 )
-def test_gradients_equal_stock(knobs, monkeypatch):
+def test_gradients_equal_stock(knobs, resblock_updown, monkeypatch):
     monkeypatch.setattr("models.checkpointing.MIN_OFFLOAD_BYTES", 0)
-    stock, ours = pair(ldm_settings(**knobs))
+    stock, ours = pair(ldm_settings(resblock_updown=resblock_updown, **knobs))
     expected, found = gradients(stock), gradients(ours)
     for name, gradient in expected.items():
         assert float((found[name] - gradient).norm() / gradient.norm()) < 1e-12, name
