@@ -39,7 +39,7 @@ def phantom_files(folder: Path, number: int, grid: tuple[int, ...], num_channels
         return paths
     with alone(root / ".lock"):
         missing = [i for i, path in enumerate(paths) if not path.exists()]
-        for i in tqdm(missing, desc="generating phantoms", unit="volume", leave=False, disable=not missing):
+        for i in tqdm(missing, desc="generating phantoms", unit="volume", leave=False) if missing else ():
             voxels = phantom(i, grid, num_channels, seed)
             try:
                 write_nifti(paths[i], voxels.round().astype(np.int16), affine_of(grid))

@@ -84,6 +84,12 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
             raise
         where = f"{error.filename}: " if error.filename else ""
         return _report(UserError(f"{where}{DISK_ERRORS[error.errno]}; make room, then run the same command again"))
+    except (MemoryError, RuntimeError) as error:
+        # By name: this module does not import torch.
+        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
+            raise
+        print(f"{_red('error')}: out of memory; python scripts/oom_ladder.py shows what to change", file=sys.stderr)
+        return OUT_OF_MEMORY
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
