@@ -343,7 +343,7 @@ def main(options: argparse.Namespace) -> int:
     log.info("runs and their logs: %s", folder)
     with tqdm(total=options.kills, desc="kills", unit="kill", dynamic_ncols=True) as bar:
         tally = campaign(folder, options.kills, options.seed, jobs, bar.update)
-    text = document(tally, f"python scripts/fault_campaign.py --kills {options.kills}")
+    text = document(tally, f"python scripts/fault_campaign.py --kills {options.kills} --seed {options.seed}")
     print(text)
     if options.write:
         Path(options.write).write_text(text, encoding="utf-8")
