@@ -69,7 +69,8 @@ def _predict(folder: Path) -> None:
     text = metrics.read_text() if metrics.is_file() else ""
     for stage in ("autoencoder", "ldm"):
         record = folder / f"memory_{stage}.json"
-        if f'"stage": "{stage}"' in text and not record.is_file():
+        is_known = record.is_file() and json.loads(record.read_text())["prediction"] is not None
+        if f'"stage": "{stage}"' in text and not is_known:
             log.info("predicting %s", stage)
             write_memory_record(folder, settings, stage, predict(settings, stage))
 

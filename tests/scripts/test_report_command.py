@@ -22,7 +22,7 @@ def test_report_is_rebuilt_and_runs_are_compared(command, tmp_path):
 
 def test_missing_prediction_is_added_on_request(command, tmp_path):
     run = make_run(tmp_path / "runs")
-    (run / "memory_autoencoder.json").unlink()
+    (run / "memory_autoencoder.json").write_text('{"prediction": null, "ladder": []}')
     (run / "metrics.jsonl").write_text('{"stage": "autoencoder", "step": 1, "kl": 1.0}\n')
     done = command("scripts/report.py", "--run", run, "--predict")
     assert done.returncode == 0, done.stderr

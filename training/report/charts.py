@@ -37,7 +37,9 @@ def curve_charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             members = [name for name in names if re.fullmatch(pattern, name)]
             names = [name for name in names if name not in members]
             if members:
-                charts.append({"stage": stage, "title": title, "series": _series(runs, stage, members), "rules": []})
+                charts.append(
+                    {"group": STAGE_TITLES[stage], "title": title, "series": _series(runs, stage, members), "rules": []}
+                )
     return charts
 
 
@@ -55,7 +57,7 @@ def memory_charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 rules.append({"label": label, "value": prediction["peak_allocated_bytes"] / GIB})
         if names:
             series = _series(runs, stage, names)
-            charts.append({"stage": stage, "title": f"{title}: GiB", "series": series, "rules": rules, "zero": True})
+            charts.append({"group": "", "title": f"{title}: GiB", "series": series, "rules": rules, "zero": True})
     return charts
 
 

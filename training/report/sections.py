@@ -38,14 +38,12 @@ def header_section(runs: Sequence[dict[str, Any]], written: str) -> str:
 
 
 def _chip(stage: dict[str, Any]) -> str:
-    state = "done" if stage["is_finished"] else "step"
     name = STAGE_TITLES[stage["name"]].split(",")[0].lower()
     share = 100 * stage["step"] / max(1, stage["max_steps"])
     kind = "good" if stage["is_finished"] else "going"
-    return (
-        f'<span class="chip {kind}" style="--share:{share:.1f}%">{name}: {state} '
-        f"{stage['step']:,} of {stage['max_steps']:,}</span>"
-    )
+    going, done = f"step {stage['step']:,} of {stage['max_steps']:,}", f"done, {stage['step']:,} steps"
+    words = done if stage["is_finished"] else going
+    return f'<span class="chip {kind}" style="--share:{share:.1f}%">{name}: {words}</span>'
 
 
 def _alarm(report: dict[str, Any] | None) -> str:

@@ -147,8 +147,12 @@ function drawAll() {
   const options = { log: document.getElementById("log").checked, smooth: document.getElementById("smooth").checked };
   for (const [id, charts] of [["curve-charts", data.curves], ["memory-charts", data.memory]]) {
     const place = document.getElementById(id);
-    while (place.children.length < charts.length) make(place, "div", { class: "card chart" });
-    charts.forEach((chart, number) => drawChart(place.children[number], chart, options));
+    const isFirst = place.children.length === 0, hasGroups = new Set(charts.map((chart) => chart.group)).size > 1;
+    charts.forEach((chart, number) => {
+      if (isFirst && hasGroups && (number === 0 || charts[number - 1].group !== chart.group)) make(place, "h3", { class: "group" }, chart.group);
+      if (isFirst) make(place, "div", { class: "card chart" });
+      drawChart(place.querySelectorAll(".chart")[number], chart, options);
+    });
   }
   document.getElementById("curves").hidden = data.curves.length === 0;
 }
