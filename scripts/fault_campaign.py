@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.warm_start import PATIENCE_SECONDS, Command, WarmStart
 from settings import UserError
-from settings.command_line import parser, run
+from settings.command_line import at_least, parser, run
 
 log = logging.getLogger("fault_campaign")
 
@@ -358,8 +358,8 @@ if __name__ == "__main__":
         "Kill short runs of both stages at random moments and check that nothing is lost.",
         ["python scripts/fault_campaign.py --kills 100 --write docs/fault_campaign.md"],
     )
-    arguments.add_argument("--kills", type=int, default=100, help="commands to kill (100)")
+    arguments.add_argument("--kills", type=at_least(1), default=100, help="commands to kill (100)")
     arguments.add_argument("--seed", type=int, default=0, help="of the random moments")
-    arguments.add_argument("--jobs", type=int, default=0, help="runs at a time; 0: as many as there are cores")
+    arguments.add_argument("--jobs", type=at_least(0), default=0, help="runs at a time; 0: as many as there are cores")
     arguments.add_argument("--write", metavar="FILE", help="also write the result there, as Markdown")
     sys.exit(run(main, arguments.parse_args()))
