@@ -28,9 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CPU = torch.device("cpu")
 
 
-def step_times(grid: tuple[int, ...], rounds: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def step_times(
+    grid: tuple[int, ...], rounds: int, progress: Callable[[str], None], channels: tuple[int, ...] = (16, 32, 64)
+) -> list[dict[str, Any]]:
     """Return the median time of a whole fp32 step by variant, and its ratio to stock within the same round."""
-    settings = base_settings(grid, mixed_precision=False).with_overrides({"device.type": "cpu"})
+    settings = base_settings(grid, mixed_precision=False, channels=channels).with_overrides({"device.type": "cpu"})
     steps: dict[str, AutoencoderStep] = {}
     ours = {}
     for variant in variants(slab_rows=grid[0] // 2):

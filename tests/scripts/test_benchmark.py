@@ -38,9 +38,9 @@ def test_both_loops_begin_alike_and_see_the_same():
 
 def test_reference_loop_has_the_gradient_of_its_objective():
     settings = base_settings((12, 12, 12), mixed_precision=False, channels=(8, 16))
-    loop = ReferenceLoop(settings, learning_rate=1e-3, kl_weight=0.0)
+    loop = ReferenceLoop(settings, learning_rate=3e-3, kl_weight=0.0)
     image = torch.rand(1, 1, 12, 12, 12, generator=torch.Generator().manual_seed(3)) * 2 - 1
-    losses = [loop.step(image, is_adversarial=number > 10) for number in range(20)]
+    losses = [loop.step(image, is_adversarial=number > 5) for number in range(10)]
     assert losses[-1] is not None
     assert losses[0] is not None
     assert losses[-1] < 0.8 * losses[0]
@@ -55,17 +55,14 @@ def test_variants_are_one_step_in_many_ways():
 
 
 def test_default_attention_needs_its_matrix():
-    """1,024 positions: the matrix in bf16 is 2 MiB for each of several uses."""
-    settings = base_settings((32, 32, 16), mixed_precision=True, channels=(8, 16))
-    stock = settings.with_overrides(variants(8)[0].changes)
-    matrix = peaks.default_attention_peak(stock)["peak_allocated_bytes"]
-    with peaks.Predictor() as predictor:
-        kernel = predictor.predict(stock, "autoencoder").peak_allocated_bytes
-    assert matrix > kernel + (4 << 20)
+    """4,096 positions: one matrix in bf16 is 32 MiB, and every attention block keeps at least one for backward."""
+    settings = base_settings((32, 32, 32), mixed_precision=True, channels=(8, 16))
+    peak = peaks.default_attention_peak(settings.with_overrides(variants(8)[0].changes))["peak_allocated_bytes"]
+    assert peak > 4 * 4096**2 * 2
 
 
 def test_steps_are_timed_in_turn():
-    rows = speed.step_times((16, 16, 16), rounds=1, progress=QUIET)
+    rows = speed.step_times((16, 16, 16), rounds=1, progress=QUIET, channels=(8, 16))
     ratios = {row["variant"]: row["ratio"] for row in rows}
     assert ratios[STOCK] == 1.0
     assert len(rows) == len(variants(8))
