@@ -49,7 +49,7 @@ def make_run(folder: Path, name: str = "tiny", num_lines: int = 30, with_volumes
             lines.write(json.dumps(line) + "\n")
             if step % 10 == 0:
                 lines.write(json.dumps({"stage": "autoencoder", "step": step, "val_psnr": 20 + step / 10}) + "\n")
-        lines.write(json.dumps({"stage": "ldm", "step": 5, "diffusion": 0.5}) + "\n")
+        lines.write(json.dumps({"stage": "ldm", "step": 5, "diffusion": 0.5, "memory_peak_gib": 0.2}) + "\n")
     if with_volumes:
         image = volume_with_gradient((16, 20, 24))
         for step in (10, 20):

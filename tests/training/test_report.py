@@ -162,6 +162,13 @@ def test_report_works_in_a_real_browser(tmp_path, width, is_dark):
         assert browser.run("return document.documentElement.scrollWidth") <= width
         assert browser.run("return document.querySelectorAll('#curve-charts path').length") >= 3
 
+        # Drawn for the width they have: nothing is scaled down to fit.
+        scales = browser.run(
+            "return Array.from(document.querySelectorAll('.chart svg'))"
+            ".map(s => s.getBoundingClientRect().width / s.viewBox.baseVal.width)"
+        )
+        assert all(abs(scale - 1) < 0.1 for scale in scales)
+
         # The slider changes the slice that is shown, and the pixel is the voxel's.
         read = (
             "const c = document.querySelector('[data-axis=\"2\"] canvas[data-role=input]');"

@@ -21,7 +21,7 @@ function short(value) {
 function niceTicks(low, high, count) {
   const raw = (high - low) / count || 1;
   const power = Math.pow(10, Math.floor(Math.log10(raw)));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw) || raw;
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= raw) || raw;
   const ticks = [];
   for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-6; tick += step) ticks.push(Number(tick.toPrecision(12)));
   return ticks;
@@ -151,8 +151,9 @@ function drawAll() {
     charts.forEach((chart, number) => {
       if (isFirst && hasGroups && (number === 0 || charts[number - 1].group !== chart.group)) make(place, "h3", { class: "group" }, chart.group);
       if (isFirst) make(place, "div", { class: "card chart" });
-      drawChart(place.querySelectorAll(".chart")[number], chart, options);
     });
+    // Only when all are there do the cards have their widths.
+    place.querySelectorAll(".chart").forEach((card, number) => drawChart(card, charts[number], options));
   }
   document.getElementById("curves").hidden = data.curves.length === 0;
 }
