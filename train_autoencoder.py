@@ -32,6 +32,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from training.checkpoints import Checkpoints
     from training.distributed import processes
     from training.recorder import Recorder
+    from training.report import publish
     from training.resume import resume, save
     from training.run_folder import describe_run, open_run
     from training.stop_signal import StopSignal
@@ -55,6 +56,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
             checkpoints = Checkpoints(run_folder.checkpoints, "autoencoder", training.keep_checkpoints)
             first_step = resume(step, checkpoints, settings, volumes)
             describe_run(run_folder, settings, process)
+            watch.record(run_folder.path)
 
             # Batches are addressed by step: which volumes step n sees is a function of the seed and n.
             plan = BatchPlan.of(training, settings.seed, process.rank, process.world_size)
@@ -90,6 +92,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
                         return INTERRUPTED
 
             export(step, run_folder, settings)
+            publish(run_folder, process)
     return 0
 
 

@@ -34,6 +34,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from training.ldm_step import LatentDiffusionStep
     from training.ldm_validation import validate_ldm
     from training.recorder import Recorder
+    from training.report import publish
     from training.resume import resume, save
     from training.run_folder import describe_run, open_run
     from training.stop_signal import StopSignal
@@ -59,6 +60,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
             checkpoints = Checkpoints(run_folder.checkpoints, "ldm", training.keep_checkpoints)
             first_step = resume(step, checkpoints, settings, volumes)
             describe_run(run_folder, settings, process)
+            watch.record(run_folder.path)
 
             # Batches are addressed by step: which latents step n sees is a function of the seed and n.
             plan = BatchPlan.of(training, settings.seed, process.rank, process.world_size)
@@ -93,6 +95,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
                         return INTERRUPTED
 
             export(step, run_folder, settings, latent_scale=step.latent_scale, **latents.metadata)
+            publish(run_folder, process)
     return 0
 
 

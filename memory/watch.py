@@ -22,6 +22,7 @@ from memory.diagnosis import (
 )
 from memory.prediction import MIB, Prediction, Stage
 from memory.readings import MemoryReadings
+from memory.run_record import write_memory_record
 from settings import Settings
 from training.distributed import Process
 from training.phases import current_phase
@@ -57,6 +58,11 @@ class MemoryWatch:
         """Log the predicted peak against what the device has, with the next rung when it will not fit."""
         if self._pending is not None:
             self.prediction = self._pending.announce(self.process.device)
+
+    def record(self, folder: Path) -> None:
+        """Keep the prediction and the place on the ladder with the run, for its report."""
+        if self.process.is_first:
+            write_memory_record(folder, self.settings, self.stage, self.prediction)
 
     @contextmanager
     def guard(self, folder: Path, step: int) -> Iterator[None]:

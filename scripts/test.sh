@@ -8,4 +8,5 @@ source scripts/environment.sh requirements-dev.txt
 ruff check .
 ruff format --check --quiet .
 mypy .
-python -m pytest "$@"
+# One thread a process, as many processes as cores: small shapes gain nothing from more threads.
+OMP_NUM_THREADS=1 python -m pytest -n "$(nproc)" "$@"

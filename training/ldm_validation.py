@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from data import to_unit
@@ -14,22 +13,23 @@ from training.encoding import Latents
 from training.ldm_step import LatentDiffusionStep
 from training.noise_process import predict_padded
 from training.previews import middle_planes, tile
+from training.report import Preview, ViewerVolume
 from training.sampling import draw_volumes
 
 NOISE_LEVELS = (0.125, 0.375, 0.625, 0.875)
 """At which shares of the process's time the held-out loss is taken; always the same, with the same noise."""
 
 
-def validate_ldm(step: LatentDiffusionStep, latents: Latents) -> tuple[dict[str, float], Tensor | None]:
-    """Return the held-out diffusion loss over all processes, and the first process's picture of samples.
+def validate_ldm(step: LatentDiffusionStep, latents: Latents) -> tuple[dict[str, float], Preview | None]:
+    """Return the held-out diffusion loss over all processes, and the first process's preview of samples.
 
     Uses the averaged weights when there are any. Every call meets the same latents, times, noise and seeds.
     """
     with _for_use(step):
         metrics = _held_out_loss(step, latents)
         is_shown = step.process.is_first and step.settings.ldm.sampling.num_previews
-        picture = sample_picture(step) if is_shown else None
-    return metrics, picture
+        preview = sample_preview(step) if is_shown else None
+    return metrics, preview
 
 
 @torch.no_grad()
@@ -56,8 +56,8 @@ def _held_out_loss(step: LatentDiffusionStep, latents: Latents) -> dict[str, flo
     return {"val_diffusion": sum(by_level.values()) / len(by_level), **by_level}
 
 
-def sample_picture(step: LatentDiffusionStep) -> Tensor:
-    """Return the middle planes of the preview samples, one sample a row; the same seeds at each call."""
+def sample_preview(step: LatentDiffusionStep) -> Preview:
+    """Return the preview samples, in the picture one sample a row; the same seeds at each call."""
     number = step.settings.ldm.sampling.num_previews
     volumes = draw_volumes(
         step.unet,
@@ -68,7 +68,11 @@ def sample_picture(step: LatentDiffusionStep) -> Tensor:
         range(number),
         batch_size=step.training.batch_size,
     )
-    return tile([middle_planes(to_unit(volume[0]).cpu()) for volume in volumes])
+    planes, kept = [], {}
+    for place, volume in enumerate(volumes):
+        planes.append(middle_planes(to_unit(volume[0]).cpu()))
+        kept[f"sample_{place}"] = ViewerVolume.of(volume)
+    return Preview(tile(planes), kept)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from data import Batch
 from training.autoencoder_step import AutoencoderStep
 from training.previews import reconstruction_picture, save_picture
 from training.recorder import Recorder
+from training.report import Preview, ViewerVolume, publish, save_viewer_volumes
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +37,13 @@ def ssim(reconstruction: Tensor, image: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def validate_autoencoder(step: AutoencoderStep, batches: Iterable[Batch]) -> tuple[dict[str, float], Tensor | None]:
-    """Return mean PSNR and SSIM over all processes, and a picture of this process's first volume.
+def validate_autoencoder(step: AutoencoderStep, batches: Iterable[Batch]) -> tuple[dict[str, float], Preview | None]:
+    """Return mean PSNR and SSIM over all processes, and a preview of this process's first volume.
 
     Reconstructs the mean of the latent, with the averaged weights when there are any.
     """
     totals = torch.zeros(4, dtype=torch.float64)  # PSNR, SSIM, mean absolute error, number of volumes
-    picture = None
+    preview = None
     network = step.autoencoder.eval()
     with step.average.swapped_in() if step.average is not None else nullcontext():
         for batch in batches:
@@ -53,20 +54,23 @@ def validate_autoencoder(step: AutoencoderStep, batches: Iterable[Batch]) -> tup
             error = (reconstruction.float() - image).abs().flatten(1).mean(dim=1)
             values = [psnr(reconstruction, image), ssim(reconstruction, image), error, torch.ones_like(error)]
             totals += torch.stack([value.double().sum() for value in values]).cpu()
-            if picture is None:
-                picture = reconstruction_picture(image[0], reconstruction[0])
+            if preview is None:
+                volumes = {"input": ViewerVolume.of(image[0]), "reconstruction": ViewerVolume.of(reconstruction[0])}
+                preview = Preview(reconstruction_picture(image[0], reconstruction[0]), volumes)
     network.train()
     psnr_sum, ssim_sum, error_sum, count = step.process.sum(totals).tolist()
     if not count:  # a data set of one volume has none to hold out
         return {}, None
     means = {"val_psnr": psnr_sum / count, "val_ssim": ssim_sum / count, "val_l1": error_sum / count}
-    return means, picture
+    return means, preview
 
 
-def show_validation(recorder: Recorder, step: int, metrics: dict[str, float], picture: Tensor | None) -> None:
-    """Log validation metrics and keep the picture as PNG and in TensorBoard."""
+def show_validation(recorder: Recorder, step: int, metrics: dict[str, float], preview: Preview | None) -> None:
+    """Log validation metrics, keep the preview as PNG, in TensorBoard and for the report, and write the report."""
     recorder.write(step, metrics)
-    if picture is not None and recorder.process.is_first:
+    if preview is not None and recorder.process.is_first:
         path = recorder.run.previews / f"{recorder.stage}_{step:08d}.png"
-        recorder.image(step, "reconstruction", save_picture(path, picture))
+        recorder.image(step, "reconstruction", save_picture(path, preview.picture))
+        save_viewer_volumes(recorder.run, recorder.stage, step, preview.volumes)
         log.info("step %d: %s; preview %s", step, ", ".join(f"{n} {v:.4g}" for n, v in metrics.items()), path)
+    publish(recorder.run, recorder.process)
