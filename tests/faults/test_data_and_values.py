@@ -24,7 +24,9 @@ def test_file_that_turns_unreadable_stops_the_run_with_its_name_and_keeps_the_ch
         if fault == "gone":
             path.unlink()
         else:
-            path.write_bytes(path.read_bytes()[:200])
+            part = source.with_name("part")
+            part.write_bytes(path.read_bytes()[:200])
+            part.replace(path)  # at once: no reader meets a file that is still being cut
     assert command.wait() == 2, command.said
     *_, message = command.said.splitlines()
     assert message.startswith("error: ")
