@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,8 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from settings import ConfigError, DeviceSettings, Problem, TrainingError, UserError
+
+log = logging.getLogger(__name__)
 
 _JOINING = timedelta(minutes=10)
 _GRADIENTS = timedelta(minutes=30)
@@ -116,6 +119,8 @@ def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device
         # On a CPU oneDNN's 16-bit kernels cannot be trusted: AMX is an illegal instruction on machines that announce
         # it, and the AVX-512 weight gradient of a one-channel convolution reads memory it never wrote. AVX2 has none.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2" if settings.mixed_precision else "AVX512_CORE_BF16")
+        if settings.mixed_precision:
+            log.warning("mixed precision is many times slower than fp32 on a CPU; set device.mixed_precision=false")
         return torch.device("cpu")
     if not torch.cuda.is_available():
         found = "cuda, but torch sees no GPU"
