@@ -342,7 +342,8 @@ def _reason(path: Path, error: Exception) -> str:
     """Say in one sentence what is wrong with a file that raised `error`, and what to do."""
     if isinstance(error, _UnsuitableError):
         return str(error)
-    if isinstance(error, FileNotFoundError):
+    # A file that vanishes between two reads fails in the reader's own words, not in the system's.
+    if isinstance(error, FileNotFoundError) or not path.exists():
         return "no such file; restore it or take it out of the data"
     if isinstance(error, PermissionError):
         return "not allowed to read it; change its permissions"
