@@ -64,7 +64,7 @@ class _GradientInForward(torch.autograd.Function):
                 (piece_gradients,) = torch.autograd.grad(loss, pieces)
             total += loss.detach()
             for index, piece_gradient in zip(chunk, piece_gradients, strict=True):
-                gradient[index] += piece_gradient
+                gradient[index].add_(piece_gradient)
         gradient /= _count(chunks)
         ctx.save_for_backward(gradient)
         ctx.dtype = reconstruction.dtype

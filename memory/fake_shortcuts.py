@@ -7,6 +7,7 @@ remembered.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,11 @@ _RESHAPING = {"resize_", "set_", "as_strided_", "squeeze_", "unsqueeze_", "trans
 _VIEWS = {
     *("view", "slice", "select", "expand", "transpose", "permute", "unsqueeze", "squeeze", "detach", "alias", "t"),
     *("split", "split_with_sizes", "unbind", "as_strided", "_unsafe_view", "_reshape_alias", "unfold", "diagonal"),
+}
+# What arguments can be beside tensors and lists.
+_PLAIN = {
+    *(type(None), bool, int, float, str),
+    *(torch.dtype, torch.layout, torch.device, torch.memory_format),
 }
 
 
@@ -49,7 +55,7 @@ class FakeShortcuts:
                 out = func(*args, **kwargs)
                 return [self._wrap(part) for part in out] if isinstance(out, (list, tuple)) else self._wrap(out)
         if kind == "pure":
-            key = _key((func, args, kwargs))
+            key = _key(func, args, kwargs)
             if key is not None:
                 return self._remembered(key, func, args, kwargs)
         return func(*args, **kwargs)
@@ -109,19 +115,23 @@ def _out_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
     return tuple(argument.name for argument in func._schema.arguments if argument.is_out)
 
 
-def _key(value: Any) -> Any:
-    """Return what decides shape and dtype of a result, or None where an argument makes that unclear."""
-    if value is None or isinstance(value, (int, float, str, torch.dtype, torch.layout, torch.device)):
-        return (type(value), value)
-    if type(value) is FakeTensor or type(value) is torch.nn.Parameter:
-        return (value.shape, value.stride(), value.dtype)
-    if isinstance(value, Tensor):
-        return None
-    if isinstance(value, dict):
-        value = [part for pair in sorted(value.items()) for part in pair]
-    if isinstance(value, (list, tuple)):
-        parts = tuple(_key(part) for part in value)
-        return None if None in parts else parts
-    if isinstance(value, (torch._ops.OpOverload, torch.memory_format)):
-        return value
-    return None
+def _key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return what decides shapes and dtypes of the results, or None where an argument makes that unclear."""
+    parts: list[Any] = [func]
+    clear = _collect(args, parts) and (
+        not kwargs or _collect([part for pair in kwargs.items() for part in pair], parts)
+    )
+    return tuple(parts) if clear else None
+
+
+def _collect(values: Sequence[Any], parts: list[Any]) -> bool:
+    parts.append(len(values))
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor or kind is torch.nn.Parameter:
+            parts += (value.shape, value.stride(), value.dtype)
+        elif kind in _PLAIN:
+            parts += (kind, value)  # with its type: 1, 1.0 and True are equal
+        elif not (isinstance(value, (list, tuple)) and _collect(value, parts)):
+            return False
+    return True

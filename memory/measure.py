@@ -24,6 +24,7 @@ def emulated(fake: bool = True, cuda: bool = True) -> Iterator[FakeTensorMode | 
         mode = None
         if fake:
             mode = stack.enter_context(FakeTensorMode())
+            mode.cache_enabled = False  # `FakeShortcuts` remembers the same, at a tenth of the cost
             stack.enter_context(mock.patch.object(nn.Module, "to", _stay(nn.Module.to)))
         if cuda:
             stack.enter_context(cuda_autocast_rules())

@@ -165,7 +165,7 @@ class MemoryTracker(TorchDispatchMode):
             # An operator's autograd node is made just before it runs: the newest number belongs to this operator.
             self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._modules[-1]
         self._count(func, args, kwargs, out, in_backward)
-        for leaf in tree_leaves(out):
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self._alive:

@@ -6,6 +6,7 @@ about ten bytes per value where two carry all the information. This function kee
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -35,12 +36,6 @@ def _needs_groups(x: Tensor, out_dtype: torch.dtype) -> bool:
     return x.dtype not in FULL_PRECISION or out_dtype != x.dtype
 
 
-def group_slices(channels: int, groups: int) -> list[slice]:
-    """Return the channels of each group."""
-    size = channels // groups
-    return [slice(start, start + size) for start in range(0, channels, size)]
-
-
 class _GroupNorm(torch.autograd.Function):
     """Normalise by native kernels, in fp32 and one group at a time where the input is of low precision."""
 
@@ -52,9 +47,8 @@ class _GroupNorm(torch.autograd.Function):
             if _needs_groups(x, out_dtype):
                 y, mean, rstd = _forward_by_group(x, weight, bias, groups, eps, silu, out_dtype)
             else:
-                batch, channels = x.shape[:2]
                 x = x.contiguous()
-                y, mean, rstd = aten.native_group_norm(x, weight, bias, batch, channels, x[0, 0].numel(), groups, eps)
+                y, mean, rstd = aten.native_group_norm(x, weight, bias, *_sizes(x), groups, eps)
                 y = F.silu(y, inplace=True) if silu else y
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.groups, ctx.silu, ctx.out_dtype = groups, silu, out_dtype
@@ -77,15 +71,15 @@ class _GroupNorm(torch.autograd.Function):
 def _forward_by_group(
     x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, channels = x.shape[:2]
-    size, voxels = channels // groups, x[0, 0].numel()
+    size = x.shape[1] // groups
     y = torch.empty_like(x, dtype=out_dtype)
     stats: list[tuple[Tensor, Tensor]] = []
-    for part in group_slices(channels, groups):
-        values = full_precision(x[:, part]).contiguous()
-        values, mean, rstd = aten.native_group_norm(values, weight[part], bias[part], batch, size, voxels, 1, eps)
+    parts = zip(x.split(size, 1), y.split(size, 1), weight.split(size), bias.split(size), strict=True)
+    for x_part, y_part, *affine in parts:
+        values = full_precision(x_part).contiguous()
+        values, mean, rstd = aten.native_group_norm(values, *affine, *_sizes(values), 1, eps)
         stats.append((mean, rstd))
-        y[:, part] = F.silu(values, inplace=True) if silu else values
+        y_part.copy_(F.silu(values, inplace=True) if silu else values)
     means, rstds = zip(*stats, strict=True)
     return y, torch.cat(means, 1), torch.cat(rstds, 1)
 
@@ -93,24 +87,20 @@ def _forward_by_group(
 def _backward_by_group(
     x: Tensor, grad: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, silu: bool, needs: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    channels, groups = x.shape[1], mean.shape[1]
+    size = x.shape[1] // mean.shape[1]
     grad_x = torch.empty_like(x) if needs[0] else None
+    targets = [None] * mean.shape[1] if grad_x is None else grad_x.split(size, 1)
     grads: list[tuple[Tensor | None, Tensor | None]] = []
-    for index, part in enumerate(group_slices(channels, groups)):
-        one = slice(index, index + 1)
+    of_groups = zip(weight.split(size), bias.split(size), mean.split(1, 1), rstd.split(1, 1), strict=True)
+    for x_part, grad_part, target, of_group in zip(
+        x.split(size, 1), grad.split(size, 1), targets, of_groups, strict=True
+    ):
         # The fp32 copies have no names here, so that the callee can drop the gradient's as soon as it is used.
         grad_values, grad_weight, grad_bias = _backward_of(
-            full_precision(x[:, part]).contiguous(),
-            full_precision(grad[:, part]).contiguous(),
-            weight[part],
-            bias[part],
-            mean[:, one],
-            rstd[:, one],
-            silu,
-            needs,
+            full_precision(x_part).contiguous(), full_precision(grad_part).contiguous(), *of_group, silu, needs
         )
-        if grad_x is not None:
-            grad_x[:, part] = grad_values  # type: ignore[assignment]
+        if target is not None:
+            target.copy_(grad_values)
         grads.append((grad_weight, grad_bias))
     grad_weight, grad_bias = (torch.cat(list(g)) if g[0] is not None else None for g in zip(*grads, strict=True))
     return grad_x, grad_weight, grad_bias
@@ -120,26 +110,30 @@ def _backward_of(
     x: Tensor, grad: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, silu: bool, needs: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of `x`, `weight` and `bias`, all tensors being of full precision."""
-    batch, channels = x.shape[:2]
     if silu:
         scale, shift = scale_and_shift(mean, rstd, weight, bias)
         normed = torch.addcmul(spread(shift), x, spread(scale))
         grad = aten.silu_backward.grad_input(grad, normed, grad_input=normed)
-    return aten.native_group_norm_backward(
-        grad, x, mean, rstd, weight, batch, channels, x[0, 0].numel(), mean.shape[1], list(needs)
-    )
+    return aten.native_group_norm_backward(grad, x, mean, rstd, weight, *_sizes(x), mean.shape[1], list(needs))
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """Return batch, channels and voxels, as the native kernels ask for them."""
+    batch, channels, *grid = x.shape
+    return batch, channels, math.prod(grid)
 
 
 def scale_and_shift(mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return the normalisation as one multiplication and one addition, both of shape (batch, channels)."""
-    size = weight.numel() // mean.shape[1]
-    scale = rstd.repeat_interleave(size, 1) * weight
-    return scale, bias - mean.repeat_interleave(size, 1) * scale
+    of_groups = weight.view(mean.shape[1], -1)
+    scale = rstd.unsqueeze(2) * of_groups
+    shift = bias.view_as(of_groups) - mean.unsqueeze(2) * scale
+    return scale.flatten(1), shift.flatten(1)
 
 
 def spread(values: Tensor) -> Tensor:
     """Let (batch, channels) values broadcast over volumes."""
-    return values[:, :, None, None, None]
+    return values.view(*values.shape, 1, 1, 1)
 
 
 def group_norm(x: Tensor, norm: nn.GroupNorm, silu: bool = False) -> Tensor:
