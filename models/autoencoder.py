@@ -38,9 +38,8 @@ class LeanCoder(nn.Module):
         first, *middle = self.blocks[:-2]
         h: Volume = first(x)
         for block, level in zip(middle, self.levels[1:-2], strict=True):
-            if isinstance(block, UpsampleBlock) and block.slab_rows and not torch.is_grad_enabled():
-                # The next block, residual or last, reads its input in slabs: at inference nothing else needs it whole.
-                h = block.on_demand(h)
+            if isinstance(block, LeanBlock) and block.slab_rows and not torch.is_grad_enabled():
+                h = block.consume(h)
             else:
                 h = self._run(block, h, level, offload)
         (head,) = self._head

@@ -26,6 +26,10 @@ class LeanBlock(nn.Module):
         """Whether backward recomputes what it needs by itself, so that a checkpoint around it would save nothing."""
         return self.slab_rows > 0
 
+    def consume(self, x: Volume) -> Volume:
+        """Do what the block does, at inference and in slabs; nobody needs `x` afterwards, so it may be overwritten."""
+        return self(x)
+
 
 class ResidualBlock(LeanBlock):
     """Two times norm, SiLU and convolution, added to the input."""
@@ -39,12 +43,19 @@ class ResidualBlock(LeanBlock):
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, of as many channels as its convolutions have."""
         if self.slab_rows:
-            shortcut = getattr(self.nin_shortcut, "conv", None)
-            convs = (self.conv1.conv, self.conv2.conv)
-            return residual(x, (self.norm1, self.norm2), convs, shortcut, self.slab_rows)
+            return self._in_slabs(x, overwrite=False)
         h = self.conv1(group_norm(x, self.norm1, silu=True))
         h = self.conv2(group_norm(h, self.norm2, silu=True))
         return self.nin_shortcut(x) + h
+
+    def consume(self, x: Volume) -> Tensor:
+        """Return the block's output in the memory of its input where it fits there."""
+        return self._in_slabs(x, overwrite=True)
+
+    def _in_slabs(self, x: Volume, overwrite: bool) -> Tensor:
+        shortcut = getattr(self.nin_shortcut, "conv", None)
+        convs = (self.conv1.conv, self.conv2.conv)
+        return residual(x, (self.norm1, self.norm2), convs, shortcut, self.slab_rows, overwrite)
 
 
 class UpsampleBlock(LeanBlock):
@@ -58,8 +69,8 @@ class UpsampleBlock(LeanBlock):
         """Return a volume of twice the size along each axis."""
         return upsample_conv(x, self.postconv.conv)
 
-    def on_demand(self, x: Volume) -> UpsampledRows:
-        """Return the same volume as a source of rows, without gradients."""
+    def consume(self, x: Volume) -> UpsampledRows:
+        """Return the upsampled volume as a source of rows: the next block, residual or last, reads it in slabs."""
         assert isinstance(x, Tensor), "two upsamplings never follow each other"
         conv = self.postconv.conv
         return UpsampledRows(x, conv.weight, conv.bias, compute_dtype(x))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import torch
@@ -15,23 +14,29 @@ from models.slabs import RowSource, bias_grad, rows_of, slabs
 
 aten = torch.ops.aten
 Parity = tuple[int, ...]
-PARITIES: tuple[Parity, ...] = tuple(product((0, 1), repeat=3))
-
-# A nearest-neighbour copy repeats each voxel, so of a kernel's three taps two fall on the same voxel: the left two for
-# odd results, the right two for even ones. Row p, column t: what tap k adds to tap t of the kernel for parity p.
-TAPS = ([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]], [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
 
 
-def _fold(weight: Tensor, parity: Parity) -> Tensor:
-    """Return the 2x2x2 kernel that computes the results of one parity from the voxels before upsampling."""
-    taps = [torch.tensor(TAPS[p], dtype=weight.dtype, device=weight.device) for p in parity]
-    return torch.einsum("oizyx,az,by,cx->oiabc", weight, *taps)
+def _fold(weight: Tensor) -> dict[Parity, Tensor]:
+    """Return the 2x2x2 kernels that compute the results of each parity from the voxels before upsampling.
+
+    A nearest-neighbour copy repeats each voxel, so of a kernel's three taps two fall on the same voxel and are added:
+    the last two for even results, the first two for odd ones.
+    """
+    kernels: dict[Parity, Tensor] = {(): weight}
+    for axis in (2, 3, 4):
+        for parity in list(kernels):
+            first, middle, last = kernels.pop(parity).split(1, axis)
+            kernels[(*parity, 0)] = torch.cat((first, middle + last), axis)
+            kernels[(*parity, 1)] = torch.cat((first + middle, last), axis)
+    return kernels
 
 
 def _unfold(grad: Tensor, parity: Parity) -> Tensor:
     """Return what the gradient of a folded kernel adds to that of the 3x3x3 kernel."""
-    taps = [torch.tensor(TAPS[p], dtype=grad.dtype, device=grad.device) for p in parity]
-    return torch.einsum("oiabc,az,by,cx->oizyx", grad, *taps)
+    for axis, odd in enumerate(parity, start=2):
+        first, last = grad.split(1, axis)
+        grad = torch.cat((first, first if odd else last, last), axis)
+    return grad
 
 
 def _padding(parity: Parity) -> tuple[int, ...]:
@@ -48,7 +53,7 @@ class UpsampledRows(RowSource):
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> None:
         self.x, self.dtype, self.device, self._bias = x, dtype, x.device, bias.to(dtype)
         self.shape = torch.Size((x.shape[0], weight.shape[0], *(2 * size for size in x.shape[2:])))
-        self._kernels = {parity: _fold(full_precision(weight), parity).to(dtype) for parity in PARITIES}
+        self._kernels = {parity: kernel.to(dtype) for parity, kernel in _fold(full_precision(weight)).items()}
 
     def rows(self, start: int, end: int) -> Tensor:
         """Compute the rows from `start` to `end`."""
@@ -85,14 +90,13 @@ class _UpsampleConv(torch.autograd.Function):
             grad_x = torch.zeros_like(full_precision(x)) if needs_x else None
             grad_weight = torch.zeros_like(full_precision(weight)) if needs_weight else None
             grad_bias = None
-            for parity in PARITIES:
+            for parity, kernel in _fold(full_precision(weight)).items():
                 z, y, w = parity
                 part = grad[:, :, z::2, y::2, w::2].to(ctx.dtype).contiguous()
                 padding = _padding(parity)
-                kernel = _fold(full_precision(weight), parity).to(ctx.dtype)
                 grad_padded, grad_kernel, _ = aten.convolution_backward(
-                    part, F.pad(x.to(ctx.dtype), padding), kernel, None, [1] * 3, [0] * 3, [1] * 3, False, [0] * 3, 1,
-                    [needs_x, needs_weight, False],
+                    part, F.pad(x.to(ctx.dtype), padding), kernel.to(ctx.dtype), None,
+                    [1] * 3, [0] * 3, [1] * 3, False, [0] * 3, 1, [needs_x, needs_weight, False],
                 )  # fmt: skip
                 if grad_x is not None:
                     grad_x += F.pad(grad_padded, [-amount for amount in padding])

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from models.group_norm import compute_dtype, full_precision
 from models.slabs import (
+    ConvolvedRows,
     NormedRows,
     RowSource,
     Statistics,
@@ -91,11 +92,12 @@ class _NormConv(torch.autograd.Function):
 
 
 def _residual(
-    x: Volume, parameters: tuple[Any, ...], groups: int, eps: float, rows: int, dtype: torch.dtype
+    x: Volume, parameters: tuple[Any, ...], groups: int, eps: float, rows: int, dtype: torch.dtype, overwrite: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the residual block's output and the statistics of both norms.
 
     The names here and in backward: h = conv1(silu(norm1(x))) and the output is conv2(silu(norm2(h))) + shortcut(x).
+    The output takes the place of h or, with `overwrite`, that of x: then h is computed twice and never exists whole.
     """
     scale1, shift1, _, _, scale2, shift2, *_ = parameters
     weight1, bias1, weight2, bias2 = (part.to(dtype) for part in (*parameters[2:4], *parameters[6:8]))
@@ -103,22 +105,33 @@ def _residual(
     all_slabs = slabs(x, rows, min(weight1.shape[:2]), dtype)
     with torch.autocast(x.device.type, enabled=False):
         first = NormedRows(x, *_gather_statistics(x, groups, eps, rows), scale1, shift1, True, dtype)
-        h = torch.empty((x.shape[0], weight1.shape[0], *x.shape[2:]), dtype=dtype, device=x.device)
+        convolved = ConvolvedRows(first, weight1, bias1)
+        h: Volume = convolved
+        if overwrite:
+            assert isinstance(x, Tensor), "rows that are computed on demand have no place for the output"
+            out = x
+        else:
+            out = h = torch.empty(convolved.shape, dtype=dtype, device=x.device)
         statistics = Statistics(groups, eps)
         for start, end in all_slabs:
-            part = convolve(first.rows(start - 1, end + 1), weight1, bias1)
+            part = convolved.rows(start, end)
             statistics.add(part)
-            h[:, :, start:end] = part
+            if not overwrite:
+                out[:, :, start:end] = part
         second = NormedRows(h, *statistics.result(), scale2, shift2, True, dtype)
-        before = h[:, :, :0]
+        done: tuple[Tensor, Tensor] | None = None
         for start, end in all_slabs:
-            # The result takes the place of h, of which the next slab still needs the last row.
-            haloed = second.rows(start - 1, end + 1, before)
-            before = h[:, :, end - 1 : end].clone()
+            haloed = second.rows(start - 1, end + 1)
+            # Of what a slab replaces, the next one still needed the last rows: it is written one slab late.
+            if done is not None:
+                done[0].copy_(done[1])
             part = convolve(haloed, weight2, bias2)
             source = rows_of(x, start, end).to(dtype)
-            h[:, :, start:end] = part.add_(source if shortcut is None else F.conv3d(source, shortcut, shortcut_bias))
-    return h, (first.mean, first.rstd, second.mean, second.rstd)
+            part += source if shortcut is None else F.conv3d(source, shortcut, shortcut_bias)
+            done = out[:, :, start:end], part
+        if done is not None:
+            done[0].copy_(done[1])
+    return out, (first.mean, first.rstd, second.mean, second.rstd)
 
 
 class _Residual(torch.autograd.Function):
@@ -127,7 +140,7 @@ class _Residual(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
         *parameters, groups, eps, rows, dtype = args
-        out, statistics = _residual(x, tuple(parameters), groups, eps, rows, dtype)
+        out, statistics = _residual(x, tuple(parameters), groups, eps, rows, dtype, overwrite=False)
         ctx.save_for_backward(x, *parameters, *statistics)
         ctx.rows, ctx.dtype = rows, dtype
         return out
@@ -232,13 +245,18 @@ def residual(
     convs: tuple[nn.Conv3d, nn.Conv3d],
     shortcut: nn.Conv3d | None,
     rows: int,
+    overwrite: bool = False,
 ) -> Tensor:
-    """Apply a residual block in slabs of `rows` rows; `shortcut` is its 1x1x1 convolution, if it has one."""
+    """Apply a residual block in slabs of `rows` rows; `shortcut` is its 1x1x1 convolution, if it has one.
+
+    With `overwrite`, and where the output is of the same kind as the input, it replaces it: less memory, more compute.
+    """
     parameters: list[Tensor | None] = []
     for norm, conv in zip(norms, convs, strict=True):
         parameters += [norm.weight, norm.bias, conv.weight, conv.bias]
     parameters += [None, None] if shortcut is None else [shortcut.weight, shortcut.bias]
     options = (norms[0].num_groups, norms[0].eps, rows, compute_dtype(x))
-    if isinstance(x, RowSource):
-        return _residual(x, tuple(parameters), *options)[0]
+    overwrite = overwrite and isinstance(x, Tensor) and shortcut is None and x.dtype == options[-1]
+    if overwrite or isinstance(x, RowSource):
+        return _residual(x, tuple(parameters), *options, overwrite)[0]
     return _Residual.apply(x, *parameters, *options)

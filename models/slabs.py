@@ -95,15 +95,17 @@ class Statistics:
         """Take in the next rows."""
         values = full_precision(values)
         batch, channels = values.shape[:2]
-        voxels = values[0, 0].numel()
+        voxels = values.shape[2:].numel()
         _, mean, rstd = aten.native_group_norm(values, None, None, batch, channels, voxels, self.groups, self.eps)
         self._parts.append((voxels, mean, rstd.pow(-2) - self.eps))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return mean and rstd, each of shape (batch, groups)."""
         counts, means, variances = zip(*self._parts, strict=True)
-        share = torch.tensor(counts, dtype=means[0].dtype, device=means[0].device)[:, None, None] / sum(counts)
         each = torch.stack(means)
+        # All slabs but the last have as many voxels. Filled where it lies: copying a list there would stop a GPU.
+        share = each.new_full((len(counts), 1, 1), counts[0] / sum(counts))
+        share[-1] = counts[-1] / sum(counts)
         mean = (share * each).sum(0)
         variance = (share * (torch.stack(variances) + (each - mean).square())).sum(0)
         return mean, (variance + self.eps).rsqrt()
@@ -129,17 +131,11 @@ class NormedRows:
         self._sum_grad_x = torch.zeros_like(scale)
         self._factors: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def rows(self, start: int, end: int, before: Tensor | None = None) -> Tensor:
-        """Return the rows from `start` to `end`, zeros outside of the volume as a padded convolution sees them.
-
-        `before`, one row or none, stands for the row of `x` at `start` where that has been overwritten since.
-        """
+    def rows(self, start: int, end: int) -> Tensor:
+        """Return the rows from `start` to `end`, zeros outside of the volume as a padded convolution sees them."""
         shape = (*self.x.shape[:2], end - start, *self.x.shape[3:])
         out = torch.empty(shape, dtype=self.dtype, device=self.x.device)
         first, last = max(start, 0), min(end, self.x.shape[2])
-        if before is not None and before.shape[2]:
-            self._activate(before, out[:, :, :1])
-            first += 1
         self._activate(read(self.x, first, last), out[:, :, first - start : last - start])
         if start < 0:
             out[:, :, :-start] = 0
@@ -206,3 +202,16 @@ class NormedRows:
         x = read(self.x, start, end)
         product = kept if self._keeps_product else self._before_silu(kept, x)
         return torch.addcmul(constant, x, of_x).addcmul_(product, of_grad)
+
+
+class ConvolvedRows(RowSource):
+    """A 3x3x3 convolution of normed rows, computed on demand."""
+
+    def __init__(self, source: NormedRows, weight: Tensor, bias: Tensor) -> None:
+        self.source, self.weight, self.bias = source, weight, bias
+        self.dtype, self.device = weight.dtype, weight.device
+        self.shape = torch.Size((source.x.shape[0], weight.shape[0], *source.x.shape[2:]))
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Compute the rows from `start` to `end`."""
+        return convolve(self.source.rows(start - 1, end + 1), self.weight, self.bias)

@@ -137,9 +137,8 @@ class LatentDiffusionStep(TrainingStep):
     def _spread(self, positions: Sequence[int]) -> Tensor:
         """Return one number in [0, 1) for each position: any neighbouring positions cover the interval evenly."""
         start = derive_seed(self.settings.seed, "timestep", 0) / 2**63
-        return torch.tensor([(start + position * _GOLDEN_RATIO) % 1.0 for position in positions]).to(
-            self.process.device
-        )
+        numbers = torch.tensor([(start + position * _GOLDEN_RATIO) % 1.0 for position in positions])
+        return numbers.to(self.process.device, non_blocking=True)
 
     def _labels(self, batch: LatentBatch | Batch) -> Tensor | None:
         """Return the classes with some of them hidden, as guidance needs; None for an unconditional U-Net."""

@@ -154,6 +154,20 @@ def test_encoding_and_decoding_in_slabs_equal_whole_ones(monkeypatch, rows):
         torch.testing.assert_close(lean.decode(mean), stock.decode(mean), rtol=1e-5, atol=1e-5)
 
 
+def test_inference_in_slabs_overwrites_nothing_that_was_given_to_it(monkeypatch):
+    monkeypatch.setattr(slabs, "MIN_SLAB_VALUES", 0)
+    _, lean = pair(settings_of({"slab_rows": 4}), torch.float32)
+    x, latent = torch.randn(1, 1, 12, 8, 8), torch.randn(1, 3, 3, 2, 2)
+    features = torch.randn(1, lean.encoder.blocks[1].norm1.num_channels, 12, 8, 8)
+    given = [tensor.clone() for tensor in (x, latent, features)]
+    with torch.no_grad():
+        lean.encode(x)
+        lean.decode(latent)
+        lean.encoder.blocks[1](features)
+    for tensor, before in zip((x, latent, features), given, strict=True):
+        assert torch.equal(tensor, before)
+
+
 def test_a_copy_has_its_own_last_layers():
     model = build_autoencoder(settings_of({"slab_rows": 4}))
     twin = copy.deepcopy(model)
