@@ -79,7 +79,8 @@ class _GradientInForward(torch.autograd.Function):
 
 
 def _gather(volume: Tensor, chunk: Sequence[Index]) -> Tensor:
-    pieces = torch.stack([volume.detach()[index] for index in chunk])
+    volume = volume.detach()
+    pieces = torch.stack([volume[index] for index in chunk])
     return pieces.to(_precision(volume)).clamp(-LARGEST_INTENSITY, LARGEST_INTENSITY)
 
 

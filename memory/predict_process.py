@@ -10,9 +10,6 @@ import sys
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# MONAI imports these where it finds them, for plots and statistics; they take two seconds and no prediction needs them.
-sys.modules.update(dict.fromkeys(("matplotlib", "pandas", "scipy.optimize", "scipy.signal", "scipy.stats", "sklearn")))  # type: ignore
-
 
 def main() -> None:
     """Answer questions from standard input; networks may print, so answers go to the original standard output."""

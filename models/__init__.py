@@ -1,5 +1,8 @@
 """Networks and their builders."""
 
+import models.monai_import  # noqa: F401  # first: the others import MONAI
+
+# isort: split
 from models.autoencoder import LeanAutoencoder, build_autoencoder
 from models.checkpointing import gradient_checkpoint_forward
 from models.discriminator import build_discriminator

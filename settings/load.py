@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,12 @@ def validate(values: dict[str, Any], stage: str | None = None) -> Settings:
             _remove(pruned, dotted)
         problems = list(found.values())
         try:
-            # The rules only run on values that are valid one by one: run them on those that are.
-            Settings.model_validate(pruned, context={"stage": stage, "failed": frozenset(found)})
+            # The rules only run on values that are valid one by one: run them on those that are. What pydantic still
+            # finds wrong is inside something already reported.
+            with suppress(ValidationError):
+                Settings.model_validate(pruned, context={"stage": stage, "failed": frozenset(found)})
         except ConfigError as rules:
             problems += rules.problems
-        except ValidationError:
-            pass  # what remains wrong is inside something already reported
         raise ConfigError(problems) from None
 
 
