@@ -41,8 +41,6 @@ def unsupported_options(network: str, state: State) -> list[str]:
         problems.append("the weights are those of a 2D network; only 3D ones can be used")
     if any(".transformer_blocks." in key for key in state):
         problems.append("the U-Net has cross-attention (with_conditioning); ours is conditioned by class only")
-    if any(re.search(r"\.(down|up)sampler\.conv1\.", key) for key in state):
-        problems.append("the U-Net changes resolution in residual blocks (resblock_updown); ours does in convolutions")
     if any(".adn.N." in key for key in state):
         problems.append("the discriminator has batch norm; ours has instance norm, which its weights do not suit")
     if network == "autoencoder" and _middle_attention(state, "encoder") != _middle_attention(state, "decoder"):
@@ -99,6 +97,8 @@ def _unet_settings(state: State) -> dict[str, Any]:
         "ldm.unet.attention_levels": tuple(any(".attentions." in key for key in level) for level in levels),
         "ldm.conditioning.type": "class" if "class_embedding.weight" in state else "none",
     }
+    if num_levels > 1:
+        implied["ldm.unet.resblock_updown"] = any(".downsampler.conv1." in key for key in state)
     if "class_embedding.weight" in state:
         # The last class of the network stands for a hidden label.
         implied["ldm.conditioning.num_classes"] = state["class_embedding.weight"].shape[0] - 1

@@ -50,6 +50,7 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
         "attention_levels": unet.attention_levels,
         "num_head_channels": unet.head_channels,
         "norm_num_groups": unet.num_groups,
+        "resblock_updown": unet.resblock_updown,
         "num_class_embeds": conditioning.num_classes + 1 if conditioning.type == "class" else None,
     }
 
