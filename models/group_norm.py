@@ -80,6 +80,7 @@ def _forward_by_group(
         values, mean, rstd = aten.native_group_norm(values, *affine, *_sizes(values), 1, eps)
         stats.append((mean, rstd))
         y_part.copy_(F.silu(values, inplace=True) if silu else values)
+        del values
     means, rstds = zip(*stats, strict=True)
     return y, torch.cat(means, 1), torch.cat(rstds, 1)
 
@@ -91,16 +92,17 @@ def _backward_by_group(
     grad_x = torch.empty_like(x) if needs[0] else None
     targets = [None] * mean.shape[1] if grad_x is None else grad_x.split(size, 1)
     grads: list[tuple[Tensor | None, Tensor | None]] = []
+    parts = zip(x.split(size, 1), grad.split(size, 1), targets, strict=True)
     of_groups = zip(weight.split(size), bias.split(size), mean.split(1, 1), rstd.split(1, 1), strict=True)
-    for x_part, grad_part, target, of_group in zip(
-        x.split(size, 1), grad.split(size, 1), targets, of_groups, strict=True
-    ):
-        # The fp32 copies have no names here, so that the callee can drop the gradient's as soon as it is used.
+    for (x_part, grad_part, target), (w, b, m, r) in zip(parts, of_groups, strict=True):
+        # The fp32 copies have no names here, nor does a tuple of arguments hold them, so that the callee can drop the
+        # gradient's as soon as it is used.
         grad_values, grad_weight, grad_bias = _backward_of(
-            full_precision(x_part).contiguous(), full_precision(grad_part).contiguous(), *of_group, silu, needs
+            full_precision(x_part).contiguous(), full_precision(grad_part).contiguous(), w, b, m, r, silu, needs
         )
         if target is not None:
             target.copy_(grad_values)
+        del grad_values
         grads.append((grad_weight, grad_bias))
     grad_weight, grad_bias = (torch.cat(list(g)) if g[0] is not None else None for g in zip(*grads, strict=True))
     return grad_x, grad_weight, grad_bias
