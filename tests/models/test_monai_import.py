@@ -1,0 +1,19 @@
+"""MONAI is imported without its extras, and the extras are there for whoever wants them afterwards."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_extras_of_monai_are_left_out_and_can_be_imported_later():
+    program = (
+        "import sys, models\n"
+        "from models.monai_import import EXTRAS\n"
+        "print(sorted(set(EXTRAS) & set(sys.modules)))\n"
+        "import matplotlib, scipy.signal, scipy.stats\n"
+        "print(scipy.signal.hilbert([1.0, 2.0]).shape)\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == ["[]", "(2,)"]
