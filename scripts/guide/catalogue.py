@@ -91,7 +91,7 @@ CATALOGUE = (
         ),
         "For grids at the limit. Unlike patches or a sliding window this changes nothing: statistics are of the whole "
         "volume, borders are shared, gradients agree with the undivided step to rounding. The same slabs decode whole "
-        "volumes without seams.",
+        "volumes without seams, in less than a third of the memory of an undivided decode in fp32 (slabs of 8 rows).",
     ),
     Technique(
         "Batch size with gradient accumulation",
