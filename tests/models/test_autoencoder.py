@@ -158,7 +158,7 @@ def test_inference_in_slabs_overwrites_nothing_that_was_given_to_it(monkeypatch)
     monkeypatch.setattr(slabs, "MIN_SLAB_VALUES", 0)
     _, lean = pair(settings_of({"slab_rows": 4}), torch.float32)
     x, latent = torch.randn(1, 1, 12, 8, 8), torch.randn(1, 3, 3, 2, 2)
-    features = torch.randn(1, lean.encoder.blocks[1].norm1.num_channels, 12, 8, 8)
+    features = torch.randn(1, 8, 12, 8, 8)
     given = [tensor.clone() for tensor in (x, latent, features)]
     with torch.no_grad():
         lean.encode(x)
