@@ -152,23 +152,26 @@ def test_worker_that_cannot_start_is_told_in_one_line(monkeypatch):
         predictor.predict(make({}), "autoencoder")
 
 
+CHECKPOINTED = {f"{TRAINING}.use_gradient_checkpointing": True}
+SMALL, LARGE = {"data.voxel_size": (128, 128, 48)}, {"data.voxel_size": (192, 192, 64)}
+STOCK = {**SMALL, "autoencoder.implementation": "monai"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "within"),
     [
-        {"data.voxel_size": (128, 128, 48), "autoencoder.implementation": "monai"},
-        {"data.voxel_size": (192, 192, 64)},
-        {"data.voxel_size": (192, 192, 64), f"{TRAINING}.use_gradient_checkpointing": True},
-        {
-            "data.voxel_size": (192, 192, 64),
-            f"{TRAINING}.use_gradient_checkpointing": True,
-            f"{TRAINING}.slab_rows": 16,
-        },
+        (STOCK, 0.1),
+        ({**STOCK, **CHECKPOINTED}, 0.1),
+        (LARGE, 0.1),
+        # Where little is alive at a time, what the CPU's kernels take for themselves counts for more.
+        ({**LARGE, **CHECKPOINTED}, "margin"),
+        ({**LARGE, **CHECKPOINTED, f"{TRAINING}.slab_rows": 16}, "margin"),
     ],
-    ids=["stock", "plain", "checkpointed", "slabs"],
+    ids=["stock", "stock checkpointed", "lean", "lean checkpointed", "slabs"],
 )
-def test_prediction_against_the_growth_of_resident_memory(changes):
+def test_prediction_against_the_growth_of_resident_memory(changes, within):
     changes = {
         f"{TRAINING}.use_gradient_checkpointing": False,
         f"{TRAINING}.gradient_accumulation_steps": 1,
@@ -185,5 +188,6 @@ def test_prediction_against_the_growth_of_resident_memory(changes):
         check=True,
     )
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["grown"] <= result["predicted"] * (1 + max(0.1, result["margin"]))
-    assert result["grown"] >= result["predicted"] * 0.9
+    ratio = result["grown"] / result["predicted"]
+    print(f"\nresident memory grew by {ratio:.3f} of {result['predicted'] / 2**30:.2f} GiB predicted")
+    assert 0.9 <= ratio <= 1 + (result["margin"] if within == "margin" else within)
