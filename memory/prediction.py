@@ -84,17 +84,14 @@ class Prediction:
 
 def tier_of(settings: Settings, stage: Stage) -> str:
     """Return how lean the step is; predictions of one tier err alike."""
-    if stage == "ldm":
-        ldm = settings.ldm.training
-        offloads, checkpoints = ldm.use_gradient_checkpointing_offload, ldm.checkpoints_blocks
-    else:
-        training = settings.autoencoder.training
-        if settings.autoencoder.implementation == "monai":
-            return "stock"
-        if training.slab_rows:
-            return "slabs"
-        offloads, checkpoints = training.use_gradient_checkpointing_offload, training.checkpoints_blocks
-    return "offload" if offloads else "checkpointed" if checkpoints else "plain"
+    training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+    if stage == "autoencoder" and settings.autoencoder.training.slab_rows:
+        return "slabs"
+    if training.use_gradient_checkpointing_offload:
+        return "offload"
+    if training.checkpoints_blocks:
+        return "checkpointed"
+    return "stock" if stage == "autoencoder" and settings.autoencoder.implementation == "monai" else "plain"
 
 
 class Predictor:

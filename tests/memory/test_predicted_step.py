@@ -131,7 +131,9 @@ def test_tiers_follow_from_the_knobs():
     assert tier_of(make({}), "autoencoder") == "checkpointed"
     assert tier_of(make({f"{TRAINING}.slab_rows": 8}), "autoencoder") == "slabs"
     assert tier_of(make({f"{TRAINING}.use_gradient_checkpointing_offload": True}), "autoencoder") == "offload"
-    assert tier_of(make({"autoencoder.implementation": "monai"}), "autoencoder") == "stock"
+    stock = {"autoencoder.implementation": "monai"}
+    assert tier_of(make(stock), "autoencoder") == "checkpointed"
+    assert tier_of(make({**stock, f"{TRAINING}.use_gradient_checkpointing": False}), "autoencoder") == "stock"
     assert tier_of(make({}), "ldm") == "plain"
 
 
@@ -153,25 +155,27 @@ def test_worker_that_cannot_start_is_told_in_one_line(monkeypatch):
 
 
 CHECKPOINTED = {f"{TRAINING}.use_gradient_checkpointing": True}
-SMALL, LARGE = {"data.voxel_size": (128, 128, 48)}, {"data.voxel_size": (192, 192, 64)}
-STOCK = {**SMALL, "autoencoder.implementation": "monai"}
+GRID = {"data.voxel_size": (192, 192, 64)}
+STOCK = {"autoencoder.implementation": "monai"}
+UNET = {"data.voxel_size": (128, 128, 128), "ldm.unet.num_channels": (64, 128, 128), "ldm.training.batch_size": 4}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("changes", "within"),
+    ("changes", "stage", "within"),
     [
-        (STOCK, 0.1),
-        ({**STOCK, **CHECKPOINTED}, 0.1),
-        (LARGE, 0.1),
+        ({**STOCK, "data.voxel_size": (128, 128, 48)}, "autoencoder", 0.1),
+        (GRID, "autoencoder", 0.1),
+        (UNET, "ldm", 0.1),
         # Where little is alive at a time, what the CPU's kernels take for themselves counts for more.
-        ({**LARGE, **CHECKPOINTED}, "margin"),
-        ({**LARGE, **CHECKPOINTED, f"{TRAINING}.slab_rows": 16}, "margin"),
+        ({**STOCK, **GRID, **CHECKPOINTED}, "autoencoder", "margin"),
+        ({**GRID, **CHECKPOINTED}, "autoencoder", "margin"),
+        ({**GRID, **CHECKPOINTED, f"{TRAINING}.slab_rows": 16}, "autoencoder", "margin"),
     ],
-    ids=["stock", "stock checkpointed", "lean", "lean checkpointed", "slabs"],
+    ids=["stock", "lean", "U-Net", "stock checkpointed", "lean checkpointed", "slabs"],
 )
-def test_prediction_against_the_growth_of_resident_memory(changes, within):
+def test_prediction_against_the_growth_of_resident_memory(changes, stage, within):
     changes = {
         f"{TRAINING}.use_gradient_checkpointing": False,
         f"{TRAINING}.gradient_accumulation_steps": 1,
@@ -180,7 +184,7 @@ def test_prediction_against_the_growth_of_resident_memory(changes, within):
     }
     script = Path(__file__).with_name("resident_memory.py")
     done = subprocess.run(
-        [sys.executable, script, json.dumps(changes), "autoencoder"],
+        [sys.executable, script, json.dumps(changes), stage],
         cwd=script.parent.parent.parent,
         env={"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         capture_output=True,
