@@ -155,9 +155,9 @@ def test_worker_that_cannot_start_is_told_in_one_line(monkeypatch):
 
 
 CHECKPOINTED = {f"{TRAINING}.use_gradient_checkpointing": True}
-GRID = {"data.voxel_size": (192, 192, 64)}
+LARGE = {"data.voxel_size": (192, 192, 64)}
 STOCK = {"autoencoder.implementation": "monai"}
-UNET = {"data.voxel_size": (128, 128, 128), "ldm.unet.num_channels": (64, 128, 128), "ldm.training.batch_size": 4}
+LARGE_UNET = {"data.voxel_size": (128, 128, 128), "ldm.unet.num_channels": (64, 128, 128), "ldm.training.batch_size": 4}
 
 
 @pytest.mark.slow
@@ -166,12 +166,12 @@ UNET = {"data.voxel_size": (128, 128, 128), "ldm.unet.num_channels": (64, 128, 1
     ("changes", "stage", "within"),
     [
         ({**STOCK, "data.voxel_size": (128, 128, 48)}, "autoencoder", 0.1),
-        (GRID, "autoencoder", 0.1),
-        (UNET, "ldm", 0.1),
+        (LARGE, "autoencoder", 0.1),
+        (LARGE_UNET, "ldm", 0.1),
         # Where little is alive at a time, what the CPU's kernels take for themselves counts for more.
-        ({**STOCK, **GRID, **CHECKPOINTED}, "autoencoder", "margin"),
-        ({**GRID, **CHECKPOINTED}, "autoencoder", "margin"),
-        ({**GRID, **CHECKPOINTED, f"{TRAINING}.slab_rows": 16}, "autoencoder", "margin"),
+        ({**STOCK, **LARGE, **CHECKPOINTED}, "autoencoder", "margin"),
+        ({**LARGE, **CHECKPOINTED}, "autoencoder", "margin"),
+        ({**LARGE, **CHECKPOINTED, f"{TRAINING}.slab_rows": 16}, "autoencoder", "margin"),
     ],
     ids=["stock", "lean", "U-Net", "stock checkpointed", "lean checkpointed", "slabs"],
 )
