@@ -8,6 +8,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import models.monai_import  # noqa: F401  # first: it keeps MONAI's import short
+
+# isort: split
 import torch
 from monai.metrics.regression import compute_ms_ssim
 from torch import Tensor

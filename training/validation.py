@@ -6,6 +6,9 @@ import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 
+import models.monai_import  # noqa: F401  # first: it keeps MONAI's import short
+
+# isort: split
 import torch
 from monai.metrics.regression import SSIMMetric
 from torch import Tensor
