@@ -48,7 +48,7 @@ class _GroupNorm(torch.autograd.Function):
                 y, mean, rstd = _forward_by_group(x, weight, bias, groups, eps, silu, out_dtype)
             else:
                 x = x.contiguous()
-                y, mean, rstd = aten.native_group_norm(x, weight, bias, *_sizes(x), groups, eps)
+                y, mean, rstd = aten.native_group_norm(x, weight, bias, *sizes(x), groups, eps)
                 y = F.silu(y, inplace=True) if silu else y
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.groups, ctx.silu, ctx.out_dtype = groups, silu, out_dtype
@@ -77,7 +77,7 @@ def _forward_by_group(
     parts = zip(x.split(size, 1), y.split(size, 1), weight.split(size), bias.split(size), strict=True)
     for x_part, y_part, *affine in parts:
         values = full_precision(x_part).contiguous()
-        values, mean, rstd = aten.native_group_norm(values, *affine, *_sizes(values), 1, eps)
+        values, mean, rstd = aten.native_group_norm(values, *affine, *sizes(values), 1, eps)
         stats.append((mean, rstd))
         y_part.copy_(F.silu(values, inplace=True) if silu else values)
         del values
@@ -116,10 +116,10 @@ def _backward_of(
         scale, shift = scale_and_shift(mean, rstd, weight, bias)
         normed = torch.addcmul(spread(shift), x, spread(scale))
         grad = aten.silu_backward.grad_input(grad, normed, grad_input=normed)
-    return aten.native_group_norm_backward(grad, x, mean, rstd, weight, *_sizes(x), mean.shape[1], list(needs))
+    return aten.native_group_norm_backward(grad, x, mean, rstd, weight, *sizes(x), mean.shape[1], list(needs))
 
 
-def _sizes(x: Tensor) -> tuple[int, int, int]:
+def sizes(x: Tensor) -> tuple[int, int, int]:
     """Return batch, channels and voxels, as the native kernels ask for them."""
     batch, channels, *grid = x.shape
     return batch, channels, math.prod(grid)

@@ -119,18 +119,19 @@ def _residual(
             if not overwrite:
                 out[:, :, start:end] = part
         second = NormedRows(h, *statistics.result(), scale2, shift2, True, dtype)
-        done: tuple[Tensor, Tensor] | None = None
+        # The next slab still needs the last rows that a slab replaces, one of h or two of x: they are written one late.
+        halo = 2 if overwrite else 1
+        late_place, late_rows = out[:, :, :0], out[:, :, :0]
         for start, end in all_slabs:
             haloed = second.rows(start - 1, end + 1)
-            # Of what a slab replaces, the next one still needed the last rows: it is written one slab late.
-            if done is not None:
-                done[0].copy_(done[1])
+            late_place.copy_(late_rows)
             part = convolve(haloed, weight2, bias2)
             source = rows_of(x, start, end).to(dtype)
             part += source if shortcut is None else F.conv3d(source, shortcut, shortcut_bias)
-            done = out[:, :, start:end], part
-        if done is not None:
-            done[0].copy_(done[1])
+            split = max(start, end - halo)
+            out[:, :, start:split] = part[:, :, : split - start]
+            late_place, late_rows = out[:, :, split:end], part[:, :, split - start :].clone()
+        late_place.copy_(late_rows)
     return out, (first.mean, first.rstd, second.mean, second.rstd)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.group_norm import FULL_PRECISION, full_precision, scale_and_shift, spread
+from models.group_norm import FULL_PRECISION, full_precision, scale_and_shift, sizes, spread
 
 aten = torch.ops.aten
 
@@ -94,10 +94,8 @@ class Statistics:
     def add(self, values: Tensor) -> None:
         """Take in the next rows."""
         values = full_precision(values)
-        batch, channels = values.shape[:2]
-        voxels = values.shape[2:].numel()
-        _, mean, rstd = aten.native_group_norm(values, None, None, batch, channels, voxels, self.groups, self.eps)
-        self._parts.append((voxels, mean, rstd.pow(-2) - self.eps))
+        _, mean, rstd = aten.native_group_norm(values, None, None, *sizes(values), self.groups, self.eps)
+        self._parts.append((values.shape[2:].numel(), mean, rstd.pow(-2) - self.eps))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return mean and rstd, each of shape (batch, groups)."""
@@ -187,12 +185,8 @@ class NormedRows:
         sum_grad_x = (self._sum_grad_x * self.weight).view(by_group).sum(2)
         of_x = (sum_grad * self.mean - sum_grad_x) * self.rstd.pow(3) / count
         constant = -of_x * self.mean - sum_grad * self.rstd / count
-        of_grad = rstd * self.weight
-        self._factors = (
-            spread(of_grad),
-            spread(of_x.repeat_interleave(size, 1)),
-            spread(constant.repeat_interleave(size, 1)),
-        )
+        of_x, constant = (spread(values.repeat_interleave(size, 1)) for values in (of_x, constant))
+        self._factors = (self._scale, of_x, constant)
         return grad_weight, grad_bias
 
     def input_grad(self, kept: Tensor, start: int, end: int) -> Tensor:
