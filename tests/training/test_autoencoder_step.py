@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from data import Batch
 from settings import CheckpointError, Settings, TrainingError
@@ -114,12 +115,20 @@ def test_non_finite_volume_stops_before_the_weights_move_and_names_term_step_and
         step.guard.raise_if_bad()
 
 
+def overflow(network: nn.Module | None) -> None:
+    """Let a gradient of the network be infinite."""
+    assert network is not None
+    gradient = next(network.parameters()).grad
+    assert gradient is not None
+    gradient.fill_(float("inf"))
+
+
 def test_discriminator_gradient_that_is_not_finite_keeps_both_networks_still(tiny_values):
     step = make_step(tiny_values, adversarial_start_step=0)
     step(make_batches(step, 2), 0)
     before = copy.deepcopy(step.state_dict())
     step.backward(make_batches(step, 2), 1)
-    next(step.discriminator.parameters()).grad.fill_(float("inf"))
+    overflow(step.discriminator)
     step.update(1, ["autoencoder", "discriminator"])
     torch.testing.assert_close(step.state_dict()["networks"], before["networks"], rtol=0, atol=0)
     torch.testing.assert_close(step.state_dict()["optimizers"], before["optimizers"], rtol=0, atol=0)
@@ -148,7 +157,7 @@ def test_float16_overflow_of_one_network_moves_the_other(tiny_values):
     before = copy.deepcopy(step.state_dict()["networks"])
     with torch.backends.mkldnn.flags(enabled=False):
         step.backward(make_batches(step, 2), 0)
-    next(step.discriminator.parameters()).grad.fill_(float("inf"))
+    overflow(step.discriminator)
     step.update(0, ["autoencoder", "discriminator"])
     after = step.state_dict()["networks"]
     torch.testing.assert_close(after["discriminator"], before["discriminator"], rtol=0, atol=0)

@@ -160,12 +160,6 @@ def test_run_asked_to_stop_saves_without_validating_and_makes_up_for_it(train, m
     assert steps_of("autoencoder", "val_psnr") == [3, 6]
 
 
-def test_without_held_out_volumes_a_finished_run_is_not_validated_again(train, monkeypatch):
-    assert train("autoencoder", "data.num_phantoms=1") == 0
-    fail_in_validation(monkeypatch, "autoencoder", (1,), AssertionError("validated again"))
-    assert train("autoencoder", "data.num_phantoms=1") == 0
-
-
 def test_out_of_memory_before_the_first_checkpoint_says_that_there_is_none(train, made, monkeypatch, capsys):
     accumulate, failures = TrainingStep.accumulate, iter([MemoryError()])
 
