@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from functools import partial
 
 from settings import Settings, load_settings
 from settings.command_line import INTERRUPTED, add_config, add_training, parser, run
@@ -31,13 +32,12 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from training.autoencoder_step import AutoencoderStep
     from training.checkpoints import Checkpoints
     from training.distributed import processes
-    from training.recorder import Recorder
+    from training.loop import run_loop
     from training.report import publish
     from training.resume import resume, save
     from training.run_folder import describe_run, open_run
-    from training.stop_signal import StopSignal
     from training.summary import summarise
-    from training.validation import show_validation, validate_autoencoder
+    from training.validation import validate_autoencoder
     from training.weights import export
 
     training = settings.autoencoder.training
@@ -52,45 +52,20 @@ def train(settings: Settings, is_dry_run: bool) -> int:
 
         with open_run(settings, process) as run_folder:
             # Networks, optimizers, and where the run stopped last time.
-            step = AutoencoderStep(settings, process)
+            plan = BatchPlan.of(training, settings.seed, process.rank, process.world_size)
+            step = AutoencoderStep(settings, process, files_of=plan.names(volumes.train))
             checkpoints = Checkpoints(run_folder.checkpoints, "autoencoder", training.keep_checkpoints)
             first_step = resume(step, checkpoints, settings, volumes)
             describe_run(run_folder, settings, process)
             watch.record(run_folder.path)
 
             # Batches are addressed by step: which volumes step n sees is a function of the seed and n.
-            plan = BatchPlan.of(training, settings.seed, process.rank, process.world_size)
-            step.guard.files_of = plan.names(volumes.train)
             batches = training_batches(volumes.train, settings.data, plan, first_step, training.max_steps)
             held_out = validation_batches(volumes.val, settings.data, process.rank, process.world_size)
-
-            with (
-                Recorder(run_folder, "autoencoder", first_step, training.max_steps, process) as recorder,
-                StopSignal() as stop,
-            ):
-                for done, micro_batches in enumerate(batches, first_step + 1):
-                    with watch.guard(run_folder.path, done - 1):
-                        recorder.add(step(micro_batches, done - 1), training.samples_per_rank)
-                    is_end = done == training.max_steps
-                    must_stop = process.any(bool(stop))
-
-                    if done % training.log_every == 0 or is_end:
-                        step.guard.raise_if_bad()
-                        recorder.log(done, **watch.read())
-
-                    # Not when asked to stop: the time until the process is killed belongs to the checkpoint.
-                    if is_end or (done % training.validate_every == 0 and not must_stop):
-                        with watch.guard(run_folder.path, done - 1), recorder.paused():
-                            show_validation(recorder, done, *validate_autoencoder(step, held_out))
-
-                    if done % training.save_every == 0 or is_end or must_stop:
-                        with recorder.paused():
-                            save(step, checkpoints, settings, volumes, done)
-
-                    if must_stop and not is_end:
-                        log.warning("stopped after step %d; the same command goes on from there", done)
-                        return INTERRUPTED
-
+            save_at = partial(save, step, checkpoints, settings, volumes)
+            validate = partial(validate_autoencoder, step, held_out)
+            if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate):
+                return INTERRUPTED
             export(step, run_folder, settings)
             publish(run_folder, process)
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from functools import partial
 
 from settings import Settings, load_settings
 from settings.command_line import INTERRUPTED, add_config, add_training, parser, run
@@ -33,14 +34,13 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from training.encoding import prepare_latents
     from training.ldm_step import LatentDiffusionStep
     from training.ldm_validation import validate_ldm
-    from training.recorder import Recorder
+    from training.loop import run_loop
     from training.report import publish
     from training.resume import resume, save
     from training.run_folder import describe_run, open_run
-    from training.stop_signal import StopSignal
     from training.summary import summarise
-    from training.validation import show_validation
     from training.weights import export
+    from training.whole_volumes import frozen_whole_volumes
 
     training = settings.ldm.training
     with processes(settings.device) as process, MemoryWatch(settings, "ldm", process) as watch:
@@ -53,47 +53,23 @@ def train(settings: Settings, is_dry_run: bool) -> int:
             return 0
 
         with open_run(settings, process) as run_folder:
-            # The U-Net and the frozen autoencoder, latents with their scale, and where the run stopped last time.
-            step = LatentDiffusionStep(settings, process)
-            latents = prepare_latents(step.whole_volumes, volumes, settings, process)
-            step.latent_scale = latents.scale
+            # The frozen autoencoder, the latents with their scale, the U-Net, and where the run stopped last time.
+            whole = frozen_whole_volumes(settings, process.device)
+            latents = prepare_latents(whole, volumes, settings, process)
+            plan = BatchPlan.of(training, settings.seed, process.rank, process.world_size)
+            names = plan.names(volumes.train)
+            step = LatentDiffusionStep(settings, process, whole=whole, latent_scale=latents.scale, files_of=names)
             checkpoints = Checkpoints(run_folder.checkpoints, "ldm", training.keep_checkpoints)
             first_step = resume(step, checkpoints, settings, volumes)
             describe_run(run_folder, settings, process)
             watch.record(run_folder.path)
 
             # Batches are addressed by step: which latents step n sees is a function of the seed and n.
-            plan = BatchPlan.of(training, settings.seed, process.rank, process.world_size)
-            step.guard.files_of = plan.names(volumes.train)
             batches = latents.training_batches(plan, first_step, training.max_steps)
-
-            with (
-                Recorder(run_folder, "ldm", first_step, training.max_steps, process) as recorder,
-                StopSignal() as stop,
-            ):
-                for done, micro_batches in enumerate(batches, first_step + 1):
-                    with watch.guard(run_folder.path, done - 1):
-                        recorder.add(step(micro_batches, done - 1), training.samples_per_rank)
-                    is_end = done == training.max_steps
-                    must_stop = process.any(bool(stop))
-
-                    if done % training.log_every == 0 or is_end:
-                        step.guard.raise_if_bad()
-                        recorder.log(done, **watch.read())
-
-                    # Not when asked to stop: the time until the process is killed belongs to the checkpoint.
-                    if is_end or (done % training.validate_every == 0 and not must_stop):
-                        with watch.guard(run_folder.path, done - 1), recorder.paused():
-                            show_validation(recorder, done, *validate_ldm(step, latents))
-
-                    if done % training.save_every == 0 or is_end or must_stop:
-                        with recorder.paused():
-                            save(step, checkpoints, settings, volumes, done)
-
-                    if must_stop and not is_end:
-                        log.warning("stopped after step %d; the same command goes on from there", done)
-                        return INTERRUPTED
-
+            save_at = partial(save, step, checkpoints, settings, volumes)
+            validate = partial(validate_ldm, step, latents)
+            if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate):
+                return INTERRUPTED
             export(step, run_folder, settings, latent_scale=step.latent_scale, **latents.metadata)
             publish(run_folder, process)
     return 0

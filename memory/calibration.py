@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from memory.prediction import Prediction
+
+log = logging.getLogger(__name__)
 
 LOWEST, HIGHEST = 0.5, 3.0
 """A factor outside of this is a measurement of something else, such as a second program on the GPU."""
@@ -20,7 +23,7 @@ def calibration_file() -> Path:
 
 
 def record(prediction: Prediction, measured_bytes: int) -> float | None:
-    """Remember a measured step; return its factor, or None when it is no measurement of this step.
+    """Remember a measured step; return its factor, or None when it is no measurement of this step or cannot be kept.
 
     measured_bytes: peak reserved by the allocator on CUDA, growth of the resident memory on the CPU.
     """
@@ -29,11 +32,15 @@ def record(prediction: Prediction, measured_bytes: int) -> float | None:
         return None
     known = _read()
     known[_key(prediction.tier)] = {"factor": round(factor, 4), "stage": prediction.stage}
-    path = calibration_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(known, indent=2) + "\n")
-    temporary.replace(path)
+    try:
+        path = calibration_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(known, indent=2) + "\n")
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        log.warning("memory: what the first step needed is not kept for later predictions (%s)", error)
+        return None
     return factor
 
 
@@ -49,7 +56,7 @@ def corrected(prediction: Prediction) -> Prediction:
 def _read() -> dict[str, Any]:
     try:
         values = json.loads(calibration_file().read_text())
-    except (OSError, ValueError):
+    except (OSError, RuntimeError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
 

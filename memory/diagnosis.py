@@ -20,6 +20,7 @@ from memory.rungs import Rung
 from memory.text import as_override, gib
 from settings import Settings, UserError, dump_yaml
 from settings.command_line import OUT_OF_MEMORY
+from training.guard import checkpoint_state
 
 log = logging.getLogger(__name__)
 REPORT = "oom_report.json"
@@ -37,9 +38,16 @@ _CPU_WORDS = (
 
 
 class TrainingOutOfMemoryError(UserError):
-    """Training ran out of memory; the text holds what to do, the exit code is 3."""
+    """Training ran out of memory; the text holds what to do, the exit code is 3.
+
+    `saved` is the step of the last checkpoint, 0 when there is none.
+    """
 
     exit_code = OUT_OF_MEMORY
+
+    def __init__(self, text: str, saved: int = 0) -> None:
+        super().__init__(text)
+        self.saved = saved
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -121,16 +129,20 @@ def report_out_of_memory(
     phase: str,
     step: int,
     prediction: Prediction | None = None,
+    saved: int = 0,
+    num_processes: int = 1,
 ) -> TrainingOutOfMemoryError:
     """Write `oom_report.json` and return the error to raise: phase, step, breakdown and the next rung.
 
-    The config stays as it is; `settings_of_next_rung` gives the changed one.
+    The config stays as it is; `settings_of_next_rung` gives the changed one. `saved` is the step of the last
+    checkpoint, 0 when there is none.
     """
     rung = next_same_mathematics_rung(settings, stage)
     report = {
         "stage": stage,
         "phase": phase,
         "step": step,
+        "last_checkpoint": saved or None,
         "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
         "breakdown": prediction.breakdown if prediction is not None else None,
         "largest": prediction.largest if prediction is not None else None,
@@ -144,15 +156,16 @@ def report_out_of_memory(
         path.write_text(json.dumps(report, indent=2) + "\n")
     except OSError as failure:
         log.warning("%s: cannot be written (%s)", path, failure)
-    return TrainingOutOfMemoryError(_explain(report, path, rung, settings))
+    return TrainingOutOfMemoryError(_explain(report, path, rung, settings, num_processes), saved)
 
 
-def settings_of_next_rung(settings: Settings, stage: Stage) -> Settings | None:
+def settings_of_next_rung(settings: Settings, stage: Stage, saved: int) -> Settings | None:
     """Return the settings of the next rung with the same mathematics (`--on-oom next-rung`); None when none is left."""
     rung = next_same_mathematics_rung(settings, stage)
     if rung is None:
         return None
-    log.warning("memory: out of memory; going on from the last checkpoint with %s (%s)", rung.name, _as_overrides(rung))
+    where = f"going on from the checkpoint of step {saved}" if saved else "there is no checkpoint yet: beginning again"
+    log.warning("memory: out of memory; %s with %s (%s)", where, rung.name, _as_overrides(rung))
     return rung.settings
 
 
@@ -180,8 +193,9 @@ def _readings() -> dict[str, float]:
     return MemoryReadings(device).read()
 
 
-def _explain(report: dict[str, Any], path: Path, rung: Rung | None, settings: Settings) -> str:
-    lines = [f"step {report['step'] + 1}, {report['phase']}: out of memory; the last checkpoint is good"]
+def _explain(report: dict[str, Any], path: Path, rung: Rung | None, settings: Settings, num_processes: int) -> str:
+    state = checkpoint_state(report["last_checkpoint"] or 0)
+    lines = [f"step {report['step'] + 1}, {report['phase']}: out of memory; {state}"]
     if report["breakdown"]:
         parts = sorted(report["breakdown"].items(), key=lambda part: -part[1])
         lines.append("  at the predicted peak: " + ", ".join(f"{name} {gib(n)}" for name, n in parts if n))
@@ -190,7 +204,10 @@ def _explain(report: dict[str, Any], path: Path, rung: Rung | None, settings: Se
     else:
         lines += [f"  next rung ({promise(rung.same_mathematics)}): {rung.name}"]
         lines += [f"    {line}" for line in yaml_diff(settings, rung.settings).splitlines()]
-        lines.append("  change the config like this and start the same command again, or add --on-oom next-rung")
+        alternative = "--on-oom next-rung does it by itself, but only for a single process"
+        if num_processes == 1:
+            alternative = "or add --on-oom next-rung"
+        lines.append(f"  change the config like this and start the same command again; {alternative}")
     lines.append(f"  details: {path}")
     return "\n".join(lines)
 

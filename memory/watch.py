@@ -24,8 +24,8 @@ from memory.prediction import MIB, Prediction, Stage
 from memory.readings import MemoryReadings
 from memory.run_record import write_memory_record
 from settings import Settings
-from training.distributed import Process
-from training.phases import current_phase
+from training.distributed import Process, number_of_processes
+from training.phases import current_phase, phase
 
 log = logging.getLogger(__name__)
 OnOom = Literal["stop", "next-rung"]
@@ -65,21 +65,33 @@ class MemoryWatch:
             write_memory_record(folder, self.settings, self.stage, self.prediction)
 
     @contextmanager
-    def guard(self, folder: Path, step: int) -> Iterator[None]:
-        """Turn running out of memory inside into `TrainingOutOfMemoryError`, with a report in the run's folder."""
+    def guard(self, folder: Path, step: int, activity: str = "training", saved: int = 0) -> Iterator[None]:
+        """Turn running out of memory inside into `TrainingOutOfMemoryError`, with a report in the run's folder.
+
+        `activity` is the phase's name where nothing inside names a finer one, `saved` the step of the last checkpoint,
+        0 when there is none.
+        """
         try:
-            yield
+            with phase(activity):
+                yield
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
             raise report_out_of_memory(
-                error, folder, self.settings, self.stage, current_phase(), step, self.prediction
+                error,
+                folder,
+                self.settings,
+                self.stage,
+                current_phase(),
+                step,
+                self.prediction,
+                saved,
+                self.process.world_size,
             ) from error
-        if self._is_first_step:
-            self._is_first_step = False
-            if self.process.device.type == "cuda":
-                # On the CPU the resident memory also holds the data's, so it corrects nothing.
-                record_first_step(self.prediction, self.readings)
+        # After a validation the allocator holds what that needed. On the CPU the resident memory also holds the data's.
+        if self._is_first_step and activity == "training" and self.process.device.type == "cuda":
+            record_first_step(self.prediction, self.readings)
+        self._is_first_step = False
 
     def read(self) -> dict[str, float]:
         """Return the readings since the last call, in GiB, by the names of the metrics."""
@@ -90,14 +102,16 @@ def train_with_rungs(train: Callable[[Settings], int], settings: Settings, stage
     """Call `train(settings)`; with on_oom="next-rung" call it again with the next rung whenever memory runs out.
 
     `train` resumes from its last checkpoint, so only the steps since then are done twice. Several processes cannot
-    decide this together: there the report says the rung and the user starts again.
+    decide this together, because those with memory left wait for the one that failed: all of them end.
     """
     while True:
         try:
             return train(settings)
         except TrainingOutOfMemoryError as error:
-            several = torch.distributed.is_available() and torch.distributed.is_initialized()
-            changed = None if on_oom == "stop" or several else settings_of_next_rung(settings, stage)
+            # By what the launcher says: the group of processes is gone by now.
+            if on_oom == "stop" or number_of_processes() > 1:
+                raise
+            changed = settings_of_next_rung(settings, stage, error.saved)
             if changed is None:
                 raise
             log.warning("%s", error)

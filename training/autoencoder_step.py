@@ -19,10 +19,13 @@ from losses import (
 )
 from models import build_autoencoder, build_discriminator
 from settings import Settings
+from settings.autoencoder import AutoencoderTraining
 from training.distributed import Process, synchronised
+from training.guard import FilesOf, no_names
 from training.phases import phase
 from training.step import TrainingStep
 from training.weights import load_pretrained
+from training.whole_volumes import WholeVolumes, block_bytes
 
 
 class AutoencoderStep(TrainingStep):
@@ -31,14 +34,20 @@ class AutoencoderStep(TrainingStep):
     `load_weights=False` builds the perceptual network without its weights, which is all a memory prediction needs.
     """
 
+    training: AutoencoderTraining
     stage = "autoencoder"
     terms = ("reconstruction", "kl", "perceptual", "adversarial", "discriminator_fake", "discriminator_real")
 
-    def __init__(self, settings: Settings, process: Process, load_weights: bool = True) -> None:
-        self.training = training = settings.autoencoder.training
-        super().__init__(settings, training, process)
+    def __init__(
+        self, settings: Settings, process: Process, load_weights: bool = True, files_of: FilesOf = no_names
+    ) -> None:
+        training = settings.autoencoder.training
+        super().__init__(settings, training, process, files_of)
         self.autoencoder = build_autoencoder(settings.autoencoder)
         self._parallel_autoencoder = self.register("autoencoder", self.autoencoder, training.learning_rate)
+        # A budget that training needs anyway: volumes larger than its patches go through in slabs.
+        training_bytes = training.batch_size * block_bytes(settings.autoencoder, self.precision, settings.training_grid)
+        self.whole_volumes = WholeVolumes(self.autoencoder, settings.autoencoder, self.precision, training_bytes)
         self.discriminator: nn.Module | None = None
         if training.uses_discriminator:
             self.discriminator = build_discriminator(settings.autoencoder)

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from settings import ConfigError, DeviceSettings, Problem, TrainingError, UserError
+from settings.command_line import OUT_OF_MEMORY
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,8 @@ def processes(settings: DeviceSettings) -> Iterator[Process]:
     """Join the processes that torchrun or srun started, or be the only one; leave cleanly at the end.
 
     Sets the CUDA allocator's options first: they are read when CUDA starts. A process that ends leaves the others
-    nothing to wait for: they raise `TrainingError`.
+    nothing to wait for: they raise `TrainingError`, with the exit code of the process that failed if
+    that is known: torchrun's store outlives all of them, that of the first process dies with it.
     """
     if settings.allocator:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.allocator
@@ -155,21 +157,30 @@ def processes(settings: DeviceSettings) -> Iterator[Process]:
     except UserError as error:
         if error.is_said_elsewhere is None:
             error.is_said_elsewhere = not _is_first_to_say(store, str(error))
+        _leave_word(store, error.exit_code)
         raise
-    except RuntimeError as error:
-        if not _is_lost_process(error):
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            _leave_word(store, OUT_OF_MEMORY)
+        if isinstance(error, MemoryError) or not _is_lost_process(error):
             raise
         lost = TrainingError(
             "another process of this run ended, and the others with it; if it said nothing itself it was killed, most "
-            "often for want of memory; the last checkpoint is good: the same command goes on from there"
+            "often for want of memory; the same command goes on from the last checkpoint, or begins anew without one"
         )
         # Whoever failed first has said why, and that is worth more than this.
         lost.is_said_elsewhere = _somebody_said_something(store) or not _is_first_to_say(store, str(lost))
+        lost.exit_code = _read_word(store) or lost.exit_code
         raise lost from error
     finally:
         # NCCL would wait here for the process that is gone.
         if is_clean or device.type == "cpu":
             dist.destroy_process_group()
+
+
+def number_of_processes() -> int:
+    """Return how many processes the launcher started; does not depend on whether they have met, or still meet."""
+    return _number("WORLD_SIZE", 1)
 
 
 def _number(name: str, default: int) -> int:
@@ -217,6 +228,20 @@ def _is_first_to_say(store: dist.Store, text: str) -> bool:
         return store.add(f"said {hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
     except RuntimeError:
         return True
+
+
+def _leave_word(store: dist.Store, exit_code: int) -> None:
+    """Tell the others with which exit code this process ends."""
+    with suppress(RuntimeError):
+        store.set("exit code", str(exit_code))
+
+
+def _read_word(store: dist.Store) -> int | None:
+    """Return the exit code of the process that failed; None when it left no word, or took the store with it."""
+    try:
+        return int(store.get("exit code")) if store.check(["exit code"]) else None
+    except RuntimeError:
+        return None
 
 
 def _somebody_said_something(store: dist.Store) -> bool:

@@ -12,22 +12,42 @@ from settings import TrainingError
 from training.distributed import Process
 
 NOWHERE = -1
+FilesOf = Callable[[int, int], Sequence[str]]
+"""From (step, micro-batch) to the names of the volumes seen there."""
+
+
+def no_names(step: int, micro_batch: int) -> Sequence[str]:
+    """Stand in for names that are not known."""
+    return ()
+
+
+def checkpoint_state(saved: int) -> str:
+    """Return in words what a run that ends now has on the disk; `saved` is the step of the last checkpoint, or 0."""
+    return f"the last checkpoint is good (step {saved})" if saved else "there is no checkpoint yet"
 
 
 class Guard:
     """Remembers the first non-finite value and from then on keeps the weights still.
 
     The host learns of it when it reads a log line anyway: `raise_if_bad` is called there and before each checkpoint.
-    With float16 a non-finite gradient is an overflow: the scaler skips that step, and only `max_skipped_steps` of them
-    in a row are an error.
+    With float16 a non-finite gradient is an overflow: its network is not moved in that step, and only
+    `max_skipped_steps` of them in a row are an error.
     """
 
-    def __init__(self, process: Process, terms: Sequence[str], skips_overflows: bool, max_skipped_steps: int) -> None:
+    def __init__(
+        self,
+        process: Process,
+        terms: Sequence[str],
+        skips_overflows: bool,
+        max_skipped_steps: int,
+        files_of: FilesOf = no_names,
+    ) -> None:
         device = process.device
         self.process = process
         self.terms = tuple(terms)
         self.skips_overflows = skips_overflows
         self.max_skipped_steps = max_skipped_steps
+        self.files_of = files_of
         self.blocked = torch.zeros((), device=device)
         self._first = torch.full((3,), NOWHERE, device=device, dtype=torch.int64)  # step, micro-batch, term
         self._numbers: dict[tuple[str, ...], Tensor] = {}
@@ -35,7 +55,6 @@ class Guard:
         self._skipped_here = torch.zeros((), device=device, dtype=torch.bool)
         self._place = (NOWHERE, NOWHERE)
         self._num_micro_batches = 0
-        self.files_of: Callable[[int, int], Sequence[str]] = lambda step, micro_batch: ()
 
     def start(self, step: int) -> None:
         """Note which step the following checks belong to."""
@@ -56,6 +75,12 @@ class Guard:
         else:
             self._look((f"{network} gradient",), norm.detach().reshape(1))
 
+    def holds(self, norm: Tensor) -> Tensor:
+        """Return, on the device, 1.0 where a network of this gradient norm must not be moved and 0.0 where it may."""
+        if self.skips_overflows:
+            return torch.maximum(self.blocked, (~torch.isfinite(norm)).float())
+        return self.blocked
+
     def finish(self) -> None:
         """Count the step if float16 overflowed in it."""
         if self.skips_overflows:
@@ -71,11 +96,11 @@ class Guard:
         self._first = torch.where(any_bad & (self.blocked == 0), place, self._first)
         self.blocked.copy_(torch.maximum(self.blocked, any_bad.float()))
 
-    def raise_if_bad(self) -> None:
+    def raise_if_bad(self, saved: int = 0) -> None:
         """Raise `TrainingError` naming step, term and volumes if anything was not finite; waits for the device.
 
         Every process calls it and all raise the same: gradients carry a bad value everywhere, but only the process
-        that met it first knows the volumes. They are known when `files_of`, from (step, micro-batch) to names, was set.
+        that met it first knows the volumes. `saved` is the step of the last checkpoint, 0 when there is none.
         """
         error: TrainingError | None = None
         step, micro_batch, term = self._first.tolist()
@@ -85,9 +110,9 @@ class Guard:
             among = " one of" if len(names) > 1 else ""
             volumes = f" for{among} {', '.join(names)}" if names else ""
             error = TrainingError(
-                f"step {step + 1}: {self.terms[term]} is not finite{volumes}; the weights were not moved and the last "
-                "checkpoint is good; lower the learning rate, look at the volumes with scripts/check_data.py, or use "
-                "bfloat16 or fp32 instead of float16"
+                f"step {step + 1}: {self.terms[term]} is not finite{volumes}; the weights were not moved and "
+                f"{checkpoint_state(saved)}; lower the learning rate, look at the volumes with scripts/check_data.py, "
+                "or use bfloat16 or fp32 instead of float16"
             )
         elif self.skips_overflows and (skipped := int(self._skipped_in_row)) >= self.max_skipped_steps:
             error = TrainingError(

@@ -11,16 +11,17 @@ from torch.nn import functional as F
 
 from data import Batch
 from data.latents import LatentBatch
-from models import build_autoencoder, build_unet
+from models import build_unet
 from settings import CheckpointError, Settings
 from training.distributed import Process, synchronised
-from training.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder, weights_digest
+from training.frozen_autoencoder import weights_digest
+from training.guard import FilesOf, no_names
 from training.noise_process import NoiseProcess, predict_padded
 from training.phases import phase
 from training.pixel_loss import PixelLoss
 from training.randomness import derive_seed
 from training.step import TrainingStep
-from training.whole_volumes import WholeVolumes
+from training.whole_volumes import WholeVolumes, frozen_whole_volumes
 
 # Multiples of the golden ratio, modulo 1, spread more evenly than random numbers do, wherever a batch begins.
 _GOLDEN_RATIO = 0.6180339887498949
@@ -29,26 +30,30 @@ _GOLDEN_RATIO = 0.6180339887498949
 class LatentDiffusionStep(TrainingStep):
     """The U-Net, its optimizer, the frozen autoencoder, and the step that moves the U-Net.
 
-    `latent_scale` is set from the training set, or by a checkpoint. `load_weights=False` builds the autoencoder without
-    its weights, which is all a memory prediction needs.
+    `whole` is the frozen autoencoder, loaded here when it is not given; `load_weights=False` builds it without its
+    weights, which is all a memory prediction needs. A checkpoint brings its own `latent_scale`.
     """
 
     stage = "ldm"
     terms = ("diffusion", "pixel")
 
-    def __init__(self, settings: Settings, process: Process, load_weights: bool = True) -> None:
-        self.training = training = settings.ldm.training
-        super().__init__(settings, training, process)
+    def __init__(
+        self,
+        settings: Settings,
+        process: Process,
+        load_weights: bool = True,
+        whole: WholeVolumes | None = None,
+        latent_scale: float = 1.0,
+        files_of: FilesOf = no_names,
+    ) -> None:
+        training = settings.ldm.training
+        super().__init__(settings, training, process, files_of)
         self.unet = build_unet(settings.ldm, settings.autoencoder.latent_channels)
         self._parallel_unet = self.register("ldm", self.unet, training.learning_rate)
-        if load_weights:
-            self.autoencoder = load_autoencoder(settings, autoencoder_path(settings))
-        else:
-            self.autoencoder = freeze(build_autoencoder(settings.autoencoder))
-        self.autoencoder.to(process.device)
-        self.whole_volumes = WholeVolumes(self.autoencoder, settings.autoencoder, self.precision)
+        self.whole_volumes = whole or frozen_whole_volumes(settings, process.device, load_weights)
+        self.autoencoder = self.whole_volumes.autoencoder
         self.noise_process = NoiseProcess(settings.ldm.scheduler, process.device)
-        self.latent_scale = 1.0
+        self.latent_scale = latent_scale
         self.pixel_loss: PixelLoss | None = None
         if training.pixel_loss.weight:
             self.pixel_loss = PixelLoss(training.pixel_loss, self.autoencoder, self.precision)

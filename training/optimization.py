@@ -43,21 +43,24 @@ class Updater:
         self.optimizer = build_optimizer(network, learning_rate, settings.weight_decay)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def update(self, step: int, guard: Guard) -> Tensor:
-        """Clip, let the guard look, move the weights, drop the gradients; return the norm before clipping."""
+    def gradient_norm(self, guard: Guard) -> Tensor:
+        """Take the loss scale out of the gradients, let the guard look, and return their norm."""
         self.precision.scaler.unscale_(self.optimizer)
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         guard.check_gradient(self.name, norm)
+        return norm
+
+    def move(self, step: int, norm: Tensor, guard: Guard) -> None:
+        """Clip, move the weights unless the guard holds them, drop the gradients."""
         if self.settings.max_grad_norm > 0:
             nn.utils.clip_grads_with_norm_(self.parameters, self.settings.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * learning_rate_factor(step, self.settings)
-        if not self.precision.skips_overflows:
-            # Fused Adam leaves the weights alone where this is 1, without asking the host.
-            self.optimizer.found_inf = guard.blocked  # type: ignore[attr-defined]
-        self.precision.scaler.step(self.optimizer)
+        # Fused Adam leaves the weights alone where this is 1, without asking the host. Not through the scaler's step:
+        # that knows of the overflows in this network's gradient only.
+        self.optimizer.found_inf = guard.holds(norm)  # type: ignore[attr-defined]
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
 
 
 class AveragedWeights:

@@ -17,6 +17,9 @@ from tqdm import tqdm
 from training.distributed import Process
 from training.run_folder import RunFolder, write_atomically
 
+# Lines about training steps have it, lines about validations do not.
+_THROUGHPUT = "volumes_per_second"
+
 
 class Recorder:
     """Collects metrics on the device and writes their means once per interval, in the first process only."""
@@ -35,7 +38,7 @@ class Recorder:
 
             drop_later_lines(run.metrics, stage, first_step)
             self._lines = run.metrics.open("a", encoding="utf-8")
-            self._board = SummaryWriter(str(run.tensorboard / stage), purge_step=first_step or None)
+            self._board = SummaryWriter(str(run.tensorboard / stage), purge_step=first_step + 1 if first_step else None)
             self._bar = tqdm(total=last_step, initial=first_step, desc=stage, unit="step", dynamic_ncols=True)
 
     def __enter__(self) -> Recorder:
@@ -66,13 +69,13 @@ class Recorder:
         means = self.process.sum(means) / self.process.world_size
         now = time.perf_counter()
         line = {name: float(value) for name, value in zip(names, means, strict=True)}
-        line["volumes_per_second"] = self._samples * self.process.world_size / (now - self._since)
+        line[_THROUGHPUT] = self._samples * self.process.world_size / (now - self._since)
         line |= extra
         self._sums, self._counts, self._samples, self._since = {}, {}, 0, now
         self.write(step, line)
         if self._bar is not None:
             shown = {"loss": line.get("reconstruction", line.get("diffusion", float("nan")))}
-            shown["vol/s"] = line["volumes_per_second"]
+            shown["vol/s"] = line[_THROUGHPUT]
             peak = line.get("memory_peak_gib", line.get("host_memory_peak_gib"))
             if peak is not None:
                 shown["peak GiB"] = peak
@@ -86,6 +89,15 @@ class Recorder:
             self._lines.flush()
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
+
+    def has_validation(self, step: int) -> bool:
+        """Return whether metrics.jsonl has the line that ends a validation; only the first process knows."""
+        if not self.process.is_first:
+            return False
+        lines = map(json.loads, self.run.metrics.read_text(encoding="utf-8").splitlines())
+        return any(
+            line.get("stage") == self.stage and line.get("step") == step and _THROUGHPUT not in line for line in lines
+        )
 
     def image(self, step: int, name: str, pixels: Tensor) -> None:
         """Write a picture (H, W, grey values 0 to 255) to TensorBoard."""

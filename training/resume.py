@@ -41,8 +41,7 @@ def resume(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, vol
 
 
 def save(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volumes: Volumes, done: int) -> None:
-    """Write a complete checkpoint from the first process; raise instead if the step met something not finite."""
-    step.guard.raise_if_bad()
+    """Write a complete checkpoint from the first process; ask the step's guard first whether it would be a good one."""
     with step.process.together():
         if step.process.is_first:
             extra = {

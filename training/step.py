@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from settings import Settings, TrainingSettings
 from training.distributed import Process
-from training.guard import Guard
+from training.guard import FilesOf, Guard, no_names
 from training.optimization import AveragedWeights, Updater
 from training.phases import phase
 from training.precision import Precision
@@ -23,8 +23,10 @@ class TrainingStep:
     stage: str
     terms: tuple[str, ...]
 
-    def __init__(self, settings: Settings, training: TrainingSettings, process: Process) -> None:
-        self.settings = settings
+    def __init__(
+        self, settings: Settings, training: TrainingSettings, process: Process, files_of: FilesOf = no_names
+    ) -> None:
+        self.settings, self.training = settings, training
         self.process = process
         self.precision = Precision(settings.device, process.device)
         self.noise = SampleNoise(settings.seed, process.device)
@@ -32,7 +34,7 @@ class TrainingStep:
         self.updaters: dict[str, Updater] = {}
         self.average: AveragedWeights | None = None
         self._ema_decay = training.ema_decay
-        self._mechanics = training
+        self._files_of = files_of
         self._guard: Guard | None = None
         torch.manual_seed(settings.seed)
 
@@ -40,7 +42,7 @@ class TrainingStep:
         """Move a network to the device and give it an optimizer; return it as parallel training calls it."""
         network.to(self.process.device).train()
         self.networks[name] = network
-        self.updaters[name] = Updater(name, network, learning_rate, self._mechanics, self.precision)
+        self.updaters[name] = Updater(name, network, learning_rate, self.training, self.precision)
         if name == self.stage and self._ema_decay:
             self.average = AveragedWeights(network, self._ema_decay)
         return self.process.wrap(network)
@@ -53,7 +55,7 @@ class TrainingStep:
     @property
     def samples_per_update(self) -> int:
         """Return how many volumes one update sees, over all processes."""
-        return self._mechanics.samples_per_rank * self.process.world_size
+        return self.training.samples_per_rank * self.process.world_size
 
     @property
     def guard(self) -> Guard:
@@ -61,8 +63,12 @@ class TrainingStep:
         if self._guard is None:
             names = [*self.terms, *(f"{name} gradient" for name in self.updaters)]
             skips = self.precision.skips_overflows
-            self._guard = Guard(self.process, names, skips, self._mechanics.max_skipped_steps)
+            self._guard = Guard(self.process, names, skips, self.training.max_skipped_steps, self._files_of)
         return self._guard
+
+    def __call__(self, micro_batches: Sequence[Any], step: int) -> dict[str, Tensor]:
+        """Make one update (steps count from 0) and return its loss terms and gradient norms, still on the device."""
+        raise NotImplementedError
 
     def accumulate(
         self, micro_batches: Sequence[Any], step: int, run: Callable[[Any, float, bool], dict[str, Tensor]]
@@ -81,12 +87,15 @@ class TrainingStep:
     def update(self, step: int, names: Sequence[str]) -> dict[str, Tensor]:
         """Move the named networks and return their gradient norms."""
         with phase("optimizer"):
-            norms = {f"{name}_gradient_norm": self.updaters[name].update(step, self.guard) for name in names}
+            # The guard looks at every gradient before any network moves.
+            norms = {name: self.updaters[name].gradient_norm(self.guard) for name in names}
+            for name, norm in norms.items():
+                self.updaters[name].move(step, norm, self.guard)
             self.precision.scaler.update()
             if self.average is not None:
                 self.average.update(step)
         self.guard.finish()
-        return norms
+        return {f"{name}_gradient_norm": norm for name, norm in norms.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""

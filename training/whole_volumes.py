@@ -1,4 +1,4 @@
-"""Whole volumes through the frozen autoencoder, one at a time, in slabs where the memory asks for them.
+"""Whole volumes through the autoencoder, one at a time, in slabs where the memory asks for them.
 
 Slabs are exact: a volume that is decoded in slabs has no seams and equals the one that is not.
 """
@@ -6,13 +6,16 @@ Slabs are exact: a volume that is decoded in slabs has no seams and equals the o
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
-from models import StockAutoencoder
-from settings import AutoencoderSettings
+from models import StockAutoencoder, build_autoencoder
+from settings import AutoencoderSettings, Settings
+from training.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder
 from training.precision import Precision
 
 log = logging.getLogger(__name__)
@@ -24,7 +27,10 @@ _SMALLEST_SLAB_ROWS = 4
 
 
 class WholeVolumes:
-    """Encodes and decodes single volumes without gradients, always one by one: no result depends on a batch size."""
+    """Encodes and decodes single volumes without gradients, always one by one: no result depends on a batch size.
+
+    The autoencoder may be one that trains: between calls it has the slabs that its settings give it.
+    """
 
     def __init__(
         self,
@@ -53,8 +59,9 @@ class WholeVolumes:
         self._choose_slabs([axis * self.settings.downsampling for axis in latent.shape[1:]])
         return self._run(self.autoencoder.decode, latent)[0].float()
 
-    def _run(self, function, tensor: Tensor):
+    def _run(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         while True:
+            self.autoencoder.set_slab_rows(self.slab_rows)
             try:
                 with self.precision.autocast():
                     return function(tensor[None].to(self.precision.device, non_blocking=True))
@@ -63,18 +70,17 @@ class WholeVolumes:
                 if not self.has_slabs or rows < _SMALLEST_SLAB_ROWS:
                     raise
                 log.warning("out of memory with a whole volume: going on in slabs of %d rows", rows)
+            finally:
+                self.autoencoder.set_slab_rows(self.settings.training.slab_rows)
             torch.cuda.empty_cache()
-            self._set_slabs(rows)
+            self.slab_rows = rows - rows % 2
 
-    def _choose_slabs(self, grid) -> None:
+    def _choose_slabs(self, grid: Sequence[int]) -> None:
         """Turn slabs on when a block at full resolution would not fit the budget, or the memory that is free."""
         if self.slab_rows or not self.has_slabs:
             return
-        channels = max(self.settings.num_channels[:2])
-        width = 4 if self.precision.dtype is None else 2
-        needed = _TENSORS_WITHOUT_SLABS * channels * width * int(torch.Size(grid).numel())
-        if needed > self._available_bytes():
-            self._set_slabs(_SLAB_ROWS)
+        if block_bytes(self.settings, self.precision, grid) > self._available_bytes():
+            self.slab_rows = _SLAB_ROWS
 
     def _available_bytes(self) -> int:
         if self.budget_bytes is not None:
@@ -83,6 +89,17 @@ class WholeVolumes:
             return torch.cuda.mem_get_info(self.precision.device)[0]
         return psutil.virtual_memory().available
 
-    def _set_slabs(self, rows: int) -> None:
-        self.slab_rows = rows - rows % 2
-        self.autoencoder.set_slab_rows(self.slab_rows)
+
+def block_bytes(s: AutoencoderSettings, precision: Precision, grid: Sequence[int]) -> int:
+    """Return about what a block at full resolution holds of one volume when it runs without slabs and gradients."""
+    width = 4 if precision.dtype is None else 2
+    return _TENSORS_WITHOUT_SLABS * max(s.num_channels[:2]) * width * torch.Size(grid).numel()
+
+
+def frozen_whole_volumes(settings: Settings, device: torch.device, load_weights: bool = True) -> WholeVolumes:
+    """Return the autoencoder of a config, frozen and on the device; with its trained weights or untrained."""
+    if load_weights:
+        autoencoder = load_autoencoder(settings, autoencoder_path(settings))
+    else:
+        autoencoder = freeze(build_autoencoder(settings.autoencoder))
+    return WholeVolumes(autoencoder.to(device), settings.autoencoder, Precision(settings.device, device))

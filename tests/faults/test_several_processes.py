@@ -43,7 +43,7 @@ def test_killed_process_ends_the_other_and_one_process_goes_on_with_the_same_los
     assert first.wait(60) == 2, first.said
     assert time.monotonic() - killed < 60
     assert "another process of this run ended" in first.said
-    assert "the last checkpoint is good" in first.said
+    assert "the same command goes on from the last checkpoint" in first.said
     assert "Traceback" not in first.said
 
     alone = start(stage)
@@ -95,6 +95,34 @@ def test_file_that_one_process_cannot_read_is_told_once_and_ends_both(start_two,
     assert "case_" in said
     assert "Traceback" not in said
     assert checkpoints(tmp_path, "autoencoder")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_out_of_memory_in_one_process_ends_both_with_the_same_code_and_says_what_to_do(warm, start, tmp_path, rank):
+    # As torchrun does it: the store belongs to none of the processes.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    together = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    together["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    arguments = [rank, str(ROOT / "train_autoencoder.py"), "--config", "tiny.yaml", "--on-oom", "next-rung"]
+    began = time.monotonic()
+    commands = [
+        warm(
+            tmp_path,
+            "tests/faults/train_without_memory.py",
+            *arguments,
+            said=tmp_path / f"said_{each}.log",
+            **together | {"RANK": each, "LOCAL_RANK": each},
+        )
+        for each in ("0", "1")
+    ]
+    assert [command.wait(100) for command in commands] == [3, 3], [command.said for command in commands]
+    assert time.monotonic() - began < 100
+    said = commands[0].said + commands[1].said
+    assert said.count("step 3, training: out of memory; the last checkpoint is good (step 2)") == 1
+    assert "--on-oom next-rung does it by itself, but only for a single process" in said
+    assert "beginning again" not in said
+    assert "going on from" not in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "WORLD_SIZE"])

@@ -51,7 +51,7 @@ def test_report_holds_phase_step_breakdown_and_the_next_rung_as_a_diff(tmp_path)
     settings = Settings().with_overrides({f"{TRAINING}.batch_size": 2})
     prediction = BLANK.corrected(1.0, "")
     stop = report_out_of_memory(
-        RuntimeError(ALLOCATOR), tmp_path, settings, "autoencoder", "generator backward", 41, prediction
+        RuntimeError(ALLOCATOR), tmp_path, settings, "autoencoder", "generator backward", 41, prediction, saved=40
     )
     report = json.loads((tmp_path / REPORT).read_text())
     assert (report["phase"], report["step"], report["stage"]) == ("generator backward", 41, "autoencoder")
@@ -65,7 +65,7 @@ def test_report_holds_phase_step_breakdown_and_the_next_rung_as_a_diff(tmp_path)
     text = str(stop)
     for part in (
         "step 42, generator backward: out of memory",
-        "checkpoint is good",
+        "the last checkpoint is good (step 40)",
         "micro-batch 1",
         "--on-oom next-rung",
     ):
@@ -82,6 +82,7 @@ def test_report_without_prediction_and_without_rung_says_so(tmp_path):
     )
     stop = report_out_of_memory(MemoryError(), tmp_path, settings, "autoencoder", "optimizer", 0)
     assert json.loads((tmp_path / REPORT).read_text())["next_rung"] is None
+    assert "out of memory; there is no checkpoint yet" in str(stop)
     assert "no rung with the same mathematics is left" in str(stop)
 
 
@@ -118,13 +119,14 @@ def test_next_rung_is_taken_until_training_fits(caplog):
     def train(settings):
         seen.append(settings.autoencoder.training)
         if not settings.autoencoder.training.slab_rows:
-            raise TrainingOutOfMemoryError("it does not fit")
+            raise TrainingOutOfMemoryError("it does not fit", saved=len(seen) - 1)
         return 0
 
     with caplog.at_level(logging.WARNING):
         assert train_with_rungs(train, Settings(), "autoencoder", "next-rung") == 0
     assert [(t.nests_checkpoints, t.slab_rows) for t in seen] == [(False, 0), (True, 0), (True, 32)]
-    assert "going on from the last checkpoint with nested checkpointing" in caplog.text
+    assert "there is no checkpoint yet: beginning again with nested checkpointing" in caplog.text
+    assert "going on from the checkpoint of step 1 with slabs of 32 rows" in caplog.text
 
 
 def test_without_next_rung_or_when_none_is_left_training_stops():
@@ -160,7 +162,7 @@ def test_readings_see_an_allocation_and_begin_a_new_interval():
     assert device_bytes(CPU) > GIB
 
 
-def test_a_measured_step_corrects_later_predictions_of_its_tier(tmp_path, monkeypatch):
+def test_a_measured_step_corrects_later_predictions_of_its_tier(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     prediction = BLANK.from_json({**BLANK.to_json(), "peak_reserved_bytes": 4 * GIB})
     assert calibration.corrected(prediction) == prediction
@@ -170,6 +172,13 @@ def test_a_measured_step_corrects_later_predictions_of_its_tier(tmp_path, monkey
     assert torch.__version__ in again.correction_source
     other = BLANK.from_json({**prediction.to_json(), "tier": "slabs"})
     assert calibration.corrected(other) == other
+    # A folder that cannot be written costs the correction, not the run.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(calibration.calibration_file()))
+    caplog.clear()
+    assert calibration.record(prediction, 5 * GIB) is None
+    [warning] = caplog.messages
+    assert "is not kept for later predictions" in warning
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # Another program's memory on the same GPU is no measurement of ours.
     assert calibration.record(prediction, 40 * GIB) is None
     calibration.calibration_file().write_text("{damaged")

@@ -6,9 +6,11 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from data import Batch
 from settings import CheckpointError, Settings, TrainingError
+from training import autoencoder_step
 from training.autoencoder_step import AutoencoderStep
 from training.distributed import Process
 from training.weights import save_weights
@@ -19,7 +21,9 @@ CPU = Process(torch.device("cpu"))
 def make_step(values, **training) -> AutoencoderStep:
     values = copy.deepcopy(values)
     values["autoencoder"]["training"].update(training)
-    return AutoencoderStep(Settings.model_validate(values), CPU)
+    return AutoencoderStep(
+        Settings.model_validate(values), CPU, files_of=lambda number, micro_batch: [f"volume {micro_batch}.nii"]
+    )
 
 
 def make_batches(step: AutoencoderStep, batch_size: int, total: int = 4) -> list[Batch]:
@@ -104,9 +108,61 @@ def test_non_finite_volume_stops_before_the_weights_move_and_names_term_step_and
     step(make_batches(step, 2), 2)  # good again, but the run is already lost: nothing may move
     torch.testing.assert_close(step.state_dict()["networks"], before["networks"], rtol=0, atol=0)
     torch.testing.assert_close(step.state_dict()["optimizers"], before["optimizers"], rtol=0, atol=0)
-    step.guard.files_of = lambda number, micro_batch: [f"volume {micro_batch}.nii"]
-    with pytest.raises(TrainingError, match=r"step 2: reconstruction is not finite for volume 1\.nii"):
+    said = r"step 2: reconstruction is not finite for volume 1\.nii; the weights were not moved and "
+    with pytest.raises(TrainingError, match=said + r"the last checkpoint is good \(step 1\);"):
+        step.guard.raise_if_bad(saved=1)
+    with pytest.raises(TrainingError, match=said + "there is no checkpoint yet;"):
         step.guard.raise_if_bad()
+
+
+def overflow(network: nn.Module | None) -> None:
+    """Let a gradient of the network be infinite."""
+    assert network is not None
+    gradient = next(network.parameters()).grad
+    assert gradient is not None
+    gradient.fill_(float("inf"))
+
+
+def test_discriminator_gradient_that_is_not_finite_keeps_both_networks_still(tiny_values):
+    step = make_step(tiny_values, adversarial_start_step=0)
+    step(make_batches(step, 2), 0)
+    before = copy.deepcopy(step.state_dict())
+    step.backward(make_batches(step, 2), 1)
+    overflow(step.discriminator)
+    step.update(1, ["autoencoder", "discriminator"])
+    torch.testing.assert_close(step.state_dict()["networks"], before["networks"], rtol=0, atol=0)
+    torch.testing.assert_close(step.state_dict()["optimizers"], before["optimizers"], rtol=0, atol=0)
+    with pytest.raises(TrainingError, match=r"discriminator gradient is not finite .* weights were not moved"):
+        step.guard.raise_if_bad()
+
+
+def test_float16_loss_that_is_not_finite_keeps_both_networks_still(tiny_values, monkeypatch):
+    tiny_values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": "float16"}
+    step = make_step(tiny_values, adversarial_start_step=0)
+    before = copy.deepcopy(step.state_dict()["networks"])
+    # Of the discriminator's loss: the autoencoder's gradient is as it should be.
+    real = autoencoder_step.discriminator_loss_real
+    monkeypatch.setattr(autoencoder_step, "discriminator_loss_real", lambda logits: real(logits) + float("inf"))
+    with torch.backends.mkldnn.flags(enabled=False):  # its 16-bit weight gradients read memory they never wrote
+        norms = step(make_batches(step, 2), 0)
+    assert torch.isfinite(norms["autoencoder_gradient_norm"])
+    torch.testing.assert_close(step.state_dict()["networks"], before, rtol=0, atol=0)
+    with pytest.raises(TrainingError, match=r"discriminator_real is not finite .* weights were not moved"):
+        step.guard.raise_if_bad()
+
+
+def test_float16_overflow_of_one_network_moves_the_other(tiny_values):
+    tiny_values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": "float16"}
+    step = make_step(tiny_values, adversarial_start_step=0)
+    before = copy.deepcopy(step.state_dict()["networks"])
+    with torch.backends.mkldnn.flags(enabled=False):
+        step.backward(make_batches(step, 2), 0)
+    overflow(step.discriminator)
+    step.update(0, ["autoencoder", "discriminator"])
+    after = step.state_dict()["networks"]
+    torch.testing.assert_close(after["discriminator"], before["discriminator"], rtol=0, atol=0)
+    assert any((after["autoencoder"][n] != before["autoencoder"][n]).any() for n in before["autoencoder"])
+    step.guard.raise_if_bad()
 
 
 def test_float16_overflow_skips_the_step_and_many_in_a_row_stop_the_run(tiny_values):

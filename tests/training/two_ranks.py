@@ -24,6 +24,7 @@ from training.run_folder import RunFolder
 from training.step import TrainingStep
 from training.validation import validate_autoencoder
 from training.weights import export
+from training.whole_volumes import frozen_whole_volumes
 
 STEP = 3  # the discriminator takes part
 
@@ -72,10 +73,11 @@ def stage_one(settings: Settings, process: Process, volumes: Volumes, found: dic
 
 
 def stage_two(settings: Settings, process: Process, volumes: Volumes, found: dict[str, Any]) -> None:
-    step = LatentDiffusionStep(settings, process)
+    whole = frozen_whole_volumes(settings, process.device)
+    latents = prepare_latents(whole, volumes, settings, process)
+    found["latent scale"] = latents.scale
+    step = LatentDiffusionStep(settings, process, whole=whole, latent_scale=latents.scale)
     found["reductions"].append(count_reductions(step._parallel_unet))
-    latents = prepare_latents(step.whole_volumes, volumes, settings, process)
-    step.latent_scale = found["latent scale"] = latents.scale
     plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
     step.backward(next(iter(latents.training_batches(plan, STEP, STEP + 1))), STEP)
     found["ldm"] = gradients(step)
@@ -97,8 +99,7 @@ def agreements(process: Process, found: dict[str, Any]) -> None:
 
 def bad_value(settings: Settings, process: Process, found: dict[str, Any]) -> None:
     """Let the last process meet a value that is not finite."""
-    step = AutoencoderStep(settings, process)
-    step.guard.files_of = lambda number, micro_batch: [f"seen by {process.rank}"]
+    step = AutoencoderStep(settings, process, files_of=lambda number, micro_batch: [f"seen by {process.rank}"])
     batch = step.example_batch(1)
     if process.rank == process.world_size - 1:
         batch.image.fill_(float("nan"))

@@ -1,0 +1,177 @@
+"""A step is saved before it is validated: whatever happens to a validation, no step is lost and none is made twice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import training.ldm_validation
+import training.validation
+from settings.command_line import INTERRUPTED, OUT_OF_MEMORY
+from tests.finished_run import export_autoencoder, run_here
+from training.step import TrainingStep
+
+VALIDATE = {
+    "autoencoder": (training.validation, "validate_autoencoder"),
+    "ldm": (training.ldm_validation, "validate_ldm"),
+}
+RUN = Path("runs") / "tiny"
+Train = Callable[..., int]
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[int]:
+    """The steps that were made so far, counted from 1."""
+    steps: list[int] = []
+    accumulate = TrainingStep.accumulate
+
+    def counted(self: TrainingStep, micro_batches: Any, step: int, run: Any) -> Any:
+        steps.append(step + 1)
+        return accumulate(self, micro_batches, step, run)
+
+    monkeypatch.setattr(TrainingStep, "accumulate", counted)
+    return steps
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch, tiny_values, made) -> Train:
+    """Train six steps of a stage that is validated after each third, and saved by `save_every` after none but those."""
+    monkeypatch.chdir(tmp_path)
+    for stage in ("autoencoder", "ldm"):
+        tiny_values[stage]["training"] |= {"max_steps": 6, "validate_every": 3, "save_every": 100}
+    Path("tiny.yaml").write_text(yaml.safe_dump(tiny_values))
+    export_autoencoder(tiny_values)
+
+    def start(stage: str, *options: str) -> int:
+        return run_here(f"train_{stage}.py", "--config", "tiny.yaml", *options)
+
+    return start
+
+
+def fail_in_validation(monkeypatch: pytest.MonkeyPatch, stage: str, calls: tuple[int, ...], error: BaseException):
+    """Let these calls of a stage's validation fail, counted from 1."""
+    place, name = VALIDATE[stage]
+    validate, number = getattr(place, name), iter(range(1, 100))
+
+    def failing(*arguments: Any) -> Any:
+        if next(number) in calls:
+            raise error
+        return validate(*arguments)
+
+    monkeypatch.setattr(place, name, failing)
+
+
+def lines(stage: str) -> list[dict[str, Any]]:
+    everything = map(json.loads, (RUN / "metrics.jsonl").read_text().splitlines())
+    return [line for line in everything if line["stage"] == stage]
+
+
+def steps_of(stage: str, name: str) -> list[int]:
+    return [line["step"] for line in lines(stage) if name in line]
+
+
+METRIC = {"autoencoder": "val_psnr", "ldm": "val_diffusion"}
+
+
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+def test_validation_without_memory_takes_rungs_and_makes_no_step_twice(train, made, monkeypatch, capsys, stage):
+    fail_in_validation(monkeypatch, stage, (1, 3), MemoryError())
+    assert train(stage, "--on-oom", "next-rung", f"{stage}.training.batch_size=2") == 0
+    assert made == [1, 2, 3, 4, 5, 6]
+    said = capsys.readouterr().err
+    assert "step 3, validation: out of memory; the last checkpoint is good (step 3)" in said
+    assert "step 6, validation: out of memory; the last checkpoint is good (step 6)" in said
+    assert "going on from the checkpoint of step 3 with" in said
+    assert steps_of(stage, METRIC[stage]) == [3, 6]
+    assert json.loads((RUN / "oom_report.json").read_text())["phase"] == "validation"
+
+
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+def test_run_that_died_in_its_last_validation_is_finished_by_the_same_command(train, made, monkeypatch, capsys, stage):
+    weights = RUN / f"{stage}.safetensors"
+    with monkeypatch.context() as patch:
+        fail_in_validation(patch, stage, (2,), MemoryError())
+        if stage == "autoencoder":
+            weights.unlink()
+        assert train(stage) == OUT_OF_MEMORY
+    assert not weights.exists()
+    assert steps_of(stage, METRIC[stage]) == [3]
+    (RUN / "report.html").unlink()
+
+    assert train(stage) == 0
+    assert made == [1, 2, 3, 4, 5, 6]
+    assert steps_of(stage, METRIC[stage]) == [3, 6]
+    assert (RUN / "previews" / f"{stage}_00000006.png").is_file()
+    assert (RUN / "report.html").is_file()
+    exported = load_file(weights)
+
+    # Nothing is left to do: what was validated is not validated again.
+    fail_in_validation(monkeypatch, stage, (1,), AssertionError("validated again"))
+    assert train(stage) == 0
+    assert steps_of(stage, METRIC[stage]) == [3, 6]
+    torch.testing.assert_close(load_file(weights), exported, rtol=0, atol=0)
+
+
+def test_killed_in_validation_and_resumed_equals_undisturbed(train, made, monkeypatch):
+    assert train("autoencoder", "name=undisturbed") == 0
+    made.clear()
+    with monkeypatch.context() as patch:
+        fail_in_validation(patch, "autoencoder", (1,), KeyboardInterrupt())
+        assert train("autoencoder") == INTERRUPTED
+    assert train("autoencoder") == 0
+    assert made == [1, 2, 3, 4, 5, 6]
+    here, there = (Path("runs") / name for name in ("tiny", "undisturbed"))
+    torch.testing.assert_close(
+        load_file(here / "autoencoder.safetensors"), load_file(there / "autoencoder.safetensors"), rtol=0, atol=0
+    )
+
+    def results(run: Path) -> list[Any]:
+        found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        return [(line["step"], line.get("reconstruction"), line.get("val_psnr")) for line in found]
+
+    assert results(here) == results(there)
+
+
+def test_run_asked_to_stop_saves_without_validating_and_makes_up_for_it(train, made, monkeypatch):
+    accumulate = TrainingStep.accumulate
+
+    def interrupted(self: TrainingStep, micro_batches: Any, step: int, run: Any) -> Any:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return accumulate(self, micro_batches, step, run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingStep, "accumulate", interrupted)
+        fail_in_validation(patch, "autoencoder", (1,), AssertionError("validated although asked to stop"))
+        assert train("autoencoder") == INTERRUPTED
+    assert [path.name[:25] for path in (RUN / "checkpoints").iterdir()] == ["autoencoder_step_00000003"]
+    assert train("autoencoder") == 0
+    assert made == [1, 2, 3, 4, 5, 6]
+    assert steps_of("autoencoder", "val_psnr") == [3, 6]
+
+
+def test_out_of_memory_before_the_first_checkpoint_says_that_there_is_none(train, made, monkeypatch, capsys):
+    accumulate, failures = TrainingStep.accumulate, iter([MemoryError()])
+
+    def failing(self: TrainingStep, *arguments: Any) -> Any:
+        with contextlib.suppress(StopIteration):
+            raise next(failures)
+        return accumulate(self, *arguments)
+
+    monkeypatch.setattr(TrainingStep, "accumulate", failing)
+    assert train("autoencoder", "--on-oom", "next-rung") == 0
+    said = capsys.readouterr().err
+    assert "step 1, training: out of memory; there is no checkpoint yet" in said
+    assert "there is no checkpoint yet: beginning again with" in said
+    assert "checkpoint is good" not in said
+    assert made == [1, 2, 3, 4, 5, 6]
