@@ -76,9 +76,9 @@ def _forward_by_group(
     y = torch.empty_like(x, dtype=out_dtype)
     stats: list[tuple[Tensor, Tensor]] = []
     parts = zip(x.split(size, 1), y.split(size, 1), weight.split(size), bias.split(size), strict=True)
-    for x_part, y_part, *affine in parts:
+    for x_part, y_part, w, b in parts:
         values = full_precision(x_part).contiguous()
-        values, mean, rstd = native.group_norm(values, *affine, 1, eps)
+        values, mean, rstd = native.group_norm(values, w, b, 1, eps)
         stats.append((mean, rstd))
         y_part.copy_(F.silu(values, inplace=True) if silu else values)
         del values

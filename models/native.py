@@ -51,7 +51,12 @@ def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool], stride: int = 1, padding: Sequence[int] = (0, 0, 0)
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    needs: tuple[bool, bool],
+    stride: int = 1,
+    padding: Sequence[int] = (0, 0, 0),
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of a 3D convolution's `x` and weight, as far as `needs` asks for them."""
     grad_x, grad_weight, _ = aten.convolution_backward(
