@@ -6,7 +6,6 @@ about ten bytes per value where two carry all the information. This function kee
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-aten = torch.ops.aten
+from models import native
+
 FULL_PRECISION = (torch.float32, torch.float64)
 
 
@@ -48,10 +48,10 @@ class _GroupNorm(torch.autograd.Function):
                 y, mean, rstd = _forward_by_group(x, weight, bias, groups, eps, silu, out_dtype)
             else:
                 x = x.contiguous()
-                y, mean, rstd = aten.native_group_norm(x, weight, bias, *sizes(x), groups, eps)
+                y, mean, rstd = native.group_norm(x, weight, bias, groups, eps)
                 y = F.silu(y, inplace=True) if silu else y
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.groups, ctx.silu, ctx.out_dtype = groups, silu, out_dtype
+        ctx.silu, ctx.out_dtype = silu, out_dtype
         return y
 
     @staticmethod
@@ -71,29 +71,30 @@ class _GroupNorm(torch.autograd.Function):
 def _forward_by_group(
     x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output and the groups' moments, of shape (groups, batch, 1): those of one group lie together."""
     size = x.shape[1] // groups
     y = torch.empty_like(x, dtype=out_dtype)
     stats: list[tuple[Tensor, Tensor]] = []
     parts = zip(x.split(size, 1), y.split(size, 1), weight.split(size), bias.split(size), strict=True)
-    for x_part, y_part, *affine in parts:
+    for x_part, y_part, w, b in parts:
         values = full_precision(x_part).contiguous()
-        values, mean, rstd = aten.native_group_norm(values, *affine, *sizes(values), 1, eps)
+        values, mean, rstd = native.group_norm(values, w, b, 1, eps)
         stats.append((mean, rstd))
         y_part.copy_(F.silu(values, inplace=True) if silu else values)
         del values
     means, rstds = zip(*stats, strict=True)
-    return y, torch.cat(means, 1), torch.cat(rstds, 1)
+    return y, torch.stack(means), torch.stack(rstds)
 
 
 def _backward_by_group(
     x: Tensor, grad: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, silu: bool, needs: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    size = x.shape[1] // mean.shape[1]
+    size = x.shape[1] // len(mean)
     grad_x = torch.empty_like(x) if needs[0] else None
-    targets = [None] * mean.shape[1] if grad_x is None else grad_x.split(size, 1)
+    targets = [None] * len(mean) if grad_x is None else grad_x.split(size, 1)
     grads: list[tuple[Tensor | None, Tensor | None]] = []
     parts = zip(x.split(size, 1), grad.split(size, 1), targets, strict=True)
-    of_groups = zip(weight.split(size), bias.split(size), mean.split(1, 1), rstd.split(1, 1), strict=True)
+    of_groups = zip(weight.split(size), bias.split(size), mean.unbind(), rstd.unbind(), strict=True)
     for (x_part, grad_part, target), (w, b, m, r) in zip(parts, of_groups, strict=True):
         # The fp32 copies have no names here, nor does a tuple of arguments hold them, so that the callee can drop the
         # gradient's as soon as it is used.
@@ -115,14 +116,8 @@ def _backward_of(
     if silu:
         scale, shift = scale_and_shift(mean, rstd, weight, bias)
         normed = torch.addcmul(spread(shift), x, spread(scale))
-        grad = aten.silu_backward.grad_input(grad, normed, grad_input=normed)
-    return aten.native_group_norm_backward(grad, x, mean, rstd, weight, *sizes(x), mean.shape[1], list(needs))
-
-
-def sizes(x: Tensor) -> tuple[int, int, int]:
-    """Return batch, channels and voxels, as the native kernels ask for them."""
-    batch, channels, *grid = x.shape
-    return batch, channels, math.prod(grid)
+        grad = native.silu_backward_(grad, normed)
+    return native.group_norm_backward(grad, x, mean, rstd, weight, needs)
 
 
 def scale_and_shift(mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

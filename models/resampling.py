@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from models import native
 from models.group_norm import compute_dtype, full_precision
 from models.slabs import RowSource, bias_grad, rows_of, slabs
 
-aten = torch.ops.aten
 Parity = tuple[int, ...]
 
 
@@ -94,10 +94,9 @@ class _UpsampleConv(torch.autograd.Function):
                 z, y, w = parity
                 part = grad[:, :, z::2, y::2, w::2].to(ctx.dtype).contiguous()
                 padding = _padding(parity)
-                grad_padded, grad_kernel, _ = aten.convolution_backward(
-                    part, F.pad(x.to(ctx.dtype), padding), kernel.to(ctx.dtype), None,
-                    [1] * 3, [0] * 3, [1] * 3, False, [0] * 3, 1, [needs_x, needs_weight, False],
-                )  # fmt: skip
+                grad_padded, grad_kernel = native.convolution_backward(
+                    part, F.pad(x.to(ctx.dtype), padding), kernel.to(ctx.dtype), (needs_x, needs_weight)
+                )
                 if grad_x is not None:
                     grad_x += F.pad(grad_padded, [-amount for amount in padding])
                 if grad_weight is not None:
@@ -134,10 +133,9 @@ class _DownsampleConv(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             for start, end in _output_slabs(grad, ctx.rows, ctx.dtype):
                 part = grad[:, :, start:end].to(ctx.dtype).contiguous()
-                grad_rows, grad_part, _ = aten.convolution_backward(
-                    part, _padded_rows(x, start, end, ctx.dtype), weight.to(ctx.dtype), None,
-                    [2] * 3, [0] * 3, [1] * 3, False, [0] * 3, 1, [needs_x, needs_weight, False],
-                )  # fmt: skip
+                grad_rows, grad_part = native.convolution_backward(
+                    part, _padded_rows(x, start, end, ctx.dtype), weight.to(ctx.dtype), (needs_x, needs_weight), 2
+                )
                 if grad_x is not None:
                     # Two slabs share one row of the input: the first slab's part of it waits for the second's.
                     if shared is not None:

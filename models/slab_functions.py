@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from models import native
 from models.group_norm import compute_dtype, full_precision
 from models.slabs import (
     ConvolvedRows,
@@ -26,7 +27,6 @@ from models.slabs import (
     slabs,
 )
 
-aten = torch.ops.aten
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -222,10 +222,8 @@ class _ResidualBackward:
             rows = self.first.input_grad(self.grad_x[:, :, start:end], start, end)
             if self.shortcut is not None:
                 x = rows_of(self.x, start, end).to(self.dtype)
-                needs = [True, self.needs_weights, False]
-                grad, grad_weight, _ = aten.convolution_backward(
-                    grad.to(self.dtype), x, self.shortcut, None, [1] * 3, [0] * 3, [1] * 3, False, [0] * 3, 1, needs
-                )
+                needs = (True, self.needs_weights)
+                grad, grad_weight = native.convolution_backward(grad.to(self.dtype), x, self.shortcut, needs)
                 self._add("shortcut", grad_weight)
             self.grad_x[:, :, start:end] = rows.add_(grad)
 

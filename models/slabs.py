@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.group_norm import FULL_PRECISION, full_precision, scale_and_shift, sizes, spread
-
-aten = torch.ops.aten
+from models import native
+from models.group_norm import FULL_PRECISION, full_precision, scale_and_shift, spread
 
 MIN_SLAB_VALUES = 20480
 """Channels x rows x height from which torch runs an fp32 convolution of one volume through its fast CPU kernel.
@@ -73,10 +72,7 @@ def convolve_backward(
     The gradient of the output comes with one row more on each side. To the rows without halo it is the gradient of a
     convolution padded by two, so both results are exact in one call and no row is ever computed twice.
     """
-    grad_x, grad_weight, _ = aten.convolution_backward(
-        grad_haloed, x, weight, None, [1, 1, 1], [2, 1, 1], [1, 1, 1], False, [0, 0, 0], 1, [*needs, False]
-    )
-    return grad_x, grad_weight
+    return native.convolution_backward(grad_haloed, x, weight, needs, padding=(2, 1, 1))
 
 
 def bias_grad(grad: Tensor) -> Tensor:
@@ -94,7 +90,7 @@ class Statistics:
     def add(self, values: Tensor) -> None:
         """Take in the next rows."""
         values = full_precision(values)
-        _, mean, rstd = aten.native_group_norm(values, None, None, *sizes(values), self.groups, self.eps)
+        _, mean, rstd = native.group_norm(values, None, None, self.groups, self.eps)
         self._parts.append((values.shape[2:].numel(), mean, rstd.pow(-2) - self.eps))
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -159,7 +155,7 @@ class NormedRows:
         if not self.silu:
             return full_precision(grad)
         normed = self._normed(x)
-        return aten.silu_backward.grad_input(grad, normed, grad_input=normed)
+        return native.silu_backward_(grad, normed)
 
     def absorb(self, grad: Tensor, start: int, end: int) -> Tensor:
         """Take the gradient of `rows(start, end)` into the sums and return what `input_grad` will want to see."""

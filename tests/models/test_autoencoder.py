@@ -8,7 +8,7 @@ import torch
 from monai.networks.nets import AutoencoderKL
 
 from models import LeanAutoencoder, StockAutoencoder, build_autoencoder, build_discriminator, slabs
-from tests.models.autoencoders import pair, run, settings_of, stock_like
+from tests.models.autoencoders import pair, settings_of, stock_like
 
 
 def test_weights_move_both_ways_between_lean_and_monai():
@@ -101,19 +101,14 @@ def test_fewer_levels_checkpoint_fewer_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"slab_rows": 4}, {"use_gradient_checkpointing_offload": True}], ids=str)
-def test_frozen_decoder_passes_gradients_to_the_latent_only(monkeypatch, options):
+def test_frozen_decoder_is_checkpointed_and_passes_gradients_to_the_latent_only(monkeypatch, options):
     monkeypatch.setattr(slabs, "MIN_SLAB_VALUES", 0)
-    stock, lean = pair(settings_of({"use_gradient_checkpointing": True, **options}))
+    model = build_autoencoder(settings_of({"use_gradient_checkpointing": True, **options})).requires_grad_(False)
     counted = CountedCheckpoints(monkeypatch)
-    gradients = []
-    for model in (stock, lean):
-        model.requires_grad_(False)
-        torch.manual_seed(2)
-        latent = torch.randn(1, 3, 3, 2, 2, dtype=torch.float64, requires_grad=True)
-        model.decode(latent).square().sum().backward()
-        gradients.append(latent.grad)
-        assert all(parameter.grad is None for parameter in model.parameters())
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-14)
+    latent = torch.randn(1, 3, 3, 2, 2, requires_grad=True)
+    model.decode(latent).square().sum().backward()
+    assert latent.grad is not None
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert counted.count > 5
 
 
@@ -144,7 +139,7 @@ def test_builder_applies_the_memory_knobs_of_the_settings():
 @pytest.mark.parametrize("rows", [2, 4, 6])
 def test_encoding_and_decoding_in_slabs_equal_whole_ones(monkeypatch, rows):
     monkeypatch.setattr(slabs, "MIN_SLAB_VALUES", 0)
-    stock, lean = pair(settings_of({"slab_rows": rows}), torch.float32)
+    stock, lean = pair(settings_of({"slab_rows": rows}))
     x = torch.randn(2, 1, 20, 8, 12)
     with torch.inference_mode():
         mean, sigma = stock.encode(x)
@@ -156,7 +151,7 @@ def test_encoding_and_decoding_in_slabs_equal_whole_ones(monkeypatch, rows):
 
 def test_inference_in_slabs_overwrites_nothing_that_was_given_to_it(monkeypatch):
     monkeypatch.setattr(slabs, "MIN_SLAB_VALUES", 0)
-    _, lean = pair(settings_of({"slab_rows": 4}), torch.float32)
+    _, lean = pair(settings_of({"slab_rows": 4}))
     x, latent = torch.randn(1, 1, 12, 8, 8), torch.randn(1, 3, 3, 2, 2)
     features = torch.randn(1, 8, 12, 8, 8)
     given = [tensor.clone() for tensor in (x, latent, features)]
@@ -184,9 +179,10 @@ def test_slabs_of_one_row_are_refused():
 
 
 def test_a_constant_volume_has_finite_gradients_in_slabs():
-    _, lean = pair(settings_of({"slab_rows": 4}), torch.float32)
-    found = run(lean, torch.zeros(1, 1, 12, 8, 8), torch.zeros(1, 3, 3, 2, 2))
-    assert all(torch.isfinite(gradient).all() for gradient in found.gradients.values())
+    _, lean = pair(settings_of({"slab_rows": 4}))
+    reconstruction, mean, sigma = lean(torch.zeros(1, 1, 12, 8, 8), torch.zeros(1, 3, 3, 2, 2))
+    (reconstruction.square().sum() + mean.sum() + sigma.sum()).backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in lean.parameters())
 
 
 def test_discriminator_returns_features_and_ends_with_logits():

@@ -1,0 +1,65 @@
+"""The raw ATen kernels, each behind a function that gives it the memory layout it reads; nothing else calls them.
+
+Unlike public operators, a raw kernel may take its arguments' memory as it lies, so that a strided view gives wrong
+numbers and no error. With torch 2.13.0 both kernels of GroupNorm do so with every argument but the forward's `x`; those
+of SiLU and convolution follow the strides. A tensor that is dense already costs nothing here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+Moments = tuple[Tensor, Tensor]
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """Return batch, channels and voxels."""
+    batch, channels, *grid = x.shape
+    return batch, channels, math.prod(grid)
+
+
+def group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the normalised `x`, and mean and rstd of its groups, each of shape (batch, groups)."""
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    return aten.native_group_norm(x.contiguous(), weight, bias, *_sizes(x), groups, eps)
+
+
+def group_norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of `x`, weight and bias, as far as `needs` asks for them.
+
+    `mean` and `rstd` are of shape (batch, groups).
+    """
+    assert grad.shape == x.shape, f"gradient of shape {tuple(grad.shape)} for an output of shape {tuple(x.shape)}"
+    assert mean.shape == rstd.shape == (x.shape[0], mean.shape[1]), f"moments of shape {tuple(mean.shape)}"
+    dense = (part.contiguous() for part in (grad, x, mean, rstd, weight))
+    return aten.native_group_norm_backward(*dense, *_sizes(x), mean.shape[1], list(needs))
+
+
+def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of `silu(x)` with respect to `x`, in the memory of `x`; `grad` may be of lower precision."""
+    return aten.silu_backward.grad_input(grad, x, grad_input=x)
+
+
+def convolution_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    needs: tuple[bool, bool],
+    stride: int = 1,
+    padding: Sequence[int] = (0, 0, 0),
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a 3D convolution's `x` and weight, as far as `needs` asks for them."""
+    grad_x, grad_weight, _ = aten.convolution_backward(
+        grad, x, weight, None, [stride] * 3, list(padding), [1] * 3, False, [0] * 3, 1, [*needs, False]
+    )
+    return grad_x, grad_weight

@@ -1,0 +1,171 @@
+"""Small networks of every kind and the knobs that must not change their gradients. To see the worst ratios as a table:
+
+python -m tests.models.problems
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from monai.networks.nets import DiffusionModelUNet, PatchDiscriminator
+from torch import Tensor, nn
+
+from models import build_autoencoder, build_discriminator, build_unet
+from settings import Settings
+from tests.models.autoencoders import settings_of, stock_like
+from tests.models.gradients import BATCHES, DTYPES, Problem, same_in_every_dtype
+
+CHECKPOINTED = {"use_gradient_checkpointing": True}
+OFFLOADED = {"use_gradient_checkpointing_offload": True}
+NESTED = {"use_nested_checkpointing": True}
+
+AUTOENCODER_KNOBS: dict[str, dict[str, Any]] = {
+    "lean": {},
+    "checkpointed": CHECKPOINTED,
+    "one level": {**CHECKPOINTED, "checkpoint_levels": 1},
+    "nested": {**CHECKPOINTED, **NESTED},
+    "offloaded": OFFLOADED,
+    "nested and offloaded": {**OFFLOADED, **NESTED},
+    "slabs of 3": {"slab_rows": 3},
+    "thinnest slabs": {**CHECKPOINTED, "slab_rows": 2},
+    "one slab": {**CHECKPOINTED, "slab_rows": 64, "checkpoint_levels": 1},
+    "slabs of 5, offloaded": {**OFFLOADED, "slab_rows": 5},
+    "slabs of 4, nested, offloaded": {**OFFLOADED, **NESTED, "slab_rows": 4},
+    "MONAI's blocks": {"implementation": "monai"},
+    "MONAI's blocks, checkpointed": {"implementation": "monai", **CHECKPOINTED},
+}
+DECODER_KNOBS = {name: AUTOENCODER_KNOBS[name] for name in ("lean", "checkpointed", "offloaded", "slabs of 3")}
+UNET_KNOBS = {"lean": {}, "checkpointed": CHECKPOINTED, "offloaded": OFFLOADED}
+KNOBS: dict[str, dict[str, dict[str, Any]]] = {
+    "autoencoder": AUTOENCODER_KNOBS,
+    "frozen decoder": DECODER_KNOBS,
+    "U-Net": UNET_KNOBS,
+    "U-Net with classes": UNET_KNOBS,
+    "discriminator": {"stock": {}},
+}
+
+AUTOENCODER = {"in_channels": 2, "num_channels": [8, 16], "attention_levels": [False, True], "norm_num_groups": 4}
+UNET = {
+    "num_channels": [8, 16],
+    "num_res_blocks": 1,
+    "attention_levels": [False, True],
+    "num_head_channels": 8,
+    "norm_num_groups": 4,
+}
+CLASSES = 2
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def autoencoder_settings(knobs: dict[str, Any], **shape: Any) -> Any:
+    training = {key: value for key, value in knobs.items() if key != "implementation"}
+    implementation = knobs.get("implementation", "lean")
+    return settings_of(training, **{**AUTOENCODER, "implementation": implementation, **shape})
+
+
+def ldm_settings(knobs: dict[str, Any], classes: int = 0, **shape: Any) -> Any:
+    conditioning = {"type": "class", "num_classes": classes} if classes else {"type": "none"}
+    values = {"unet": {**UNET, **shape}, "conditioning": conditioning, "training": knobs}
+    return Settings.model_validate({"ldm": values}).ldm
+
+
+def ours(network: str, knobs: dict[str, Any]) -> nn.Module:
+    """The project's network, frozen where only its input is to have a gradient."""
+    if network in ("autoencoder", "frozen decoder"):
+        return build_autoencoder(autoencoder_settings(knobs)).requires_grad_(network == "autoencoder")
+    if network == "discriminator":
+        return build_discriminator(autoencoder_settings(knobs))
+    return build_unet(ldm_settings(knobs, CLASSES if "classes" in network else 0), latent_channels=3)
+
+
+def stock_unet(settings: Any) -> DiffusionModelUNet:
+    """MONAI's own class, built without any of our code; one class more than the data have stands for a hidden label."""
+    unet, classes = settings.unet, settings.conditioning.num_classes
+    return DiffusionModelUNet(
+        3, 3, 3, unet.res_blocks, unet.num_channels, unet.attention_levels, unet.num_groups,
+        num_head_channels=unet.head_channels, num_class_embeds=classes + 1 if classes else None,
+        use_flash_attention=True, resblock_updown=unet.resblock_updown,
+    )  # fmt: skip
+
+
+def with_lively_weights(network: Network) -> Network:
+    """Take weights away from special values: norms start at one and zero, and some of MONAI's convolutions at zero.
+
+    Biases of this size give the groups of a norm means and scales of their own.
+    """
+    for parameter in network.parameters():
+        parameter.data += (0.3 if parameter.dim() == 1 else 0.05) * torch.randn_like(parameter)
+    return network
+
+
+def volumes(batch: int, channels: int, *grid: int) -> Tensor:
+    """Volumes of which each, and each channel, has a mean and a scale of its own."""
+    count = batch * channels
+    scale, mean = (values.view(batch, channels, 1, 1, 1) for values in (torch.logspace(-1, 1, count), _means(count)))
+    return same_in_every_dtype(torch.randn(batch, channels, *grid) * scale + mean)
+
+
+def _means(count: int) -> Tensor:
+    return torch.linspace(-3, 3, count)[torch.randperm(count)]
+
+
+def run_autoencoder(network: Any, x: Tensor, noise: Tensor) -> list[Tensor]:
+    mean, sigma = network.encode(x)
+    return [network.decode(mean + sigma * noise), mean, sigma]
+
+
+def run_decoder(network: Any, latent: Tensor) -> list[Tensor]:
+    return [network.decode(latent)]
+
+
+def run_unet(network: Any, x: Tensor, timesteps: Tensor, labels: Tensor | None = None) -> list[Tensor]:
+    return [network(x, timesteps, class_labels=labels)]
+
+
+def unet_inputs(batch: int, grid: tuple[int, int, int], classes: int) -> list[Tensor]:
+    labels = [torch.arange(batch) % (classes + 1)] if classes else []
+    return [volumes(batch, 3, *grid), torch.linspace(10, 900, batch).long(), *labels]
+
+
+@cache
+def problem(network: str, batch: int) -> Problem:
+    """The weights and inputs of one kind of network; shared, because MONAI's gradients are the same for all knobs."""
+    torch.manual_seed(batch)
+    if network == "discriminator":
+        stock: nn.Module = with_lively_weights(
+            PatchDiscriminator(3, channels=16, in_channels=2, out_channels=1, num_layers_d=2, norm="INSTANCE")
+        )
+        return Problem(stock, lambda network, x: network(x), [volumes(batch, 2, 20, 16, 16)])
+    if network.startswith("U-Net"):
+        classes = CLASSES if "classes" in network else 0
+        stock = with_lively_weights(stock_unet(ldm_settings({}, classes)))
+        return Problem(stock, run_unet, unet_inputs(batch, (6, 4, 10), classes))
+    stock = with_lively_weights(stock_like(autoencoder_settings({})))
+    if network == "frozen decoder":
+        return Problem(stock.requires_grad_(False), run_decoder, [volumes(batch, 3, 6, 2, 3)])
+    return Problem(stock, run_autoencoder, [volumes(batch, 2, 12, 4, 6), torch.randn(batch, 3, 6, 2, 3)])
+
+
+def cases() -> Iterator[tuple[str, str, torch.dtype, int]]:
+    """Every network with each of its knobs in each dtype and micro-batch."""
+    for network, knobs in KNOBS.items():
+        for dtype in DTYPES:
+            for batch in BATCHES:
+                for knob in knobs:
+                    yield network, knob, dtype, batch
+
+
+def main() -> None:
+    """Print the worst ratio of each dtype and micro-batch; in double precision, to a distance of 1e-12."""
+    worst: dict[tuple[torch.dtype, int], tuple[float, str]] = {}
+    for network, knob, dtype, batch in cases():
+        ratio = problem(network, batch).ratio(ours(network, KNOBS[network][knob]), dtype)
+        worst[dtype, batch] = max(worst.get((dtype, batch), (0.0, "")), (ratio, f"{network}, {knob}"))
+    for (dtype, batch), (ratio, where) in worst.items():
+        print(f"{str(dtype).removeprefix('torch.'):9} batch {batch}: {ratio:.3f} ({where})")
+
+
+if __name__ == "__main__":
+    main()
