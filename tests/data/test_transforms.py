@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy import ndimage
 
+from data import transforms
 from data.transforms import NETWORK_RANGE, from_unit, load_volume, random_part, restore, to_unit
 from settings import DataError
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
@@ -161,15 +162,15 @@ def test_loading_names_the_file_that_is_not_as_it_was(make_volume: Make) -> None
 
 
 def test_patches_are_parts_of_the_volume_and_reach_all_of_it() -> None:
-    image = torch.arange(8 * 8 * 8, dtype=torch.float32).reshape(1, 8, 8, 8)
-    settings = build_settings(voxel_size=[8, 8, 8], patch_size=[4, 4, 8])
+    image = torch.arange(6 * 7 * 8, dtype=torch.float32).reshape(1, 6, 7, 8)
+    settings = build_settings(voxel_size=[6, 7, 8], patch_size=[4, 4, 4])
     corners = set()
-    for seed in range(200):
+    for seed in range(600):
         patch = random_part(image, np.ones(3), settings, np.random.default_rng(seed))
-        x, rest = divmod(int(patch[0, 0, 0, 0]), 64)
-        corners.add((x, rest // 8))
-        assert torch.equal(patch, image[:, x : x + 4, rest // 8 : rest // 8 + 4])
-    assert corners == {(x, y) for x in range(5) for y in range(5)}
+        x, y, z = np.unravel_index(int(patch[0, 0, 0, 0]), (6, 7, 8))
+        corners.add((x, y, z))
+        assert torch.equal(patch, image[:, x : x + 4, y : y + 4, z : z + 4])
+    assert corners == {(x, y, z) for x in range(3) for y in range(4) for z in range(5)}
 
 
 def test_augmentation_acts_stays_in_range_and_repeats_from_its_seed() -> None:
@@ -194,3 +195,84 @@ def test_augmented_patches_hold_tissue_from_around_and_not_padding() -> None:
         patch = random_part(image, np.ones(3), settings, np.random.default_rng(seed))
         inner += bool(patch.min() > 0.5)
     assert inner > 20
+
+
+SPACING_MM = np.array([1.0, 1.5, 4.0])
+
+
+def test_an_augmented_patch_holds_the_voxels_where_its_matrix_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """scipy samples the same points: the patch's centre at its corner's place, turned about itself."""
+    image = torch.from_numpy(smooth((20, 18, 14)) / 200)
+    settings = build_settings(voxel_size=[20, 18, 14], patch_size=[8, 6, 4], use_augmentation=True)
+    drawn: list[np.ndarray] = []
+    random_affine = transforms._random_affine
+    monkeypatch.setattr(
+        transforms, "_random_affine", lambda *arguments: drawn.append(random_affine(*arguments)) or drawn[-1]
+    )
+    for seed in range(12):
+        patch = random_part(image, SPACING_MM, settings, np.random.default_rng(seed))[0].numpy()
+        rng = np.random.default_rng(seed)
+        corner = rng.integers(0, np.array([12, 12, 10]) + 1)
+        random_affine(SPACING_MM, rng)
+        gain, shift = rng.uniform(0.9, 1.1), rng.uniform(-0.1, 0.1)
+        middle = (np.array([8, 6, 4]) - 1) / 2
+        offsets = np.indices((8, 6, 4)).reshape(3, -1) - middle[:, None]
+        points = drawn[-1] @ offsets + (corner + middle)[:, None]
+        # Outside lies the lower end of the range, so what is sampled is the distance from it.
+        sampled = ndimage.map_coordinates(image[0].numpy() + 1, points, order=1, mode="grid-constant") - 1
+        expected = np.clip(sampled.reshape(8, 6, 4) * gain + shift, -1, 1)
+        np.testing.assert_allclose(patch, expected, atol=1e-4)
+
+
+def test_augmentation_is_rigid_in_millimetres_up_to_flips_and_one_scale() -> None:
+    flips, angles, scales = set(), [], []
+    for seed in range(200):
+        matrix = transforms._random_affine(SPACING_MM, np.random.default_rng(seed))
+        in_mm = np.diag(SPACING_MM) @ matrix @ np.diag(1 / SPACING_MM)
+        scale = np.cbrt(abs(np.linalg.det(in_mm)))
+        np.testing.assert_allclose(in_mm @ in_mm.T, scale**2 * np.eye(3), atol=1e-9)
+        assert 0.9 <= scale <= 1.1
+        signs = np.sign(np.diag(in_mm))
+        flips.add(tuple(signs))
+        scales.append(scale)
+        turn = in_mm @ np.diag(signs) / scale
+        angles.append(np.degrees(np.arccos(np.clip((np.trace(turn) - 1) / 2, -1, 1))))
+    assert len(flips) == 8
+    assert max(scales) - min(scales) > 0.15
+    assert 4 < np.mean(angles) < max(angles) < 8 * np.sqrt(3) + 0.5
+
+
+def test_gain_and_shift_are_drawn_for_each_sample() -> None:
+    """Inside of a constant volume nothing but the two can change a voxel."""
+    settings = build_settings(voxel_size=[16, 16, 16], patch_size=[4, 4, 4], use_augmentation=True)
+    found: dict[float, list[float]] = {-0.5: [], 0.5: []}
+    for seed in range(200):
+        for level, values in found.items():
+            image = torch.full((1, 16, 16, 16), level)
+            values.append(float(random_part(image, np.ones(3), settings, np.random.default_rng(seed))[0, 2, 2, 2]))
+    low, high = (np.array(found[level]) for level in (-0.5, 0.5))
+    inner = np.abs(high - low - 1) < 0.11  # a corner of the volume may turn its padding into view
+    gain, shift = (high - low)[inner], ((high + low) / 2)[inner]
+    assert inner.mean() > 0.8
+    assert 0.9 <= gain.min() < 0.93
+    assert 1.07 < gain.max() <= 1.1 + 1e-6
+    assert -0.1 - 1e-6 <= shift.min() < -0.07
+    assert 0.07 < shift.max() <= 0.1 + 1e-6
+
+
+@pytest.mark.parametrize("codes", ["RAS", "LPS", "ASR", "IPL", "SRA"])
+def test_every_orientation_puts_a_voxel_where_its_millimetres_say(make_volume: Make, codes: str) -> None:
+    """One bright voxel, found again through the file's affine alone."""
+    place = np.array([9, 2, 5])
+    voxels = np.zeros((1, 12, 10, 8), np.float32)
+    voxels[0, *place] = 1.0
+    file = nib.Nifti1Image(voxels[0], AFFINE).as_reoriented(nib.orientations.axcodes2ornt(codes))
+    path = make_volume(f"{codes}.nii.gz", np.asarray(file.dataobj)[None], file.affine)
+    for asked in ("RAS", "LAS", "RPI", "LPI"):
+        loaded = load_volume(path, build_settings(orientation=asked, intensity=WIDE))
+        brightest = np.unravel_index(int(loaded.image.argmax()), (12, 10, 8))
+        expected = [
+            n if code in "RAS" else size - 1 - n for n, code, size in zip(place, asked, (12, 10, 8), strict=True)
+        ]
+        assert list(brightest) == expected, asked
+        np.testing.assert_allclose(loaded.geometry.grid_affine @ [*brightest, 1], AFFINE @ [*place, 1], atol=1e-6)

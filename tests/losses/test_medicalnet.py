@@ -55,6 +55,21 @@ def test_distance_is_zero_for_equal_volumes_and_sees_lost_contrast(medicalnet_fi
     assert term(0.5 * target, target, 0) > 1e-4
 
 
+def test_distance_is_between_unit_features_of_volumes_standardised_like_the_target(medicalnet_file):
+    term = MedicalNetDistance(weights=str(medicalnet_file))
+    wrapped = torch.load(medicalnet_file, weights_only=True)["state_dict"]
+    state = {key.removeprefix("module."): value for key, value in wrapped.items()}
+    generator = torch.Generator().manual_seed(0)
+    target = torch.rand(2, 2, 24, 20, 16, generator=generator) * torch.tensor([1.0, 0.3]).view(2, 1, 1, 1, 1)
+    volume = 0.6 * target + 0.2 + 0.05 * torch.randn(target.shape, generator=generator)
+    distances = []
+    for x, y in zip(volume.flatten(0, 1), target.flatten(0, 1), strict=True):
+        features = [published_features(state, ((v - y.mean()) / y.std(correction=0))[None, None])[0] for v in (x, y)]
+        ours, theirs = (feature / feature.square().sum(0, keepdim=True).sqrt() for feature in features)
+        distances.append((ours - theirs).square().sum(0).mean())
+    torch.testing.assert_close(term(volume, target, 0), torch.stack(distances).mean(), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("grid", [(1, 1, 1), (3, 16, 16)])
 def test_thin_volumes_are_compared(medicalnet_file, grid):
     volume = torch.rand(1, 1, *grid, generator=torch.Generator().manual_seed(0)).requires_grad_()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from losses import build_perceptual_loss
+from losses.lpips_slices import LpipsSlices, drawn_slices
 from settings import AutoencoderTraining
 
 NETWORKS = ["lpips-squeeze", "lpips-alex", "lpips-vgg", "medicalnet-resnet10", "structural"]
@@ -85,6 +86,30 @@ def test_only_the_reconstruction_receives_gradients(build):
         ours, theirs = torch.autograd.grad(loss, (reconstruction, target), allow_unused=True)
         assert theirs is None
         assert ours.abs().sum() > 0
+
+
+def test_lpips_gets_the_seed_fraction_and_chunk_of_the_config(trunk_files):
+    perceptual = {
+        "network": "lpips-squeeze",
+        "weights": str(trunk_files["squeeze"]),
+        "slice_fraction": 0.35,
+        "chunk_size": 5,
+    }
+    training = AutoencoderTraining.model_validate({"use_perceptual_loss": True, "perceptual": perceptual})
+    term = build_perceptual_loss(training, in_channels=1, seed=11)
+    assert isinstance(term, LpipsSlices)
+    compared: list[tuple[int, ...]] = []
+    term.distance = lambda images, wanted: compared.append(tuple(images.shape)) or (images - wanted).mean(dim=(1, 2))
+    # Each voxel tells its place along the first axis, so that a piece tells which slice it is.
+    places = torch.arange(20.0).view(1, 1, 20, 1, 1).expand(1, 1, 20, 18, 17)
+    for step in (0, 3):
+        compared.clear()
+        loss = term(places, torch.zeros(1, 1, 20, 18, 17), step)
+        drawn = drawn_slices((20, 18, 17), 0.35, 11, step)
+        assert [len(positions) for positions in drawn] == [7, 6, 6]
+        assert [shape[0] for shape in compared] == [5, 2, 5, 1, 5, 1]
+        expected = (sum(drawn[0]) + 12 * 9.5) / 19
+        assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_switched_off_means_none():

@@ -1,14 +1,22 @@
-"""Learning rate, averaged weights, and noise that belongs to samples."""
+"""The optimizer, learning rate, clipping and averaged weights against loops written by hand; noise of samples."""
 
 from __future__ import annotations
+
+import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
-from settings import TrainingSettings
-from training.optimization import AveragedWeights, learning_rate_factor
+from settings import DeviceSettings, TrainingSettings
+from training.distributed import Process
+from training.guard import Guard
+from training.optimization import AveragedWeights, Updater, learning_rate_factor
+from training.precision import Precision
 from training.randomness import SampleNoise, derive_seed
+
+CPU = torch.device("cpu")
 
 
 def test_learning_rate_rises_over_the_warm_up_and_falls_as_a_cosine():
@@ -20,6 +28,117 @@ def test_learning_rate_rises_over_the_warm_up_and_falls_as_a_cosine():
     assert factors[-1] < 0.001
     constant = TrainingSettings(max_steps=110, warmup_steps=0)
     assert learning_rate_factor(100, constant) == 1.0
+
+
+@pytest.mark.parametrize(("warmup", "decay"), [(0, "none"), (7, "none"), (0, "cosine"), (7, "cosine"), (40, "cosine")])
+def test_learning_rate_is_the_formula_at_every_step(warmup, decay):
+    settings = TrainingSettings(max_steps=40, warmup_steps=warmup, learning_rate_decay=decay)
+    for step in range(40):
+        if step < warmup:
+            expected = (step + 1) / warmup  # never 0, and whole at the last step of the warm-up
+        elif decay == "none":
+            expected = 1.0
+        else:
+            expected = math.cos(math.pi / 2 * (step - warmup) / (40 - warmup)) ** 2
+        assert learning_rate_factor(step, settings) == pytest.approx(expected, rel=1e-12), step
+
+
+def small_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def gradients_of_step(network: nn.Module, step: int) -> list[torch.Tensor]:
+    """Gradients of very different sizes, so that some steps are clipped and some are not."""
+    generator = torch.Generator().manual_seed(step)
+    size = 10.0 ** ((step % 3) - 1)
+    return [size * torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in network.parameters()]
+
+
+def adam_by_hand(network: nn.Module, settings: TrainingSettings, learning_rate: float, num_steps: int) -> list[float]:
+    """Clip, then AdamW (Loshchilov and Hutter 2019, algorithm 2), in plain arithmetic; return the norms."""
+    weights = [p.data for p in network.parameters()]
+    first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+    norms = []
+    for step in range(num_steps):
+        gradients = gradients_of_step(network, step)
+        norms.append(math.sqrt(sum(float(g.square().sum()) for g in gradients)))
+        if settings.max_grad_norm > 0:
+            gradients = [g * min(1.0, settings.max_grad_norm / norms[-1]) for g in gradients]
+        rate = learning_rate * learning_rate_factor(step, settings)
+        for w, g, m, v in zip(weights, gradients, first, second, strict=True):
+            w *= 1 - rate * settings.weight_decay
+            m.mul_(0.9).add_(0.1 * g)
+            v.mul_(0.999).add_(0.001 * g * g)
+            w -= rate * (m / (1 - 0.9 ** (step + 1))) / ((v / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
+    return norms
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.5])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_updates_are_clipped_adamw_at_the_schedules_rate(max_grad_norm, weight_decay):
+    settings = TrainingSettings(
+        max_steps=12,
+        warmup_steps=3,
+        learning_rate_decay="cosine",
+        max_grad_norm=max_grad_norm,
+        weight_decay=weight_decay,
+    )
+    ours, by_hand = small_network(), small_network()
+    precision = Precision(DeviceSettings(type="cpu", mixed_precision=False), CPU)
+    updater = Updater("network", ours, 1e-2, settings, precision)
+    guard = Guard(Process(CPU), ["network gradient"], skips_overflows=False, max_skipped_steps=5)
+    norms = []
+    for step in range(12):
+        for parameter, gradient in zip(ours.parameters(), gradients_of_step(ours, step), strict=True):
+            parameter.grad = gradient
+        norms.append(float(updater.update(step, guard)))
+        assert all(p.grad is None for p in ours.parameters()), "gradients must not reach the next update"
+    assert norms == pytest.approx(adam_by_hand(by_hand, settings, 1e-2, 12), rel=1e-6)
+    assert min(norms) < 1.5 < max(norms)
+    for found, expected in zip(ours.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_float16_gradients_are_clipped_at_their_true_size():
+    """Until they are unscaled they hold a factor of 65536, which Adam would hide; its first moment does not."""
+    settings = TrainingSettings(max_steps=10, max_grad_norm=1.5, weight_decay=0.0)
+    precision = Precision(DeviceSettings(type="cpu", mixed_precision=True, amp_dtype="float16"), CPU)
+    network = small_network().float()
+    updater = Updater("network", network, 1e-2, settings, precision)
+    guard = Guard(Process(CPU), ["network gradient"], skips_overflows=True, max_skipped_steps=5)
+    inputs, weights = torch.randn(5, 3), torch.full((5, 2), 4.0)
+    loss = (network(inputs) * weights).sum()
+    true = torch.autograd.grad(loss, list(network.parameters()), retain_graph=True)
+    precision.backward(loss)
+    assert next(network.parameters()).grad.norm() > 1e3 * true[0].norm()
+    norm = updater.update(0, guard)
+    expected = torch.stack([g.norm() for g in true]).norm()
+    assert expected > 1.5
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    for parameter, gradient in zip(network.parameters(), true, strict=True):
+        moment = updater.optimizer.state[parameter]["exp_avg"]
+        torch.testing.assert_close(moment, 0.1 * gradient * 1.5 / expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.9999])
+def test_averaged_weights_are_the_moving_average_of_a_hand_loop(decay):
+    network = small_network()
+    average = AveragedWeights(network, decay)
+    expected = [p.detach().clone() for p in network.parameters()]
+    for step in range(200):
+        generator = torch.Generator().manual_seed(step)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        average.update(step)
+        kept = min(decay, (1 + step) / (10 + step))
+        expected = [kept * e + (1 - kept) * p.detach() for e, p in zip(expected, network.parameters(), strict=True)]
+    for name, value in zip(average.state_dict(), expected, strict=True):
+        torch.testing.assert_close(average.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+    restored = AveragedWeights(small_network(), decay)
+    restored.load_state_dict(copy.deepcopy(average.state_dict()))
+    torch.testing.assert_close(restored.state_dict(), average.state_dict(), rtol=0, atol=0)
 
 
 def test_averaged_weights_follow_and_can_be_swapped_in():
@@ -35,11 +154,16 @@ def test_averaged_weights_follow_and_can_be_swapped_in():
 
 
 def test_noise_of_a_sample_does_not_depend_on_its_batch():
-    noise = SampleNoise(seed=1, device=torch.device("cpu"))
+    noise = SampleNoise(seed=1, device=CPU)
     together = noise.normal("latent", (4, 5), (3, 2))
     alone = noise.normal("latent", (5,), (3, 2))
     torch.testing.assert_close(together[1:], alone, rtol=0, atol=0)
     assert (noise.normal("other", (5,), (3, 2)) != alone).any()
-    assert derive_seed(1, "latent", 5) != derive_seed(2, "latent", 5)
+    assert (noise.normal("latent", (4,), (3, 2)) != alone).any()
+    assert (SampleNoise(seed=2, device=CPU).normal("latent", (5,), (3, 2)) != alone).any()
+    assert len({derive_seed(s, p, k) for s in range(3) for p in ("latent", "other") for k in range(3)}) == 18
+    many = noise.normal("latent", range(500), (4, 4))
+    assert many.mean().abs() < 0.05
+    assert many.std().item() == pytest.approx(1, abs=0.03)
     uniform = noise.uniform("timestep", range(200))
     assert 0 <= float(uniform.min()) < 0.05 < 0.95 < float(uniform.max()) < 1

@@ -1,0 +1,138 @@
+"""A run that stops and goes on equals one that does not: weights, optimizers, averages, scale, data and step count."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from data import BatchPlan, VolumeFile, Volumes, prepare_volumes, training_batches
+from data.latents import latent_batches
+from settings import CheckpointError, Settings
+from training.autoencoder_step import AutoencoderStep
+from training.checkpoints import Checkpoints
+from training.distributed import Process
+from training.ldm_step import LatentDiffusionStep
+from training.resume import resume, save
+from training.step import TrainingStep
+
+CPU = Process(torch.device("cpu"))
+NUM_STEPS, STOPPED_AFTER = 5, 3
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def settings(tiny_values) -> Settings:
+    changes = {"max_steps": 8, "ema_decay": 0.9, "warmup_steps": 2, "learning_rate_decay": "cosine"}
+    for section in ("autoencoder", "ldm"):
+        tiny_values[section]["training"].update(changes)
+    tiny_values["ldm"]["training"]["gradient_accumulation_steps"] = 2
+    return Settings.model_validate(tiny_values)
+
+
+def build(settings: Settings, stage: str) -> TrainingStep:
+    if stage == "autoencoder":
+        return AutoencoderStep(settings, CPU)
+    step = LatentDiffusionStep(settings, CPU, load_weights=False)
+    step.latent_scale = 0.25
+    return step
+
+
+def read(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn((3, 8, 8, 8), generator=generator), torch.rand((3, 8, 8, 8), generator=generator)
+
+
+def train(step: Any, settings: Settings, volumes: Volumes, first: int, last: int) -> None:
+    training = settings.autoencoder.training if step.stage == "autoencoder" else settings.ldm.training
+    plan = BatchPlan.of(training, settings.seed, 0, 1)
+    batches: Any = (
+        training_batches(volumes.train, settings.data, plan, first, last)
+        if step.stage == "autoencoder"
+        else latent_batches(read, volumes.train, plan, first, last)
+    )
+    for number, micro_batches in enumerate(batches, first):
+        assert len(micro_batches) == 2
+        step(micro_batches, number)
+
+
+def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    # A digest, which torch does not compare.
+    digests = [state.pop("autoencoder", None) for state in (found, expected)]
+    assert digests[0] == digests[1]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+def test_a_resumed_run_equals_an_uninterrupted_one_in_everything_it_holds(settings, tmp_path, stage):
+    volumes = prepare_volumes(settings.data, settings.seed, 1)
+    whole = build(settings, stage)
+    train(whole, settings, volumes, 0, NUM_STEPS)
+
+    stopped, checkpoints = build(settings, stage), Checkpoints(tmp_path / "checkpoints", stage, 2)
+    train(stopped, settings, volumes, 0, STOPPED_AFTER)
+    save(stopped, checkpoints, settings, volumes, STOPPED_AFTER)
+    held = copy.deepcopy(stopped.state_dict())
+
+    resumed = build(settings, stage)
+    if isinstance(resumed, LatentDiffusionStep):
+        resumed.latent_scale = 1.0
+    first = resume(resumed, checkpoints, settings, volumes)
+    assert first == STOPPED_AFTER
+    assert_same_state(resumed.state_dict(), held)
+    assert resumed.average is not None
+    # The averages are neither the weights nor what the averages of a new run begin with.
+    for before in (resumed.network.parameters(), build(settings, stage).network.parameters()):
+        pairs = zip(resumed.average.averages, before, strict=True)
+        assert any(not torch.equal(average, parameter) for average, parameter in pairs)
+    train(resumed, settings, volumes, first, NUM_STEPS)
+    assert_same_state(resumed.state_dict(), whole.state_dict())
+
+
+def test_without_a_checkpoint_a_run_begins_at_step_0(settings, tmp_path):
+    volumes = prepare_volumes(settings.data, settings.seed, 1)
+    step = build(settings, "autoencoder")
+    assert resume(step, Checkpoints(tmp_path / "checkpoints", "autoencoder", 2), settings, volumes) == 0
+
+
+def test_other_volumes_or_another_mathematics_are_refused(settings, tmp_path):
+    volumes = prepare_volumes(settings.data, settings.seed, 1)
+    step, checkpoints = build(settings, "autoencoder"), Checkpoints(tmp_path / "checkpoints", "autoencoder", 2)
+    save(step, checkpoints, settings, volumes, 1)
+
+    def renamed(files: Sequence[VolumeFile]) -> tuple[VolumeFile, ...]:
+        return (VolumeFile(files[0].path, "another.nii.gz", files[0].label), *files[1:])
+
+    with pytest.raises(CheckpointError, match="made with other volumes"):
+        resume(step, checkpoints, settings, Volumes(renamed(volumes.train), volumes.val, volumes.class_names))
+    other = settings.with_overrides({"autoencoder.training.kl_weight": 0.5})
+    with pytest.raises(CheckpointError, match=r"autoencoder\.training\.kl_weight"):
+        resume(step, checkpoints, other, volumes)
+    assert resume(step, checkpoints, settings, volumes) == 1
+
+
+def test_latents_come_in_the_order_in_which_their_volumes_would(settings):
+    """Stage 2 with and without a cache trains on the same volumes at each step."""
+    volumes = prepare_volumes(settings.data, settings.seed, 1)
+    plan = BatchPlan(settings.seed, 2, 2)
+    images = training_batches(volumes.train, settings.data, plan, 0, 4)
+    latents = latent_batches(read, volumes.train, plan, 0, 4)
+    for of_images, of_latents in zip(images, latents, strict=True):
+        for one, other in zip(of_images, of_latents, strict=True):
+            assert (one.files, one.positions) == (other.files, other.positions)
+            indices = [[file.name for file in volumes.train].index(name) for name in other.files]
+            torch.testing.assert_close(other.mean, torch.stack([read(index)[0] for index in indices]))
+            torch.testing.assert_close(other.sigma, torch.stack([read(index)[1] for index in indices]))
+
+
+def test_the_plan_is_that_of_the_training_section(settings):
+    training = settings.ldm.training.model_copy(update={"batch_size": 3, "gradient_accumulation_steps": 5})
+    assert BatchPlan.of(training, 9, 1, 2) == BatchPlan(seed=9, batch_size=3, accumulation=5, rank=1, world_size=2)
