@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -67,6 +68,52 @@ def at_least(smallest: float) -> Callable[[str], float]:
         return value
 
     return read
+
+
+def check_output_file(path: str | Path, option: str = "--json") -> None:
+    """Raise `UserError`, naming the option, unless a file can be written there; makes nothing."""
+    if not str(path):
+        raise UserError(f"{option}: the path is empty; give the name of a file")
+    existing = _nearest_existing(path, option)
+    if existing != Path(path):
+        _check_takes_files(existing, path, option)
+    elif existing.is_dir():
+        raise UserError(f"{option}: {path} is a folder; a file is needed; add its name")
+    elif not os.access(existing, os.W_OK):
+        raise UserError(f"{option}: {path} cannot be overwritten; change its permissions, or give another name")
+
+
+def check_output_folder(path: str | Path, option: str = "--out") -> None:
+    """Raise `UserError`, naming the option, unless files can be written in that folder, there or not; makes nothing."""
+    if not str(path):
+        raise UserError(f"{option}: the path is empty; give the name of a folder")
+    _check_takes_files(_nearest_existing(path, option), path, option)
+
+
+def _nearest_existing(path: str | Path, option: str) -> Path:
+    """Return the path itself, or the nearest of the folders above it that is there."""
+    for candidate in (Path(path), *Path(path).absolute().parents):
+        try:
+            candidate.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise UserError(f"{option}: {path} cannot be used ({error.strerror}); give another path") from None
+        return candidate
+    raise AssertionError(f"{path}: there is no root folder")
+
+
+def _check_takes_files(folder: Path, path: str | Path, option: str) -> None:
+    if not folder.is_dir():
+        raise UserError(f"{option}: {path} cannot be written, {folder} is not a folder; give another path")
+    try:
+        # Tried, because permissions say nothing of read-only disks; on Linux this file never has a name.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{option}: {path} cannot be written, {folder} takes no files ({error.strerror}); give another path"
+        ) from None
 
 
 def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
