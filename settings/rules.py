@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,11 @@ if TYPE_CHECKING:
     from settings.root import Settings
 
 Grid = tuple[int, ...]
+
+# A PiB: no machine holds it, and torch counts bytes in 63 bits.
+LARGEST_ACTIVATION_BYTES = 2**50
+
+LONGEST_NAME_BYTES = 200
 
 
 def _text(values: tuple[int, ...]) -> str:
@@ -24,6 +30,9 @@ def nearest_multiples(grid: Grid, factor: int) -> Grid:
 
 def find_problems(settings: Settings, stage: str | None) -> Iterator[tuple[Problem, tuple[str, ...]]]:
     """Yield each problem with the keys it was derived from; `stage` adds the rules that only that stage needs."""
+    if len(settings.name.encode()) > LONGEST_NAME_BYTES:
+        found = f"{len(settings.name.encode())} bytes are too long for a folder's name"
+        yield Problem("name", found, f"allowed: at most {LONGEST_NAME_BYTES}", "shorten it"), ()
     yield from _data(settings)
     yield from _levels("autoencoder", settings.autoencoder)
     yield from _grids(settings)
@@ -115,6 +124,19 @@ def _grids(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
                 ("autoencoder.num_channels",),
             )
     training = settings.autoencoder.training
+    largest = 4 * math.prod((training.batch_size, max(settings.autoencoder.num_channels), *settings.training_grid))
+    if largest > LARGEST_ACTIVATION_BYTES:
+        name = "voxel_size" if settings.data.patch_size is None else "patch_size"
+        yield (
+            Problem(
+                f"data.{name}",
+                f"{_text(settings.training_grid)} with batch_size {training.batch_size} makes activations of "
+                f"{largest / 2**50:.3g} PiB",
+                "allowed: at most 1 PiB",
+                "use a smaller grid",
+            ),
+            ("autoencoder.training.batch_size", "autoencoder.num_channels"),
+        )
     depth = training.discriminator.num_layers_d
     smallest = min(settings.data.training_grid)
     if training.uses_discriminator and smallest < 3 * 2**depth:
