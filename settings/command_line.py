@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import io
 import json
 import logging
 import os
@@ -171,6 +172,9 @@ class _EscapingFormatter(logging.Formatter):
 
 
 def _set_up_logging(quiet: bool) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As standard error does: names of files may hold what no encoding has.
+        sys.stdout.reconfigure(errors="backslashreplace")
     is_first = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if is_first and not quiet else logging.WARNING
     handler = logging.StreamHandler(sys.stderr)
