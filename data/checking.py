@@ -25,14 +25,17 @@ from settings.data import DataSettings
 log = logging.getLogger(__name__)
 
 # Part of the remembered file's name: change it whenever `Facts` changes.
-VERSION = 1
+VERSION = 2
 
 MOST_THREADS = 8
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What reading a whole file found; `lower` and `upper` are the ends of the intensity range of each channel."""
+    """What reading a whole file found; `lower` and `upper` are the ends of the intensity range of each channel.
+
+    `digest` is the hash of the file's bytes.
+    """
 
     axes: tuple[int, ...]
     shape: tuple[int, int, int]
@@ -45,6 +48,7 @@ class Facts:
     num_not_finite: int
     lower: tuple[float, ...]
     upper: tuple[float, ...]
+    digest: str
 
     @property
     def header(self) -> Header:
@@ -72,15 +76,19 @@ def check_files(
     store = memory / f"{_store_key(paths, s)}.json"
     with alone(store.with_suffix(".lock")):
         known = {} if reread else _recall(store)
-        new = [path for path in paths if _signature(path) not in known]
+        # Taken before reading: what is written meanwhile is read again the next time.
+        signatures = [_signature(path) for path in paths]
+        new = [path for path, signature in zip(paths, signatures, strict=True) if signature not in known]
         fresh = dict(zip(new, _read_all(new, s), strict=True))
-        facts: list[Facts | DataError] = [fresh.get(path) or known[_signature(path)] for path in paths]
+        facts: list[Facts | DataError] = [
+            fresh.get(path) or known[signature] for path, signature in zip(paths, signatures, strict=True)
+        ]
         if new:
             # What is known of other files stays: another config may use another part of the same folder.
             mine = {os.path.abspath(path) for path in paths}
-            others = {key: fact for key, fact in known.items() if key.rsplit(" ", 3)[0] not in mine}
-            current = zip(paths, facts, strict=True)
-            _remember(store, others | {_signature(path): fact for path, fact in current if isinstance(fact, Facts)})
+            others = {key: fact for key, fact in known.items() if key.rsplit(" ", 4)[0] not in mine}
+            current = zip(signatures, facts, strict=True)
+            _remember(store, others | {signature: fact for signature, fact in current if isinstance(fact, Facts)})
     return [
         Checked(path, None, (str(fact),))
         if isinstance(fact, DataError)
@@ -116,7 +124,17 @@ def examine(path: Path, s: DataSettings) -> Facts:
         num_not_finite=num_not_finite,
         lower=lower,
         upper=upper,
+        digest=content_digest(path),
     )
+
+
+def content_digest(path: Path) -> str:
+    """Return the hash of a file's bytes, which is what tells one volume from another; raises DataError in its name."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{printable(path)}: cannot be read ({error.strerror}); check the file") from error
 
 
 def _problems(path: Path, facts: Facts, s: DataSettings, in_channels: int) -> Iterator[str]:
@@ -177,12 +195,16 @@ def _store_key(paths: Sequence[Path], s: DataSettings) -> str:
 
 
 def _signature(path: Path) -> str:
-    """Return a text that changes whenever the file does, as far as can be told without reading it."""
+    """Return a text that changes whenever the file does, as far as can be told without reading it.
+
+    The time of the last change of status is the one that cannot be set: content replaced under the same size and time
+    of modification shows in it.
+    """
     try:
         status = path.stat()
     except OSError:
         return f"{os.path.abspath(path)} missing"
-    return f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
+    return f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns} {status.st_ino} {status.st_ctime_ns}"
 
 
 def _recall(store: Path) -> dict[str, Facts]:

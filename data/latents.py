@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.batches import BatchPlan, VolumeOrder
+from data.checking import content_digest
 from data.formats import printable
 from data.volumes import VolumeFile
 from settings import DataError, DataSettings
@@ -87,17 +88,14 @@ def latent_key(s: DataSettings, weights: str, precision: str) -> str:
 
 
 class LatentFolder:
-    """One safetensors file per volume, named by the volume's path, size and time: a changed volume is not found."""
+    """One safetensors file per volume, named by the content of the volume's file: a changed volume is not found."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path_of(self, file: VolumeFile) -> Path:
         """Return where the latent of a volume is kept."""
-        status = file.path.stat()
-        identity = f"{file.path.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
-        digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
-        return self.folder / f"{digest[:32]}.safetensors"
+        return self.folder / f"{(file.digest or content_digest(file.path))[:32]}.safetensors"
 
     def facts(self, file: VolumeFile) -> LatentFacts | None:
         """Return the facts of a volume's latent, or None when it has to be encoded: absent or not whole."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from data.checking import Checked, check_files
 from data.discovery import Found, class_names_of, discover, with_labels
+from data.formats import printable
 from data.phantoms import phantom_files, phantom_root
 from settings import DataError
 from settings.data import DataSettings
@@ -25,12 +26,16 @@ CHECK_FOLDER = Path("runs/checks")
 
 @dataclass(frozen=True)
 class VolumeFile:
-    """One volume: where it is, its name relative to the data root, its class number and its channels."""
+    """One volume: where it is, its name relative to the data root, its class number and its channels.
+
+    `digest` is the hash of the file's bytes when it was checked; empty where it was not.
+    """
 
     path: Path
     name: str
     label: int | None = None
     num_channels: int = 1
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,11 @@ class Volumes:
         """Return a hash of the names, labels and split: what decides which volume a step sees."""
         parts = [f"{part}\t{f.name}\t{f.label}" for part in ("train", "val") for f in getattr(self, part)]
         return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Return the hash of each volume's bytes by its name."""
+        return {printable(f.name): f.digest for f in (*self.train, *self.val)}
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,11 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> Volumes:
     found = source.found
     class_names = class_names_of(found)
     numbers = {name: number for number, name in enumerate(class_names)}
-    files = {item: VolumeFile(item.path, item.name, numbers.get(item.class_name or ""), in_channels) for item in found}
+    files = {
+        item: VolumeFile(item.path, item.name, numbers.get(item.class_name or ""), in_channels, checked.facts.digest)
+        for item, checked in zip(found, source.checked, strict=True)
+        if checked.facts is not None
+    }
     train, val = split(found, s.val_fraction, seed)
     if not val:
         raise DataError(

@@ -9,19 +9,22 @@ import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from settings import ConfigError, Problem
+from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 
 KEY = "autoencoder.training.perceptual.weights"
 # Looking up a name is not covered by a socket's timeout, so the whole attempt to connect gets one.
 CONNECT_SECONDS = 6.0
 READ_SECONDS = 15.0
 _BLOCK_BYTES = 1 << 20
+_READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, *AMBIGUOUS_READ_ERRORS, SafetensorError)
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,10 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     """
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
             content: Any = load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+    except _READ_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise _error(f"{path} cannot be read as a state dict ({reason})", remedy="fetch the file again") from error
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):

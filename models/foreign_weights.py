@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,8 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from settings import CheckpointError
+from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 
 State = dict[str, Tensor]
+_READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, *AMBIGUOUS_READ_ERRORS, SafetensorError)
 
 # Parameters that only the one network has.
 _MARKS = {
@@ -49,7 +50,7 @@ def read_foreign_weights(path: Path) -> Any:
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, UnpicklingError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
+    except _READ_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{path}: cannot be read as weights ({reason}); only tensors in plain containers are read, never code;"

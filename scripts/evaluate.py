@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from settings import DataError
-from settings.command_line import at_least, parser, run
+from settings.command_line import at_least, check_output_file, parser, run
 
 log = logging.getLogger("evaluate")
+
+NEED_DISTANCES = ("mmd", "mmd_ratio", "ratio", "num_memorised")
+IDENTICAL = "held-out volumes that are identical, or copies of training volumes, give no distance to measure by"
 
 FID_NETWORKS = ("squeezenet1_1", "alexnet", "vgg16", "resnet18", "resnet50")
 
@@ -35,8 +39,14 @@ def main(options: argparse.Namespace) -> int:
     from training.evaluation_fid import load_features
     from training.trained_run import TrainedRun
 
+    if options.json is not None:
+        check_output_file(options.json)
     finished = TrainedRun(options.run)
-    features = load_features(options.fid_network, options.fid_weights) if options.fid_weights else None
+    has_stage_two = finished.folder.weights("ldm").is_file()
+    if has_stage_two:
+        network, frame = finished.unet()
+    whole = finished.whole_volumes()
+    features = load_features(options.fid_network, options.fid_weights) if options.fid_weights is not None else None
     changes = {} if options.steps is None else {"ldm.sampling.num_inference_steps": options.steps}
     settings = finished.settings.with_overrides(changes)
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
@@ -45,13 +55,11 @@ def main(options: argparse.Namespace) -> int:
         raise DataError(
             f"data.val_fraction: {len(volumes.val)} held-out volumes; evaluation needs at least 2; raise it"
         )
-    whole = finished.whole_volumes()
     results: dict[str, Any] = {
         "run": str(finished.folder.path),
         "reconstruction": evaluate_reconstructions(whole, volumes.val, data),
     }
-    if finished.folder.weights("ldm").is_file():
-        network, frame = finished.unet()
+    if has_stage_two:
         reference = load_reference(volumes.train, volumes.val, data)
         drawn = (settings, frame.latent_scale, options.seed, options.num, options.batch_size)
         results["samples"] = evaluate_samples(draw_samples(network, whole, *drawn), reference, features)
@@ -66,10 +74,31 @@ def main(options: argparse.Namespace) -> int:
     else:
         log.warning("%s: not there yet, so only reconstructions are evaluated", finished.folder.weights("ldm"))
     print(_table(results))
-    if options.json:
+    valid = _without_nan(results)
+    for reason in sorted(set(valid.get("undefined", {}).values())):
+        log.warning("nan: %s", reason)
+    if options.json is not None:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        Path(options.json).write_text(json.dumps(valid, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return 0
+
+
+def _without_nan(results: dict[str, Any]) -> dict[str, Any]:
+    """Return the results with null for what is not a number, as JSON has none; "undefined" says where and why."""
+    undefined: dict[str, str] = {}
+
+    def clean(value: Any, where: str) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item, f"{where}.{key}" if where else key) for key, item in value.items()}
+        if isinstance(value, list):
+            return [clean(item, f"{where}.{number}") for number, item in enumerate(value)]
+        if isinstance(value, float) and not math.isfinite(value):
+            undefined[where] = IDENTICAL if where.split(".")[-1] in NEED_DISTANCES else "not a finite number"
+            return None
+        return value
+
+    cleaned = clean(results, "")
+    return cleaned | ({"undefined": undefined} if undefined else {})
 
 
 def _table(results: dict[str, Any]) -> str:

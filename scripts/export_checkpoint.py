@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from settings import CheckpointError, validate
-from settings.command_line import parser, run
+from settings.command_line import check_output_file, parser, run
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 
@@ -18,6 +18,7 @@ SUFFIXES = (".safetensors", ".pt", ".pth")
 def main(options: argparse.Namespace) -> None:
     """Read, load into MONAI's own network with strict=True, write, print how to use it."""
     source, destination = Path(options.weights), Path(options.out)
+    check_output_file(options.out, "--out")
     if destination.suffix not in SUFFIXES:
         raise CheckpointError(f"--out: {destination}; the file's ending is one of {', '.join(SUFFIXES)}; choose one")
     import torch
@@ -26,7 +27,7 @@ def main(options: argparse.Namespace) -> None:
     from training.weights import load_weights, save_weights
 
     state, metadata = load_weights(source)
-    if metadata.get("stage") not in CLASSES or "settings" not in metadata:
+    if metadata.get("stage") not in list(CLASSES) or not isinstance(metadata.get("settings"), dict):
         raise CheckpointError(f"{source}: not weights of a run: no stage, no settings; give a file of a run folder")
     network, settings = metadata["stage"], validate(metadata["settings"])
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from settings import CheckpointError, Settings, dump_yaml, load_settings
-from settings.command_line import add_config, parser, run
+from settings.command_line import above_zero, add_config, check_output_folder, parser, run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 def main(options: argparse.Namespace) -> None:
     """Read, rename, check, write."""
+    check_output_folder(options.out)
     settings = load_settings(options.config, options.overrides)
     from models.foreign_weights import find_state, read_foreign_weights, to_our_names
     from training.run_folder import RunFolder, write_atomically
@@ -60,10 +61,16 @@ def _check(network: str, state: dict[str, Tensor], settings: Settings, path: Pat
     from models.foreign_weights import check_fit
     from models.monai_networks import expected_state
 
-    problems = unsupported_options(network, state) or settings_that_differ(network, state, settings)
+    expected = expected_state(network, settings)
+    try:
+        problems = unsupported_options(network, state) or settings_that_differ(network, state, settings)
+    except LookupError:
+        # Weights that tell the settings are missing or have no axes, and this says which.
+        check_fit(state, expected, path)
+        raise
     if problems:
         raise CheckpointError("\n  ".join([f"{path}: the weights do not fit the config:", *problems]))
-    check_fit(state, expected_state(network, settings), path)
+    check_fit(state, expected, path)
 
 
 def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
@@ -89,11 +96,23 @@ def _latent_scale(options: argparse.Namespace, content: Any, path: Path) -> floa
     if options.latent_scale is not None:
         return options.latent_scale
     if isinstance(content, dict) and "scale_factor" in content:
-        return float(content["scale_factor"])
+        return _number_above_zero(content["scale_factor"], path)
     raise CheckpointError(
         f"{path}: holds no scale_factor; samples need the number that latents were multiplied by in training;"
         " give it as --latent-scale"
     )
+
+
+def _number_above_zero(value: Any, path: Path) -> float:
+    from torch import Tensor
+
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if not isinstance(number, int | float) or not 0 < number < float("inf"):
+        raise CheckpointError(
+            f"{path}: its scale_factor is {str(value)[:40]}; a finite number above 0 is needed; "
+            "give it as --latent-scale"
+        )
+    return float(number)
 
 
 def _sample_frame(settings: Settings) -> dict[str, Any]:
@@ -128,7 +147,7 @@ def command_line() -> argparse.ArgumentParser:
         "--network", choices=["autoencoder", "discriminator", "ldm"], help="which to take; default: the one in the file"
     )
     result.add_argument(
-        "--latent-scale", type=float, metavar="X", help="ldm: what latents were multiplied by in training"
+        "--latent-scale", type=above_zero, metavar="X", help="ldm: what latents were multiplied by in training"
     )
     add_config(result)
     return result

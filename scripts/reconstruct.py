@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from settings import DataError
-from settings.command_line import at_least, parser, run
+from settings.command_line import at_least, check_output_folder, parser, run
 
 log = logging.getLogger("reconstruct")
 
@@ -21,29 +23,43 @@ def main(options: argparse.Namespace) -> int:
 
     from data import load_volume, restore
     from data.discovery import discover
-    from data.formats import printable, suffix_of, write_nifti
+    from data.formats import printable, write_nifti
     from training.trained_run import TrainedRun
     from training.validation import psnr, ssim
 
+    check_output_folder(options.out)
     finished = TrainedRun(options.run, options.budget_gb)
     source = Path(options.input)
     if not source.exists():
         raise DataError(f"--input: there is no {printable(source)}; give a volume or a folder of volumes")
     names = {source: source.name} if source.is_file() else {f.path: f.name for f in discover(str(source), False)}
+    targets = dict(zip(names, _targets(list(names.values()), Path(options.out)), strict=True))
+    inputs = {path.resolve() for path in names}
+    for target in targets.values():
+        if target.resolve() in inputs:
+            raise DataError(f"--out: {printable(target)} is one of the volumes to read; give another folder")
     whole = finished.whole_volumes()
     device = finished.precision.device
 
-    for path, name in tqdm(names.items(), desc="reconstructing", unit="volume"):
+    for path, target in tqdm(targets.items(), desc="reconstructing", unit="volume"):
         loaded = load_volume(path, finished.settings.data, finished.settings.autoencoder.in_channels)
         mean, _ = whole.encode(loaded.image)
         volume = whole.decode(mean)
         voxels, affine = restore(volume, loaded)
-        stem = name.removesuffix(name[-len(suffix_of(name) or "") :]) if suffix_of(name) else name
-        target = Path(options.out) / f"{stem}_reconstruction.nii.gz"
         write_nifti(target, voxels, affine)
         pair = volume[None], loaded.image[None].to(device)
         log.info("%s: PSNR %.2f dB, SSIM %.4f", printable(target), float(psnr(*pair)), float(ssim(*pair)))
     return 0
+
+
+def _targets(names: Sequence[str], out: Path) -> list[Path]:
+    """Return a file for each volume: named without its suffix, or with it where two would get the same name."""
+    from data.formats import suffix_of
+
+    stems = [name[: len(name) - len(suffix_of(name) or "")] for name in names]
+    taken = Counter([*stems, *names])
+    chosen = [stem if taken[stem] == 1 else name for stem, name in zip(stems, names, strict=True)]
+    return [out / f"{name}_reconstruction.nii.gz" for name in chosen]
 
 
 if __name__ == "__main__":

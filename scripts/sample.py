@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from settings.command_line import at_least, parser, run
+from settings.command_line import at_least, check_output_folder, parser, run
 
 log = logging.getLogger("sample")
 
@@ -27,6 +27,8 @@ def main(options: argparse.Namespace) -> int:
     from training.trained_run import TrainedRun
 
     finished = TrainedRun(options.run, options.budget_gb)
+    out = finished.folder.path / "samples" if options.out is None else Path(options.out)
+    check_output_folder(out if options.out is None else options.out)
     changes = {
         "ldm.sampling.num_inference_steps": options.steps,
         "ldm.sampling.guidance_scale": options.guidance_scale,
@@ -34,14 +36,15 @@ def main(options: argparse.Namespace) -> int:
     settings = finished.settings.with_overrides({key: value for key, value in changes.items() if value is not None})
     network, frame = finished.unet()
     label = None if options.class_name is None else class_number(options.class_name, frame.class_names)
-    out = Path(options.out or finished.folder.path / "samples")
+    whole = finished.whole_volumes()
+    title = _title(options)
     num_batches = -(-options.num // options.batch_size)
 
     rows: list[list[torch.Tensor]] = []
     with tqdm(total=num_batches * settings.ldm.sampling.num_inference_steps, desc="sampling", unit="step") as bar:
         volumes = draw_volumes(
             network,
-            finished.whole_volumes(),
+            whole,
             settings,
             frame.latent_scale,
             options.seed,
@@ -52,13 +55,25 @@ def main(options: argparse.Namespace) -> int:
         )
         for number, volume in enumerate(volumes):
             unit = to_unit(volume).cpu()
-            path = out / f"sample_seed{options.seed}_{number:04d}.nii.gz"
+            path = out / f"sample_{title}_{number:04d}.nii.gz"
             write_nifti(path, frame.intensities(unit.numpy()), frame.affine(settings))
             rows.append(middle_planes(unit[0]))
-    picture = out / f"montage_seed{options.seed}.png"
+    picture = out / f"montage_{title}.png"
     save_picture(picture, tile(rows))
     log.info("%d volumes in %s, all of them in %s", options.num, out, picture)
     return 0
+
+
+def _title(options: argparse.Namespace) -> str:
+    """Return what file names say of the samples: all that was asked for, so that other samples get other names."""
+    parts = [f"seed{options.seed}"]
+    if options.class_name is not None:
+        parts.append(options.class_name.replace("/", "%2F"))
+    if options.steps is not None:
+        parts.append(f"steps{options.steps}")
+    if options.guidance_scale is not None:
+        parts.append(f"guidance{options.guidance_scale:g}")
+    return "_".join(parts)
 
 
 if __name__ == "__main__":

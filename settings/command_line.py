@@ -71,6 +71,17 @@ def at_least(smallest: float) -> Callable[[str], float]:
     return read
 
 
+def above_zero(text: str) -> float:
+    """Read an argument that is a finite number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+    return value
+
+
 def check_output_file(path: str | Path, option: str = "--json") -> None:
     """Raise `UserError`, naming the option, unless a file can be written there; makes nothing."""
     if not str(path):

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pickle import UnpicklingError
+
+# What torch.load(weights_only=True) raises for a file that is cut, changed or no checkpoint (tests/faults fuzzes it).
+READ_ERRORS: tuple[type[Exception], ...] = (
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    RuntimeError,
+    struct.error,
+    UnpicklingError,
+)
+# It raises these for changed bytes too, but a mistake in a program does so more often.
+AMBIGUOUS_READ_ERRORS: tuple[type[Exception], ...] = (TypeError, AttributeError, AssertionError)
 
 
 class UserError(Exception):

@@ -112,7 +112,9 @@ class LdmTraining(TrainingSettings):
     """The `ldm.training` section."""
 
     batch_size: Count = key(4, "Latents in one micro-batch; the memory grows with it.", SAME)
-    max_steps: Count = key(50000, "Updates after which training ends.", FREE)
+    max_steps: Count = key(
+        50000, "Updates after which training ends; fixed for a run whose learning rate decays.", FREE
+    )
     ema_decay: float = key(0.999, "Decay of the averaged copy of the weights; 0: no copy.", ge=0, lt=1)
     use_gradient_checkpointing_offload: bool = key(
         False, "Keep the blocks' inputs in host memory until backward; implies checkpointing.", SAME

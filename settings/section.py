@@ -65,7 +65,9 @@ class TrainingSettings(Section):
 
     batch_size: Count = key(1, "Volumes in one micro-batch; the memory grows with it.", SAME)
     gradient_accumulation_steps: Count = key(1, "Micro-batches whose gradients are summed before one update.", SAME)
-    max_steps: Count = key(20000, "Updates after which training ends.", FREE)
+    max_steps: Count = key(
+        20000, "Updates after which training ends; fixed for a run whose learning rate decays.", FREE
+    )
     learning_rate: float = key(1e-4, "Adam's step size; never scaled by the number of GPUs.", gt=0)
     warmup_steps: CountOrZero = key(0, "Steps over which the learning rate rises from zero.")
     learning_rate_decay: Literal["none", "cosine"] = key("none", "Constant after the warm-up, or cosine to zero.")

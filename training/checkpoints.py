@@ -8,37 +8,18 @@ import hashlib
 import io
 import logging
 import os
-import pickle
 import re
-import struct
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from settings import CheckpointError, TrainingError
+from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"^(?P<stage>[a-z]+)_step_(?P<step>\d{8})_(?P<digest>[0-9a-f]{16})\.pt$")
-
-# Whatever a damaged file can raise in torch's reader (tests/faults fuzzes it).
-READ_ERRORS: tuple[type[Exception], ...] = (
-    OSError,
-    EOFError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    RuntimeError,
-    MemoryError,
-    struct.error,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-)
 
 
 class _HashingFile(io.BufferedWriter):
@@ -107,7 +88,9 @@ class Checkpoints:
         """Return a checkpoint's state on the CPU; never executes code from it."""
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except READ_ERRORS as error:
+        except (*READ_ERRORS, *AMBIGUOUS_READ_ERRORS) as error:
+            if isinstance(error, AMBIGUOUS_READ_ERRORS) and _is_whole(path):
+                raise  # the file is as it was written: the mistake is the program's
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
                 f"{path}: cannot be read ({reason}); several machines need the run folder on a disk they share"

@@ -19,8 +19,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import Batch, BatchPlan, LoadedVolume, VolumeFile, Volumes, load_volume, training_batches
+from data.checking import content_digest
+from data.formats import printable
 from data.latents import LatentBatch, LatentFacts, LatentFolder, Moments, collate, facts_of, latent_batches, latent_key
-from settings import CheckpointError, DataSettings, Settings
+from settings import CheckpointError, DataError, DataSettings, Settings
 from training.distributed import Process
 from training.frozen_autoencoder import weights_digest
 from training.run_folder import RUNS
@@ -34,7 +36,10 @@ LATENTS = RUNS / "latents"
 
 @dataclass(frozen=True)
 class Latents:
-    """The latents of a run: how to read each, and what is true of all of them."""
+    """The latents of a run: how to read each, and what is true of all of them.
+
+    `autoencoder` is the hash of the weights that they were encoded with.
+    """
 
     volumes: Volumes
     settings: DataSettings
@@ -43,6 +48,7 @@ class Latents:
     spacing_mm: tuple[float, ...]
     lower: tuple[float, ...]
     upper: tuple[float, ...]
+    autoencoder: str
 
     def training_batches(
         self, plan: BatchPlan, first_step: int, last_step: int
@@ -73,6 +79,7 @@ class Latents:
             "lower": self.lower,
             "upper": self.upper,
             "class_names": self.volumes.class_names,
+            "autoencoder": self.autoencoder,
         }
 
 
@@ -93,7 +100,8 @@ def prepare_latents(whole: WholeVolumes, volumes: Volumes, settings: Settings, p
         log.info("stage 2 trains on whole volumes: data.patch_size and data.use_augmentation act in stage 1 only")
     files = (*volumes.train, *volumes.val)
     cache = settings.ldm.latents.cache
-    key = latent_key(data, weights_digest(whole.autoencoder), whole.precision.name)
+    autoencoder = weights_digest(whole.autoencoder)
+    key = latent_key(data, autoencoder, whole.precision.name)
     folder = LatentFolder(LATENTS / key)
     table = torch.zeros(len(files), 6 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
     kept = torch.zeros(len(files), 2, *settings.latent_shape) if cache == "memory" else None
@@ -125,7 +133,8 @@ def prepare_latents(whole: WholeVolumes, volumes: Volumes, settings: Settings, p
     middle = [
         tuple(np.median([getattr(row, name) for row in train], axis=0)) for name in ("spacing_mm", "lower", "upper")
     ]
-    return Latents(volumes, data, read, scale, *(tuple(map(float, values)) for values in middle))
+    spacing_mm, lower, upper = (tuple(map(float, values)) for values in middle)
+    return Latents(volumes, data, read, scale, spacing_mm, lower, upper, autoencoder)
 
 
 def latent_scale(facts: Sequence[LatentFacts], num_elements: int) -> float:
@@ -154,7 +163,12 @@ def _load_ahead(
     threads = max(1, data.num_workers)
 
     def load(index: int) -> LoadedVolume:
-        return load_volume(files[index].path, data, files[index].num_channels)
+        file = files[index]
+        loaded = load_volume(file.path, data, file.num_channels)
+        # The latent is kept under the hash of what was checked, which must be what was read.
+        if content_digest(file.path) != file.digest:
+            raise DataError(f"{printable(file.path)}: changed since it was checked; run the same command again")
+        return loaded
 
     # Given only where it hides the bar: an explicit False would overrule --quiet.
     hidden: dict[str, Any] = {} if process.is_first and indices else {"disable": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -127,12 +128,17 @@ def evaluate_samples(
 
 
 def _memorisation(vectors: Tensor, reference: Reference) -> dict[str, Any]:
-    """Return each sample's nearest training volume, its distance in units of what is usual for held-out volumes."""
+    """Return each sample's nearest training volume, its distance in units of what is usual for held-out volumes.
+
+    Held-out volumes that are copies of training volumes leave no such unit: then nothing can be said of copies, NaN.
+    """
     usual, _ = nearest(reference.held_out_vectors, reference.training_vectors)
     distances, indices = nearest(vectors, reference.training_vectors)
-    ratios = (distances / usual.median()).tolist()
+    unit = float(usual.median()) or math.nan
+    ratios = (distances / unit).tolist()
     rows = [
         {"training_volume": reference.training_names[index], "rms_distance": distance, "ratio": ratio}
         for index, distance, ratio in zip(indices.tolist(), distances.tolist(), ratios, strict=True)
     ]
-    return {"nearest_training": rows, "num_memorised": sum(ratio < MEMORISED_RATIO for ratio in ratios)}
+    num_memorised = math.nan if math.isnan(unit) else sum(ratio < MEMORISED_RATIO for ratio in ratios)
+    return {"nearest_training": rows, "num_memorised": num_memorised}

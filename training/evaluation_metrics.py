@@ -6,6 +6,7 @@ Volumes are (C, D, H, W) or batches of them, with values in [0, 1].
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import models.monai_import  # noqa: F401  # first: it keeps MONAI's import short
@@ -34,13 +35,18 @@ def ms_ssim(first: Tensor, second: Tensor) -> Tensor:
     """Return the multi-scale structural similarity of each pair of volumes in two batches.
 
     The number of scales (up to five) and the window (11 down to 3 voxels) are the largest that the thinnest axis has
-    room for, at least three scales being worth a smaller window.
+    room for, at least three scales being worth a smaller window. Along an axis of one or two voxels nothing is
+    compared but its slices, one by one.
     """
+    for axis in (2, 3, 4):
+        if first.shape[axis] == 1:  # MONAI halves the volume after the last scale too
+            first, second = (volume.repeat_interleave(2, axis) for volume in (first, second))
     scales, window = _scales_and_window(min(first.shape[2:]))
+    windows = [window if axis >= window else 1 for axis in first.shape[2:]]
     weights = [weight / sum(SCALE_WEIGHTS[:scales]) for weight in SCALE_WEIGHTS[:scales]]
     sigma = 1.5 * window / LARGEST_WINDOW
     similarity = compute_ms_ssim(
-        first.float(), second.float(), 3, 1.0, kernel_size=[window] * 3, kernel_sigma=[sigma] * 3, weights=weights
+        first.float(), second.float(), 3, 1.0, kernel_size=windows, kernel_sigma=[sigma] * 3, weights=weights
     )
     return similarity.flatten()
 
@@ -65,11 +71,14 @@ def maximum_mean_discrepancy(samples: Tensor, reference: Tensor) -> float:
     """Return the maximum mean discrepancy between two sets of vectors (N, F), each of at least two.
 
     The square root of the unbiased estimate, 0 where that is negative; Gaussian kernels as wide as the reference
-    is spread, so that every set compared with one reference is measured by one yardstick.
+    is spread, so that every set compared with one reference is measured by one yardstick. NaN when there is none: the
+    median distance in the reference is 0.
     """
     assert len(samples) > 1, f"MMD needs at least two samples, not {len(samples)}"
     assert len(reference) > 1, f"MMD needs at least two reference volumes, not {len(reference)}"
     typical = torch.pdist(reference).median()
+    if typical == 0:
+        return math.nan
 
     def kernel(first: Tensor, second: Tensor) -> Tensor:
         squared = torch.cdist(first, second).square()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from models import StockAutoencoder, build_autoencoder
-from settings import AutoencoderSettings, CheckpointError, Settings, validate
+from settings import AutoencoderSettings, CheckpointError, ConfigError, Settings, validate
 from training.run_folder import RUNS, RunFolder
 from training.weights import load_weights
 
@@ -39,7 +39,12 @@ def load_autoencoder(settings: Settings, path: Path) -> StockAutoencoder:
         )
     state, metadata = load_weights(path)
     is_own = settings.ldm.autoencoder is None
-    _check(settings, metadata.get("settings"), path, is_own)
+    if metadata.get("stage") != "autoencoder" or not isinstance(metadata.get("settings"), dict):
+        raise CheckpointError(
+            f"{path}: not the weights that train_autoencoder.py writes, it does not say how they were trained; train "
+            "stage 1 again, or bring weights from elsewhere in with scripts/import_checkpoint.py"
+        )
+    _check(settings, metadata["settings"], path, is_own)
     autoencoder = build_autoencoder(settings.autoencoder)
     expected = autoencoder.state_dict()
     wrong = sorted(
@@ -72,11 +77,12 @@ def weights_digest(network: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _check(settings: Settings, trained: dict[str, Any] | None, path: Path, is_own: bool) -> None:
-    """Compare the settings stored with the weights; imported weights have none, their shapes are checked instead."""
-    if trained is None:
-        return
-    before = validate(trained)
+def _check(settings: Settings, trained: dict[str, Any], path: Path, is_own: bool) -> None:
+    """Compare the settings stored with the weights."""
+    try:
+        before = validate(trained)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: its settings are not of this version of the program: {error}") from None
     changed = list(_differences("autoencoder", _architecture(before.autoencoder), _architecture(settings.autoencoder)))
     reading = list(_differences("data", _reading(before), _reading(settings)))
     if is_own:

@@ -55,39 +55,76 @@ def save(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volum
 
 def _load(step: TrainingStep, state: dict[str, Any], settings: Settings, volumes: Volumes, path: Path) -> None:
     try:
-        check_resumable(step.stage, state["settings"], settings, state["samples_per_update"], step.samples_per_update)
-        _check_volumes(state["volumes"], _identity(volumes))
+        before, samples, volumes_before = (state[name] for name in ("settings", "samples_per_update", "volumes"))
+    except KeyError as error:
+        raise _other_version(path, error) from error
+    check_resumable(step.stage, before, settings, samples, step.samples_per_update)
+    _check_volumes(volumes_before, volumes, path)
+    try:
         step.load_state_dict(state)
     except torch.OutOfMemoryError:
         raise
-    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path}: not a checkpoint of this version of the program ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}); finish the run with the version that began it, or "
-            "choose another name"
-        ) from error
+    except (KeyError, ValueError, RuntimeError) as error:
+        # What torch raises for parameters that are missing, too many, or of another shape.
+        raise _other_version(path, error) from error
+
+
+def _other_version(path: Path, error: Exception) -> CheckpointError:
+    reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return CheckpointError(
+        f"{path}: not a checkpoint of this version of the program ({reason}); finish the run with the version that "
+        "began it, or choose another name"
+    )
 
 
 def _identity(volumes: Volumes) -> dict[str, Any]:
-    return {"train": len(volumes.train), "val": len(volumes.val), "fingerprint": volumes.fingerprint}
+    return {
+        "train": len(volumes.train),
+        "val": len(volumes.val),
+        "fingerprint": volumes.fingerprint,
+        "digests": volumes.digests,
+    }
 
 
-def _check_volumes(before: dict[str, Any], now: dict[str, Any]) -> None:
+def _check_volumes(before: dict[str, Any], volumes: Volumes, path: Path) -> None:
+    """Raise `CheckpointError` unless the volumes are those of the checkpoint, to the byte."""
+    now = _identity(volumes)
     if before["fingerprint"] != now["fingerprint"]:
         raise CheckpointError(
             "the run's checkpoint was made with other volumes, and going on would mix two experiments: names, classes "
             f"or the split changed ({before['train']} for training and {before['val']} for validation -> "
             f"{now['train']} and {now['val']}); put them back to resume, or choose another name for a new run"
         )
+    if "digests" not in before:
+        log.warning(
+            "%s: was made before checkpoints knew the content of their volumes: names, classes and split are the same, "
+            "but whether a file was replaced since cannot be checked",
+            path,
+        )
+        return
+    changed = [name for name, digest in now["digests"].items() if before["digests"][name] != digest]
+    if changed:
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        raise CheckpointError(
+            "the run's checkpoint was made with other volumes, and going on would mix two experiments: the content of "
+            f"{', '.join(changed[:5])}{more} changed; put the files back to resume, or choose another name for a new "
+            "run"
+        )
 
 
 def check_resumable(stage: str, before: dict[str, Any], settings: Settings, samples_before: int, samples: int) -> None:
     """Compare a checkpoint's settings with these; raise `CheckpointError` listing what would change the result.
 
-    `samples_before` and `samples` are the volumes per update, over all processes. Memory knobs, step counts and
-    logging may change, and each such change is logged.
+    `samples_before` and `samples` are the volumes per update, over all processes. Memory knobs and logging may change,
+    and the number of steps unless the learning rate decays towards it; each such change is logged.
     """
     changed, allowed = changed_settings(stage, before, settings)
+    training = getattr(settings, stage).training
+    if training.learning_rate_decay != "none":
+        # Every step so far had a learning rate that depends on where the decay ends.
+        ends = [line for line in allowed if line.startswith(f"{stage}.training.max_steps: ")]
+        allowed = [line for line in allowed if line not in ends]
+        changed += [f"{line} (learning_rate_decay {training.learning_rate_decay} ends there)" for line in ends]
     if samples_before != samples:
         changed.append(
             f"volumes per update (batch_size x gradient_accumulation_steps x processes): {samples_before} -> {samples}"

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from models import DiffusionUNet, build_unet
+from models import DiffusionUNet, StockAutoencoder, build_unet
 from settings import CheckpointError, Settings, load_settings
 from training.distributed import choose_device
-from training.frozen_autoencoder import autoencoder_path, load_autoencoder
+from training.frozen_autoencoder import autoencoder_path, load_autoencoder, weights_digest
 from training.precision import Precision
 from training.resume import changed_settings
 from training.run_folder import RunFolder
-from training.weights import load_weights
+from training.weights import load_state, load_weights
 from training.whole_volumes import WholeVolumes
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class SampleFrame:
+Positive = Annotated[float, Field(gt=0)]
+
+
+class SampleFrame(BaseModel):
     """What turns a drawn volume into a file: spacing and intensities of the training set (medians over its volumes)."""
 
-    latent_scale: float
-    spacing_mm: tuple[float, ...]
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    latent_scale: Positive
+    spacing_mm: tuple[Positive, Positive, Positive]
     lower: tuple[float, ...]
     upper: tuple[float, ...]
     class_names: tuple[str, ...]
@@ -56,27 +63,26 @@ class TrainedRun:
         self.precision = Precision(self.settings.device, choose_device(self.settings.device))
         self.budget_bytes = None if budget_gb is None else round(budget_gb * 2**30)
 
+    @functools.cached_property
+    def _autoencoder(self) -> StockAutoencoder:
+        return load_autoencoder(self.settings, autoencoder_path(self.settings, self.folder)).to(self.precision.device)
+
     def whole_volumes(self) -> WholeVolumes:
         """Return the frozen autoencoder, on the device, as it encodes and decodes single volumes."""
-        autoencoder = load_autoencoder(self.settings, autoencoder_path(self.settings, self.folder))
-        autoencoder.to(self.precision.device)
-        return WholeVolumes(autoencoder, self.settings.autoencoder, self.precision, self.budget_bytes)
+        return WholeVolumes(self._autoencoder, self.settings.autoencoder, self.precision, self.budget_bytes)
 
     def unet(self) -> tuple[DiffusionUNet, SampleFrame]:
-        """Return the trained U-Net, on the device, and what its samples need."""
+        """Return the trained U-Net, on the device, and what its samples need.
+
+        Raises `CheckpointError` when it was trained with other settings, or on another autoencoder.
+        """
         path = self.folder.weights("ldm")
         if not path.is_file():
             raise CheckpointError(f"{path}: there is no trained diffusion model; train stage 2 with train_ldm.py first")
         state, metadata = load_weights(path)
-        self._check(path, metadata)
+        frame = self._check(path, metadata)
         network = self.untrained_unet()
-        network.load_state_dict(state)
-        has_classes = self.settings.ldm.conditioning.type == "class"
-        frame = SampleFrame(
-            latent_scale=metadata["latent_scale"],
-            class_names=tuple(metadata["class_names"]) if has_classes else (),
-            **{name: tuple(metadata[name]) for name in ("spacing_mm", "lower", "upper")},
-        )
+        load_state(network, state, path)
         return network, frame
 
     def untrained_unet(self) -> DiffusionUNet:
@@ -84,8 +90,14 @@ class TrainedRun:
         network = build_unet(self.settings.ldm, self.settings.autoencoder.latent_channels)
         return network.to(self.precision.device).eval()
 
-    def _check(self, path: Path, metadata: dict[str, Any]) -> None:
-        if metadata.get("stage") != "ldm" or "latent_scale" not in metadata:
+    def _check(self, path: Path, metadata: dict[str, Any]) -> SampleFrame:
+        has_classes = self.settings.ldm.conditioning.type == "class"
+        try:
+            frame = SampleFrame.model_validate({**metadata, **({} if has_classes else {"class_names": ()})})
+        except ValidationError:
+            frame = None
+        channels = self.settings.autoencoder.in_channels
+        if frame is None or metadata.get("stage") != "ldm" or not isinstance(metadata.get("settings"), dict):
             raise CheckpointError(f"{path}: not the weights that train_ldm.py writes; train stage 2 again")
         changed, _ = changed_settings("ldm", metadata["settings"], self.settings)
         if changed:
@@ -93,4 +105,27 @@ class TrainedRun:
                 f"{path}: was trained with other settings than {self.folder.config} has:\n  "
                 + "\n  ".join(changed)
                 + "\nset these back in that file"
+            )
+        if not len(frame.lower) == len(frame.upper) == channels:
+            raise CheckpointError(
+                f"{path}: was trained on volumes of {len(frame.lower)} channels, {self.folder.config} has {channels}; "
+                "set autoencoder.in_channels back"
+            )
+        self._check_autoencoder(path, metadata.get("autoencoder"))
+        return frame
+
+    def _check_autoencoder(self, path: Path, digest: str | None) -> None:
+        """Raise `CheckpointError` unless the autoencoder is the one whose latents the U-Net has learnt to draw."""
+        weights = autoencoder_path(self.settings, self.folder)
+        if digest is None:
+            log.warning(
+                "%s: does not say which autoencoder it was trained on (imported, or from before this was kept): "
+                "whether it was %s cannot be checked",
+                path,
+                weights,
+            )
+        elif digest != weights_digest(self._autoencoder):
+            raise CheckpointError(
+                f"{path}: was trained on latents of an autoencoder with other weights than {weights} has; restore that "
+                "autoencoder, or train stage 2 on this one under another name"
             )

@@ -39,15 +39,24 @@ def save_weights(path: Path, state: dict[str, Tensor], metadata: dict[str, Any])
 
 
 def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return weights and metadata; raise `CheckpointError` when the file is missing or is not safetensors."""
+    """Return weights and metadata; raise `CheckpointError` when the file is missing or not one that we wrote."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; train the stage that writes it, or give the path of one")
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
-        return load_file(path), metadata
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+            texts = file.metadata() or {}
+        state = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: not a readable safetensors file ({error}); copy it again, or train the stage that writes it"
+        ) from None
+    try:
+        return state, {name: json.loads(text) for name, text in texts.items()}
+    except ValueError:
+        raise CheckpointError(
+            f"{path}: was not written by this program; bring weights from elsewhere in with "
+            "scripts/import_checkpoint.py"
+        ) from None
 
 
 def load_pretrained(networks: dict[str, nn.Module], path: Path) -> None:
@@ -64,6 +73,12 @@ def load_pretrained(networks: dict[str, nn.Module], path: Path) -> None:
 def load_into(network: nn.Module, path: Path) -> dict[str, Any]:
     """Load a file of weights into a network and return its metadata; raise `CheckpointError` when they do not fit."""
     state, metadata = load_weights(path)
+    load_state(network, state, path)
+    return metadata
+
+
+def load_state(network: nn.Module, state: dict[str, Tensor], path: Path) -> None:
+    """Load weights into a network; raise `CheckpointError`, naming the file they are of, when they do not fit."""
     expected = network.state_dict()
     wrong = sorted(
         [f"{name} is missing" for name in expected.keys() - state.keys()]
@@ -81,7 +96,6 @@ def load_into(network: nn.Module, path: Path) -> dict[str, Any]:
             "use the config it was trained with, or scripts/import_checkpoint.py for weights from elsewhere"
         )
     network.load_state_dict(state)
-    return metadata
 
 
 def export(step: TrainingStep, run: RunFolder, settings: Settings, **metadata: Any) -> None:

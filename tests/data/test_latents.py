@@ -35,11 +35,18 @@ def test_facts_sum_over_all_elements():
     assert LatentFacts.from_row(FACTS.to_row()) == FACTS
 
 
-def test_a_changed_volume_is_not_found(folder, tmp_path):
+def test_a_latent_is_found_by_the_content_of_its_volume(folder, tmp_path):
     store, file = LatentFolder(tmp_path / "latents"), volumes(folder)[0]
     store.write(file, MOMENTS, FACTS)
     os.utime(file.path, ns=(1, 1))
-    assert store.facts(file) is None
+    assert store.facts(file) == FACTS
+    moved = VolumeFile(file.path.rename(tmp_path / "moved.nii.gz"), "moved.nii.gz")
+    assert store.facts(moved) == FACTS
+    content = bytearray(moved.path.read_bytes())
+    content[-1] ^= 1
+    moved.path.write_bytes(content)
+    os.utime(moved.path, ns=(1, 1))
+    assert store.facts(moved) is None
 
 
 def test_a_truncated_latent_counts_as_absent_and_reading_it_says_what_to_do(folder, tmp_path):

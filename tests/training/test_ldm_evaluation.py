@@ -30,7 +30,7 @@ def blobs(number: int, seed: int, size: int = 24, offset: float = 0.0) -> list[t
     return list((smooth + offset).clamp(0, 1))
 
 
-@pytest.mark.parametrize("shape", [(12, 12, 12), (32, 32, 32), (64, 64, 16), (7, 40, 40)])
+@pytest.mark.parametrize("shape", [(12, 12, 12), (32, 32, 32), (64, 64, 16), (7, 40, 40), (16, 16, 2), (16, 1, 2)])
 def test_ms_ssim_is_one_for_equals_and_falls_with_noise_whatever_the_grid(shape):
     generator = torch.Generator().manual_seed(0)
     volume = torch.rand((2, 1, *shape), generator=generator)

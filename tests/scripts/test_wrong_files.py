@@ -1,0 +1,274 @@
+"""Files that are not what a command needs, and paths it cannot write: one sentence and exit code 2, before any work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from data.formats import write_nifti
+from tests.finished_run import export_autoencoder, finished_run, run_here, train_ldm
+from training.weights import load_weights, save_weights
+
+
+@pytest.fixture
+def run(tmp_path, tmp_path_factory, monkeypatch) -> Path:
+    """A finished run that the test may spoil, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    finished = finished_run(tmp_path_factory)
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    for name in ("config.yaml", "autoencoder.safetensors", "ldm.safetensors"):
+        shutil.copy(finished / name, folder)
+    return folder
+
+
+COMMANDS: dict[str, list[str]] = {
+    "sample": ["scripts/sample.py", "--run", "runs/tiny", "--num", "1", "--steps", "1", "--out", "out"],
+    "evaluate": ["scripts/evaluate.py", "--run", "runs/tiny", "--num", "2", "--steps", "1"],
+    "reconstruct": ["scripts/reconstruct.py", "--run", "runs/tiny", "--input", "in", "--out", "out"],
+}
+
+
+def refused(capsys, command: Sequence[str | Path], *sentences: str) -> None:
+    """Assert that a command ends with code 2 and one sentence that says all this."""
+    assert run_here(*map(str, command)) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    for sentence in sentences:
+        assert sentence in said, said
+
+
+def spoil(path: Path, how: str) -> None:
+    """Make a file of weights into something else."""
+    state, metadata = load_weights(path)
+    first = next(iter(state))
+    if how == "text":
+        path.write_text("these are not weights\n" * 20)
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif how == "without metadata":
+        save_file(state, path)
+    elif how == "of another program":
+        save_file(state, path, metadata={"format": "pt"})
+    elif how == "wrong shape":
+        save_weights(path, {**state, first: torch.zeros(1, 2)}, metadata)
+    elif how == "weight missing":
+        save_weights(path, {name: tensor for name, tensor in state.items() if name != first}, metadata)
+    else:
+        name, _, value = how.partition("=")
+        save_weights(path, state, {**metadata, name: json.loads(value)})
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("text", "not a readable safetensors file"),
+        ("empty", "not a readable safetensors file"),
+        ("cut", "not a readable safetensors file"),
+        ("without metadata", "not the weights that train_autoencoder.py writes"),
+        ("of another program", "was not written by this program"),
+        ("wrong shape", "are not those of the autoencoder that the config describes"),
+        ("weight missing", "are not those of the autoencoder that the config describes"),
+        ('settings="text"', "not the weights that train_autoencoder.py writes"),
+        ('settings={"seed": "x"}', "its settings are not of this version of the program"),
+    ],
+)
+def test_a_wrong_autoencoder_is_told_in_words(run, how, sentence, capsys):
+    write_nifti(Path("in/a.nii"), np.random.default_rng(0).normal(0, 1, (1, 16, 16, 16)).astype(np.float32), np.eye(4))
+    spoil(run / "autoencoder.safetensors", how)
+    for command in COMMANDS.values():
+        refused(capsys, [*command], "autoencoder.safetensors: ", sentence)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("text", "not a readable safetensors file"),
+        ("without metadata", "not the weights that train_ldm.py writes"),
+        ("of another program", "was not written by this program"),
+        ("wrong shape", "does not fit the network of this config"),
+        ("weight missing", "does not fit the network of this config"),
+        ("latent_scale=0", "not the weights that train_ldm.py writes"),
+        ('latent_scale="x"', "not the weights that train_ldm.py writes"),
+        ("spacing_mm=[1, 1]", "not the weights that train_ldm.py writes"),
+        ("lower=[0, 0]", "was trained on volumes of 2 channels"),
+        ("settings=null", "not the weights that train_ldm.py writes"),
+    ],
+)
+def test_a_wrong_diffusion_model_is_told_in_words(run, how, sentence, capsys):
+    spoil(run / "ldm.safetensors", how)
+    for name in ("sample", "evaluate"):
+        refused(capsys, [*COMMANDS[name]], "ldm.safetensors: ", sentence)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("text", "not a readable safetensors file"),
+        ("without metadata", "not weights of a run"),
+        ("of another program", "was not written by this program"),
+        ("wrong shape", "does not take these weights"),
+        ("settings=[]", "not weights of a run"),
+        ("stage=[]", "not weights of a run"),
+        ('settings={"seed": "x"}', "seed"),
+    ],
+)
+def test_wrong_weights_are_not_exported(run, how, sentence, capsys):
+    spoil(run / "autoencoder.safetensors", how)
+    command = ["scripts/export_checkpoint.py", "--weights", run / "autoencoder.safetensors", "--out", "out.pt"]
+    refused(capsys, command, sentence)
+    assert not Path("out.pt").exists()
+
+
+CONTENTS: dict[str, Any] = {
+    "text": b"these are not weights\n" * 20,
+    "short text": b"hello\n",
+    "empty": b"",
+    "pickle opcodes": b"\x80\x02.",
+    "a number": 3,
+    "a list": [torch.zeros(2)],
+    "scalars in the place of weights": dict.fromkeys(
+        ("quant_conv_mu.conv.weight", "post_quant_conv.conv.weight"), torch.zeros(())
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_what_is_not_weights_is_not_imported(run, content, suffix, capsys):
+    path = Path(f"foreign{suffix}")
+    value = CONTENTS[content]
+    if isinstance(value, bytes):
+        path.write_bytes(value)
+    elif suffix == ".safetensors" and isinstance(value, dict):
+        save_file({name: tensor.clone() for name, tensor in value.items()}, path)
+    else:
+        torch.save(value, path)
+    command = ["scripts/import_checkpoint.py", "--from", "monai", "--weights", path, "--config", run / "config.yaml"]
+    refused(capsys, [*command, "--out", "imported"], f"{path}: ")
+    assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize("scale", ["0", "-0.5", "nan", "inf", "-inf", "much"])
+def test_a_latent_scale_that_cannot_be_is_refused(run, scale, capsys):
+    state, _ = load_weights(run / "ldm.safetensors")
+    torch.save(state, "unet.pt")
+    command = ["scripts/import_checkpoint.py", "--from", "monai", "--weights", "unet.pt", "--out", "imported"]
+    command += ["--config", str(run / "config.yaml")]
+    refused(capsys, [*command, f"--latent-scale={scale}"], f"'{scale}' is not a finite number above 0")
+    for value in (0.0, float("nan"), torch.tensor(-1.0), torch.zeros(2), "x", None):
+        torch.save({"unet": state, "scale_factor": value}, "unet.pt")
+        refused(capsys, [*command], "unet.pt: its scale_factor is", "a finite number above 0 is needed")
+    assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize("out", ["", "file", "file/deep", "/proc/out"])
+@pytest.mark.parametrize("name", ["sample", "reconstruct", "import_checkpoint"])
+def test_a_folder_that_cannot_be_written_is_told_before_the_work(run, name, out, capsys, monkeypatch):
+    Path("file").write_text("in the way")
+    # Neither volumes nor weights are there to be worked on.
+    (run / "autoencoder.safetensors").unlink()
+    (run / "ldm.safetensors").unlink()
+    command = COMMANDS.get(
+        name, ["scripts/import_checkpoint.py", "--from", "monai", "--weights", "gone", "--out", "out"]
+    )
+    command = [*command, *(["--config", "gone"] if name == "import_checkpoint" else [])]
+    command[command.index("--out") + 1] = out
+    refused(capsys, command, "--out: ", out)
+
+
+@pytest.mark.parametrize("out", ["", "file/e.json", "runs", "/proc/e.json"])
+@pytest.mark.parametrize("name", ["evaluate", "export_checkpoint"])
+def test_a_file_that_cannot_be_written_is_told_before_the_work(run, name, out, capsys):
+    Path("file").write_text("in the way")
+    (run / "autoencoder.safetensors").unlink()
+    sentence = {"": "the path is empty", "runs": "is a folder"}.get(out, "cannot be written")
+    if name == "evaluate":
+        refused(capsys, [*COMMANDS["evaluate"], "--json", out], "--json: ", out, sentence)
+    else:
+        command = ["scripts/export_checkpoint.py", "--weights", "gone", "--out", out.replace(".json", ".pt")]
+        refused(capsys, command, "--out: ", sentence)
+
+
+def test_volumes_that_differ_in_their_suffix_only_get_files_of_their_own(run, capsys):
+    voxels = np.random.default_rng(0).normal(100, 30, (1, 16, 16, 16)).astype(np.float32)
+    for name in ("a.nii", "a.nii.gz", "b.nii", "sub/b.nii", "a.npy.nii"):
+        write_nifti(Path("in") / name, voxels, np.eye(4))
+    np.save("in/a.npy", voxels[0])
+    assert run_here(*COMMANDS["reconstruct"]) == 0
+    written = sorted(path.relative_to("out").as_posix() for path in Path("out").rglob("*.nii.gz"))
+    assert written == [
+        "a.nii.gz_reconstruction.nii.gz",
+        "a.nii_reconstruction.nii.gz",
+        "a.npy.nii_reconstruction.nii.gz",
+        "a.npy_reconstruction.nii.gz",
+        "b_reconstruction.nii.gz",
+        "sub/b_reconstruction.nii.gz",
+    ]
+
+
+def test_a_reconstruction_does_not_overwrite_a_volume_that_is_read(run, capsys):
+    voxels = np.random.default_rng(0).normal(100, 30, (1, 16, 16, 16)).astype(np.float32)
+    for name in ("a.nii", "a_reconstruction.nii.gz"):
+        write_nifti(Path("in") / name, voxels, np.eye(4))
+    command = [*COMMANDS["reconstruct"][:-1], "in"]
+    refused(capsys, command, "--out: in/a_reconstruction.nii.gz is one of the volumes to read")
+
+
+def test_samples_of_other_options_do_not_overwrite_each_other(run):
+    command = ["scripts/sample.py", "--run", "runs/tiny", "--num", "1", "--out", "out"]
+    for options in ([], ["--steps", "1"], ["--class", "lesion"], ["--class", "healthy", "--guidance-scale", "2.5"]):
+        assert run_here(*command, *options) == 0
+    assert sorted(path.name for path in Path("out").glob("*.nii.gz")) == [
+        "sample_seed0_0000.nii.gz",
+        "sample_seed0_healthy_guidance2.5_0000.nii.gz",
+        "sample_seed0_lesion_0000.nii.gz",
+        "sample_seed0_steps1_0000.nii.gz",
+    ]
+    assert len(list(Path("out").glob("montage_*.png"))) == 4
+
+
+def test_identical_held_out_volumes_and_a_thin_axis_give_valid_json(tmp_path, monkeypatch, tiny_values, capsys):
+    monkeypatch.chdir(tmp_path)
+    voxels = np.random.default_rng(0).normal(100, 30, (1, 16, 16, 2)).astype(np.float32)
+    for number in range(6):
+        write_nifti(tmp_path / "volumes" / f"v{number}.nii", voxels, np.eye(4))
+    tiny_values["data"] |= {"source": str(tmp_path / "volumes"), "voxel_size": [16, 16, 2], "val_fraction": 0.5}
+    tiny_values["autoencoder"]["training"]["adversarial_weight"] = 0
+    tiny_values["ldm"]["latents"] = {"pad": True}
+    tiny_values["ldm"]["training"]["max_steps"] = 1
+    tiny_values["ldm"]["sampling"]["num_previews"] = 0
+    config = tmp_path / "tiny.yaml"
+    config.write_text(yaml.safe_dump(tiny_values))
+    export_autoencoder(tiny_values)
+    train_ldm(config)
+    assert run_here(*COMMANDS["evaluate"], "--untrained-baseline", "--json", "e.json") == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    values = json.loads(Path("e.json").read_text(), parse_constant=refuse)
+    assert 0 < values["reconstruction"]["mean"]["ms_ssim"] <= 1
+    assert values["samples"]["mmd"] is values["mmd_ratio"] is values["samples"]["num_memorised"] is None
+    assert "identical" in values["undefined"]["samples.mmd"]
+    assert "identical" in values["undefined"]["samples.nearest_training.0.ratio"]
+    assert "nan: held-out volumes that are identical" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_feature_weights_that_are_none_are_told_in_words(run, suffix, capsys):
+    Path(f"features{suffix}").write_text("not weights\n" * 20)
+    refused(capsys, [*COMMANDS["evaluate"], "--fid-weights", f"features{suffix}"], "cannot be read as a state dict")

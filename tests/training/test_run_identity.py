@@ -1,0 +1,216 @@
+"""What a run is bound to: the content of its volumes, its autoencoder, and the end of its schedule."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from data import prepare_volumes
+from data.formats import write_nifti
+from settings import CheckpointError, DataError, Settings
+from tests.finished_run import export_autoencoder, run_here, train_ldm
+from training import resume as resume_module
+from training.checkpoints import Checkpoints
+from training.resume import check_resumable, resume, save
+from training.weights import load_weights, save_weights
+
+
+class TinyStep:
+    """As much of a training step as resuming looks at."""
+
+    stage = "autoencoder"
+    samples_per_update = 1
+
+    def __init__(self) -> None:
+        from training.distributed import Process
+
+        self.process = Process(torch.device("cpu"))
+        self.guard = self
+        self.weight = torch.zeros(2)
+
+    def raise_if_bad(self) -> None:
+        """Nothing is bad."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight.copy_(state["weight"])
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch) -> Path:
+    """Four volumes, uncompressed so that other content has the same size."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(4):
+        write_volume(tmp_path / "volumes" / f"v{number}.nii", number)
+    return tmp_path / "volumes"
+
+
+def write_volume(path: Path, seed: int) -> None:
+    voxels = np.random.default_rng(seed).normal(100, 30, (1, 16, 16, 16)).astype(np.float32)
+    write_nifti(path, voxels, np.eye(4))
+
+
+def replace_content(path: Path) -> None:
+    """Write another volume of the same size in the place of this one, and set its time back."""
+    before = path.stat()
+    other = path.parent.parent / "other.nii"
+    write_volume(other, 99)
+    path.write_bytes(other.read_bytes())
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns, after.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
+
+
+def tiny(source: Path, values: dict[str, Any]) -> Settings:
+    values["data"] |= {"source": str(source), "num_workers": 0}
+    return Settings.model_validate(values)
+
+
+def volumes_of(settings: Settings):
+    return prepare_volumes(settings.data, settings.seed, 1)
+
+
+def test_a_volume_replaced_under_its_name_is_not_resumed_on(source, tiny_values):
+    settings = tiny(source, tiny_values)
+    step: Any = TinyStep()
+    checkpoints = Checkpoints(Path("checkpoints"), "autoencoder", 2)
+    save(step, checkpoints, settings, volumes_of(settings), 1)
+    assert resume(step, checkpoints, settings, volumes_of(settings)) == 1
+    replace_content(source / "v2.nii")
+    with pytest.raises(CheckpointError, match=r"the content of v2\.nii changed; put the files back to resume"):
+        resume(step, checkpoints, settings, volumes_of(settings))
+
+
+def test_a_copied_and_a_touched_volume_is_the_same(source, tiny_values, tmp_path):
+    settings = tiny(source, tiny_values)
+    before = volumes_of(settings)
+    os.utime(source / "v1.nii", ns=(1, 1))
+    source.rename(tmp_path / "elsewhere")
+    now = volumes_of(tiny(tmp_path / "elsewhere", tiny_values))
+    assert (now.digests, now.fingerprint) == (before.digests, before.fingerprint)
+    assert len(set(now.digests.values())) == 4
+
+
+def test_a_checkpoint_from_before_contents_were_kept_resumes_and_says_what_is_not_known(
+    source, tiny_values, monkeypatch, caplog
+):
+    settings = tiny(source, tiny_values)
+    step: Any = TinyStep()
+    checkpoints = Checkpoints(Path("checkpoints"), "autoencoder", 2)
+    identity = resume_module._identity
+    with monkeypatch.context() as patch:
+        patch.setattr(resume_module, "_identity", lambda v: {k: x for k, x in identity(v).items() if k != "digests"})
+        save(step, checkpoints, settings, volumes_of(settings), 1)
+    assert resume(step, checkpoints, settings, volumes_of(settings)) == 1
+    assert "whether a file was replaced since cannot be checked" in caplog.text
+
+
+def test_latents_of_replaced_content_are_not_used_and_change_during_encoding_is_noticed(source, tiny_values, caplog):
+    from training.distributed import Process
+    from training.encoding import prepare_latents
+    from training.ldm_step import LatentDiffusionStep
+
+    settings = tiny(source, tiny_values)
+    cpu = Process(torch.device("cpu"))
+    whole = LatentDiffusionStep(settings, cpu, load_weights=False).whole_volumes
+    caplog.set_level(logging.INFO)
+
+    def latents(volumes):
+        caplog.clear()
+        found = prepare_latents(whole, volumes, settings, cpu)
+        assert found.read is not None
+        names = [file.name for file in (*volumes.train, *volumes.val)]
+        return found.read(names.index("v2.nii"))[0], caplog.text
+
+    before, _ = latents(volumes_of(settings))
+    again, said = latents(volumes_of(settings))
+    assert torch.equal(again, before)
+    assert "4 of 4 found" in said
+    checked = volumes_of(settings)
+    replace_content(source / "v2.nii")
+    after, said = latents(volumes_of(settings))
+    assert not torch.equal(after, before)
+    assert "3 of 4 found" in said
+    for path in Path("runs/latents").rglob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"v2\.nii: changed since it was checked"):
+        latents(checked)
+
+
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+def test_another_number_of_steps_is_refused_where_the_learning_rate_decays_towards_it(stage, caplog):
+    caplog.set_level(logging.INFO)
+    key = f"{stage}.training.max_steps"
+    for decay in ("none", "cosine"):
+        before = Settings().with_overrides({key: 100, f"{stage}.training.learning_rate_decay": decay})
+        after = before.with_overrides({key: 200})
+        if decay == "none":
+            check_resumable(stage, before.model_dump(mode="json"), after, 4, 4)
+            assert f"does not change the result: {key}: 100 -> 200" in caplog.text
+            continue
+        with pytest.raises(CheckpointError) as caught:
+            check_resumable(stage, before.model_dump(mode="json"), after, 4, 4)
+        assert f"{key}: 100 -> 200 (learning_rate_decay cosine ends there)" in str(caught.value)
+        assert "set these back to resume, or choose another name" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [AttributeError, TypeError, AssertionError])
+def test_a_mistake_in_the_program_is_not_told_as_a_damaged_checkpoint(source, tiny_values, monkeypatch, error):
+    settings = tiny(source, tiny_values)
+    step: Any = TinyStep()
+    checkpoints = Checkpoints(Path("checkpoints"), "autoencoder", 2)
+    save(step, checkpoints, settings, volumes_of(settings), 1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error("a mistake in the program")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TinyStep, "load_state_dict", fail)
+        with pytest.raises(error, match="a mistake"):
+            resume(step, checkpoints, settings, volumes_of(settings))
+    path = checkpoints.newest()
+    assert path is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", fail)
+        with pytest.raises(error, match="a mistake"):
+            checkpoints.read(path)
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            checkpoints.read(path)
+
+
+def test_samples_and_evaluations_with_another_autoencoder_are_refused(tmp_path, monkeypatch, tiny_values, capsys):
+    monkeypatch.chdir(tmp_path)
+    tiny_values["ldm"]["training"]["max_steps"] = 1
+    tiny_values["ldm"]["sampling"]["num_previews"] = 0
+    tiny_values["data"]["val_fraction"] = 0.4
+    config = tmp_path / "tiny.yaml"
+    config.write_text(yaml.safe_dump(tiny_values))
+    export_autoencoder(tiny_values)
+    assert train_ldm(config) == 0
+    sample = ["scripts/sample.py", "--run", "runs/tiny", "--num", "1", "--steps", "1", "--out", "drawn"]
+    assert run_here(*sample) == 0
+    capsys.readouterr()
+    # Stage 1 trained on.
+    export_autoencoder(tiny_values, latent_gain=2.0)
+    for command in (sample, ["scripts/evaluate.py", "--run", "runs/tiny", "--num", "2", "--steps", "1"]):
+        assert run_here(*command) == 2
+        said = capsys.readouterr().err
+        assert "ldm.safetensors: was trained on latents of an autoencoder with other weights than" in said
+        assert "restore that autoencoder, or train stage 2 on this one under another name" in said
+    # A file from before the hash was kept.
+    weights = tmp_path / "runs/tiny/ldm.safetensors"
+    state, metadata = load_weights(weights)
+    del metadata["autoencoder"]
+    save_weights(weights, state, metadata)
+    assert run_here(*sample) == 0
+    assert "does not say which autoencoder it was trained on" in capsys.readouterr().err
