@@ -206,6 +206,10 @@ def _npz_voxels(path: Path, header: Header) -> np.ndarray:
     return _shaped(array, header.num_channels, *header.shape)
 
 
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _itk_reader(path: Path) -> SimpleITK.ImageFileReader:
     reader = SimpleITK.ImageFileReader()
     # Named, so that a file is never handed to another of ITK's readers because of its content.
@@ -215,6 +219,9 @@ def _itk_reader(path: Path) -> SimpleITK.ImageFileReader:
 
 
 def _itk_header(path: Path) -> Header:
+    # SimpleITK ends the whole process when a name is no UTF-8.
+    if not _is_utf8(str(path)):
+        raise UnsuitableError("its path is not UTF-8, which this format's reader needs; rename it")
     reader = _itk_reader(path)
     with _library("itk"):
         (vet_metaimage if path.name.lower().endswith(".mha") else vet_nrrd)(path)

@@ -32,7 +32,7 @@ log = logging.getLogger("fuzz_campaign")
 
 EXIT_CODES = (0, 2, 3, 130)
 PROCESSOR_SECONDS = 10.0
-CLOCK_SECONDS = 60.0
+CLOCK_SECONDS = 150.0
 """A case that waits for something uses no processor; a busy machine makes one that works take longer by the clock."""
 
 MEMORY_BYTES = 6 << 30
@@ -174,10 +174,10 @@ def document(tally: Tally, command: str) -> str:
         f"Written by `{command}`.",
         "",
         "Every case is a command in a folder with a finished tiny run, in which one thing is wrong: a config, an",
-        "override, a dataset.json, a table of labels, a volume of any format, a file of the run, an argument, or a file",
-        "of another kind. Files are cut, changed, emptied, given other values, or replaced by a folder, a pipe, a device",
-        f"or a loop of links. A case must end within {PROCESSOR_SECONDS:g} s of processor time, without a traceback,",
-        "with one of the documented exit codes, and with a reason where it is refused.",
+        "override, a dataset.json, a table of labels, a volume of any format, a file of the run, an argument, or a",
+        "file of another kind. Files are cut, changed, emptied, given other values, or replaced by a folder, a pipe, a",
+        f"device or a loop of links. A case must end within {PROCESSOR_SECONDS:g} s of processor time, without a",
+        "traceback, with one of the documented exit codes, and with a reason where it is refused.",
         "",
         "| what is wrong | " + " | ".join(names.get(code, str(code)) for code in codes) + " |",
         "|---|" + "---:|" * len(codes),

@@ -103,34 +103,46 @@ def make_case(number: int, seed: int, base: Path, folder: Path) -> Case:
     return Case(kind, what, tuple(arguments))
 
 
-def _of_config(rng: random.Random) -> list[str]:
-    """Return a command that reads a config and ends without training."""
+def _of_data(rng: random.Random) -> list[str]:
+    """Return a command that reads a config and the data, and ends without training."""
+    dry_run = [rng.choice(("train_autoencoder.py", "train_ldm.py")), "--dry-run"]
+    return [*rng.choice((dry_run, ["scripts/check_data.py"])), "--config", "campaign.yaml"]
+
+
+def _of_config(rng: random.Random, config: str = "campaign.yaml") -> list[str]:
+    """Return a command that reads a config and ends soon."""
     stage = rng.choice(("autoencoder", "ldm"))
     commands = (
         [f"train_{stage}.py", "--dry-run"],
         ["scripts/check_data.py"],
         ["scripts/estimate_memory.py", "--stage", stage],
-        ["scripts/oom_ladder.py", "--budget-gb", "0.001", "--stage", stage],
+        # Refused, but only once the config has been read: a walk takes its time, and rightly.
+        ["scripts/oom_ladder.py", "--budget-gb", "0", "--stage", stage],
     )
-    return [*rng.choice((commands[0], commands[0], commands[1], commands[1], commands[2], commands[3]))]
+    return [*rng.choice(commands), "--config", config]
 
 
-def _of_run(rng: random.Random) -> list[str]:
-    """Return a command that reads a run."""
+def _of_run(rng: random.Random, suffix: str) -> list[str]:
+    """Return a command that reads files of this kind in a run, or any command that reads a run."""
     small = ["--num", "2", "--steps", "1"]
     stage = rng.choice(("autoencoder", "ldm"))
-    commands = (
-        ["scripts/report.py", "--run", RUN],
-        ["scripts/report.py", "--run", RUN, "--run", RUN],
+    report = ["scripts/report.py", "--run", RUN]
+    train = [[f"train_{stage}.py", "--config", name] for name in (f"{RUN}/config.yaml", "campaign.yaml")]
+    use = [
         ["scripts/sample.py", "--run", RUN, *small],
         ["scripts/evaluate.py", "--run", RUN, *small, "--json", "evaluation.json"],
         ["scripts/reconstruct.py", "--run", RUN, "--input", "volumes", "--out", "reconstructed"],
         ["scripts/export_checkpoint.py", "--weights", f"{RUN}/{stage}.safetensors", "--out", "exported.pt"],
         [*_IMPORT, "--weights", f"{RUN}/{stage}.safetensors", "--out", "imported"],
-        [f"train_{stage}.py", "--config", f"{RUN}/config.yaml"],
-        [f"train_{stage}.py", "--config", "campaign.yaml"],
-    )
-    return rng.choice(commands)
+    ]
+    readers = {
+        ".pt": train,
+        ".safetensors": use,
+        ".png": [report],
+        ".json": [report, *train],
+        ".jsonl": [report, *train],
+    }
+    return rng.choice(readers.get(suffix, [report, [*report, "--run", RUN], *use, *train]))
 
 
 _IMPORT = ("scripts/import_checkpoint.py", "--from", "monai", "--config", "campaign.yaml")
@@ -143,18 +155,15 @@ def _config(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
         what = "other values"
     else:
         what = damage_file(path, rng)
-    return f"config: {what}", [*_of_config(rng), "--config", "campaign.yaml"]
+    return f"config: {what}", _of_config(rng)
 
 
 def _override(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
-    key = (
-        rng.choice(KEYS)
-        if rng.random() < 0.9
-        else rng.choice(("", ".", "data", "data..x", "d\u0430ta.source", "x" * 300))
-    )
+    odd_keys = ("", ".", "data", "data..x", "d\u0430ta.source", "x" * 300)
+    key = rng.choice(KEYS if rng.random() < 0.9 else odd_keys)
     value = rng.choice(VALUES) if rng.random() < 0.7 else json.dumps(rng.choice(ODD_VALUES))
     override = f"{key}={value}".replace("\0", "")
-    return f"override {override[:60]}", [*_of_config(rng), "--config", "campaign.yaml", override]
+    return f"override {override[:60]}", [*_of_config(rng), override]
 
 
 def _volumes(folder: Path) -> list[Path]:
@@ -177,7 +186,7 @@ def _listing(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
     path.write_text(json.dumps(values))
     what = damage_file(path, rng) if rng.random() < 0.4 else "other values"
     source = rng.choice(("volumes", "volumes/dataset.json"))
-    command = [*_of_config(rng), "--config", "campaign.yaml", f"data.source={source}"]
+    command = [*_of_data(rng), f"data.source={source}"]
     return f"dataset.json: {what}", command
 
 
@@ -192,7 +201,7 @@ def _labels(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
     path = folder / "labels.csv"
     path.write_bytes(text.getvalue().encode("utf-8", "surrogateescape"))
     what = damage_file(path, rng) if rng.random() < 0.5 else "other values"
-    command = [*_of_config(rng), "--config", "campaign.yaml", "data.source=volumes", "data.labels=labels.csv"]
+    command = [*_of_data(rng), "data.source=volumes", "data.labels=labels.csv"]
     return f"labels.csv: {what}", command
 
 
@@ -207,7 +216,7 @@ def _volume(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
         path = path.rename(path.with_name(STRANGE_NAME + path.name))
         what += ", strange name"
     commands = (
-        [*_of_config(rng), "--config", "campaign.yaml", "data.source=volumes"],
+        [*_of_data(rng), "data.source=volumes"],
         ["scripts/check_data.py", "--config", "campaign.yaml", "data.source=volumes", "--json", "checks.json"],
         ["scripts/reconstruct.py", "--run", RUN, "--input", f"volumes/{path.name}", "--out", "reconstructed"],
     )
@@ -220,15 +229,12 @@ def _run_folder(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
     suffix = rng.choice(sorted({path.suffix for path in files}))
     path = rng.choice([path for path in files if path.suffix == suffix])
     what = damage_file(path, rng)
-    command = _of_run(rng)
-    if path.suffix in (".html", ".png", ".json", ".jsonl") and rng.random() < 0.5:
-        command = ["scripts/report.py", "--run", RUN]
-    return f"{path.relative_to(folder / RUN)}: {what}", command
+    return f"{path.relative_to(folder / RUN)}: {what}", _of_run(rng, suffix if rng.random() < 0.8 else "")
 
 
 def _arguments(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
     """A path that cannot be, a number that is none, or an option that does not exist."""
-    command = rng.choice((_of_run(rng), [*_of_config(rng), "--config", "campaign.yaml"]))
+    command = rng.choice((_of_run(rng, ""), _of_config(rng)))
     draw = rng.random()
     if draw < 0.5:
         option = rng.choice(("--json", "--out", "--write-config", "--run", "--input", "--config", "--weights"))
@@ -251,8 +257,8 @@ def _odd_file(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
     path.write_bytes(rng.choice((*ODD_TEXTS, rng.randbytes(1000), (folder / "campaign.yaml").read_bytes())))
     stage = rng.choice(("autoencoder", "ldm"))
     commands = (
-        [*_of_config(rng), "--config", path.name],
-        [*_of_config(rng), "--config", "campaign.yaml", f"data.source={path.name}"],
+        _of_config(rng, path.name),
+        [*_of_data(rng), f"data.source={path.name}"],
         ["scripts/export_checkpoint.py", "--weights", path.name, "--out", "exported.safetensors"],
         [*_IMPORT, "--weights", path.name, "--out", "imported"],
         ["scripts/reconstruct.py", "--run", RUN, "--input", path.name, "--out", "reconstructed"],

@@ -27,6 +27,10 @@ DISK_ERRORS = {
 }
 
 
+# A folder where a file should be, a file where a folder should be, a name that no disk takes, a door that is closed.
+PATH_ERRORS = {errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EEXIST}
+
+
 def parser(description: str, examples: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return a parser with the arguments that every command takes; examples are shown by --help."""
     epilog = "examples:\n" + "\n".join(f"  {example}" for example in examples) if examples else None
@@ -139,6 +143,8 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
     except UserError as error:
         return _report(error)
     except OSError as error:
+        if error.errno in PATH_ERRORS and error.filename:
+            return _report(UserError(f"{error.filename}: {error.strerror}; make way for it, or give another path"))
         if error.errno not in DISK_ERRORS:
             raise
         where = f"{error.filename}: " if error.filename else ""

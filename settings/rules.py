@@ -17,6 +17,7 @@ Grid = tuple[int, ...]
 LARGEST_ACTIVATION_BYTES = 2**50
 
 LONGEST_NAME_BYTES = 200
+MOST_SLABS = 2048
 
 
 def _text(values: tuple[int, ...]) -> str:
@@ -173,6 +174,14 @@ def _memory_knobs(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]
     if training.slab_rows == 1:
         found = "1 row is less than a slab and its halo need"
         yield Problem(f"{where}.slab_rows", found, "allowed: 0, or 2 and more", "set 8"), ()
+    num_slabs = settings.training_grid[0] // max(training.slab_rows, 1)
+    if training.slab_rows > 1 and num_slabs > MOST_SLABS:
+        found = f"{training.slab_rows} rows cut the grid into {num_slabs:,} slabs"
+        thicker = -(-settings.training_grid[0] // MOST_SLABS)
+        yield (
+            Problem(f"{where}.slab_rows", found, f"allowed: at most {MOST_SLABS:,} slabs", f"set {thicker} or more"),
+            ("data.voxel_size", "data.patch_size"),
+        )
     if autoencoder.implementation == "monai":
         yield from _only_lean(training)
 

@@ -85,6 +85,13 @@ def test_override_is_refused_in_words(tmp_path, override, expected):
     assert expected in answer(path, override)
 
 
+def test_grid_in_thousands_of_slabs_is_refused_with_what_is_allowed(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("data: {voxel_size: [16384, 64, 64]}\nautoencoder: {training: {slab_rows: 2}}")
+    assert "2 rows cut the grid into 8,192 slabs; allowed: at most 2,048 slabs; set 8 or more" in answer(path)
+    load_settings(path, ["autoencoder.training.slab_rows=8"])
+
+
 def loop(path: Path) -> None:
     path.symlink_to(path.name)
 
