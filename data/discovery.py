@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import os
@@ -14,8 +15,12 @@ from typing import Any
 
 from data.formats import SUFFIXES, printable, suffix_of
 from settings import DataError
+from settings.files import read_text, reason
 
 log = logging.getLogger(__name__)
+
+# Longer rows of digits are names; Python refuses to count beyond some thousands.
+LONGEST_NUMBER = 20
 
 
 @dataclass(frozen=True)
@@ -33,26 +38,36 @@ def discover(source: str, allow_outside_root: bool) -> list[Found]:
 
     A folder with a dataset.json at its top is read by that file: its other folders hold segmentations and test images.
     """
-    place = Path(source).expanduser()
-    if place.is_dir():
+    place = _expanded(source)
+    # os.path, not Path: a name that no disk could hold is one that is not there.
+    if os.path.isdir(place):
         listing = place / "dataset.json"
-        if not listing.is_file():
+        if not os.path.lexists(listing):
             return _in_folder(place)
         log.info("data: %s lists the volumes of %s", listing, place)
         place = listing
-    if place.is_file() and place.suffix.lower() == ".json":
+    if place.suffix.lower() == ".json" and os.path.exists(place):
         return _in_dataset_json(place, allow_outside_root)
-    if place.is_file():
+    if os.path.exists(place):
         raise DataError(
-            f"data.source: {source} is a single file; a folder, a dataset.json or phantoms is allowed; "
-            f"give the folder {place.parent}"
+            f"data.source: {printable(source)} is a single file; a folder, a dataset.json or phantoms is allowed; "
+            f"give the folder {printable(place.parent)}"
         )
-    raise DataError(f"data.source: {source} does not exist; a folder, a dataset.json or phantoms is allowed; check it")
+    raise DataError(
+        f"data.source: {printable(source)} does not exist; a folder, a dataset.json or phantoms is allowed; check it"
+    )
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # ~nobody: there is no such user
+        return Path(path)
 
 
 def with_labels(found: list[Found], table: str) -> tuple[list[Found], list[str]]:
     """Give each volume its class from a CSV with the columns file and label; also return a line for each without."""
-    classes = _read_label_table(Path(table).expanduser())
+    classes = _read_label_table(_expanded(table))
     file_names = Counter(Path(item.name).name for item in found)
     labelled, missing = [], []
     for item in found:
@@ -63,7 +78,9 @@ def with_labels(found: list[Found], table: str) -> tuple[list[Found], list[str]]
         if label is None:
             missing.append(item.name)
         labelled.append(replace(item, class_name=label))
-    return labelled, [f"{printable(name)}: no label in {table}; each volume needs one; add a row" for name in missing]
+    return labelled, [
+        f"{printable(name)}: no label in {printable(table)}; each volume needs one; add a row" for name in missing
+    ]
 
 
 def class_names_of(found: Sequence[Found]) -> tuple[str, ...]:
@@ -75,7 +92,7 @@ def class_names_of(found: Sequence[Found]) -> tuple[str, ...]:
     if not names or None in names:
         return ()
     known = [name for name in names if name is not None]
-    is_number = all(name.removeprefix("-").isdecimal() for name in known)
+    is_number = all(name.removeprefix("-").isdecimal() and len(name) < LONGEST_NUMBER for name in known)
     return tuple(sorted(known, key=(lambda name: (int(name), name)) if is_number else None))
 
 
@@ -83,7 +100,8 @@ def _in_folder(root: Path) -> list[Found]:
     names = sorted(path.relative_to(root).as_posix() for path in _walk(root) if suffix_of(path.name))
     if not names:
         raise DataError(
-            f"data.source: {root} holds no volume; {' '.join(SUFFIXES)} are read, in subfolders too; check the folder"
+            f"data.source: {printable(root)} holds no volume; {' '.join(SUFFIXES)} are read, in subfolders too; "
+            "check the folder"
         )
     folders = [name.split("/")[0] if "/" in name else None for name in names]
     # Folder names are classes only where every volume lies in one.
@@ -105,15 +123,22 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _in_dataset_json(listing: Path, allow_outside_root: bool) -> list[Found]:
+    where = printable(listing)
     try:
-        content = json.loads(listing.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{listing}: cannot be read as JSON ({error}); repair it") from error
+        content = json.loads(read_text(listing))
+    except OSError as error:
+        raise DataError(
+            f"{where}: cannot be read ({reason(error)}); a UTF-8 text file is allowed; repair it"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: cannot be read as JSON ({error}); repair it") from error
     if not isinstance(content, dict) or not isinstance(content.get("training"), list):
-        raise DataError(f'{listing}: no list "training"; it lists the volumes as {{"image": PATH}} or PATH; add it')
+        raise DataError(f'{where}: no list "training"; it lists the volumes as {{"image": PATH}} or PATH; add it')
+    if not content["training"]:
+        raise DataError(f'{where}: "training" is empty; at least one volume is needed; add it')
     explicit = content.get("validation", [])
     if not isinstance(explicit, list):
-        raise DataError(f'{listing}: "validation" is not a list; it is written like "training"; repair it')
+        raise DataError(f'{where}: "validation" is not a list; it is written like "training"; repair it')
     entries = [("training" if explicit else None, entry) for entry in content["training"]]
     entries += [("validation", entry) for entry in explicit]
     found, problems = [], []
@@ -125,9 +150,7 @@ def _in_dataset_json(listing: Path, allow_outside_root: bool) -> list[Found]:
     twice = [name for name, count in Counter(item.name for item in found).items() if count > 1]
     problems += [f"  {printable(name)}: listed more than once; remove all but one" for name in twice]
     if problems:
-        raise DataError("\n".join([f"{listing}: {len(problems)} problems:", *problems]))
-    if not found:
-        raise DataError(f'{listing}: "training" is empty; at least one volume is needed; add it')
+        raise DataError("\n".join([f"{where}: {len(problems)} problems:", *problems]))
     return sorted(found, key=lambda item: item.name)
 
 
@@ -136,51 +159,68 @@ def _entry(listing: Path, entry: Any, split: str | None, allow_outside_root: boo
     image = entry.get("image") if isinstance(entry, dict) else entry
     # Several files as the channels of one volume would be read as one of them only.
     if not isinstance(image, str) or not image or "\0" in image:
-        raise ValueError(f'its image is {image!r}; one path is allowed; write {{"image": "imagesTr/a.nii.gz"}}')
+        raise ValueError(f'its image is {_shown(image)}; one path is allowed; write {{"image": "imagesTr/a.nii.gz"}}')
     root = listing.parent
     path = root / image
     name = os.path.normpath(image).replace(os.sep, "/")
     inside = os.path.realpath(path).startswith(os.path.join(os.path.realpath(root), ""))
     if not inside and not allow_outside_root:
         raise ValueError(
-            f"{printable(image)} leads out of {root}; only files inside it are allowed; "
+            f"{printable(image)} leads out of {printable(root)}; only files inside it are allowed; "
             "move it there or set data.allow_outside_root: true"
         )
     return Found(path, name, _class_of(entry), split)
 
 
 def _class_of(entry: Any) -> str | None:
-    """Return the entry's class: its "class", or a "label" that is not the path of a segmentation."""
+    """Return the entry's class: its "class", or a "label" that is not the path of a segmentation.
+
+    ValueError says what is wrong with it.
+    """
     if not isinstance(entry, dict):
         return None
     label = entry.get("class", entry.get("label"))
     if isinstance(label, bool) or not isinstance(label, str | int):
+        if "class" in entry:
+            raise ValueError(f"its class is {_shown(label)}; text or a whole number is allowed; repair it")
         return None
     text = str(label).strip()
     is_path = "class" not in entry and ("/" in text or suffix_of(text) is not None)
     return None if is_path or not text else text
 
 
+def _shown(value: Any) -> str:
+    return _cut(printable(json.dumps(value, ensure_ascii=False)))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _read_label_table(table: Path) -> dict[str, str]:
+    where = f"data.labels: {printable(table)}"
     try:
-        with table.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            columns = [name.strip().lower() for name in reader.fieldnames or ()]
-            rows = [list(row.values()) for row in reader]
-    except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"data.labels: {table} cannot be read ({error}); give a CSV of file,label") from error
-    if "file" not in columns or "label" not in columns:
+        reader = csv.reader(io.StringIO(read_text(table), newline=""), strict=True)
+        columns = [name.strip().lower() for name in next(reader, [])]
+        rows = [(reader.line_num, row) for row in reader if row]
+    except OSError as error:
+        raise DataError(f"{where} cannot be read ({reason(error)}); give a CSV of file,label") from error
+    except csv.Error as error:
+        raise DataError(f"{where} line {reader.line_num} cannot be read ({error}); repair it") from error
+    if columns.count("file") != 1 or columns.count("label") != 1:
         raise DataError(
-            f"data.labels: {table} has the columns {', '.join(columns) or '(none)'}; file and label are needed; "
-            "make file,label its first line"
+            f"{where} has the columns {_cut(printable(', '.join(columns))) or '(none)'}; "
+            "file and label are needed, once each; make file,label its first line"
         )
     file_column, label_column = columns.index("file"), columns.index("label")
     classes: dict[str, str] = {}
-    for number, row in enumerate(rows, start=2):
-        name, label = row[file_column], row[label_column]
-        if not isinstance(name, str) or not isinstance(label, str) or not name.strip() or not label.strip():
-            raise DataError(f"data.labels: {table} line {number} has no file or no label; both are needed; complete it")
-        key = os.path.normpath(name.strip()).replace(os.sep, "/")
-        if classes.setdefault(key, label.strip()) != label.strip():
-            raise DataError(f"data.labels: {table} gives {key} two labels; one is allowed; remove the other")
+    for number, row in rows:
+        if len(row) > len(columns):
+            raise DataError(f"{where} line {number} has {len(row)} fields for {len(columns)} columns; quote its commas")
+        name, label = (row[n].strip() if n < len(row) else "" for n in (file_column, label_column))
+        if not name or not label:
+            raise DataError(f"{where} line {number} has no file or no label; both are needed; complete it")
+        key = os.path.normpath(name).replace(os.sep, "/")
+        if classes.setdefault(key, label) != label:
+            raise DataError(f"{where} gives {printable(key)} two labels; one is allowed; remove the other")
     return classes

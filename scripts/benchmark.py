@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from settings.command_line import parser, run
+from settings.command_line import check_output_file, check_output_folder, parser, run
 
 ROOT = Path(__file__).resolve().parent.parent
 log = logging.getLogger("benchmark")
@@ -56,9 +56,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Measure part by part; write JSON after each, then tables and plots."""
+    check_output_folder(options.out)
+    if options.json is not None:
+        check_output_file(options.json)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    path = Path(options.json) if options.json else out / "benchmark.json"
+    path = out / "benchmark.json" if options.json is None else Path(options.json)
+    path.parent.mkdir(parents=True, exist_ok=True)
     sizes = QUICK if options.quick else WHOLE
     start = time.perf_counter()
     results: dict[str, Any] = {"is_quick": options.quick, "machine": _machine()}

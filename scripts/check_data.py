@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from settings import UserError, load_settings
-from settings.command_line import add_config, parser, run
+from settings.command_line import add_config, check_output_file, parser, run
 
 COLUMNS = ("volume", "class", "shape", "spacing mm", "type", "minimum", "maximum", "scaled from", "problems")
 
 
 def main(options: argparse.Namespace) -> int:
     """Print one line per volume, every problem, and a summary; 2 when there is a problem."""
+    if options.json is not None:
+        check_output_file(options.json)
     settings = load_settings(options.config, options.overrides)
     from data.volumes import check_source, prepare_volumes
 
@@ -23,6 +27,8 @@ def main(options: argparse.Namespace) -> int:
     rows = [_row(found, checked) for found, checked in zip(source.found, source.checked, strict=True)]
     _print_table([COLUMNS, *rows])
     print()
+    if options.json is not None:
+        _write_json(Path(options.json), source)
     if source.problems:
         print(f"{len(source.problems)} problems in {len(rows)} volumes:")
         for problem in source.problems:
@@ -52,6 +58,21 @@ def _row(found, checked) -> tuple[str, ...]:
         "" if facts.num_not_finite else ", ".join(ends),
         problems,
     )
+
+
+def _write_json(path: Path, source) -> None:
+    volumes = []
+    for found, checked in zip(source.found, source.checked, strict=True):
+        entry = {"volume": found.name, "class": found.class_name, "split": found.split, "problems": checked.problems}
+        facts = checked.facts
+        if facts is not None:
+            # NaN is not JSON: a volume without any finite voxel has no range.
+            low, high = (number if math.isfinite(number) else None for number in (facts.minimum, facts.maximum))
+            spacing = facts.header.spacing_mm if facts.has_spacing else None
+            entry |= {"shape": facts.axes, "spacing_mm": spacing, "type": facts.dtype, "minimum": low, "maximum": high}
+        volumes.append(entry)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"volumes": volumes, "problems": source.problems}, indent=2) + "\n", encoding="utf-8")
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
@@ -90,4 +111,5 @@ def _times(shape: tuple[int, ...]) -> str:
 if __name__ == "__main__":
     arguments = parser(__doc__, ["python scripts/check_data.py --config configs/default.yaml data.source=/data/ct"])
     add_config(arguments)
-    sys.exit(run(main, arguments.parse_args()))
+    arguments.add_argument("--json", metavar="FILE", help="also write what was found there, for programs")
+    sys.exit(run(main, arguments.parse_intermixed_args()))

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from settings import load_settings
-from settings.command_line import add_config, parser, run
+from settings.command_line import add_config, check_output_file, parser, run
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -32,6 +32,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Predict and print."""
+    if options.json not in (None, "-"):
+        check_output_file(options.json)
     from memory import predict
     from memory.calibration import corrected
     from memory.text import describe
@@ -39,12 +41,13 @@ def main(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     settings = load_settings(options.config, options.overrides, stage=options.stage)
     prediction = corrected(predict(settings, options.stage))
-    if options.json:
+    if options.json is not None:
         values = {**prediction.to_json(), "seconds": round(time.perf_counter() - start, 2)}
         text = json.dumps(values, indent=2) + "\n"
         if options.json == "-":
             sys.stdout.write(text)
             return 0
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(text)
     if not options.quiet:
         print(f"{settings.name}, {options.stage}: one training step\n")

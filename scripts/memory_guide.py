@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from settings import Settings, load_settings
-from settings.command_line import parser, run
+from settings import Settings, UserError, load_settings
+from settings.command_line import check_output_file, parser, run
+from settings.files import read_text
 
 if TYPE_CHECKING:
     from scripts.guide.techniques import Changes, Point, Technique
@@ -40,6 +42,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Predict everything, then write."""
+    check_output_file(options.out, "--out")
+    times = _times(Path(options.benchmark))
     from tqdm import tqdm
 
     from memory import Predictor
@@ -66,7 +70,8 @@ def main(options: argparse.Namespace) -> int:
         ]
         for technique, answers in zip(CATALOGUE, techniques, strict=True):
             lines += _technique(technique, [answer.result() for answer in answers])
-    lines += _host_memory() + _times(Path(options.benchmark))
+    lines += _host_memory() + times
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     Path(options.out).write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     print(options.out)
     return 0
@@ -227,8 +232,11 @@ def _host_memory() -> list[str]:
 
 def _times(path: Path) -> list[str]:
     """Return step-time ratios when the whole benchmark has been run here."""
-    results = json.loads(path.read_text()) if path.is_file() else {}
-    if results.get("is_quick", True) or "steps" not in results:
+    try:
+        results = json.loads(read_text(path)) if os.path.exists(path) else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"--benchmark: {path} cannot be read ({error}); give what benchmark.py wrote") from error
+    if not isinstance(results, dict) or results.get("is_quick", True) or "steps" not in results:
         return ["Time: the ratios of real steps are in [benchmarks.md](benchmarks.md)."]
     grid = "x".join(map(str, results["steps"][0]["grid"]))
     lines = [

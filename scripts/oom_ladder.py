@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from settings import ConfigError, Problem, load_settings
-from settings.command_line import OUT_OF_MEMORY, add_config, parser, run
+from settings.command_line import OUT_OF_MEMORY, add_config, check_output_file, escaped, parser, run
 
 if TYPE_CHECKING:
     from memory.ladder import Ladder
 
 GIB = 1 << 30
+LARGEST_BUDGET_GB = 1_000_000
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -50,30 +51,41 @@ def main(options: argparse.Namespace) -> int:
     from memory.ladder import config_with_reasons, walk
     from memory.text import describe_ladder
 
+    for option, path in (("--json", options.json), ("--write-config", options.write_config)):
+        if path is not None:
+            check_output_file(path, option)
     settings = load_settings(options.config, options.overrides, stage=options.stage)
     _check(options)
     budget_bytes = round(options.budget_gb * GIB)
     with _ProgressBar(options.quiet) as bar:
         ladder = walk(settings, options.stage, budget_bytes, options.order, bar.advance, corrected)
         measured = _measure(ladder, bar) if options.measure else None
-    if options.json:
+    if options.json is not None:
         values = ladder.to_json()
         for rung in values["rungs"] if measured is not None else []:
             rung["measured_bytes"] = measured.get(rung["name"]) if measured is not None else None
-        Path(options.json).write_text(json.dumps(values, indent=2) + "\n")
+        _write(options.json, json.dumps(values, indent=2) + "\n")
     print(describe_ladder(ladder, measured))
     if ladder.recommended is None:
         return OUT_OF_MEMORY
-    if options.write_config:
-        Path(options.write_config).write_text(config_with_reasons(ladder, options.config))
+    if options.write_config is not None:
+        # On one line: the name of a file may hold any character, and this one stands in a comment.
+        source = escaped(options.config).replace("\n", "\\n")
+        _write(options.write_config, config_with_reasons(ladder, source))
         print(f"written: {options.write_config}")
     return 0
 
 
+def _write(path: str, text: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
+
+
 def _check(options: argparse.Namespace) -> None:
     problems = []
-    if options.budget_gb <= 0:
-        problems.append(Problem("--budget-gb", f"found {options.budget_gb:g}", "allowed: above 0", "for example 24"))
+    if not 0 < options.budget_gb <= LARGEST_BUDGET_GB:
+        allowed = f"allowed: above 0, at most {LARGEST_BUDGET_GB}"
+        problems.append(Problem("--budget-gb", f"found {options.budget_gb:g}", allowed, "for example 24"))
     if options.measure:
         import torch
 

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from settings import ConfigError, Settings, load_settings
 from settings.command_line import parser, run
+from settings.files import read_text, reason
 
 if TYPE_CHECKING:
     from memory import Prediction
@@ -55,7 +56,10 @@ class Preset:
 def main(options: argparse.Namespace) -> int:
     """Predict every preset, put the table between the markers and the peaks into the headers."""
     readme = Path(options.readme)
-    text = readme.read_text(encoding="utf-8")
+    try:
+        text = read_text(readme)
+    except OSError as error:
+        raise ConfigError(f"--readme: {readme} cannot be read ({reason(error)}); give a Markdown file") from None
     if BEGIN not in text or END not in text:
         raise ConfigError(f"{readme}: the markers of the table are missing; write the two lines {BEGIN} and {END}")
     presets = predict_presets()

@@ -10,7 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from settings import UserError
-from settings.command_line import parser, run
+from settings.command_line import check_output_file, parser, run
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANES = ("axial", "coronal", "sagittal")
@@ -28,6 +28,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Draw the newest volumes that the run has kept for its report."""
+    check_output_file(options.out, "--out")
     volumes = _newest(Path(options.run))
     columns = {"held-out input": volumes["input"], "reconstruction": volumes["reconstruction"]}
     samples = sorted(role for role in volumes if role.startswith("sample_"))[:3]

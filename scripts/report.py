@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from settings import UserError, load_settings
-from settings.command_line import parser, run
+from settings.command_line import check_output_file, parser, run
 
 log = logging.getLogger("report")
 
@@ -37,42 +38,41 @@ def main(options: argparse.Namespace) -> int:
     """Write the page and name it."""
     folders = [Path(name) for name in options.runs]
     for folder in folders:
-        if not (folder / "config.yaml").is_file():
+        if not os.path.isfile(folder / "config.yaml"):
             raise UserError(f"{folder}: no config.yaml; give the folder of a run, such as runs/quickstart")
-    if options.predict:
-        for folder in folders:
-            _predict(folder)
-    from training.report import write_comparison, write_report
+    default = folders[0] / "report.html" if len(folders) == 1 else folders[0].resolve().parent / "comparison.html"
+    target = default if options.out is None else Path(options.out)
+    check_output_file(default if options.out is None else options.out, "--out")
+    try:
+        if options.predict:
+            for folder in folders:
+                _predict(folder)
+        from training.report import write_comparison
 
-    if len(folders) == 1 and not options.out:
-        target = write_report(folders[0])
-    else:
-        target = write_comparison(folders, options.out or folders[0].resolve().parent / "comparison.html")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_comparison(folders, target)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or target}: cannot be written ({error.strerror}); make it writable"
+        ) from error
     log.info("%s", target)
     return 0
 
 
 def _predict(folder: Path) -> None:
     """Add memory records where the run has none, for the device that the run had."""
-    import json
-
     from memory import predict
     from memory.run_record import write_memory_record
+    from training.report.run_data import read_run
 
+    found = read_run(folder)
+    device = found["environment"].get("device") or "cuda"
     settings = load_settings(folder / "config.yaml")
-    try:
-        device = json.loads((folder / "environment.json").read_text())["device"]
-    except (FileNotFoundError, KeyError, json.JSONDecodeError):
-        device = "cuda"
     settings = settings.with_overrides({"device.type": "cpu" if device.startswith("cpu") else "cuda"})
-    metrics = folder / "metrics.jsonl"
-    text = metrics.read_text() if metrics.is_file() else ""
-    for stage in ("autoencoder", "ldm"):
-        record = folder / f"memory_{stage}.json"
-        is_known = record.is_file() and json.loads(record.read_text())["prediction"] is not None
-        if f'"stage": "{stage}"' in text and not is_known:
-            log.info("predicting %s", stage)
-            write_memory_record(folder, settings, stage, predict(settings, stage))
+    for stage in found["stages"]:
+        if stage["step"] > 0 and not (stage["memory"] or {}).get("prediction"):
+            log.info("predicting %s", stage["name"])
+            write_memory_record(folder, settings, stage["name"], predict(settings, stage["name"]))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,10 @@ class WarmStart:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
-            ["memory.watch", "training.validation", "training.ldm_validation", "torch.utils.tensorboard"]
+            [
+                *("memory.watch", "training.validation", "training.ldm_validation", "torch.utils.tensorboard"),
+                *("training.trained_run", "training.evaluation", "training.report", "models.foreign_weights"),
+            ]
         )
         # What is killed cannot give its semaphores back, and their keeper need not say so.
         warnings = "ignore:resource_tracker:UserWarning"
@@ -70,6 +73,11 @@ class Command:
         """Send a signal, if it is still there."""
         if self.exit_code is None:
             os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Kill it and wait until it is gone."""
+        self.send(signal.SIGKILL)
+        self.wait()
 
     def wait(self, seconds: float = PATIENCE_SECONDS) -> int:
         """Return the exit code; kill it and raise `TimeoutError` when it takes too long."""

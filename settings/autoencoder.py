@@ -6,11 +6,14 @@ from typing import Literal
 
 from settings.section import (
     SAME,
+    BlocksOrZero,
+    BlocksPerLevelOrZero,
+    Channels,
+    ChannelsPerLevel,
     Count,
     CountOrZero,
     Flags,
-    PerLevel,
-    PerLevelOrZero,
+    PathText,
     Section,
     TrainingSettings,
     key,
@@ -25,7 +28,7 @@ class PerceptualSettings(Section):
     """What the perceptual loss compares, and in pieces of which size."""
 
     network: PerceptualNetwork = key("lpips-squeeze", "structural needs no weights; the others compare features.")
-    weights: str | None = key(None, "File with the network's weights; null: the torch cache, else a download.")
+    weights: PathText | None = key(None, "File with the network's weights; null: the torch cache, else a download.")
     slice_fraction: float = key(0.2, "Share of the slices along each axis that one step compares.", gt=0, le=1)
     chunk_size: Count = key(8, "Slices that go through the network at once.", SAME)
 
@@ -33,8 +36,8 @@ class PerceptualSettings(Section):
 class DiscriminatorSettings(Section):
     """The size of the patch discriminator."""
 
-    num_layers_d: Count = key(2, "Convolution layers after the first.")
-    num_channels: Count = key(16, "Channels of the first layer; doubled by each further one.")
+    num_layers_d: int = key(2, "Convolution layers after the first.", ge=1, le=10)
+    num_channels: Channels = key(16, "Channels of the first layer; doubled by each further one.")
 
 
 class AutoencoderTraining(TrainingSettings):
@@ -84,13 +87,15 @@ class AutoencoderSettings(Section):
     """The `autoencoder` section."""
 
     implementation: Literal["lean", "monai"] = key("lean", "Our memory-lean blocks, or MONAI's stock ones.", SAME)
-    pretrained: str | None = key(
+    pretrained: PathText | None = key(
         None, "Weights to start from, such as those of scripts/import_checkpoint.py; null: random weights."
     )
-    in_channels: Count = key(1, "Channels of a volume.")
-    num_channels: PerLevel = key((16, 32, 64), "Channels of each level, highest resolution first.")
-    num_res_blocks: CountOrZero | PerLevelOrZero = key(2, "Residual blocks a level: one number, or one per level.")
-    latent_channels: Count = key(3, "Channels of the latent.")
+    in_channels: Channels = key(1, "Channels of a volume.")
+    num_channels: ChannelsPerLevel = key((16, 32, 64), "Channels of each level, highest resolution first.")
+    num_res_blocks: BlocksOrZero | BlocksPerLevelOrZero = key(
+        2, "Residual blocks a level: one number, or one per level."
+    )
+    latent_channels: Channels = key(3, "Channels of the latent.")
     norm_num_groups: Count | Literal["auto"] = key("auto", "Groups of each GroupNorm; auto: up to 8 that divide.")
     attention_levels: Flags = key((False, False, True), "Which levels have attention.")
     use_nonlocal_attention: bool | Literal["auto"] = key(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import io
 import json
 import logging
 import os
@@ -24,6 +25,10 @@ DISK_ERRORS = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EROFS: "the disk is read-only",
 }
+
+
+# A folder where a file should be, a file where a folder should be, a name that no disk takes, a door that is closed.
+PATH_ERRORS = {errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EEXIST}
 
 
 def parser(description: str, examples: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -138,6 +143,8 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
     except UserError as error:
         return _report(error)
     except OSError as error:
+        if error.errno in PATH_ERRORS and error.filename:
+            return _report(UserError(f"{error.filename}: {error.strerror}; make way for it, or give another path"))
         if error.errno not in DISK_ERRORS:
             raise
         where = f"{error.filename}: " if error.filename else ""
@@ -182,6 +189,9 @@ class _EscapingFormatter(logging.Formatter):
 
 
 def _set_up_logging(quiet: bool) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As standard error does: names of files may hold what no encoding has.
+        sys.stdout.reconfigure(errors="backslashreplace")
     is_first = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if is_first and not quiet else logging.WARNING
     handler = logging.StreamHandler(sys.stderr)

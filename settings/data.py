@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from settings.section import FREE, SAME, Count, CountOrZero, Section, Triple, TripleMm, key, section
+from settings.section import FREE, SAME, PathText, Section, Triple, TripleMm, key, section
 
 
 class IntensitySettings(Section):
@@ -18,11 +18,13 @@ class IntensitySettings(Section):
 class DataSettings(Section):
     """The `data` section."""
 
-    source: str = key(
-        "phantoms", "A folder of volumes, an MSD-style dataset.json, or phantoms: generated volumes.", min_length=1
+    source: PathText = key(
+        "phantoms", "A folder of volumes, an MSD-style dataset.json, or phantoms: generated volumes."
     )
-    num_phantoms: int = key(48, "How many phantoms are generated when the source is phantoms.", ge=2)
-    labels: str | None = key(None, "A CSV of file,label; without it labels come from dataset.json or folder names.")
+    num_phantoms: int = key(48, "How many phantoms are generated when the source is phantoms.", ge=2, le=100_000)
+    labels: PathText | None = key(
+        None, "A CSV of file,label; without it labels come from dataset.json or folder names."
+    )
     allow_outside_root: bool = key(False, "Let dataset.json name files outside its own folder.", FREE)
     orientation: str = key("RAS", "Axis codes that each volume is turned to.", pattern=r"^[RL][AP][SI]$")
     spacing: TripleMm | None = key(None, "Millimetres per voxel to resample to first; null keeps each volume's own.")
@@ -33,8 +35,8 @@ class DataSettings(Section):
     val_fraction: float = key(0.1, "Share of the volumes held out for validation.", gt=0, lt=1)
     use_augmentation: bool = key(False, "Random flips, small rotations, scalings and intensity changes.")
     cache_rate: float = key(0.0, "Share of the volumes kept in host memory after loading.", SAME, ge=0, le=1)
-    num_workers: CountOrZero = key(1, "Processes that load volumes; 0: load in the training process.", SAME)
-    prefetch_factor: Count = key(2, "Micro-batches that each worker prepares ahead.", SAME)
+    num_workers: int = key(1, "Processes that load volumes; 0: load in the training process.", SAME, ge=0, le=256)
+    prefetch_factor: int = key(2, "Micro-batches that each worker prepares ahead.", SAME, ge=1, le=1024)
     pin_memory: bool = key(False, "Page-locked host memory: faster copies to the GPU, more host memory.", SAME)
     persistent_workers: bool = key(False, "Keep the workers alive between validations.", SAME)
 

@@ -7,11 +7,14 @@ from typing import Literal
 from settings.section import (
     FREE,
     SAME,
+    Blocks,
+    BlocksPerLevel,
+    Channels,
+    ChannelsPerLevel,
     Count,
-    CountOrZero,
     Flags,
-    PerLevel,
-    PerLevelOrZero,
+    HeadsPerLevel,
+    PathText,
     Section,
     TrainingSettings,
     key,
@@ -23,10 +26,12 @@ from settings.section import (
 class UNetSettings(Section):
     """The diffusion U-Net."""
 
-    num_channels: PerLevel = key((64, 128, 256), "Channels of each level, highest resolution first.")
-    num_res_blocks: Count | PerLevel = key(2, "Residual blocks a level: one number, or one per level.")
+    num_channels: ChannelsPerLevel = key((64, 128, 256), "Channels of each level, highest resolution first.")
+    num_res_blocks: Blocks | BlocksPerLevel = key(2, "Residual blocks a level: one number, or one per level.")
     attention_levels: Flags = key((False, True, True), "Which levels have attention.")
-    num_head_channels: Count | PerLevelOrZero = key(32, "Channels of one attention head: one number, or one per level.")
+    num_head_channels: Channels | HeadsPerLevel = key(
+        32, "Channels of one attention head: one number, or one per level."
+    )
     resblock_updown: bool = key(False, "Resample inside residual blocks, as MAISI's U-Net does.")
     norm_num_groups: Count | Literal["auto"] = key(
         "auto", "Groups of each GroupNorm; auto: up to 32 that divide, of at least 4 channels."
@@ -71,7 +76,7 @@ class SchedulerSettings(Section):
     """The noise process that the U-Net learns to undo."""
 
     type: Literal["ddpm", "rflow"] = key("ddpm", "Denoising diffusion, or rectified flow.")
-    num_train_timesteps: Count = key(1000, "Timesteps of the process.")
+    num_train_timesteps: int = key(1000, "Timesteps of the process.", ge=1, le=100_000)
     prediction: Literal["epsilon", "v"] = key("epsilon", "ddpm only: the noise, or the velocity, is predicted.")
     schedule: Literal["linear_beta", "scaled_linear_beta", "cosine"] = key(
         "scaled_linear_beta", "ddpm only: how the noise grows."
@@ -84,7 +89,7 @@ class ConditioningSettings(Section):
     """What the samples can be asked to be."""
 
     type: Literal["none", "class"] = key("none", "none, or the volume's class.")
-    num_classes: CountOrZero = key(0, "Number of classes in the data; needed when the type is class.")
+    num_classes: int = key(0, "Number of classes in the data; needed when the type is class.", ge=0, le=65_536)
     dropout: float = key(0.1, "Share of the labels hidden in training, which guidance needs.", ge=0, lt=1)
 
 
@@ -128,13 +133,15 @@ class SamplingSettings(Section):
     sampler: Literal["ddpm", "ddim", "rflow"] = key("ddim", "rflow with rectified flow, ddpm or ddim otherwise.", FREE)
     num_inference_steps: Count = key(50, "Steps from noise to latent.", FREE)
     guidance_scale: float = key(1.0, "Above 1: samples follow their class more closely.", FREE, ge=0)
-    num_previews: CountOrZero = key(4, "Samples drawn at each validation.", FREE)
+    num_previews: int = key(4, "Samples drawn at each validation.", FREE, ge=0, le=1024)
 
 
 class LdmSettings(Section):
     """The `ldm` section."""
 
-    autoencoder: str | None = key(None, "Weights of the autoencoder; null: autoencoder.safetensors of the run folder.")
+    autoencoder: PathText | None = key(
+        None, "Weights of the autoencoder; null: autoencoder.safetensors of the run folder."
+    )
     unet: UNetSettings = section(UNetSettings, "The diffusion U-Net.")
     scheduler: SchedulerSettings = section(SchedulerSettings, "The noise process.")
     conditioning: ConditioningSettings = section(ConditioningSettings, "Class conditioning.")

@@ -16,8 +16,10 @@ from pydantic_core import ErrorDetails
 
 from settings.errors import ConfigError, Problem
 from settings.root import Settings
-from settings.section import Section
+from settings.section import WITHOUT_NUL, Section
 from settings.yaml_reader import parse_value, read_document
+
+_PATTERNS = {WITHOUT_NUL: "text without NUL characters"}
 
 
 def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> Settings:
@@ -83,8 +85,9 @@ def _apply(values: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
             continue
         try:
             value = parse_value(text)
-        except (yaml.YAMLError, ValueError):
-            problems.append(Problem(dotted, f"{text!r} is not a YAML value", "", "quote it"))
+        except ValueError as error:
+            found = f"{_cut(repr(text))} is not a YAML value ({error})"
+            problems.append(Problem(dotted, found, "", "quote or correct it"))
             continue
         *parents, last = dotted.split(".")
         place: Any = values
@@ -127,7 +130,9 @@ def _is_section(field: Any) -> bool:
 def _problem(where: str, group: list[ErrorDetails], values: dict[str, Any]) -> Problem:
     fields = dict(known_keys())
     if where not in fields:
-        return Problem(where, "unknown key", "", _suggest(where))
+        # Letters of other alphabets can look like Latin ones.
+        found = "unknown key" if where.isascii() else f"unknown key, in ASCII {where!a}"
+        return Problem(where, found, "", _suggest(where))
     field = fields[where]
     if _is_section(field):
         return Problem(where, f"{_look_up(values, where)!r} is not a section", "", "indent its keys below it")
@@ -157,7 +162,10 @@ def _allowed(error: ErrorDetails) -> str:
         "literal_error": str(context.get("expected", "")).replace("'", ""),
         "too_short": f"{context.get('min_length')} entries or more",
         "too_long": f"at most {context.get('max_length')} entries",
-        "string_pattern_mismatch": f"text like {context.get('pattern')}",
+        "string_pattern_mismatch": _PATTERNS.get(context.get("pattern", ""), f"text like {context.get('pattern')}"),
+        "string_too_short": "text that is not empty",
+        "string_too_long": f"at most {context.get('max_length')} characters",
+        "string_unicode": "text of valid Unicode",
         "finite_number": "a finite number",
     }
     text = words.get(kind, error["msg"][:1].lower() + error["msg"][1:])
@@ -186,7 +194,10 @@ def _suggest(where: str) -> str:
 
 def _shown(value: Any) -> str:
     text = repr(value) if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0]
-    text = " ".join(text.split())
+    return _cut(" ".join(text.split()))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 

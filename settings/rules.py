@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,12 @@ if TYPE_CHECKING:
     from settings.root import Settings
 
 Grid = tuple[int, ...]
+
+# A PiB: no machine holds it, and torch counts bytes in 63 bits.
+LARGEST_ACTIVATION_BYTES = 2**50
+
+LONGEST_NAME_BYTES = 200
+MOST_SLABS = 2048
 
 
 def _text(values: tuple[int, ...]) -> str:
@@ -24,6 +31,9 @@ def nearest_multiples(grid: Grid, factor: int) -> Grid:
 
 def find_problems(settings: Settings, stage: str | None) -> Iterator[tuple[Problem, tuple[str, ...]]]:
     """Yield each problem with the keys it was derived from; `stage` adds the rules that only that stage needs."""
+    if len(settings.name.encode()) > LONGEST_NAME_BYTES:
+        found = f"{len(settings.name.encode())} bytes are too long for a folder's name"
+        yield Problem("name", found, f"allowed: at most {LONGEST_NAME_BYTES}", "shorten it"), ()
     yield from _data(settings)
     yield from _levels("autoencoder", settings.autoencoder)
     yield from _grids(settings)
@@ -115,6 +125,19 @@ def _grids(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
                 ("autoencoder.num_channels",),
             )
     training = settings.autoencoder.training
+    largest = 4 * math.prod((training.batch_size, max(settings.autoencoder.num_channels), *settings.training_grid))
+    if largest > LARGEST_ACTIVATION_BYTES:
+        name = "voxel_size" if settings.data.patch_size is None else "patch_size"
+        yield (
+            Problem(
+                f"data.{name}",
+                f"{_text(settings.training_grid)} with batch_size {training.batch_size} makes activations of "
+                f"{largest / 2**50:.3g} PiB",
+                "allowed: at most 1 PiB",
+                "use a smaller grid",
+            ),
+            ("autoencoder.training.batch_size", "autoencoder.num_channels"),
+        )
     depth = training.discriminator.num_layers_d
     smallest = min(settings.data.training_grid)
     if training.uses_discriminator and smallest < 3 * 2**depth:
@@ -151,6 +174,14 @@ def _memory_knobs(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]
     if training.slab_rows == 1:
         found = "1 row is less than a slab and its halo need"
         yield Problem(f"{where}.slab_rows", found, "allowed: 0, or 2 and more", "set 8"), ()
+    num_slabs = settings.training_grid[0] // max(training.slab_rows, 1)
+    if training.slab_rows > 1 and num_slabs > MOST_SLABS:
+        found = f"{training.slab_rows} rows cut the grid into {num_slabs:,} slabs"
+        thicker = -(-settings.training_grid[0] // MOST_SLABS)
+        yield (
+            Problem(f"{where}.slab_rows", found, f"allowed: at most {MOST_SLABS:,} slabs", f"set {thicker} or more"),
+            ("data.voxel_size", "data.patch_size"),
+        )
     if autoencoder.implementation == "monai":
         yield from _only_lean(training)
 

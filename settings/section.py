@@ -30,14 +30,29 @@ def section(kind: type[Section], description: str) -> Any:
     return Field(default_factory=kind, description=description)
 
 
+# Far above anything that is trained, so that what cannot be meant is refused at once and not by what it takes down.
+LARGEST_AXIS = 2**16
+LARGEST_CHANNELS = 2**16
+MOST_LEVELS = 12
+MOST_BLOCKS = 64
+
 # YAML has lists, frozen settings have tuples: the container may convert, its elements stay strict.
-Triple = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False, min_length=3, max_length=3)]
-TripleMm = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False, min_length=3, max_length=3)]
-PerLevel = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False, min_length=1)]
-PerLevelOrZero = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
-Flags = Annotated[tuple[bool, ...], Field(strict=False, min_length=1)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+_OfLevels = Field(strict=False, min_length=1, max_length=MOST_LEVELS)
+_OfAxes = Field(strict=False, min_length=3, max_length=3)
+Triple = Annotated[tuple[Annotated[int, Field(ge=1, le=LARGEST_AXIS)], ...], _OfAxes]
+TripleMm = Annotated[tuple[Annotated[float, Field(ge=1e-6, le=1e6)], ...], _OfAxes]
+Channels = Annotated[int, Field(ge=1, le=LARGEST_CHANNELS)]
+ChannelsPerLevel = Annotated[tuple[Channels, ...], _OfLevels]
+HeadsPerLevel = Annotated[tuple[Annotated[int, Field(ge=0, le=LARGEST_CHANNELS)], ...], _OfLevels]
+Blocks = Annotated[int, Field(ge=1, le=MOST_BLOCKS)]
+BlocksOrZero = Annotated[int, Field(ge=0, le=MOST_BLOCKS)]
+BlocksPerLevel = Annotated[tuple[Blocks, ...], _OfLevels]
+BlocksPerLevelOrZero = Annotated[tuple[BlocksOrZero, ...], _OfLevels]
+Flags = Annotated[tuple[bool, ...], _OfLevels]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
+WITHOUT_NUL = r"^[^\x00]*$"
+PathText = Annotated[str, Field(min_length=1, max_length=4096, pattern=WITHOUT_NUL)]
 
 
 def largest_common_divisor(channels: tuple[int, ...], at_most: int) -> int:

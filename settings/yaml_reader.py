@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,43 @@ from typing import Any
 import yaml
 
 from settings.errors import ConfigError, Problem
+from settings.files import read_text, reason
+
+# A config has some two hundred values, four sections deep.
+MOST_VALUES = 10_000
+DEEPEST = 30
+LARGEST_FILE = 1024 * 1024
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader with YAML 1.2's scalars instead of YAML 1.1's."""
+    """Safe loader with YAML 1.2's scalars instead of YAML 1.1's, and bounds on depth and on what aliases add up to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._num_values: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose a node; an alias counts as all the values that it stands for."""
+        event = self.peek_event()
+        mark: Any = event.start_mark
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} deep", problem_mark=mark)
+        node: Any = super().compose_node(parent, index)
+        self._depth -= 1
+        if isinstance(event, yaml.AliasEvent) and node not in self._num_values:
+            raise yaml.MarkedYAMLError(problem="an alias inside what it stands for", problem_mark=mark)
+        self._num_values.setdefault(node, 1 + sum(map(self._num_values.__getitem__, _parts(node))))
+        if max(self._num_values[node], len(self._num_values)) > MOST_VALUES:
+            raise yaml.MarkedYAMLError(problem=f"more than {MOST_VALUES:,} values", problem_mark=mark)
+        return node
+
+
+def _parts(node: Any) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -30,12 +64,26 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
 
 
-def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    # YAML 1.1 reads 010 as eight.
-    return int(str(loader.construct_scalar(node)))
+def _scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    """Return the number or the boolean that a scalar stands for, with YAML 1.2's rules: 010 is ten."""
+    text = str(loader.construct_scalar(node)).lower()
+    if node.tag.endswith(":int"):
+        return int(text)
+    if node.tag.endswith(":float"):
+        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    if text not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text == "true"
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+# Nothing else: a config has no dates, sets or bytes.
+_Loader.yaml_constructors = {
+    tag: make
+    for tag, make in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.rsplit(":", 1)[-1] in ("null", "str", "seq", "map")
+}
+for _tag in ("bool", "int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _scalar)
 
 
 @dataclass(frozen=True)
@@ -47,45 +95,68 @@ class Document:
 
 
 def parse_value(text: str) -> Any:
-    """Parse one value as the file would be parsed."""
-    return yaml.load(text, Loader=_Loader)
+    """Parse one value as the file would be parsed; raise `ValueError` with the reason when it is not YAML."""
+    return _parse(text, lambda node: None)
 
 
 def read_document(path: Path) -> Document:
     """Read a config file; raise `ConfigError` when it is missing, not YAML, or repeats a key."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, LARGEST_FILE)
     except FileNotFoundError:
         near = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         remedy = f"there is: {', '.join(near)}" if near else "give the path of a YAML file"
         raise ConfigError([Problem(str(path), "no such file", "", remedy)]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem(str(path), f"cannot be read ({error})", "allowed: a UTF-8 text file")]) from None
-    loader: _Loader | None = None
+    except OSError as error:
+        found = f"cannot be read ({reason(error)})"
+        raise ConfigError([Problem(str(path), found, "allowed: a UTF-8 text file")]) from None
+    problems: list[Problem] = []
+    lines: dict[str, int] = {}
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        problems: list[Problem] = []
-        lines: dict[str, int] = {}
-        if node is not None:
-            _walk(node, "", path, lines, problems)
-        if problems:
-            raise ConfigError(problems, source=str(path))
-        values = {} if node is None else loader.construct_document(node)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        detail = getattr(error, "problem", None) or str(error) or "too deeply nested"
-        raise ConfigError([Problem(where, f"not valid YAML ({detail})", "", "check indentation and quotes")]) from None
-    finally:
-        if loader is not None:
-            loader.dispose()
+        values = _parse(text, lambda node: _walk(node, "", lines, problems))
+    except _NotYamlError as error:
+        where = f"{path}:{error.line}" if error.line else str(path)
+        raise ConfigError([Problem(where, f"not valid YAML ({error})", "", "check indentation and quotes")]) from None
+    if problems:
+        raise ConfigError(problems, source=str(path))
+    if values is None:
+        values = {}
     if not isinstance(values, dict):
         raise ConfigError([Problem(str(path), f"holds a {type(values).__name__}", "allowed: keys and values")])
     return Document(values, lines)
 
 
-def _walk(node: yaml.Node, prefix: str, path: Path, lines: dict[str, int], problems: list[Problem]) -> None:
+class _NotYamlError(ValueError):
+    """Text that is not YAML, with the line where it stops being so, if that is known."""
+
+    def __init__(self, reason: str, line: int | None) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+def _parse(text: str, look_at: Callable[[yaml.Node], None]) -> Any:
+    """Return the value of a text, after a look at its nodes; raise `_NotYamlError`."""
+    loader: _Loader | None = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        look_at(node)
+        return loader.construct_document(node)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise _NotYamlError(f"the character U+{int(error.character):04X} is not allowed", line) from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error)
+        raise _NotYamlError(problem, mark.line + 1 if mark else None) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _walk(node: yaml.Node, prefix: str, lines: dict[str, int], problems: list[Problem]) -> None:
     """Note the line of each key, and each key that stands twice in one mapping."""
     if not isinstance(node, yaml.MappingNode):
         return
@@ -96,4 +167,4 @@ def _walk(node: yaml.Node, prefix: str, path: Path, lines: dict[str, int], probl
             found = f"given twice, on lines {lines[dotted]} and {line}"
             problems.append(Problem(dotted, found, "allowed: once", "remove one"))
         lines[dotted] = line
-        _walk(value, f"{dotted}.", path, lines, problems)
+        _walk(value, f"{dotted}.", lines, problems)

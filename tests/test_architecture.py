@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("settings", "models", "losses", "data", "training", "memory", "scripts", "tests")
+PACKAGES = ("settings", "models", "losses", "data", "training", "memory", "scripts", "dev", "tests")
 MAY_IMPORT = {
     "settings": set(),
     "models": {"settings"},
@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "training": {"settings", "models", "losses", "data"},
     "memory": {"settings", "models", "losses", "data", "training"},
     "scripts": {"settings", "models", "losses", "data", "training", "memory"},
+    "dev": {"settings", "models", "losses", "data", "training", "memory", "scripts"},
     "tests": {*PACKAGES, "train_autoencoder", "train_ldm"},
 }
 SOURCES = sorted(p for p in ROOT.rglob("*.py") if not {".venv", "runs"} & set(p.relative_to(ROOT).parts))

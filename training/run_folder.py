@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from settings import Settings, UserError, dump_yaml
+from settings.files import check_regular, reason
 from training.distributed import Process
 
 log = logging.getLogger(__name__)
@@ -60,9 +61,10 @@ def _lock(folder: RunFolder, stack: ExitStack) -> None:
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         lock = stack.enter_context((folder.path / ".lock").open("a+"))
+        check_regular(folder.path / ".lock")
     except OSError as error:
         raise UserError(
-            f"{folder.path}: cannot be written ({error.strerror}); make it writable, or start where it is"
+            f"{folder.path}: cannot be written ({reason(error)}); make it writable, or start where it is"
         ) from error
     try:
         # The system drops this lock when the process ends, however it ends. Not flock: the loader's workers would

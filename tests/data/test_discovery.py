@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,6 +108,14 @@ def test_paths_of_dataset_json_stay_inside_its_folder_unless_allowed(make_volume
         ("[]", 'no list "training"'),
         ('{"training": {}}', 'no list "training"'),
         ('{"training": []}', '"training" is empty'),
+        ('{"training": [], "validation": ["a.nii.gz"]}', '"training" is empty'),
+        ('{"training": "a.nii.gz"}', 'no list "training"'),
+        ('{"training": [{"label": 1}]}', "entry 0: its image is null; one path is allowed"),
+        ('{"training": [NaN, true, [], ""]}', "4 problems"),
+        ('{"training": [{"image": "a.nii.gz", "class": 1.5}]}', "its class is 1.5; text or a whole number is allowed"),
+        ('{"training": [{"image": "' + "[" * 500 + '\\u0000"}]}', "[[..."),
+        ('{"training": ["\\ud800.nii.gz"]}', "entry 0: "),
+        ('{"training": [' + "1" * 5000 + "]}", "cannot be read as JSON"),
         ('{"training": [3, {"image": ["a.nii", "b.nii"]}]}', "2 problems"),
         ('{"training": ["a.nii.gz", "./a.nii.gz"]}', "a.nii.gz: listed more than once"),
         ('{"training": ["a.nii.gz"], "validation": 3}', '"validation" is not a list'),
@@ -150,7 +159,12 @@ def test_volumes_without_a_row_are_reported_with_the_other_problems(make_volume:
         (None, "cannot be read"),
         ("", "has the columns (none); file and label are needed"),
         ("name,label\n", "has the columns name, label; file and label are needed"),
+        ("file,file,label\na,b,1\n", "has the columns file, file, label; file and label are needed, once each"),
+        ("file,label,Label\na,b,1\n", "has the columns file, label, label; file and label are needed, once each"),
+        ("file;label\na;1\n", "has the columns file;label; file and label are needed"),
         ("file,label\na\n", "line 2 has no file or no label"),
+        ("file,label\na,1\n\nb,left, lower\n", "line 4 has 3 fields for 2 columns"),
+        ('file,label\n"a,1\n', "line 2 cannot be read"),
         ("file,label\na,1\na,2\n", "gives a two labels"),
     ],
 )
@@ -166,3 +180,54 @@ def test_a_label_table_that_cannot_be_used_is_refused(tmp_path: Path, content: s
 def test_numbered_classes_are_ordered_as_numbers() -> None:
     found = [Found(Path(name), name, name) for name in ("10", "9", "1")]
     assert class_names_of(found) == ("1", "9", "10")
+
+
+def test_columns_that_nobody_reads_may_stand_twice(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text("age,file,age,label\n3,a.nii.gz,4,ill\n")
+    labelled, missing = with_labels([Found(Path("a.nii.gz"), "a.nii.gz")], str(tmp_path / "labels.csv"))
+    assert [item.class_name for item in labelled] == ["ill"]
+    assert missing == []
+
+
+def test_classes_of_thousands_of_digits_are_names() -> None:
+    names = {"9" * 5000, "10"}
+    assert set(class_names_of([Found(Path(name), name, name) for name in names])) == names
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("dataset.json", os.mkfifo),
+        ("dataset.json", os.mkdir),
+        ("dataset.json", lambda path: path.symlink_to("dataset.json")),
+        ("dataset.json", lambda path: path.write_bytes("{}".encode("utf-16"))),
+        ("dataset.json", lambda path: path.write_bytes(b"\xff{}")),
+        ("x" * 300, lambda path: None),
+        ("x" * 300 + ".json", lambda path: None),
+        ("~nobody-of-that-name/volumes", lambda path: None),
+        ("loop", lambda path: path.symlink_to("loop")),
+        ("a.nii.gz", os.mkfifo),
+    ],
+)
+def test_source_that_is_neither_folder_nor_listing_is_refused(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / name)
+    source = name if name.startswith("~") else str(tmp_path / name)
+    with pytest.raises(DataError, match=r"cannot be read \(|does not exist|is a single file|holds no volume"):
+        discover(source, False)
+
+
+@pytest.mark.timeout(10)
+def test_label_table_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "labels.csv")
+    with pytest.raises(DataError, match=r"labels\.csv cannot be read \(not a regular file\)"):
+        with_labels([], str(tmp_path / "labels.csv"))
+
+
+def test_names_longer_than_any_disk_takes_are_missing_files(tmp_path: Path) -> None:
+    source = write_listing(tmp_path / "volumes", ["x" * 300 + ".nii.gz", "y" * 300 + ".npy"])
+    with pytest.raises(DataError, match=r"x\.nii\.gz: no such file; restore it") as refusal:
+        prepare_volumes(build_settings(source=source), seed=0, in_channels=1)
+    assert "y.npy: no such file" in str(refusal.value)

@@ -1,4 +1,4 @@
-"""Runs that are killed lose nothing: the campaign of scripts/fault_campaign.py in short."""
+"""Runs that are killed lose nothing: the campaign of dev/fault_campaign.py in short."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from scripts.fault_campaign import RUNNING, SAVING, START, DisturbedRun, Reference, Tally, document
+from dev.fault_campaign import RUNNING, SAVING, START, DisturbedRun, Reference, Tally, document
 
 
 @pytest.fixture(scope="module")

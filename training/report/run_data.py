@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from settings import ConfigError, Settings, UserError, load_settings
+from training.report.run_files import Environment, MemoryRecord, OutOfMemoryReport, read_metrics, read_record
 from training.report.volumes import stored_volumes
 from training.run_folder import RunFolder
 
@@ -22,11 +25,12 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, Any]:
     """Return everything the page shows of one run; raise `UserError` for a folder that is not a run."""
     run = RunFolder(path)
-    if not run.config.is_file():
+    if not os.path.isfile(run.config):
         raise UserError(f"{path}: no config.yaml; give the folder of a run, such as runs/quickstart")
     settings = load_settings(run.config)
-    environment = _read_json(run.environment) or {}
-    stages = [stage for stage in (_stage(run, settings, name) for name in STAGES) if stage is not None]
+    environment = read_record(run.environment, Environment) or {}
+    lines = read_metrics(run.metrics)
+    stages = [stage for stage in (_stage(run, settings, name, lines) for name in STAGES) if stage is not None]
     return {
         "name": settings.name,
         "folder": str(path),
@@ -34,7 +38,7 @@ def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, 
         "viewer": _viewer(run, volume_budget),
         "config": _config(settings, environment.get("command", [])),
         "environment": environment,
-        "out_of_memory": _out_of_memory(_read_json(path / "oom_report.json"), stages),
+        "out_of_memory": _out_of_memory(read_record(path / "oom_report.json", OutOfMemoryReport), stages),
     }
 
 
@@ -46,9 +50,9 @@ def _out_of_memory(report: dict[str, Any] | None, stages: list[dict[str, Any]]) 
     return None if is_past else report
 
 
-def _stage(run: RunFolder, settings: Settings, stage: str) -> dict[str, Any] | None:
-    lines = [line for line in _metrics(run.metrics) if line.get("stage") == stage]
-    memory = _read_json(run.path / f"memory_{stage}.json")
+def _stage(run: RunFolder, settings: Settings, stage: str, metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
+    lines = [line for line in metrics if line.get("stage") == stage]
+    memory = read_record(run.path / f"memory_{stage}.json", MemoryRecord)
     if not lines and memory is None:
         return None
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
@@ -62,26 +66,14 @@ def _stage(run: RunFolder, settings: Settings, stage: str) -> dict[str, Any] | N
     }
 
 
-def _metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl; one that was cut off when the run was killed is left out."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
-
-
 def _curves(lines: list[dict[str, Any]]) -> dict[str, list[list[float | None]]]:
     """Return [step, value] pairs by metric, thinned; what is not finite becomes null, which breaks the line."""
     curves: dict[str, list[list[float | None]]] = {}
     for line in lines:
         for name, value in line.items():
             if name not in ("stage", "step") and isinstance(value, int | float):
-                shown = float(f"{value:.6g}") if math.isfinite(value) else None
+                # Whole numbers can be larger than any float.
+                shown = float(f"{value:.6g}") if abs(value) <= sys.float_info.max else None
                 curves.setdefault(name, []).append([line["step"], shown])
     return {name: _thin(points) for name, points in curves.items()}
 
@@ -151,7 +143,7 @@ def _preset(command: list[str]) -> tuple[Settings, str]:
     words = [part for word in command for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     for flag, given in pairwise(words):
         for path in (Path(given), _ROOT / given) if flag == "--config" else ():
-            if path.is_file():
+            if os.path.isfile(path):
                 try:
                     return load_settings(path), given
                 except ConfigError:
@@ -169,11 +161,3 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _plain(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
-
-
-def _read_json(path: Path) -> Any:
-    """Return what a file holds; None when it is not there or was cut off."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None

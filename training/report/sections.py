@@ -6,6 +6,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+from settings.command_line import escaped
 from training.report.charts import GIB, STAGE_TITLES, last, peak_gib
 
 _FIGURES = (
@@ -192,4 +193,5 @@ def _gib(nbytes: float) -> str:
 
 
 def _text(value: object) -> str:
-    return html.escape(str(value), quote=True)
+    # Names of files may hold what no encoding has.
+    return html.escape(escaped(str(value)), quote=True)

@@ -6,9 +6,11 @@ A volume is one grey PNG with all slices of its first axis as tiles; the page re
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +18,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from pydantic import BaseModel, PositiveInt
 from torch import Tensor
 from torch.nn import functional as F
 
+from settings.files import check_regular
 from training.run_folder import RunFolder
 
 MAX_VOXELS = 500_000
 MAX_COPIES = 4
 """Volumes of one validation that are kept, for instance samples."""
 _FACTS = "volume"
+
+# What Pillow raises for damaged pictures, and what a text chunk that is not ours gives.
+PICTURE_ERRORS = (OSError, SyntaxError, ValueError, KeyError, EOFError, struct.error, Image.DecompressionBombError)
 _NAME = re.compile(r"(?P<stage>[a-z]+)_(?P<step>\d{8})_(?P<role>[a-z0-9_]+)\.png")
 
 
@@ -83,6 +90,20 @@ def viewer_folder(run: RunFolder) -> Path:
     return run.previews / "volumes"
 
 
+class _Facts(BaseModel):
+    """How the slices of a volume lie in its picture."""
+
+    shape: tuple[PositiveInt, PositiveInt, PositiveInt]
+    grid: tuple[PositiveInt, ...]
+    columns: PositiveInt
+
+    @property
+    def picture_size(self) -> tuple[int, int]:
+        """Return width and height of the picture."""
+        depth, height, width = self.shape
+        return self.columns * width, math.ceil(depth / self.columns) * height
+
+
 @dataclass(frozen=True)
 class StoredVolume:
     """A volume of the viewer on disk."""
@@ -95,12 +116,16 @@ class StoredVolume:
     def to_page(self) -> dict[str, Any] | None:
         """Return shape, grid, tiles a row and the PNG as a data address; None for a file that is no such volume."""
         try:
-            with Image.open(self.path) as picture:
-                facts = json.loads(getattr(picture, "text", {})[_FACTS])
-        except (OSError, UnidentifiedImageError, KeyError, json.JSONDecodeError):
+            check_regular(self.path)
+            content = self.path.read_bytes()
+            with Image.open(io.BytesIO(content)) as picture:
+                picture.load()
+                facts = _Facts.model_validate_json(getattr(picture, "text", {})[_FACTS])
+                is_whole = picture.size == facts.picture_size
+        except PICTURE_ERRORS:
             return None
-        encoded = base64.b64encode(self.path.read_bytes()).decode("ascii")
-        return {**facts, "source": f"data:image/png;base64,{encoded}"}
+        encoded = base64.b64encode(content).decode("ascii")
+        return {**facts.model_dump(), "source": f"data:image/png;base64,{encoded}"} if is_whole else None
 
 
 def stored_volumes(run: RunFolder) -> list[StoredVolume]:

@@ -1,6 +1,6 @@
 """Kill short runs of both stages again and again and check that nothing is lost.
 
-python scripts/fault_campaign.py --kills 100
+python dev/fault_campaign.py --kills 100
 """
 
 from __future__ import annotations
@@ -28,50 +28,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dev.campaign_config import CONFIG, NUM_STEPS, write_config
 from scripts.warm_start import PATIENCE_SECONDS, Command, WarmStart
 from settings import UserError
-from settings.command_line import at_least, parser, run
+from settings.command_line import at_least, check_output_file, parser, run
 
 log = logging.getLogger("fault_campaign")
 
 SCRIPTS = {"autoencoder": "train_autoencoder.py", "ldm": "train_ldm.py"}
-NUM_STEPS = 24
 KILLS_PER_STAGE = 10
 START, RUNNING, SAVING = "while starting", "while running", "while saving"
 MOMENTS = (START, RUNNING, RUNNING, SAVING, SAVING)
 """From which a kill's moment is drawn; nothing is at stake while starting, so the others come more often."""
-
-_TRAINING = {"max_steps": NUM_STEPS, "log_every": 1, "validate_every": 8, "save_every": 3, "ema_decay": 0.9}
-CONFIG: dict[str, Any] = {
-    "name": "campaign",
-    "seed": 3,
-    "data": {"voxel_size": [16, 16, 16], "num_phantoms": 6, "val_fraction": 0.2, "cache_rate": 0.5, "num_workers": 0},
-    "autoencoder": {
-        "num_channels": [8, 16],
-        "num_res_blocks": 1,
-        "norm_num_groups": 4,
-        "attention_levels": [False, False],
-        "training": {
-            **_TRAINING,
-            "batch_size": 1,
-            "gradient_accumulation_steps": 2,
-            "use_gradient_checkpointing": False,
-            "adversarial_start_step": 4,
-            "discriminator": {"num_layers_d": 1, "num_channels": 8},
-        },
-    },
-    "ldm": {
-        "unet": {
-            "num_channels": [16, 32],
-            "num_res_blocks": 1,
-            "attention_levels": [False, True],
-            "num_head_channels": 8,
-        },
-        "training": {**_TRAINING, "batch_size": 2},
-        "sampling": {"num_inference_steps": 2, "num_previews": 1},
-    },
-    "device": {"type": "cpu", "mixed_precision": False},
-}
 
 
 @dataclass
@@ -99,7 +67,7 @@ class Reference:
         self.starting: dict[str, float] = {}
         self.training: dict[str, float] = {}
         folder.mkdir()
-        _write_config(folder)
+        write_config(folder)
         for stage in SCRIPTS:
             self._train(stage, start)
 
@@ -119,7 +87,7 @@ class DisturbedRun:
     def __init__(self, folder: Path, reference: Reference, start: WarmStart, tally: Tally, rng: random.Random) -> None:
         self.folder, self.reference, self.start, self.tally, self.rng = folder, reference, start, tally, rng
         folder.mkdir()
-        _write_config(folder)
+        write_config(folder)
         self.checkpoints = folder / "runs" / CONFIG["name"] / "checkpoints"
         self._number = itertools.count()
 
@@ -262,12 +230,6 @@ def _final_state(run_folder: Path, stage: str) -> str:
     return digest.hexdigest()
 
 
-def _write_config(folder: Path) -> None:
-    import yaml
-
-    (folder / "campaign.yaml").write_text(yaml.safe_dump(CONFIG))
-
-
 def campaign(folder: Path, num_kills: int, seed: int, jobs: int, on_kill: Callable[[], Any]) -> Tally:
     """Make the undisturbed run, then disturbed ones until `num_kills` commands were killed."""
     start, tally = WarmStart(), Tally()
@@ -336,6 +298,8 @@ def document(tally: Tally, command: str) -> str:
 
 def main(options: argparse.Namespace) -> int:
     """Run the campaign; 1 when anything was lost, and then the folder of the runs stays."""
+    if options.write is not None:
+        check_output_file(options.write, "--write")
     from tqdm import tqdm
 
     jobs = options.jobs or len(os.sched_getaffinity(0))
@@ -343,9 +307,9 @@ def main(options: argparse.Namespace) -> int:
     log.info("runs and their logs: %s", folder)
     with tqdm(total=options.kills, desc="kills", unit="kill", dynamic_ncols=True) as bar:
         tally = campaign(folder, options.kills, options.seed, jobs, bar.update)
-    text = document(tally, f"python scripts/fault_campaign.py --kills {options.kills} --seed {options.seed}")
+    text = document(tally, f"python dev/fault_campaign.py --kills {options.kills} --seed {options.seed}")
     print(text)
-    if options.write:
+    if options.write is not None:
         Path(options.write).write_text(text, encoding="utf-8")
     if tally.failures:
         return 1
@@ -356,7 +320,7 @@ def main(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     arguments = parser(
         "Kill short runs of both stages at random moments and check that nothing is lost.",
-        ["python scripts/fault_campaign.py --kills 100 --write docs/fault_campaign.md"],
+        ["python dev/fault_campaign.py --kills 100 --write docs/fault_campaign.md"],
     )
     arguments.add_argument("--kills", type=at_least(1), default=100, help="commands to kill (100)")
     arguments.add_argument("--seed", type=int, default=0, help="of the random moments")

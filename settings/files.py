@@ -1,0 +1,43 @@
+"""Reads text files: regular ones only, in UTF-8, of a size that text has."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+LARGEST_TEXT = 64 * 1024 * 1024
+
+
+def check_regular(path: Path) -> int:
+    """Return the size of a regular file, links followed; raise `OSError` for anything else.
+
+    Opening a FIFO waits for somebody to write into it, and a device may have no end.
+    """
+    try:
+        status = path.stat()
+    except ValueError as error:  # a NUL in the path
+        raise OSError(str(error)) from None
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError("a folder, not a file")
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError("not a regular file")
+    return status.st_size
+
+
+def read_text(path: Path, largest: int = LARGEST_TEXT) -> str:
+    """Return a text file without its byte order mark; raise `OSError` with the reason when it is none."""
+    size = check_regular(path)
+    if size > largest:
+        raise OSError(f"{size:,} bytes, where at most {largest:,} are read")
+    content = path.read_bytes()
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise OSError("UTF-16, not UTF-8")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OSError(f"byte {error.start} is not UTF-8") from None
+
+
+def reason(error: OSError) -> str:
+    """Return why a file could not be read, without its name, which the message around it gives."""
+    return error.strerror or str(error)

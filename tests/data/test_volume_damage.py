@@ -1,0 +1,170 @@
+"""Damaged files of every format give a DataError in their name; a mistake in our own code gives a traceback."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from data import readers
+from data.formats import read_header, read_volume
+from settings import DataError
+from tests.data.small_volumes import random_voxels
+from tests.data.test_volume_formats import FORMATS, write
+
+FLOATS = (-1.0, float("nan"), float("inf"), 1e30, 1e-40)
+INTEGERS = (0, -1, 5, 8, 2048, 32767)
+PIECES = (*b"'(){}[]:,=\n\0O-", b"nan", b"99999999999999999999", b"<c16", b"|O", b"\xff\xff\xff\x7f", b"NDims = 3\n")
+
+
+def read_or_refuse(path: Path) -> None:
+    """Read a file, or meet a DataError that names it; anything else is an error of the test."""
+    message = path.name
+    try:
+        read_volume(path)
+    except DataError as error:
+        message = str(error)
+    assert path.name in message
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_file_cut_at_any_place_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"v{suffix}", random_voxels(0))
+    content = path.read_bytes()
+    for end in {*range(0, min(420, len(content)), 7), *range(0, len(content), len(content) // 40)}:
+        path.write_bytes(content[:end])
+        with pytest.raises(DataError, match=f"v{suffix}: "):
+            read_volume(path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_file_with_foreign_pieces_is_read_or_refused(tmp_path: Path, suffix: str) -> None:
+    content = write(tmp_path / f"v{suffix}", random_voxels(0)).read_bytes()
+    rng = random.Random(suffix)
+    for _ in range(120):
+        damaged = bytearray(content)
+        for _ in range(rng.choice((1, 2, 5))):
+            place, piece = rng.randrange(min(len(damaged), 400)), rng.choice(PIECES)
+            piece = bytes([piece]) if isinstance(piece, int) else piece
+            damaged[place : place + rng.choice((0, len(piece)))] = piece
+        (tmp_path / f"v{suffix}").write_bytes(damaged)
+        read_or_refuse(tmp_path / f"v{suffix}")
+
+
+@pytest.mark.parametrize("kind", [nib.Nifti1Image, nib.Nifti2Image])
+def test_every_nifti_field_may_hold_any_number(tmp_path: Path, kind: Any) -> None:
+    image = kind(np.arange(960, dtype=np.int16).reshape(12, 10, 8), np.diag([1.0, 2.0, 3.0, 1.0]))
+    content, fields = image.to_bytes(), image.header.template_dtype
+    for name in fields.names:
+        field, offset = fields.fields[name][:2]
+        base = field.base
+        for value in FLOATS if base.kind == "f" else INTEGERS if base.kind in "iu" else ():
+            new = np.array(value).astype(base).tobytes()
+            for place in {offset, offset + field.itemsize - base.itemsize}:
+                damaged = content[:place] + new + content[place + len(new) :]
+                (tmp_path / "v.nii").write_bytes(damaged)
+                read_or_refuse(tmp_path / "v.nii")
+
+
+def npy(header: bytes) -> bytes:
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(960)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{'descr': '<f4', 3: False, 'shape': (4, 4, 4)}",
+        b"{'descr': '<f4', [1]: False, 'shape': (4, 4, 4)}",
+        b"{'descr': '<i4,<q,', 'fortran_order': False, 'shape': (4, 4, 4)}",
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (4, 4, " + b"(" * 500,
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999, 4, 4)}",
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (-4, 4, 4)}",
+        b"{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (4, 4, 4)}",
+        b"{'descr': '|O', 'fortran_order': False, 'shape': (4, 4, 4)}",
+        b"{'descr'",
+        b"",
+    ],
+)
+def test_numpy_headers_that_are_none_are_refused(tmp_path: Path, header: bytes) -> None:
+    (tmp_path / "v.npy").write_bytes(npy(header))
+    with zipfile.ZipFile(tmp_path / "v.npz", "w") as archive:
+        archive.writestr("image.npy", npy(header))
+    for name in ("v.npy", "v.npz"):
+        with pytest.raises(DataError, match=rf"{name}: "):
+            read_volume(tmp_path / name)
+
+
+def packed(method: int, **members: bytes) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", method) as archive:
+        for name, content in members.items():
+            archive.writestr(f"{name}.npy", content)
+    return stream.getvalue()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_any_byte_of_an_archive_may_be_wrong(tmp_path: Path, method: int) -> None:
+    stream = io.BytesIO()
+    np.save(stream, random_voxels(0)[0, :4, :4, :4])
+    content = packed(method, image=stream.getvalue())
+    for place in range(0, len(content), 5):
+        for value in (content[place] ^ 1, content[place] ^ 0x40):
+            (tmp_path / "v.npz").write_bytes(content[:place] + bytes([value]) + content[place + 1 :])
+            read_or_refuse(tmp_path / "v.npz")
+
+
+@pytest.mark.parametrize(
+    "affine", [b"no array", b"", npy(b"{'descr': '<U1', 'fortran_order': False, 'shape': (4, 4)}")]
+)
+def test_an_affine_that_is_no_matrix_of_numbers_is_refused(tmp_path: Path, affine: bytes) -> None:
+    stream = io.BytesIO()
+    np.save(stream, random_voxels(0)[0])
+    (tmp_path / "v.npz").write_bytes(packed(zipfile.ZIP_DEFLATED, image=stream.getvalue(), affine=affine))
+    with pytest.raises(DataError, match=r"v\.npz: its array affine is of shape"):
+        read_volume(tmp_path / "v.npz")
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (os.mkfifo, "not a regular file; remove it"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a regular file; remove it"),
+        (lambda path: path.symlink_to(path.name), "no such file"),
+        (os.mkdir, "a folder, not a file"),
+    ],
+)
+def test_what_is_no_file_is_refused_without_waiting_for_it(
+    tmp_path: Path, suffix: str, make: Callable[[Path], None], text: str
+) -> None:
+    make(tmp_path / f"v{suffix}")
+    with pytest.raises(DataError, match=rf"v{suffix}: {text}"):
+        read_volume(tmp_path / f"v{suffix}")
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize("mistake", [AttributeError, TypeError, ValueError, RuntimeError, KeyError])
+def test_mistakes_of_our_own_are_not_told_as_damaged_files(
+    tmp_path: Path, suffix: str, mistake: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / f"v{suffix}", random_voxels(0))
+
+    def wrong(*_: Any, **__: Any) -> None:
+        raise mistake("a mistake")
+
+    monkeypatch.setattr(readers, "_spatial", wrong)
+    with pytest.raises(mistake, match="a mistake"):
+        read_header(path)

@@ -1,0 +1,129 @@
+"""Configs that nobody meant to write: each is answered at once and in words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from settings import ConfigError, load_settings
+
+pytestmark = pytest.mark.timeout(10)
+
+
+def answer(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(path, overrides)
+    return str(caught.value)
+
+
+def bomb(form: str) -> str:
+    """Ten lines, each of which stands for nine times the one before it."""
+    lines = ["a: &a 1"]
+    for before, name in zip("abcdefghij", "bcdefghijk", strict=True):
+        lines.append(f"{name}: &{name} " + form.format(*[f"*{before}"] * 9))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (bomb("[{}, {}, {}, {}, {}, {}, {}, {}, {}]"), "not valid YAML (more than 10,000 values)"),
+        (bomb("{{a: {}, b: {}, c: {}, d: {}, e: {}, f: {}, g: {}, h: {}, i: {}}}"), "more than 10,000 values"),
+        ("a: [" + "1, " * 20_000 + "1]", "more than 10,000 values"),
+        ("a: " + "[" * 500, "nested more than 30 deep"),
+        ("- " * 2000, "nested more than 30 deep"),
+        ("a: &a [*a]", "an alias inside what it stands for"),
+        ("data: !!bool maybe", "'maybe' is neither true nor false"),
+        ("data: !!float ''", "not valid YAML"),
+        ("data: !!timestamp soon", "not valid YAML"),
+        ("data: {source: !!binary aGFsbG8=}", "not valid YAML"),
+        ("data:\n\tsource: x\n", r"config.yaml:2: not valid YAML (found character '\t'"),
+        ("seed: 1\nname: a\0\n", "config.yaml:2: not valid YAML (the character U+0000 is not allowed)"),
+        ("seed: 1\n---\nseed: 2\n", "found another document"),
+        ("seed: 1\n'seed': 2\n", "given twice, on lines 1 and 2"),
+        ("x" * (1 << 21), "2,097,152 bytes, where at most 1,048,576 are read"),
+        ("seed: 1\n".encode("utf-16"), "UTF-16, not UTF-8"),
+        ("name: café".encode("latin-1"), "byte 9 is not UTF-8"),
+        ("d\u0430ta: {}", r"unknown key, in ASCII 'd\u0430ta'; did you mean data?"),
+        ("name: " + "猫" * 100, "300 bytes are too long for a folder's name"),
+        (r'data: {source: "a\0b"}', "text without NUL characters"),
+        ("data: {source: ''}", "text that is not empty"),
+    ],
+)
+def test_file_is_refused_in_words(tmp_path, content, expected):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert expected in answer(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.voxel_size=" + "[" * 500, "data.voxel_size: '[[[[[[["),
+        ("data.voxel_size=" + "[" * 500, "... is not a YAML value (nested more than 30 deep)"),
+        ("data.source=a\udcff", "the character U+DCFF is not allowed"),
+        ("data.voxel_size=[1000000000, 64, 64]", "each at most 65536"),
+        ("data.voxel_size=[65536, 65536, 65536]", "makes activations of 64 PiB; allowed: at most 1 PiB"),
+        ("autoencoder.training.batch_size=2147483647", "with batch_size 2147483647 makes activations of"),
+        ("autoencoder.training.batch_size=9223372036854775808", "below 2147483648"),
+        ("autoencoder.training.learning_rate=1" + "0" * 400, "allowed: a number"),
+        ("autoencoder.training.learning_rate=1" + "0" * 5000, "not a YAML value"),
+        ("autoencoder.training.discriminator.num_layers_d=1000000000", "at most 10"),
+        ("ldm.unet.num_channels=[1000000000001, 1000000000002, 1000000000003]", "each at most 65536"),
+        ("ldm.unet.num_channels=[" + "64, " * 5000 + "64]", "at most 12 entries"),
+        ("ldm.scheduler.num_train_timesteps=1000000000", "at most 100000"),
+        ("data.num_workers=1000000", "at most 256"),
+        ("data.spacing=[1e-300, 1.0, 1.0]", "each at least 1e-06"),
+    ],
+)
+def test_override_is_refused_in_words(tmp_path, override, expected):
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: 1\n")
+    assert expected in answer(path, override)
+
+
+def test_grid_in_thousands_of_slabs_is_refused_with_what_is_allowed(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("data: {voxel_size: [16384, 64, 64]}\nautoencoder: {training: {slab_rows: 2}}")
+    assert "2 rows cut the grid into 8,192 slabs; allowed: at most 2,048 slabs; set 8 or more" in answer(path)
+    load_settings(path, ["autoencoder.training.slab_rows=8"])
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (os.mkfifo, "not a regular file"),
+        (os.mkdir, "a folder, not a file"),
+        (loop, "Too many levels of symbolic links"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+        (lambda path: path.symlink_to("nowhere"), "no such file"),
+    ],
+)
+def test_config_that_is_no_file_is_refused_in_words(tmp_path, make: Callable[[Path], None], expected):
+    make(tmp_path / "config.yaml")
+    assert expected in answer(tmp_path / "config.yaml")
+
+
+def test_config_of_an_impossible_name_is_refused_in_words(tmp_path):
+    assert "File name too long" in answer(tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbfseed: 3\r\nname: a\r\n", b"seed: 3\rname: a\r"])
+def test_byte_order_mark_and_foreign_line_ends_are_read(tmp_path, content):
+    (tmp_path / "config.yaml").write_bytes(content)
+    settings = load_settings(tmp_path / "config.yaml")
+    assert (settings.seed, settings.name) == (3, "a")
+
+
+def test_anchors_are_allowed(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("autoencoder: {num_channels: &c [32, 64, 64]}\nldm: {unet: {num_channels: *c}}")
+    settings = load_settings(path)
+    assert settings.ldm.unet.num_channels == settings.autoencoder.num_channels == (32, 64, 64)
