@@ -10,8 +10,8 @@ import logging
 import sys
 from functools import partial
 
+from command_line import INTERRUPTED, add_config, add_training, parser, run
 from settings import Settings, load_settings
-from settings.command_line import INTERRUPTED, add_config, add_training, parser, run
 
 log = logging.getLogger("train_autoencoder")
 
@@ -27,18 +27,20 @@ def main(options: argparse.Namespace) -> int:
 def train(settings: Settings, is_dry_run: bool) -> int:
     """Train as the settings say, from the newest checkpoint if there is one."""
     from data import BatchPlan, prepare_volumes, training_batches, validation_batches
+    from evaluation.validation import validate_autoencoder
     from losses import ensure_perceptual_weights
     from memory.watch import MemoryWatch
+    from report import publish
+    from report.validation import show_validation
+    from runtime.processes import processes
     from training.autoencoder_step import AutoencoderStep
     from training.checkpoints import Checkpoints
-    from training.distributed import processes
+    from training.export import export
     from training.loop import run_loop
-    from training.report import publish
+    from training.recorder import Recorder
     from training.resume import resume, save
     from training.run_folder import describe_run, open_run
     from training.summary import summarise
-    from training.validation import validate_autoencoder
-    from training.weights import export
 
     training = settings.autoencoder.training
     with processes(settings.device) as process, MemoryWatch(settings, "autoencoder", process) as watch:
@@ -62,8 +64,11 @@ def train(settings: Settings, is_dry_run: bool) -> int:
             # Batches are addressed by step: which volumes step n sees is a function of the seed and n.
             batches = training_batches(volumes.train, settings.data, plan, first_step, training.max_steps)
             held_out = validation_batches(volumes.val, settings.data, process.rank, process.world_size)
+
+            def validate(recorder: Recorder, done: int) -> None:
+                show_validation(recorder, done, *validate_autoencoder(step, held_out))
+
             save_at = partial(save, step, checkpoints, settings, volumes)
-            validate = partial(validate_autoencoder, step, held_out)
             if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate):
                 return INTERRUPTED
             export(step, run_folder, settings)

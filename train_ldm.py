@@ -10,8 +10,8 @@ import logging
 import sys
 from functools import partial
 
+from command_line import INTERRUPTED, add_config, add_training, parser, run
 from settings import Settings, load_settings
-from settings.command_line import INTERRUPTED, add_config, add_training, parser, run
 
 log = logging.getLogger("train_ldm")
 
@@ -27,20 +27,22 @@ def main(options: argparse.Namespace) -> int:
 def train(settings: Settings, is_dry_run: bool) -> int:
     """Train as the settings say, from the newest checkpoint if there is one."""
     from data import BatchPlan, prepare_volumes
+    from diffusion.conditioning import check_classes
+    from diffusion.latents import prepare_latents
+    from diffusion.whole_volumes import frozen_whole_volumes
+    from evaluation.ldm_validation import validate_ldm
     from memory.watch import MemoryWatch
+    from report import publish
+    from report.validation import show_validation
+    from runtime.processes import processes
     from training.checkpoints import Checkpoints
-    from training.conditioning import check_classes
-    from training.distributed import processes
-    from training.encoding import prepare_latents
+    from training.export import export
     from training.ldm_step import LatentDiffusionStep
-    from training.ldm_validation import validate_ldm
     from training.loop import run_loop
-    from training.report import publish
+    from training.recorder import Recorder
     from training.resume import resume, save
     from training.run_folder import describe_run, open_run
     from training.summary import summarise
-    from training.weights import export
-    from training.whole_volumes import frozen_whole_volumes
 
     training = settings.ldm.training
     with processes(settings.device) as process, MemoryWatch(settings, "ldm", process) as watch:
@@ -66,8 +68,11 @@ def train(settings: Settings, is_dry_run: bool) -> int:
 
             # Batches are addressed by step: which latents step n sees is a function of the seed and n.
             batches = latents.training_batches(plan, first_step, training.max_steps)
+
+            def validate(recorder: Recorder, done: int) -> None:
+                show_validation(recorder, done, *validate_ldm(step, latents))
+
             save_at = partial(save, step, checkpoints, settings, volumes)
-            validate = partial(validate_ldm, step, latents)
             if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate):
                 return INTERRUPTED
             export(step, run_folder, settings, latent_scale=step.latent_scale, **latents.metadata)

@@ -16,11 +16,12 @@ import numpy as np
 import psutil
 from tqdm import tqdm
 
-from data.formats import COPIES_WHILE_READING, Header, printable, read_header, read_volume
-from data.locking import alone
+from data.formats import COPIES_WHILE_READING, Header, read_header, read_volume
 from data.transforms import channels_text, flat_text, geometry_of, intensity_range
 from settings import DataError
 from settings.data import DataSettings
+from storage.locking import alone
+from storage.names import printable
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.formats import SUFFIXES, printable, suffix_of
+from data.formats import SUFFIXES, suffix_of
 from settings import DataError
-from settings.files import read_text, reason
+from storage.names import printable
+from storage.reading import read_text, reason
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from nibabel.filebasedimages import ImageFileError
 
 from data.readers import HEADER_READERS, VOXEL_READERS, DamagedError, Header, UnsuitableError
 from settings import DataError
-from settings.files import check_regular
+from storage.names import printable
+from storage.reading import check_regular
 
 SUFFIXES = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd")
 
@@ -26,11 +27,6 @@ LARGEST_COMPRESSION = 1032
 
 # As stored, as float32, and once more while percentiles are taken.
 COPIES_WHILE_READING = 3
-
-
-def printable(text: object) -> str:
-    """Return text with whatever could break a line, a terminal or an encoding escaped: file names may hold it."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def suffix_of(name: str) -> str | None:

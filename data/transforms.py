@@ -16,9 +16,10 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from data.formats import Header, printable, read_volume
+from data.formats import Header, read_volume
 from settings import DataError
 from settings.data import DataSettings, IntensitySettings
+from storage.names import printable
 
 NETWORK_RANGE = (-1.0, 1.0)
 

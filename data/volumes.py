@@ -10,10 +10,10 @@ from pathlib import Path
 
 from data.checking import Checked, check_files
 from data.discovery import Found, class_names_of, discover, with_labels
-from data.formats import printable
 from data.phantoms import phantom_files, phantom_root
 from settings import DataError
 from settings.data import DataSettings
+from storage.names import printable
 
 log = logging.getLogger(__name__)
 

@@ -28,10 +28,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import at_least, check_output_file, parser, run
 from dev.campaign_config import CONFIG, NUM_STEPS, write_config
-from scripts.warm_start import PATIENCE_SECONDS, Command, WarmStart
+from dev.warm_start import PATIENCE_SECONDS, Command, WarmStart
 from settings import UserError
-from settings.command_line import at_least, check_output_file, parser, run
 
 log = logging.getLogger("fault_campaign")
 

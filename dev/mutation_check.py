@@ -31,9 +31,25 @@ PASSED, FAILED = 0, 1  # pytest's own codes; the others mean that the tests did 
 # The slow imports are done once, in the process from which all tests are forked.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    """pytest hypothesis pytest_timeout xdist pydantic.main pydantic.fields nibabel safetensors.torch scipy.ndimage
-    scipy.sparse torch.distributed torch.utils.checkpoint torch.utils.tensorboard torch._subclasses.fake_tensor
-    monai.networks.nets monai.networks.schedulers monai.metrics""".split()
+    [
+        "pytest",
+        "hypothesis",
+        "pytest_timeout",
+        "xdist",
+        "pydantic.main",
+        "pydantic.fields",
+        "nibabel",
+        "safetensors.torch",
+        "scipy.ndimage",
+        "scipy.sparse",
+        "torch.distributed",
+        "torch.utils.checkpoint",
+        "torch.utils.tensorboard",
+        "torch._subclasses.fake_tensor",
+        "monai.networks.nets",
+        "monai.networks.schedulers",
+        "monai.metrics",
+    ]
 )
 
 

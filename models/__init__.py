@@ -4,9 +4,9 @@ import models.monai_import  # noqa: F401  # first: the others import MONAI
 
 # isort: split
 from models.autoencoder import LeanAutoencoder, build_autoencoder
-from models.checkpointing import gradient_checkpoint_forward
 from models.discriminator import build_discriminator
-from models.stock_autoencoder import StockAutoencoder
+from models.lean.checkpointing import gradient_checkpoint_forward
+from models.stock import StockAutoencoder
 from models.unet import DiffusionUNet, build_unet
 
 __all__ = [

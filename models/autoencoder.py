@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.checkpointing import HostOffload, gradient_checkpoint_forward
-from models.lean_blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block
-from models.slabs import Volume
-from models.stock_autoencoder import StockAutoencoder
+from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block
+from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
+from models.lean.slabs import Volume
+from models.stock import StockAutoencoder
 from settings import AutoencoderSettings
 
 logger = logging.getLogger(__name__)

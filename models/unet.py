@@ -17,9 +17,9 @@ from monai.networks.nets.diffusion_model_unet import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.attention import AttentionBlock
-from models.checkpointing import HostOffload, gradient_checkpoint_forward
-from models.group_norm import group_norm
+from models.lean.attention import AttentionBlock
+from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
+from models.lean.norm import group_norm
 from settings import LdmSettings
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from settings.command_line import check_output_file, check_output_folder, parser, run
+from command_line import check_output_file, check_output_folder, parser, run
 
 ROOT = Path(__file__).resolve().parent.parent
 log = logging.getLogger("benchmark")
@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
         results[part] = measure(part, sizes)
         results["seconds"] = round(time.perf_counter() - start, 1)
         path.write_text(json.dumps(results, indent=1) + "\n")
-    from scripts.benchmarks.document import write_document
+    from benchmarks.document import write_document
 
     document = write_document(results, out)
     print(document.read_text())
@@ -84,7 +84,7 @@ def measure(part: str, sizes: dict[str, Any]) -> Any:
     """Return the results of one part."""
     from tqdm import tqdm
 
-    from scripts.benchmarks import peaks, quality, speed
+    from benchmarks import peaks, quality, speed
 
     with tqdm(desc=part, unit="", leave=False) as bar:
 

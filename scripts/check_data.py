@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import add_config, check_output_file, parser, run
 from settings import UserError, load_settings
-from settings.command_line import add_config, check_output_file, parser, run
 
 COLUMNS = ("volume", "class", "shape", "spacing mm", "type", "minimum", "maximum", "scaled from", "problems")
 
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _row(found, checked) -> tuple[str, ...]:
-    from data.formats import printable
+    from storage.names import printable
 
     name, problems = printable(found.name), str(len(checked.problems) or "")
     facts = checked.facts

@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import add_config, check_output_file, parser, run
 from settings import load_settings
-from settings.command_line import add_config, check_output_file, parser, run
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -34,9 +34,9 @@ def main(options: argparse.Namespace) -> int:
     """Predict and print."""
     if options.json not in (None, "-"):
         check_output_file(options.json)
-    from memory import predict
-    from memory.calibration import corrected
-    from memory.text import describe
+    from memory.ladder.text import describe
+    from memory.predict import predict
+    from memory.watch.calibration import corrected
 
     start = time.perf_counter()
     settings = load_settings(options.config, options.overrides, stage=options.stage)

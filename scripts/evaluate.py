@@ -12,8 +12,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import at_least, check_output_file, parser, run
 from settings import DataError
-from settings.command_line import at_least, check_output_file, parser, run
 
 log = logging.getLogger("evaluate")
 
@@ -28,16 +28,16 @@ def main(options: argparse.Namespace) -> int:
     import torch
 
     from data import prepare_volumes
-    from training.encoding import stage_two_data
-    from training.evaluation import (
+    from diffusion.latents import stage_two_data
+    from evaluation.fid import load_features
+    from evaluation.samples import (
         draw_samples,
         evaluate_reconstructions,
         evaluate_samples,
         load_reference,
         reconstruction_discrepancy,
     )
-    from training.evaluation_fid import load_features
-    from training.trained_run import TrainedRun
+    from evaluation.trained_run import TrainedRun
 
     if options.json is not None:
         check_output_file(options.json)

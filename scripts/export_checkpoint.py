@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import check_output_file, parser, run
 from settings import CheckpointError, validate
-from settings.command_line import check_output_file, parser, run
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 
@@ -23,8 +23,8 @@ def main(options: argparse.Namespace) -> None:
         raise CheckpointError(f"--out: {destination}; the file's ending is one of {', '.join(SUFFIXES)}; choose one")
     import torch
 
-    from models.monai_networks import CLASSES, monai_arguments, stock_network
-    from training.weights import load_weights, save_weights
+    from models.exchange.networks import CLASSES, monai_arguments, stock_network
+    from models.weight_files import load_weights, save_weights
 
     state, metadata = load_weights(source)
     if metadata.get("stage") not in list(CLASSES) or not isinstance(metadata.get("settings"), dict):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import above_zero, add_config, check_output_folder, parser, run
 from settings import CheckpointError, Settings, dump_yaml, load_settings
-from settings.command_line import above_zero, add_config, check_output_folder, parser, run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,9 +23,10 @@ def main(options: argparse.Namespace) -> None:
     """Read, rename, check, write."""
     check_output_folder(options.out)
     settings = load_settings(options.config, options.overrides)
-    from models.foreign_weights import find_state, read_foreign_weights, to_our_names
-    from training.run_folder import RunFolder, write_atomically
-    from training.weights import save_weights
+    from models.exchange.weights import find_state, read_foreign_weights, to_our_names
+    from models.weight_files import save_weights
+    from storage.atomic import write_text
+    from storage.run_folder import RunFolder
 
     path = Path(options.weights)
     content = read_foreign_weights(path)
@@ -49,7 +50,7 @@ def main(options: argparse.Namespace) -> None:
         metadata |= {"latent_scale": _latent_scale(options, content, path), **_sample_frame(settings)}
     save_weights(folder.weights(network), state, metadata)
     if not folder.config.exists():
-        write_atomically(folder.config, dump_yaml(settings))
+        write_text(folder.config, dump_yaml(settings))
     num_parameters = sum(value.numel() for value in state.values())
     log.info("%s: %d parameters in %d tensors", folder.weights(network), num_parameters, len(state))
     for line in _not_in_the_weights(network, settings):
@@ -57,9 +58,9 @@ def main(options: argparse.Namespace) -> None:
 
 
 def _check(network: str, state: dict[str, Tensor], settings: Settings, path: Path) -> None:
-    from models.foreign_shapes import settings_that_differ, unsupported_options
-    from models.foreign_weights import check_fit
-    from models.monai_networks import expected_state
+    from models.exchange.networks import expected_state
+    from models.exchange.shapes import settings_that_differ, unsupported_options
+    from models.exchange.weights import check_fit
 
     expected = expected_state(network, settings)
     try:

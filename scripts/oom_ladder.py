@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import OUT_OF_MEMORY, add_config, check_output_file, escaped, parser, run
 from settings import ConfigError, Problem, load_settings
-from settings.command_line import OUT_OF_MEMORY, add_config, check_output_file, escaped, parser, run
 
 if TYPE_CHECKING:
-    from memory.ladder import Ladder
+    from memory.ladder.walk import Ladder
 
 GIB = 1 << 30
 LARGEST_BUDGET_GB = 1_000_000
@@ -47,9 +47,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Walk, print, write; 3 when nothing fits."""
-    from memory.calibration import corrected
-    from memory.ladder import config_with_reasons, walk
-    from memory.text import describe_ladder
+    from memory.ladder.text import describe_ladder
+    from memory.ladder.walk import config_with_reasons, walk
+    from memory.watch.calibration import corrected
 
     for option, path in (("--json", options.json), ("--write-config", options.write_config)):
         if path is not None:
@@ -98,7 +98,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _measure(ladder: Ladder, bar: _ProgressBar) -> dict[str, int]:
     """Run the real step of each rung in a process of its own; return what the allocator reserved, by rung."""
-    from memory.measured_step import measure_in_process
+    from memory.ladder.measured_step import measure_in_process
 
     measured = {}
     for number, step in enumerate(ladder.steps, start=1):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import at_least, check_output_folder, parser, run
 from settings import DataError
-from settings.command_line import at_least, check_output_folder, parser, run
 
 log = logging.getLogger("reconstruct")
 
@@ -23,9 +23,10 @@ def main(options: argparse.Namespace) -> int:
 
     from data import load_volume, restore
     from data.discovery import discover
-    from data.formats import printable, write_nifti
-    from training.trained_run import TrainedRun
-    from training.validation import psnr, ssim
+    from data.formats import write_nifti
+    from evaluation.pairs import psnr, ssim
+    from evaluation.trained_run import TrainedRun
+    from storage.names import printable
 
     check_output_folder(options.out)
     finished = TrainedRun(options.run, options.budget_gb)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import check_output_file, parser, run
 from settings import UserError, load_settings
-from settings.command_line import check_output_file, parser, run
 
 log = logging.getLogger("report")
 
@@ -47,7 +47,7 @@ def main(options: argparse.Namespace) -> int:
         if options.predict:
             for folder in folders:
                 _predict(folder)
-        from training.report import write_comparison
+        from report import write_comparison
 
         target.parent.mkdir(parents=True, exist_ok=True)
         write_comparison(folders, target)
@@ -61,9 +61,9 @@ def main(options: argparse.Namespace) -> int:
 
 def _predict(folder: Path) -> None:
     """Add memory records where the run has none, for the device that the run had."""
-    from memory import predict
-    from memory.run_record import write_memory_record
-    from training.report.run_data import read_run
+    from memory.predict import predict
+    from memory.watch.run_record import write_memory_record
+    from report.run_data import read_run
 
     found = read_run(folder)
     device = found["environment"].get("device") or "cuda"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from settings.command_line import at_least, check_output_folder, parser, run
+from command_line import at_least, check_output_folder, parser, run
 
 log = logging.getLogger("sample")
 
@@ -21,10 +21,10 @@ def main(options: argparse.Namespace) -> int:
 
     from data import to_unit
     from data.formats import write_nifti
-    from training.conditioning import class_number
-    from training.previews import middle_planes, save_picture, tile
-    from training.sampling import draw_volumes
-    from training.trained_run import TrainedRun
+    from diffusion.conditioning import class_number
+    from diffusion.sampling import draw_volumes
+    from evaluation.pictures import middle_planes, save_picture, tile
+    from evaluation.trained_run import TrainedRun
 
     finished = TrainedRun(options.run, options.budget_gb)
     out = finished.folder.path / "samples" if options.out is None else Path(options.out)

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from settings.errors import ConfigError, Problem
-from settings.files import read_text, reason
+from storage.reading import read_text, reason
 
 # A config has some two hundred values, four sections deep.
 MOST_VALUES = 10_000

@@ -23,10 +23,10 @@ def export_autoencoder(values: dict[str, Any], latent_gain: float = 1.0) -> None
 
     `latent_gain` multiplies what the encoder gives out, and divides what the decoder takes in.
     """
+    from runtime.processes import Process, processes
     from training.autoencoder_step import AutoencoderStep
-    from training.distributed import Process, processes
+    from training.export import export
     from training.run_folder import describe_run, open_run
-    from training.weights import export
 
     settings = Settings.model_validate(values)
     with processes(settings.device) as process, open_run(settings, process) as folder:

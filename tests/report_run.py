@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import yaml
 
-from memory.run_record import ladder_position
+from evaluation.previews import ViewerVolume, save_viewer_volumes
+from memory.watch.run_record import ladder_position
 from settings import Settings, dump_yaml
+from storage.run_folder import RunFolder
 from tests.conftest import TINY
-from training.report import ViewerVolume, save_viewer_volumes
-from training.run_folder import RunFolder
 
 PREDICTION = {
     "peak_allocated_bytes": 900 << 20,

@@ -34,8 +34,8 @@ def test_help_is_quick_has_examples_and_needs_no_torch(command):
 
 
 def test_memory_guide_covers_every_technique():
-    from scripts.guide.catalogue import CATALOGUE
-    from scripts.guide.techniques import RULES_ORDER, SAME_FIRST
+    from dev.guide.catalogue import CATALOGUE
+    from dev.guide.techniques import RULES_ORDER, SAME_FIRST
 
     text = (ROOT / "docs" / "memory_guide.md").read_text(encoding="utf-8")
     for technique in CATALOGUE:

@@ -102,7 +102,7 @@ def test_shown_output_is_of_the_command_above_it(name):
     assert blocks
     for command, output in blocks:
         assert tuple(shlex.split(command)) in ALL
-        assert "as configured" in output, "run python scripts/readme_output.py"
+        assert "as configured" in output, "run python dev/readme_output.py"
         assert "Recommended:" in output
 
 
@@ -123,7 +123,7 @@ def test_every_preset_points_editors_at_the_schema():
 
 
 def test_exit_codes_are_the_programs():
-    from settings.command_line import INTERRUPTED, OUT_OF_MEMORY
+    from command_line import INTERRUPTED, OUT_OF_MEMORY
 
     for text in TEXTS.values():
         line = next(line for line in text.splitlines() if line.startswith(("Exit codes", "退出码")))

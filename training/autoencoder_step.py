@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from data import Batch
+from diffusion.whole_volumes import WholeVolumes, block_bytes
 from losses import (
     build_perceptual_loss,
     discriminator_loss_fake,
@@ -18,14 +19,13 @@ from losses import (
     reconstruction_loss,
 )
 from models import build_autoencoder, build_discriminator
+from runtime.phases import phase
+from runtime.processes import Process, synchronised
 from settings import Settings
 from settings.autoencoder import AutoencoderTraining
-from training.distributed import Process, synchronised
+from training.export import load_pretrained
 from training.guard import FilesOf, no_names
-from training.phases import phase
 from training.step import TrainingStep
-from training.weights import load_pretrained
-from training.whole_volumes import WholeVolumes, block_bytes
 
 
 class AutoencoderStep(TrainingStep):

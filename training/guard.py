@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from data.formats import printable
+from runtime.processes import Process
 from settings import TrainingError
-from training.distributed import Process
+from storage.names import printable
 
 NOWHERE = -1
 FilesOf = Callable[[int, int], Sequence[str]]

@@ -10,18 +10,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data import Batch
-from data.latents import LatentBatch
+from diffusion.frozen_autoencoder import weights_digest
+from diffusion.latent_batches import LatentBatch
+from diffusion.noise_process import NoiseProcess, predict_padded
+from diffusion.pixel_loss import PixelLoss
+from diffusion.whole_volumes import WholeVolumes, frozen_whole_volumes
 from models import build_unet
+from runtime.phases import phase
+from runtime.processes import Process, synchronised
+from runtime.randomness import derive_seed
 from settings import CheckpointError, Settings
-from training.distributed import Process, synchronised
-from training.frozen_autoencoder import weights_digest
 from training.guard import FilesOf, no_names
-from training.noise_process import NoiseProcess, predict_padded
-from training.phases import phase
-from training.pixel_loss import PixelLoss
-from training.randomness import derive_seed
 from training.step import TrainingStep
-from training.whole_volumes import WholeVolumes, frozen_whole_volumes
 
 # Multiples of the golden ratio, modulo 1, spread more evenly than random numbers do, wherever a batch begins.
 _GOLDEN_RATIO = 0.6180339887498949

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from settings import TrainingSettings
+from storage.run_folder import RunFolder
 from training.recorder import Recorder
-from training.report import Preview
-from training.run_folder import RunFolder
 from training.step import TrainingStep
 from training.stop_signal import StopSignal
-from training.validation import show_validation
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +34,7 @@ def run_loop(
     run: RunFolder,
     watch: Watch,
     save: Callable[[int], None],
-    validate: Callable[[], tuple[dict[str, float], Preview | None]],
+    validate: Callable[[Recorder, int], None],
 ) -> bool:
     """Train on the batches of the steps from `first_step` on; return False when asked to stop before the last step.
 
@@ -47,7 +45,7 @@ def run_loop(
 
     def validation(done: int) -> None:
         with watch.guard(run.path, done - 1, "validation", saved), recorder.paused():
-            show_validation(recorder, done, *validate())
+            validate(recorder, done)
 
     with Recorder(run, step.stage, first_step, training.max_steps, process) as recorder, StopSignal() as stop:
         if _is_validated_at(first_step, training) and not process.from_first(recorder.has_validation(first_step)):

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from runtime.precision import Precision
 from settings import TrainingSettings
 from training.guard import Guard
-from training.precision import Precision
 
 
 def build_optimizer(network: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from training.distributed import Process
-from training.run_folder import RunFolder, write_atomically
+from runtime.processes import Process
+from storage.atomic import write_text
+from storage.run_folder import RunFolder
 
 # Lines about training steps have it, lines about validations do not.
 _THROUGHPUT = "volumes_per_second"
@@ -119,7 +120,7 @@ def drop_later_lines(path: Path, stage: str, step: int) -> None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [line for line in lines if _stays(line, stage, step)]
     if kept != lines:
-        write_atomically(path, "".join(kept))
+        write_text(path, "".join(kept))
 
 
 def _stays(line: str, stage: str, step: int) -> bool:

@@ -11,37 +11,19 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from runtime.processes import Process
 from settings import Settings, UserError, dump_yaml
-from settings.files import check_regular, reason
-from training.distributed import Process
+from storage.atomic import write_text
+from storage.reading import check_regular, reason
+from storage.run_folder import RUNS, RunFolder
 
 log = logging.getLogger(__name__)
 
-RUNS = Path("runs")
 _PACKAGES = ("torch", "monai", "numpy", "nibabel", "pydantic", "safetensors")
-
-
-class RunFolder:
-    """Paths inside runs/<name>."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints = path / "checkpoints"
-        self.previews = path / "previews"
-        self.tensorboard = path / "tensorboard"
-        self.metrics = path / "metrics.jsonl"
-        self.config = path / "config.yaml"
-        self.environment = path / "environment.json"
-        self.report = path / "report.html"
-
-    def weights(self, stage: str) -> Path:
-        """Return where the finished weights of a stage go."""
-        return self.path / f"{stage}.safetensors"
 
 
 @contextmanager
@@ -95,7 +77,7 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process) -> Non
     """Write the resolved config and the environment from the first process, for whoever looks at the run later."""
     if not process.is_first:
         return
-    write_atomically(folder.config, dump_yaml(settings))
+    write_text(folder.config, dump_yaml(settings))
     environment: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -107,19 +89,9 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process) -> Non
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
     }
-    write_atomically(folder.environment, json.dumps(environment, indent=2) + "\n")
+    write_text(folder.environment, json.dumps(environment, indent=2) + "\n")
 
 
 def device_name(device: torch.device) -> str:
     """Return the device as people know it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old one or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runtime.phases import phase
+from runtime.precision import Precision
+from runtime.processes import Process
+from runtime.randomness import SampleNoise
 from settings import Settings, TrainingSettings
-from training.distributed import Process
 from training.guard import FilesOf, Guard, no_names
 from training.optimization import AveragedWeights, Updater
-from training.phases import phase
-from training.precision import Precision
-from training.randomness import SampleNoise
 
 
 class TrainingStep:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.warm_start import Command, WarmStart
+from dev.warm_start import Command, WarmStart
 from tests.conftest import TINY
 
 NUM_STEPS = 8

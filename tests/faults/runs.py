@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.warm_start import Command
+from dev.warm_start import Command
 
 
 def losses(folder: Path, stage: str, name: str) -> list[float]:

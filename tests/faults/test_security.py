@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from settings.command_line import _set_up_logging, escaped
+from command_line import _set_up_logging, escaped
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(

@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from memory.cuda_autocast import cuda_autocast_rules
-from models import checkpointing, slabs
+from memory.predict.cuda_autocast import cuda_autocast_rules
+from models.lean import checkpointing, slabs
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LOW_PRECISION = (torch.bfloat16, torch.float16)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from monai.networks.nets import AutoencoderKL
 
-from models import LeanAutoencoder, StockAutoencoder, build_autoencoder, build_discriminator, slabs
+from models import LeanAutoencoder, StockAutoencoder, build_autoencoder, build_discriminator
+from models.lean import slabs
 from tests.models.autoencoders import pair, settings_of, stock_like
 
 
@@ -58,7 +59,7 @@ class CountedCheckpoints:
     """Counts how often blocks go through a checkpoint."""
 
     def __init__(self, monkeypatch):
-        from models import checkpointing
+        from models.lean import checkpointing
 
         original, self.count = checkpointing.checkpoint, 0
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from monai.networks.nets import DiffusionModelUNet
 
-from memory.measure import measure_peak
+from memory.predict.emulation import measure_peak
 from models import build_autoencoder, build_unet
 from settings import Settings
 

@@ -21,7 +21,7 @@ def ldm_settings(**training):
 
 
 def test_checkpointing_acts_only_in_training_with_gradients(monkeypatch, caplog):
-    from models import checkpointing
+    from models.lean import checkpointing
 
     calls = []
     original = checkpointing.checkpoint

@@ -1,4 +1,4 @@
-"""scripts/estimate_memory.py and scripts/preset_table.py as a user runs them."""
+"""scripts/estimate_memory.py and dev/preset_table.py as a user runs them."""
 
 import json
 import subprocess
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memory.predicted_step import predict_step
-from scripts import preset_table
+from dev import preset_table
+from memory.predict.step import predict_step
 from settings import load_settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -86,7 +86,7 @@ def test_readme_shows_every_preset_with_its_predicted_peak():
     assert set(table) == set(presets)
     for name, settings in presets.items():
         predicted = predict_step(settings, "autoencoder").required_bytes / (1 << 30)
-        assert table[name]["stage 1 needs"] == f"{predicted:.1f} GiB", f"{name}: run python scripts/preset_table.py"
+        assert table[name]["stage 1 needs"] == f"{predicted:.1f} GiB", f"{name}: run python dev/preset_table.py"
         header = (
             f"# Predicted peak: {table[name]['stage 1 needs']} in stage 1, {table[name]['stage 2 needs']} in stage 2"
         )

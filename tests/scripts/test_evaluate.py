@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 
+from evaluation.fid import NETWORKS
 from tests.conftest import ROOT
 from tests.finished_run import finished_run, run_here
-from training.evaluation_fid import NETWORKS
 
 
 def test_both_stages_are_measured_beside_an_untrained_unet(command, tmp_path, tmp_path_factory):

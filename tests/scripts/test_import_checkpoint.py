@@ -10,12 +10,12 @@ import torch
 import yaml
 from monai.networks.nets import AutoencoderKL, DiffusionModelUNet
 
+from command_line import run
+from evaluation.trained_run import TrainedRun
 from models import build_autoencoder
+from models.weight_files import load_weights
 from scripts import export_checkpoint, import_checkpoint
 from settings import load_settings
-from settings.command_line import run
-from training.trained_run import TrainedRun
-from training.weights import load_weights
 
 REPOSITORY = Path(__file__).parents[2]
 SHAPE = {

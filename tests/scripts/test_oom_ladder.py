@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memory.prediction import GIB
+from memory.predict.prediction import GIB
 from settings import load_settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -15,8 +15,8 @@ import yaml
 from safetensors.torch import save_file
 
 from data.formats import write_nifti
+from models.weight_files import load_weights, save_weights
 from tests.finished_run import export_autoencoder, finished_run, run_here, train_ldm
-from training.weights import load_weights, save_weights
 
 
 @pytest.fixture

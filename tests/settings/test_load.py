@@ -65,7 +65,7 @@ def test_mistakes_are_answered_by_the_command_within_a_second_and_exit_code_2(tm
 
 
 def test_settings_never_import_torch_or_monai():
-    code = "import sys, settings, settings.documents; print(*(name in sys.modules for name in ('torch', 'monai')))"
+    code = "import sys, settings, dev.documents.reference; print(*(name in sys.modules for name in ('torch', 'monai')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dev.documents.reference import configuration_reference, json_schema
 from settings import known_keys, load_settings
-from settings.documents import configuration_reference, json_schema
 from settings.yaml_reader import read_document
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def test_preset_builds_on_the_meta_device(path):
 
 
 def test_generated_documents_are_current():
-    advice = "run python scripts/generate_documents.py"
+    advice = "run python dev/generate_documents.py"
     assert (ROOT / "configs" / "schema.json").read_text() == json_schema(), advice
     assert (ROOT / "docs" / "configuration.md").read_text() == configuration_reference(), advice
 

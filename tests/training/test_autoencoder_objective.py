@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from data import Batch
 from losses.structural import StructuralDistance
+from runtime.processes import Process
 from settings import Settings
 from training.autoencoder_step import AutoencoderStep
-from training.distributed import Process
 
 CPU = Process(torch.device("cpu"))
 KL_WEIGHT, PERCEPTUAL_WEIGHT, ADVERSARIAL_WEIGHT = 0.03, 0.7, 0.2

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from data import Batch
+from models.weight_files import save_weights
+from runtime.processes import Process
 from settings import CheckpointError, Settings, TrainingError
 from training import autoencoder_step
 from training.autoencoder_step import AutoencoderStep
-from training.distributed import Process
-from training.weights import save_weights
 
 CPU = Process(torch.device("cpu"))
 

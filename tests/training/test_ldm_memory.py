@@ -10,8 +10,8 @@ from tests.conftest import ROOT
 # In a process of its own: the autocast rules that it installs must not leak. The plain computation is the stock decoder
 # on the whole batch with all its activations kept.
 PROGRAM = """
-from memory.measure import emulated, tracked
-from memory.predicted_step import build_step
+from memory.predict.emulation import emulated, tracked
+from memory.predict.step import build_step
 from settings import load_settings
 
 common = [

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from data import Batch
-from data.latents import LatentBatch
+from diffusion.latent_batches import LatentBatch
+from runtime.processes import Process
 from settings import CheckpointError, Settings, TrainingError
-from training.distributed import Process
 from training.ldm_step import LatentDiffusionStep
 
 CPU = Process(torch.device("cpu"))

@@ -12,10 +12,11 @@ import torch
 import training.ldm_step
 import training.step
 from data import BatchPlan, VolumeFile
-from data.latents import LatentFolder, facts_of, latent_batches
+from diffusion.latent_batches import latent_batches
+from diffusion.latent_files import LatentFolder, facts_of
+from runtime.processes import Process
 from settings import load_settings
 from tests.conftest import ROOT
-from training.distributed import Process
 from training.ldm_step import LatentDiffusionStep
 
 WORK = ("forward", "pixel loss", "backward", "optimizer")

@@ -15,15 +15,15 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import training.ldm_validation
-import training.validation
-from settings.command_line import INTERRUPTED, OUT_OF_MEMORY
+import evaluation.ldm_validation
+import evaluation.validation
+from command_line import INTERRUPTED, OUT_OF_MEMORY
 from tests.finished_run import export_autoencoder, run_here
 from training.step import TrainingStep
 
 VALIDATE = {
-    "autoencoder": (training.validation, "validate_autoencoder"),
-    "ldm": (training.ldm_validation, "validate_ldm"),
+    "autoencoder": (evaluation.validation, "validate_autoencoder"),
+    "ldm": (evaluation.ldm_validation, "validate_ldm"),
 }
 RUN = Path("runs") / "tiny"
 Train = Callable[..., int]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from data import BatchPlan, prepare_volumes, training_batches
+from runtime.processes import Process
 from settings import load_settings
 from training.autoencoder_step import AutoencoderStep
-from training.distributed import Process
 from training.recorder import Recorder
 from training.run_folder import open_run
 

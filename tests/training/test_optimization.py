@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from runtime.precision import Precision
+from runtime.processes import Process
+from runtime.randomness import SampleNoise, derive_seed
 from settings import DeviceSettings, TrainingSettings
-from training.distributed import Process
 from training.guard import Guard
 from training.optimization import AveragedWeights, Updater, learning_rate_factor
-from training.precision import Precision
-from training.randomness import SampleNoise, derive_seed
 
 CPU = torch.device("cpu")
 
@@ -92,7 +92,9 @@ def test_updates_are_clipped_adamw_at_the_schedules_rate(max_grad_norm, weight_d
     for step in range(12):
         for parameter, gradient in zip(ours.parameters(), gradients_of_step(ours, step), strict=True):
             parameter.grad = gradient
-        norms.append(float(updater.update(step, guard)))
+        norm = updater.gradient_norm(guard)
+        updater.move(step, norm, guard)
+        norms.append(float(norm))
         assert all(p.grad is None for p in ours.parameters()), "gradients must not reach the next update"
     assert norms == pytest.approx(adam_by_hand(by_hand, settings, 1e-2, 12), rel=1e-6)
     assert min(norms) < 1.5 < max(norms)
@@ -112,7 +114,8 @@ def test_float16_gradients_are_clipped_at_their_true_size():
     true = torch.autograd.grad(loss, list(network.parameters()), retain_graph=True)
     precision.backward(loss)
     assert next(network.parameters()).grad.norm() > 1e3 * true[0].norm()
-    norm = updater.update(0, guard)
+    norm = updater.gradient_norm(guard)
+    updater.move(0, norm, guard)
     expected = torch.stack([g.norm() for g in true]).norm()
     assert expected > 1.5
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)

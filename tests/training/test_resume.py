@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from data import BatchPlan, VolumeFile, Volumes, prepare_volumes, training_batches
-from data.latents import latent_batches
+from diffusion.latent_batches import latent_batches
+from runtime.processes import Process
 from settings import CheckpointError, Settings
 from training.autoencoder_step import AutoencoderStep
 from training.checkpoints import Checkpoints
-from training.distributed import Process
 from training.ldm_step import LatentDiffusionStep
 from training.resume import resume, save
 from training.step import TrainingStep

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime.processes import Process
 from settings import CheckpointError, Settings, UserError, load_settings
-from training.distributed import Process
 from training.recorder import drop_later_lines
 from training.resume import check_resumable
 from training.run_folder import describe_run, open_run
@@ -27,7 +27,7 @@ def test_second_process_on_a_run_is_refused_and_a_crash_leaves_no_lock(tmp_path,
     settings = Settings(name="shared")
     code = (
         f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); import torch\n"
-        "from settings import Settings\nfrom training.distributed import Process\n"
+        "from settings import Settings\nfrom runtime.processes import Process\n"
         "from training.run_folder import open_run\n"
         "with open_run(Settings(name='shared'), Process(torch.device('cpu'))):\n"
         "    print('held', flush=True); time.sleep(60)"

@@ -14,12 +14,12 @@ import yaml
 
 from data import prepare_volumes
 from data.formats import write_nifti
+from models.weight_files import load_weights, save_weights
 from settings import CheckpointError, DataError, Settings
 from tests.finished_run import export_autoencoder, run_here, train_ldm
 from training import resume as resume_module
 from training.checkpoints import Checkpoints
 from training.resume import check_resumable, resume, save
-from training.weights import load_weights, save_weights
 
 
 class TinyStep:
@@ -29,7 +29,7 @@ class TinyStep:
     samples_per_update = 1
 
     def __init__(self) -> None:
-        from training.distributed import Process
+        from runtime.processes import Process
 
         self.process = Process(torch.device("cpu"))
         self.guard = self
@@ -115,8 +115,8 @@ def test_a_checkpoint_from_before_contents_were_kept_resumes_and_says_what_is_no
 
 
 def test_latents_of_replaced_content_are_not_used_and_change_during_encoding_is_noticed(source, tiny_values, caplog):
-    from training.distributed import Process
-    from training.encoding import prepare_latents
+    from diffusion.latents import prepare_latents
+    from runtime.processes import Process
     from training.ldm_step import LatentDiffusionStep
 
     settings = tiny(source, tiny_values)

@@ -1,0 +1,1 @@
+"""Our networks beside stock MONAI: the pieces of scripts/benchmark.py."""

@@ -1,0 +1,206 @@
+"""The benchmark's results as Markdown tables and plots, with a verdict for each row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peaks import REFERENCE
+from benchmarks.variants import STOCK, STOCK_CHECKPOINTED
+
+GIB = 1 << 30
+CLOSE = 1.03
+"""Two times within 3 % are called equal."""
+PSNR_CLOSE = 0.1
+
+
+def write_document(results: dict[str, Any], folder: Path, pictures: Path | None = None) -> Path:
+    """Write benchmarks.md into the folder, its plots beside it or into `pictures`; return the document."""
+    pictures = pictures or folder
+    pictures.mkdir(parents=True, exist_ok=True)
+    machine = results["machine"]
+    lines = [
+        "# Benchmarks",
+        "",
+        "Written by `python scripts/benchmark.py --docs`; do not edit by hand. Memory is predicted, tensor by "
+        "tensor, for a GPU under bf16 autocast; no GPU took part. Times are of fp32 steps on a CPU and mean "
+        "something as ratios only: contestants take turns within one process.",
+        "",
+        f"Machine: {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, Python "
+        f"{machine['python']}; {results['seconds']:.0f} s in all."
+        + (" **Quick sizes: for trying out, not for reading.**" if results["is_quick"] else ""),
+    ]
+    for part, describe in (
+        ("peaks", _peaks),
+        ("steps", _steps),
+        ("quality", _quality),
+        ("encoding", _encoding),
+        ("start", _start),
+    ):
+        if part in results:
+            lines += ["", *describe(results[part], pictures, folder)]
+    document = folder / "benchmarks.md"
+    document.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return document
+
+
+def _peaks(rows: list[dict[str, Any]], pictures: Path, folder: Path) -> list[str]:
+    grids = list(dict.fromkeys(tuple(row["grid"]) for row in rows))
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    found = {(tuple(row["grid"]), row["variant"]): row for row in rows}
+    heads = ["x".join(map(str, grid)) for grid in grids]
+    last = grids[min(2, len(grids) - 1)]
+    base = found[last, STOCK]["flops"]
+    lines = [
+        "## Peak memory of one training step, GiB",
+        "",
+        "Autoencoder [16, 32, 64] with attention at the lowest level, discriminator, both Adams, batch 1; "
+        "tensors only. "
+        f"Compute is relative to {STOCK} at {'x'.join(map(str, last))}.",
+        "",
+        *_head(["", *heads, "compute"], right=len(heads) + 1),
+    ]
+    for name in names:
+        cells = [f"{found[grid, name]['peak_allocated_bytes'] / GIB:.2f}" for grid in grids]
+        lines.append(_row([_bold(name), *cells, f"{found[last, name]['flops'] / base:.2f}x"]))
+    smallest = {is_ours: _smallest(rows, last, is_ours) for is_ours in (False, True)}
+    factor = smallest[False]["peak_allocated_bytes"] / smallest[True]["peak_allocated_bytes"]
+    plain = found[last, STOCK]["peak_allocated_bytes"] / smallest[True]["peak_allocated_bytes"]
+    lines += [
+        "",
+        f"At {'x'.join(map(str, last))} our leanest step needs {factor:.1f} times less than the leanest of the others "
+        f"({smallest[False]['variant']}) and {plain:.1f} times less than {STOCK}.",
+        "",
+        _plot_peaks(found, grids, names, pictures, folder),
+    ]
+    return lines
+
+
+def _smallest(rows: list[dict[str, Any]], grid: tuple[int, ...], is_ours: bool) -> dict[str, Any]:
+    wanted = [row for row in rows if row["is_ours"] == is_ours and tuple(row["grid"]) == grid]
+    return min(wanted, key=lambda row: row["peak_allocated_bytes"])
+
+
+def _steps(rows: list[dict[str, Any]], pictures: Path, folder: Path) -> list[str]:
+    grid = "x".join(map(str, rows[0]["grid"]))
+    ratios = {row["variant"]: row["ratio"] for row in rows}
+    lines = [
+        "## Time of one training step, relative to stock MONAI with SDPA",
+        "",
+        f"Whole step in fp32 on the CPU at {grid}, interleaved, medians. Below 1 is faster than stock.",
+        "",
+        *_head(["", "seconds", "ratio", "verdict"], right=2),
+    ]
+    for row in rows:
+        rival = STOCK if row["variant"] == "ours, lean blocks" else STOCK_CHECKPOINTED
+        words = _verdict(row["ratio"], ratios[rival], rival)
+        verdict = words if row["is_ours"] else ""
+        lines.append(_row([_bold(row["variant"]), f"{row['seconds']:.2f}", f"{row['ratio']:.2f}", verdict]))
+    return [*lines, "", _plot_steps(rows, pictures, folder)]
+
+
+def _verdict(ours: float, theirs: float, rival: str) -> str:
+    word = "as fast as" if max(ours, theirs) / min(ours, theirs) <= CLOSE else "ahead of" if ours < theirs else "behind"
+    return f"{word} {rival}"
+
+
+def _quality(result: dict[str, Any], pictures: Path, folder: Path) -> list[str]:
+    final = result["history"][-1]
+    difference = final["ours"] - final["reference"]
+    verdict = "no worse" if difference >= -PSNR_CLOSE else "worse"
+    lines = [
+        "## Held-out PSNR after the same steps",
+        "",
+        f"{result['num_steps']} steps, batch {result['batch_size']}, {result['patch']}^3 patches of the MNI152 T1, "
+        "grey and white matter templates with seeded deformations; the same first weights, batches, learning rate and "
+        f"objective; the adversarial term starts half-way. The rival is the {REFERENCE}.",
+        "",
+        *_head(["step", "ours, dB", "3d_ldm-style, dB", "difference"], right=4),
+    ]
+    lines += [
+        _row([str(p["step"]), f"{p['ours']:.2f}", f"{p['reference']:.2f}", f"{p['ours'] - p['reference']:+.2f}"])
+        for p in result["history"]
+    ]
+    ratio = result["seconds"]["ours"] / result["seconds"]["reference"]
+    return [*lines, "", f"Verdict: {verdict} ({difference:+.2f} dB); our steps took {ratio:.2f} of the other's time."]
+
+
+def _encoding(rows: list[dict[str, Any]], pictures: Path, folder: Path) -> list[str]:
+    rates = {row["variant"]: row["volumes_per_second"] for row in rows}
+    lines = [
+        "## From volume to latent",
+        "",
+        f"One {'x'.join(map(str, rows[0]['grid']))} volume at a time, fp32, CPU. Stage 2 here encodes each volume "
+        "once and then reads the kept mean and sigma; the 3d_ldm-style loop encodes at every step.",
+        "",
+        *_head(["", "volumes per second", "relative"], right=2),
+    ]
+    lines += [_row([name, f"{rate:.3g}", f"{rate / rates[STOCK]:.3g}x"]) for name, rate in rates.items()]
+    return lines
+
+
+def _start(rows: list[dict[str, Any]], pictures: Path, folder: Path) -> list[str]:
+    lines = ["## Start-up", "", *_head(["", "seconds"], right=1)]
+    return lines + [_row([row["what"], f"{row['seconds']:.2f}"]) for row in rows]
+
+
+def _plot_peaks(found, grids, names, pictures: Path, folder: Path) -> str:
+    figure, axes = _figure(8.5, 4.6)
+    labels = ["x".join(map(str, grid)) for grid in grids]
+    for name in names:
+        values = [found[grid, name]["peak_allocated_bytes"] / GIB for grid in grids]
+        is_ours = name.startswith("ours")
+        axes.plot(
+            labels,
+            values,
+            marker="o",
+            linewidth=2.2 if is_ours else 1.4,
+            linestyle="-" if is_ours else "--",
+            label=name,
+        )
+    axes.set_yscale("log")
+    axes.set_ylabel("peak, GiB (log)")
+    for budget in (8, 24, 80):
+        axes.axhline(budget, color="0.75", linewidth=0.8)
+        axes.annotate(f"{budget} GiB", (0, budget), fontsize=8, color="0.45", va="bottom")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+    return _save(figure, pictures / "benchmark_memory.png", folder, "Peak memory by grid")
+
+
+def _plot_steps(rows, pictures: Path, folder: Path) -> str:
+    figure, axes = _figure(8.5, 3.2)
+    names, ratios = [row["variant"] for row in rows], [row["ratio"] for row in rows]
+    axes.barh(names, ratios, color=["#1f6feb" if row["is_ours"] else "0.65" for row in rows])
+    axes.axvline(1, color="0.3", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel("step time relative to stock MONAI with SDPA")
+    return _save(figure, pictures / "benchmark_time.png", folder, "Step time")
+
+
+def _figure(width: float, height: float) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path, folder: Path, words: str) -> str:
+    figure.savefig(path, dpi=120)
+    return f"![{words}]({path.resolve().relative_to(folder.resolve())})"
+
+
+def _head(cells: list[str], right: int) -> list[str]:
+    marks = ["---"] + ["---:" if number <= right else "---" for number in range(1, len(cells))]
+    return [_row(cells), "|" + "|".join(marks) + "|"]
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _bold(name: str) -> str:
+    return f"**{name}**" if name.startswith("ours") else name

@@ -1,0 +1,115 @@
+"""Peak memory of one whole training step on a GPU, predicted on fake tensors: every variant, every grid.
+
+As a program (`python -m benchmarks.peaks`) it answers one question about what no config can express, in a
+process of its own, because a prediction installs rules that must not stay.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.variants import Variant, base_settings, variants
+from memory.predict import Predictor
+from settings import Settings
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = "3d_ldm-style loop, fp32"
+SLAB_ROWS = 8
+Row = dict[str, Any]
+
+
+def measure_peaks(grids: Sequence[tuple[int, ...]], progress: Callable[[str], None]) -> list[Row]:
+    """Return peak bytes and FLOPs by grid and variant."""
+    rows: list[Row] = []
+    with Predictor() as predictor, ThreadPoolExecutor(1) as beside:
+        asked: list[tuple[tuple[int, ...], Variant, Future[Any]]] = []
+        for grid in grids:
+            settings = base_settings(grid, mixed_precision=True)
+            asked.append((grid, Variant(REFERENCE, False), beside.submit(_ask, "loop", settings)))
+            for variant in variants(SLAB_ROWS):
+                changed = settings.with_overrides(variant.changes)
+                if variant.has_matrix:
+                    future: Future[Any] = beside.submit(default_attention_peak, changed)
+                else:
+                    future = predictor.submit(changed, "autoencoder")
+                asked.append((grid, variant, future))
+        for grid, variant, future in asked:
+            answer = future.result()
+            values = answer if isinstance(answer, dict) else answer.to_json()
+            rows.append(
+                {
+                    "grid": list(grid),
+                    "variant": variant.name,
+                    "is_ours": variant.is_ours,
+                    "peak_allocated_bytes": values["peak_allocated_bytes"],
+                    "host_bytes": values["host_bytes"],
+                    "flops": values["flops"]["total"],
+                }
+            )
+            progress(f"{variant.name}, {'x'.join(map(str, grid))}")
+    return rows
+
+
+def default_attention_peak(settings: Settings) -> dict[str, Any]:
+    """Return peak and FLOPs of the step with MONAI's default attention, the N x N matrix."""
+    return _ask("matrix", settings)
+
+
+def _ask(kind: str, settings: Settings) -> dict[str, Any]:
+    question = json.dumps({"kind": kind, "settings": settings.model_dump(mode="json")})
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.peaks"], cwd=ROOT, input=question, stdout=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0, f"the predicting process ended with code {done.returncode}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Answer the question on standard input."""
+    question = json.loads(sys.stdin.read())
+    settings = Settings.model_validate(question["settings"])
+    tracker = _matrix_step(settings) if question["kind"] == "matrix" else _reference_step(settings)
+    peak = {"peak_allocated_bytes": tracker.peak["device"], "host_bytes": 0, "flops": {"total": tracker.flops.total}}
+    print(json.dumps(peak))
+
+
+def _matrix_step(settings: Settings) -> Any:
+    """Track the same step as training makes, with MONAI's default attention."""
+    from unittest import mock
+
+    from benchmarks.variants import use_matrix_attention
+    from memory.predict import step as predicted_step
+
+    build = predicted_step.build_step
+    with mock.patch.object(predicted_step, "build_step", lambda *args: use_matrix_attention(build(*args))):
+        return predicted_step.track_step(settings, "autoencoder")
+
+
+def _reference_step(settings: Settings) -> Any:
+    """Track one step of the 3d_ldm-style loop; a first step makes the optimizers' states."""
+    import torch
+
+    from benchmarks.reference_loop import ReferenceLoop
+    from memory.predict.emulation import measure_peak
+
+    def run(tracker: Any) -> None:
+        # Fused: the other forms read the value of the step counter, which a fake tensor has not. It needs the least.
+        loop = ReferenceLoop(settings, learning_rate=1e-4, kl_weight=1e-7, fused=True)
+        for network in (loop.autoencoder, loop.discriminator):
+            tracker.adopt([*network.parameters(), *network.buffers()], "parameters")
+        images = torch.zeros(1, 1, *settings.training_grid)
+        loop.step(images, is_adversarial=True)
+        tracker.reset()
+        loop.step(images, is_adversarial=True)
+
+    return measure_peak(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Write what is generated from the settings: configs/schema.json and docs/configuration.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from command_line import parser, run
+from dev.documents.reference import configuration_reference, json_schema
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Write both files and name them."""
+    for path, text in (("configs/schema.json", json_schema()), ("docs/configuration.md", configuration_reference())):
+        (ROOT / path).write_text(text, encoding="utf-8")
+        print(path)
+
+
+if __name__ == "__main__":
+    sys.exit(run(generate, parser(str(__doc__)).parse_args()))

@@ -1,0 +1,254 @@
+"""Write docs/memory_guide.md: every memory technique with its rule of thumb and what it does, predicted exactly."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from command_line import check_output_file, parser, run
+from settings import Settings, UserError, load_settings
+from storage.reading import read_text
+
+if TYPE_CHECKING:
+    from dev.guide.techniques import Changes, Point, Technique
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+COMBINATIONS = {
+    "high_res": ("A", "10 to 14 GB, for 24 GB"),
+    "balanced": ("B", "18 to 22 GB, for 32 GB"),
+    "quality": ("C", "for 40 GB and more"),
+    "default": ("64^3 preset", "about 8 GB, 5 with mixed precision"),
+    "ultra_light": ("ultra light", "6 to 9 GB"),
+}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    result = parser(__doc__ or "", ["python dev/memory_guide.py", "python dev/memory_guide.py --out guide.md"])
+    result.add_argument("--out", default=str(ROOT / "docs" / "memory_guide.md"), metavar="FILE", help="the document")
+    result.add_argument("--quick", action="store_true", help="a 32x32x16 grid, to see that all of it works")
+    result.add_argument(
+        "--benchmark", default="runs/benchmark/benchmark.json", metavar="FILE", help="step times, if measured"
+    )
+    return result.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Predict everything, then write."""
+    check_output_file(options.out, "--out")
+    times = _times(Path(options.benchmark))
+    from tqdm import tqdm
+
+    from dev.guide.catalogue import CATALOGUE
+    from dev.guide.techniques import RULES_ORDER, SAME_FIRST, base_settings
+    from memory.predict import Predictor
+
+    base = base_settings()
+    if options.quick:
+        base = base.with_overrides({"data.voxel_size": (32, 32, 16)})
+    with Predictor(2) as predictor, tqdm(desc="predicting", unit="config", disable=options.quiet) as bar:
+        ask = _Asker(predictor, bar)
+        first = ask.all(base, _cumulative(SAME_FIRST))
+        second = ask.all(base, _cumulative(RULES_ORDER))
+        techniques = [ask.all(base, technique.points, technique.stage) for technique in CATALOGUE]
+        presets = {name: load_settings(ROOT / "configs" / f"{name}.yaml") for name in COMBINATIONS}
+        combined = {name: ask(preset) for name, preset in presets.items()}
+        lines = [
+            *_INTRODUCTION,
+            *_cumulative_table("The ladder, the same mathematics first", SAME_FIRST, [a.result() for a in first]),
+            *_cumulative_table("The same knobs by rules of thumb", RULES_ORDER, [a.result() for a in second]),
+            *_combinations({name: answer.result() for name, answer in combined.items()}, presets),
+            "## One technique at a time",
+            "",
+        ]
+        for technique, answers in zip(CATALOGUE, techniques, strict=True):
+            lines += _technique(technique, [answer.result() for answer in answers])
+    lines += _host_memory() + times
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(options.out).write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    print(options.out)
+    return 0
+
+
+class _Asker:
+    """Asks for each config once, however many tables show it."""
+
+    def __init__(self, predictor: Any, bar: Any) -> None:
+        self._predictor, self._bar = predictor, bar
+        self._asked: dict[tuple[str, str], Any] = {}
+
+    def __call__(self, settings: Settings, stage: str = "autoencoder") -> Any:
+        key = (stage, settings.model_dump_json())
+        if key not in self._asked:
+            self._asked[key] = self._predictor.submit(settings, stage)
+            self._asked[key].add_done_callback(lambda _: self._bar.update(1))
+        return self._asked[key]
+
+    def all(self, base: Settings, points: tuple[Point, ...], stage: str = "autoencoder") -> list[Any]:
+        answers = []
+        for point in points:
+            settings = base.with_overrides(_fitting(point.changes, base))
+            answers.append(self._matrix(settings) if point.has_matrix else self(settings, stage))
+        return answers
+
+    def _matrix(self, settings: Settings) -> Any:
+        from concurrent.futures import Future
+        from types import SimpleNamespace
+
+        from benchmarks.peaks import default_attention_peak
+
+        answer: Future[Any] = Future()
+        answer.set_result(SimpleNamespace(**default_attention_peak(settings)))
+        return answer
+
+
+def _fitting(changes: Changes, base: Settings) -> Changes:
+    """Return changes that a small grid also takes."""
+    rows = base.training_grid[0] // 2
+    limited = dict(changes)
+    if limited.get("autoencoder.training.slab_rows", 0) > rows:
+        limited["autoencoder.training.slab_rows"] = rows
+    return limited
+
+
+def _cumulative(points: tuple[Point, ...]) -> tuple[Point, ...]:
+    from dev.guide.techniques import Point
+
+    changes: Changes = {}
+    result = []
+    for point in points:
+        changes = {**changes, **point.changes}
+        result.append(Point(point.name, changes))
+    return tuple(result)
+
+
+_INTRODUCTION = [
+    "# Memory guide",
+    "",
+    "Written by `python dev/memory_guide.py`; do not edit by hand.",
+    "",
+    "What each knob really does to one training step at 256x256x64. Every figure is predicted by executing the step",
+    "that training executes on tensors without data, each followed from allocation to release, under the rules of CUDA",
+    "autocast: the peak is of tensors, without the CUDA context (0.5 GiB is assumed elsewhere) and without convolution",
+    "workspaces. None was read from a GPU. Compute counts convolutions, matrix products and attention.",
+    "",
+    "**Same mathematics** knobs leave every gradient as it is and may change when a run resumes. **Different",
+    "mathematics** knobs change what is learned. For your own config and GPU:",
+    "`python scripts/oom_ladder.py --config configs/high_res.yaml --budget-gb 8`.",
+    "",
+]
+
+
+def _cumulative_table(title: str, points: tuple[Point, ...], answers: list[Any]) -> list[str]:
+    lines = [
+        f"## {title}",
+        "",
+        "Cumulative: each row keeps what the rows above it changed.",
+        "",
+        "| knob | peak GiB | change | reserved GiB, default / expandable | host GiB | compute | peak in |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for number, (point, answer) in enumerate(zip(points, answers, strict=True)):
+        before = answers[max(0, number - 1)].peak_allocated_bytes
+        change = f"{answer.peak_allocated_bytes / before - 1:+.0%}" if number else ""
+        lines.append(
+            f"| {point.name} | {answer.peak_allocated_bytes / GIB:.2f} | {change} | "
+            f"{answer.peak_reserved_default_bytes / GIB:.2f} / {answer.peak_reserved_expandable_bytes / GIB:.2f} | "
+            f"{answer.host_bytes / GIB:.2f} | {_compute(answer, answers[0])} | {answer.phase} |"
+        )
+    return [*lines, ""]
+
+
+def _compute(answer: Any, base: Any) -> str:
+    return f"{answer.flops['total'] / max(1, base.flops['total']):.2f}x"
+
+
+def _combinations(answers: dict[str, Any], presets: dict[str, Settings]) -> list[str]:
+    lines = [
+        "## The combinations",
+        "",
+        "| preset | combination | rule of thumb | grid | predicted peak GiB |",
+        "|---|---|---|---|---:|",
+    ]
+    for name, (letter, rule) in COMBINATIONS.items():
+        grid = "x".join(map(str, presets[name].training_grid))
+        peak = answers[name].peak_allocated_bytes / GIB
+        lines.append(f"| `configs/{name}.yaml` | {letter} | {rule} | {grid} | {peak:.2f} |")
+    return [*lines, ""]
+
+
+def _technique(technique: Technique, answers: list[Any]) -> list[str]:
+    lines = [
+        f"### {technique.title}",
+        "",
+        f"{technique.keys} ({technique.promise})",
+        "",
+        f"Rule of thumb: {technique.rule}.",
+        "",
+        "| config | peak GiB | against the first row | host GiB | compute |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for point, answer in zip(technique.points, answers, strict=True):
+        share = answer.peak_allocated_bytes / answers[0].peak_allocated_bytes - 1
+        change = "" if answer is answers[0] else f"{share:+.0%}"
+        lines.append(
+            f"| {point.name} | {answer.peak_allocated_bytes / GIB:.2f} | {change} | "
+            f"{answer.host_bytes / GIB:.2f} | {_compute(answer, answers[0])} |"
+        )
+    return [*lines, "", f"When: {technique.when}", ""]
+
+
+def _host_memory() -> list[str]:
+    """Return the techniques that no prediction of the device can show."""
+    mib = 256 * 256 * 64 * 4 / (1 << 20)
+    return [
+        "## Host memory and the allocator",
+        "",
+        "**`data.cache_rate`** (rule of thumb: do not cache large volumes). One 256x256x64 volume in float32 is "
+        f"{mib:.0f} MiB; the cache holds that times the number of volumes times the rate, once per machine however "
+        "many workers and processes read it. It is host memory and never shows on the GPU.",
+        "",
+        "**`data.num_workers`, `data.prefetch_factor`, `data.pin_memory`, `data.persistent_workers`** (rule of thumb: "
+        f"fewer workers, about 2 GB less). Each worker holds up to `prefetch_factor` micro-batches of {mib:.0f} MiB "
+        "times the batch size, besides its own process. Presets start with one worker and nothing pinned.",
+        "",
+        "**`data.use_augmentation`** (rule of thumb: off while the autoencoder trains). It works on the host.",
+        "",
+        "**`device.allocator: expandable_segments:True`** (rule of thumb: less fragmentation). The table above replays "
+        "the step's allocations through both kinds of allocator: the difference is what the setting is worth.",
+        "",
+        "**`ldm.latents.cache`**: with `disk` or `memory` the encoder is not on the GPU's bill while stage 2 trains, "
+        "and each volume is encoded once.",
+        "",
+    ]
+
+
+def _times(path: Path) -> list[str]:
+    """Return step-time ratios when the whole benchmark has been run here."""
+    try:
+        results = json.loads(read_text(path)) if os.path.exists(path) else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"--benchmark: {path} cannot be read ({error}); give what benchmark.py wrote") from error
+    if not isinstance(results, dict) or results.get("is_quick", True) or "steps" not in results:
+        return ["Time: the ratios of real steps are in [benchmarks.md](benchmarks.md)."]
+    grid = "x".join(map(str, results["steps"][0]["grid"]))
+    lines = [
+        "## Time",
+        "",
+        f"Whole fp32 steps on a CPU at {grid}, interleaved, relative to stock MONAI with SDPA; no GPU was timed.",
+        "",
+        "| step | time |",
+        "|---|---:|",
+    ]
+    return [*lines, *(f"| {row['variant']} | {row['ratio']:.2f}x |" for row in results["steps"])]
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, parse()))

@@ -1,0 +1,84 @@
+"""Make README's picture from a finished run: a held-out volume, its reconstruction, and samples."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from command_line import check_output_file, parser, run
+from settings import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+PLANES = ("axial", "coronal", "sagittal")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    result = parser(__doc__ or "", ["bash scripts/quickstart.sh && python dev/readme_picture.py"])
+    result.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: runs/quickstart")
+    result.add_argument(
+        "--out", default=str(ROOT / "docs" / "images" / "quickstart.png"), metavar="FILE", help="the picture"
+    )
+    return result.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Draw the newest volumes that the run has kept for its report."""
+    check_output_file(options.out, "--out")
+    volumes = _newest(Path(options.run))
+    columns = {"held-out input": volumes["input"], "reconstruction": volumes["reconstruction"]}
+    samples = sorted(role for role in volumes if role.startswith("sample_"))[:3]
+    columns |= {f"sample {number + 1}": volumes[role] for number, role in enumerate(samples)}
+    _draw(columns, Path(options.out))
+    print(options.out)
+    return 0
+
+
+def _newest(folder: Path) -> dict[str, Any]:
+    """Return the newest volume of each role as (D, H, W) bytes."""
+    import numpy as np
+    from PIL import Image
+
+    from report.volumes import stored_volumes
+    from storage.run_folder import RunFolder
+
+    found: dict[str, Any] = {}
+    for stored in stored_volumes(RunFolder(folder)):
+        facts = stored.to_page()
+        if stored.role not in found and facts is not None:
+            depth, height, width = facts["shape"]
+            with Image.open(stored.path) as picture:
+                tiles = np.asarray(picture)
+            parts = tiles.reshape(-1, height, facts["columns"], width).transpose(0, 2, 1, 3)
+            found[stored.role] = parts.reshape(-1, height, width)[:depth]
+    missing = {"input", "reconstruction", "sample_0"} - found.keys()
+    if missing:
+        raise UserError(f"{folder}: no {', '.join(sorted(missing))} in previews/volumes; finish both stages first")
+    return found
+
+
+def _draw(columns: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import numpy as np
+    from matplotlib import pyplot
+
+    width = 1.75 * len(columns)
+    figure, axes = pyplot.subplots(3, len(columns), figsize=(width, 5.4), facecolor="black", layout="constrained")
+    for column, (name, volume) in enumerate(columns.items()):
+        for row, axis in enumerate((2, 1, 0)):
+            plane = np.rot90(volume.take(volume.shape[axis] // 2, axis=axis))
+            axes[row][column].imshow(plane, cmap="gray", vmin=0, vmax=255, interpolation="bicubic")
+            axes[row][column].set_axis_off()
+        axes[0][column].set_title(name, color="white", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, facecolor="black")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, parse()))

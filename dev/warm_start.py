@@ -1,0 +1,119 @@
+"""Starts the project's commands as forks of one process that has done the slow imports already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE_SECONDS = 300
+
+# One at a time: multiprocessing looks at all children whenever it starts or asks one.
+_children = threading.Lock()
+
+
+class WarmStart:
+    """Starts commands that begin where their imports end, which is where a run begins."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(
+            [
+                *(
+                    "memory.watch.memory_watch",
+                    "evaluation.validation",
+                    "evaluation.ldm_validation",
+                    "torch.utils.tensorboard",
+                ),
+                *("evaluation.trained_run", "evaluation.samples", "report", "models.exchange.weights"),
+            ]
+        )
+        # What is killed cannot give its semaphores back, and their keeper need not say so.
+        warnings = "ignore:resource_tracker:UserWarning"
+        with _environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", PYTHONWARNINGS=warnings):
+            forkserver.ensure_running()
+        # Its first fork waits for the imports: from here on a start takes what starting takes.
+        first = self._context.Process(target=os.getpid)
+        first.start()
+        first.join()
+
+    def __call__(self, folder: Path, *arguments: str, said: Path, **environment: str) -> Command:
+        """Start a script of the project in a folder; what it prints goes to the file `said`."""
+        process = self._context.Process(target=_execute, args=(folder, arguments, said, environment))
+        with _children:
+            process.start()
+        return Command(process, said)
+
+
+class Command:
+    """A command that was started."""
+
+    def __init__(self, process: Any, said: Path) -> None:
+        self._process = process
+        self._said = said
+        self.pid: int = process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return the exit code, negative for a signal; None while it runs."""
+        with _children:
+            return self._process.exitcode
+
+    @property
+    def said(self) -> str:
+        """Return everything printed so far."""
+        return self._said.read_text(errors="replace") if self._said.exists() else ""
+
+    def send(self, number: int) -> None:
+        """Send a signal, if it is still there."""
+        if self.exit_code is None:
+            os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Kill it and wait until it is gone."""
+        self.send(signal.SIGKILL)
+        self.wait()
+
+    def wait(self, seconds: float = PATIENCE_SECONDS) -> int:
+        """Return the exit code; kill it and raise `TimeoutError` when it takes too long."""
+        deadline = time.monotonic() + seconds
+        while (code := self.exit_code) is None:
+            if time.monotonic() > deadline:
+                self.send(signal.SIGKILL)
+                raise TimeoutError(f"no end after {seconds:g} s:\n{self.said}")
+            time.sleep(0.005)
+        return code
+
+
+def _execute(folder: Path, arguments: tuple[str, ...], said: Path, environment: dict[str, str]) -> None:
+    os.chdir(folder)
+    os.environ.update(environment)
+    descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.argv = [str(ROOT / arguments[0]), *arguments[1:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

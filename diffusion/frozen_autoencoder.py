@@ -1,0 +1,120 @@
+"""The autoencoder as stage 2 and the commands use it: trained, verified against the config, frozen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from models import StockAutoencoder, build_autoencoder
+from models.weight_files import load_weights
+from settings import AutoencoderSettings, CheckpointError, ConfigError, Settings, validate
+from storage.run_folder import RUNS, RunFolder
+
+log = logging.getLogger(__name__)
+
+# What a voxel means to the autoencoder; the grid may differ, convolutions take any.
+_READING = ("orientation", "spacing", "resize", "intensity")
+
+
+def autoencoder_path(settings: Settings, run: RunFolder | None = None) -> Path:
+    """Return where the autoencoder's weights are: where the config says, else in the run folder."""
+    if settings.ldm.autoencoder is not None:
+        return Path(settings.ldm.autoencoder).expanduser()
+    return (run or RunFolder(RUNS / settings.name)).weights("autoencoder")
+
+
+def load_autoencoder(settings: Settings, path: Path) -> StockAutoencoder:
+    """Build the config's autoencoder, load its weights and freeze it; raise `CheckpointError` when they do not fit."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path}: there is no trained autoencoder; train stage 1 with train_autoencoder.py under the same name, or "
+            "name its weights in ldm.autoencoder"
+        )
+    state, metadata = load_weights(path)
+    is_own = settings.ldm.autoencoder is None
+    if metadata.get("stage") != "autoencoder" or not isinstance(metadata.get("settings"), dict):
+        raise CheckpointError(
+            f"{path}: not the weights that train_autoencoder.py writes, it does not say how they were trained; train "
+            "stage 1 again, or bring weights from elsewhere in with scripts/import_checkpoint.py"
+        )
+    _check(settings, metadata["settings"], path, is_own)
+    autoencoder = build_autoencoder(settings.autoencoder)
+    expected = autoencoder.state_dict()
+    wrong = sorted(
+        name
+        for name in {*state, *expected}
+        if name not in state or name not in expected or state[name].shape != expected[name].shape
+    )
+    if wrong:
+        shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        raise CheckpointError(
+            f"{path}: its weights are not those of the autoencoder that the config describes ({shown} differ); set the "
+            "autoencoder section as it was when they were trained"
+        )
+    autoencoder.load_state_dict(state)
+    return freeze(autoencoder)
+
+
+def freeze(autoencoder: StockAutoencoder) -> StockAutoencoder:
+    """Return the autoencoder in eval mode, with parameters that get no gradients."""
+    autoencoder.requires_grad_(False)
+    return autoencoder.eval()
+
+
+def weights_digest(network: nn.Module) -> str:
+    """Return a hash of all weights of a network; one changed number changes it."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check(settings: Settings, trained: dict[str, Any], path: Path, is_own: bool) -> None:
+    """Compare the settings stored with the weights."""
+    try:
+        before = validate(trained)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: its settings are not of this version of the program: {error}") from None
+    changed = list(_differences("autoencoder", _architecture(before.autoencoder), _architecture(settings.autoencoder)))
+    reading = list(_differences("data", _reading(before), _reading(settings)))
+    if is_own:
+        changed += reading
+    elif reading:
+        log.warning("%s was trained on volumes read in another way: %s", path, "; ".join(reading))
+    if changed:
+        raise CheckpointError(
+            f"{path}: the autoencoder was trained with other settings:\n  "
+            + "\n  ".join(changed)
+            + "\nset these back, or train stage 1 again under another name"
+        )
+
+
+def _architecture(s: AutoencoderSettings) -> dict[str, Any]:
+    """Return what decides the network, with every auto resolved."""
+    return {
+        "in_channels": s.in_channels,
+        "num_channels": list(s.num_channels),
+        "num_res_blocks": list(s.res_blocks),
+        "latent_channels": s.latent_channels,
+        "norm_num_groups": s.num_groups,
+        "attention_levels": list(s.attention_levels),
+        "use_nonlocal_attention": s.has_middle_attention,
+    }
+
+
+def _reading(settings: Settings) -> dict[str, Any]:
+    return settings.data.model_dump(mode="json", include=set(_READING))
+
+
+def _differences(section: str, before: dict[str, Any], after: dict[str, Any]) -> Iterable[str]:
+    for name, old in before.items():
+        if old != after[name]:
+            yield f"{section}.{name}: {json.dumps(old)} -> {json.dumps(after[name])}"

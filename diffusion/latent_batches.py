@@ -1,0 +1,63 @@
+"""Batches of latents, addressed by step like those of volumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.batches import BatchPlan, VolumeOrder
+from data.volumes import VolumeFile
+from diffusion.latent_files import Moments
+
+
+@dataclass(frozen=True)
+class LatentBatch:
+    """One micro-batch of latents; the fields are those of `Batch`, with mean and sigma in the place of the image."""
+
+    mean: Tensor
+    sigma: Tensor
+    positions: tuple[int, ...]
+    labels: Tensor | None
+    files: tuple[str, ...]
+
+
+def latent_batches(
+    read: Callable[[int], Moments], files: Sequence[VolumeFile], plan: BatchPlan, first_step: int, last_step: int
+) -> Iterator[list[LatentBatch]]:
+    """Yield for each step in [first_step, last_step) its micro-batches; `read` gives the latent of a file by index.
+
+    The same volumes in the same order as `training_batches`. A thread reads the next step's latents while one trains.
+    """
+    assert files, "there are no training volumes"
+    order = VolumeOrder(plan.seed, len(files))
+
+    def load(step: int) -> list[LatentBatch]:
+        chunks = [plan.positions(step, micro_batch) for micro_batch in range(plan.accumulation)]
+        return [collate(read, files, [order(position) for position in chunk], chunk) for chunk in chunks]
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="latents") as reader:
+        waiting = [reader.submit(load, step) for step in range(first_step, min(first_step + 1, last_step))]
+        for step in range(first_step, last_step):
+            batches = waiting.pop().result()
+            if step + 1 < last_step:
+                waiting.append(reader.submit(load, step + 1))
+            yield batches
+
+
+def collate(
+    read: Callable[[int], Moments], files: Sequence[VolumeFile], indices: Sequence[int], positions: Sequence[int]
+) -> LatentBatch:
+    """Return the latents of some files as one batch."""
+    moments = [read(index) for index in indices]
+    labels = [files[index].label for index in indices]
+    return LatentBatch(
+        mean=torch.stack([mean for mean, _ in moments]),
+        sigma=torch.stack([sigma for _, sigma in moments]),
+        positions=tuple(positions),
+        labels=None if None in labels else torch.tensor(labels, dtype=torch.long),
+        files=tuple(files[index].name for index in indices),
+    )

@@ -1,0 +1,184 @@
+"""From volumes to the latents that stage 2 trains on: encoded once, kept where the settings say, scaled as a whole.
+
+Latents are of whole volumes without augmentation, whatever stage 1 trained on: `data.patch_size` and
+`data.use_augmentation` are stage 1's, so that disk, memory and none give the same training.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data import Batch, BatchPlan, LoadedVolume, VolumeFile, Volumes, load_volume, training_batches
+from data.checking import content_digest
+from diffusion.frozen_autoencoder import weights_digest
+from diffusion.latent_batches import LatentBatch, collate, latent_batches
+from diffusion.latent_files import LatentFacts, LatentFolder, Moments, facts_of, latent_key
+from diffusion.whole_volumes import WholeVolumes
+from runtime.processes import Process
+from settings import CheckpointError, DataError, DataSettings, Settings
+from storage.names import printable
+from storage.run_folder import RUNS
+
+log = logging.getLogger(__name__)
+
+# Shared by all runs: the key tells apart what must not be mixed.
+LATENTS = RUNS / "latents"
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The latents of a run: how to read each, and what is true of all of them.
+
+    `autoencoder` is the hash of the weights that they were encoded with.
+    """
+
+    volumes: Volumes
+    settings: DataSettings
+    read: Callable[[int], Moments] | None
+    scale: float
+    spacing_mm: tuple[float, ...]
+    lower: tuple[float, ...]
+    upper: tuple[float, ...]
+    autoencoder: str
+
+    def training_batches(
+        self, plan: BatchPlan, first_step: int, last_step: int
+    ) -> Iterator[Sequence[LatentBatch | Batch]]:
+        """Yield each step's micro-batches: latents, or volumes when no latents are kept."""
+        if self.read is None:
+            return training_batches(self.volumes.train, self.settings, plan, first_step, last_step)
+        return latent_batches(self.read, self.volumes.train, plan, first_step, last_step)
+
+    def validation_batches(self, encode: Callable[[Tensor], Moments], process: Process) -> Iterator[LatentBatch]:
+        """Yield this process's share of the held-out latents one by one; positions are places in the list of files."""
+        files, offset = self.volumes.val, len(self.volumes.train)
+
+        def read(index: int) -> Moments:
+            if self.read is not None:
+                return self.read(offset + index)
+            file = files[index]
+            return encode(load_volume(file.path, self.settings, file.num_channels).image)
+
+        for index in range(process.rank, len(files), process.world_size):
+            yield collate(read, files, [index], [index])
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Return what goes with the finished weights: samples need it."""
+        return {
+            "spacing_mm": self.spacing_mm,
+            "lower": self.lower,
+            "upper": self.upper,
+            "class_names": self.volumes.class_names,
+            "autoencoder": self.autoencoder,
+        }
+
+
+def stage_two_data(s: DataSettings) -> DataSettings:
+    """Return the data settings as stage 2 uses them: whole volumes, as they are."""
+    return s.model_copy(update={"patch_size": None, "use_augmentation": False})
+
+
+def prepare_latents(whole: WholeVolumes, volumes: Volumes, settings: Settings, process: Process) -> Latents:
+    """Encode what is not yet encoded, each process its share, and find the scale of the whole training set.
+
+    A killed encoding goes on where it was. Latents kept on disk are found again by every run with the same autoencoder
+    weights and the same reading of the data. The scale is 1 / standard deviation over all elements of all training
+    latents as training draws them: var(mean) + mean(sigma^2).
+    """
+    data = stage_two_data(settings.data)
+    if data != settings.data:
+        log.info("stage 2 trains on whole volumes: data.patch_size and data.use_augmentation act in stage 1 only")
+    files = (*volumes.train, *volumes.val)
+    cache = settings.ldm.latents.cache
+    autoencoder = weights_digest(whole.autoencoder)
+    key = latent_key(data, autoencoder, whole.precision.name)
+    folder = LatentFolder(LATENTS / key)
+    table = torch.zeros(len(files), 6 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
+    kept = torch.zeros(len(files), 2, *settings.latent_shape) if cache == "memory" else None
+
+    share = list(range(process.rank, len(files), process.world_size))
+    facts = {index: folder.facts(files[index]) if cache == "disk" else None for index in share}
+    missing = [index for index in share if facts[index] is None]
+    if cache == "disk" and len(missing) < len(share):
+        log.info("latents: %d of %d found in %s", len(share) - len(missing), len(share), folder.folder)
+    with process.together():
+        for index, loaded in _load_ahead(files, missing, data, process):
+            mean, sigma = (part.cpu() for part in whole.encode(loaded.image))
+            known = facts_of((mean, sigma), loaded.geometry.spacing_mm.tolist(), loaded.lower, loaded.upper)
+            facts[index] = known
+            if cache == "disk":
+                folder.write(files[index], (mean, sigma), known)
+            elif kept is not None:
+                kept[index, 0], kept[index, 1] = mean, sigma
+    for index, found in facts.items():
+        assert found is not None, f"volume {index} was not encoded"
+        table[index] = torch.tensor(found.to_row(), dtype=torch.float64)
+
+    # Each row is filled by one process: the sum is the whole table, the same for any number of processes.
+    rows = [LatentFacts.from_row(row) for row in process.sum(table).tolist()]
+    read = _reader(folder, files, None if kept is None else process.sum(kept)) if cache != "none" else None
+    train = rows[: len(volumes.train)]
+    scale = latent_scale(train, math.prod(settings.latent_shape))
+    log.info("latents: scale %.4g (standard deviation %.4g over %d training volumes)", scale, 1 / scale, len(train))
+    middle = [
+        tuple(np.median([getattr(row, name) for row in train], axis=0)) for name in ("spacing_mm", "lower", "upper")
+    ]
+    spacing_mm, lower, upper = (tuple(map(float, values)) for values in middle)
+    return Latents(volumes, data, read, scale, spacing_mm, lower, upper, autoencoder)
+
+
+def latent_scale(facts: Sequence[LatentFacts], num_elements: int) -> float:
+    """Return 1 / standard deviation of latents drawn from these volumes, each of `num_elements` elements."""
+    count = num_elements * len(facts)
+    mean = math.fsum(f.sum_mean for f in facts) / count
+    variance = math.fsum(f.sum_squared_mean + f.sum_squared_sigma for f in facts) / count - mean**2
+    if not (math.isfinite(variance) and variance > 0):
+        raise CheckpointError(
+            f"the autoencoder's latents have the variance {variance:g}; it must be finite and above zero; "
+            "train stage 1 again"
+        )
+    return 1 / math.sqrt(variance)
+
+
+def _reader(folder: LatentFolder, files: Sequence[VolumeFile], kept: Tensor | None) -> Callable[[int], Moments]:
+    if kept is None:
+        return lambda index: folder.read(files[index])
+    return lambda index: (kept[index, 0], kept[index, 1])
+
+
+def _load_ahead(
+    files: Sequence[VolumeFile], indices: Sequence[int], data: DataSettings, process: Process
+) -> Iterator[tuple[int, LoadedVolume]]:
+    """Yield volumes in order, with a bar, while threads read the next ones."""
+    threads = max(1, data.num_workers)
+
+    def load(index: int) -> LoadedVolume:
+        file = files[index]
+        loaded = load_volume(file.path, data, file.num_channels)
+        # The latent is kept under the hash of what was checked, which must be what was read.
+        if content_digest(file.path) != file.digest:
+            raise DataError(f"{printable(file.path)}: changed since it was checked; run the same command again")
+        return loaded
+
+    # Given only where it hides the bar: an explicit False would overrule --quiet.
+    hidden: dict[str, Any] = {} if process.is_first and indices else {"disable": True}
+    bar = tqdm(total=len(indices), desc="encoding latents", unit="volume", **hidden)
+    with ThreadPoolExecutor(threads, thread_name_prefix="volumes") as readers, bar:
+        waiting = [readers.submit(load, index) for index in indices[: threads + 1]]
+        for place, index in enumerate(indices):
+            loaded = waiting.pop(0).result()
+            if place + threads + 1 < len(indices):
+                waiting.append(readers.submit(load, indices[place + threads + 1]))
+            yield index, loaded
+            bar.update(1)

@@ -1,0 +1,110 @@
+"""Drawing latents from the trained U-Net and turning them into volumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from diffusion.noise_process import NoiseProcess, predict_padded
+from diffusion.whole_volumes import WholeVolumes
+from runtime.randomness import SampleNoise
+from settings import Settings
+from settings.ldm import LdmSettings
+
+Predict = Callable[[Tensor, Tensor], Tensor]
+
+
+def guided(network: nn.Module, s: LdmSettings, labels: Tensor | None) -> Predict:
+    """Return the prediction of noisy latents at their times, with guidance when the settings ask for it.
+
+    `labels` are the classes of the samples, None for an unconditional network. A guidance scale of 1 is the plain
+    conditional prediction, 0 the one without a class.
+    """
+    multiple, scale = s.unet.downsampling, s.sampling.guidance_scale
+    if labels is None:
+        return lambda noisy, times: predict_padded(network, noisy, times, None, multiple)
+    hidden = torch.full_like(labels, s.conditioning.num_classes)
+
+    def predict(noisy: Tensor, times: Tensor) -> Tensor:
+        if scale in (0.0, 1.0):
+            return predict_padded(network, noisy, times, labels if scale else hidden, multiple)
+        both = predict_padded(
+            network, torch.cat([noisy, noisy]), torch.cat([times, times]), torch.cat([labels, hidden]), multiple
+        )
+        with_class, without = both.chunk(2)
+        return without + scale * (with_class - without)
+
+    return predict
+
+
+@torch.no_grad()
+def sample_latents(
+    predict: Predict,
+    process: NoiseProcess,
+    noise: SampleNoise,
+    positions: Sequence[int],
+    shape: Sequence[int],
+    num_steps: int,
+    is_stochastic: bool = False,
+    on_step: Callable[[], object] = lambda: None,
+) -> Tensor:
+    """Draw one scaled latent of `shape` for each position; a position's latent does not depend on the others.
+
+    `is_stochastic` adds fresh noise at each step (the ddpm sampler). `on_step` is called after each of the steps.
+    """
+    assert not (is_stochastic and process.is_flow), "rectified flow is sampled without fresh noise"
+    latents = noise.normal("sample", positions, shape)
+    dtype = torch.float32 if process.is_flow else torch.int64
+    times = [
+        torch.full((len(positions),), t, dtype=dtype, device=latents.device) for t in process.sampling_times(num_steps)
+    ]
+    for number, (time, after) in enumerate(zip(times, [*times[1:], None], strict=True)):
+        clean, implied = process.clean_and_noise(predict(latents, time).float(), latents, time)
+        fresh = noise.normal(f"sample step {number}", positions, shape) if is_stochastic and after is not None else None
+        latents = process.step(clean, implied, time, after, fresh)
+        on_step()
+    return latents
+
+
+def draw_volumes(
+    network: nn.Module,
+    whole: WholeVolumes,
+    settings: Settings,
+    latent_scale: float,
+    seed: int,
+    positions: Sequence[int],
+    label: int | None = None,
+    batch_size: int = 1,
+    on_step: Callable[[], object] = lambda: None,
+) -> Iterator[Tensor]:
+    """Yield one volume (C, D, H, W), in the network's range, for each position; a function of (seed, position).
+
+    The network runs in float32 and the decoder on one volume at a time: in 16 bits a sample would depend on its batch.
+    """
+    device = whole.precision.device
+    ldm = settings.ldm
+    process, noise = NoiseProcess(ldm.scheduler, device), SampleNoise(seed, device)
+    was_training = network.training
+    network.eval()
+    for start in range(0, len(positions), batch_size):
+        part = positions[start : start + batch_size]
+        labels = _labels(ldm, part, label, device)
+        predict = guided(network, ldm, labels)
+        steps, is_stochastic = ldm.sampling.num_inference_steps, ldm.sampling.sampler == "ddpm"
+        with torch.autocast(device.type, enabled=False):
+            latents = sample_latents(
+                predict, process, noise, part, settings.latent_shape, steps, is_stochastic, on_step
+            )
+        for latent in latents:
+            yield whole.decode(latent / latent_scale)
+    network.train(was_training)
+
+
+def _labels(s: LdmSettings, positions: Sequence[int], label: int | None, device: torch.device) -> Tensor | None:
+    """Return the class of each sample: the one asked for, else the classes in turn."""
+    if s.conditioning.type == "none":
+        return None
+    classes = [position % s.conditioning.num_classes if label is None else label for position in positions]
+    return torch.tensor(classes, device=device)

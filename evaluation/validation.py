@@ -1,0 +1,42 @@
+"""How good the reconstructions of held-out volumes are: PSNR and SSIM over whole volumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import torch
+
+from data import Batch
+from evaluation.pairs import absolute_error, psnr, ssim
+from evaluation.pictures import reconstruction_picture
+from evaluation.previews import Preview, ViewerVolume
+from training.autoencoder_step import AutoencoderStep
+
+
+@torch.no_grad()
+def validate_autoencoder(step: AutoencoderStep, batches: Iterable[Batch]) -> tuple[dict[str, float], Preview | None]:
+    """Return mean PSNR and SSIM over all processes, and a preview of this process's first volume.
+
+    Reconstructs the mean of the latent, with the averaged weights when there are any, and in slabs what is larger than
+    training's patches.
+    """
+    totals = torch.zeros(4, dtype=torch.float64)  # PSNR, SSIM, mean absolute error, number of volumes
+    preview = None
+    network, whole = step.autoencoder.eval(), step.whole_volumes
+    with step.average.swapped_in() if step.average is not None else nullcontext():
+        for batch in batches:
+            image = batch.image.to(step.process.device, non_blocking=True)
+            reconstruction = torch.stack([whole.decode(whole.encode(volume)[0]) for volume in image])
+            error = absolute_error(reconstruction, image)
+            values = [psnr(reconstruction, image), ssim(reconstruction, image), error, torch.ones_like(error)]
+            totals += torch.stack([value.double().sum() for value in values]).cpu()
+            if preview is None:
+                volumes = {"input": ViewerVolume.of(image[0]), "reconstruction": ViewerVolume.of(reconstruction[0])}
+                preview = Preview(reconstruction_picture(image[0], reconstruction[0]), volumes)
+    network.train()
+    psnr_sum, ssim_sum, error_sum, count = step.process.sum(totals).tolist()
+    if not count:  # a data set of one volume has none to hold out
+        return {}, None
+    means = {"val_psnr": psnr_sum / count, "val_ssim": ssim_sum / count, "val_l1": error_sum / count}
+    return means, preview

@@ -1,0 +1,65 @@
+"""Run the real step of a config on the GPU, in a process of its own, and say what the allocator reserved.
+
+As a program (`python -m memory.ladder.measured_step`) it reads one question as JSON and prints one answer.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from memory.predict.prediction import Stage
+from settings import Settings
+
+TIMEOUT_SECONDS = 600
+
+
+def measure_in_process(settings: Settings, stage: Stage) -> int | None:
+    """Return the peak reserved bytes of two real steps; None when they do not fit the GPU."""
+    question = json.dumps({"stage": stage, "settings": settings.model_dump(mode="json")})
+    done = subprocess.run(
+        [sys.executable, "-m", "memory.ladder.measured_step"],
+        cwd=Path(__file__).resolve().parents[2],
+        input=question,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    if done.returncode != 0:
+        return None
+    return json.loads(done.stdout.splitlines()[-1])["peak_reserved_bytes"]
+
+
+def measure_step(settings: Settings, stage: Stage) -> int:
+    """Execute two updates of zeros on the GPU (the second has the optimizer's states) and return the reserved peak."""
+    import torch
+
+    from memory.predict.step import build_step, fullest_step
+
+    device = torch.device("cuda")
+    step = build_step(settings, stage, device)
+    training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+    batches = [step.example_batch(training.batch_size)] * min(2, training.gradient_accumulation_steps)
+    first = fullest_step(settings, stage)
+    for number in (first, first + 1):
+        step(batches, number)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved(device)
+
+
+def main() -> None:
+    """Answer the question on standard input."""
+    import os
+
+    question = json.loads(sys.stdin.read())
+    settings = Settings.model_validate(question["settings"])
+    if settings.device.allocator:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.device.allocator
+    print(json.dumps({"peak_reserved_bytes": measure_step(settings, question["stage"])}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Replay of CUDA's caching allocator on the trace of a step, to see what is reserved beyond what is allocated.
+
+The allocator asks the driver for segments, cuts blocks out of them, and returns nothing unless forced to. What it
+reserves is what `nvidia-smi` shows and what a budget has to hold.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from memory.predict.prediction import MIB
+
+ALIGNMENT = 512
+SMALL_REQUEST = 1 * MIB  # up to here: the small pool
+SMALL_SEGMENT = 2 * MIB
+MEDIUM_REQUEST = 10 * MIB  # below: one shared segment of LARGE_SEGMENT; from here on a segment of its own
+LARGE_SEGMENT = 20 * MIB
+LARGE_ROUNDING = 2 * MIB
+
+
+def round_up(nbytes: int, unit: int) -> int:
+    """Return the multiple of `unit` that holds `nbytes`."""
+    return -(-nbytes // unit) * unit
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    size: int
+    number: int
+    is_free: bool = False
+    before: _Block | None = None
+    after: _Block | None = None
+
+
+@dataclass(slots=True)
+class _Pool:
+    """The blocks of one pool: free ones ordered by size for best fit, and where an expandable segment ends."""
+
+    is_small: bool
+    free: list[tuple[int, int, _Block]] = field(default_factory=list)
+    last: _Block | None = None
+
+    def add(self, block: _Block) -> None:
+        block.is_free = True
+        insort(self.free, (block.size, block.number, block))
+
+    def remove(self, block: _Block) -> None:
+        block.is_free = False
+        del self.free[bisect_left(self.free, (block.size, block.number))]
+
+    def best_fit(self, size: int) -> _Block | None:
+        position = bisect_left(self.free, (size,))
+        return self.free[position][2] if position < len(self.free) else None
+
+
+class CachingAllocator:
+    """The allocator's books: `allocated` is what tensors hold after rounding, `reserved` what the driver has given."""
+
+    def __init__(self, expandable_segments: bool = False) -> None:
+        self.expandable_segments = expandable_segments
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self._pools = {True: _Pool(is_small=True), False: _Pool(is_small=False)}
+        self._numbers = count()
+
+    def allocate(self, nbytes: int) -> _Block | None:
+        """Return a block for `nbytes`; nothing is needed for an empty tensor."""
+        if nbytes == 0:
+            return None
+        size = round_up(nbytes, ALIGNMENT)
+        pool = self._pools[size <= SMALL_REQUEST]
+        block = pool.best_fit(size)
+        if block is not None:
+            pool.remove(block)
+        else:
+            block = self._extend(pool, size) if self.expandable_segments else self._new_segment(size)
+        self._split(pool, block, size)
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def release(self, block: _Block | None, nbytes: int) -> None:
+        """Give a block back and merge it with free neighbours."""
+        if block is None:
+            return
+        pool = self._pools[round_up(nbytes, ALIGNMENT) <= SMALL_REQUEST]
+        self.allocated -= block.size
+        if block.before is not None and block.before.is_free:
+            pool.remove(block.before)
+            block = self._merge(pool, block.before, block)
+        if block.after is not None and block.after.is_free:
+            pool.remove(block.after)
+            block = self._merge(pool, block, block.after)
+        pool.add(block)
+
+    def _reserve(self, nbytes: int) -> None:
+        self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _new_segment(self, size: int) -> _Block:
+        if size <= SMALL_REQUEST:
+            segment = SMALL_SEGMENT
+        else:
+            segment = LARGE_SEGMENT if size < MEDIUM_REQUEST else round_up(size, LARGE_ROUNDING)
+        self._reserve(segment)
+        return _Block(segment, next(self._numbers))
+
+    def _extend(self, pool: _Pool, size: int) -> _Block:
+        """Map more pages at the end of the pool's one segment, using the free block that may lie there."""
+        end = pool.last if pool.last is not None and pool.last.is_free else None
+        missing = size - (end.size if end is not None else 0)
+        grown = round_up(missing, SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT)
+        self._reserve(grown)
+        if end is not None:
+            pool.remove(end)
+            end.size += grown
+            return end
+        block = _Block(grown, next(self._numbers), before=pool.last)
+        if pool.last is not None:
+            pool.last.after = block
+        pool.last = block
+        return block
+
+    def _split(self, pool: _Pool, block: _Block, size: int) -> None:
+        rest = block.size - size
+        is_worth_it = rest >= ALIGNMENT if pool.is_small or self.expandable_segments else rest > SMALL_REQUEST
+        if not is_worth_it:
+            return
+        remainder = _Block(rest, next(self._numbers), before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = remainder
+        if pool.last is block:
+            pool.last = remainder
+        block.after, block.size = remainder, size
+        pool.add(remainder)
+
+    def _merge(self, pool: _Pool, first: _Block, second: _Block) -> _Block:
+        first.size += second.size
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        if pool.last is second:
+            pool.last = first
+        return first
+
+
+def replay(trace: Iterable[int], sizes: Sequence[int], expandable_segments: bool) -> CachingAllocator:
+    """Run a trace through the allocator and return its books.
+
+    trace: an allocation is its index into `sizes`, a release the index's complement; a size of 0 is skipped.
+    """
+    allocator = CachingAllocator(expandable_segments)
+    blocks: dict[int, _Block | None] = {}
+    for event in trace:
+        if event >= 0:
+            blocks[event] = allocator.allocate(sizes[event])
+        else:
+            allocator.release(blocks.pop(~event), sizes[~event])
+    return allocator

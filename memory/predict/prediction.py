@@ -1,0 +1,166 @@
+"""The answer to "what will this step need?", asked of a process of its own. Never imports torch.
+
+A prediction installs autocast rules and patches that must not reach a process which trains, so it always runs in
+`memory.predict.process`. One worker answers many questions: starting one costs some seconds of imports.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal
+
+from settings import Settings
+
+Stage = Literal["autoencoder", "ldm"]
+MIB, GIB = 1 << 20, 1 << 30
+CONTEXT_BYTES = GIB // 2
+"""What CUDA's context and its libraries take beside the allocator: between 0.3 and 0.6 GiB by GPU and driver."""
+
+NOT_PREDICTED = ("convolution workspaces", "the CUDA context (0.5 GiB is assumed)", "other programs on the GPU")
+MARGINS = {"stock": 0.10, "plain": 0.10, "checkpointed": 0.20, "offload": 0.30, "slabs": 0.30}
+"""By how much a real step may exceed the prediction, by tier: the leaner a step, the larger the share of what
+convolutions take for themselves. From real CPU steps; a measured first step replaces it."""
+
+
+class PredictionError(RuntimeError):
+    """The predicting process failed; the text is what it said."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one training step will need, and why."""
+
+    stage: str
+    tier: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_reserved_default_bytes: int
+    peak_reserved_expandable_bytes: int
+    host_bytes: int
+    phase: str
+    phase_peaks: dict[str, int]
+    breakdown: dict[str, int]
+    activations: list[dict[str, Any]]
+    largest: list[dict[str, Any]]
+    flops: dict[str, int]
+    attention: list[dict[str, Any]]
+    margin: float
+    seconds: float
+    correction: float = 1.0
+    correction_source: str = ""
+    context_bytes: int = CONTEXT_BYTES
+    not_predicted: Sequence[str] = field(default=NOT_PREDICTED)
+
+    @property
+    def required_bytes(self) -> int:
+        """Return what a device must have: the reserved peak, corrected if it was once measured, and the context."""
+        return round(self.peak_reserved_bytes * self.correction) + self.context_bytes
+
+    def fits(self, budget_bytes: float) -> bool:
+        """Return whether a device with `budget_bytes` holds the step, without the margin."""
+        return self.required_bytes <= budget_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for a JSON file."""
+        return {**asdict(self), "not_predicted": list(self.not_predicted), "required_bytes": self.required_bytes}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Prediction:
+        """Return the prediction that `to_json` wrote."""
+        return cls(**{name: value for name, value in values.items() if name != "required_bytes"})
+
+    def corrected(self, factor: float, source: str) -> Prediction:
+        """Return the prediction scaled by what was measured on this machine."""
+        return replace(self, correction=factor, correction_source=source)
+
+
+def tier_of(settings: Settings, stage: Stage) -> str:
+    """Return how lean the step is; predictions of one tier err alike."""
+    training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+    if stage == "autoencoder" and settings.autoencoder.training.slab_rows:
+        return "slabs"
+    if training.use_gradient_checkpointing_offload:
+        return "offload"
+    if training.checkpoints_blocks:
+        return "checkpointed"
+    return "stock" if stage == "autoencoder" and settings.autoencoder.implementation == "monai" else "plain"
+
+
+class Predictor:
+    """Worker processes that predict; use it as a context manager."""
+
+    def __init__(self, workers: int = 1) -> None:
+        self._threads = ThreadPoolExecutor(workers)
+        # The warnings of a prediction are none of the training's.
+        self._folder = tempfile.TemporaryDirectory()
+        self._complaints = Path(self._folder.name) / "stderr"
+        self._idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
+        self._processes = [self._start() for _ in range(workers)]
+        for process in self._processes:
+            self._idle.put(process)
+
+    def __enter__(self) -> Predictor:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+        self._folder.cleanup()
+
+    def submit(self, settings: Settings, stage: Stage) -> Future[Prediction]:
+        """Ask for a prediction and return at once."""
+        return self._threads.submit(self.predict, settings, stage)
+
+    def predict(self, settings: Settings, stage: Stage) -> Prediction:
+        """Return the prediction; raise `PredictionError` when the worker fails."""
+        process = self._idle.get()
+        assert process.stdin is not None, "workers are started with pipes"
+        assert process.stdout is not None, "workers are started with pipes"
+        try:
+            process.stdin.write(json.dumps({"stage": stage, "settings": settings.model_dump(mode="json")}) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        self._idle.put(process)
+        if not answer:
+            raise PredictionError(f"the predicting process ended with code {process.wait()}; {self._last_words()}")
+        values = json.loads(answer)
+        if "error" in values:
+            raise PredictionError(values["error"])
+        return Prediction.from_json(values)
+
+    def _last_words(self) -> str:
+        lines = self._complaints.read_text().strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def _start(self) -> subprocess.Popen[str]:
+        with self._complaints.open("a") as complaints:
+            return subprocess.Popen(
+                [sys.executable, "-m", "memory.predict.process"],
+                cwd=Path(__file__).resolve().parents[2],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                text=True,
+            )
+
+
+def predict(settings: Settings, stage: Stage) -> Prediction:
+    """Return what one step of `stage` will need."""
+    with Predictor() as predictor:
+        return predictor.predict(settings, stage)

@@ -1,0 +1,281 @@
+"""Follow every tensor storage of a step from the operator that allocates it until it is released.
+
+Works on real and on fake tensors alike: a fake step allocates nothing, yet makes and releases the same storages in the
+same order. The result is the peak, what was alive at the peak, and the trace that `memory.predict.allocator` replays.
+"""
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memory.predict.fake_shortcuts import CPU, FakeShortcuts
+from memory.predict.flops import count_flops
+from runtime.phases import current_phase
+
+Place = Literal["device", "host"]
+aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class Allocation:
+    """One storage: how large it is, who made it and during what, and when it lived."""
+
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+    phase: str
+    module: str
+    in_backward: bool
+    place: Place
+    category: str = ""  # parameters, gradients, optimizer, ema, inputs; "" for everything a step makes and releases
+    released: bool = False
+
+
+@dataclass(slots=True)
+class Flops:
+    """Floating-point operations of a step by what they are for."""
+
+    forward: int = 0
+    backward: int = 0
+    recompute: int = 0
+    attention: int = 0  # the share of attention in the three above
+
+    @property
+    def total(self) -> int:
+        """Return forward, backward and recomputation together."""
+        return self.forward + self.backward + self.recompute
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Record allocations and releases of all storages made while the mode is active.
+
+    `trace` holds the events in order: an allocation is its index into `allocations`, a release the index's complement
+    (`~index`). Enter it inside `FakeTensorMode` to predict, alone to observe a real CPU step. Storages made before
+    are not known to it unless they are given to `adopt`.
+    """
+
+    def __init__(self, cuda: bool = True, fake: FakeTensorMode | None = None) -> None:
+        super().__init__()
+        self.cuda = cuda
+        self._execute: Callable[..., Any] = FakeShortcuts(fake) if fake is not None else _call
+        self.allocations: list[Allocation] = []
+        self.trace: list[int] = []
+        self.live: dict[Place, int] = {"device": 0, "host": 0}
+        self.peak: dict[Place, int] = {"device": 0, "host": 0}
+        self.peak_event = 0
+        self.phase_peaks: dict[str, int] = {}
+        self.flops = Flops()
+        self._place: Place = "device"
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._modules: list[str] = []
+        self._module_of_node: dict[int, str] = {}
+        self._patches: list[Any] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch not to wrap the dispatch below: nothing is compiled here, and the wrapper costs time."""
+        return False
+
+    def __enter__(self) -> "MemoryTracker":
+        patch = mock.patch.object(nn.Module, "__call__", _naming_call(nn.Module.__call__, self))
+        patch.start()
+        self._patches.append(patch)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patches.pop().stop()
+        super().__exit__(*error)
+
+    def name_modules(self, name: str, root: nn.Module) -> None:
+        """Let allocations inside `root` carry the names of its modules, each preceded by `name`."""
+        for path, module in root.named_modules():
+            self._names[module] = f"{name}.{path}" if path else name
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Count what is allocated inside as host memory: where a GPU trains, it is pinned memory of the machine."""
+        before, self._place = self._place, "host"
+        try:
+            yield
+        finally:
+            self._place = before
+
+    def adopt(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Say what the tensors are for; storages that were made before the tracker started are counted from now on."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._alive:
+                self._allocate(tensor, storage, "adopted")
+            self.allocations[self._alive[storage._cdata][0]].category = category
+
+    def adopt_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Mark each gradient as such from the moment that backward stores it."""
+
+        def mark(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                self.adopt([parameter.grad], "gradients")
+
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(mark)
+
+    def reset(self) -> None:
+        """Forget peaks and operations counted so far; what is alive stays counted."""
+        self.flops = Flops()
+        self.phase_peaks = {}
+        self.peak = dict(self.live)
+        self.peak_event = len(self.trace)
+
+    def alive_at_peak(self) -> list[Allocation]:
+        """Return the device storages that were alive when the peak was reached."""
+        alive: set[int] = set()
+        for event in self.trace[: self.peak_event]:
+            if event >= 0:
+                alive.add(event)
+            else:
+                alive.discard(~event)
+        return [self.allocations[index] for index in sorted(alive) if self.allocations[index].place == "device"]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return CPU
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return _plausible_value(args[0].dtype)
+        out = self._execute(func, args, kwargs)
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward and self._modules:
+            # An operator's autograd node is made just before it runs: the newest number belongs to this operator.
+            self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._modules[-1]
+        self._count(func, args, kwargs, out, in_backward)
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._alive:
+                    self._allocate(leaf, storage, str(func), in_backward)
+        if self.cuda and (nbytes := _kernel_workspace(func, args)):
+            self._pass_through(nbytes, str(func), in_backward)
+        return out
+
+    def _allocate(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, op: str, in_backward: bool = False
+    ) -> None:
+        index = self._record(storage.nbytes(), tuple(tensor.shape), str(tensor.dtype), op, in_backward)
+        key = storage._cdata
+        self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
+
+    def _pass_through(self, nbytes: int, op: str, in_backward: bool) -> None:
+        """Count memory that a kernel takes and gives back before it returns."""
+        self._record_release(self._record(nbytes, (nbytes,), "workspace", op, in_backward))
+
+    def _record(self, nbytes: int, shape: tuple[int, ...], dtype: str, op: str, in_backward: bool) -> int:
+        index = len(self.allocations)
+        record = Allocation(
+            nbytes=nbytes,
+            shape=shape,
+            dtype=dtype.removeprefix("torch."),
+            op=op.removeprefix("aten."),
+            phase=current_phase(),
+            module=self._current_module(in_backward),
+            in_backward=in_backward,
+            place=self._place,
+        )
+        self.allocations.append(record)
+        self.trace.append(index)
+        self.live[record.place] += nbytes
+        self._note_peak()
+        return index
+
+    def _release(self, key: int, _: Any) -> None:
+        self._record_release(self._alive.pop(key)[0])
+
+    def _record_release(self, index: int) -> None:
+        record = self.allocations[index]
+        record.released = True
+        self.trace.append(~index)
+        self.live[record.place] -= record.nbytes
+
+    def _note_peak(self) -> None:
+        level = self.live["device"]
+        if level > self.peak["device"]:
+            self.peak["device"] = level
+            self.peak_event = len(self.trace)
+        self.peak["host"] = max(self.peak["host"], self.live["host"])
+        phase = current_phase()
+        if level > self.phase_peaks.get(phase, 0):
+            self.phase_peaks[phase] = level
+
+    def _current_module(self, in_backward: bool) -> str:
+        if self._modules:
+            return self._modules[-1]
+        node = torch._C._current_autograd_node() if in_backward else None
+        return self._module_of_node.get(node._sequence_nr(), "") if node is not None else ""
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, in_backward: bool) -> None:
+        flops = count_flops(func, args, kwargs, out)
+        if not flops:
+            return
+        if "scaled_dot_product" in func._overloadpacket.__name__:
+            self.flops.attention += flops
+        if not in_backward:
+            self.flops.forward += flops
+        elif torch.is_grad_enabled() or self._modules:
+            # Backward itself runs without gradients: only a checkpoint turns them on, to compute the forward again.
+            self.flops.recompute += flops
+        else:
+            self.flops.backward += flops
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _naming_call(original: Callable[..., Any], tracker: MemoryTracker) -> Callable[..., Any]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        name = tracker._names.get(self)
+        if name is None:
+            return original(self, *args, **kwargs)
+        tracker._modules.append(name)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            tracker._modules.pop()
+
+    return call
+
+
+def _plausible_value(dtype: torch.dtype) -> bool | float | int:
+    """Stand in for a value that a fake tensor does not have: checks pass (`isfinite`), counts of bad values are 0."""
+    if dtype == torch.bool:
+        return True
+    return 0.0 if dtype.is_floating_point else 0
+
+
+def _kernel_workspace(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes that the CUDA kernel behind `func` allocates for itself, as far as they are known.
+
+    The backward of flash attention accumulates the query's gradient in fp32, with the head's channels rounded up to 32
+    and the tokens to 128, beside one fp32 number per token and head.
+    """
+    if func._overloadpacket is not aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return 0
+    batch, heads, tokens, channels = args[1].shape
+    tokens = math.ceil(tokens / 128) * 128
+    return 4 * batch * heads * tokens * (math.ceil(channels / 32) * 32 + 1)

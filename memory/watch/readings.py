@@ -1,0 +1,82 @@
+"""Running readings of a process's memory: allocated, reserved and the peak since the last reading."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import psutil
+import torch
+
+from memory.predict.prediction import GIB
+
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class MemoryReadings:
+    """Reads the device that trains: the allocator of a GPU, the resident memory of the process on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.start_bytes = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
+        self._reset()
+
+    def read(self) -> dict[str, float]:
+        """Return GiB for the log, and begin a new interval for the peak."""
+        peak = self.peak_bytes()
+        if self.device.type == "cuda":
+            values = {
+                "memory_allocated_gib": torch.cuda.memory_allocated(self.device) / GIB,
+                "memory_reserved_gib": torch.cuda.memory_reserved(self.device) / GIB,
+                "memory_peak_gib": peak / GIB,
+            }
+        else:
+            rss = psutil.Process().memory_info().rss
+            values = {"host_memory_gib": rss / GIB, "host_memory_peak_gib": peak / GIB}
+        self._reset()
+        return {name: round(value, 4) for name, value in values.items()}
+
+    def peak_bytes(self) -> int:
+        """Return the peak since the last reading: allocated by tensors on CUDA, resident on the CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resident_peak_bytes()
+
+    def measured_bytes(self) -> int:
+        """Return what a prediction is compared with: reserved on CUDA, growth since the start on the CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.device)
+        return resident_peak_bytes() - self.start_bytes
+
+    def _reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            reset_resident_peak()
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the memory of the device: of the GPU, or what the machine has left for this process."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    available = psutil.virtual_memory().available + psutil.Process().memory_info().rss
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return available if limit == resource.RLIM_INFINITY else min(available, limit)
+
+
+def resident_peak_bytes() -> int:
+    """Return the highest resident memory of this process since the last reset, or since its start."""
+    if _STATUS.exists():
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_resident_peak() -> bool:
+    """Begin a new interval for `resident_peak_bytes`; return whether the system allows it."""
+    try:
+        _CLEAR_REFS.write_text("5")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,37 @@
+"""Self-attention over all voxels without the N x N matrix."""
+
+from __future__ import annotations
+
+from monai.networks.blocks import SpatialAttentionBlock
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.lean.norm import group_norm
+
+
+class AttentionBlock(nn.Module):
+    """Takes over the layers of MONAI's `SpatialAttentionBlock`, and with them its parameter names.
+
+    Attention always runs through `scaled_dot_product_attention`. Beyond that it differs from MONAI's forward only where
+    that one wastes memory or errs: dropout acts in training only, and the norm keeps its low-precision input alone.
+    """
+
+    def __init__(self, stock: SpatialAttentionBlock) -> None:
+        super().__init__()
+        self.norm, self.attn = stock.norm, stock.attn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` plus what every voxel takes from all others."""
+        attn, tokens = self.attn, group_norm(x, self.norm).flatten(2).transpose(1, 2)
+        if attn.use_combined_linear:
+            query, key, value = attn.qkv(tokens).chunk(3, dim=-1)
+        else:
+            query, key, value = attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens)
+        del tokens
+        query, key, value = (part.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2) for part in (query, key, value))
+        dropout = attn.dropout_rate if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=attn.scale)
+        del query, key, value
+        mixed = attn.drop_output(attn.out_proj(mixed.transpose(1, 2).flatten(2)))
+        # x first: the sum takes the memory layout of its first operand, and the convolutions after it want that of x.
+        return x + mixed.transpose(1, 2).unflatten(2, x.shape[2:])

@@ -1,0 +1,126 @@
+"""MONAI's autoencoder blocks with the same parameters and the same function in less memory.
+
+Each takes over the layers of one stock block under the names they have there, so state-dict keys stay MONAI's.
+"""
+
+from __future__ import annotations
+
+from monai.networks.blocks import Convolution, SpatialAttentionBlock, Upsample
+from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
+from torch import Tensor, nn
+
+from models.lean.attention import AttentionBlock
+from models.lean.norm import compute_dtype, group_norm
+from models.lean.resampling import UpsampledRows, downsample_conv, upsample_conv
+from models.lean.slab_blocks import norm_conv, residual
+from models.lean.slabs import Volume
+
+
+class LeanBlock(nn.Module):
+    """A block that runs whole, or in slabs of `slab_rows` rows when that is not 0."""
+
+    slab_rows = 0
+
+    @property
+    def keeps_only_input(self) -> bool:
+        """Whether backward recomputes what it needs by itself, so that a checkpoint around it would save nothing."""
+        return self.slab_rows > 0
+
+    def consume(self, x: Volume) -> Volume:
+        """Do what the block does, at inference and in slabs; nobody needs `x` afterwards, so it may be overwritten."""
+        return self(x)
+
+
+class ResidualBlock(LeanBlock):
+    """Two times norm, SiLU and convolution, added to the input."""
+
+    def __init__(self, stock: AEKLResBlock) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = stock.norm1, stock.conv1
+        self.norm2, self.conv2 = stock.norm2, stock.conv2
+        self.nin_shortcut = stock.nin_shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output, of as many channels as its convolutions have."""
+        if self.slab_rows:
+            return self._in_slabs(x, overwrite=False)
+        h = self.conv1(group_norm(x, self.norm1, silu=True))
+        h = self.conv2(group_norm(h, self.norm2, silu=True))
+        return self.nin_shortcut(x) + h
+
+    def consume(self, x: Volume) -> Tensor:
+        """Return the block's output in the memory of its input where it fits there."""
+        return self._in_slabs(x, overwrite=True)
+
+    def _in_slabs(self, x: Volume, overwrite: bool) -> Tensor:
+        shortcut = getattr(self.nin_shortcut, "conv", None)
+        convs = (self.conv1.conv, self.conv2.conv)
+        return residual(x, (self.norm1, self.norm2), convs, shortcut, self.slab_rows, overwrite)
+
+
+class UpsampleBlock(LeanBlock):
+    """Nearest-neighbour upsampling by two, then a convolution."""
+
+    def __init__(self, stock: Upsample) -> None:
+        super().__init__()
+        self.postconv = stock.postconv
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a volume of twice the size along each axis."""
+        return upsample_conv(x, self.postconv.conv)
+
+    def consume(self, x: Volume) -> UpsampledRows:
+        """Return the upsampled volume as a source of rows: the next block, residual or last, reads it in slabs."""
+        assert isinstance(x, Tensor), "two upsamplings never follow each other"
+        conv = self.postconv.conv
+        return UpsampledRows(x, conv.weight, conv.bias, compute_dtype(x))
+
+    @property
+    def keeps_only_input(self) -> bool:
+        """True in slabs and without: nothing but the input is ever needed."""
+        return True
+
+
+class DownsampleBlock(LeanBlock):
+    """A convolution of stride two over the input padded by one at each axis' end."""
+
+    def __init__(self, stock: AEKLDownsample) -> None:
+        super().__init__()
+        self.conv = stock.conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a volume of half the size along each axis."""
+        return downsample_conv(x, self.conv.conv, self.slab_rows)
+
+    @property
+    def keeps_only_input(self) -> bool:
+        """True in slabs and without: nothing but the input is ever needed."""
+        return True
+
+
+class Head(LeanBlock):
+    """The last norm and convolution; there is no SiLU between them in MONAI, so there is none here."""
+
+    def __init__(self, norm: nn.GroupNorm, conv: Convolution) -> None:
+        super().__init__()
+        self.norm, self.conv = norm, conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed and convolved volume."""
+        if self.slab_rows:
+            return norm_conv(x, self.norm, self.conv.conv, self.slab_rows)
+        return self.conv(group_norm(x, self.norm))
+
+
+def lean_block(stock: nn.Module) -> nn.Module:
+    """Return the lean counterpart of a stock block; blocks without one are returned as they are."""
+    if isinstance(stock, AEKLResBlock):
+        return ResidualBlock(stock)
+    if isinstance(stock, SpatialAttentionBlock):
+        return AttentionBlock(stock)
+    if isinstance(stock, Upsample):
+        return UpsampleBlock(stock)
+    if isinstance(stock, AEKLDownsample):
+        return DownsampleBlock(stock)
+    assert isinstance(stock, Convolution | nn.GroupNorm), f"no lean counterpart for {type(stock).__name__}"
+    return stock

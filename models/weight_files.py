@@ -1,0 +1,76 @@
+"""Weight files: safetensors with JSON metadata, never executable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from settings import CheckpointError, TrainingError
+from storage.atomic import replacing
+
+
+def save_weights(path: Path, state: dict[str, Tensor], metadata: dict[str, Any]) -> None:
+    """Write weights with JSON-encodable metadata, atomically; raise `TrainingError` when the disk does not take it."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, metadata={name: json.dumps(value) for name, value in metadata.items()})
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"{path}: the weights could not be written ({error}); make room, then run the same command again"
+        ) from error
+
+
+def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return weights and metadata; raise `CheckpointError` when the file is missing or not one that we wrote."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; train the stage that writes it, or give the path of one")
+    try:
+        with safe_open(path, framework="pt") as file:
+            texts = file.metadata() or {}
+        state = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: not a readable safetensors file ({error}); copy it again, or train the stage that writes it"
+        ) from None
+    try:
+        return state, {name: json.loads(text) for name, text in texts.items()}
+    except ValueError:
+        raise CheckpointError(
+            f"{path}: was not written by this program; bring weights from elsewhere in with "
+            "scripts/import_checkpoint.py"
+        ) from None
+
+
+def load_into(network: nn.Module, path: Path) -> dict[str, Any]:
+    """Load a file of weights into a network and return its metadata; raise `CheckpointError` when they do not fit."""
+    state, metadata = load_weights(path)
+    load_state(network, state, path)
+    return metadata
+
+
+def load_state(network: nn.Module, state: dict[str, Tensor], path: Path) -> None:
+    """Load weights into a network; raise `CheckpointError`, naming the file they are of, when they do not fit."""
+    expected = network.state_dict()
+    wrong = sorted(
+        [f"{name} is missing" for name in expected.keys() - state.keys()]
+        + [f"{name} is unknown" for name in state.keys() - expected.keys()]
+        + [
+            f"{name} is {tuple(state[name].shape)}, the config's is {tuple(expected[name].shape)}"
+            for name in expected.keys() & state.keys()
+            if expected[name].shape != state[name].shape
+        ]
+    )
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{path}: does not fit the network of this config ({'; '.join(wrong[:3])}{more}); "
+            "use the config it was trained with, or scripts/import_checkpoint.py for weights from elsewhere"
+        )
+    network.load_state_dict(state)

@@ -1,0 +1,92 @@
+"""Put a run, or several beside each other, into one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from report.charts import curve_charts, memory_charts
+from report.run_data import VOLUME_BUDGET_BYTES, read_run
+from report.sections import (
+    config_section,
+    environment_section,
+    header_section,
+    memory_section,
+    page_title,
+    tiles_section,
+)
+from runtime.processes import Process
+from storage.atomic import write_text
+from storage.run_folder import RunFolder
+
+_TEMPLATE = Path(__file__).resolve().parent / "template"
+
+
+def publish(run: RunFolder, process: Process) -> None:
+    """Write the report of a run that is training, in its first process."""
+    if process.is_first:
+        write_report(run.path)
+
+
+def write_report(run_folder: Path | str) -> Path:
+    """Write report.html from what the run's folder holds now; cheap enough for each validation."""
+    path = Path(run_folder)
+    target = RunFolder(path).report
+    write_text(target, build_page([read_run(path)]))
+    return target
+
+
+def write_comparison(run_folders: Sequence[Path | str], target: Path | str) -> Path:
+    """Write one page with several runs, their curves on the same axes."""
+    share = VOLUME_BUDGET_BYTES // len(run_folders)
+    write_text(Path(target), build_page([read_run(Path(folder), share) for folder in run_folders]))
+    return Path(target)
+
+
+def build_page(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the page. Text from outside is escaped here, in Python; the script only sets text, never markup."""
+    names = [run["name"] for run in runs]
+    for run in runs:
+        run["label"] = run["name"] if names.count(run["name"]) == 1 else run["folder"]
+    parts = {
+        "title": page_title(runs),
+        "style": _part("style.css"),
+        "script": _part("charts.js") + _part("viewer.js"),
+        "header": header_section(runs, datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")),
+        "tiles": tiles_section(runs),
+        "memory": memory_section(runs),
+        "config": config_section(runs),
+        "environment": environment_section(runs),
+        "data": _embedded(_page_data(runs)),
+    }
+    page = _part("page.html")
+    pieces = page.split("[[")
+    # One pass: what a part brings in is never searched for further marks.
+    return pieces[0] + "".join(parts[name] + rest for name, _, rest in (piece.partition("]]") for piece in pieces[1:]))
+
+
+def _page_data(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    sets: list[dict[str, Any]] = []
+    pictures: list[str] = []
+    for run in runs:
+        for entry in run["viewer"]["sets"]:
+            volumes = {
+                role: {**volume, "picture": volume["picture"] + len(pictures)}
+                for role, volume in entry["volumes"].items()
+            }
+            label = f"{run['label']}, " if len(runs) > 1 else ""
+            sets.append({**entry, "volumes": volumes, "label": label})
+        pictures += run["viewer"]["pictures"]
+    return {"curves": curve_charts(runs), "memory": memory_charts(runs), "sets": sets, "pictures": pictures}
+
+
+def _part(name: str) -> str:
+    return (_TEMPLATE / name).read_text(encoding="utf-8")
+
+
+def _embedded(values: Any) -> str:
+    """Return JSON that cannot end the script element it stands in."""
+    return json.dumps(values, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")

@@ -1,0 +1,163 @@
+"""Read what a run has written so far, as plain values for the page. A run that has only begun is no error."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from report.run_files import Environment, MemoryRecord, OutOfMemoryReport, read_metrics, read_record
+from report.volumes import stored_volumes
+from settings import ConfigError, Settings, UserError, load_settings
+from storage.run_folder import RunFolder
+
+STAGES = ("autoencoder", "ldm")
+MAX_POINTS = 600
+VOLUME_BUDGET_BYTES = 3_200_000
+"""Of encoded pictures in one page, over all runs: with the rest it stays below 5 MB."""
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, Any]:
+    """Return everything the page shows of one run; raise `UserError` for a folder that is not a run."""
+    run = RunFolder(path)
+    if not os.path.isfile(run.config):
+        raise UserError(f"{path}: no config.yaml; give the folder of a run, such as runs/quickstart")
+    settings = load_settings(run.config)
+    environment = read_record(run.environment, Environment) or {}
+    lines = read_metrics(run.metrics)
+    stages = [stage for stage in (_stage(run, settings, name, lines) for name in STAGES) if stage is not None]
+    return {
+        "name": settings.name,
+        "folder": str(path),
+        "stages": stages,
+        "viewer": _viewer(run, volume_budget),
+        "config": _config(settings, environment.get("command", [])),
+        "environment": environment,
+        "out_of_memory": _out_of_memory(read_record(path / "oom_report.json", OutOfMemoryReport), stages),
+    }
+
+
+def _out_of_memory(report: dict[str, Any] | None, stages: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the report of running out of memory unless the run has gone past that step since."""
+    if report is None:
+        return None
+    is_past = any(stage["name"] == report["stage"] and stage["step"] > report["step"] for stage in stages)
+    return None if is_past else report
+
+
+def _stage(run: RunFolder, settings: Settings, stage: str, metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
+    lines = [line for line in metrics if line.get("stage") == stage]
+    memory = read_record(run.path / f"memory_{stage}.json", MemoryRecord)
+    if not lines and memory is None:
+        return None
+    training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+    return {
+        "name": stage,
+        "step": max((line["step"] for line in lines), default=0),
+        "max_steps": training.max_steps,
+        "is_finished": run.weights(stage).is_file(),
+        "curves": _curves(lines),
+        "memory": memory,
+    }
+
+
+def _curves(lines: list[dict[str, Any]]) -> dict[str, list[list[float | None]]]:
+    """Return [step, value] pairs by metric, thinned; what is not finite becomes null, which breaks the line."""
+    curves: dict[str, list[list[float | None]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name not in ("stage", "step") and isinstance(value, int | float):
+                # Whole numbers can be larger than any float.
+                shown = float(f"{value:.6g}") if abs(value) <= sys.float_info.max else None
+                curves.setdefault(name, []).append([line["step"], shown])
+    return {name: _thin(points) for name, points in curves.items()}
+
+
+def _thin(points: list[list[float | None]]) -> list[list[float | None]]:
+    """Return at most about MAX_POINTS points: of each stretch the lowest and the highest, so that no spike is lost."""
+    stretch = math.ceil(2 * len(points) / MAX_POINTS)
+    if stretch <= 2:
+        return points
+    kept: list[list[float | None]] = []
+    for first in range(0, len(points), stretch):
+        part = points[first : first + stretch]
+        finite = [point for point in part if point[1] is not None]
+        extremes = [min(finite, key=_value), max(finite, key=_value)] if finite else part[:1]
+        kept += sorted({id(point): point for point in extremes}.values(), key=lambda point: point[0] or 0)
+    if kept[-1] is not points[-1]:
+        kept.append(points[-1])
+    return kept
+
+
+def _value(point: list[float | None]) -> float:
+    return point[1] or 0.0
+
+
+def _viewer(run: RunFolder, budget: int) -> dict[str, Any]:
+    """Return sets of volumes to look at, newest first, and their pictures.
+
+    Each stage's newest set always, older ones while there is room.
+    """
+    sets: dict[tuple[str, int], dict[str, Any]] = {}
+    pictures: dict[str, int] = {}
+    newest: dict[str, int] = {}
+    used = 0
+    for stored in stored_volumes(run):
+        newest.setdefault(stored.stage, stored.step)
+        volume = stored.to_page()
+        if volume is None:
+            continue
+        source = volume.pop("source")
+        # The input is the same picture at each validation: it is embedded once.
+        size = 0 if source in pictures else len(source)
+        if stored.step != newest[stored.stage] and used + size > budget:
+            continue
+        used += size
+        volume["picture"] = pictures.setdefault(source, len(pictures))
+        entry = {"stage": stored.stage, "step": stored.step, "volumes": {}}
+        sets.setdefault((stored.stage, stored.step), entry)["volumes"][stored.role] = volume
+    return {"sets": [entry for entry in sets.values() if _is_complete(entry)], "pictures": list(pictures)}
+
+
+def _is_complete(entry: dict[str, Any]) -> bool:
+    return entry["stage"] != "autoencoder" or {"input", "reconstruction"} <= entry["volumes"].keys()
+
+
+def _config(settings: Settings, command: list[str]) -> dict[str, Any]:
+    """Return every key of the config with its value, and the preset's where it differs."""
+    preset, source = _preset(command)
+    before = flatten(preset.model_dump(mode="json"))
+    keys = []
+    for key, value in flatten(settings.model_dump(mode="json")).items():
+        keys.append({"key": key, "value": _plain(value), "preset": _plain(before.get(key))})
+    return {"preset": source, "keys": keys}
+
+
+def _preset(command: list[str]) -> tuple[Settings, str]:
+    """Return the config file that the run was started with, as it is now; the defaults when it is gone."""
+    words = [part for word in command for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    for flag, given in pairwise(words):
+        for path in (Path(given), _ROOT / given) if flag == "--config" else ():
+            if os.path.isfile(path):
+                try:
+                    return load_settings(path), given
+                except ConfigError:
+                    break  # edited since, and wrong now
+    return Settings(), "the defaults"
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value

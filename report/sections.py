@@ -1,0 +1,197 @@
+"""The parts of the page that are text and tables. Everything from outside goes through `_text`."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from command_line import escaped
+from report.charts import GIB, STAGE_TITLES, last, peak_gib
+
+_FIGURES = (
+    ("val_psnr", "held-out PSNR", "{:.2f} dB"),
+    ("val_ssim", "held-out SSIM", "{:.3f}"),
+    ("val_diffusion", "held-out diffusion loss", "{:.4f}"),
+    ("volumes_per_second", "volumes per second", "{:.3g}"),
+)
+_BREAKDOWN = ("activations", "parameters", "gradients", "optimizer", "ema", "inputs", "other")
+
+
+def page_title(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the title of the browser's tab."""
+    return _text(" against ".join(run["label"] for run in runs))
+
+
+def header_section(runs: Sequence[dict[str, Any]], written: str) -> str:
+    """Return names, how far each stage is, and when the page was written."""
+    blocks = []
+    for number, run in enumerate(runs):
+        mark = f'<i class="swatch c{number % 6}"></i>' if len(runs) > 1 else ""
+        chips = "".join(_chip(stage) for stage in run["stages"]) or '<span class="chip">not begun</span>'
+        device = run["environment"].get("device")
+        device_chip = f'<span class="chip">{_text(device)}</span>' if device else ""
+        blocks.append(
+            f'<div class="run"><h1>{mark}{_text(run["label"])}</h1><p class="chips">{chips}{device_chip}</p></div>'
+        )
+        blocks.append(_alarm(run["out_of_memory"]))
+    return f'{"".join(blocks)}<p class="quiet">written {_text(written)}</p>'
+
+
+def _chip(stage: dict[str, Any]) -> str:
+    name = STAGE_TITLES[stage["name"]].split(",")[0].lower()
+    share = 100 * stage["step"] / max(1, stage["max_steps"])
+    kind = "good" if stage["is_finished"] else "going"
+    going, done = f"step {stage['step']:,} of {stage['max_steps']:,}", f"done, {stage['step']:,} steps"
+    words = done if stage["is_finished"] else going
+    return f'<span class="chip {kind}" style="--share:{share:.1f}%">{name}: {words}</span>'
+
+
+def _alarm(report: dict[str, Any] | None) -> str:
+    if not report:
+        return ""
+    rung = report.get("next_rung") or {}
+    advice = f" Next rung: {_text(rung['name'])} ({_text(rung['promise'])})." if rung else ""
+    return (
+        f'<p class="alarm">Ran out of memory in step {_text(report.get("step", 0) + 1)}, '
+        f"{_text(report.get('phase', ''))}.{advice}</p>"
+    )
+
+
+def tiles_section(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the newest figures: tiles for one run, a table for several."""
+    facts = {run["label"]: _figures(run) for run in runs}
+    if len(runs) == 1:
+        tiles = [
+            f'<div class="tile"><b>{_text(value)}</b><span>{_text(name)}</span></div>'
+            for name, value in facts[runs[0]["label"]].items()
+        ]
+        return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else '<p class="quiet">no figures yet</p>'
+    names = list(dict.fromkeys(name for figures in facts.values() for name in figures))
+    rows = [[name, *(figures.get(name, "") for figures in facts.values())] for name in names]
+    return _table(["", *facts], rows)
+
+
+def _figures(run: dict[str, Any]) -> dict[str, str]:
+    figures = {}
+    for stage in run["stages"]:
+        which = "" if len(run["stages"]) == 1 else f", {STAGE_TITLES[stage['name']].split(',')[0].lower()}"
+        for name, words, form in _FIGURES:
+            value = last(stage, name)
+            if value is not None:
+                figures[words + (which if name == "volumes_per_second" else "")] = form.format(value)
+        peak = peak_gib(stage)
+        if peak is not None:
+            figures[f"peak memory{which}"] = f"{peak:.2f} GiB"
+        prediction = (stage["memory"] or {}).get("prediction")
+        if prediction:
+            figures[f"predicted peak{which}"] = _gib(prediction["peak_allocated_bytes"])
+    return figures
+
+
+def memory_section(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the predicted breakdown and the place on the ladder, by run and stage."""
+    blocks = []
+    for run in runs:
+        for stage in run["stages"]:
+            name = STAGE_TITLES[stage["name"]] if len(runs) == 1 else f"{run['label']}: {STAGE_TITLES[stage['name']]}"
+            memory = stage["memory"] or {}
+            parts = [_breakdown(memory.get("prediction")), _ladder(memory.get("ladder"))]
+            blocks.append(f'<div class="card"><h3>{_text(name)}</h3>{"".join(parts)}</div>')
+    on_cpu = any("host_memory_gib" in stage["curves"] for run in runs for stage in run["stages"])
+    note = (
+        '<p class="quiet">On a CPU the readings are the whole process: Python, libraries and cached volumes too. The '
+        "prediction counts the tensors of the step.</p>"
+    )
+    return f'{note if on_cpu else ""}<div class="pair">{"".join(blocks)}</div>'
+
+
+def _breakdown(prediction: dict[str, Any] | None) -> str:
+    if not prediction:
+        return '<p class="quiet">No prediction is kept with this run: scripts/report.py --predict adds one.</p>'
+    total = max(1, prediction["peak_allocated_bytes"])
+    parts = [(name, prediction["breakdown"].get(name, 0)) for name in _BREAKDOWN]
+    shown = sorted(((name, size) for name, size in parts if size > 0), key=lambda part: -part[1])
+    colours = {name: f"c{number}" for number, name in enumerate(_BREAKDOWN)}
+    bar = "".join(
+        f'<i class="{colours[name]}" style="flex:{size / total:.5f}" title="{name} {_gib(size)}"></i>'
+        for name, size in shown
+    )
+    legend = "".join(
+        f'<li><i class="swatch {colours[name]}"></i>{name}<b>{_gib(size)}</b></li>' for name, size in shown
+    )
+    facts = [
+        ["peak in", prediction["phase"]],
+        ["tensors", _gib(prediction["peak_allocated_bytes"])],
+        ["needed on the device", _gib(prediction.get("required_bytes", prediction["peak_reserved_bytes"]))],
+        ["on the host", _gib(prediction["host_bytes"])],
+        ["a real step may need", f"{prediction['margin']:.0%} more"],
+    ]
+    return (
+        f'<h4>Predicted peak: what is alive</h4><div class="bar">{bar}</div><ul class="legend">{legend}</ul>'
+        f"{_table([], facts)}"
+    )
+
+
+def _ladder(ladder: list[dict[str, Any]] | None) -> str:
+    if not ladder:
+        return ""
+    left = [rung for rung in ladder if rung["state"] == "left"]
+    same = sum(rung["same_mathematics"] for rung in left)
+    marks = {"taken": "✓", "here": "●", "left": "○"}
+    rungs = "".join(
+        f'<li class="{_text(rung["state"])}{"" if rung["same_mathematics"] else " other"}">'
+        f"<span>{marks.get(rung['state'], '')}</span>{_text(rung['name'])}</li>"
+        for rung in ladder
+    )
+    return (
+        f'<h4>Place on the ladder</h4><p class="quiet">{same} rungs with the same mathematics left, '
+        f'{len(left) - same} with other mathematics</p><ol class="ladder">{rungs}</ol>'
+    )
+
+
+def config_section(runs: Sequence[dict[str, Any]]) -> str:
+    """Return what differs, from the preset or between runs, and every key behind a fold."""
+    if len(runs) == 1:
+        config = runs[0]["config"]
+        changed = [[key["key"], key["preset"], key["value"]] for key in config["keys"] if key["preset"] != key["value"]]
+        source = _text(config["preset"])
+        head = f"<h3>{len(changed)} of {len(config['keys'])} keys differ from {source}</h3>"
+        table = _table(["key", "preset", "this run"], changed) if changed else ""
+        every = [[key["key"], key["value"]] for key in config["keys"]]
+        return f"{head}{table}<details><summary>All keys</summary>{_table(['key', 'value'], every)}</details>"
+    values = [{key["key"]: key["value"] for key in run["config"]["keys"]} for run in runs]
+    keys = list(dict.fromkeys(key for one in values for key in one))
+    rows = [[key, *(one.get(key, "") for one in values)] for key in keys]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    labels = [run["label"] for run in runs]
+    return f"<h3>{len(differing)} keys differ</h3>{_table(['key', *labels], differing)}"
+
+
+def environment_section(runs: Sequence[dict[str, Any]]) -> str:
+    """Return command, machine and packages of each run."""
+    facts: list[dict[str, str]] = []
+    for run in runs:
+        environment = dict(run["environment"])
+        packages = environment.pop("packages", {})
+        command = environment.pop("command", [])
+        flat = {"folder": run["folder"], "command": " ".join(map(str, command)), **environment, **packages}
+        facts.append({name: str(value) for name, value in flat.items() if value not in (None, "")})
+    names = list(dict.fromkeys(name for one in facts for name in one))
+    head = [] if len(runs) == 1 else ["", *(run["label"] for run in runs)]
+    return _table(head, [[name, *(one.get(name, "") for one in facts)] for name in names])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = f"<thead><tr>{''.join(f'<th>{_text(cell)}</th>' for cell in head)}</tr></thead>" if head else ""
+    body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.1f} MiB"
+
+
+def _text(value: object) -> str:
+    # Names of files may hold what no encoding has.
+    return html.escape(escaped(str(value)), quote=True)

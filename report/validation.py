@@ -1,0 +1,26 @@
+"""What a validation shows: metrics in the log, a picture, volumes for the viewer, and the report written anew."""
+
+from __future__ import annotations
+
+import logging
+
+from evaluation.pictures import save_picture
+from evaluation.previews import Preview, save_viewer_volumes
+from report.page import publish
+from training.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+
+def show_validation(recorder: Recorder, step: int, metrics: dict[str, float], preview: Preview | None) -> None:
+    """Log validation metrics, keep the preview as PNG, in TensorBoard and for the report, and write the report.
+
+    The metrics come last: their line says that the validation of this step is complete.
+    """
+    if preview is not None and recorder.process.is_first:
+        path = recorder.run.previews / f"{recorder.stage}_{step:08d}.png"
+        recorder.image(step, "reconstruction", save_picture(path, preview.picture))
+        save_viewer_volumes(recorder.run, recorder.stage, step, preview.volumes)
+        log.info("step %d: %s; preview %s", step, ", ".join(f"{n} {v:.4g}" for n, v in metrics.items()), path)
+    recorder.write(step, metrics)
+    publish(recorder.run, recorder.process)

@@ -1,0 +1,1 @@
+"""Where and how code runs: devices, precision, processes, seeded randomness and named phases."""

@@ -1,0 +1,251 @@
+"""Which process this is, on which device, and how processes work together; one process is the simple case of many."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from command_line import OUT_OF_MEMORY
+from settings import ConfigError, DeviceSettings, Problem, TrainingError, UserError
+
+log = logging.getLogger(__name__)
+
+_JOINING = timedelta(minutes=10)
+_GRADIENTS = timedelta(minutes=30)
+# One process may check or encode volumes for hours while others wait; one that dies is noticed at once all the same.
+_WAITING = timedelta(hours=6)
+
+
+@dataclass(frozen=True)
+class Process:
+    """One of the processes that train together, and its device."""
+
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    control: Any = field(default=None, repr=False)  # a gloo group: decisions on the host do not wait for the GPU
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this process writes files and logs."""
+        return self.rank == 0
+
+    def wrap(self, network: nn.Module) -> nn.Module:
+        """Return the network so that backward averages its gradients over all processes."""
+        if self.world_size == 1:
+            return network
+        device_ids = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(
+            network, device_ids=device_ids, forward_sync_buffers=False, gradient_as_bucket_view=True
+        )
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set in any process."""
+        if self.world_size == 1:
+            return flag
+        value = torch.tensor(int(flag))
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(value)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of a host tensor over all processes."""
+        if self.world_size > 1:
+            dist.all_reduce(values, group=self.control)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.world_size > 1:
+            dist.barrier(group=self.control)
+
+    def from_first(self, value: Any) -> Any:
+        """Return the first process's value in every process."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise in every process an error that any of them met inside; only for work that no process waits in."""
+        met: UserError | None = None
+        try:
+            yield
+        except UserError as error:
+            met = error
+        self.raise_first(met)
+
+    def raise_first(self, error: UserError | None, urgency: tuple[int, ...] = ()) -> None:
+        """Raise in every process the most urgent (smallest) of their errors, if there is any; every process calls."""
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return
+        if not self.any(error is not None):
+            return
+        mine = None if error is None else (urgency, self.rank, str(error), error.exit_code)
+        all_of_them: list[Any] = [None] * self.world_size
+        dist.all_gather_object(all_of_them, mine, group=self.control)
+        _, rank, text, exit_code = min(entry for entry in all_of_them if entry is not None)
+        if rank != self.rank or error is None:
+            error = TrainingError(text)
+            error.exit_code = exit_code
+        error.is_said_elsewhere = rank != self.rank
+        raise error
+
+
+def synchronised(network: nn.Module, is_last: bool) -> Any:
+    """Return the context for a forward and backward: gradients travel only on the last accumulation pass."""
+    if isinstance(network, DistributedDataParallel) and not is_last:
+        return network.no_sync()
+    return nullcontext()
+
+
+def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device:
+    """Return the device to train on; raise `ConfigError` when the settings ask for a GPU that is not there."""
+    if settings.type == "cpu" or (settings.type == "auto" and not torch.cuda.is_available()):
+        # On a CPU oneDNN's 16-bit kernels cannot be trusted: AMX is an illegal instruction on machines that announce
+        # it, and the AVX-512 weight gradient of a one-channel convolution reads memory it never wrote. AVX2 has none.
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2" if settings.mixed_precision else "AVX512_CORE_BF16")
+        if settings.mixed_precision:
+            log.warning("mixed precision is many times slower than fp32 on a CPU; set device.mixed_precision=false")
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        found = "cuda, but torch sees no GPU"
+        raise ConfigError([Problem("device.type", found, "", "set device.type=cpu, or check the driver")])
+    if local_rank >= torch.cuda.device_count():
+        found = f"process {local_rank} of this machine, which has {torch.cuda.device_count()} GPUs"
+        raise ConfigError([Problem("device.type", found, "", "start torchrun with fewer processes a machine")])
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def processes(settings: DeviceSettings) -> Iterator[Process]:
+    """Join the processes that torchrun or srun started, or be the only one; leave cleanly at the end.
+
+    Sets the CUDA allocator's options first: they are read when CUDA starts. A process that ends leaves the others
+    nothing to wait for: they raise `TrainingError`, with the exit code of the process that failed if
+    that is known: torchrun's store outlives all of them, that of the first process dies with it.
+    """
+    if settings.allocator:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.allocator
+    rank, world_size, local_rank = (_number(*entry) for entry in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    device = choose_device(settings, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size == 1:
+        yield Process(device)
+        return
+    store, control = _join(device, rank, world_size)
+    is_clean = False
+    try:
+        yield Process(device, rank, local_rank, world_size, control)
+        is_clean = True
+    except UserError as error:
+        if error.is_said_elsewhere is None:
+            error.is_said_elsewhere = not _is_first_to_say(store, str(error))
+        _leave_word(store, error.exit_code)
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            _leave_word(store, OUT_OF_MEMORY)
+        if isinstance(error, MemoryError) or not _is_lost_process(error):
+            raise
+        lost = TrainingError(
+            "another process of this run ended, and the others with it; if it said nothing itself it was killed, most "
+            "often for want of memory; the same command goes on from the last checkpoint, or begins anew without one"
+        )
+        # Whoever failed first has said why, and that is worth more than this.
+        lost.is_said_elsewhere = _somebody_said_something(store) or not _is_first_to_say(store, str(lost))
+        lost.exit_code = _read_word(store) or lost.exit_code
+        raise lost from error
+    finally:
+        # NCCL would wait here for the process that is gone.
+        if is_clean or device.type == "cpu":
+            dist.destroy_process_group()
+
+
+def number_of_processes() -> int:
+    """Return how many processes the launcher started; does not depend on whether they have met, or still meet."""
+    return _number("WORLD_SIZE", 1)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError([Problem(name, f"{text!r} in the environment", "a whole number", "start with torchrun")])
+    return int(text)
+
+
+def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store, Any]:
+    """Meet the other processes; return the store that outlives a failure, and the group for decisions on the host."""
+    where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    is_cuda = device.type == "cuda"
+    try:
+        # torchrun keeps its store when it starts the processes again: addresses of the dead must not be found in it.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"{attempt} of {world_size}", next(dist.rendezvous("env://", timeout=_JOINING))[0])
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            store=dist.PrefixStore("processes", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=_GRADIENTS if is_cuda else _WAITING,
+            device_id=device if is_cuda else None,
+        )
+        control = dist.new_group(backend="gloo", timeout=_WAITING) if is_cuda else dist.group.WORLD
+    except (RuntimeError, ValueError) as error:
+        alone = TrainingError(
+            f"process {rank} of {world_size} did not meet the others at {where} ({str(error).splitlines()[0]}); start "
+            "all of them with torchrun, with one address and a free port"
+        )
+        alone.is_said_elsewhere = False
+        raise alone from error
+    return store, control
+
+
+def _is_lost_process(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def _is_first_to_say(store: dist.Store, text: str) -> bool:
+    """Return whether no other process says this already; True when that cannot be found out."""
+    try:
+        store.add("said", 1)
+        return store.add(f"said {hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
+    except RuntimeError:
+        return True
+
+
+def _leave_word(store: dist.Store, exit_code: int) -> None:
+    """Tell the others with which exit code this process ends."""
+    with suppress(RuntimeError):
+        store.set("exit code", str(exit_code))
+
+
+def _read_word(store: dist.Store) -> int | None:
+    """Return the exit code of the process that failed; None when it left no word, or took the store with it."""
+    try:
+        return int(store.get("exit code")) if store.check(["exit code"]) else None
+    except RuntimeError:
+        return None
+
+
+def _somebody_said_something(store: dist.Store) -> bool:
+    try:
+        return bool(store.check(["said"]))
+    except RuntimeError:
+        return False

@@ -1,0 +1,118 @@
+"""Latents on disk: found again only for the same volume, weights and reading; whole or absent; batches by step."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from data import BatchPlan, VolumeFile
+from diffusion.latent_batches import latent_batches
+from diffusion.latent_files import LatentFacts, LatentFolder, facts_of, latent_key
+from settings import DataError
+from tests.data.small_volumes import build_settings
+
+MOMENTS = (torch.arange(24.0).view(3, 2, 2, 2), torch.full((3, 2, 2, 2), 0.5))
+FACTS = facts_of(MOMENTS, (1.0, 2.0, 3.0), (0.0, -5.0), (100.0, 5.0))
+
+
+def volumes(folder) -> list[VolumeFile]:
+    return [VolumeFile(path, path.name, number % 2) for number, path in enumerate(sorted(folder.iterdir()))]
+
+
+def test_a_latent_comes_back_with_its_facts(folder, tmp_path):
+    store, file = LatentFolder(tmp_path / "latents"), volumes(folder)[0]
+    assert store.facts(file) is None
+    store.write(file, MOMENTS, FACTS)
+    assert store.facts(file) == FACTS
+    for found, expected in zip(store.read(file), MOMENTS, strict=True):
+        assert torch.equal(found, expected)
+    assert [path.suffix for path in store.folder.iterdir()] == [".safetensors"]
+
+
+def test_facts_sum_over_all_elements():
+    assert (FACTS.sum_mean, FACTS.sum_squared_mean, FACTS.sum_squared_sigma) == (276.0, 4324.0, 6.0)
+    assert LatentFacts.from_row(FACTS.to_row()) == FACTS
+
+
+def test_a_latent_is_found_by_the_content_of_its_volume(folder, tmp_path):
+    store, file = LatentFolder(tmp_path / "latents"), volumes(folder)[0]
+    store.write(file, MOMENTS, FACTS)
+    os.utime(file.path, ns=(1, 1))
+    assert store.facts(file) == FACTS
+    moved = VolumeFile(file.path.rename(tmp_path / "moved.nii.gz"), "moved.nii.gz")
+    assert store.facts(moved) == FACTS
+    content = bytearray(moved.path.read_bytes())
+    content[-1] ^= 1
+    moved.path.write_bytes(content)
+    os.utime(moved.path, ns=(1, 1))
+    assert store.facts(moved) is None
+
+
+def test_a_truncated_latent_counts_as_absent_and_reading_it_says_what_to_do(folder, tmp_path):
+    store, file = LatentFolder(tmp_path / "latents"), volumes(folder)[0]
+    store.write(file, MOMENTS, FACTS)
+    path = store.path_of(file)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert store.facts(file) is None
+    with pytest.raises(DataError, match=r"v0\.nii\.gz is gone or damaged; run the same command again"):
+        store.read(file)
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_words(folder, tmp_path):
+    (tmp_path / "latents").write_text("in the way")
+    with pytest.raises(DataError, match=r"v0\.nii\.gz could not be written"):
+        LatentFolder(tmp_path / "latents").write(volumes(folder)[0], MOMENTS, FACTS)
+
+
+def test_the_key_follows_weights_precision_and_reading_and_nothing_else():
+    key = latent_key(build_settings(), "weights", "float32")
+    assert key == latent_key(build_settings(cache_rate=1.0, num_workers=3, val_fraction=0.5), "weights", "float32")
+    others = [
+        latent_key(build_settings(), "other weights", "float32"),
+        latent_key(build_settings(), "weights", "bfloat16"),
+        latent_key(build_settings(voxel_size=[12, 10, 16]), "weights", "float32"),
+        latent_key(build_settings(intensity={"mode": "window", "lower": 0, "upper": 300}), "weights", "float32"),
+        latent_key(build_settings(orientation="LPS"), "weights", "float32"),
+        latent_key(build_settings(spacing=[1.0, 1.0, 1.0]), "weights", "float32"),
+    ]
+    assert len({key, *others}) == len(others) + 1
+
+
+def read(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((1, 2, 2, 2), float(index)), torch.ones(1, 2, 2, 2)
+
+
+def test_step_n_sees_the_same_latents_whatever_the_batching_ranks_and_start(folder):
+    files = volumes(folder)
+
+    def indices(batch_size: int, accumulation: int, world_size: int, first: int = 0) -> list[list[float]]:
+        plans = [BatchPlan(3, batch_size, accumulation, rank, world_size) for rank in range(world_size)]
+        steps = [list(latent_batches(read, files, plan, first, 6)) for plan in plans]
+        together = zip(*steps, strict=True)
+        return [sorted(float(m.flatten()[0]) for rank in step for b in rank for m in b.mean) for step in together]
+
+    whole = indices(4, 1, 1)
+    assert whole == indices(1, 4, 1) == indices(1, 2, 2) == indices(2, 1, 2)
+    assert indices(4, 1, 1, first=3) == whole[3:]
+    assert sorted(number for step in whole[:2] for number in step) == [float(n) for n in range(8)]
+
+
+def test_a_batch_carries_labels_positions_and_names(folder):
+    files = volumes(folder)
+    [batch] = next(latent_batches(read, files, BatchPlan(3, 4, 1), 2, 3))
+    assert batch.positions == (8, 9, 10, 11)
+    assert batch.mean.shape == (4, 1, 2, 2, 2)
+    shown = [int(mean.flatten()[0]) for mean in batch.mean]
+    assert batch.labels is not None
+    assert batch.labels.tolist() == [index % 2 for index in shown]
+    assert batch.files == tuple(f"v{index}.nii.gz" for index in shown)
+
+
+def test_an_error_in_the_reading_thread_reaches_the_training_loop(folder):
+    def fail(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raise DataError("v3.nii.gz: gone")
+
+    with pytest.raises(DataError, match="gone"):
+        next(latent_batches(fail, volumes(folder), BatchPlan(3, 4, 1), 0, 3))

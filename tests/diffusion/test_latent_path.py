@@ -1,0 +1,226 @@
+"""The way of a latent, written out: mean + sigma * noise, times the scale in training, divided by it in decoding."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data import prepare_volumes
+from diffusion.latent_batches import LatentBatch
+from diffusion.latents import Latents, prepare_latents
+from diffusion.sampling import draw_volumes, sample_latents
+from evaluation.ldm_validation import NOISE_LEVELS, sample_preview, validate_ldm
+from runtime.processes import Process
+from runtime.randomness import SampleNoise
+from settings import Settings
+from training.ldm_step import LatentDiffusionStep
+
+CPU = Process(torch.device("cpu"))
+SCALE = 0.25
+
+
+def make_step(values, **ldm) -> LatentDiffusionStep:
+    values = copy.deepcopy(values)
+    for section, changes in ldm.items():
+        values["ldm"].setdefault(section, {}).update(changes)
+    step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
+    step.latent_scale = SCALE
+    # Convolutions that begin at zero would hide what the network is given.
+    generator = torch.Generator().manual_seed(1)
+    for parameter in step.unet.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+    # Norms hide the scale of what they are given, except where it is added to something.
+    nn.init.normal_(step.autoencoder.post_quant_conv.conv.bias, std=3.0, generator=generator)
+    return step
+
+
+def make_batch(step: LatentDiffusionStep, positions: tuple[int, ...], labels: Tensor | None = None) -> LatentBatch:
+    generator = torch.Generator().manual_seed(positions[0])
+    shape = (len(positions), *step.settings.latent_shape)
+    mean = 2 + 3 * torch.randn(shape, generator=generator)
+    # Nowhere near 1, where a sigma and its square would look alike.
+    sigma = 0.2 + 0.3 * torch.rand(shape, generator=generator)
+    return LatentBatch(mean, sigma, positions, labels, ("a",) * len(positions))
+
+
+def test_a_drawn_latent_is_mean_plus_sigma_times_noise_times_the_scale(tiny_values):
+    step = make_step(tiny_values)
+    batch = make_batch(step, (3, 8))
+    noise = SampleNoise(step.settings.seed, CPU.device).normal("latent", (3, 8), step.settings.latent_shape)
+    torch.testing.assert_close(step.draw_clean(batch), SCALE * batch.mean + SCALE * batch.sigma * noise)
+
+
+def test_many_draws_have_the_means_and_sigmas_of_the_latent(tiny_values):
+    step = make_step(tiny_values)
+    one = make_batch(step, (0,))
+    mean, sigma = (part.expand(3000, -1, -1, -1, -1) for part in (one.mean, one.sigma))
+    many = LatentBatch(mean, sigma, tuple(range(3000)), None, ())
+    drawn = step.draw_clean(many) / SCALE
+    torch.testing.assert_close(drawn.mean(0, keepdim=True), one.mean, rtol=0, atol=0.05)
+    torch.testing.assert_close(drawn.std(0, keepdim=True), one.sigma, rtol=0.1, atol=0)
+
+
+def signal_and_level(step: LatentDiffusionStep, times: Tensor) -> tuple[Tensor, Tensor]:
+    """Alpha bar from a loop over the betas, or the straight line of rectified flow."""
+    s = step.settings.ldm.scheduler
+    signals, levels = [], []
+    for time in times.tolist():
+        if s.type == "rflow":
+            level = time / s.num_train_timesteps
+            signal = 1 - level
+        else:
+            assert s.schedule == "scaled_linear_beta"
+            roots = torch.linspace(s.beta_start**0.5, s.beta_end**0.5, s.num_train_timesteps, dtype=torch.float64)
+            kept = math.prod(1 - root**2 for root in roots[: time + 1].tolist())
+            signal, level = math.sqrt(kept), math.sqrt(1 - kept)
+        signals.append(signal)
+        levels.append(level)
+    return torch.tensor(signals).view(-1, 1, 1, 1, 1), torch.tensor(levels).view(-1, 1, 1, 1, 1)
+
+
+def expected_pass(step: LatentDiffusionStep, batches: list[LatentBatch]) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Loss, gradients and times of the update: all latents in one batch and one graph."""
+    mean, sigma = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("mean", "sigma"))
+    positions = [place for batch in batches for place in batch.positions]
+    noise = SampleNoise(step.settings.seed, CPU.device)
+    clean = SCALE * (mean + sigma * noise.normal("latent", positions, mean.shape[1:]))
+    added = noise.normal("diffusion", positions, mean.shape[1:])
+    times = step.noise_process.times(step._spread(positions))
+    signal, level = signal_and_level(step, times)
+    noisy = signal * clean + level * added
+    kind = "flow" if step.settings.ldm.scheduler.type == "rflow" else step.settings.ldm.scheduler.prediction
+    target = {"epsilon": added, "v": signal * added - level * clean, "flow": clean - added}[kind]
+    loss = ((step.unet(noisy, times) - target) ** 2).mean()
+    return loss.detach(), list(torch.autograd.grad(loss, list(step.unet.parameters()))), times
+
+
+SCHEDULERS: list[dict[str, Any]] = [
+    {"scheduler": {"prediction": "epsilon", "schedule": "scaled_linear_beta"}},
+    {"scheduler": {"prediction": "v", "schedule": "scaled_linear_beta"}},
+    {"scheduler": {"type": "rflow"}, "sampling": {"sampler": "rflow"}},
+]
+
+
+@pytest.mark.parametrize("changes", SCHEDULERS, ids=["epsilon", "v", "rflow"])
+def test_the_update_trains_on_scaled_latents_noised_and_targeted_by_the_formulas(tiny_values, changes):
+    step = make_step(tiny_values, **changes)
+    batches = [make_batch(step, (20, 21)), make_batch(step, (22, 23)), make_batch(step, (24, 25))]
+    loss, expected, times = expected_pass(step, batches)
+    assert len(set(times.tolist())) == 6
+    terms = step.backward(batches, 4)
+    torch.testing.assert_close(terms["diffusion"], loss, rtol=1e-4, atol=0)
+    vector = torch.cat([g.flatten() for g in expected])
+    found = torch.cat([p.grad.flatten() for p in step.unet.parameters()])  # type: ignore[union-attr]
+    assert (found - vector).norm() < 1e-4 * vector.norm()
+
+
+def test_bfloat16_trains_on_the_same_objective(tiny_values):
+    tiny_values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": "bfloat16"}
+    step = make_step(tiny_values, **SCHEDULERS[1])
+    batches = [make_batch(step, (20,)), make_batch(step, (21,))]
+    loss, expected, _ = expected_pass(step, batches)
+    with torch.backends.mkldnn.flags(enabled=False):
+        terms = step.backward(batches, 4)
+    torch.testing.assert_close(terms["diffusion"], loss, rtol=0.02, atol=0)
+    vector = torch.cat([g.flatten() for g in expected])
+    found = torch.cat([p.grad.flatten() for p in step.unet.parameters()])  # type: ignore[union-attr]
+    assert 1e-4 * vector.norm() < (found - vector).norm() < 0.1 * vector.norm()
+
+
+def test_samples_are_decoded_from_unscaled_latents(tiny_values):
+    step = make_step(tiny_values, scheduler={"prediction": "v"})
+    settings, shape = step.settings, step.settings.latent_shape
+    step.unet.eval()
+    drawn = sample_latents(
+        lambda noisy, times: step.unet(noisy, times),
+        step.noise_process,
+        SampleNoise(5, CPU.device),
+        [0, 1],
+        shape,
+        settings.ldm.sampling.num_inference_steps,
+    )
+    with torch.no_grad():
+        expected = torch.cat([step.autoencoder.decode(latent[None] / SCALE) for latent in drawn])
+        unscaled = torch.cat([step.autoencoder.decode(latent[None]) for latent in drawn])
+    found = torch.stack(list(draw_volumes(step.unet, step.whole_volumes, settings, SCALE, 5, [0, 1], batch_size=2)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (expected - unscaled).norm() > 0.2 * expected.norm()
+
+
+class KnowsTheAnswer(nn.Module):
+    """A U-Net that predicts exactly the noise that leads to one clean, scaled latent."""
+
+    def __init__(self, step: LatentDiffusionStep, clean: Tensor) -> None:
+        super().__init__()
+        self.process, self.clean = step.noise_process, clean
+
+    def forward(self, noisy: Tensor, times: Tensor) -> Tensor:
+        signal, level = self.process.coefficients(times)
+        return self.process.target(self.clean.expand_as(noisy), (noisy - signal * self.clean) / level, times)
+
+
+@pytest.mark.parametrize("changes", SCHEDULERS, ids=["epsilon", "v", "rflow"])
+def test_a_network_that_knows_the_latent_gives_back_the_volume_it_was_encoded_from(tiny_values, changes):
+    """The round trip of both stages: encode, scale as in training, draw, unscale as in sampling, decode."""
+    step = make_step(tiny_values, **changes)
+    image = torch.rand(1, 16, 16, 16, generator=torch.Generator().manual_seed(2)) * 2 - 1
+    mean, sigma = step.whole_volumes.encode(image)
+    clean = step.draw_clean(LatentBatch(mean[None], 0 * sigma[None], (0,), None, ("a",)))
+    network = KnowsTheAnswer(step, clean)
+    [found] = draw_volumes(network, step.whole_volumes, step.settings, step.latent_scale, 9, [4])
+    torch.testing.assert_close(found, step.whole_volumes.decode(mean), rtol=1e-3, atol=1e-3)
+
+
+@pytest.fixture
+def encoded(tiny_values, tmp_path, monkeypatch) -> tuple[LatentDiffusionStep, Latents]:
+    """A step with averaged weights of its own, and the latents of phantoms."""
+    monkeypatch.chdir(tmp_path)
+    step = make_step(tiny_values, training={"ema_decay": 0.9}, **SCHEDULERS[1])
+    volumes = prepare_volumes(step.settings.data, step.settings.seed, 1)
+    latents = prepare_latents(step.whole_volumes, volumes, step.settings, CPU)
+    step.latent_scale = latents.scale
+    assert step.average is not None
+    for average in step.average.averages:
+        average.mul_(0.9)
+    return step, latents
+
+
+def test_the_held_out_loss_is_of_scaled_means_with_the_averaged_weights(encoded):
+    step, latents = encoded
+    assert step.average is not None
+    averaged = copy.deepcopy(step.unet).eval()
+    with torch.no_grad():
+        for parameter, average in zip(averaged.parameters(), step.average.averages, strict=True):
+            parameter.copy_(average)
+    noise = SampleNoise(step.settings.seed, CPU.device)
+    losses = []
+    for place in range(len(latents.volumes.val)):
+        mean, _ = latents.read(len(latents.volumes.train) + place)  # type: ignore[misc]
+        for level in NOISE_LEVELS:
+            added = noise.normal(f"validation {level}", [place], mean.shape)
+            times = torch.tensor([int(level * 1000)])
+            signal, noise_level = signal_and_level(step, times)
+            with torch.no_grad():
+                prediction = averaged(signal * mean[None] * latents.scale + noise_level * added, times)
+            target = signal * added - noise_level * mean * latents.scale
+            losses.append((prediction - target).square().mean().item())
+    metrics, preview = validate_ldm(step, latents)
+    assert metrics["val_diffusion"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert preview is not None
+    assert step.unet.training
+
+
+def test_preview_samples_are_those_that_a_user_will_draw(encoded):
+    step, _ = encoded
+    shown = sample_preview(step)
+    volumes = draw_volumes(step.unet, step.whole_volumes, step.settings, step.latent_scale, step.settings.seed, [0, 1])
+    for place, volume in enumerate(volumes):
+        voxels = torch.as_tensor(shown.volumes[f"sample_{place}"].voxels).float()
+        expected = ((volume[0] + 1) / 2).clamp(0, 1) * 255
+        assert (voxels.reshape(expected.shape) - expected).abs().max() <= 1

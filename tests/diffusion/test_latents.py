@@ -1,0 +1,246 @@
+"""Latents of a run: encoded once, never stale, scaled over the whole training set, the identity of the autoencoder."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+from data import prepare_volumes
+from diffusion.conditioning import check_classes, class_number
+from diffusion.frozen_autoencoder import freeze, weights_digest
+from diffusion.latents import LATENTS, latent_scale, prepare_latents
+from diffusion.whole_volumes import WholeVolumes
+from models import build_autoencoder
+from runtime.precision import Precision
+from runtime.processes import Process
+from settings import CheckpointError, ConfigError, DataError, Settings
+
+CPU = Process(torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Counted(WholeVolumes):
+    """Counts what is encoded, and stops like a killed process after `limit`."""
+
+    def __init__(self, settings: Settings, limit: int = 1000) -> None:
+        torch.manual_seed(0)
+        autoencoder = freeze(build_autoencoder(settings.autoencoder))
+        super().__init__(autoencoder, settings.autoencoder, Precision(settings.device, CPU.device))
+        self.count, self.limit = 0, limit
+
+    def encode(self, image):
+        if self.count == self.limit:
+            raise KeyboardInterrupt
+        self.count += 1
+        return super().encode(image)
+
+
+def prepare(values, whole: Counted | None = None, **changes):
+    values = copy.deepcopy(values)
+    for dotted, value in changes.items():
+        section, name = dotted.split("__")
+        (values["ldm"]["latents"] if section == "latents" else values[section])[name] = value
+    settings = Settings.model_validate(values)
+    whole = whole or Counted(settings)
+    volumes = prepare_volumes(settings.data, settings.seed, 1)
+    return prepare_latents(whole, volumes, settings, CPU), whole
+
+
+@pytest.fixture
+def values(tiny_values):
+    tiny_values["ldm"]["latents"] = {"cache": "disk"}
+    return tiny_values
+
+
+def test_every_volume_is_encoded_once_and_found_again(values):
+    first, whole = prepare(values)
+    assert whole.count == 6
+    second, whole = prepare(values)
+    assert whole.count == 0
+    assert second.scale == first.scale
+    assert second.spacing_mm == first.spacing_mm
+
+
+def test_a_killed_encoding_goes_on_where_it_was(values):
+    with pytest.raises(KeyboardInterrupt):
+        prepare(values, Counted(Settings.model_validate(values), limit=4))
+    latents, whole = prepare(values)
+    assert whole.count == 2
+    assert latents.scale == prepare(values, latents__cache="memory")[0].scale
+
+
+def test_a_changed_weight_grid_or_intensity_is_encoded_anew(values):
+    prepare(values)
+    whole = Counted(Settings.model_validate(values))
+    with torch.no_grad():
+        next(whole.autoencoder.parameters()).view(-1)[0] += 1e-6
+    prepare(values, whole)
+    assert whole.count == 6
+    assert prepare(values, data__intensity={"mode": "window", "lower": 0, "upper": 900})[1].count == 6
+    assert prepare(values, data__voxel_size=[16, 16, 20])[1].count == 6
+    assert prepare(values)[1].count == 0
+    assert len(list(LATENTS.iterdir())) == 4
+
+
+def test_disk_memory_and_none_give_the_same_latents_and_scale(values):
+    disk, _ = prepare(values)
+    memory, _ = prepare(values, latents__cache="memory")
+    none, whole = prepare(values, latents__cache="none")
+    assert disk.scale == memory.scale == none.scale
+    assert disk.read is not None
+    assert memory.read is not None
+    assert none.read is None
+    for index in range(6):
+        for one, other in zip(disk.read(index), memory.read(index), strict=True):
+            assert torch.equal(one, other)
+    pairs = zip(disk.validation_batches(whole.encode, CPU), none.validation_batches(whole.encode, CPU), strict=True)
+    for cached, encoded in pairs:
+        assert torch.equal(cached.mean, encoded.mean)
+        assert cached.files == encoded.files
+
+
+def test_the_scale_is_of_all_latents_of_the_training_set_as_training_draws_them(values):
+    latents, _ = prepare(values)
+    assert latents.read is not None
+    generator = torch.Generator().manual_seed(0)
+    drawn = []
+    for index in range(len(latents.volumes.train)):
+        mean, sigma = latents.read(index)
+        noise = torch.randn((400, *mean.shape), generator=generator)
+        drawn.append(mean + sigma * noise)
+    assert latents.scale == pytest.approx(1 / torch.stack(drawn).std().item(), rel=2e-3)
+
+
+def test_latents_without_variance_are_refused():
+    with pytest.raises(CheckpointError, match="variance 0"):
+        latent_scale([_flat()], 8)
+
+
+def _flat():
+    from diffusion.latent_files import facts_of
+
+    return facts_of((torch.ones(1, 2, 2, 2), torch.zeros(1, 2, 2, 2)), (1.0,) * 3, (0.0,), (1.0,))
+
+
+def test_encode_scale_unscale_decode_is_the_autoencoders_own_reconstruction(values):
+    latents, whole = prepare(values)
+    assert latents.read is not None
+    from data import load_volume
+
+    for index, file in enumerate((*latents.volumes.train, *latents.volumes.val)):
+        image = load_volume(file.path, latents.settings, 1).image
+        scaled = latents.read(index)[0] * latents.scale
+        with torch.no_grad():
+            direct = whole.autoencoder.decode(whole.autoencoder.encode(image[None])[0])[0]
+        assert (whole.decode(scaled / latents.scale) - direct).norm() <= 1e-6 * direct.norm()
+
+
+@pytest.mark.parametrize("budget_bytes", [1, None])
+def test_slabs_for_a_small_budget_change_nothing(values, budget_bytes):
+    settings = Settings.model_validate(values)
+    plain, slabs = Counted(settings), Counted(settings)
+    slabs.budget_bytes = budget_bytes
+    image = torch.rand(1, 48, 16, 16, generator=torch.Generator().manual_seed(0))
+    mean, sigma = plain.encode(image)
+    for one, other in zip(slabs.encode(image), (mean, sigma), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(slabs.decode(mean), plain.decode(mean), rtol=1e-4, atol=1e-5)
+    assert bool(slabs.slab_rows) == (budget_bytes is not None)
+
+
+def test_out_of_memory_with_a_whole_volume_goes_on_in_slabs(values, caplog):
+    whole = Counted(Settings.model_validate(values))
+    decode = whole.autoencoder.decode
+
+    def limited(latent):
+        if whole.slab_rows == 0 or whole.slab_rows > 16:
+            raise torch.OutOfMemoryError("as a full GPU says")
+        return decode(latent)
+
+    whole.autoencoder.decode = limited
+    latent = torch.rand(3, 24, 8, 8)
+    volume = whole.decode(latent)
+    torch.testing.assert_close(volume, decode(latent[None])[0], rtol=1e-4, atol=1e-5)
+    assert whole.slab_rows == 12
+    assert "slabs of 12 rows" in caplog.text
+
+
+def test_two_processes_share_the_encoding_and_agree_on_the_scale(values, monkeypatch):
+    alone, _ = prepare(values, latents__cache="none")
+    settings = Settings.model_validate(values)
+    volumes = prepare_volumes(settings.data, settings.seed, 1)
+    tables: list[torch.Tensor] = []
+
+    def sum_with_the_other(self, table):
+        tables.append(table)
+        return table + tables[0] if len(tables) == 2 else table
+
+    monkeypatch.setattr(Process, "sum", sum_with_the_other)
+    monkeypatch.setattr(Process, "any", lambda self, flag: flag)
+    counts, scales = [], []
+    for rank in (1, 0):
+        whole = Counted(settings)
+        process = Process(CPU.device, rank=rank, world_size=2)
+        try:
+            scales.append(prepare_latents(whole, volumes, settings, process).scale)
+        except CheckpointError:
+            scales.append(math.nan)  # the first of the two knows only its own share
+        counts.append(whole.count)
+    assert counts == [3, 3]
+    assert scales[1] == alone.scale
+
+
+def test_patches_and_augmentation_are_of_stage_one_only(values, caplog):
+    caplog.set_level("INFO")
+    latents, _ = prepare(values, data__use_augmentation=True)
+    assert not latents.settings.use_augmentation
+    assert latents.scale == prepare(values)[0].scale
+    assert "act in stage 1 only" in caplog.text
+
+
+def test_the_digest_follows_every_weight(values):
+    network = Counted(Settings.model_validate(values)).autoencoder
+    digest = weights_digest(network)
+    for parameter in network.parameters():
+        with torch.no_grad():
+            before = parameter.clone()
+            parameter.view(-1)[-1] += 1e-3
+            assert weights_digest(network) != digest
+            parameter.copy_(before)
+    assert weights_digest(network) == digest
+
+
+def test_classes_that_do_not_fit_the_data_are_named(values):
+    values["ldm"]["conditioning"] = {"type": "class", "num_classes": 2}
+    settings = Settings.model_validate(values)
+    volumes = prepare_volumes(settings.data, settings.seed, 1)
+    with pytest.raises(ConfigError, match=r"2, but the data has 3 \(healthy, lesion, ventricles\); set 3"):
+        check_classes(settings.ldm.conditioning, volumes)
+
+
+def test_volumes_without_a_class_are_named(values, tmp_path):
+    from dataclasses import replace
+
+    values["ldm"]["conditioning"] = {"type": "class", "num_classes": 3}
+    settings = Settings.model_validate(values)
+    volumes = prepare_volumes(settings.data, settings.seed, 1)
+    bare = replace(volumes, train=tuple(replace(file, label=None) for file in volumes.train))
+    with pytest.raises(DataError, match="no class, like 5 of 6 volumes"):
+        check_classes(settings.ldm.conditioning, bare)
+
+
+def test_a_class_is_asked_for_by_name_or_number():
+    assert class_number("b", ["a", "b"]) == class_number("1", ["a", "b"]) == 1
+    from settings import UserError
+
+    with pytest.raises(UserError, match="'c' is not a class of the run; allowed: a, b"):
+        class_number("c", ["a", "b"])
+    with pytest.raises(UserError, match="trained without classes"):
+        class_number("c", [])

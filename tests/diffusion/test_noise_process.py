@@ -1,0 +1,89 @@
+"""The noise process against MONAI's schedulers where those are exact, and against known answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from monai.networks.schedulers import DDPMScheduler, RFlowScheduler
+
+from diffusion.noise_process import SMALLEST_SIGNAL, NoiseProcess
+from settings.ldm import SchedulerSettings
+
+CPU = torch.device("cpu")
+SHAPE = (3, 2, 4, 4, 4)
+
+
+def process(**values) -> NoiseProcess:
+    return NoiseProcess(SchedulerSettings(**values), CPU)
+
+
+@pytest.mark.parametrize("schedule", ["linear_beta", "scaled_linear_beta", "cosine"])
+@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+def test_ddpm_noises_and_steps_as_monai_does(schedule, prediction):
+    ours = process(schedule=schedule, prediction=prediction)
+    betas = {} if schedule == "cosine" else {"beta_start": 0.0015, "beta_end": 0.0195}
+    monai_prediction = {"epsilon": "epsilon", "v": "v_prediction"}[prediction]
+    stock = DDPMScheduler(1000, schedule, clip_sample=False, prediction_type=monai_prediction, **betas)
+    generator = torch.Generator().manual_seed(0)
+    clean, noise, output = (torch.randn(SHAPE, generator=generator) for _ in range(3))
+    times = torch.tensor([3, 500, 960])
+    noisy = ours.add_noise(clean, noise, times)
+    torch.testing.assert_close(noisy, stock.add_noise(clean, noise, times), rtol=1e-5, atol=1e-5)
+    if prediction == "v":
+        velocity = stock.get_velocity(clean, noise, times)
+        torch.testing.assert_close(ours.target(clean, noise, times), velocity, rtol=1e-5, atol=1e-5)
+    # MONAI's step goes to the neighbouring timestep; its noise is drawn inside, so only the mean is compared.
+    for t in (1, 500, 960):
+        now, after = torch.full((3,), t), torch.full((3,), t - 1)
+        implied = ours.clean_and_noise(output, noisy, now)
+        mean = ours.step(*implied, now, after, torch.zeros(SHAPE))
+        expected = stock._get_mean(t, implied[0], noisy)
+        torch.testing.assert_close(mean, expected, rtol=2e-4, atol=2e-4)
+        spread = ours.step(*implied, now, after, torch.ones(SHAPE)) - mean
+        assert spread.mean().item() == pytest.approx(stock._get_variance(t).sqrt().item(), rel=2e-3)
+
+
+def test_flow_noises_as_monai_does_and_one_step_with_the_truth_ends_at_the_clean_latent():
+    ours, stock = process(type="rflow"), RFlowScheduler(num_train_timesteps=1000)
+    generator = torch.Generator().manual_seed(0)
+    clean, noise = (torch.randn(SHAPE, generator=generator) for _ in range(2))
+    times = torch.tensor([10.0, 400.0, 990.0])
+    noisy = ours.add_noise(clean, noise, times)
+    torch.testing.assert_close(noisy, stock.add_noise(clean, noise, times), rtol=1e-6, atol=1e-6)
+    found, _ = ours.clean_and_noise(ours.target(clean, noise, times), noisy, times)
+    torch.testing.assert_close(found, clean, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("values", [{"prediction": "epsilon"}, {"prediction": "v"}, {"type": "rflow"}])
+def test_the_true_target_gives_back_clean_latent_and_noise(values):
+    ours = process(**values)
+    clean, noise = torch.full(SHAPE, 7.0), torch.full(SHAPE, -2.0)
+    times = ours.times(torch.tensor([0.1, 0.5, 0.8]))
+    found = ours.clean_and_noise(ours.target(clean, noise, times), ours.add_noise(clean, noise, times), times)
+    for one, expected in zip(found, (clean, noise), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("values", [{"prediction": "epsilon"}, {"prediction": "v"}, {"type": "rflow"}])
+def test_the_slope_is_the_derivative_of_the_clean_latent_by_the_prediction(values):
+    ours = process(**values)
+    times = ours.times(torch.tensor([0.1, 0.5, 0.8]))
+    noisy, zeros = torch.ones(SHAPE), torch.zeros(SHAPE)
+    change = ours.clean_and_noise(zeros + 1, noisy, times)[0] - ours.clean_and_noise(zeros, noisy, times)[0]
+    torch.testing.assert_close(change.abs(), ours.clean_slope(times).expand(SHAPE), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_steps", [1, 7, 50, 1000])
+def test_sampling_times_fall_from_noise_and_are_as_many_as_asked_for(num_steps):
+    for ours in (process(), process(type="rflow")):
+        times = ours.sampling_times(num_steps)
+        assert len(times) == num_steps
+        assert times == sorted(times, reverse=True)
+        assert times[0] >= 0.99 * (ours.num_timesteps - 1)
+
+
+def test_the_cosine_schedule_is_sampled_from_where_there_is_signal():
+    ours = process(schedule="cosine", prediction="epsilon")
+    first = torch.tensor([int(ours.sampling_times(10)[0])])
+    assert 980 < first.item() < 999
+    assert ours.coefficients(first)[0].item() >= SMALLEST_SIGNAL

@@ -1,0 +1,173 @@
+"""Samplers against a distribution with a known answer, and samples that depend on nothing but seed and position."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from diffusion.latent_batches import LatentBatch
+from diffusion.latent_files import facts_of
+from diffusion.latents import latent_scale
+from diffusion.noise_process import NoiseProcess
+from diffusion.sampling import draw_volumes, guided, sample_latents
+from evaluation.similarity import maximum_mean_discrepancy
+from runtime.processes import Process
+from runtime.randomness import SampleNoise
+from settings import Settings
+from settings.ldm import SchedulerSettings
+from training.ldm_step import LatentDiffusionStep
+
+CPU = Process(torch.device("cpu"))
+SHAPE = (1, 2, 2, 2)
+SAMPLERS = [("epsilon", "ddpm"), ("epsilon", "ddim"), ("v", "ddpm"), ("v", "ddim"), ("flow", "rflow")]
+
+
+def make_process(prediction: str) -> NoiseProcess:
+    values = {"type": "rflow"} if prediction == "flow" else {"prediction": prediction}
+    return NoiseProcess(SchedulerSettings.model_validate(values), CPU.device)
+
+
+@pytest.mark.parametrize(("prediction", "sampler"), SAMPLERS)
+def test_with_the_exact_denoiser_every_sample_is_one_of_two_point_masses(prediction, sampler):
+    """The posterior mean of two point masses at -3 and 1 is known, so the sampler has no excuse."""
+    process = make_process(prediction)
+    points = torch.tensor([-3.0, 1.0])
+
+    def predict(noisy: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        signal, level = process.coefficients(times)
+        logits = torch.stack([-((noisy - signal * p) ** 2).flatten(1).sum(1) for p in points], dim=1)
+        weights = torch.softmax(logits / (2 * level.flatten()[:, None] ** 2).clamp_min(1e-12), dim=1)
+        clean = (weights @ points).view(-1, 1, 1, 1, 1).expand_as(noisy)
+        noise = (noisy - signal * clean) / level.clamp_min(1e-6)
+        return process.target(clean, noise, times)
+
+    drawn = sample_latents(predict, process, SampleNoise(0, CPU.device), range(400), SHAPE, 50, sampler == "ddpm")
+    distance = (drawn.flatten(1)[:, :, None] - points).abs().amax(dim=1)
+    assert distance.amin(dim=1).max() < 0.02
+    assert 0.42 < (distance.argmin(dim=1) == 0).double().mean() < 0.58
+
+
+LOW, HIGH = -40.0, 120.0
+
+
+def train_on_two_points(values, **scheduler) -> LatentDiffusionStep:
+    """Train the real step on latents that are LOW or HIGH everywhere: a standard deviation of 80, not of 1."""
+    values = copy.deepcopy(values)
+    values["data"]["voxel_size"] = [8, 8, 8]
+    values["autoencoder"]["training"]["adversarial_weight"] = 0.0
+    values["autoencoder"]["latent_channels"] = 1
+    values["ldm"]["unet"] = {
+        "num_channels": [16, 16],
+        "num_res_blocks": 1,
+        "attention_levels": [False, False],
+        "num_head_channels": 8,
+    }
+    values["ldm"]["scheduler"] = scheduler
+    values["ldm"]["sampling"]["sampler"] = "rflow" if scheduler.get("type") == "rflow" else "ddim"
+    values["ldm"]["training"].update(batch_size=32, max_steps=200, learning_rate=4e-3, ema_decay=0.95)
+    values["ldm"]["training"].update(learning_rate_decay="cosine")
+    step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
+    latents = [torch.full(step.settings.latent_shape, value) for value in (LOW, HIGH)]
+    sigma = torch.full_like(latents[0], 0.5)
+    facts = [facts_of((latent, sigma), (1.0,) * 3, (0.0,), (1.0,)) for latent in latents]
+    step.latent_scale = latent_scale(facts, latents[0].numel())
+    assert step.latent_scale == pytest.approx(1 / 80, rel=1e-3)
+    mean = torch.stack(latents * 16)
+    for number in range(200):
+        positions = tuple(range(32 * number, 32 * number + 32))
+        step([LatentBatch(mean, sigma.expand_as(mean), positions, None, ("",) * 32)], number)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "samplers"), [({"prediction": "v"}, ["ddpm", "ddim"]), ({"type": "rflow"}, ["rflow"])]
+)
+def test_training_on_two_points_far_from_unit_scale_draws_both_at_the_datas_scale(tiny_values, scheduler, samplers):
+    step = train_on_two_points(tiny_values, **scheduler)
+    assert step.average is not None
+    step.unet.eval()
+    with step.average.swapped_in():
+        for sampler in samplers:
+            predict = guided(step.unet, step.settings.ldm, None)
+            shape = step.settings.latent_shape
+            noise = SampleNoise(1, CPU.device)
+            drawn = sample_latents(predict, step.noise_process, noise, range(64), shape, 25, sampler == "ddpm")
+            values = (drawn / step.latent_scale).flatten(1).mean(dim=1)
+            is_high = values > (LOW + HIGH) / 2
+            assert 0.3 < is_high.double().mean() < 0.7, sampler
+            # A tenth of the distance between the two.
+            assert (values[is_high] - HIGH).abs().mean() < 16, sampler
+            assert (values[~is_high] - LOW).abs().mean() < 16, sampler
+            data = torch.full((64, drawn[0].numel()), LOW, dtype=torch.float64)
+            data[32:] = HIGH
+            trained = maximum_mean_discrepancy(drawn.flatten(1).double() / step.latent_scale, data)
+            assert trained < 0.5 * untrained_discrepancy(step, data), sampler
+
+
+def untrained_discrepancy(step: LatentDiffusionStep, data: torch.Tensor) -> float:
+    untrained = LatentDiffusionStep(step.settings, CPU, load_weights=False)
+    predict = guided(untrained.unet.eval(), step.settings.ldm, None)
+    noise = SampleNoise(1, CPU.device)
+    drawn = sample_latents(predict, step.noise_process, noise, range(64), step.settings.latent_shape, 25)
+    return maximum_mean_discrepancy(drawn.flatten(1).double() / step.latent_scale, data)
+
+
+def make_step(values, **ldm) -> LatentDiffusionStep:
+    values = copy.deepcopy(values)
+    for section, changes in ldm.items():
+        values["ldm"].setdefault(section, {}).update(changes)
+    step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
+    # Convolutions that begin at zero would hide timestep and class.
+    generator = torch.Generator().manual_seed(1)
+    for parameter in step.unet.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    return step
+
+
+def draw(step: LatentDiffusionStep, positions, batch_size: int, seed: int = 5, **options) -> torch.Tensor:
+    volumes = draw_volumes(
+        step.unet, step.whole_volumes, step.settings, 0.5, seed, positions, batch_size=batch_size, **options
+    )
+    return torch.stack(list(volumes))
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "ddpm"])
+def test_a_sample_is_a_function_of_seed_and_position_whatever_the_batch_size(tiny_values, sampler):
+    step = make_step(tiny_values, sampling={"sampler": sampler})
+    one_by_one = draw(step, range(5), 1)
+    assert one_by_one.shape == (5, 1, 16, 16, 16)
+    torch.testing.assert_close(draw(step, range(5), 3), one_by_one, rtol=0, atol=1e-5)
+    torch.testing.assert_close(draw(step, [4, 2], 2), one_by_one[[4, 2]], rtol=0, atol=1e-5)
+    assert (draw(step, range(1), 1, seed=6) - one_by_one[:1]).abs().mean() > 1e-3
+    assert (one_by_one[0] - one_by_one[1]).abs().mean() > 1e-3
+
+
+def test_every_step_of_every_batch_is_told_to_the_progress_bar(tiny_values):
+    step = make_step(tiny_values)
+    calls: list[int] = []
+    draw(step, range(3), 2, on_step=lambda: calls.append(1))
+    assert len(calls) == 2 * step.settings.ldm.sampling.num_inference_steps
+
+
+def test_guidance_of_one_is_the_class_of_zero_no_class_and_beyond_extrapolates(tiny_values):
+    conditioning = {"type": "class", "num_classes": 3}
+    torch.manual_seed(0)
+    noisy, times, labels = torch.randn(2, 3, 8, 8, 8), torch.tensor([500, 500]), torch.tensor([0, 2])
+    found = {}
+    for scale in (0.0, 1.0, 3.0):
+        step = make_step(tiny_values, conditioning=conditioning, sampling={"guidance_scale": scale})
+        step.unet.eval()
+        with torch.no_grad():
+            found[scale] = guided(step.unet, step.settings.ldm, labels)(noisy, times)
+    torch.testing.assert_close(found[3.0], found[0.0] + 3 * (found[1.0] - found[0.0]), rtol=1e-4, atol=1e-5)
+    assert (found[1.0] - found[0.0]).abs().max() > 1e-4
+
+
+def test_classes_go_round_unless_one_is_asked_for(tiny_values):
+    step = make_step(tiny_values, conditioning={"type": "class", "num_classes": 3})
+    in_turn = draw(step, range(3), 3)
+    torch.testing.assert_close(draw(step, [1], 1, label=1), in_turn[1:2], rtol=0, atol=1e-5)
+    assert (draw(step, [1], 1, label=2) - in_turn[1:2]).abs().max() > 1e-4

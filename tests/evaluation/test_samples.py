@@ -1,0 +1,150 @@
+"""The metrics against answers that are known, and that they order what must be ordered."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from monai.metrics.fid import get_fid_score
+
+from evaluation.fid import frechet_distance, load_features, slice_features
+from evaluation.samples import Reference, evaluate_samples
+from evaluation.similarity import (
+    _scales_and_window,
+    maximum_mean_discrepancy,
+    mean_pairwise_ms_ssim,
+    ms_ssim,
+    nearest,
+    summary_vector,
+)
+from losses.torchvision_import import import_torchvision
+from settings import CheckpointError
+
+
+def blobs(number: int, seed: int, size: int = 24, offset: float = 0.0) -> list[torch.Tensor]:
+    """Smooth random volumes in [0, 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand((number, 1, 4, 4, 4), generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, size=(size,) * 3, mode="trilinear")
+    return list((smooth + offset).clamp(0, 1))
+
+
+@pytest.mark.parametrize("shape", [(12, 12, 12), (32, 32, 32), (64, 64, 16), (7, 40, 40), (16, 16, 2), (16, 1, 2)])
+def test_ms_ssim_is_one_for_equals_and_falls_with_noise_whatever_the_grid(shape):
+    generator = torch.Generator().manual_seed(0)
+    volume = torch.rand((2, 1, *shape), generator=generator)
+    assert ms_ssim(volume, volume).tolist() == pytest.approx([1.0, 1.0], abs=1e-5)
+    some, more = (
+        ms_ssim(volume, volume + level * torch.randn(volume.shape, generator=generator)) for level in (0.05, 0.3)
+    )
+    assert (more < some).all()
+    assert (some < 1).all()
+
+
+@pytest.mark.parametrize("smallest", range(4, 300, 7))
+def test_the_window_fits_every_scale(smallest):
+    scales, window = _scales_and_window(smallest)
+    assert 1 <= scales <= 5
+    assert window % 2 == 1
+    assert smallest // 2 ** (scales - 1) > window or scales == 1
+    if smallest >= 192:
+        assert (scales, window) == (5, 11)
+
+
+def test_mmd_of_two_point_masses_is_known():
+    """Far apart and each alone in its place: k(x, x') = k(y, y') = 1 and k(x, y) = 0, so MMD^2 = 2."""
+    reference = torch.zeros(4, 3, dtype=torch.float64)
+    reference[2:] += 1e-3
+    samples = torch.full((5, 3), 100.0, dtype=torch.float64)
+    kernel_within = torch.pdist(reference)
+    assert kernel_within.median() > 0
+    squared = maximum_mean_discrepancy(samples, reference) ** 2
+    widths = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64) * kernel_within.median()
+    within = torch.exp(-kernel_within[:, None].square() / (2 * widths**2)).mean()
+    assert squared == pytest.approx(float(1 + within), rel=1e-9)
+
+
+def test_mmd_is_about_zero_for_one_distribution_and_grows_with_the_distance():
+    reference, same = (torch.stack([summary_vector(v) for v in blobs(40, seed)]) for seed in (0, 1))
+    near, far = (torch.stack([summary_vector(v) for v in blobs(40, 2, offset=offset)]) for offset in (0.1, 0.4))
+    found = [maximum_mean_discrepancy(vectors, reference) for vectors in (same, near, far)]
+    assert found[0] < 0.1
+    assert found[0] < found[1] < found[2]
+    assert found[2] > 2 * found[0]
+
+
+def test_one_volume_drawn_again_and_again_has_no_diversity():
+    [volume] = blobs(1, 0)
+    assert mean_pairwise_ms_ssim([volume] * 3) == pytest.approx(1.0, abs=1e-5)
+    assert mean_pairwise_ms_ssim(blobs(14, 1)) < 0.9
+
+
+def test_the_nearest_is_found_with_its_rms_distance():
+    others = torch.tensor([[0.0, 0.0], [4.0, 0.0]], dtype=torch.float64)
+    distances, indices = nearest(torch.tensor([[3.0, 0.0]], dtype=torch.float64), others)
+    assert indices.tolist() == [1]
+    assert distances.tolist() == pytest.approx([1 / math.sqrt(2)])
+
+
+def make_reference() -> tuple[Reference, list[torch.Tensor]]:
+    training, held_out = blobs(10, 0), blobs(6, 1)
+    vectors = [torch.stack([summary_vector(v) for v in volumes]) for volumes in (held_out, training)]
+    return Reference(held_out, vectors[0], vectors[1], tuple(f"t{i}" for i in range(10))), training
+
+
+def test_samples_that_copy_training_volumes_are_counted_and_named():
+    reference, training = make_reference()
+    result = evaluate_samples([*blobs(3, 2), training[7] + 1e-3], reference)
+    assert result["num_memorised"] == 1
+    assert result["nearest_training"][3]["training_volume"] == "t7"
+    assert result["nearest_training"][3]["ratio"] < 0.1
+    assert "fid" not in result
+
+
+def test_the_frechet_distance_is_monais_and_exact_for_gaussians():
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn((300, 6), generator=generator).double() for _ in range(2))
+    second = second * 2 + 1
+    expected = get_fid_score(second, first).item()
+    assert frechet_distance(first, second) == pytest.approx(expected, rel=1e-5)
+    assert frechet_distance(first, first) == pytest.approx(0, abs=1e-8)
+    assert frechet_distance(first, first + 3) == pytest.approx(9 * 6, rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def squeezenet(tmp_path_factory):
+    torch.manual_seed(0)
+    model = import_torchvision().models.squeezenet1_1(weights=None)
+    path = tmp_path_factory.mktemp("weights") / "squeezenet.pth"
+    torch.save(model.state_dict(), path)
+    return path
+
+
+def test_fid_over_three_planes_grows_with_the_difference(squeezenet):
+    features = load_features("squeezenet1_1", squeezenet)
+    reference, _ = make_reference()
+    same = evaluate_samples(blobs(5, 3), reference, features)["fid"]
+    other = evaluate_samples(blobs(5, 3, offset=0.5), reference, features)["fid"]
+    assert set(same) == {"first axis", "second axis", "third axis", "mean"}
+    assert other["mean"] > 3 * same["mean"]
+    assert same["mean"] == pytest.approx(sum(v for n, v in same.items() if n != "mean") / 3)
+
+
+def test_each_plane_is_cut_across_its_own_axis(squeezenet):
+    seen = []
+
+    def features(slices):
+        seen.append(tuple(slices.shape))
+        return torch.zeros(len(slices), 2)
+
+    found = slice_features([torch.zeros(1, 10, 20, 30)], features)
+    assert seen == [(6, 20, 30), (12, 10, 30), (18, 10, 20)]
+    assert [len(f) for f in found] == [6, 12, 18]
+
+
+def test_weights_of_another_network_are_refused(squeezenet, tmp_path):
+    with pytest.raises(CheckpointError, match="does not hold the weights of resnet18"):
+        load_features("resnet18", squeezenet)
+    with pytest.raises(CheckpointError, match="there is no file"):
+        load_features("resnet18", tmp_path / "gone.pth")

@@ -1,0 +1,233 @@
+"""The ladder's order, promises and choice."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import yaml
+
+from memory.ladder import walk as ladder_module
+from memory.ladder.rungs import build_rungs, look_up
+from memory.ladder.text import describe_ladder
+from memory.ladder.walk import Step, config_with_reasons, next_same_mathematics_rung, walk
+from memory.predict.prediction import GIB, Prediction
+from settings import Settings, known_keys
+from settings.load import validate
+
+TRAINING = "autoencoder.training"
+HEAVY = {
+    "autoencoder.implementation": "monai",
+    "autoencoder.num_channels": (32, 64, 128),
+    "autoencoder.attention_levels": (False, True, True),
+    f"{TRAINING}.batch_size": 4,
+    f"{TRAINING}.gradient_accumulation_steps": 2,
+    f"{TRAINING}.use_gradient_checkpointing": False,
+    f"{TRAINING}.use_perceptual_loss": True,
+    f"{TRAINING}.discriminator.num_layers_d": 3,
+    f"{TRAINING}.discriminator.num_channels": 32,
+    "device.mixed_precision": False,
+}
+
+
+def found(step: Step | None) -> Step:
+    assert step is not None
+    return step
+
+
+def heavy(**changes):
+    return Settings().with_overrides({**HEAVY, **changes})
+
+
+def test_default_order_is_the_same_mathematics_first_then_least_harm():
+    names = [rung.name for rung in build_rungs(heavy(), "autoencoder", "lossless-first")]
+    assert names == [
+        "as configured",
+        "SDPA and lean blocks",
+        "micro-batch 2",
+        "micro-batch 1",
+        "checkpointing, 1 of 3 levels",
+        "checkpointing, 2 of 3 levels",
+        "checkpointing, 3 of 3 levels",
+        "nested checkpointing",
+        *(f"slabs of {rows} rows" for rows in (32, 16, 8)),
+        "offload",
+        *(f"offload, slabs of {rows} rows" for rows in (32, 16, 8)),
+        "perceptual loss one slice at a time",
+        "mixed precision",
+        "no perceptual loss",
+        "smaller discriminator",
+        "no attention at level 1",
+        "no attention",
+        "channels [24, 48, 96]",
+        "channels [16, 32, 64]",
+        "channels [8, 16, 32]",
+        "grid 128x128x64",
+        "grid 64x64x64",
+        "grid 32x32x32",
+        "grid 16x16x16",
+    ]
+
+
+def test_guide_order_follows_the_guide():
+    names = [rung.name for rung in build_rungs(heavy(), "autoencoder", "guide")]
+    landmarks = ["mixed precision", "micro-batch 1", "no perceptual loss", "channels [16, 32, 64]", "checkpointing"]
+    assert [name for name in names if name in landmarks] == landmarks
+    assert names.index("checkpointing") < names.index("grid 128x128x64") < names.index("offload")
+
+
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+def test_a_rung_with_the_same_mathematics_changes_only_keys_with_that_promise(stage):
+    settings = heavy(**{"ldm.training.pixel_loss.weight": 0.1, "ldm.latents.cache": "none"})
+    promises = {name: field.json_schema_extra["promise"] for name, field in known_keys() if field.json_schema_extra}
+    rungs = build_rungs(settings, stage, "lossless-first")
+    same = [rung for rung in rungs if rung.same_mathematics]
+    assert len(same) > 4
+    assert rungs[: len(same)] == same
+    for rung in same:
+        assert {promises[key] for key in rung.all_changes} <= {"same mathematics"}
+
+
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+@pytest.mark.parametrize("order", ["lossless-first", "guide"])
+def test_each_rung_is_a_valid_config_and_keeps_the_effective_batch(stage, order):
+    section = "autoencoder" if stage == "autoencoder" else "ldm"
+    settings = heavy()
+    effective = look_up(settings, f"{section}.training").samples_per_rank
+    rungs = build_rungs(settings, stage, order)
+    for above, rung in pairwise(rungs):
+        assert rung.changes
+        assert look_up(rung.settings, f"{section}.training").samples_per_rank == effective
+        assert rung.settings == above.settings.with_overrides(rung.changes)
+        assert rung.settings == settings.with_overrides(rung.all_changes)
+
+
+def test_next_rung_leaves_the_mathematics_alone_until_none_is_left():
+    settings, seen = heavy(), []
+    while (rung := next_same_mathematics_rung(settings, "autoencoder")) is not None:
+        seen.append(rung.name)
+        settings = rung.settings
+        assert len(seen) < 40
+    assert seen[:3] == ["SDPA and lean blocks", "micro-batch 2", "micro-batch 1"]
+    assert seen[-1] == "perceptual loss one slice at a time"
+    assert not settings.device.mixed_precision
+
+
+BLANK = Prediction(
+    stage="autoencoder",
+    tier="plain",
+    peak_allocated_bytes=0,
+    peak_reserved_bytes=0,
+    peak_reserved_default_bytes=0,
+    peak_reserved_expandable_bytes=0,
+    host_bytes=0,
+    phase="generator backward",
+    phase_peaks={},
+    breakdown={},
+    activations=[],
+    largest=[{"module": "autoencoder.decoder.blocks.12", "bytes": GIB, "shape": [1, 32, 256, 256, 64], "category": ""}],
+    flops={"total": 100},
+    attention=[],
+    margin=0.1,
+    seconds=0.0,
+)
+
+
+class InventedPredictor:
+    """Answers from the knobs, so that the walk can be tested without a process."""
+
+    asked: list[Settings]
+
+    def __init__(self, workers):
+        type(self).asked = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submit(self, settings, stage):
+        self.asked.append(settings)
+        training = settings.autoencoder.training
+        size = 40.0 * training.batch_size / 4
+        size /= 2 if training.checkpoints_blocks else 1
+        size /= (1 + 32 / training.slab_rows) if training.slab_rows else 1
+        size /= 2 if settings.device.mixed_precision else 1
+        flops = 100 + 10 * training.checkpoints_blocks + 10 * training.nests_checkpoints + training.slab_rows // 32
+        prediction = replace(BLANK, peak_reserved_bytes=round(size * GIB), flops={"total": flops})
+
+        class Done:
+            @staticmethod
+            def result():
+                return prediction
+
+        return Done()
+
+
+@pytest.fixture(autouse=True)
+def _invented(monkeypatch):
+    monkeypatch.setattr(ladder_module, "Predictor", InventedPredictor)
+
+
+def test_walk_names_the_first_and_the_fastest_and_stops_before_changing_the_mathematics():
+    progress = []
+    ladder = walk(heavy(), "autoencoder", 6 * GIB, progress=lambda *values: progress.append(values))
+    assert found(ladder.first).rung.name == "checkpointing, 1 of 3 levels"
+    assert found(ladder.fastest).relative_flops == min(step.relative_flops for step in ladder.steps if step.fits)
+    assert all(step.rung.same_mathematics for step in ladder.steps)
+    assert [done for done, _, _ in progress] == list(range(1, len(ladder.steps) + 1))
+
+
+def test_recommended_rung_leaves_its_margin_when_one_does():
+    # Checkpointing needs 5.5 GiB with the context, and 10 % of its 5 GiB as margin.
+    tight, roomy = (walk(heavy(), "autoencoder", round(gib * GIB)) for gib in (5.8, 6.1))
+    assert found(tight.fastest).rung.name == found(roomy.fastest).rung.name == "checkpointing, 1 of 3 levels"
+    assert roomy.recommended == roomy.fastest
+    assert tight.recommended != tight.fastest
+    assert found(tight.recommended).fits_with_margin(tight.budget_bytes)
+
+
+def test_walk_skips_thinner_slabs_when_thicker_ones_fit():
+    ladder = walk(heavy(), "autoencoder", 4 * GIB)
+    slabs = [step.rung.name for step in ladder.steps if step.rung.name.startswith("slabs")]
+    assert slabs[0] == "slabs of 32 rows"
+    assert "slabs of 8 rows" not in slabs
+
+
+def test_walk_changes_the_mathematics_only_when_nothing_else_fits():
+    ladder = walk(heavy(), "autoencoder", round(1.3 * GIB))
+    assert found(ladder.first).rung.name == "mixed precision"
+    assert not found(ladder.recommended).rung.same_mathematics
+
+
+def test_budget_out_of_reach_says_the_smallest_and_what_holds_it():
+    ladder = walk(heavy(), "autoencoder", GIB // 4)
+    assert ladder.recommended is None
+    text = describe_ladder(ladder)
+    assert "Nothing on the ladder fits 0.25 GiB" in text
+    assert "autoencoder.decoder.blocks.12" in text
+    assert ladder.smallest.rung.name in text
+
+
+def test_json_has_what_programs_need():
+    values = walk(heavy(), "autoencoder", 6 * GIB).to_json()
+    keys = {
+        "name",
+        "changes",
+        "same_mathematics",
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+        "relative_flops",
+        "fits",
+    }
+    assert all(keys <= set(rung) for rung in values["rungs"])
+    assert values["recommended"] in [rung["name"] for rung in values["rungs"]]
+
+
+def test_written_config_is_complete_and_carries_the_reasons():
+    ladder = walk(heavy(), "autoencoder", 6 * GIB)
+    text = config_with_reasons(ladder, "configs/heavy.yaml")
+    assert validate(yaml.safe_load(text)) == found(ladder.recommended).rung.settings
+    head = [line for line in text.splitlines() if line.startswith("#")]
+    assert any("configs/heavy.yaml changed to fit 6 GiB" in line for line in head)
+    assert any(f"{TRAINING}.batch_size: 1, was 4 (same mathematics)" in line for line in head)

@@ -1,0 +1,185 @@
+"""Running out of memory is recognised, reported with the next rung, and can be survived."""
+
+import errno
+import json
+import logging
+
+import pytest
+import torch
+
+from command_line import OUT_OF_MEMORY
+from memory.predict.prediction import GIB
+from memory.watch import calibration
+from memory.watch.diagnosis import REPORT, TrainingOutOfMemoryError, is_out_of_memory, report_out_of_memory, yaml_diff
+from memory.watch.memory_watch import MemoryWatch, is_tiny, train_with_rungs
+from memory.watch.readings import MemoryReadings, device_bytes
+from runtime.phases import phase
+from runtime.processes import Process
+from settings import Settings
+from tests.memory.ladder.test_walk import BLANK
+
+CPU = torch.device("cpu")
+TRAINING = "autoencoder.training"
+ALLOCATOR = "[enforce fail at alloc_cpu.cpp:125] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to ..."
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError(ALLOCATOR), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+    ids=str,
+)
+def test_out_of_memory_is_told_from_other_errors(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+def test_a_real_failed_allocation_is_recognised():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_report_holds_phase_step_breakdown_and_the_next_rung_as_a_diff(tmp_path):
+    settings = Settings().with_overrides({f"{TRAINING}.batch_size": 2})
+    prediction = BLANK.corrected(1.0, "")
+    stop = report_out_of_memory(
+        RuntimeError(ALLOCATOR), tmp_path, settings, "autoencoder", "generator backward", 41, prediction, saved=40
+    )
+    report = json.loads((tmp_path / REPORT).read_text())
+    assert (report["phase"], report["step"], report["stage"]) == ("generator backward", 41, "autoencoder")
+    assert report["next_rung"]["name"] == "micro-batch 1"
+    assert report["next_rung"]["promise"] == "same mathematics"
+    assert report["next_rung"]["changes"] == {f"{TRAINING}.batch_size": 1, f"{TRAINING}.gradient_accumulation_steps": 8}
+    assert "batch_size: 1" in report["next_rung"]["yaml_diff"]
+    assert report["largest"][0]["module"] == "autoencoder.decoder.blocks.12"
+    assert "host_memory_gib" in report["readings"]
+    assert stop.exit_code == OUT_OF_MEMORY == 3
+    text = str(stop)
+    for part in (
+        "step 42, generator backward: out of memory",
+        "the last checkpoint is good (step 40)",
+        "micro-batch 1",
+        "--on-oom next-rung",
+    ):
+        assert part in text
+
+
+def test_report_without_prediction_and_without_rung_says_so(tmp_path):
+    settings = Settings().with_overrides(
+        {
+            f"{TRAINING}.use_gradient_checkpointing_offload": True,
+            f"{TRAINING}.use_nested_checkpointing": False,
+            f"{TRAINING}.slab_rows": 8,
+        }
+    )
+    stop = report_out_of_memory(MemoryError(), tmp_path, settings, "autoencoder", "optimizer", 0)
+    assert json.loads((tmp_path / REPORT).read_text())["next_rung"] is None
+    assert "out of memory; there is no checkpoint yet" in str(stop)
+    assert "no rung with the same mathematics is left" in str(stop)
+
+
+def test_yaml_diff_shows_only_what_changes():
+    before = Settings()
+    diff = yaml_diff(before, before.with_overrides({f"{TRAINING}.slab_rows": 8}))
+    changed = [line for line in diff.splitlines() if line.startswith(("+ ", "- ")) or line[:1] in "+-"]
+    assert any(line.startswith("+") and "slab_rows: 8" in line for line in changed)
+    assert len([line for line in changed if line[:3] not in ("+++", "---")]) == 2
+
+
+def tiny_watch(**changes):
+    settings = Settings().with_overrides({"data.voxel_size": (16, 16, 16), **changes})
+    assert is_tiny(settings, "autoencoder")
+    return MemoryWatch(settings, "autoencoder", Process(CPU))
+
+
+def test_guard_reports_the_phase_that_failed_and_passes_other_errors_on(tmp_path):
+    def fail():
+        with phase("discriminator backward"):
+            torch.empty(1 << 60, dtype=torch.uint8)
+
+    with tiny_watch() as watch:
+        with pytest.raises(TrainingOutOfMemoryError, match="discriminator backward"), watch.guard(tmp_path, 3):
+            fail()
+        assert json.loads((tmp_path / REPORT).read_text())["step"] == 3
+        with pytest.raises(RuntimeError, match="shapes"), watch.guard(tmp_path, 4):
+            torch.zeros(2, 3) @ torch.zeros(2, 3)
+
+
+def test_next_rung_is_taken_until_training_fits(caplog):
+    seen = []
+
+    def train(settings):
+        seen.append(settings.autoencoder.training)
+        if not settings.autoencoder.training.slab_rows:
+            raise TrainingOutOfMemoryError("it does not fit", saved=len(seen) - 1)
+        return 0
+
+    with caplog.at_level(logging.WARNING):
+        assert train_with_rungs(train, Settings(), "autoencoder", "next-rung") == 0
+    assert [(t.nests_checkpoints, t.slab_rows) for t in seen] == [(False, 0), (True, 0), (True, 32)]
+    assert "there is no checkpoint yet: beginning again with nested checkpointing" in caplog.text
+    assert "going on from the checkpoint of step 1 with slabs of 32 rows" in caplog.text
+
+
+def test_without_next_rung_or_when_none_is_left_training_stops():
+    def train(settings):
+        raise TrainingOutOfMemoryError("it does not fit")
+
+    with pytest.raises(TrainingOutOfMemoryError):
+        train_with_rungs(train, Settings(), "autoencoder", "stop")
+    with pytest.raises(TrainingOutOfMemoryError):
+        train_with_rungs(train, Settings(), "autoencoder", "next-rung")
+
+
+def test_announcement_warns_with_the_next_rung_when_it_will_not_fit(caplog, monkeypatch):
+    settings = Settings().with_overrides({"data.voxel_size": (64, 64, 64), f"{TRAINING}.batch_size": 2})
+    assert not is_tiny(settings, "autoencoder")
+    monkeypatch.setattr("memory.watch.diagnosis.device_bytes", lambda device: 1 << 20)
+    with caplog.at_level(logging.INFO), MemoryWatch(settings, "autoencoder", Process(CPU)) as watch:
+        watch.announce()
+    assert watch.prediction is not None
+    assert "predicted peak" in caplog.text
+    assert f"next rung: micro-batch 1 ({TRAINING}.batch_size=1" in caplog.text
+
+
+def test_readings_see_an_allocation_and_begin_a_new_interval():
+    readings = MemoryReadings(CPU)
+    block = torch.ones(32 << 20)
+    during = readings.read()
+    del block
+    readings.read()
+    after = readings.read()
+    assert during["host_memory_peak_gib"] - after["host_memory_gib"] > 0.1
+    assert after["host_memory_peak_gib"] - after["host_memory_gib"] < 0.05
+    assert device_bytes(CPU) > GIB
+
+
+def test_a_measured_step_corrects_later_predictions_of_its_tier(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prediction = BLANK.from_json({**BLANK.to_json(), "peak_reserved_bytes": 4 * GIB})
+    assert calibration.corrected(prediction) == prediction
+    assert calibration.record(prediction, 5 * GIB) == pytest.approx(1.25)
+    again = calibration.corrected(prediction)
+    assert again.required_bytes == 5 * GIB + prediction.context_bytes
+    assert torch.__version__ in again.correction_source
+    other = BLANK.from_json({**prediction.to_json(), "tier": "slabs"})
+    assert calibration.corrected(other) == other
+    # A folder that cannot be written costs the correction, not the run.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(calibration.calibration_file()))
+    caplog.clear()
+    assert calibration.record(prediction, 5 * GIB) is None
+    [warning] = caplog.messages
+    assert "is not kept for later predictions" in warning
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # Another program's memory on the same GPU is no measurement of ours.
+    assert calibration.record(prediction, 40 * GIB) is None
+    calibration.calibration_file().write_text("{damaged")
+    assert calibration.corrected(prediction) == prediction

@@ -1,0 +1,78 @@
+"""A training whose allocations really fail ends with a report and a good checkpoint, or goes on by itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+TRAINING = "autoencoder.training"
+# About 190 MiB a step with micro-batches of two, 95 MiB with one.
+OVERRIDES = [
+    "data.voxel_size=[48,48,48]",
+    "data.num_phantoms=4",
+    "data.num_workers=0",
+    "autoencoder.num_channels=[16,16]",
+    "autoencoder.attention_levels=[false,false]",
+    "autoencoder.num_res_blocks=1",
+    f"{TRAINING}.adversarial_weight=0",
+    f"{TRAINING}.use_perceptual_loss=false",
+    f"{TRAINING}.batch_size=2",
+    f"{TRAINING}.gradient_accumulation_steps=1",
+    f"{TRAINING}.use_gradient_checkpointing=false",
+    f"{TRAINING}.max_steps=3",
+    f"{TRAINING}.warmup_steps=0",
+    f"{TRAINING}.log_every=1",
+    f"{TRAINING}.save_every=1",
+    f"{TRAINING}.validate_every=3",
+    "device.type=cpu",
+    "device.mixed_precision=false",
+]
+
+
+@pytest.mark.timeout(600)
+def test_failed_allocation_is_reported_and_the_next_rung_finishes_the_run(tmp_path):
+    # Released blocks go back to the system, so that the limit meets what the step needs and not what the heap keeps.
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
+
+    def train(*options):
+        launcher = ROOT / "tests/memory/watch/train_with_little_memory.py"
+        script = ROOT / "train_autoencoder.py"
+        return subprocess.run(
+            [
+                sys.executable,
+                launcher,
+                "150",
+                script,
+                "--config",
+                ROOT / "configs/quickstart.yaml",
+                *options,
+                *OVERRIDES,
+            ],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+
+    stopped = train()
+    assert stopped.returncode == 3, stopped.stderr
+    assert "step 2, generator" in stopped.stderr
+    assert "out of memory; the last checkpoint is good (step 1)" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    run = tmp_path / "runs" / "quickstart"
+    report = json.loads((run / "oom_report.json").read_text())
+    assert report["step"] == 1
+    assert report["phase"].startswith("generator")
+    assert report["breakdown"]["activations"] > 80 << 20
+    assert report["next_rung"]["changes"] == {f"{TRAINING}.batch_size": 1, f"{TRAINING}.gradient_accumulation_steps": 2}
+
+    finished = train("--on-oom", "next-rung")
+    assert finished.returncode == 0, finished.stderr
+    assert "going on from the checkpoint of step 1 with micro-batch 1" in finished.stderr
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "reconstruction" in line] == [1, 2, 3]
+    assert all(line["host_memory_peak_gib"] > 0 for line in lines if "reconstruction" in line)

@@ -1,0 +1,346 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from monai.networks.nets import AutoencoderKL, DiffusionModelUNet, PatchDiscriminator
+from safetensors.torch import save_file
+
+from models import build_autoencoder, build_discriminator, build_unet
+from models.exchange.networks import expected_state, stock_network
+from models.exchange.shapes import settings_of, settings_that_differ, unsupported_options
+from models.exchange.weights import check_fit, find_state, read_foreign_weights, to_our_names
+from settings import CheckpointError, Settings
+
+SOMEWHERE = Path("weights.pth")
+SETTINGS = Settings.model_validate(
+    {
+        "data": {"voxel_size": [32, 32, 32]},
+        "autoencoder": {
+            "num_channels": [8, 16],
+            "num_res_blocks": [1, 2],
+            "attention_levels": [False, True],
+            "latent_channels": 3,
+            "norm_num_groups": 4,
+            "training": {"discriminator": {"num_layers_d": 2, "num_channels": 4}},
+        },
+        "ldm": {
+            "unet": {
+                "num_channels": [8, 16],
+                "num_res_blocks": [2, 1],
+                "attention_levels": [False, True],
+                "num_head_channels": 8,
+                "norm_num_groups": 4,
+            }
+        },
+    }
+)
+AUTOENCODER = {
+    "spatial_dims": 3,
+    "in_channels": 1,
+    "out_channels": 1,
+    "num_res_blocks": (1, 2),
+    "attention_levels": (False, True),
+    "latent_channels": 3,
+    "norm_num_groups": 4,
+}
+UNET = {
+    "spatial_dims": 3,
+    "in_channels": 3,
+    "out_channels": 3,
+    "num_res_blocks": (2, 1),
+    "attention_levels": (False, True),
+    "num_head_channels": (0, 8),
+    "norm_num_groups": 4,
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def randomised(network: torch.nn.Module) -> torch.nn.Module:
+    """Every parameter random: MONAI starts some of them at zero, behind which a mistake would hide."""
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    return network.eval()
+
+
+def autoencoder_outputs(network: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    volume = torch.rand(1, 1, 16, 8, 12, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        mean, sigma = network.encode(volume)  # type: ignore[operator]
+        return network.decode(mean), mean, sigma  # type: ignore[operator]
+
+
+def unet_output(network: torch.nn.Module, **labels: torch.Tensor) -> torch.Tensor:
+    latent = torch.rand(2, 3, 8, 4, 6, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return network(latent, timesteps=torch.tensor([3, 700]), **labels)
+
+
+def assert_reproduced(ours, theirs) -> None:
+    theirs = theirs if isinstance(theirs, tuple) else (theirs,)
+    assert all(output.std() > 1e-3 for output in theirs)
+    for own, other in zip(ours if isinstance(ours, tuple) else (ours,), theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["lean", "monai"])
+@pytest.mark.parametrize("has_middle", [True, False])
+def test_generative_autoencoder_is_reproduced(implementation, has_middle):
+    from generative.networks.nets import AutoencoderKL as Generative
+
+    middle = {"with_encoder_nonlocal_attn": has_middle, "with_decoder_nonlocal_attn": has_middle}
+    theirs = randomised(Generative(num_channels=(8, 16), **AUTOENCODER, **middle))
+    settings = SETTINGS.with_overrides(
+        {
+            "autoencoder.implementation": implementation,
+            "autoencoder.use_nonlocal_attention": has_middle,
+        }
+    )
+    ours = build_autoencoder(settings.autoencoder).eval()
+    state = to_our_names(theirs.state_dict(), "monai-generative", SOMEWHERE)
+    assert settings_that_differ("autoencoder", state, settings) == []
+    ours.load_state_dict(state, strict=True)
+    assert_reproduced(autoencoder_outputs(ours), autoencoder_outputs(theirs))
+
+
+@pytest.mark.parametrize("updown", [False, True])
+@pytest.mark.parametrize("num_classes", [None, 3])
+def test_generative_unet_is_reproduced(num_classes, updown):
+    from generative.networks.nets import DiffusionModelUNet as Generative
+
+    options = {"num_class_embeds": num_classes, "resblock_updown": updown}
+    theirs = randomised(Generative(num_channels=(8, 16), **options, **UNET))
+    settings = SETTINGS.with_overrides({"ldm.unet.resblock_updown": updown})
+    if num_classes:
+        classes = {"ldm.conditioning.type": "class", "ldm.conditioning.num_classes": num_classes - 1}
+        settings = settings.with_overrides(classes)
+    ours = build_unet(settings.ldm, 3).eval()
+    state = to_our_names(theirs.state_dict(), "monai-generative", SOMEWHERE)
+    assert settings_that_differ("ldm", state, settings) == []
+    ours.load_state_dict(state, strict=True)
+    labels = {"class_labels": torch.tensor([0, 2])} if num_classes else {}
+    assert_reproduced(unet_output(ours, **labels), unet_output(theirs, **labels))
+
+
+def test_generative_discriminator_is_reproduced():
+    from generative.networks.nets import PatchDiscriminator as Generative
+
+    theirs = Generative(spatial_dims=3, num_channels=4, in_channels=1, num_layers_d=2, norm="INSTANCE")
+    ours = build_discriminator(SETTINGS.autoencoder)
+    ours.load_state_dict(to_our_names(theirs.state_dict(), "monai-generative", SOMEWHERE), strict=True)
+    volume = torch.rand(1, 1, 16, 16, 16)
+    assert_reproduced(ours(volume)[-1], theirs(volume)[-1])
+
+
+def test_renames_are_monais_own_but_for_the_projection_that_generative_never_applies():
+    from generative.networks.nets import AutoencoderKL as GenerativeAutoencoder
+    from generative.networks.nets import DiffusionModelUNet as GenerativeUNet
+
+    cross = {"with_conditioning": True, "cross_attention_dim": 5}
+    for theirs, stock in (
+        (GenerativeAutoencoder(num_channels=(8, 16), **AUTOENCODER), AutoencoderKL(channels=(8, 16), **AUTOENCODER)),
+        (GenerativeUNet(num_channels=(8, 16), **UNET), DiffusionModelUNet(channels=(8, 16), **UNET)),
+        (GenerativeUNet(num_channels=(8, 16), **UNET, **cross), DiffusionModelUNet(channels=(8, 16), **UNET, **cross)),
+    ):
+        ours = to_our_names(theirs.state_dict(), "monai-generative", SOMEWHERE)
+        stock.load_old_state_dict(theirs.state_dict())
+        assert set(ours) == set(stock.state_dict())
+        for key, value in stock.state_dict().items():
+            if key.endswith(".attn.out_proj.weight"):
+                value = torch.eye(len(value))
+            if key.endswith(".attn.out_proj.bias"):
+                value = torch.zeros_like(value)
+            torch.testing.assert_close(ours[key], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"include_fc": False}, {"use_combined_linear": True}, {"include_fc": False, "use_combined_linear": True}],
+)
+def test_monai_networks_are_reproduced_with_every_form_of_attention(options):
+    theirs = randomised(AutoencoderKL(channels=(8, 16), **AUTOENCODER, **options))
+    ours = build_autoencoder(SETTINGS.autoencoder).eval()
+    ours.load_state_dict(to_our_names(theirs.state_dict(), "monai", SOMEWHERE), strict=True)
+    assert_reproduced(autoencoder_outputs(ours), autoencoder_outputs(theirs))
+
+    unet = randomised(DiffusionModelUNet(channels=(8, 16), **UNET, **options))
+    our_unet = build_unet(SETTINGS.ldm, 3).eval()
+    our_unet.load_state_dict(to_our_names(unet.state_dict(), "monai", SOMEWHERE), strict=True)
+    assert_reproduced(unet_output(our_unet), unet_output(unet))
+
+
+@pytest.mark.parametrize(
+    ("network", "changes"),
+    [("autoencoder", {}), ("discriminator", {}), ("ldm", {}), ("ldm", {"ldm.unet.resblock_updown": True})],
+)
+def test_round_trip_through_stock_monai_is_exact(network, changes):
+    settings = SETTINGS.with_overrides(changes)
+    stock = randomised(stock_network(network, settings))
+    assert type(stock) in (AutoencoderKL, PatchDiscriminator, DiffusionModelUNet)
+    before = {key: value.clone() for key, value in stock.state_dict().items()}
+    name, state = find_state({"state_dict": before}, SOMEWHERE)
+    assert name == network
+    state = to_our_names(state, "monai", SOMEWHERE)
+    check_fit(state, expected_state(network, settings), SOMEWHERE)
+    again = stock_network(network, settings)
+    again.load_state_dict(state, strict=True)
+    for key, value in again.state_dict().items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0)
+
+
+def test_generative_names_under_from_monai_are_explained():
+    from generative.networks.nets import AutoencoderKL as Generative
+
+    state = Generative(num_channels=(8, 16), **AUTOENCODER).state_dict()
+    with pytest.raises(CheckpointError, match="use --from monai-generative"):
+        to_our_names(state, "monai", SOMEWHERE)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: state,
+        lambda state: {"state_dict": state, "epoch": 3},
+        lambda state: {"epoch": 3, "model": {"module." + key: value for key, value in state.items()}},
+        lambda state: {"model.module." + key: value for key, value in state.items()},
+        lambda state: {
+            "unet_state_dict": state,
+            "scale_factor": torch.tensor(0.9),
+            "optimizer": {"state": {0: {"m": torch.ones(2)}}},
+        },
+    ],
+)
+def test_state_dict_is_found_inside_the_usual_wrappers(wrap):
+    state = stock_network("ldm", SETTINGS).state_dict()
+    network, found = find_state(wrap(state), SOMEWHERE)
+    assert network == "ldm"
+    assert set(found) == set(state)
+
+
+def test_several_networks_in_one_file_need_a_choice():
+    states = {name: stock_network(name, SETTINGS).state_dict() for name in ("autoencoder", "discriminator")}
+    with pytest.raises(CheckpointError, match=r"holds several networks \(autoencoder, discriminator\).*--network"):
+        find_state(states, SOMEWHERE)
+    assert find_state(states, SOMEWHERE, "discriminator")[0] == "discriminator"
+
+
+@pytest.mark.parametrize("content", [{}, {"weight": torch.ones(2)}, [1, 2], None])
+def test_file_without_a_known_network_is_refused(content):
+    with pytest.raises(CheckpointError, match="no weights of MONAI's AutoencoderKL"):
+        find_state(content, SOMEWHERE)
+
+
+@pytest.mark.parametrize(
+    ("network", "changes"),
+    [
+        ("autoencoder", {"num_channels": (8, 8)}),
+        (
+            "autoencoder",
+            {"num_channels": (8, 16, 16), "num_res_blocks": (1, 2, 1), "attention_levels": (False, True, False)},
+        ),
+        ("autoencoder", {"num_res_blocks": (2, 2)}),
+        ("autoencoder", {"attention_levels": (True, True)}),
+        ("autoencoder", {"attention_levels": (False, False), "use_nonlocal_attention": True}),
+        ("autoencoder", {"attention_levels": (False, False), "use_nonlocal_attention": False}),
+        ("autoencoder", {"use_nonlocal_attention": False}),
+        ("autoencoder", {"num_res_blocks": (1, 1), "use_nonlocal_attention": False}),
+        ("autoencoder", {"latent_channels": 4, "in_channels": 2}),
+        (
+            "ldm",
+            {"unet.num_channels": (16, 16, 32), "unet.num_res_blocks": 1, "unet.attention_levels": (True, False, True)},
+        ),
+        ("ldm", {"unet.resblock_updown": True}),
+        ("ldm", {"conditioning.type": "class", "conditioning.num_classes": 5}),
+        ("discriminator", {"training.discriminator.num_layers_d": 3, "training.discriminator.num_channels": 8}),
+    ],
+)
+def test_settings_are_read_from_the_weights(network, changes):
+    section = "ldm" if network == "ldm" else "autoencoder"
+    changed = SETTINGS.with_overrides({f"{section}.{key}": value for key, value in changes.items()})
+    state = expected_state(network, changed)
+    assert settings_that_differ(network, state, changed) == []
+    assert unsupported_options(network, state) == []
+    implied = settings_of(network, state)
+    differing = settings_that_differ(network, state, SETTINGS)
+    for key, value in changes.items():
+        dotted = f"{section}.{key}"
+        if "num_res_blocks" in key and isinstance(value, int):
+            value = (value,) * 3
+        assert implied[dotted] == value
+        if value != {"autoencoder.use_nonlocal_attention": True}.get(dotted):
+            assert any(line.startswith(f"{dotted}: ") for line in differing)
+
+
+def test_difference_names_the_key_both_values_and_the_override():
+    state = expected_state("autoencoder", SETTINGS.with_overrides({"autoencoder.num_channels": (8, 32)}))
+    assert settings_that_differ("autoencoder", state, SETTINGS) == [
+        "autoencoder.num_channels: [8,16] in the config, [8,32] in the weights; set autoencoder.num_channels=[8,32]"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("network", "state", "problem"),
+    [
+        ("autoencoder", lambda: AutoencoderKL(channels=(8, 16), **{**AUTOENCODER, "spatial_dims": 2}), "2D"),
+        (
+            "autoencoder",
+            lambda: AutoencoderKL(channels=(8, 16), with_encoder_nonlocal_attn=False, **AUTOENCODER),
+            "only one",
+        ),
+        (
+            "ldm",
+            lambda: DiffusionModelUNet(channels=(8, 16), with_conditioning=True, cross_attention_dim=4, **UNET),
+            "cross",
+        ),
+        ("discriminator", lambda: PatchDiscriminator(spatial_dims=3, channels=4, in_channels=1), "batch norm"),
+    ],
+)
+def test_options_that_our_networks_lack_are_named(network, state, problem):
+    (line,) = unsupported_options(network, state().state_dict())
+    assert problem in line
+
+
+def test_one_missing_extra_or_reshaped_parameter_is_refused():
+    expected = expected_state("discriminator", SETTINGS)
+    missing = {key: value for key, value in expected.items() if key != "0.conv.weight"}
+    with pytest.raises(CheckpointError, match=r"1 missing \(the first: 0.conv.weight\)"):
+        check_fit(missing, expected, SOMEWHERE)
+    with pytest.raises(CheckpointError, match=r"1 not in the network \(the first: extra\)"):
+        check_fit({**expected, "extra": torch.ones(1)}, expected, SOMEWHERE)
+    with pytest.raises(CheckpointError, match=r"1 of another shape \(the first: 0.conv.weight\)"):
+        check_fit({**expected, "0.conv.weight": torch.ones(1)}, expected, SOMEWHERE)
+
+
+def test_safetensors_and_torch_files_are_read(tmp_path):
+    state = {"weight": torch.ones(2)}
+    torch.save(state, tmp_path / "a.pt")
+    save_file(state, tmp_path / "a.safetensors")
+    for name in ("a.pt", "a.safetensors"):
+        torch.testing.assert_close(read_foreign_weights(tmp_path / name)["weight"], torch.ones(2))
+
+
+def test_pickled_code_is_refused_and_not_run(tmp_path):
+    marker = tmp_path / "executed"
+
+    class Attack:
+        def __reduce__(self):
+            return (os.mkdir, (str(marker),))
+
+    torch.save({"state_dict": Attack()}, tmp_path / "evil.pt")
+    with pytest.raises(CheckpointError, match="never code"):
+        read_foreign_weights(tmp_path / "evil.pt")
+    assert not marker.exists()
+
+
+def test_damaged_and_missing_files_are_refused(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(b"nothing")
+    (tmp_path / "a.pt").write_bytes(b"nothing")
+    for name in ("a.safetensors", "a.pt"):
+        with pytest.raises(CheckpointError, match="cannot be read as weights"):
+            read_foreign_weights(tmp_path / name)
+    with pytest.raises(CheckpointError, match="there is no such file"):
+        read_foreign_weights(tmp_path / "gone.pt")

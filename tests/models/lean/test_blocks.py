@@ -1,0 +1,134 @@
+"""Each lean block, whole and in slabs, has the gradients of MONAI's block for inputs and gradients of any layout."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from monai.networks.blocks import Convolution, SpatialAttentionBlock, Upsample
+from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
+from torch import nn
+
+from memory.predict.cuda_autocast import cuda_autocast_rules
+from models.lean.blocks import DownsampleBlock, Head, ResidualBlock, UpsampleBlock, lean_block
+from tests.models.gradients import BATCHES, DTYPES, LIMITS, LOW_PRECISION, Problem, floor, small_work_counts
+from tests.models.layouts import LAYOUTS, batch_last, channels_last, every_other_voxel, some_channels
+from tests.models.problems import volumes, with_lively_weights
+
+CHANNELS, GROUPS, EPS = 8, 4, 1e-6
+GRID = (7, 4, 5)
+
+
+def convolution(channels=CHANNELS):
+    return Convolution(3, CHANNELS, channels, strides=1, kernel_size=3, padding=1, conv_only=True)
+
+
+class StockHead(nn.Module):
+    """What MONAI's networks end with."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(GROUPS, CHANNELS, EPS), convolution(3)
+
+    def forward(self, x):
+        return self.conv(self.norm(x))
+
+
+def upsample():
+    return Upsample(
+        3, CHANNELS, CHANNELS, scale_factor=2.0, mode="nontrainable", interp_mode="nearest", align_corners=None,
+        post_conv=convolution(),
+    )  # fmt: skip
+
+
+STOCK = {
+    "residual": lambda: AEKLResBlock(3, CHANNELS, GROUPS, EPS, CHANNELS),
+    "residual, fewer channels": lambda: AEKLResBlock(3, CHANNELS, GROUPS, EPS, 4),
+    "residual, more channels": lambda: AEKLResBlock(3, CHANNELS, GROUPS, EPS, 12),
+    "upsampling": upsample,
+    "downsampling": lambda: AEKLDownsample(3, CHANNELS),
+    "last norm and convolution": StockHead,
+    "attention": lambda: SpatialAttentionBlock(3, CHANNELS, norm_num_groups=GROUPS, use_flash_attention=True),
+}
+
+# Which slabs meet which layout; 0: whole.
+WAYS = [(0, channels_last), (0, some_channels), (2, every_other_voxel), (3, batch_last), (64, channels_last)]
+
+
+def lean(stock, rows):
+    stock = copy.deepcopy(stock)
+    block = Head(stock.norm, stock.conv) if isinstance(stock, StockHead) else lean_block(stock)
+    block.slab_rows = rows
+    return block
+
+
+@cache
+def problem(name, batch):
+    torch.manual_seed(batch)
+    stock = with_lively_weights(STOCK[name]())
+    return Problem(stock, lambda block, x: [block(x)], [volumes(batch, CHANNELS, *GRID)])
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", STOCK)
+def test_block_has_the_gradients_of_stock_in_every_layout(name, dtype, batch):
+    given = problem(name, batch)
+    for rows, layout in WAYS:
+        if rows and name == "attention":
+            continue
+        for low_inputs in {dtype in LOW_PRECISION, False}:
+            given.assert_as_close_as_stock(lean(given.stock, rows), dtype, arrange=layout, low_inputs=low_inputs)
+
+
+def as_computed(network, x, dtype):
+    """The output of inference under CUDA's rules, in double precision."""
+    low = dtype in LOW_PRECISION
+    autocast = torch.autocast("cpu", dtype if low else torch.bfloat16, enabled=low)
+    with cuda_autocast_rules(), small_work_counts(), torch.inference_mode(), autocast:
+        return network(x).double()
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_that_overwrite_their_input_or_never_hold_it_give_the_output_of_stock(layout, dtype, batch):
+    torch.manual_seed(0)
+    names = ("upsampling", "residual", "residual", "last norm and convolution")
+    stock = nn.Sequential(*(with_lively_weights(STOCK[name]()) for name in names))
+    x = volumes(batch, CHANNELS, 5, 4, 3).to(dtype)
+    truth = as_computed(copy.deepcopy(stock).double(), x.double(), torch.float64)
+    stock.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    own = float((as_computed(stock, x, dtype) - truth).norm() / truth.norm())
+    for rows in (2, 5):
+        up, first, second, head = (lean(block, rows) for block in stock)
+        assert (type(up), type(first), type(second), type(head)) == (UpsampleBlock, ResidualBlock, ResidualBlock, Head)
+
+        def consumed(x, blocks=(up, first, second, head)):
+            for block in blocks:
+                x = block.consume(x)
+            return x
+
+        given = LAYOUTS[layout](x.clone())
+        before = given.clone()
+        far = float((as_computed(consumed, given, dtype) - truth).norm() / truth.norm())
+        assert far <= LIMITS[dtype] * max(own, floor(dtype))
+        assert torch.equal(given, before), "upsampling leaves its input alone"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_residual_block_gives_its_output_in_the_memory_of_its_input(layout):
+    stock = problem("residual", 2).stock
+    x = LAYOUTS[layout](volumes(2, CHANNELS, *GRID))
+    with small_work_counts(), torch.inference_mode():
+        expected = stock(x)
+        out = lean(stock, 2).consume(x)
+    assert out.data_ptr() == x.data_ptr()
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_downsampling_takes_an_input_that_needs_no_gradient():
+    block = lean(problem("downsampling", 2).stock, 0)
+    assert isinstance(block, DownsampleBlock)
+    block(volumes(2, CHANNELS, *GRID)).sum().backward()
+    assert all(parameter.grad is not None for parameter in block.parameters())

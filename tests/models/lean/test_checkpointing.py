@@ -1,0 +1,110 @@
+"""The checkpoint helper and its offload, on modules that are none of ours."""
+
+import pytest
+import torch
+from torch import nn
+
+from models import gradient_checkpoint_forward
+from models.lean import checkpointing
+from models.lean.checkpointing import HostOffload
+
+
+class Toy(nn.Module):
+    """Counts its own forwards; takes keyword arguments, as the guide's example does."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.calls = nn.Linear(64, 64), nn.Dropout(dropout), 0
+
+    def forward(self, x, scale=1.0):
+        self.calls += 1
+        return torch.sigmoid(self.dropout(self.linear(x))) * scale
+
+
+def gradients(module, x, checkpointing_on, offload, **kwargs):
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    flags = {"use_gradient_checkpointing": checkpointing_on, "use_gradient_checkpointing_offload": offload}
+    gradient_checkpoint_forward(module, x=x, **flags, **kwargs).square().sum().backward()
+    return [x.grad, *(parameter.grad.clone() for parameter in module.parameters())]
+
+
+@pytest.mark.parametrize(("on", "offload"), [(True, False), (False, True), (True, True)])
+def test_checkpointed_gradients_equal_plain_ones_and_forward_runs_twice(on, offload):
+    module, x = Toy(), torch.randn(8, 64)
+    expected = gradients(module, x, False, False, scale=torch.tensor(2.0))
+    assert module.calls == 1
+    found = gradients(module, x, on, offload, scale=torch.tensor(2.0))
+    assert module.calls == 3
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_helper_is_a_plain_call_in_eval_and_without_gradients():
+    module, x = Toy(), torch.randn(8, 64, requires_grad=True)
+    flags = {"use_gradient_checkpointing": True, "use_gradient_checkpointing_offload": True}
+    with torch.no_grad():
+        assert not gradient_checkpoint_forward(module, x, **flags).requires_grad
+    gradient_checkpoint_forward(module.eval(), x, **flags).sum().backward()
+    assert module.calls == 2
+
+
+def test_random_modules_repeat_their_draws_in_backward():
+    module, x = Toy(dropout=0.5), torch.randn(8, 64)
+    torch.manual_seed(5)
+    expected = gradients(module, x, False, False)
+    torch.manual_seed(5)
+    found = gradients(module, x, True, False)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_offload_moves_inputs_but_neither_parameters_nor_small_tensors(monkeypatch):
+    moved = []
+    original = checkpointing.empty_on_host
+
+    def noted(tensor):
+        moved.append(tuple(tensor.shape))
+        return original(tensor)
+
+    monkeypatch.setattr(checkpointing, "empty_on_host", noted)
+    monkeypatch.setattr(checkpointing, "MIN_OFFLOAD_BYTES", 8 * 64 * 4)
+    module = Toy()
+    gradient_checkpoint_forward(
+        module,
+        torch.randn(8, 64),
+        torch.randn(64),
+        use_gradient_checkpointing=False,
+        use_gradient_checkpointing_offload=True,
+    ).sum().backward()
+    assert moved == [(8, 64)]
+    with HostOffload():
+        loss = (torch.randn(8, 64, requires_grad=True) @ nn.Parameter(torch.randn(64, 64))).sum()
+    loss.backward()
+    assert moved == [(8, 64)], "parameters and leaves stay where they are"
+
+
+def test_offload_releases_the_device_copy_before_backward(monkeypatch):
+    monkeypatch.setattr(checkpointing, "MIN_OFFLOAD_BYTES", 0)
+    alive = []
+    offload = HostOffload()
+    x = torch.randn(8, 64, requires_grad=True) * 1
+    for _ in range(4):
+        x = gradient_checkpoint_forward(
+            nn.Tanh(), x, use_gradient_checkpointing=True, use_gradient_checkpointing_offload=offload
+        )
+        alive.append(torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage()))
+    assert [ref.expired() for ref in alive] == [True, True, False, False], "one copy in flight, and the result"
+    x.sum().backward()
+
+
+def test_offload_survives_a_second_backward(monkeypatch):
+    monkeypatch.setattr(checkpointing, "MIN_OFFLOAD_BYTES", 0)
+    x = torch.randn(8, 64, requires_grad=True)
+    with HostOffload():
+        y = (x * 2).square().sum()
+    y.backward(retain_graph=True)
+    assert x.grad is not None
+    first = x.grad.clone()
+    y.backward()
+    torch.testing.assert_close(x.grad, 2 * first, rtol=0, atol=0)

@@ -1,0 +1,119 @@
+"""Raw kernels are called in one module, which gives the same numbers for every layout of its arguments."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.lean import native
+from tests.models.layouts import LAYOUTS
+
+ROOT = Path(__file__).resolve().parents[3]
+RAW = {"ops", "_C", "_VF"}
+
+
+def raw_uses(tree):
+    """The places where code reaches past torch's public operators."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            of_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+            if (of_torch and node.attr in RAW) or node.attr.startswith("native_") or node.attr == "aten":
+                yield node.lineno
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+            if names & {*RAW, "_ops"}:
+                yield node.lineno
+        elif isinstance(node, ast.Import) and any(alias.name in ("torch.ops", "torch._C") for alias in node.names):
+            yield node.lineno
+
+
+def test_only_native_reaches_for_raw_kernels():
+    sources = [path for folder in ("models", "losses", "training", "data") for path in (ROOT / folder).rglob("*.py")]
+    users = {str(path.relative_to(ROOT)) for path in sources if list(raw_uses(ast.parse(path.read_text())))}
+    assert users == {"models/lean/native.py"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.ops.aten.mul(a, b)",
+        "from torch import ops",
+        "from torch.ops import aten",
+        "torch.native_group_norm(x)",
+        "torch._C._nn.gelu(x)",
+    ],
+)
+def test_raw_kernels_are_recognised_in_every_spelling(code):
+    assert list(raw_uses(ast.parse(code)))
+
+
+def strided(values):
+    """The same values in every other place, with others between them."""
+    wide = torch.full((*values.shape, 2), torch.nan, dtype=values.dtype)
+    wide[..., 0] = values
+    return wide[..., 0]
+
+
+def arrangements(*arguments):
+    """The arguments with one of them at a time in another layout."""
+    for index, argument in enumerate(arguments):
+        layouts = [strided, *(LAYOUTS.values() if argument.dim() == 5 else [])]
+        for layout in layouts:
+            yield [layout(each.clone()) if place == index else each.clone() for place, each in enumerate(arguments)]
+
+
+@pytest.fixture
+def values():
+    torch.manual_seed(0)
+    x, grad = torch.randn(3, 4, 2, 3, 5), torch.randn(3, 4, 2, 3, 5)
+    return x, grad, torch.randn(4), torch.randn(4)
+
+
+def test_group_norm_takes_every_layout(values):
+    x, _, weight, bias = values
+    expected = native.group_norm(x, weight, bias, 2, 1e-5)
+    for v, w, b in arrangements(x, weight, bias):
+        for mine, true in zip(native.group_norm(v, w, b, 2, 1e-5), expected, strict=True):
+            torch.testing.assert_close(mine, true)
+
+
+def test_group_norm_backward_takes_every_layout(values):
+    x, grad, weight, bias = values
+    _, mean, rstd = native.group_norm(x, weight, bias, 2, 1e-5)
+    expected = native.group_norm_backward(grad, x, mean, rstd, weight, [True] * 3)
+    for g, v, m, r, w in arrangements(grad, x, mean, rstd, weight):
+        for mine, true in zip(native.group_norm_backward(g, v, m, r, w, [True] * 3), expected, strict=True):
+            torch.testing.assert_close(mine, true)
+
+
+def test_silu_backward_takes_every_layout_and_overwrites_its_input(values):
+    x, grad, _, _ = values
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.nn.functional.silu(leaf), leaf, grad)
+    for given, target in arrangements(grad, x):
+        assert native.silu_backward_(given, target).data_ptr() == target.data_ptr()
+        torch.testing.assert_close(target, expected)
+    target = x.clone()
+    torch.testing.assert_close(native.silu_backward_(grad.bfloat16(), target), expected, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_convolution_backward_takes_every_layout(values, dtype):
+    x, weight, grad = values[0].to(dtype), torch.randn(6, 4, 3, 3, 3).to(dtype), torch.randn(3, 6, 2, 3, 5).to(dtype)
+    exact_x, exact_weight = (part.double().requires_grad_() for part in (x, weight))
+    y = torch.nn.functional.conv3d(exact_x, exact_weight, padding=1)
+    expected = torch.autograd.grad(y, (exact_x, exact_weight), grad.double())
+    for g, v, w in arrangements(grad, x, weight):
+        found = native.convolution_backward(g, v, w, (True, True), padding=(1, 1, 1))
+        for mine, true in zip(found, expected, strict=True):
+            assert float((mine.double() - true).norm() / true.norm()) <= 3 * torch.finfo(dtype).eps
+
+
+def test_moments_of_another_shape_are_an_error(values):
+    x, grad, weight, bias = values
+    _, mean, rstd = native.group_norm(x, weight, bias, 2, 1e-5)
+    with pytest.raises(AssertionError, match="moments of shape"):
+        native.group_norm_backward(grad, x, mean.T, rstd.T, weight, [True] * 3)
+    with pytest.raises(AssertionError, match="gradient of shape"):
+        native.group_norm_backward(grad[:1], x, mean, rstd, weight, [True] * 3)

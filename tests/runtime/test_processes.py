@@ -1,0 +1,102 @@
+"""Two processes compute what one computes with twice the accumulation, and agree on what happens."""
+
+from __future__ import annotations
+
+import copy
+import socket
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from dev.warm_start import WarmStart
+from tests.conftest import TINY
+
+SCRIPT = "tests/runtime/two_ranks.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    """What one process and what two found, each process its own."""
+    values = copy.deepcopy(TINY)
+    values["ldm"]["training"]["batch_size"] = 1
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    start, result = WarmStart(), {}
+    for name, world_size, accumulation in (("one", 1, 4), ("two", 2, 2)):
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
+        sections = ("autoencoder", "ldm")
+        overrides = [f"{section}.training.gradient_accumulation_steps={accumulation}" for section in sections]
+        together = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        together |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        commands = [
+            start(
+                folder,
+                SCRIPT,
+                "tiny.yaml",
+                *overrides,
+                said=folder / f"said_{rank}.log",
+                **together | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(world_size)
+        ]
+        for command in commands:
+            assert command.wait(120) == 0, command.said
+        result[name] = [torch.load(folder / f"found_{rank}.pt", weights_only=True) for rank in range(world_size)]
+    return result
+
+
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+def test_gradients_of_two_processes_equal_those_of_one_with_twice_the_accumulation(found, stage):
+    (one,), (first, second) = found["one"], found["two"]
+    assert one[stage].keys() == first[stage].keys()
+    for network in {name.split(".")[0] for name in one[stage]}:
+        names = [name for name in one[stage] if name.startswith(f"{network}.")]
+        vectors = [torch.cat([each[stage][name].flatten() for name in names]) for each in (one, first, second)]
+        assert vectors[0].norm() > 0, network
+        for vector in vectors[1:]:
+            difference = (vector - vectors[0]).norm() / vectors[0].norm()
+            assert difference <= 1e-6, f"{network}: {difference:.2e}"
+    torch.testing.assert_close(first[stage], second[stage], rtol=0, atol=0)
+
+
+def test_gradients_travel_once_an_update(found):
+    for process in found["two"]:
+        for travelled in process["reductions"]:
+            assert travelled, "gradients never travelled"
+            assert len(travelled) == len(set(travelled)), "a bucket of gradients travelled twice"
+
+
+@pytest.mark.parametrize("number", [3, 1])
+def test_validation_is_the_same_however_volumes_are_shared_out(found, number):
+    (one,), two = found["one"], found["two"]
+    expected = one[f"validation of {number}"]
+    assert expected["val_psnr"] > 0
+    for process in two:
+        torch.testing.assert_close(process[f"validation of {number}"], expected, rtol=1e-5, atol=0)
+
+
+def test_validation_without_volumes_has_nothing_to_say(found):
+    assert found["one"][0]["validation of 0"] == found["two"][1]["validation of 0"] == {}
+
+
+def test_latents_are_encoded_in_shares_and_scaled_as_one(found):
+    (one,), two = found["one"], found["two"]
+    for process in two:
+        assert process["latent scale"] == pytest.approx(one["latent scale"], rel=1e-6)
+        torch.testing.assert_close(process["held-out loss"], one["held-out loss"], rtol=1e-5, atol=0)
+
+
+def test_processes_agree(found):
+    for rank, process in enumerate(found["two"]):
+        assert process["any"] == (True, False)
+        assert process["from first"] == "said by 0"
+        assert process["together"] == ("volume.nii: gone", 2, rank == 0)
+
+
+def test_value_that_is_not_finite_is_told_with_the_volumes_of_the_process_that_met_it(found):
+    for process in found["two"]:
+        assert process["not finite"].startswith("step 4: reconstruction is not finite for seen by 1;")

@@ -1,0 +1,126 @@
+"""Run by test_distributed.py as one or as two processes: makes one backward of each stage and validates.
+
+Writes what it found to found_<rank>.pt in the current folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from data import BatchPlan, Volumes, prepare_volumes, training_batches, validation_batches
+from diffusion.latents import prepare_latents
+from diffusion.whole_volumes import frozen_whole_volumes
+from evaluation.ldm_validation import _held_out_loss
+from evaluation.validation import validate_autoencoder
+from runtime.processes import Process, processes
+from settings import DataError, Settings, UserError, load_settings
+from storage.run_folder import RunFolder
+from training.autoencoder_step import AutoencoderStep
+from training.export import export
+from training.ldm_step import LatentDiffusionStep
+from training.step import TrainingStep
+
+STEP = 3  # the discriminator takes part
+
+
+def count_reductions(network: nn.Module) -> list[int]:
+    """Return a list that gets an entry whenever gradients travel."""
+    travelled: list[int] = []
+    if isinstance(network, DistributedDataParallel):
+
+        def note(_, bucket):  # torch compares annotations with classes, and ours are text
+            travelled.append(bucket.index())
+            work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
+            return work.get_future().then(lambda done: done.value()[0])
+
+        network.register_comm_hook(None, note)
+    return travelled
+
+
+def gradients(step: TrainingStep) -> dict[str, torch.Tensor]:
+    """Return every gradient by network and parameter."""
+    return {
+        f"{name}.{key}": parameter.grad.clone()
+        for name, network in step.networks.items()
+        for key, parameter in network.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def stage_one(settings: Settings, process: Process, volumes: Volumes, found: dict[str, Any]) -> None:
+    step = AutoencoderStep(settings, process)
+    found["reductions"] = [
+        count_reductions(step._parallel_autoencoder),
+        count_reductions(step._parallel_discriminator),
+    ]
+    plan = BatchPlan.of(settings.autoencoder.training, settings.seed, process.rank, process.world_size)
+    micro_batches = next(training_batches(volumes.train, settings.data, plan, STEP, STEP + 1))
+    step.backward(micro_batches, STEP)
+    found["autoencoder"] = gradients(step)
+    # 3 volumes: two for one process, one for the other; 1 volume: none for the other.
+    for number in (3, 1):
+        held_out = validation_batches(volumes.train[:number], settings.data, process.rank, process.world_size)
+        found[f"validation of {number}"], _ = validate_autoencoder(step, held_out)
+    found["validation of 0"], _ = validate_autoencoder(step, [])
+    export(step, RunFolder(Path("runs") / settings.name), settings)
+    process.barrier()
+
+
+def stage_two(settings: Settings, process: Process, volumes: Volumes, found: dict[str, Any]) -> None:
+    whole = frozen_whole_volumes(settings, process.device)
+    latents = prepare_latents(whole, volumes, settings, process)
+    found["latent scale"] = latents.scale
+    step = LatentDiffusionStep(settings, process, whole=whole, latent_scale=latents.scale)
+    found["reductions"].append(count_reductions(step._parallel_unet))
+    plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
+    step.backward(next(iter(latents.training_batches(plan, STEP, STEP + 1))), STEP)
+    found["ldm"] = gradients(step)
+    found["held-out loss"] = _held_out_loss(step, latents)
+
+
+def agreements(process: Process, found: dict[str, Any]) -> None:
+    """Meet errors in one process and see what all of them get."""
+    is_last = process.rank == process.world_size - 1
+    found["any"] = (process.any(is_last), process.any(False))
+    found["from first"] = process.from_first(f"said by {process.rank}")
+    try:
+        with process.together():
+            if is_last:
+                raise DataError("volume.nii: gone")
+    except UserError as error:
+        found["together"] = (str(error), error.exit_code, error.is_said_elsewhere)
+
+
+def bad_value(settings: Settings, process: Process, found: dict[str, Any]) -> None:
+    """Let the last process meet a value that is not finite."""
+    step = AutoencoderStep(settings, process, files_of=lambda number, micro_batch: [f"seen by {process.rank}"])
+    batch = step.example_batch(1)
+    if process.rank == process.world_size - 1:
+        batch.image.fill_(float("nan"))
+    step([batch], STEP)
+    try:
+        step.guard.raise_if_bad()
+    except UserError as error:
+        found["not finite"] = str(error)
+
+
+def main(config: str) -> None:
+    settings = load_settings(config, sys.argv[2:])
+    found: dict[str, Any] = {}
+    with processes(settings.device) as process:
+        volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+        stage_one(settings, process, volumes, found)
+        stage_two(settings, process, volumes, found)
+        agreements(process, found)
+        bad_value(settings, process, found)
+        torch.save(found, f"found_{process.rank}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,42 @@
+"""Finished weights for use elsewhere: safetensors with the config that made them, never executable."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from models.weight_files import load_into, save_weights
+from settings import Settings
+from storage.run_folder import RunFolder
+from training.step import TrainingStep
+
+log = logging.getLogger(__name__)
+
+
+def load_pretrained(networks: dict[str, nn.Module], path: Path) -> None:
+    """Start from finished weights: the file's own network, and those whose files lie beside it; says which."""
+    for name, network in networks.items():
+        file = path if name == "autoencoder" else path.with_name(f"{name}.safetensors")
+        if file != path and not file.exists():
+            log.info("%s: not there, so the %s starts from random weights", file, name)
+            continue
+        load_into(network, file)
+        log.info("%s: the %s starts from these weights", file, name)
+
+
+def export(step: TrainingStep, run: RunFolder, settings: Settings, **metadata: Any) -> None:
+    """Write the stage's network, averaged where there is an average, with its settings; say where it is."""
+    if not step.process.is_first:
+        return
+    with step.average.swapped_in() if step.average is not None else nullcontext():
+        path = run.weights(step.stage)
+        save_weights(
+            path,
+            step.network.state_dict(),
+            {"stage": step.stage, "settings": settings.model_dump(mode="json"), **metadata},
+        )
+    log.info("%s: finished weights of stage %s", path, step.stage)
