@@ -32,23 +32,10 @@ PASSED, FAILED = 0, 1  # pytest's own codes; the others mean that the tests did 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        "pytest",
-        "hypothesis",
-        "pytest_timeout",
-        "xdist",
-        "pydantic.main",
-        "pydantic.fields",
-        "nibabel",
-        "safetensors.torch",
-        "scipy.ndimage",
-        "scipy.sparse",
-        "torch.distributed",
-        "torch.utils.checkpoint",
-        "torch.utils.tensorboard",
-        "torch._subclasses.fake_tensor",
-        "monai.networks.nets",
-        "monai.networks.schedulers",
-        "monai.metrics",
+        *("pytest", "hypothesis", "pytest_timeout", "xdist", "pydantic.main", "pydantic.fields", "nibabel"),
+        *("safetensors.torch", "scipy.ndimage", "scipy.sparse", "torch.distributed", "torch.utils.checkpoint"),
+        *("torch.utils.tensorboard", "torch._subclasses.fake_tensor"),
+        *("monai.networks.nets", "monai.networks.schedulers", "monai.metrics"),
     ]
 )
 
@@ -95,6 +82,12 @@ class Outcome:
     seconds: float
 
 
+def named_files(folder: Path, test: str) -> list[str]:
+    """Return the test files that a path, perhaps with a `*`, names; each with the test in it that may follow `::`."""
+    path, *inside = test.split("::")
+    return ["::".join([str(file.relative_to(folder)), *inside]) for file in sorted(folder.glob(path))]
+
+
 def _run_tests(folder: Path, tests: Sequence[str], said: Path) -> None:
     """Run tests in a copy of the tree, in a fork that has imported nothing of the project."""
     import pytest
@@ -104,6 +97,7 @@ def _run_tests(folder: Path, tests: Sequence[str], said: Path) -> None:
     os.dup2(descriptor, 2)
     os.chdir(folder)
     sys.path[0] = str(folder)
+    sys.dont_write_bytecode = False  # whatever the environment says: most files are the same in the next run
     options = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", f"--basetemp={folder}-tests"]
     code = pytest.main([*options, f"--timeout={TEST_SECONDS}", *tests])
     sys.stdout.flush()
@@ -129,6 +123,7 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.time = int(time.time())
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
         for name in filter(None, listed.stdout.split("\0")):
             if (ROOT / name).exists():
@@ -139,7 +134,8 @@ class Tree:
     def run(self, tests: Sequence[str]) -> str | None:
         """Run tests up to the first that fails and return its name; None when all pass."""
         said = self.folder.with_suffix(".txt")
-        process = FORKS.Process(target=_run_tests, args=(self.folder, tests, said))
+        paths = [path for test in tests for path in named_files(self.folder, test) or [test]]
+        process = FORKS.Process(target=_run_tests, args=(self.folder, paths, said))
         process.start()
         process.join()
         if process.exitcode == PASSED:
@@ -154,12 +150,18 @@ class Tree:
         """Run a fault's tests with the fault in place."""
         path, start = self.folder / fault.file, time.monotonic()
         text = path.read_text(encoding="utf-8")
-        path.write_text(fault.seeded(text), encoding="utf-8")
+        self._write(path, fault.seeded(text))
         try:
             caught_by = self.run(fault.tests)
         finally:
-            path.write_text(text, encoding="utf-8")
+            self._write(path, text)
         return Outcome(fault, caught_by, time.monotonic() - start)
+
+    def _write(self, path: Path, text: str) -> None:
+        path.write_text(text, encoding="utf-8")
+        # Python tells stale bytecode by the length of a file and its time in whole seconds: each version has its own.
+        self.time += 1
+        os.utime(path, (self.time, self.time))
 
 
 def check(faults: Sequence[Fault], jobs: int) -> list[Outcome]:
@@ -169,8 +171,7 @@ def check(faults: Sequence[Fault], jobs: int) -> list[Outcome]:
         if not path.is_file():
             raise CheckError(f"{fault.file}: no such file; it is named by the fault {fault.name!r}")
         fault.seeded(path.read_text(encoding="utf-8"))
-    # No bytecode: a fault of the same length, put in within the same second, would not be seen.
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="mutation_check_") as temporary, ThreadPoolExecutor(jobs) as threads:
         trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
         for number in range(jobs):
@@ -208,8 +209,8 @@ def document(outcomes: Sequence[Outcome], command: str) -> str:
     caught = sum(outcome.caught_by is not None for outcome in outcomes)
     text = f"""# Seeded faults
 
-Written by `{command}`, which puts each fault below into a copy of the tree, one at a time, and runs the tests that ought
-to notice it. The faults are in `dev/faults.toml`.
+Written by `{command}`, which puts each fault below into a copy of the tree,
+one at a time, and runs the tests that ought to notice it. The faults are in `dev/faults.toml`.
 
 {caught} of {len(outcomes)} faults are caught.
 """

@@ -206,9 +206,12 @@ def test_an_augmented_patch_holds_the_voxels_where_its_matrix_says(monkeypatch: 
     settings = build_settings(voxel_size=[20, 18, 14], patch_size=[8, 6, 4], use_augmentation=True)
     drawn: list[np.ndarray] = []
     random_affine = transforms._random_affine
-    monkeypatch.setattr(
-        transforms, "_random_affine", lambda *arguments: drawn.append(random_affine(*arguments)) or drawn[-1]
-    )
+
+    def listening(spacing_mm: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        drawn.append(random_affine(spacing_mm, rng))
+        return drawn[-1]
+
+    monkeypatch.setattr(transforms, "_random_affine", listening)
     for seed in range(12):
         patch = random_part(image, SPACING_MM, settings, np.random.default_rng(seed))[0].numpy()
         rng = np.random.default_rng(seed)

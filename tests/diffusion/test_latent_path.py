@@ -116,7 +116,7 @@ def test_the_update_trains_on_scaled_latents_noised_and_targeted_by_the_formulas
     terms = step.backward(batches, 4)
     torch.testing.assert_close(terms["diffusion"], loss, rtol=1e-4, atol=0)
     vector = torch.cat([g.flatten() for g in expected])
-    found = torch.cat([p.grad.flatten() for p in step.unet.parameters()])  # type: ignore[union-attr]
+    found = torch.cat([p.grad.flatten() for p in step.unet.parameters()])
     assert (found - vector).norm() < 1e-4 * vector.norm()
 
 
@@ -129,7 +129,7 @@ def test_bfloat16_trains_on_the_same_objective(tiny_values):
         terms = step.backward(batches, 4)
     torch.testing.assert_close(terms["diffusion"], loss, rtol=0.02, atol=0)
     vector = torch.cat([g.flatten() for g in expected])
-    found = torch.cat([p.grad.flatten() for p in step.unet.parameters()])  # type: ignore[union-attr]
+    found = torch.cat([p.grad.flatten() for p in step.unet.parameters()])
     assert 1e-4 * vector.norm() < (found - vector).norm() < 0.1 * vector.norm()
 
 
@@ -194,6 +194,7 @@ def encoded(tiny_values, tmp_path, monkeypatch) -> tuple[LatentDiffusionStep, La
 def test_the_held_out_loss_is_of_scaled_means_with_the_averaged_weights(encoded):
     step, latents = encoded
     assert step.average is not None
+    assert latents.read is not None
     averaged = copy.deepcopy(step.unet).eval()
     with torch.no_grad():
         for parameter, average in zip(averaged.parameters(), step.average.averages, strict=True):
@@ -201,7 +202,7 @@ def test_the_held_out_loss_is_of_scaled_means_with_the_averaged_weights(encoded)
     noise = SampleNoise(step.settings.seed, CPU.device)
     losses = []
     for place in range(len(latents.volumes.val)):
-        mean, _ = latents.read(len(latents.volumes.train) + place)  # type: ignore[misc]
+        mean, _ = latents.read(len(latents.volumes.train) + place)
         for level in NOISE_LEVELS:
             added = noise.normal(f"validation {level}", [place], mean.shape)
             times = torch.tensor([int(level * 1000)])

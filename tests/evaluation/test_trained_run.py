@@ -1,0 +1,90 @@
+"""What leaves a finished run: averaged weights, and samples at the place and with the intensities of the data."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from diffusion.noise_process import NoiseProcess
+from diffusion.sampling import sample_latents
+from evaluation.trained_run import SampleFrame
+from models import build_autoencoder, build_unet
+from runtime.processes import Process
+from runtime.randomness import SampleNoise
+from settings import Settings, load_settings
+from storage.run_folder import RunFolder
+from tests.finished_run import finished_run, run_here
+from training.autoencoder_step import AutoencoderStep
+from training.export import export
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+def test_the_exported_weights_are_the_averaged_ones_where_there_are_any(tiny_values, tmp_path, ema_decay):
+    values = copy.deepcopy(tiny_values)
+    values["autoencoder"]["training"].update(ema_decay=ema_decay, adversarial_weight=0.0)
+    settings = Settings.model_validate(values)
+    step = AutoencoderStep(settings, Process(CPU))
+    expected = {name: tensor.clone() for name, tensor in step.autoencoder.state_dict().items()}
+    if step.average is not None:
+        for average in step.average.averages:
+            average.mul_(0.5)
+        expected = {name: 0.5 * tensor for name, tensor in expected.items()}
+    assert (step.average is not None) == (ema_decay > 0)
+    export(step, RunFolder(tmp_path), settings)
+    found = load_file(tmp_path / "autoencoder.safetensors")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_the_affine_of_samples_is_centred_with_the_spacing_and_directions_of_the_data():
+    frame = SampleFrame(1.0, (1.0, 2.0, 4.0), (0.0,), (1.0,), ())
+    settings = Settings.model_validate({"data": {"voxel_size": [16, 24, 32], "orientation": "LAS"}})
+    affine = frame.affine(settings)
+    np.testing.assert_allclose(affine @ [7.5, 11.5, 15.5, 1], [0, 0, 0, 1], atol=1e-9)
+    np.testing.assert_allclose(affine[:3, :3], np.diag([-1.0, 2.0, 4.0]))
+
+
+def test_intensities_go_from_the_lower_to_the_upper_end_of_each_channel():
+    frame = SampleFrame(1.0, (1.0,) * 3, (-1000.0, 5.0), (3000.0, 25.0), ())
+    volume = np.stack([np.full((2, 2, 2), 0.25), np.full((2, 2, 2), 0.5)]).astype(np.float32)
+    found = frame.intensities(volume)
+    np.testing.assert_allclose(found[:, 0, 0, 0], [0.0, 15.0])
+
+
+def test_a_written_sample_is_the_decoded_unscaled_latent_in_the_datas_intensities(tmp_path_factory, tmp_path):
+    """From the files of the run alone, without the code that the command draws with."""
+    run = finished_run(tmp_path_factory)
+    assert run_here("scripts/sample.py", "--run", run, "--num", "2", "--seed", "3", "--out", tmp_path) == 0
+    settings = load_settings(run / "config.yaml", [])
+    with safe_open(run / "ldm.safetensors", framework="pt") as file:
+        metadata = {name: json.loads(text) for name, text in file.metadata().items()}
+    unet = build_unet(settings.ldm, settings.autoencoder.latent_channels).eval()
+    unet.load_state_dict(load_file(run / "ldm.safetensors"))
+    autoencoder = build_autoencoder(settings.autoencoder).eval()
+    autoencoder.load_state_dict(load_file(run / "autoencoder.safetensors"))
+    scale = metadata["latent_scale"]
+    assert abs(scale - 1) > 0.1
+    for position in range(2):
+        labels = torch.tensor([position])  # the classes in turn
+        latent = sample_latents(
+            lambda noisy, times, labels=labels: unet(noisy, times, class_labels=labels),
+            NoiseProcess(settings.ldm.scheduler, CPU),
+            SampleNoise(3, CPU),
+            [position],
+            settings.latent_shape,
+            settings.ldm.sampling.num_inference_steps,
+        )
+        with torch.no_grad():
+            volume = autoencoder.decode(latent / scale)[0, 0]
+        share = ((volume + 1) / 2).clamp(0, 1).numpy()
+        lower, upper = metadata["lower"][0], metadata["upper"][0]
+        found = nib.load(tmp_path / f"sample_seed3_{position:04d}.nii.gz").get_fdata()
+        np.testing.assert_allclose(found, lower + share * (upper - lower), atol=1e-3 * (upper - lower))

@@ -1,0 +1,69 @@
+"""The seeded faults fit the code as it is, and the check that seeds them tells caught from survived."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+
+import pytest
+
+from dev import mutation_check
+from dev.mutation_check import ROOT, CheckError, Fault, check, document, load_faults, named_files
+
+FAULTS = load_faults()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_each_fault_fits_exactly_one_place_and_names_tests_that_exist(fault):
+    text = (ROOT / fault.file).read_text(encoding="utf-8")
+    assert fault.seeded(text) != text
+    for test in fault.tests:
+        assert named_files(ROOT, test), test
+
+
+def test_a_stale_fault_and_one_that_is_not_python_are_errors():
+    fault = Fault("f", "a.py", "x = 1", "x = 2", ())
+    assert fault.seeded("x = 1\n") == "x = 2\n"
+    for text in ("x = 3\n", "x = 1\nx = 1\n"):
+        with pytest.raises(CheckError, match=r"a\.py: the text of the fault 'f' occurs [02] times"):
+            fault.seeded(text)
+    with pytest.raises(CheckError, match="not Python"):
+        Fault("f", "a.py", "x = 1", "x = (", ()).seeded("x = 1\n")
+
+
+@pytest.fixture
+def small_tree(tmp_path, monkeypatch):
+    """A tree of one module and one test, half of whose faults the test notices."""
+    root = tmp_path / "tree"
+    root.mkdir()
+    (root / "sums.py").write_text("def add(a, b):\n    return a + b\n\n\ndef twice(a):\n    return 2 * a\n")
+    (root / "test_sums.py").write_text("from sums import add\n\n\ndef test_add():\n    assert add(2, 3) == 5\n")
+    (root / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    (root / ".venv").mkdir()
+    for command in (["init", "-q"], ["add", "sums.py", "test_sums.py", "pytest.ini"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    monkeypatch.setattr(mutation_check, "ROOT", root)
+    # This tree needs none of the slow imports.
+    monkeypatch.setattr(mutation_check, "FORKS", multiprocessing.get_context("spawn"))
+    return root
+
+
+def test_faults_are_seeded_into_a_copy_and_told_apart(small_tree):
+    before = (small_tree / "sums.py").read_text()
+    caught = Fault("minus", "sums.py", "a + b", "a - b", ("test_sums.py",))
+    survives = Fault("thrice", "sums.py", "2 * a", "3 * a", ("test_sums.py",))
+    outcomes = check([caught, survives, caught], jobs=1)
+    assert [outcome.caught_by for outcome in outcomes] == ["test_sums.py::test_add", None, "test_sums.py::test_add"]
+    assert (small_tree / "sums.py").read_text() == before
+    page = document(outcomes, "the command")
+    assert "2 of 3 faults are caught" in page
+    assert "| thrice | `2 * a` → `3 * a` | **nothing** |" in page
+
+
+def test_tests_that_fail_without_a_fault_or_do_not_run_are_errors(small_tree):
+    fault = Fault("minus", "sums.py", "a + b", "a - b", ("test_gone.py",))
+    with pytest.raises(CheckError, match="did not run"):
+        check([fault], jobs=1)
+    (small_tree / "test_sums.py").write_text("def test_add():\n    assert False\n")
+    with pytest.raises(CheckError, match=r"test_sums\.py::test_add fails without any fault"):
+        check([Fault("minus", "sums.py", "a + b", "a - b", ("test_sums.py",))], jobs=1)
