@@ -20,7 +20,6 @@ from settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = "3d_ldm-style loop, fp32"
-SLAB_ROWS = 8
 Row = dict[str, Any]
 
 
@@ -32,13 +31,8 @@ def measure_peaks(grids: Sequence[tuple[int, ...]], progress: Callable[[str], No
         for grid in grids:
             settings = base_settings(grid, mixed_precision=True)
             asked.append((grid, Variant(REFERENCE, False), beside.submit(_ask, "loop", settings)))
-            for variant in variants(SLAB_ROWS):
-                changed = settings.with_overrides(variant.changes)
-                if variant.has_matrix:
-                    future: Future[Any] = beside.submit(default_attention_peak, changed)
-                else:
-                    future = predictor.submit(changed, "autoencoder")
-                asked.append((grid, variant, future))
+            for variant in variants():
+                asked.append((grid, variant, _submit(variant, settings, predictor, beside)))
         for grid, variant, future in asked:
             answer = future.result()
             values = answer if isinstance(answer, dict) else answer.to_json()
@@ -54,6 +48,25 @@ def measure_peaks(grids: Sequence[tuple[int, ...]], progress: Callable[[str], No
             )
             progress(f"{variant.name}, {'x'.join(map(str, grid))}")
     return rows
+
+
+def predict_variants(settings: Settings, progress: Callable[[str], None]) -> dict[str, int]:
+    """Return the peak bytes of each variant's step by name."""
+    with Predictor() as predictor, ThreadPoolExecutor(1) as beside:
+        asked = {variant.name: _submit(variant, settings, predictor, beside) for variant in variants()}
+        peaks = {}
+        for name, future in asked.items():
+            answer = future.result()
+            peaks[name] = answer["peak_allocated_bytes"] if isinstance(answer, dict) else answer.peak_allocated_bytes
+            progress(f"{name}, peak")
+    return peaks
+
+
+def _submit(variant: Variant, settings: Settings, predictor: Predictor, beside: ThreadPoolExecutor) -> Future[Any]:
+    changed = settings.with_overrides(variant.changes)
+    if variant.has_matrix:
+        return beside.submit(default_attention_peak, changed)
+    return predictor.submit(changed, "autoencoder")
 
 
 def default_attention_peak(settings: Settings) -> dict[str, Any]:

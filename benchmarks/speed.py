@@ -1,7 +1,11 @@
-"""Times, always as ratios of neighbours: steps interleaved, encoding of volumes, and how long starting takes."""
+"""Times, always of neighbours in turn: whole steps, encoding of volumes, and starting.
+
+In CPU seconds: what else the machine does at the same time then counts for little.
+"""
 
 from __future__ import annotations
 
+import resource
 import statistics
 import subprocess
 import sys
@@ -13,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.peaks import predict_variants
 from benchmarks.variants import STOCK, base_settings, use_matrix_attention, variants
 from data import Batch
 from data.volumes import VolumeFile
@@ -31,11 +36,12 @@ CPU = torch.device("cpu")
 def step_times(
     grid: tuple[int, ...], rounds: int, progress: Callable[[str], None], channels: tuple[int, ...] = (16, 32, 64)
 ) -> list[dict[str, Any]]:
-    """Return the median time of a whole fp32 step by variant, and its ratio to stock within the same round."""
-    settings = base_settings(grid, mixed_precision=False, channels=channels).with_overrides({"device.type": "cpu"})
+    """Return CPU seconds of a whole fp32 step by variant, its ratio to stock within a round, and its predicted peak."""
+    on_gpu = base_settings(grid, mixed_precision=False, channels=channels)
+    settings = on_gpu.with_overrides({"device.type": "cpu"})
     steps: dict[str, AutoencoderStep] = {}
     ours = {}
-    for variant in variants(slab_rows=grid[0] // 2):
+    for variant in variants():
         step = AutoencoderStep(settings.with_overrides(variant.changes), Process(CPU))
         steps[variant.name] = use_matrix_attention(step) if variant.has_matrix else step
         ours[variant.name] = variant.is_ours
@@ -44,17 +50,19 @@ def step_times(
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():
-            start = time.perf_counter()
+            start = time.process_time()
             step([batch], number)
             # The first round makes optimizer states and fills caches.
             if number:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(time.process_time() - start)
             progress(f"{name}, round {number}")
+    peaks = predict_variants(on_gpu, progress)
     return [
         {
             "variant": name,
             "is_ours": ours[name],
             "grid": list(grid),
+            "peak_allocated_bytes": peaks[name],
             "seconds": round(statistics.median(values), 3),
             "ratio": round(statistics.median(a / b for a, b in zip(values, seconds[STOCK], strict=True)), 3),
         }
@@ -64,7 +72,7 @@ def step_times(
 
 @torch.no_grad()
 def encoding_rates(grid: tuple[int, ...], rounds: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return volumes per second from volume to latent, in turn, and how fast a kept latent is read."""
+    """Return volumes per CPU second from volume to latent, in turn, and how fast a kept latent is read."""
     settings = base_settings(grid, mixed_precision=False).with_overrides({"device.type": "cpu"})
     volume = torch.rand(1, *grid, generator=torch.Generator().manual_seed(0)) * 2 - 1
     stock = settings.with_overrides({"autoencoder.implementation": "monai"})
@@ -83,14 +91,14 @@ def encoding_rates(grid: tuple[int, ...], rounds: int, progress: Callable[[str],
         facts = LatentFacts(0.0, 1.0, 1.0, (1.0,) * 3, (0.0,), (1.0,))
         for number in range(rounds + 1):
             for name, encoder in encoders.items():
-                start = time.perf_counter()
+                start = time.process_time()
                 moments = encoder.encode(volume)
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(time.process_time() - start)
                 progress(f"{name}, round {number}")
             latents.write(file, moments, facts)
-            start = time.perf_counter()
+            start = time.process_time()
             latents.read(file)
-            seconds["ours, from the cache"].append(time.perf_counter() - start)
+            seconds["ours, from the cache"].append(time.process_time() - start)
     return [
         {"variant": name, "grid": list(grid), "volumes_per_second": round(1 / statistics.median(values[1:]), 3)}
         for name, values in seconds.items()
@@ -107,7 +115,7 @@ _BROKEN = "autoencoder.training.batch_sise=2"
 
 
 def start_up(rounds: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return how long a process takes to its first answer, commands in turn."""
+    """Return the CPU seconds of a process up to its first answer, commands in turn."""
     config = ["--config", "configs/quickstart.yaml"]
     commands = {
         "imports of a script in MONAI's manner": [sys.executable, "-c", _PEER_IMPORTS],
@@ -122,8 +130,13 @@ def start_up(rounds: int, progress: Callable[[str], None]) -> list[dict[str, Any
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for number in range(rounds):
         for name, command in commands.items():
-            start = time.perf_counter()
+            start = _children_seconds()
             subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(_children_seconds() - start)
             progress(f"{name}, round {number}")
     return [{"what": name, "seconds": round(min(values), 3)} for name, values in seconds.items()]
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

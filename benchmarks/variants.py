@@ -23,11 +23,19 @@ _STOCK = {"autoencoder.implementation": "monai", f"{_TRAINING}.use_gradient_chec
 _LEAN = {**_STOCK, "autoencoder.implementation": "lean"}
 _CHECKPOINTED = {**_LEAN, f"{_TRAINING}.use_gradient_checkpointing": True}
 STOCK, STOCK_CHECKPOINTED = "stock MONAI, SDPA", "stock MONAI, SDPA, use_checkpoint"
+SLAB_ROWS = 8
+OUR_OBJECTIVE = (
+    "L1 + KL + 0.01 times the least-squares adversarial loss of the raw logits for the autoencoder, the mean of the "
+    "two least-squares losses for the discriminator"
+)
+TUTORIAL_OBJECTIVE = (
+    "the same terms with MONAI's LeakyReLU between logits and squares, and the discriminator's loss times 0.01"
+)
 
 
-def variants(slab_rows: int) -> list[Variant]:
-    """Return all variants; slabs have `slab_rows` rows."""
-    slabs = {f"{_TRAINING}.slab_rows": slab_rows}
+def variants() -> list[Variant]:
+    """Return all variants: what is measured under one name is one setting, whether its memory or its time."""
+    slabs = {f"{_TRAINING}.slab_rows": SLAB_ROWS}
     offload = {f"{_TRAINING}.use_gradient_checkpointing_offload": True, f"{_TRAINING}.use_nested_checkpointing": False}
     return [
         Variant("stock MONAI, default attention", False, _STOCK, has_matrix=True),
@@ -35,8 +43,8 @@ def variants(slab_rows: int) -> list[Variant]:
         Variant(STOCK_CHECKPOINTED, False, {**_STOCK, f"{_TRAINING}.use_gradient_checkpointing": True}),
         Variant("ours, lean blocks", True, _LEAN),
         Variant("ours, checkpointing", True, _CHECKPOINTED),
-        Variant(f"ours, nested, slabs of {slab_rows}", True, {**_CHECKPOINTED, **slabs}),
-        Variant(f"ours, offload, slabs of {slab_rows}", True, {**_CHECKPOINTED, **slabs, **offload}),
+        Variant(f"ours, nested, slabs of {SLAB_ROWS}", True, {**_CHECKPOINTED, **slabs}),
+        Variant(f"ours, offload, slabs of {SLAB_ROWS}", True, {**_CHECKPOINTED, **slabs, **offload}),
     ]
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import check_output_file, parser, run
-from settings import Settings, UserError, load_settings
-from storage.reading import read_text
+from command_line import parser, run
+from settings import ConfigError, Settings, load_settings
 
 if TYPE_CHECKING:
     from dev.guide.techniques import Changes, Point, Technique
@@ -35,63 +33,79 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument("--out", default=str(ROOT / "docs" / "memory_guide.md"), metavar="FILE", help="the document")
     result.add_argument("--quick", action="store_true", help="a 32x32x16 grid, to see that all of it works")
     result.add_argument(
-        "--benchmark", default="runs/benchmark/benchmark.json", metavar="FILE", help="step times, if measured"
+        "--stored", action="store_true", help="predict nothing: take docs/predictions.json, after a change of words"
     )
     return result.parse_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Predict everything, then write."""
-    check_output_file(options.out, "--out")
-    times = _times(Path(options.benchmark))
+    """Predict everything, then write the document and, with its figures, what was predicted."""
     from tqdm import tqdm
 
-    from dev.guide.catalogue import CATALOGUE
-    from dev.guide.techniques import RULES_ORDER, SAME_FIRST, base_settings
-    from memory.predict import Predictor
+    from dev.guide.stored import RecordingPredictor, StoredPredictor, question, write
 
-    base = base_settings()
-    if options.quick:
-        base = base.with_overrides({"data.voxel_size": (32, 32, 16)})
-    with Predictor(2) as predictor, tqdm(desc="predicting", unit="config", disable=options.quiet) as bar:
-        ask = _Asker(predictor, bar)
-        first = ask.all(base, _cumulative(SAME_FIRST))
-        second = ask.all(base, _cumulative(RULES_ORDER))
-        techniques = [ask.all(base, technique.points, technique.stage) for technique in CATALOGUE]
-        presets = {name: load_settings(ROOT / "configs" / f"{name}.yaml") for name in COMBINATIONS}
-        combined = {name: ask(preset) for name, preset in presets.items()}
-        lines = [
-            *_INTRODUCTION,
-            *_cumulative_table("The ladder, the same mathematics first", SAME_FIRST, [a.result() for a in first]),
-            *_cumulative_table("The same knobs by rules of thumb", RULES_ORDER, [a.result() for a in second]),
-            *_combinations({name: answer.result() for name, answer in combined.items()}, presets),
-            "## One technique at a time",
-            "",
-        ]
-        for technique, answers in zip(CATALOGUE, techniques, strict=True):
-            lines += _technique(technique, [answer.result() for answer in answers])
-    lines += _host_memory() + times
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.out).write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    if options.stored and options.quick:
+        raise ConfigError(
+            "--stored: found with --quick; allowed: one of them; the stored figures are of the whole grid"
+        )
+    predictor = StoredPredictor("guide") if options.stored else RecordingPredictor(2)
+    with predictor, tqdm(desc="predicting", unit="config", disable=options.quiet) as bar:
+        ask = Asker(predictor, bar)
+        text = document(ask, (32, 32, 16) if options.quick else None)
+    Path(options.out).write_text(text, encoding="utf-8")
+    if isinstance(predictor, RecordingPredictor) and not options.quick:
+        matrices = {question(s, "autoencoder", has_matrix=True): answer for s, answer in ask.matrices}
+        write("guide", {**predictor.answers, **matrices})
     print(options.out)
     return 0
 
 
-class _Asker:
-    """Asks for each config once, however many tables show it."""
+def document(ask: Asker, grid: tuple[int, ...] | None = None) -> str:
+    """Return the guide, with the figures that `ask` gives."""
+    from dev.guide.catalogue import CATALOGUE
+    from dev.guide.techniques import RULES_ORDER, SAME_FIRST, base_settings
+
+    base = base_settings()
+    if grid is not None:
+        base = base.with_overrides({"data.voxel_size": grid})
+    first = ask.all(base, _cumulative(SAME_FIRST))
+    second = ask.all(base, _cumulative(RULES_ORDER))
+    techniques = [ask.all(base, technique.points, technique.stage) for technique in CATALOGUE]
+    presets = {name: load_settings(ROOT / "configs" / f"{name}.yaml") for name in COMBINATIONS}
+    combined = {name: ask(preset) for name, preset in presets.items()}
+    lines = [
+        *_INTRODUCTION,
+        *_cumulative_table("The ladder, the same mathematics first", SAME_FIRST, [a.result() for a in first]),
+        *_cumulative_table("The same knobs by rules of thumb", RULES_ORDER, [a.result() for a in second]),
+        *_combinations({name: answer.result() for name, answer in combined.items()}, presets),
+        "## One technique at a time",
+        "",
+    ]
+    for technique, answers in zip(CATALOGUE, techniques, strict=True):
+        lines += _technique(technique, [answer.result() for answer in answers])
+    lines += _host_memory() + _times(ROOT / "docs" / "benchmarks.json")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+class Asker:
+    """Asks for each config once, however many tables show it; `bar` counts the answers."""
 
     def __init__(self, predictor: Any, bar: Any) -> None:
         self._predictor, self._bar = predictor, bar
         self._asked: dict[tuple[str, str], Any] = {}
+        self.matrices: list[tuple[Settings, dict[str, Any]]] = []
 
     def __call__(self, settings: Settings, stage: str = "autoencoder") -> Any:
+        """Return the future answer to one config."""
         key = (stage, settings.model_dump_json())
         if key not in self._asked:
             self._asked[key] = self._predictor.submit(settings, stage)
-            self._asked[key].add_done_callback(lambda _: self._bar.update(1))
+            if self._bar is not None:
+                self._asked[key].add_done_callback(lambda _: self._bar.update(1))
         return self._asked[key]
 
     def all(self, base: Settings, points: tuple[Point, ...], stage: str = "autoencoder") -> list[Any]:
+        """Return the future answers to the points of a table."""
         answers = []
         for point in points:
             settings = base.with_overrides(_fitting(point.changes, base))
@@ -103,9 +117,14 @@ class _Asker:
         from types import SimpleNamespace
 
         from benchmarks.peaks import default_attention_peak
+        from dev.guide.stored import StoredPredictor, question
 
+        if isinstance(self._predictor, StoredPredictor):
+            return self._predictor.find(question(settings, "autoencoder", has_matrix=True))
+        values = default_attention_peak(settings)
+        self.matrices.append((settings, values))
         answer: Future[Any] = Future()
-        answer.set_result(SimpleNamespace(**default_attention_peak(settings)))
+        answer.set_result(SimpleNamespace(**values))
         return answer
 
 
@@ -139,8 +158,8 @@ _INTRODUCTION = [
     "autocast: the peak is of tensors, without the CUDA context (0.5 GiB is assumed elsewhere) and without convolution",
     "workspaces. None was read from a GPU. Compute counts convolutions, matrix products and attention.",
     "",
-    "**Same mathematics** knobs leave every gradient as it is and may change when a run resumes. **Different",
-    "mathematics** knobs change what is learned. For your own config and GPU:",
+    "**Same mathematics** knobs leave every gradient as it is, to rounding, and may change when a run resumes.",
+    "**Different mathematics** knobs change what is learned. For your own config and GPU:",
     "`python scripts/oom_ladder.py --config configs/high_res.yaml --budget-gb 8`.",
     "",
 ]
@@ -217,12 +236,13 @@ def _host_memory() -> list[str]:
         "",
         "**`data.num_workers`, `data.prefetch_factor`, `data.pin_memory`, `data.persistent_workers`** (rule of thumb: "
         f"fewer workers, about 2 GB less). Each worker holds up to `prefetch_factor` micro-batches of {mib:.0f} MiB "
-        "times the batch size, besides its own process. Presets start with one worker and nothing pinned.",
+        f"times the batch size, besides its own process. {_workers()}",
         "",
         "**`data.use_augmentation`** (rule of thumb: off while the autoencoder trains). It works on the host.",
         "",
-        "**`device.allocator: expandable_segments:True`** (rule of thumb: less fragmentation). The table above replays "
-        "the step's allocations through both kinds of allocator: the difference is what the setting is worth.",
+        "**`device.allocator: expandable_segments:True`** (rule of thumb: less fragmentation). The two tables at the "
+        "top replay the step's allocations through both kinds of allocator: the difference is what the setting is "
+        "worth.",
         "",
         "**`ldm.latents.cache`**: with `disk` or `memory` the encoder is not on the GPU's bill while stage 2 trains, "
         "and each volume is encoded once.",
@@ -230,15 +250,19 @@ def _host_memory() -> list[str]:
     ]
 
 
+def _workers() -> str:
+    presets = [load_settings(path) for path in sorted((ROOT / "configs").glob("*.yaml"))]
+    counts = [preset.data.num_workers for preset in presets]
+    pinned = [f"`{preset.name}`" for preset in presets if preset.data.pin_memory]
+    return f"Presets have {min(counts)} to {max(counts)} workers; memory is pinned by {', '.join(pinned) or 'none'}."
+
+
 def _times(path: Path) -> list[str]:
-    """Return step-time ratios when the whole benchmark has been run here."""
-    try:
-        results = json.loads(read_text(path)) if os.path.exists(path) else {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"--benchmark: {path} cannot be read ({error}); give what benchmark.py wrote") from error
-    if not isinstance(results, dict) or results.get("is_quick", True) or "steps" not in results:
-        return ["Time: the ratios of real steps are in [benchmarks.md](benchmarks.md)."]
-    grid = "x".join(map(str, results["steps"][0]["grid"]))
+    """Return the step-time ratios of the benchmark's document; nothing while it has none."""
+    rows = json.loads(path.read_text(encoding="utf-8")).get("steps", []) if path.is_file() else []
+    if not rows:
+        return []
+    grid = "x".join(map(str, rows[0]["grid"]))
     lines = [
         "## Time",
         "",
@@ -247,7 +271,7 @@ def _times(path: Path) -> list[str]:
         "| step | time |",
         "|---|---:|",
     ]
-    return [*lines, *(f"| {row['variant']} | {row['ratio']:.2f}x |" for row in results["steps"])]
+    return [*lines, *(f"| {row['variant']} | {row['ratio']:.2f}x |" for row in rows)]
 
 
 if __name__ == "__main__":

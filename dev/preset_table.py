@@ -1,4 +1,4 @@
-"""Write the presets' predicted peaks into README.md and into their own headers, or check that both are current."""
+"""Write the presets' predicted peaks into both READMEs and into their own headers, or check that all are current."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import parser, run
 from settings import ConfigError, Settings, load_settings
-from storage.reading import read_text, reason
 
 if TYPE_CHECKING:
-    from memory.predict import Prediction
+    from dev.guide.stored import StoredPredictor
+    from memory.predict import Prediction, Predictor
 
 ROOT = Path(__file__).resolve().parent.parent
+READMES = ("README.md", "README.zh-CN.md")
 BEGIN, END = "<!-- presets: begin (dev/preset_table.py) -->", "<!-- presets: end -->"
 HEADER = re.compile(r"^# Predicted peak: .*$", re.MULTILINE)
 COLUMNS = (
@@ -38,7 +39,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     result = parser(__doc__ or "", ["python dev/preset_table.py", "python dev/preset_table.py --check"])
     result.add_argument("--check", action="store_true", help="write nothing; exit 2 when anything is not current")
-    result.add_argument("--readme", default=str(ROOT / "README.md"), metavar="FILE", help="default: README.md")
+    result.add_argument("--readme", action="append", metavar="FILE", help=f"default: {' and '.join(READMES)}")
     return result.parse_args(arguments)
 
 
@@ -50,26 +51,26 @@ class Preset:
     first: Prediction
     second: Prediction
     floor: Prediction
+    floor_settings: Settings
     rungs_left: int
 
 
 def main(options: argparse.Namespace) -> int:
-    """Predict every preset, put the table between the markers and the peaks into the headers."""
-    readme = Path(options.readme)
-    try:
-        text = read_text(readme)
-    except OSError as error:
-        raise ConfigError(f"--readme: {readme} cannot be read ({reason(error)}); give a Markdown file") from None
-    if BEGIN not in text or END not in text:
-        raise ConfigError(f"{readme}: the markers of the table are missing; write the two lines {BEGIN} and {END}")
+    """Predict every preset, put the table between the markers, the peaks into the headers; keep the predictions."""
+    from dev.guide import stored
+
+    readmes = [Path(name) for name in options.readme or [ROOT / name for name in READMES]]
+    texts = {readme: readme.read_text(encoding="utf-8") for readme in readmes}
+    for readme, text in texts.items():
+        if BEGIN not in text or END not in text:
+            raise ConfigError(f"{readme}: the markers of the table are missing; write the two lines {BEGIN} and {END}")
     presets = predict_presets()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    current = {readme: f"{head}{BEGIN}\n{preset_table(presets)}\n{END}{tail}"}
+    current = {readme: with_table(text, presets) for readme, text in texts.items()}
     for preset in presets:
         config = ROOT / "configs" / f"{preset.settings.name}.yaml"
         current[config] = HEADER.sub(header(preset), config.read_text(encoding="utf-8"), count=1)
-    stale = [path for path, wanted in current.items() if path.read_text(encoding="utf-8") != wanted]
+    current[stored.PATH] = stored.updated("presets", answers(presets))
+    stale = [path for path, text in current.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if options.check and stale:
         names = ", ".join(path.name for path in stale)
         raise ConfigError(f"{names}: the predicted peaks are not current; run python dev/preset_table.py")
@@ -79,25 +80,44 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def predict_presets() -> list[Preset]:
+def predict_presets(predictor: Predictor | StoredPredictor | None = None) -> list[Preset]:
     """Predict all presets, smallest stage 1 first."""
     from memory.ladder.rungs import build_rungs
     from memory.ladder.walk import NUM_WORKERS
     from memory.predict import Predictor
 
     presets = {path.stem: load_settings(path) for path in sorted((ROOT / "configs").glob("*.yaml"))}
-    with Predictor(NUM_WORKERS) as predictor:
+    with predictor or Predictor(NUM_WORKERS) as ask:
         asked = {}
         for name, settings in presets.items():
             ladder = [rung for rung in build_rungs(settings, "autoencoder", "lossless-first") if rung.same_mathematics]
-            floor = predictor.submit(ladder[-1].settings, "autoencoder")
-            stages = [predictor.submit(settings, stage) for stage in ("autoencoder", "ldm")]
-            asked[name] = (stages[0], stages[1], floor, len(ladder) - 1)
+            floor = ladder[-1].settings
+            first, second = ask.submit(settings, "autoencoder"), ask.submit(settings, "ldm")
+            asked[name] = (first, second, ask.submit(floor, "autoencoder"), floor, len(ladder) - 1)
         found = [
-            Preset(presets[name], first.result(), second.result(), floor.result(), left)
-            for name, (first, second, floor, left) in asked.items()
+            Preset(presets[name], first.result(), second.result(), answer.result(), floor, left)
+            for name, (first, second, answer, floor, left) in asked.items()
         ]
     return sorted(found, key=lambda preset: preset.first.required_bytes)
+
+
+def answers(presets: list[Preset]) -> dict[str, dict[str, Any]]:
+    """Return every prediction of the table by its question, for docs/predictions.json."""
+    from dev.guide.stored import question
+
+    found = {}
+    for preset in presets:
+        found[question(preset.settings, "autoencoder")] = preset.first.to_json()
+        found[question(preset.settings, "ldm")] = preset.second.to_json()
+        found[question(preset.floor_settings, "autoencoder")] = preset.floor.to_json()
+    return found
+
+
+def with_table(text: str, presets: list[Preset]) -> str:
+    """Return a README whose table is that of the presets."""
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n{preset_table(presets)}\n{END}{tail}"
 
 
 def header(preset: Preset) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import check_output_file, check_output_folder, parser, run
+from settings import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 log = logging.getLogger("benchmark")
@@ -50,7 +51,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument("--only", action="append", choices=PARTS, metavar="PART", help=f"one of {', '.join(PARTS)}")
     result.add_argument("--json", metavar="FILE", help="default: benchmark.json in the output folder")
     result.add_argument("--out", default="runs/benchmark", metavar="DIR", help="tables and plots (runs/benchmark)")
-    result.add_argument("--docs", action="store_true", help="also write docs/benchmarks.md and its pictures")
+    result.add_argument("--docs", action="store_true", help="also write docs/benchmarks.md, .json and pictures")
     return result.parse_args(arguments)
 
 
@@ -64,6 +65,12 @@ def main(options: argparse.Namespace) -> int:
     path = out / "benchmark.json" if options.json is None else Path(options.json)
     path.parent.mkdir(parents=True, exist_ok=True)
     sizes = QUICK if options.quick else WHOLE
+    if options.docs and options.quick:
+        raise ConfigError("--docs: found with --quick; allowed: one of them; quick figures are not for reading")
+    import torch
+
+    # CPU seconds of several threads include the time that they wait for each other.
+    torch.set_num_threads(1)
     start = time.perf_counter()
     results: dict[str, Any] = {"is_quick": options.quick, "machine": _machine()}
     for part in options.only or PARTS:
@@ -75,9 +82,20 @@ def main(options: argparse.Namespace) -> int:
     document = write_document(results, out)
     print(document.read_text())
     if options.docs:
-        log.info("%s", write_document(results, ROOT / "docs", ROOT / "docs" / "images"))
+        _update_docs(results)
     log.info("%s and %s, %.0f s", path, document, results["seconds"])
     return 0
+
+
+def _update_docs(results: dict[str, Any]) -> None:
+    """Put the parts that were measured into docs/benchmarks.json and write the document from all of it."""
+    from benchmarks.document import write_document
+
+    path = ROOT / "docs" / "benchmarks.json"
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    results = {**known, **{name: value for name, value in results.items() if name != "seconds"}}
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    log.info("%s", write_document(results, ROOT / "docs", ROOT / "docs" / "images"))
 
 
 def measure(part: str, sizes: dict[str, Any]) -> Any:
@@ -110,7 +128,6 @@ def _machine() -> dict[str, Any]:
 
     return {
         "processor": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

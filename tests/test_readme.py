@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from dev import preset_table, readme_output
+from dev.guide.stored import StoredPredictor
+from scripts import oom_ladder
 from settings import ConfigError, load_settings
 from settings.load import known_keys
+from tests.command_lines import commands, help_of, read_by_its_script, script_of
 
 ROOT = Path(__file__).resolve().parent.parent
 READMES = ("README.md", "README.zh-CN.md")
@@ -23,44 +25,46 @@ def fenced(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def commands(text: str) -> list[list[str]]:
-    lines = [line for block in fenced(text, "bash") for line in block.splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if line.strip()]
-
-
-ALL = sorted({tuple(words) for text in TEXTS.values() for words in commands(text)})
-
-
-def script_of(words: tuple[str, ...]) -> str:
-    return next(word for word in words if word.endswith((".py", ".sh")))
+ALL = sorted({words for text in TEXTS.values() for words in commands(text)})
 
 
 def test_readme_has_the_two_commands_first():
     first, second, *_ = commands(TEXTS["README.md"])
-    assert first == ["bash", "scripts/quickstart.sh"]
-    assert second == ["bash", "scripts/test.sh"]
+    assert first == ("bash", "scripts/quickstart.sh")
+    assert second == ("bash", "scripts/test.sh")
     assert len(ALL) >= 10
+    lines = sum(len(block.splitlines()) for block in fenced(TEXTS["README.md"], "bash"))
+    assert len(commands(TEXTS["README.md"])) >= lines, "every line of a bash block is a command that is checked"
 
 
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
-def test_every_command_is_accepted_by_its_script(words):
-    """Options exist, configs load, overrides are valid: everything short of running it."""
-    script = script_of(words)
-    assert (ROOT / script).is_file()
-    given = list(words[words.index(script) + 1 :])
-    if script.endswith(".sh"):
-        subprocess.run(["bash", "-n", ROOT / script], check=True)
-        return
-    help_text = subprocess.run(
-        [sys.executable, ROOT / script, "--help"], capture_output=True, text=True, check=True, cwd=ROOT
-    ).stdout
-    for word in given:
-        if word.startswith("--"):
-            assert re.search(rf"(^|[\s\[]){re.escape(word)}\b", help_text), f"{script} has no {word}"
-    if "--config" in given:
-        config = given[given.index("--config") + 1]
-        overrides = [word for word in given if re.fullmatch(r"[a-z_.]+=.+", word)]
-        load_settings(ROOT / config, overrides)
+def test_every_command_is_read_by_its_script(words):
+    """Options exist and have allowed values, configs load, overrides are valid: everything short of running it."""
+    read_by_its_script(words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python scripts/oom_ladder.py --config configs/quality.yaml --budget-gigabytes 8",
+        "python scripts/oom_ladder.py --config configs/quality.yaml",
+        "python scripts/sample.py --run runs/high_res --num eight",
+        "python train_autoencoder.py --config configs/high_res.yaml --on-oom give-up",
+        "python train_ldm.py --config configs/high_res.yaml ldm.latents.cache=tape",
+        "python train_ldm.py --config configs/no_such_preset.yaml",
+        "python scripts/no_such_script.py",
+    ],
+)
+def test_a_wrong_command_would_be_noticed(line, capsys):
+    with pytest.raises((SystemExit, ConfigError, AssertionError)):
+        read_by_its_script(tuple(shlex.split(line)))
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_every_option_in_the_text_is_an_option(name):
+    known = "".join(help_of(script) for script in sorted({script_of(words) for words in ALL}) if script.endswith(".py"))
+    for option in set(re.findall(r"`(--[a-z-]+)(?: [^`]*)?`", TEXTS[name])):
+        assert re.search(rf"(^|[\s\[]){option}\b", known), f"no command has {option}"
 
 
 @pytest.mark.parametrize("name", READMES)
@@ -82,7 +86,9 @@ def test_every_key_that_is_named_is_a_key(name):
     named = re.findall(r"`((?:data|autoencoder|ldm|device)\.[a-z_.]+)`", TEXTS[name])
     assert named
     assert [key for key in named if key not in keys] == []
-    for line in set(re.findall(r"`((?:[a-z_]+\.)+[a-z_]+=[^`]+)`", TEXTS[name])) - {"section.key=value"}:
+    lines = set(re.findall(r"(?:[a-z_]+\.)+[a-z_]+=[^\s`]+(?: (?:[a-z_]+\.)+[a-z_]+=[^\s`]+)*", TEXTS[name]))
+    assert len(lines) > 4
+    for line in lines - {"section.key=value"}:
         load_settings(ROOT / "configs" / "default.yaml", line.split())
 
 
@@ -97,13 +103,26 @@ def test_translation_has_the_same_commands_links_and_headings():
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_shown_output_is_of_the_command_above_it(name):
-    blocks = re.findall(r"<!-- output of: (.+?) -->\n```text\n(.*?)```", TEXTS[name], re.DOTALL)
-    assert blocks
-    for command, output in blocks:
-        assert tuple(shlex.split(command)) in ALL
-        assert "as configured" in output, "run python dev/readme_output.py"
-        assert "Recommended:" in output
+def test_shown_output_is_what_the_command_prints(name, monkeypatch, capsys):
+    """To the letter, from the predictions in docs/predictions.json; the walk, its choice and the words are new."""
+    monkeypatch.setattr("memory.ladder.walk.Predictor", lambda workers: StoredPredictor("readme"))
+    blocks = list(readme_output.BLOCK.finditer(TEXTS[name]))
+    assert len(blocks) == TEXTS[name].count("```text")
+    for block in blocks:
+        words = tuple(shlex.split(block["command"]))
+        assert words in ALL
+        assert script_of(words) == "scripts/oom_ladder.py"
+        oom_ladder.main(oom_ladder.parse([*words[2:], "--quiet"]))
+        assert capsys.readouterr().out == block["output"], "run python dev/readme_output.py"
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_preset_table_is_that_of_the_predictions(name):
+    """To the letter, from the predictions in docs/predictions.json, and so are the headers of the presets."""
+    presets = preset_table.predict_presets(StoredPredictor("presets"))
+    assert preset_table.with_table(TEXTS[name], presets) == TEXTS[name], "run python dev/preset_table.py"
+    for preset in presets:
+        assert preset_table.header(preset) in (ROOT / "configs" / f"{preset.settings.name}.yaml").read_text()
 
 
 def test_symptoms_quote_what_the_program_says(tmp_path):

@@ -17,8 +17,11 @@ from dev.guide.techniques import (
     Point,
     Technique,
     levels,
+    perceptual,
     slabs,
 )
+
+IN_SLABS = {**AMP, **LEAN, **CHECKPOINTED, **slabs(8)}
 
 CATALOGUE = (
     Technique(
@@ -110,16 +113,22 @@ CATALOGUE = (
     ),
     Technique(
         "Perceptual loss off, or in chunks",
-        f"`{TRAINING}.use_perceptual_loss`, `.perceptual.chunk_size`",
+        f"`{TRAINING}.use_perceptual_loss`, `.perceptual.network`, `.perceptual.chunk_size`",
         "300 to 500 MB less without it",
         (
-            Point("8 slices at once", {**AMP, **LEAN, **CHECKPOINTED}),
-            Point("one slice at a time", {**AMP, **LEAN, **CHECKPOINTED, f"{TRAINING}.perceptual.chunk_size": 1}),
-            Point("off", {**AMP, **LEAN, **CHECKPOINTED, **NO_PERCEPTUAL}),
+            Point("off, in slabs of 8 rows like the rows below", {**IN_SLABS, **NO_PERCEPTUAL}),
+            Point("lpips-squeeze, 8 slices at once", IN_SLABS),
+            Point("lpips-squeeze, one slice at a time", {**IN_SLABS, **perceptual(chunk_size=1)}),
+            Point("lpips-vgg, 8 slices at once", {**IN_SLABS, **perceptual(network="lpips-vgg")}),
+            Point("lpips-vgg, one slice at a time", {**IN_SLABS, **perceptual(network="lpips-vgg", chunk_size=1)}),
+            Point("medicalnet-resnet10", {**IN_SLABS, **perceptual(network="medicalnet-resnet10")}),
+            Point("structural", {**IN_SLABS, **perceptual(network="structural")}),
         ),
-        "Chunks are the same mathematics and each is checkpointed, so the number of slices costs no memory; switching "
-        "it off is a change of what is learned. `perceptual.network: structural` needs no weights file.",
-        "chunks: same mathematics; off: different",
+        "Smaller chunks when a large network compares slices: the gradient of a chunk is taken as soon as the chunk is "
+        "computed, and nothing of it is kept, so memory follows the chunk and not the number of slices. Checkpointing "
+        "the chunks would save no more. `medicalnet-resnet10` and `structural` compare one channel of one volume at a "
+        "time whatever the chunk. `structural` needs no weights file. Switching the loss off changes what is learned.",
+        "chunks: same mathematics; network and off: different",
     ),
     Technique(
         "Fewer channels",
@@ -159,7 +168,8 @@ CATALOGUE = (
             Point("none", {**AMP, **LEAN, **CHECKPOINTED, **NO_ATTENTION}),
         ),
         "For speed, not for memory: the kernel keeps nothing large, but its compute grows with the square of the "
-        "positions. All levels off means no attention at all, the middle included.",
+        "positions. All levels off means no attention at all, the middle included, unless "
+        "`autoencoder.use_nonlocal_attention` is true.",
         "different mathematics",
     ),
     Technique(
@@ -191,6 +201,7 @@ CATALOGUE = (
         "Only when latents alone do not give enough detail. The decoder is frozen, yet gradients pass through it, so "
         "it is always checkpointed here, block by block (the stock decoder as a whole); which levels, and slabs, "
         "follow `autoencoder.training`.",
+        "chunks, checkpointing and slabs: same mathematics; the loss itself: different",
         stage="ldm",
     ),
 )

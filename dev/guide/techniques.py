@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from memory.predict.prediction import Stage
@@ -35,7 +35,6 @@ class Technique:
     when: str
     promise: str = "same mathematics"
     stage: Stage = "autoencoder"
-    base: Changes = field(default_factory=dict)
 
 
 def base_settings() -> Settings:
@@ -85,6 +84,11 @@ def slabs(rows: int) -> Changes:
     return {f"{TRAINING}.slab_rows": rows}
 
 
+def perceptual(**changes: Any) -> Changes:
+    """Return changes to the perceptual loss."""
+    return {f"{TRAINING}.perceptual.{name}": value for name, value in changes.items()}
+
+
 def levels(count: int) -> Changes:
     """Return checkpointing of the highest-resolution levels only."""
     return {**CHECKPOINTED, f"{TRAINING}.checkpoint_levels": count}
@@ -101,7 +105,7 @@ SAME_FIRST = (
     Point("+ slabs of 16 rows", slabs(16)),
     Point("+ slabs of 8 rows", slabs(8)),
     Point("+ offload instead of nesting", OFFLOAD),
-    Point("+ perceptual loss one slice at a time", {f"{TRAINING}.perceptual.chunk_size": 1}),
+    Point("+ perceptual loss one slice at a time", perceptual(chunk_size=1)),
     Point("+ no perceptual loss", NO_PERCEPTUAL),
     Point("+ smaller discriminator", SMALL_DISCRIMINATOR),
     Point("+ channels [16, 32, 64]", FEWER_CHANNELS),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from memory.ladder.acting_values import acting_values
 from memory.predict.prediction import Stage
 from settings import ConfigError, Settings
 
@@ -20,12 +21,14 @@ MIN_CHANNELS = 8
 class Proposal:
     """One change: what it is called, what it sets, and whether the result of training stays the same.
 
+    lowers: whose memory it lowers, which need not be what holds the peak.
     family: within one family later proposals need less memory and more compute, so the first that fits is enough.
     """
 
     name: str
     changes: Changes
     same_mathematics: bool
+    lowers: str
     family: str = ""
 
 
@@ -38,25 +41,29 @@ class Rung:
     all_changes: Changes
     same_mathematics: bool
     settings: Settings
+    lowers: str = ""
     family: str = ""
 
 
 def build_rungs(settings: Settings, stage: Stage, order: Order) -> list[Rung]:
-    """Return the ladder below a config, the config itself first; each rung keeps the changes of those above it."""
+    """Return the ladder below a config, the config itself first; each rung keeps the changes of those above it.
+
+    A rung is there only if the stage's step is another one with it than with the rung above.
+    """
     rungs = [Rung("as configured", {}, {}, True, settings)]
     for propose in PROPOSERS[stage, order]:
         for proposal in propose(rungs[-1].settings):
             above = rungs[-1]
             changes = {key: value for key, value in proposal.changes.items() if look_up(above.settings, key) != value}
-            if not changes:
-                continue
             try:
                 changed = above.settings.with_overrides(changes, stage)
             except (ConfigError, ValueError):
                 continue  # for instance a grid that the levels do not divide
+            if acting_values(changed, stage) == acting_values(above.settings, stage):
+                continue
             everything = {**above.all_changes, **changes}
             is_same = above.same_mathematics and proposal.same_mathematics
-            rungs.append(Rung(proposal.name, changes, everything, is_same, changed, proposal.family))
+            rungs.append(Rung(proposal.name, changes, everything, is_same, changed, proposal.lowers, proposal.family))
     return rungs
 
 
@@ -69,7 +76,9 @@ def look_up(settings: Settings, dotted: str) -> Any:
 
 
 def _lean(settings: Settings) -> Iterator[Proposal]:
-    yield Proposal("SDPA and lean blocks", {"autoencoder.implementation": "lean"}, True)
+    yield Proposal(
+        "SDPA and lean blocks", {"autoencoder.implementation": "lean"}, True, "what blocks and attention keep"
+    )
 
 
 def _micro_batch(where: str) -> Proposer:
@@ -82,7 +91,9 @@ def _micro_batch(where: str) -> Proposer:
                     f"{where}.batch_size": size // divisor,
                     f"{where}.gradient_accumulation_steps": accumulation * divisor,
                 }
-                yield Proposal(f"micro-batch {size // divisor}", changes, True, "micro-batch")
+                yield Proposal(
+                    f"micro-batch {size // divisor}", changes, True, "the activations of a micro-batch", "micro-batch"
+                )
 
     return propose
 
@@ -99,7 +110,13 @@ def _checkpoint_levels(settings: Settings) -> Iterator[Proposal]:
             "autoencoder.training.use_gradient_checkpointing": True,
             "autoencoder.training.checkpoint_levels": value,
         }
-        yield Proposal(f"checkpointing, {count} of {levels} levels", changes, True, "checkpointing")
+        yield Proposal(
+            f"checkpointing, {count} of {levels} levels",
+            changes,
+            True,
+            "what blocks keep for backward",
+            "checkpointing",
+        )
 
 
 def _checkpoint_all(settings: Settings) -> Iterator[Proposal]:
@@ -107,18 +124,20 @@ def _checkpoint_all(settings: Settings) -> Iterator[Proposal]:
         "autoencoder.training.use_gradient_checkpointing": True,
         "autoencoder.training.checkpoint_levels": "all",
     }
-    yield Proposal("checkpointing", changes, True)
+    yield Proposal("checkpointing", changes, True, "what blocks keep for backward")
 
 
 def _nested(settings: Settings) -> Iterator[Proposal]:
     training = settings.autoencoder.training
     if not training.use_gradient_checkpointing_offload:
-        yield Proposal("nested checkpointing", {"autoencoder.training.use_nested_checkpointing": True}, True)
+        changes = {"autoencoder.training.use_nested_checkpointing": True}
+        yield Proposal("nested checkpointing", changes, True, "the inputs of the encoder's blocks")
 
 
 def _slabs(settings: Settings) -> Iterator[Proposal]:
     for rows in _thinner_slabs(settings):
-        yield Proposal(f"slabs of {rows} rows", {"autoencoder.training.slab_rows": rows}, True, "slabs")
+        changes = {"autoencoder.training.slab_rows": rows}
+        yield Proposal(f"slabs of {rows} rows", changes, True, "what the highest level computes with", "slabs")
 
 
 def _thinner_slabs(settings: Settings) -> list[int]:
@@ -142,22 +161,22 @@ def _offload(settings: Settings) -> Iterator[Proposal]:
             "autoencoder.training.use_nested_checkpointing": False,
             "autoencoder.training.slab_rows": rows,
         }
-        yield Proposal(f"offload, slabs of {rows} rows" if rows else "offload", changes, True, "offload")
+        name = f"offload, slabs of {rows} rows" if rows else "offload"
+        yield Proposal(name, changes, True, "block inputs, which go to the host", "offload")
 
 
 def _perceptual_chunk(settings: Settings) -> Iterator[Proposal]:
-    training = settings.autoencoder.training
-    if training.use_perceptual_loss and training.perceptual.chunk_size > 1:
-        changes = {"autoencoder.training.perceptual.chunk_size": 1}
-        yield Proposal("perceptual loss one slice at a time", changes, True)
+    changes = {"autoencoder.training.perceptual.chunk_size": 1}
+    yield Proposal("perceptual loss one slice at a time", changes, True, "what the perceptual network keeps")
 
 
 def _mixed_precision(settings: Settings) -> Iterator[Proposal]:
-    yield Proposal("mixed precision", {"device.mixed_precision": True}, False)
+    yield Proposal("mixed precision", {"device.mixed_precision": True}, False, "activations, which become 16-bit")
 
 
 def _no_perceptual(settings: Settings) -> Iterator[Proposal]:
-    yield Proposal("no perceptual loss", {"autoencoder.training.use_perceptual_loss": False}, False)
+    changes = {"autoencoder.training.use_perceptual_loss": False}
+    yield Proposal("no perceptual loss", changes, False, "the perceptual network and what it keeps")
 
 
 def _discriminator(settings: Settings) -> Iterator[Proposal]:
@@ -166,20 +185,24 @@ def _discriminator(settings: Settings) -> Iterator[Proposal]:
         return
     where = "autoencoder.training.discriminator"
     smaller = {
-        f"{where}.num_layers_d": max(2, current.num_layers_d - 1),
-        f"{where}.num_channels": max(MIN_CHANNELS, current.num_channels // 2),
+        f"{where}.num_layers_d": min(current.num_layers_d, max(2, current.num_layers_d - 1)),
+        f"{where}.num_channels": _fewer(current.num_channels, 1, 2),
     }
-    yield Proposal("smaller discriminator", smaller, False)
+    yield Proposal("smaller discriminator", smaller, False, "the discriminator and what it keeps")
 
 
 def _attention(where: str) -> Proposer:
     def propose(settings: Settings) -> Iterator[Proposal]:
         levels = list(look_up(settings, where).attention_levels)
+        # The U-Net's middle always attends; the autoencoder's only if a level does, or it was asked for.
+        keeps_middle = where == "ldm.unet" or settings.autoencoder.use_nonlocal_attention is True
         for number, attends in enumerate(tuple(levels)):
             if attends:
                 levels[number] = False
-                name = f"no attention at level {number}" if any(levels) else "no attention"
-                yield Proposal(name, {f"{where}.attention_levels": tuple(levels)}, False, "attention")
+                is_last = not any(levels) and not keeps_middle
+                name = "no attention" if is_last else f"no attention at level {number}"
+                changes = {f"{where}.attention_levels": tuple(levels)}
+                yield Proposal(name, changes, False, "what attention keeps, and most of all its compute", "attention")
 
     return propose
 
@@ -188,49 +211,64 @@ def _channels(where: str) -> Proposer:
     def propose(settings: Settings) -> Iterator[Proposal]:
         channels = look_up(settings, where).num_channels
         for numerator, divisor in ((3, 4), (1, 2), (1, 4)):
-            fewer = tuple(max(MIN_CHANNELS, count * numerator // divisor // 4 * 4) for count in channels)
-            changes = {f"{where}.num_channels": fewer, f"{where}.norm_num_groups": "auto"}
-            yield Proposal(f"channels {list(fewer)}", changes, False, "channels")
+            fewer = tuple(_fewer(count, numerator, divisor, multiple=4) for count in channels)
+            if fewer != channels:
+                changes = {f"{where}.num_channels": fewer, f"{where}.norm_num_groups": "auto"}
+                yield Proposal(f"channels {list(fewer)}", changes, False, "activations and weights", "channels")
 
     return propose
 
 
-def _grid(settings: Settings) -> Iterator[Proposal]:
-    """Halve the longest axes, then the next longest, four times; the settings refuse what becomes too small."""
-    key = "data.patch_size" if settings.data.patch_size is not None else "data.voxel_size"
-    grid = tuple(settings.training_grid)
-    for _ in range(4):
-        longest = max(grid)
-        grid = tuple(axis // 2 if axis == longest else axis for axis in grid)
-        yield Proposal(f"grid {'x'.join(map(str, grid))}", {key: grid}, False, "grid")
+def _fewer(count: int, numerator: int, divisor: int, multiple: int = 1) -> int:
+    """Return a share of some channels, not below MIN_CHANNELS and never more than there are."""
+    return min(count, max(MIN_CHANNELS, count * numerator // divisor // multiple * multiple))
+
+
+def _grid(stage: Stage) -> Proposer:
+    def propose(settings: Settings) -> Iterator[Proposal]:
+        """Halve the longest axes, then the next longest, four times; the settings refuse what becomes too small."""
+        has_patches = stage == "autoencoder" and settings.data.patch_size is not None
+        key = "data.patch_size" if has_patches else "data.voxel_size"
+        grid = tuple(settings.training_grid if has_patches else settings.data.voxel_size)
+        for _ in range(4):
+            longest = max(grid)
+            grid = tuple(axis // 2 if axis == longest else axis for axis in grid)
+            yield Proposal(f"grid {'x'.join(map(str, grid))}", {key: grid}, False, "everything but weights", "grid")
+
+    return propose
 
 
 def _ldm_checkpointing(settings: Settings) -> Iterator[Proposal]:
-    yield Proposal("checkpointing of the U-Net", {"ldm.training.use_gradient_checkpointing": True}, True)
+    changes = {"ldm.training.use_gradient_checkpointing": True}
+    yield Proposal("checkpointing of the U-Net", changes, True, "what the U-Net's blocks keep for backward")
 
 
 def _ldm_offload(settings: Settings) -> Iterator[Proposal]:
     changes = {"ldm.training.use_gradient_checkpointing_offload": True}
-    yield Proposal("U-Net block inputs on the host", changes, True)
+    yield Proposal("U-Net block inputs on the host", changes, True, "the inputs of the U-Net's blocks")
 
 
-def _pixel_loss(settings: Settings) -> Iterator[Proposal]:
+def _pixel_chunk(settings: Settings) -> Iterator[Proposal]:
+    changes = {"ldm.training.pixel_loss.chunk_size": 1}
+    yield Proposal("pixel loss one volume at a time", changes, True, "what the decoder keeps")
+
+
+def _pixel_decoder(settings: Settings) -> Iterator[Proposal]:
     """The frozen decoder of the pixel loss runs with the memory knobs of stage 1."""
-    if settings.ldm.training.pixel_loss.weight == 0:
-        return
-    yield Proposal("pixel loss one volume at a time", {"ldm.training.pixel_loss.chunk_size": 1}, True)
-    yield from _lean(settings)
-    yield from _checkpoint_all(settings)
-    yield from _slabs(settings)
+    if settings.ldm.training.pixel_loss.weight:
+        yield from _lean(settings)
+        yield from _checkpoint_all(settings)
+        yield from _slabs(settings)
 
 
 def _no_pixel_loss(settings: Settings) -> Iterator[Proposal]:
-    yield Proposal("no pixel loss", {"ldm.training.pixel_loss.weight": 0.0}, False)
+    changes = {"ldm.training.pixel_loss.weight": 0.0}
+    yield Proposal("no pixel loss", changes, False, "the decoder and what it keeps")
 
 
 def _latent_cache(settings: Settings) -> Iterator[Proposal]:
     if settings.ldm.latents.cache == "none":
-        yield Proposal("latents from the cache", {"ldm.latents.cache": "disk"}, True)
+        yield Proposal("latents from the cache", {"ldm.latents.cache": "disk"}, True, "the encoding of volumes")
 
 
 PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
@@ -247,7 +285,7 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
         _discriminator,
         _attention("autoencoder"),
         _channels("autoencoder"),
-        _grid,
+        _grid("autoencoder"),
     ),
     # The steps of the guide's out-of-memory scenario, then what it advises when they are not enough.
     ("autoencoder", "guide"): (
@@ -258,21 +296,22 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
         _checkpoint_all,
         _discriminator,
         _attention("autoencoder"),
-        _grid,
+        _grid("autoencoder"),
         _lean,
         _offload,
     ),
     ("ldm", "lossless-first"): (
         _latent_cache,
+        _pixel_chunk,
         _micro_batch("ldm.training"),
-        _pixel_loss,
+        _pixel_decoder,
         _ldm_checkpointing,
         _ldm_offload,
         _mixed_precision,
         _no_pixel_loss,
         _attention("ldm.unet"),
         _channels("ldm.unet"),
-        _grid,
+        _grid("ldm"),
     ),
     ("ldm", "guide"): (
         _mixed_precision,
@@ -281,7 +320,7 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
         _channels("ldm.unet"),
         _ldm_checkpointing,
         _attention("ldm.unet"),
-        _grid,
+        _grid("ldm"),
         _ldm_offload,
     ),
 }

@@ -105,7 +105,18 @@ def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> s
         if measured is not None:
             row.append(gib(measured[step.rung.name]) if step.rung.name in measured else "failed")
         rows.append(row)
-    return table(rows, right=(2, 3, 4, 5)) + "\n\n" + _verdict(ladder)
+    parts = [table(rows, right=(2, 3, 4, 5)), *_without_effect(ladder), _verdict(ladder)]
+    return "\n\n".join(parts)
+
+
+def _without_effect(ladder: Ladder) -> list[str]:
+    """Return why rungs with the peak of the rung above are on the ladder; nothing when there are none."""
+    lines = [
+        f"{step.rung.name}: the same peak as above. It lowers {step.rung.lowers}, which does not count here: "
+        f"the peak is in {step.prediction.phase}."
+        for step in ladder.without_effect
+    ]
+    return ["\n".join(lines)] if lines else []
 
 
 def _fits(step: Step, budget_bytes: int) -> str:

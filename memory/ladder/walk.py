@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memory.ladder.rungs import Order, Rung, build_rungs, look_up
@@ -42,11 +42,14 @@ class Step:
             "changes": self.rung.changes,
             "all_changes": self.rung.all_changes,
             "same_mathematics": self.rung.same_mathematics,
+            "lowers": self.rung.lowers,
+            "tier": self.prediction.tier,
             "peak_allocated_bytes": self.prediction.peak_allocated_bytes,
             "peak_reserved_bytes": self.prediction.peak_reserved_bytes,
             "required_bytes": self.prediction.required_bytes,
             "host_bytes": self.prediction.host_bytes,
             "phase": self.prediction.phase,
+            "flops": self.prediction.flops["total"],
             "relative_flops": round(self.relative_flops, 3),
             "margin": self.prediction.margin,
             "fits": self.fits,
@@ -77,6 +80,12 @@ class Ladder:
         """Return what `--write-config` writes: the fastest that fits with its margin, else the fastest that fits."""
         roomy = [step for step in self.steps if step.fits_with_margin(self.budget_bytes) and step.rung.same_mathematics]
         return _least_compute(roomy) or self.fastest
+
+    @property
+    def without_effect(self) -> list[Step]:
+        """Return the rungs whose peak is that of the rung above them: what they lower does not hold it."""
+        peaks = [step.prediction.peak_allocated_bytes for step in self.steps]
+        return [step for step, above, peak in zip(self.steps[1:], peaks, peaks[1:], strict=False) if peak == above]
 
     @property
     def smallest(self) -> Step:
@@ -137,14 +146,26 @@ def walk(
 
 
 def _still_wanted(rungs: list[Rung], steps: list[Step], order: Order) -> Iterator[Rung]:
-    """Yield rungs while they can matter, looking at the steps that were finished meanwhile."""
+    """Yield rungs while they can matter, looking at the steps that were finished meanwhile.
+
+    What follows a rung that was left out builds on the last that was not, so that each differs from the one above it
+    by its own changes only.
+    """
+    above: Rung | None = None
     for rung in rungs:
         fitting = [step.rung for step in steps if step.fits]
         if fitting and (order == "guide" or not rung.same_mathematics):
             return
         if rung.family and any(other.family == rung.family for other in fitting):
             continue
-        yield rung
+        above = rung if above is None else _on_top_of(above, rung)
+        yield above
+
+
+def _on_top_of(above: Rung, rung: Rung) -> Rung:
+    changes = {key: value for key, value in rung.changes.items() if look_up(above.settings, key) != value}
+    everything = {**above.all_changes, **changes}
+    return replace(rung, changes=changes, all_changes=everything, settings=above.settings.with_overrides(changes))
 
 
 def next_same_mathematics_rung(settings: Settings, stage: Stage) -> Rung | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dev import preset_table
+from dev.guide import stored
 from memory.predict.step import predict_step
 from settings import load_settings
 
@@ -65,6 +66,7 @@ def test_preset_table_goes_between_the_markers_and_is_checked(tmp_path, monkeypa
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{preset_table.BEGIN}\nold\n{preset_table.END}\nafter\n")
     monkeypatch.setattr(preset_table, "predict_presets", list)
+    monkeypatch.setattr(stored, "PATH", tmp_path / "predictions.json")
     monkeypatch.setattr(preset_table, "preset_table", lambda presets: "| new |")
     with pytest.raises(preset_table.ConfigError, match="not current"):
         preset_table.main(preset_table.parse(["--readme", str(readme), "--check"]))

@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 import yaml
 
-from memory.ladder import walk as ladder_module
 from memory.ladder.rungs import build_rungs, look_up
 from memory.ladder.text import describe_ladder
 from memory.ladder.walk import Step, config_with_reasons, next_same_mathematics_rung, walk
+from memory.ladder.walk import walk as ladder_module
 from memory.predict.prediction import GIB, Prediction
 from settings import Settings, known_keys
 from settings.load import validate
@@ -154,7 +154,9 @@ class InventedPredictor:
         size /= (1 + 32 / training.slab_rows) if training.slab_rows else 1
         size /= 2 if settings.device.mixed_precision else 1
         flops = 100 + 10 * training.checkpoints_blocks + 10 * training.nests_checkpoints + training.slab_rows // 32
-        prediction = replace(BLANK, peak_reserved_bytes=round(size * GIB), flops={"total": flops})
+        prediction = replace(
+            BLANK, peak_allocated_bytes=round(size * GIB), peak_reserved_bytes=round(size * GIB), flops={"total": flops}
+        )
 
         class Done:
             @staticmethod
@@ -194,6 +196,18 @@ def test_walk_skips_thinner_slabs_when_thicker_ones_fit():
     assert "slabs of 8 rows" not in slabs
 
 
+def test_each_row_of_a_walk_is_the_row_above_with_its_own_changes():
+    """Also below slabs that were left out: what they save must not be put down to the next rung."""
+    settings = heavy()
+    for budget in (4, 6, 8):
+        ladder = walk(settings, "autoencoder", budget * GIB)
+        for above, step in pairwise(ladder.steps):
+            assert step.rung.changes
+            assert step.rung.settings == above.rung.settings.with_overrides(step.rung.changes)
+            assert step.rung.settings == settings.with_overrides(step.rung.all_changes)
+    assert [step.rung.name for step in ladder.steps][-1] == "perceptual loss one slice at a time"
+
+
 def test_walk_changes_the_mathematics_only_when_nothing_else_fits():
     ladder = walk(heavy(), "autoencoder", round(1.3 * GIB))
     assert found(ladder.first).rung.name == "mixed precision"
@@ -231,3 +245,13 @@ def test_written_config_is_complete_and_carries_the_reasons():
     head = [line for line in text.splitlines() if line.startswith("#")]
     assert any("configs/heavy.yaml changed to fit 6 GiB" in line for line in head)
     assert any(f"{TRAINING}.batch_size: 1, was 4 (same mathematics)" in line for line in head)
+
+
+def test_a_rung_with_the_peak_of_the_rung_above_says_why_it_is_there():
+    ladder = walk(heavy(), "autoencoder", GIB // 4)
+    names = {step.rung.name for step in ladder.without_effect}
+    assert {"SDPA and lean blocks", "perceptual loss one slice at a time"} <= names
+    assert not names & {"as configured", "micro-batch 2", "mixed precision"}
+    text = describe_ladder(ladder)
+    assert "perceptual loss one slice at a time: the same peak as above. It lowers what the perceptual network" in text
+    assert "the peak is in generator backward" in text

@@ -1,0 +1,110 @@
+"""Every rung changes the step, and is called what it does."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memory.ladder.acting_values import acting_values
+from memory.ladder.rungs import build_rungs
+from memory.predict.prediction import Stage
+from settings import load_settings
+from tests.memory.ladder.test_walk import TRAINING, heavy
+
+PRESETS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+NETWORKS = [None, "lpips-squeeze", "lpips-alex", "lpips-vgg", "medicalnet-resnet10", "structural"]
+
+
+def with_network(settings, network):
+    perceptual = {f"{TRAINING}.perceptual.network": network} if network else {}
+    return settings.with_overrides({f"{TRAINING}.use_perceptual_loss": network is not None, **perceptual})
+
+
+@pytest.mark.parametrize("order", ["lossless-first", "guide"])
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_every_rung_of_every_preset_changes_the_step_and_says_what_it_lowers(preset, stage, order):
+    for network in NETWORKS:
+        rungs = build_rungs(with_network(load_settings(preset), network), stage, order)
+        assert len(rungs) > 4
+        for above, rung in pairwise(rungs):
+            assert acting_values(rung.settings, stage) != acting_values(above.settings, stage), rung.name
+            assert rung.lowers, rung.name
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_one_slice_at_a_time_is_offered_only_to_networks_that_take_slices(network):
+    names = [rung.name for rung in build_rungs(with_network(heavy(), network), "autoencoder", "lossless-first")]
+    is_offered = "perceptual loss one slice at a time" in names
+    assert is_offered == (network or "").startswith("lpips-")
+
+
+def test_slices_of_a_rung_are_those_that_the_loss_compares():
+    from losses.lpips_slices import drawn_slices
+
+    # 0.1 of 16 rows is two slices, 0.1 of 8 columns one: the first axis has the fullest chunk.
+    changes = {f"{TRAINING}.batch_size": 1, f"{TRAINING}.perceptual.slice_fraction": 0.1}
+    for grid in ((16, 8, 8), (8, 8, 8)):
+        settings = heavy(**{"data.voxel_size": grid, f"{TRAINING}.discriminator.num_layers_d": 1, **changes})
+        most = max(len(slices) for slices in drawn_slices(grid, 0.1, settings.seed, step=0))
+        values = acting_values(settings, "autoencoder")
+        assert values["autoencoder"]["training"]["perceptual"]["chunk_size"] == most
+
+
+NO_EFFECT: dict[str, tuple[Stage, dict[str, Any], dict[str, Any]]] = {
+    "nested is what auto means with slabs": (
+        "autoencoder",
+        {f"{TRAINING}.use_gradient_checkpointing": True, f"{TRAINING}.slab_rows": 8},
+        {f"{TRAINING}.use_nested_checkpointing": True},
+    ),
+    "offload already checkpoints": (
+        "autoencoder",
+        {f"{TRAINING}.use_gradient_checkpointing_offload": True},
+        {f"{TRAINING}.use_gradient_checkpointing": True},
+    ),
+    "one volume cannot be decoded in smaller chunks": (
+        "ldm",
+        {"ldm.training.pixel_loss.weight": 0.1, "ldm.training.batch_size": 1, "ldm.training.pixel_loss.chunk_size": 4},
+        {"ldm.training.pixel_loss.chunk_size": 1},
+    ),
+    "the decoder of the pixel loss is always checkpointed": (
+        "ldm",
+        {"ldm.training.pixel_loss.weight": 0.1},
+        {f"{TRAINING}.use_gradient_checkpointing": True},
+    ),
+    "stage 2 sees whole volumes": ("ldm", {"data.patch_size": (64, 64, 64)}, {"data.patch_size": (32, 32, 32)}),
+}
+
+
+@pytest.mark.parametrize("case", NO_EFFECT)
+def test_a_change_without_effect_is_no_rung(case):
+    stage, given, change = NO_EFFECT[case]
+    settings = heavy(**{"autoencoder.implementation": "lean", **given})
+    assert acting_values(settings, stage) == acting_values(settings.with_overrides(change), stage)
+    for rungs in (build_rungs(settings, stage, "lossless-first"), build_rungs(settings, stage, "guide")):
+        for rung in rungs[1:]:
+            assert set(rung.changes) != set(change), rung.name
+
+
+def test_smaller_is_never_larger():
+    changes = {
+        "autoencoder.num_channels": (4, 8, 8),
+        "autoencoder.norm_num_groups": 4,
+        f"{TRAINING}.discriminator.num_layers_d": 1,
+        f"{TRAINING}.discriminator.num_channels": 4,
+    }
+    for above, rung in pairwise(build_rungs(heavy(**changes), "autoencoder", "guide")):
+        before, after = above.settings.autoencoder, rung.settings.autoencoder
+        assert all(new <= old for new, old in zip(after.num_channels, before.num_channels, strict=True)), rung.name
+        assert after.training.discriminator.num_layers_d <= before.training.discriminator.num_layers_d
+        assert after.training.discriminator.num_channels <= before.training.discriminator.num_channels
+
+
+@pytest.mark.parametrize("where", ["ldm", "autoencoder"])
+def test_no_attention_is_said_only_when_none_is_left(where):
+    """The U-Net's middle attends whatever its levels do, and the autoencoder's when it was asked to."""
+    settings = heavy(**{"autoencoder.use_nonlocal_attention": True})
+    names = [rung.name for rung in build_rungs(settings, where, "lossless-first")]
+    assert "no attention" not in names
+    assert "no attention at level 2" in names
