@@ -147,7 +147,7 @@ class ValidationBatches:
     def __init__(self, files: Sequence[VolumeFile], s: DataSettings, rank: int = 0, world_size: int = 1) -> None:
         self._mine = tuple(range(rank, len(files), world_size))
         self._settings = s
-        self._samples = _WholeVolumes([files[i] for i in self._mine], s, self._mine) if self._mine else None
+        self._samples = _ValidationSamples([files[i] for i in self._mine], s, self._mine) if self._mine else None
         self._loader: DataLoader | None = None
 
     def __len__(self) -> int:
@@ -184,7 +184,7 @@ class _Failure:
     text: str
 
 
-class _Volumes:
+class _CachedReader:
     """Loads volumes up to where randomness begins, through the cache."""
 
     def __init__(self, files: Sequence[VolumeFile], s: DataSettings, is_shared: bool) -> None:
@@ -212,7 +212,7 @@ class _TrainingSamples(Dataset):
     """Sample k of the run, a function of (seed, k)."""
 
     def __init__(self, files: Sequence[VolumeFile], s: DataSettings, plan: BatchPlan) -> None:
-        self.volumes = _Volumes(files, s, is_shared=True)
+        self.volumes = _CachedReader(files, s, is_shared=True)
         self.plan = plan
         self.order = VolumeOrder(plan.seed, len(files))
 
@@ -228,12 +228,12 @@ class _TrainingSamples(Dataset):
         return _Sample(image, position, self.volumes.files[index])
 
 
-class _WholeVolumes(Dataset):
+class _ValidationSamples(Dataset):
     """The volumes as they are, each with its position in the whole list."""
 
     def __init__(self, files: Sequence[VolumeFile], s: DataSettings, positions: Sequence[int]) -> None:
         # Ranks validate different volumes: their caches have nothing to share.
-        self.volumes = _Volumes(files, s, is_shared=False)
+        self.volumes = _CachedReader(files, s, is_shared=False)
         self.positions = positions
 
     def __getitem__(self, place: int) -> _Sample | _Failure:

@@ -39,7 +39,7 @@ class VolumeFile:
 
 
 @dataclass(frozen=True)
-class Volumes:
+class DataSplit:
     """The volumes of a run; `class_names[label]` names a class and is empty when there are none."""
 
     train: tuple[VolumeFile, ...]
@@ -72,7 +72,7 @@ class Source:
         return [problem for item in self.checked for problem in item.problems] + list(self.unlabelled)
 
 
-def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> Volumes:
+def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> DataSplit:
     """Find the volumes, read each once to check it, and split them.
 
     Raises one DataError that lists every problem of every file. Results are remembered in runs/checks, so that only new
@@ -97,7 +97,7 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> Volumes:
             "validate with; add volumes"
         )
     log.info("data: %d training and %d validation volumes", len(train), len(val))
-    return Volumes(tuple(files[item] for item in train), tuple(files[item] for item in val), class_names)
+    return DataSplit(tuple(files[item] for item in train), tuple(files[item] for item in val), class_names)
 
 
 def check_source(s: DataSettings, seed: int, in_channels: int, reread: bool = False) -> Source:

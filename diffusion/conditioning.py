@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from data import Volumes
+from data import DataSplit
 from settings import ConfigError, DataError, Problem, UserError
 from settings.ldm import ConditioningSettings
 
 
-def check_classes(s: ConditioningSettings, volumes: Volumes) -> None:
+def check_classes(s: ConditioningSettings, volumes: DataSplit) -> None:
     """Raise when the volumes have no classes, or another number of them than the settings say."""
     if s.type == "none":
         return

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data import Batch, BatchPlan, LoadedVolume, VolumeFile, Volumes, load_volume, training_batches
+from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, load_volume, training_batches
 from data.checking import content_digest
 from diffusion.frozen_autoencoder import weights_digest
 from diffusion.latent_batches import LatentBatch, collate, latent_batches
 from diffusion.latent_files import LatentFacts, LatentFolder, Moments, facts_of, latent_key
-from diffusion.whole_volumes import WholeVolumes
+from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
 from settings import CheckpointError, DataError, DataSettings, Settings
 from storage.names import printable
@@ -42,7 +42,7 @@ class Latents:
     `autoencoder` is the hash of the weights that they were encoded with.
     """
 
-    volumes: Volumes
+    volumes: DataSplit
     settings: DataSettings
     read: Callable[[int], Moments] | None
     scale: float
@@ -89,7 +89,7 @@ def stage_two_data(s: DataSettings) -> DataSettings:
     return s.model_copy(update={"patch_size": None, "use_augmentation": False})
 
 
-def prepare_latents(whole: WholeVolumes, volumes: Volumes, settings: Settings, process: Process) -> Latents:
+def prepare_latents(codec: VolumeCodec, volumes: DataSplit, settings: Settings, process: Process) -> Latents:
     """Encode what is not yet encoded, each process its share, and find the scale of the whole training set.
 
     A killed encoding goes on where it was. Latents kept on disk are found again by every run with the same autoencoder
@@ -101,8 +101,8 @@ def prepare_latents(whole: WholeVolumes, volumes: Volumes, settings: Settings, p
         log.info("stage 2 trains on whole volumes: data.patch_size and data.use_augmentation act in stage 1 only")
     files = (*volumes.train, *volumes.val)
     cache = settings.ldm.latents.cache
-    autoencoder = weights_digest(whole.autoencoder)
-    key = latent_key(data, autoencoder, whole.precision.name)
+    autoencoder = weights_digest(codec.autoencoder)
+    key = latent_key(data, autoencoder, codec.precision.name)
     folder = LatentFolder(LATENTS / key)
     table = torch.zeros(len(files), 6 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
     kept = torch.zeros(len(files), 2, *settings.latent_shape) if cache == "memory" else None
@@ -114,7 +114,7 @@ def prepare_latents(whole: WholeVolumes, volumes: Volumes, settings: Settings, p
         log.info("latents: %d of %d found in %s", len(share) - len(missing), len(share), folder.folder)
     with process.together():
         for index, loaded in _load_ahead(files, missing, data, process):
-            mean, sigma = (part.cpu() for part in whole.encode(loaded.image))
+            mean, sigma = (part.cpu() for part in codec.encode(loaded.image))
             known = facts_of((mean, sigma), loaded.geometry.spacing_mm.tolist(), loaded.lower, loaded.upper)
             facts[index] = known
             if cache == "disk":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.noise_process import NoiseProcess, predict_padded
-from diffusion.whole_volumes import WholeVolumes
+from diffusion.volume_codec import VolumeCodec
 from runtime.randomness import SampleNoise
 from settings import Settings
 from settings.ldm import LdmSettings
@@ -70,7 +70,7 @@ def sample_latents(
 
 def draw_volumes(
     network: nn.Module,
-    whole: WholeVolumes,
+    codec: VolumeCodec,
     settings: Settings,
     latent_scale: float,
     seed: int,
@@ -83,7 +83,7 @@ def draw_volumes(
 
     The network runs in float32 and the decoder on one volume at a time: in 16 bits a sample would depend on its batch.
     """
-    device = whole.precision.device
+    device = codec.precision.device
     ldm = settings.ldm
     process, noise = NoiseProcess(ldm.scheduler, device), SampleNoise(seed, device)
     was_training = network.training
@@ -98,7 +98,7 @@ def draw_volumes(
                 predict, process, noise, part, settings.latent_shape, steps, is_stochastic, on_step
             )
         for latent in latents:
-            yield whole.decode(latent / latent_scale)
+            yield codec.decode(latent / latent_scale)
     network.train(was_training)
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from data import Batch, BatchPlan, Volumes, prepare_volumes, training_batches, validation_batches
+from data import Batch, BatchPlan, DataSplit, prepare_volumes, training_batches, validation_batches
 from data.batches import VolumeOrder
 from data.transforms import load_volume
 from settings import DataError, DataSettings, TrainingError
@@ -24,7 +24,7 @@ from tests.data.small_volumes import build_settings
 PATCHES = {"patch_size": [8, 8, 4], "use_augmentation": True}
 
 
-def prepared(folder: Path, **values: object) -> tuple[Volumes, DataSettings]:
+def prepared(folder: Path, **values: object) -> tuple[DataSplit, DataSettings]:
     settings = build_settings(source=str(folder), **values)
     return prepare_volumes(settings, seed=3, in_channels=1), settings
 

@@ -26,7 +26,7 @@ _SLAB_ROWS = 16
 _SMALLEST_SLAB_ROWS = 4
 
 
-class WholeVolumes:
+class VolumeCodec:
     """Encodes and decodes single volumes without gradients, always one by one: no result depends on a batch size.
 
     The autoencoder may be one that trains: between calls it has the slabs that its settings give it.
@@ -96,10 +96,10 @@ def block_bytes(s: AutoencoderSettings, precision: Precision, grid: Sequence[int
     return _TENSORS_WITHOUT_SLABS * max(s.num_channels[:2]) * width * torch.Size(grid).numel()
 
 
-def frozen_whole_volumes(settings: Settings, device: torch.device, load_weights: bool = True) -> WholeVolumes:
+def frozen_codec(settings: Settings, device: torch.device, load_weights: bool = True) -> VolumeCodec:
     """Return the autoencoder of a config, frozen and on the device; with its trained weights or untrained."""
     if load_weights:
         autoencoder = load_autoencoder(settings, autoencoder_path(settings))
     else:
         autoencoder = freeze(build_autoencoder(settings.autoencoder))
-    return WholeVolumes(autoencoder.to(device), settings.autoencoder, Precision(settings.device, device))
+    return VolumeCodec(autoencoder.to(device), settings.autoencoder, Precision(settings.device, device))
