@@ -206,7 +206,7 @@ def test_a_killed_worker_is_reported_as_such(folder: Path) -> None:
     next(steps)
     victim = min(children() - before)
     os.kill(victim, signal.SIGKILL)
-    with pytest.raises(TrainingError, match=rf"a worker of the loader died \(process {victim} was killed by SIGKILL\)"):
+    with pytest.raises(TrainingError, match=rf"a DataLoader worker died \(process {victim} was killed by SIGKILL\)"):
         list(steps)
 
 
