@@ -119,7 +119,7 @@ def test_the_scale_is_of_all_latents_of_the_training_set_as_training_draws_them(
 
 
 def test_latents_without_variance_are_refused():
-    with pytest.raises(CheckpointError, match="variance 0"):
+    with pytest.raises(CheckpointError, match="variance of the autoencoder's latents is 0"):
         latent_scale([_flat()], 8)
 
 
@@ -202,7 +202,7 @@ def test_patches_and_augmentation_are_of_stage_one_only(values, caplog):
     latents, _ = prepare(values, data__use_augmentation=True)
     assert not latents.settings.use_augmentation
     assert latents.scale == prepare(values)[0].scale
-    assert "act in stage 1 only" in caplog.text
+    assert "apply to stage 1 only" in caplog.text
 
 
 def test_the_digest_follows_every_weight(values):
@@ -232,7 +232,7 @@ def test_volumes_without_a_class_are_named(values, tmp_path):
     settings = Settings.model_validate(values)
     volumes = prepare_volumes(settings.data, settings.seed, 1)
     bare = replace(volumes, train=tuple(replace(file, label=None) for file in volumes.train))
-    with pytest.raises(DataError, match="no class, like 5 of 6 volumes"):
+    with pytest.raises(DataError, match="no class; 5 of 6 volumes have none"):
         check_classes(settings.ldm.conditioning, bare)
 
 
