@@ -26,9 +26,7 @@ class Failure:
     text: str
 
 
-def make_loader(
-    dataset: Dataset, s: DataSettings, chunks: Iterable[Sequence[int]], num_workers: int, collate: Any
-) -> DataLoader:
+def make_loader(dataset: Dataset, s: DataSettings, chunks: Iterable[Any], num_workers: int, collate: Any) -> DataLoader:
     """Return a loader that collates one batch from each chunk of sample indices."""
     has_workers = num_workers > 0
     return DataLoader(
