@@ -29,7 +29,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from data import BatchPlan, prepare_volumes
     from diffusion.conditioning import check_classes
     from diffusion.latents import prepare_latents
-    from diffusion.whole_volumes import frozen_whole_volumes
+    from diffusion.volume_codec import frozen_codec
     from evaluation.ldm_validation import validate_ldm
     from memory.watch import MemoryWatch
     from report import publish
@@ -56,11 +56,11 @@ def train(settings: Settings, is_dry_run: bool) -> int:
 
         with open_run(settings, process) as run_folder:
             # The frozen autoencoder, the latents with their scale, the U-Net, and where the run stopped last time.
-            whole = frozen_whole_volumes(settings, process.device)
-            latents = prepare_latents(whole, volumes, settings, process)
+            codec = frozen_codec(settings, process.device)
+            latents = prepare_latents(codec, volumes, settings, process)
             plan = BatchPlan.of(training, settings.seed, process.rank, process.world_size)
             names = plan.names(volumes.train)
-            step = LatentDiffusionStep(settings, process, whole=whole, latent_scale=latents.scale, files_of=names)
+            step = LatentDiffusionStep(settings, process, codec=codec, latent_scale=latents.scale, files_of=names)
             checkpoints = Checkpoints(run_folder.checkpoints, "ldm", training.keep_checkpoints)
             first_step = resume(step, checkpoints, settings, volumes)
             describe_run(run_folder, settings, process)

@@ -22,7 +22,7 @@ from benchmarks.variants import STOCK, base_settings, use_matrix_attention, vari
 from data import Batch
 from data.volumes import VolumeFile
 from diffusion.latent_files import LatentFacts, LatentFolder
-from diffusion.whole_volumes import WholeVolumes
+from diffusion.volume_codec import VolumeCodec
 from models import StockAutoencoder, build_autoencoder
 from runtime.precision import Precision
 from runtime.processes import Process
@@ -81,7 +81,7 @@ def encoding_rates(grid: tuple[int, ...], rounds: int, progress: Callable[[str],
         if hasattr(block, "use_flash_attention"):
             block.use_flash_attention = False
     precision = Precision(settings.device, CPU)
-    encoders = {name: WholeVolumes(net, settings.autoencoder, precision) for name, net in networks.items()}
+    encoders = {name: VolumeCodec(net, settings.autoencoder, precision) for name, net in networks.items()}
     for name in list(encoders)[:2]:
         encoders[name].has_slabs = False
     seconds: dict[str, list[float]] = {name: [] for name in [*encoders, "ours, from the cache"]}

@@ -1,16 +1,27 @@
-"""Files to tensors: discovery and checking, transforms, step-addressed batches, phantoms."""
+"""From files to tensors: discovery and checking, transforms, step-addressed batches, phantoms.
 
-from data.batches import Batch, BatchPlan, training_batches, validation_batches
-from data.transforms import NETWORK_RANGE, LoadedVolume, from_unit, load_volume, restore, to_unit
-from data.volumes import VolumeFile, Volumes, prepare_volumes
+Names from modules that need torch are imported on first use, so that finding and checking volumes works without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from data.intensity import NETWORK_RANGE
+from data.volumes import DataSplit, VolumeFile, prepare_volumes
+
+if TYPE_CHECKING:
+    from data.batches import Batch, BatchPlan, training_batches, validation_batches
+    from data.transforms import LoadedVolume, from_unit, load_volume, restore, to_unit
 
 __all__ = [
     "NETWORK_RANGE",
     "Batch",
     "BatchPlan",
+    "DataSplit",
     "LoadedVolume",
     "VolumeFile",
-    "Volumes",
     "from_unit",
     "load_volume",
     "prepare_volumes",
@@ -19,3 +30,11 @@ __all__ = [
     "training_batches",
     "validation_batches",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Batch", "BatchPlan", "training_batches", "validation_batches"):
+        return getattr(import_module("data.batches"), name)
+    if name in __all__:
+        return getattr(import_module("data.transforms"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Reads every volume once and says what is wrong with it; remembers the result until the file changes."""
+"""Reads every volume once, reports its problems, and keeps the result until the file changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -16,26 +15,29 @@ import numpy as np
 import psutil
 from tqdm import tqdm
 
-from data.formats import COPIES_WHILE_READING, Header, read_header, read_volume
-from data.transforms import channels_text, flat_text, geometry_of, intensity_range
+from data.formats import COPIES_WHILE_READING, channels_text, read_header, read_volume
+from data.geometry import geometry_of
+from data.intensity import flat_text, intensity_range
+from data.readers import Header
 from settings import DataError
 from settings.data import DataSettings
+from storage.atomic import write_text
 from storage.locking import alone
 from storage.names import printable
 
 log = logging.getLogger(__name__)
 
-# Part of the remembered file's name: change it whenever `Facts` changes.
+# Part of the name of the file that holds results: change it whenever `VolumeFacts` changes.
 VERSION = 2
 
 MOST_THREADS = 8
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What reading a whole file found; `lower` and `upper` are the ends of the intensity range of each channel.
+class VolumeFacts:
+    """What reading one whole file found.
 
-    `digest` is the hash of the file's bytes.
+    `lower` and `upper` are the ends of each channel's intensity range; `digest` is the hash of the file's bytes.
     """
 
     axes: tuple[int, ...]
@@ -53,43 +55,44 @@ class Facts:
 
     @property
     def header(self) -> Header:
-        """Return the header that these facts were read with."""
+        """Return the header of the file."""
         affine = np.array(self.affine)
         return Header(self.shape, self.num_channels, affine, self.dtype, self.has_spacing, self.axes)
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A file with what was found in it, or None when it could not be read, and its problems as text."""
+    """A file, its facts (None if it could not be read), and its problems as text."""
 
     path: Path
-    facts: Facts | None
+    facts: VolumeFacts | None
     problems: tuple[str, ...]
 
 
 def check_files(
-    paths: Sequence[Path], s: DataSettings, in_channels: int, memory: Path, reread: bool = False
+    paths: Sequence[Path], s: DataSettings, in_channels: int, results_folder: Path, reread: bool = False
 ) -> list[Checked]:
-    """Check every file, reading only those that changed since the last time, or all; the order is that of `paths`.
+    """Check every file and return the results in the order of `paths`.
 
-    `memory` is the folder where results are kept. Of several processes the first reads and the others wait for it.
+    Only files that changed since the last check are read, or all with `reread`. Results are kept in `results_folder`.
+    If several processes call this, one reads and the others wait for it.
     """
-    store = memory / f"{_store_key(paths, s)}.json"
-    with alone(store.with_suffix(".lock")):
-        known = {} if reread else _recall(store)
-        # Taken before reading: what is written meanwhile is read again the next time.
+    results_file = results_folder / f"{_results_key(paths, s)}.json"
+    with alone(results_file.with_suffix(".lock")):
+        known = {} if reread else _load_results(results_file)
+        # Taken before reading, so that a file written meanwhile is read again next time.
         signatures = [_signature(path) for path in paths]
         new = [path for path, signature in zip(paths, signatures, strict=True) if signature not in known]
         fresh = dict(zip(new, _read_all(new, s), strict=True))
-        facts: list[Facts | DataError] = [
+        facts: list[VolumeFacts | DataError] = [
             fresh.get(path) or known[signature] for path, signature in zip(paths, signatures, strict=True)
         ]
         if new:
-            # What is known of other files stays: another config may use another part of the same folder.
+            # Keep the results of other files: another config may use another part of the same folder.
             mine = {os.path.abspath(path) for path in paths}
             others = {key: fact for key, fact in known.items() if key.rsplit(" ", 4)[0] not in mine}
-            current = zip(signatures, facts, strict=True)
-            _remember(store, others | {signature: fact for signature, fact in current if isinstance(fact, Facts)})
+            current = {key: fact for key, fact in zip(signatures, facts, strict=True) if isinstance(fact, VolumeFacts)}
+            _save_results(results_file, others | current)
     return [
         Checked(path, None, (str(fact),))
         if isinstance(fact, DataError)
@@ -98,8 +101,8 @@ def check_files(
     ]
 
 
-def examine(path: Path, s: DataSettings) -> Facts:
-    """Read one file fully; raises DataError in its name when that is impossible."""
+def examine(path: Path, s: DataSettings) -> VolumeFacts:
+    """Read one whole file; raise DataError, naming it, if it cannot be read."""
     voxels, header = read_volume(path)
     finite = np.isfinite(voxels)
     num_not_finite = int(voxels.size - np.count_nonzero(finite))
@@ -113,7 +116,7 @@ def examine(path: Path, s: DataSettings) -> Facts:
     empty = ((0.0,) * len(voxels),) * 2
     lower, upper = empty if num_not_finite else intensity_range(voxels, s.intensity)
     affine = tuple(tuple(row) for row in header.affine.tolist())
-    return Facts(
+    return VolumeFacts(
         axes=header.axes,
         shape=header.shape,
         num_channels=header.num_channels,
@@ -130,7 +133,7 @@ def examine(path: Path, s: DataSettings) -> Facts:
 
 
 def content_digest(path: Path) -> str:
-    """Return the hash of a file's bytes, which is what tells one volume from another; raises DataError in its name."""
+    """Return the hash of a file's bytes, which identifies its volume; raise DataError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -138,7 +141,7 @@ def content_digest(path: Path) -> str:
         raise DataError(f"{printable(path)}: cannot be read ({error.strerror}); check the file") from error
 
 
-def _problems(path: Path, facts: Facts, s: DataSettings, in_channels: int) -> Iterator[str]:
+def _problems(path: Path, facts: VolumeFacts, s: DataSettings, in_channels: int) -> Iterator[str]:
     where = printable(path)
     if facts.num_channels != in_channels:
         yield channels_text(path, facts.header, in_channels)
@@ -159,14 +162,14 @@ def _problems(path: Path, facts: Facts, s: DataSettings, in_channels: int) -> It
         if needed > free:
             yield (
                 f"{where}: data.spacing makes it {' x '.join(map(str, spaced))} voxels, {needed / 2**30:.1f} GiB; "
-                f"{free / 2**30:.1f} GiB of memory are free; choose a larger spacing"
+                f"{free / 2**30:.1f} GiB of memory is free; choose a larger spacing"
             )
 
 
-def _read_all(paths: Sequence[Path], s: DataSettings) -> list[Facts | DataError]:
-    """Read files in several threads (decompression and numpy let go of the interpreter), within the free memory."""
+def _read_all(paths: Sequence[Path], s: DataSettings) -> list[VolumeFacts | DataError]:
+    """Read files in as many threads as the free memory allows; decompression and numpy release the GIL."""
 
-    def attempt(path: Path) -> Facts | DataError:
+    def attempt(path: Path) -> VolumeFacts | DataError:
         try:
             return examine(path, s)
         except DataError as error:
@@ -189,17 +192,16 @@ def _num_bytes(path: Path) -> int:
         return 0
 
 
-def _store_key(paths: Sequence[Path], s: DataSettings) -> str:
+def _results_key(paths: Sequence[Path], s: DataSettings) -> str:
     folder = os.path.commonpath([os.path.abspath(path) for path in paths])
     intensity = f"{s.intensity.mode} {s.intensity.lower!r} {s.intensity.upper!r}"
     return hashlib.sha256(f"{VERSION}\n{folder}\n{intensity}".encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
 def _signature(path: Path) -> str:
-    """Return a text that changes whenever the file does, as far as can be told without reading it.
+    """Return a text that changes whenever the file does, as far as that can be known without reading it.
 
-    The time of the last change of status is the one that cannot be set: content replaced under the same size and time
-    of modification shows in it.
+    It includes ctime, which programs cannot set: ctime reveals new content even if size and mtime are the same.
     """
     try:
         status = path.stat()
@@ -208,25 +210,23 @@ def _signature(path: Path) -> str:
     return f"{os.path.abspath(path)} {status.st_size} {status.st_mtime_ns} {status.st_ino} {status.st_ctime_ns}"
 
 
-def _recall(store: Path) -> dict[str, Facts]:
+def _load_results(path: Path) -> dict[str, VolumeFacts]:
     try:
-        content = json.loads(store.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
         return {key: _facts_from(values) for key, values in content.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        # Only a shortcut: whatever is wrong with it, the volumes themselves can be read again.
+        # Results only save time: whatever is wrong with the file, the volumes can be read again.
         return {}
 
 
-def _facts_from(values: dict) -> Facts:
+def _facts_from(values: dict) -> VolumeFacts:
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     values["affine"] = tuple(tuple(row) for row in values["affine"])
-    return Facts(**values)
+    return VolumeFacts(**values)
 
 
-def _remember(store: Path, facts: dict[str, Facts]) -> None:
+def _save_results(path: Path, facts: dict[str, VolumeFacts]) -> None:
     try:
-        with tempfile.NamedTemporaryFile("w", dir=store.parent, delete=False, suffix=".tmp", encoding="utf-8") as file:
-            json.dump({key: asdict(fact) for key, fact in facts.items()}, file)
-        os.replace(file.name, store)
+        write_text(path, json.dumps({key: asdict(fact) for key, fact in facts.items()}))
     except OSError as error:
-        log.warning("data: %s cannot be written (%s); the volumes will be read again next time", store, error)
+        log.warning("data: %s cannot be written (%s); the volumes will be read again next time", path, error)

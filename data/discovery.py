@@ -20,13 +20,13 @@ from storage.reading import read_text, reason
 
 log = logging.getLogger(__name__)
 
-# Longer rows of digits are names; Python refuses to count beyond some thousands.
+# A longer run of digits is a name, not a number; Python refuses to convert thousands of digits.
 LONGEST_NUMBER = 20
 
 
 @dataclass(frozen=True)
 class Found:
-    """A volume that was found, before its file is opened; `split` is "training", "validation" or None: undecided."""
+    """A volume that was found, its file not yet opened; `split` is "training", "validation", or None if undecided."""
 
     path: Path
     name: str
@@ -35,12 +35,13 @@ class Found:
 
 
 def discover(source: str, allow_outside_root: bool) -> list[Found]:
-    """List the volumes of a source in the order of their names; raises DataError when there is none.
+    """Return the volumes of a source, sorted by name; raise DataError if there are none.
 
-    A folder with a dataset.json at its top is read by that file: its other folders hold segmentations and test images.
+    If a folder has a dataset.json at its top, only the volumes listed there count, because such folders also hold
+    segmentations and test images.
     """
     place = _expanded(source)
-    # os.path, not Path: a name that no disk could hold is one that is not there.
+    # os.path, not Path: for a name that no file system can hold it returns False instead of raising.
     if os.path.isdir(place):
         listing = place / "dataset.json"
         if not os.path.lexists(listing):
@@ -62,12 +63,12 @@ def discover(source: str, allow_outside_root: bool) -> list[Found]:
 def _expanded(path: str) -> Path:
     try:
         return Path(path).expanduser()
-    except RuntimeError:  # ~nobody: there is no such user
+    except RuntimeError:  # a `~name` whose user does not exist
         return Path(path)
 
 
 def with_labels(found: list[Found], table: str) -> tuple[list[Found], list[str]]:
-    """Give each volume its class from a CSV with the columns file and label; also return a line for each without."""
+    """Return the volumes with classes from a CSV (columns file and label), and a message for each one without."""
     classes = _read_label_table(_expanded(table))
     file_names = Counter(Path(item.name).name for item in found)
     labelled, missing = [], []
@@ -85,9 +86,9 @@ def with_labels(found: list[Found], table: str) -> tuple[list[Found], list[str]]
 
 
 def class_names_of(found: Sequence[Found]) -> tuple[str, ...]:
-    """Return the classes in the order of their label numbers; empty unless every volume has one.
+    """Return the class names, indexed by label number; empty unless every volume has a class.
 
-    Classes that are whole numbers are ordered as numbers, others as text.
+    If all names are whole numbers they are sorted as numbers, else as text.
     """
     names = {item.class_name for item in found}
     if not names or None in names:
@@ -105,13 +106,13 @@ def _in_folder(root: Path) -> list[Found]:
             "check the folder"
         )
     folders = [name.split("/")[0] if "/" in name else None for name in names]
-    # Folder names are classes only where every volume lies in one.
+    # Folder names are classes only if every volume lies in a subfolder.
     classes: list[str] | list[None] = [f for f in folders if f is not None] if all(folders) else [None] * len(names)
     return [Found(root / name, name, class_name) for name, class_name in zip(names, classes, strict=True)]
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Yield the files under a folder, links followed once; names with a leading dot (macOS leaves them) are skipped."""
+    """Yield the files under a folder; follow each link once, skip names with a leading dot (macOS creates them)."""
     seen: set[str] = set()
     for folder, folders, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
@@ -156,9 +157,9 @@ def _in_dataset_json(listing: Path, allow_outside_root: bool) -> list[Found]:
 
 
 def _entry(listing: Path, entry: Any, split: str | None, allow_outside_root: bool) -> Found:
-    """Read one entry; ValueError says what is wrong with it."""
+    """Read one entry; raise ValueError with what is wrong with it."""
     image = entry.get("image") if isinstance(entry, dict) else entry
-    # Several files as the channels of one volume would be read as one of them only.
+    # A list of files, one per channel, is refused: only one of them would be read.
     if not isinstance(image, str) or not image or "\0" in image:
         raise ValueError(f'its image is {_shown(image)}; one path is allowed; write {{"image": "imagesTr/a.nii.gz"}}')
     root = listing.parent
@@ -174,9 +175,9 @@ def _entry(listing: Path, entry: Any, split: str | None, allow_outside_root: boo
 
 
 def _class_of(entry: Any) -> str | None:
-    """Return the entry's class: its "class", or a "label" that is not the path of a segmentation.
+    """Return the entry's "class", or its "label" unless that is the path of a segmentation.
 
-    ValueError says what is wrong with it.
+    Raises ValueError with what is wrong with it.
     """
     if not isinstance(entry, dict):
         return None

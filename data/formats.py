@@ -6,7 +6,6 @@ import gzip
 import math
 import os
 import re
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -17,28 +16,29 @@ from nibabel.filebasedimages import ImageFileError
 
 from data.readers import HEADER_READERS, VOXEL_READERS, DamagedError, Header, UnsuitableError
 from settings import DataError
+from storage.atomic import replacing
 from storage.names import printable
 from storage.reading import check_regular
 
 SUFFIXES = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd")
 
-# Deflate cannot shrink data by more than 1032:1, so a header that promises more than that is lying.
+# Deflate cannot compress by more than 1032:1, so a header that promises more voxels than that is wrong.
 LARGEST_COMPRESSION = 1032
 
-# As stored, as float32, and once more while percentiles are taken.
+# As stored, as float32, and once more while percentiles are computed.
 COPIES_WHILE_READING = 3
 
 
 def suffix_of(name: str) -> str | None:
-    """Return the volume suffix of a file name, or None when it is not a volume's."""
+    """Return the volume suffix of a file name, or None if it has none."""
     lower = name.lower()
     return next((suffix for suffix in (".nii.gz", *SUFFIXES) if lower.endswith(suffix)), None)
 
 
 def read_header(path: Path) -> Header:
-    """Read shape, channels and geometry without the voxels; raises DataError in the file's name."""
+    """Read shape, channels and geometry without the voxels; raise DataError, naming the file, if that fails."""
     try:
-        # A pipe of that name would be waited for.
+        # Opening a pipe would block.
         size = check_regular(path)
         header = HEADER_READERS[_reader_of(path)](path)
     except (OSError, UnsuitableError, DamagedError) as error:
@@ -47,7 +47,7 @@ def read_header(path: Path) -> Header:
 
 
 def read_volume(path: Path) -> tuple[np.ndarray, Header]:
-    """Read a volume as float32, channel first, in the file's own axis order; raises DataError in the file's name."""
+    """Read a volume as float32, channels first, axes as stored; raise DataError, naming the file, if that fails."""
     header = read_header(path)
     try:
         with np.errstate(all="ignore"):
@@ -63,9 +63,9 @@ def read_volume(path: Path) -> tuple[np.ndarray, Header]:
 
 
 def write_nifti(path: Path, voxels: np.ndarray, affine: np.ndarray) -> None:
-    """Write a channel-first volume as .nii or .nii.gz, under a temporary name first so that it is whole or absent.
+    """Write a channels-first volume as .nii or .nii.gz, atomically; create the folder if it does not exist.
 
-    The bytes depend on nothing but the arguments. One channel is written as 3D, several as 4D with the channel last.
+    The bytes depend on the arguments only. One channel is written as 3D, several as 4D with the channels last.
     """
     array = voxels[0] if voxels.shape[0] == 1 else np.moveaxis(voxels, 0, -1)
     image = nib.Nifti1Image(array, affine)
@@ -74,22 +74,23 @@ def write_nifti(path: Path, voxels: np.ndarray, affine: np.ndarray) -> None:
     if path.name.lower().endswith(".gz"):
         content = gzip.compress(content, compresslevel=1, mtime=0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def channels_text(path: Path, header: Header, num_channels: int) -> str:
+    """Return the message for a file whose number of channels is not that of the autoencoder."""
+    return (
+        f"{printable(path)}: {header.num_channels} channel{'s' if header.num_channels > 1 else ''} "
+        f"({' x '.join(map(str, header.axes))}); autoencoder.in_channels is {num_channels}; "
+        "change one of the two"
+    )
 
 
 def _reader_of(path: Path) -> str:
     suffix = suffix_of(path.name)
     if suffix is None:
-        raise UnsuitableError(f"not a volume by its name; {' '.join(SUFFIXES)} are read; rename or convert it")
+        raise UnsuitableError(f"unknown file type; {' '.join(SUFFIXES)} are read; rename or convert it")
     return {".nii.gz": ".nii"}.get(suffix, suffix)
 
 
@@ -108,7 +109,7 @@ def _plausible(path: Path, header: Header, size: int) -> Header:
     if needed > available:
         raise DataError(
             f"{where}: {' x '.join(map(str, header.axes))} voxels need {needed / 2**30:.1f} GiB to be read; "
-            f"{available / 2**30:.1f} GiB of memory are free; crop or downsample it first"
+            f"{available / 2**30:.1f} GiB of memory is free; crop or downsample it first"
         )
     if not np.isfinite(header.affine).all() or not _is_invertible(header.affine[:3, :3]):
         raise DataError(f"{where}: its affine has no inverse; give it voxel sizes above zero and an orientation")
@@ -116,18 +117,18 @@ def _plausible(path: Path, header: Header, size: int) -> Header:
 
 
 def _is_invertible(matrix: np.ndarray) -> bool:
-    # Relative to the voxel size, which may be nanometres; a matrix of axes nearly in one plane is as bad as none.
+    # Relative to the voxel size, which may be nanometres. Axes that lie almost in one plane are rejected too.
     lengths = np.linalg.norm(matrix, axis=0)
     return bool((lengths > 0).all() and np.isfinite(lengths).all() and abs(np.linalg.det(matrix / lengths)) > 1e-3)
 
 
 def _reason(path: Path, error: Exception) -> str:
-    """Say in one sentence what is wrong with a file that raised `error`, and what to do."""
+    """Return what is wrong with a file that raised `error`, and what to do, in one sentence."""
     if isinstance(error, UnsuitableError):
         return str(error)
     if isinstance(error, DamagedError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    # A file that vanishes between two reads fails in the reader's own words, not in the system's.
+    # A file that vanishes between two reads raises an error of the library, not FileNotFoundError.
     if isinstance(error, FileNotFoundError) or not os.path.exists(path):
         return "no such file; restore it or take it out of the data"
     if isinstance(error, PermissionError):
@@ -149,9 +150,9 @@ def _reason(path: Path, error: Exception) -> str:
 
 
 def _shortened(error: Exception) -> str:
-    """Return the one line of a library's error that says something, of bounded length."""
+    """Return the informative line of a library's error, cut to a bounded length."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    # ITK's reports run from the place in its source to the cause, if they give one.
+    # ITK reports the place in its source first and the cause, if any, last.
     text = lines[0]
     if "SimpleITK" in text:
         text = "ITK gives no reason" if lines[-1].startswith("Reason: ") else re.sub(r"^\[nrrd\] \w+: ", "", lines[-1])

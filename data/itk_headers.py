@@ -1,6 +1,6 @@
-"""Vets headers before ITK parses them.
+"""Checks headers before ITK parses them.
 
-ITK 5 writes past its arrays when a MetaImage's NDims is above 10, and both formats may keep voxels in another file.
+ITK 5 writes past its arrays if a MetaImage's NDims is above 10, and both formats can point to voxels in another file.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ MOST_CHANNELS = 1024
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
-# How many numbers each of these keys may hold, given the number of axes.
-LENGTHS = {
+# Each key holds (number of axes) ** power numbers; the value here is the power.
+POWERS = {
     "DimSize": 1,
     "ElementSpacing": 1,
     "ElementSize": 1,
@@ -30,11 +30,11 @@ LENGTHS = {
 
 
 class HeaderError(Exception):
-    """A header that is not handed to ITK."""
+    """A header that must not be passed to ITK."""
 
 
-def vet_metaimage(path: Path) -> None:
-    """Raise `HeaderError` unless the header is plain text of known lengths with the voxels in the same file."""
+def check_metaimage(path: Path) -> None:
+    """Raise `HeaderError` unless the header is plain text of the right lengths and the voxels are in the same file."""
     with path.open("rb") as file:
         start = file.read(LARGEST_HEADER)
     fields: dict[str, str] = {}
@@ -54,10 +54,10 @@ def vet_metaimage(path: Path) -> None:
         raise HeaderError(f"its voxels are in another file, {fields['ElementDataFile']!r}")
     if fields.get("ObjectType", "Image") != "Image":
         raise HeaderError(f"it holds {fields['ObjectType']!r}, not an Image")
-    _vet_lengths(fields)
+    _check_lengths(fields)
 
 
-def vet_nrrd(path: Path) -> None:
+def check_nrrd(path: Path) -> None:
     """Raise `HeaderError` unless the voxels are in the same file."""
     with path.open("rb") as file:
         header = re.split(rb"\r?\n\r?\n", file.read(LARGEST_HEADER), maxsplit=1)[0]
@@ -65,20 +65,20 @@ def vet_nrrd(path: Path) -> None:
         raise HeaderError("its voxels are in another file")
 
 
-def _vet_lengths(fields: dict[str, str]) -> None:
+def _check_lengths(fields: dict[str, str]) -> None:
     num_axes = fields.get("NDims", "")
     if num_axes not in [str(n) for n in range(1, MOST_AXES + 1)]:
         raise HeaderError(f"NDims is {num_axes or 'missing'}; 1 to {MOST_AXES} is allowed")
-    if list(fields).index("NDims") > min(map(list(fields).index, LENGTHS.keys() & fields.keys()), default=99):
-        raise HeaderError("NDims stands behind a key that needs it")
+    if list(fields).index("NDims") > min(map(list(fields).index, POWERS.keys() & fields.keys()), default=99):
+        raise HeaderError("NDims comes after a key that depends on it")
     if "DimSize" not in fields:
         raise HeaderError("DimSize is missing")
-    for name, power in LENGTHS.items():
+    for name, power in POWERS.items():
         values = fields.get(name, "").split()
         if name in fields and len(values) != int(num_axes) ** power:
             raise HeaderError(f"{name} holds {len(values)} numbers; {int(num_axes) ** power} are needed")
         if not all(NUMBER.fullmatch(value) and abs(float(value)) <= 1e12 for value in values):
-            raise HeaderError(f"{name} holds a number without sense")
+            raise HeaderError(f"{name} holds something that is not a number of at most 1e12")
     channels = fields.get("ElementNumberOfChannels", "1")
     if channels not in [str(n) for n in range(1, MOST_CHANNELS + 1)]:
         raise HeaderError(f"ElementNumberOfChannels is {channels[:20]}; 1 to {MOST_CHANNELS} is allowed")

@@ -1,6 +1,6 @@
-"""Generates head-like phantoms: nested ellipsoids, vessels, texture and noise, in three classes that look different.
+"""Generates head-like phantoms in three visibly different classes: nested ellipsoids, vessels, texture and noise.
 
-Phantom number i is a function of (seed, i, grid, channels), written as a real NIfTI file once and found again later.
+Phantom i depends on (seed, i, grid, channels) only. It is written once, as a NIfTI file, and reused by later runs.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from storage.locking import alone
 
 CLASS_NAMES = ("healthy", "lesion", "ventricles")
 
-# Part of the folder's name: change it whenever the same seed would give other voxels.
+# Part of the folder's name: change it whenever the same seed gives different voxels.
 VERSION = 2
 
 EXTENT_MM = (200.0, 240.0, 200.0)
 LARGEST_INTENSITY = 1000.0
-# Standard deviation in voxels: a scanner resolves about 1.6 voxels (full width at half maximum), not one.
+# Standard deviation in voxels, because a scanner resolves about 1.6 voxels (full width at half maximum), not one.
 POINT_SPREAD = 0.7
 
 Box = tuple[slice, slice, slice]
 
 
 def phantom_files(folder: Path, number: int, grid: tuple[int, ...], num_channels: int, seed: int) -> list[Path]:
-    """Return the paths of the phantoms, generating those that do not exist yet; raises DataError when that fails.
+    """Return the paths of the phantoms, generating those that do not exist yet; raise DataError if that fails.
 
-    Each file appears whole or not at all, so a killed process may be repeated; of several, one works and the rest wait.
+    Files are written atomically, so a killed process can simply be run again. If several processes call this, one
+    generates and the others wait.
     """
     root = phantom_root(folder, grid, num_channels, seed)
     paths = [root / CLASS_NAMES[i % len(CLASS_NAMES)] / f"phantom_{i:04d}.nii.gz" for i in range(number)]
@@ -46,18 +47,18 @@ def phantom_files(folder: Path, number: int, grid: tuple[int, ...], num_channels
             except OSError as error:
                 raise DataError(
                     f"data.source: phantoms cannot be written to {root} ({error.strerror}); "
-                    "a folder with free space is needed; run where runs/ can be written"
+                    "a writable folder with free space is needed; run the command where runs/ can be written"
                 ) from error
     return paths
 
 
 def phantom_root(folder: Path, grid: tuple[int, ...], num_channels: int, seed: int) -> Path:
-    """Return the folder that holds the phantoms of one grid and seed."""
+    """Return the folder for the phantoms of one grid, number of channels and seed."""
     return folder / f"{'x'.join(map(str, grid))}_channels{num_channels}_seed{seed}_v{VERSION}"
 
 
 def affine_of(grid: tuple[int, ...]) -> np.ndarray:
-    """Return an affine (RAS+, millimetres) that puts a head-sized grid around the origin."""
+    """Return an affine (RAS+, millimetres) that centres a head-sized grid on the origin."""
     spacing = np.array(EXTENT_MM) / np.array(grid)
     affine = np.diag([*spacing, 1.0])
     affine[:3, 3] = -spacing * (np.array(grid) - 1) / 2
@@ -65,7 +66,7 @@ def affine_of(grid: tuple[int, ...]) -> np.ndarray:
 
 
 def phantom(index: int, grid: tuple[int, ...], num_channels: int, seed: int) -> np.ndarray:
-    """Return phantom number `index` as float32 (C, D, H, W) with intensities in [0, 1000]; its class is index % 3."""
+    """Return phantom `index` as float32 (C, D, H, W) with intensities in [0, 1000]; its class is index % 3."""
     rng = np.random.default_rng([seed, index, 0x9E37])
     kind = CLASS_NAMES[index % len(CLASS_NAMES)]
     axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in grid]
@@ -136,7 +137,7 @@ def _vessel(canvas: _Canvas, rng: np.random.Generator, centre: np.ndarray, reach
 
 
 class _Canvas:
-    """A volume on which soft-edged ellipsoids are painted over one another, coordinates in [-1, 1]."""
+    """A volume on which soft-edged ellipsoids are painted over one another; coordinates are in [-1, 1]."""
 
     def __init__(self, axes: list[np.ndarray], num_channels: int) -> None:
         self.axes = axes
@@ -171,12 +172,12 @@ class _Canvas:
         painted += coverage * (np.float32(value) - painted)
 
     def texture(self, rng: np.random.Generator, amplitude: float) -> None:
-        """Modulate what is painted so far with two octaves of smooth noise."""
+        """Modulate the volume painted so far with two octaves of smooth noise."""
         field = _smooth_noise(rng, self.grid, 6) + np.float32(0.6) * _smooth_noise(rng, self.grid, 14)
         self.voxels *= 1 + np.float32(amplitude) * field
 
     def finished(self, rng: np.random.Generator) -> np.ndarray:
-        """Add a scanner's blur, bias field and noise; further channels see the same anatomy with another contrast."""
+        """Add a scanner's blur, bias field and noise; further channels show the same anatomy in another contrast."""
         blurred = gaussian_filter(self.voxels, POINT_SPREAD, truncate=2.5)
         bias = 1 + np.float32(0.06) * _smooth_noise(rng, self.grid, 3)
         channels = np.empty((self.num_channels, *self.grid), dtype=np.float32)
@@ -189,12 +190,12 @@ class _Canvas:
 
 
 def _smooth_noise(rng: np.random.Generator, grid: tuple[int, ...], knots: int) -> np.ndarray:
-    """Return noise of about unit strength that varies over 1 / knots of the volume."""
+    """Return noise of roughly unit standard deviation, with a length scale of 1 / knots of the volume."""
     field = rng.standard_normal((knots + 1,) * 3, dtype=np.float32)
     for axis, n in enumerate(grid):
         place = (np.arange(n) + 0.5) / n * knots
         left = np.floor(place).astype(int)
-        # Smoothstep between the knots: no visible creases.
+        # Smoothstep between the knots leaves no visible creases.
         t = (place - left).astype(np.float32)
         t = t * t * (3 - 2 * t)
         shape = [1, 1, 1]

@@ -1,4 +1,4 @@
-"""Hands each volume format to its library, and tells damaged files from errors of our own."""
+"""Reads each volume format with its library, and separates damaged files from errors in our own code."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 from nibabel.wrapstruct import WrapStructError
 
-from data.itk_headers import HeaderError, vet_metaimage, vet_nrrd
+from data.itk_headers import HeaderError, check_metaimage, check_nrrd
 
-# What the libraries raise for damaged files: found by damaging files of every format at random and field by field. Only
-# calls into a library are guarded by it, so that a mistake in our own code is never told as a damaged file.
+# What the libraries raise for damaged files, found by damaging files of every format at random and field by field. Only
+# calls into a library are guarded, so that a bug of ours is never reported as a damaged file.
 _NUMPY = (OSError, EOFError, ValueError, TypeError, OverflowError, SyntaxError, MemoryError, tokenize.TokenError)
 DAMAGE: dict[str, tuple[type[Exception], ...]] = {
     "nifti": (
@@ -33,25 +33,25 @@ DAMAGE: dict[str, tuple[type[Exception], ...]] = {
         *(ImageFileError, HeaderDataError, WrapStructError),
     ),
     "npy": _NUMPY,
-    # RuntimeError: what zipfile does not support, such as encryption. KeyError: an array that its list does not hold.
+    # RuntimeError: a feature zipfile does not support, such as encryption. KeyError: an array missing from the archive.
     "npz": (*_NUMPY, RuntimeError, KeyError, zlib.error, lzma.LZMAError, struct.error, zipfile.BadZipFile),
     "itk": (OSError, RuntimeError, MemoryError, HeaderError),
 }
 
-# ITK numbers axes to the left and to the back, NIfTI to the right and to the front.
+# ITK uses LPS coordinates (left, posterior, superior), NIfTI uses RAS (right, anterior, superior).
 LPS_TO_RAS = np.diag([-1.0, -1.0, 1.0])
 
-# nibabel logs header repairs and ITK warns on stderr about files whose problem we report ourselves.
+# nibabel logs header repairs and ITK prints warnings about files whose problems we report ourselves.
 nibabel.imageglobals.logger.setLevel("CRITICAL")
 SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)
 
 
 class DamagedError(Exception):
-    """A file that its library could not read; the cause is the library's error."""
+    """A file that its library could not read; `__cause__` is the library's error."""
 
 
 class UnsuitableError(Exception):
-    """A file that can be read but not used, said in a whole sentence."""
+    """A file that can be read but not used; the text says why and what to do."""
 
 
 @contextmanager
@@ -64,10 +64,10 @@ def _library(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says about its volume before the voxels are read.
+    """The shape, type and geometry of a volume, read without its voxels.
 
-    `affine` maps voxel indices to millimetres (RAS+). `has_spacing` is False for numpy arrays, which carry none.
-    `axes` is the array's shape as stored in the file, for messages.
+    `affine` maps voxel indices to millimetres (RAS+). `has_spacing` is False for numpy arrays, which store no spacing.
+    `axes` is the shape of the stored array, for messages.
     """
 
     shape: tuple[int, int, int]
@@ -118,7 +118,7 @@ def _numeric(dtype: np.dtype) -> str:
 
 
 def _shaped(voxels: np.ndarray, *shape: int) -> np.ndarray:
-    """Reshape what was read after its header, which another process may have replaced in between."""
+    """Reshape voxels to fit a header read earlier; the file may have been replaced in between."""
     if voxels.size != math.prod(shape):
         raise UnsuitableError(f"voxels of shape {voxels.shape} do not fit its own header; write the file again")
     return voxels.reshape(shape)
@@ -135,7 +135,7 @@ def _nifti_image(path: Path) -> Any:
 def _nifti_header(path: Path) -> Header:
     image = _nifti_image(path)
     axes = tuple(int(n) for n in image.shape)
-    # NIfTI puts vector components on the fifth axis, behind an empty time axis.
+    # NIfTI stores vector components on the fifth axis, after a time axis of length 1.
     axes = (*axes[:3], axes[4]) if len(axes) == 5 and axes[3] == 1 else axes
     shape, num_channels = _spatial(axes, channel_axis=-1)
     affine = np.asarray(image.affine, dtype=np.float64)
@@ -188,7 +188,7 @@ def _npz_header(path: Path) -> Header:
     header = _numpy_header(axes, dtype)
     if not has_affine:
         return header
-    # What is not an array by its content comes as bytes.
+    # numpy returns an entry that is not an array as bytes.
     with _library("npz"), np.load(path, allow_pickle=False) as arrays:
         affine = np.asarray(arrays["affine"])
     if affine.shape != (4, 4) or affine.dtype.kind not in "biuf":
@@ -212,19 +212,19 @@ def _is_utf8(text: str) -> bool:
 
 def _itk_reader(path: Path) -> SimpleITK.ImageFileReader:
     reader = SimpleITK.ImageFileReader()
-    # Named, so that a file is never handed to another of ITK's readers because of its content.
+    # Set explicitly, because ITK would otherwise choose the reader by the content of the file.
     reader.SetImageIO("MetaImageIO" if path.name.lower().endswith(".mha") else "NrrdImageIO")
     reader.SetFileName(str(path))
     return reader
 
 
 def _itk_header(path: Path) -> Header:
-    # SimpleITK ends the whole process when a name is no UTF-8.
+    # SimpleITK terminates the process if a path is not UTF-8.
     if not _is_utf8(str(path)):
         raise UnsuitableError("its path is not UTF-8, which this format's reader needs; rename it")
     reader = _itk_reader(path)
     with _library("itk"):
-        (vet_metaimage if path.name.lower().endswith(".mha") else vet_nrrd)(path)
+        (check_metaimage if path.name.lower().endswith(".mha") else check_nrrd)(path)
         reader.ReadImageInformation()
     size, components = tuple(int(n) for n in reader.GetSize()), int(reader.GetNumberOfComponents())
     if components > 1 and len(size) > 3:
@@ -243,7 +243,7 @@ def _itk_header(path: Path) -> Header:
 
 
 def _itk_dtype(pixel_name: str) -> str:
-    """Turn ITK's words ("vector of 16-bit signed integer", "32-bit float") into a numpy type."""
+    """Convert ITK's type name ("vector of 16-bit signed integer", "32-bit float") to a numpy type."""
     words = pixel_name.removeprefix("vector of ").split()
     bits = next((int(word.removesuffix("-bit")) for word in words if word.endswith("-bit")), None)
     if bits is None or "complex" in words:
@@ -255,7 +255,7 @@ def _itk_dtype(pixel_name: str) -> str:
 def _itk_voxels(path: Path, header: Header) -> np.ndarray:
     with _library("itk"):
         image = _itk_reader(path).Execute()
-    # ITK's arrays count backwards: (channel,) z, y, x (, component).
+    # SimpleITK reverses the axes: (channel,) z, y, x (, component).
     array = SimpleITK.GetArrayFromImage(image).T
     if array.ndim == 4 and image.GetDimension() == 3:
         return array

@@ -1,4 +1,4 @@
-"""From the `data` section to checked training and validation volumes."""
+"""Turns the `data` section of the settings into checked training and validation volumes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ log = logging.getLogger(__name__)
 
 PHANTOMS = "phantoms"
 
-# Relative to where the command runs, as runs/<name> is. Never beside the volumes, which may be read-only.
+# Relative to the working directory, like runs/<name>. Never next to the volumes, which may be read-only.
 PHANTOM_FOLDER = Path("runs/phantoms")
 CHECK_FOLDER = Path("runs/checks")
 
 
 @dataclass(frozen=True)
 class VolumeFile:
-    """One volume: where it is, its name relative to the data root, its class number and its channels.
+    """One volume: its path, its name relative to the data root, its class number and its channels.
 
-    `digest` is the hash of the file's bytes when it was checked; empty where it was not.
+    `digest` is the hash of the file's bytes at the time of the check; empty if it was not checked.
     """
 
     path: Path
@@ -39,8 +39,8 @@ class VolumeFile:
 
 
 @dataclass(frozen=True)
-class Volumes:
-    """The volumes of a run; `class_names[label]` names a class and is empty when there are none."""
+class DataSplit:
+    """The training and validation volumes of a run; `class_names` is indexed by label, and empty without classes."""
 
     train: tuple[VolumeFile, ...]
     val: tuple[VolumeFile, ...]
@@ -48,19 +48,19 @@ class Volumes:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of the names, labels and split: what decides which volume a step sees."""
+        """Return a hash of the names, labels and split, which decide which volume a step sees."""
         parts = [f"{part}\t{f.name}\t{f.label}" for part in ("train", "val") for f in getattr(self, part)]
         return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
     @property
     def digests(self) -> dict[str, str]:
-        """Return the hash of each volume's bytes by its name."""
+        """Return the hash of each file's bytes, by volume name."""
         return {printable(f.name): f.digest for f in (*self.train, *self.val)}
 
 
 @dataclass(frozen=True)
 class Source:
-    """The volumes that were found, in the order of their names, and what checking each gave."""
+    """The volumes that were found, sorted by name, and the result of checking each."""
 
     found: tuple[Found, ...]
     checked: tuple[Checked, ...]
@@ -72,11 +72,11 @@ class Source:
         return [problem for item in self.checked for problem in item.problems] + list(self.unlabelled)
 
 
-def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> Volumes:
-    """Find the volumes, read each once to check it, and split them.
+def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> DataSplit:
+    """Find the volumes, check each by reading it once, and split them.
 
-    Raises one DataError that lists every problem of every file. Results are remembered in runs/checks, so that only new
-    or changed files are read again; under torchrun one process of a node reads while the others wait.
+    Raises one DataError that lists every problem of every file. Results are kept in runs/checks, so only new or changed
+    files are read again. Under torchrun one process per node reads while the others wait.
     """
     source = check_source(s, seed, in_channels)
     if source.problems:
@@ -97,11 +97,11 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> Volumes:
             "validate with; add volumes"
         )
     log.info("data: %d training and %d validation volumes", len(train), len(val))
-    return Volumes(tuple(files[item] for item in train), tuple(files[item] for item in val), class_names)
+    return DataSplit(tuple(files[item] for item in train), tuple(files[item] for item in val), class_names)
 
 
 def check_source(s: DataSettings, seed: int, in_channels: int, reread: bool = False) -> Source:
-    """Find and check the volumes of a source; `reread` reads every file whatever is remembered of it."""
+    """Find and check the volumes of a source; `reread` ignores earlier results and reads every file."""
     if s.source == PHANTOMS:
         paths = phantom_files(PHANTOM_FOLDER, s.num_phantoms, s.voxel_size, in_channels, seed)
         root = phantom_root(PHANTOM_FOLDER, s.voxel_size, in_channels, seed)
@@ -116,10 +116,10 @@ def check_source(s: DataSettings, seed: int, in_channels: int, reread: bool = Fa
 
 
 def split(found: Sequence[Found], val_fraction: float, seed: int) -> tuple[list[Found], list[Found]]:
-    """Split volumes by a hash of (seed, name): a volume keeps its side whatever else is added or removed.
+    """Split volumes by a hash of (seed, name), so adding or removing others does not move a volume.
 
-    Two or more volumes give at least one on each side; only where that forces a volume over can a later addition send
-    it back. A dataset.json with a list "validation" is split as it says. One volume alone is for training.
+    Two or more volumes give at least one on each side. A volume moved only to ensure that may move back when others are
+    added. A dataset.json with a "validation" list decides the split itself. A single volume is for training.
     """
     if any(item.split for item in found):
         sides = {side: [item for item in found if item.split == side] for side in ("training", "validation")}
@@ -134,6 +134,6 @@ def split(found: Sequence[Found], val_fraction: float, seed: int) -> tuple[list[
 
 
 def _draw(seed: int, name: str) -> float:
-    """Return a number in [0, 1) that depends on nothing but its arguments."""
+    """Return a number in [0, 1) that depends on the arguments only."""
     digest = hashlib.sha256(f"{seed}\n{name}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:7], "big") / 2**56

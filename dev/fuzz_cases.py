@@ -106,7 +106,7 @@ def make_case(number: int, seed: int, base: Path, folder: Path) -> Case:
 def _of_data(rng: random.Random) -> list[str]:
     """Return a command that reads a config and the data, and ends without training."""
     dry_run = [rng.choice(("train_autoencoder.py", "train_ldm.py")), "--dry-run"]
-    return [*rng.choice((dry_run, ["scripts/check_data.py"])), "--config", "campaign.yaml"]
+    return [*rng.choice((dry_run, *[["scripts/check_data.py"]] * 2)), "--config", "campaign.yaml"]
 
 
 def _of_config(rng: random.Random, config: str = "campaign.yaml") -> list[str]:
@@ -114,12 +114,13 @@ def _of_config(rng: random.Random, config: str = "campaign.yaml") -> list[str]:
     stage = rng.choice(("autoencoder", "ldm"))
     commands = (
         [f"train_{stage}.py", "--dry-run"],
-        ["scripts/check_data.py"],
+        *[["scripts/check_data.py"]] * 3,
         ["scripts/estimate_memory.py", "--stage", stage],
         # Refused, but only once the config has been read: a walk takes its time, and rightly.
         ["scripts/oom_ladder.py", "--budget-gb", "0", "--stage", stage],
     )
-    return [*rng.choice(commands), "--config", config]
+    # Not phantoms, which a config without a grid would make in full size.
+    return [*rng.choice(commands), "--config", config, "data.source=volumes"]
 
 
 def _of_run(rng: random.Random, suffix: str) -> list[str]:

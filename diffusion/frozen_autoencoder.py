@@ -1,4 +1,4 @@
-"""The autoencoder as stage 2 and the commands use it: trained, verified against the config, frozen."""
+"""Loads the trained autoencoder for stage 2 and the commands: checked against the config, and frozen."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from storage.run_folder import RUNS, RunFolder
 
 log = logging.getLogger(__name__)
 
-# What a voxel means to the autoencoder; the grid may differ, convolutions take any.
-_READING = ("orientation", "spacing", "resize", "intensity")
+# Settings that decide what a voxel means to the autoencoder. The grid may differ: convolutions accept any.
+_READING_KEYS = ("orientation", "spacing", "resize", "intensity")
 
 
 def autoencoder_path(settings: Settings, run: RunFolder | None = None) -> Path:
-    """Return where the autoencoder's weights are: where the config says, else in the run folder."""
+    """Return the path of the autoencoder's weights: `ldm.autoencoder` if set, else in the run folder."""
     if settings.ldm.autoencoder is not None:
         return Path(settings.ldm.autoencoder).expanduser()
     return (run or RunFolder(RUNS / settings.name)).weights("autoencoder")
 
 
 def load_autoencoder(settings: Settings, path: Path) -> StockAutoencoder:
-    """Build the config's autoencoder, load its weights and freeze it; raise `CheckpointError` when they do not fit."""
+    """Build the config's autoencoder, load its weights and freeze it; raise `CheckpointError` if they do not fit."""
     if not path.is_file():
         raise CheckpointError(
-            f"{path}: there is no trained autoencoder; train stage 1 with train_autoencoder.py under the same name, or "
-            "name its weights in ldm.autoencoder"
+            f"{path}: no trained autoencoder; train stage 1 with train_autoencoder.py under the same name, or "
+            "set ldm.autoencoder to the path of its weights"
         )
     state, metadata = load_weights(path)
     is_own = settings.ldm.autoencoder is None
     if metadata.get("stage") != "autoencoder" or not isinstance(metadata.get("settings"), dict):
         raise CheckpointError(
-            f"{path}: not the weights that train_autoencoder.py writes, it does not say how they were trained; train "
-            "stage 1 again, or bring weights from elsewhere in with scripts/import_checkpoint.py"
+            f"{path}: not written by train_autoencoder.py: it does not hold the settings of its training; train "
+            "stage 1 again, or import weights from elsewhere with scripts/import_checkpoint.py"
         )
-    _check(settings, metadata["settings"], path, is_own)
+    _check_settings(settings, metadata["settings"], path, is_own)
     autoencoder = build_autoencoder(settings.autoencoder)
     expected = autoencoder.state_dict()
     wrong = sorted(
@@ -55,21 +55,21 @@ def load_autoencoder(settings: Settings, path: Path) -> StockAutoencoder:
     if wrong:
         shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         raise CheckpointError(
-            f"{path}: its weights are not those of the autoencoder that the config describes ({shown} differ); set the "
-            "autoencoder section as it was when they were trained"
+            f"{path}: its weights do not fit the autoencoder that the config describes ({shown} differ); set the "
+            "autoencoder section to what it was when they were trained"
         )
     autoencoder.load_state_dict(state)
     return freeze(autoencoder)
 
 
 def freeze(autoencoder: StockAutoencoder) -> StockAutoencoder:
-    """Return the autoencoder in eval mode, with parameters that get no gradients."""
+    """Put the autoencoder in eval mode, turn off gradients of its parameters, and return it."""
     autoencoder.requires_grad_(False)
     return autoencoder.eval()
 
 
 def weights_digest(network: nn.Module) -> str:
-    """Return a hash of all weights of a network; one changed number changes it."""
+    """Return a hash of all weights and buffers of a network."""
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
@@ -77,28 +77,28 @@ def weights_digest(network: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _check(settings: Settings, trained: dict[str, Any], path: Path, is_own: bool) -> None:
-    """Compare the settings stored with the weights."""
+def _check_settings(settings: Settings, trained: dict[str, Any], path: Path, is_own: bool) -> None:
+    """Raise if the settings stored with the weights differ from the current ones in a way that matters."""
     try:
         before = validate(trained)
     except ConfigError as error:
-        raise CheckpointError(f"{path}: its settings are not of this version of the program: {error}") from None
+        raise CheckpointError(f"{path}: its settings do not belong to this version of the program: {error}") from None
     changed = list(_differences("autoencoder", _architecture(before.autoencoder), _architecture(settings.autoencoder)))
     reading = list(_differences("data", _reading(before), _reading(settings)))
     if is_own:
         changed += reading
     elif reading:
-        log.warning("%s was trained on volumes read in another way: %s", path, "; ".join(reading))
+        log.warning("%s was trained on volumes that were read differently: %s", path, "; ".join(reading))
     if changed:
         raise CheckpointError(
-            f"{path}: the autoencoder was trained with other settings:\n  "
+            f"{path}: the autoencoder was trained with different settings:\n  "
             + "\n  ".join(changed)
-            + "\nset these back, or train stage 1 again under another name"
+            + "\nrestore these settings, or train stage 1 again under another name"
         )
 
 
 def _architecture(s: AutoencoderSettings) -> dict[str, Any]:
-    """Return what decides the network, with every auto resolved."""
+    """Return the settings that decide the network's architecture, with every `auto` resolved."""
     return {
         "in_channels": s.in_channels,
         "num_channels": list(s.num_channels),
@@ -111,7 +111,7 @@ def _architecture(s: AutoencoderSettings) -> dict[str, Any]:
 
 
 def _reading(settings: Settings) -> dict[str, Any]:
-    return settings.data.model_dump(mode="json", include=set(_READING))
+    return settings.data.model_dump(mode="json", include=set(_READING_KEYS))
 
 
 def _differences(section: str, before: dict[str, Any], after: dict[str, Any]) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Batches of latents, addressed by step like those of volumes."""
+"""Batches of latents, addressed by step like the batches of volumes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diffusion.latent_files import Moments
 
 @dataclass(frozen=True)
 class LatentBatch:
-    """One micro-batch of latents; the fields are those of `Batch`, with mean and sigma in the place of the image."""
+    """One micro-batch of latents: like `Batch`, but with mean and sigma (B, C, D, H, W) instead of the image."""
 
     mean: Tensor
     sigma: Tensor
@@ -28,11 +28,11 @@ class LatentBatch:
 def latent_batches(
     read: Callable[[int], Moments], files: Sequence[VolumeFile], plan: BatchPlan, first_step: int, last_step: int
 ) -> Iterator[list[LatentBatch]]:
-    """Yield for each step in [first_step, last_step) its micro-batches; `read` gives the latent of a file by index.
+    """Yield the micro-batches of each step in [first_step, last_step); `read` returns the latent of a file by index.
 
-    The same volumes in the same order as `training_batches`. A thread reads the next step's latents while one trains.
+    Volumes and order are those of `training_batches`. A thread reads the next step's latents during the current step.
     """
-    assert files, "there are no training volumes"
+    assert files, "training needs at least one volume"
     order = VolumeOrder(plan.seed, len(files))
 
     def load(step: int) -> list[LatentBatch]:
@@ -51,7 +51,7 @@ def latent_batches(
 def collate(
     read: Callable[[int], Moments], files: Sequence[VolumeFile], indices: Sequence[int], positions: Sequence[int]
 ) -> LatentBatch:
-    """Return the latents of some files as one batch."""
+    """Return the latents of the files at `indices` as one batch."""
     moments = [read(index) for index in indices]
     labels = [files[index].label for index in indices]
     return LatentBatch(

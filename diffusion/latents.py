@@ -1,7 +1,7 @@
-"""From volumes to the latents that stage 2 trains on: encoded once, kept where the settings say, scaled as a whole.
+"""Prepares the latents that stage 2 trains on: encodes each volume once, keeps it, and finds one scale for all.
 
-Latents are of whole volumes without augmentation, whatever stage 1 trained on: `data.patch_size` and
-`data.use_augmentation` are stage 1's, so that disk, memory and none give the same training.
+Latents are of whole volumes without augmentation: `data.patch_size` and `data.use_augmentation` apply to stage 1 only.
+Therefore `ldm.latents.cache` disk, memory and none give the same training.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data import Batch, BatchPlan, LoadedVolume, VolumeFile, Volumes, load_volume, training_batches
+from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, load_volume, training_batches
 from data.checking import content_digest
 from diffusion.frozen_autoencoder import weights_digest
 from diffusion.latent_batches import LatentBatch, collate, latent_batches
 from diffusion.latent_files import LatentFacts, LatentFolder, Moments, facts_of, latent_key
-from diffusion.whole_volumes import WholeVolumes
+from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
 from settings import CheckpointError, DataError, DataSettings, Settings
 from storage.names import printable
@@ -31,18 +31,19 @@ from storage.run_folder import RUNS
 
 log = logging.getLogger(__name__)
 
-# Shared by all runs: the key tells apart what must not be mixed.
+# Shared by all runs; the key keeps latents of different weights or settings apart.
 LATENTS = RUNS / "latents"
 
 
 @dataclass(frozen=True)
 class Latents:
-    """The latents of a run: how to read each, and what is true of all of them.
+    """The latents of a run: how to read one (None if they are not kept), and facts about the training set.
 
-    `autoencoder` is the hash of the weights that they were encoded with.
+    `spacing_mm`, `lower` and `upper` are medians over the training volumes. `autoencoder` is the hash of the weights
+    that encoded them.
     """
 
-    volumes: Volumes
+    volumes: DataSplit
     settings: DataSettings
     read: Callable[[int], Moments] | None
     scale: float
@@ -54,13 +55,13 @@ class Latents:
     def training_batches(
         self, plan: BatchPlan, first_step: int, last_step: int
     ) -> Iterator[Sequence[LatentBatch | Batch]]:
-        """Yield each step's micro-batches: latents, or volumes when no latents are kept."""
+        """Yield the micro-batches of each step: latents, or volumes if latents are not kept."""
         if self.read is None:
             return training_batches(self.volumes.train, self.settings, plan, first_step, last_step)
         return latent_batches(self.read, self.volumes.train, plan, first_step, last_step)
 
     def validation_batches(self, encode: Callable[[Tensor], Moments], process: Process) -> Iterator[LatentBatch]:
-        """Yield this process's share of the held-out latents one by one; positions are places in the list of files."""
+        """Yield this process's share of the validation latents, one at a time; positions index the list of files."""
         files, offset = self.volumes.val, len(self.volumes.train)
 
         def read(index: int) -> Moments:
@@ -74,7 +75,7 @@ class Latents:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Return what goes with the finished weights: samples need it."""
+        """Return what is stored with the trained weights because sampling needs it."""
         return {
             "spacing_mm": self.spacing_mm,
             "lower": self.lower,
@@ -85,24 +86,24 @@ class Latents:
 
 
 def stage_two_data(s: DataSettings) -> DataSettings:
-    """Return the data settings as stage 2 uses them: whole volumes, as they are."""
+    """Return the data settings of stage 2: whole volumes without augmentation."""
     return s.model_copy(update={"patch_size": None, "use_augmentation": False})
 
 
-def prepare_latents(whole: WholeVolumes, volumes: Volumes, settings: Settings, process: Process) -> Latents:
-    """Encode what is not yet encoded, each process its share, and find the scale of the whole training set.
+def prepare_latents(codec: VolumeCodec, volumes: DataSplit, settings: Settings, process: Process) -> Latents:
+    """Encode the volumes that are not encoded yet, shared among the processes, and find the scale of the training set.
 
-    A killed encoding goes on where it was. Latents kept on disk are found again by every run with the same autoencoder
-    weights and the same reading of the data. The scale is 1 / standard deviation over all elements of all training
-    latents as training draws them: var(mean) + mean(sigma^2).
+    With `cache: disk` an interrupted encoding continues where it stopped, and every run with the same autoencoder
+    weights and the same reading of the data reuses the latents. The scale is 1 / standard deviation over all elements
+    of all training latents as training draws them; their variance is var(mean) + mean(sigma^2).
     """
     data = stage_two_data(settings.data)
     if data != settings.data:
-        log.info("stage 2 trains on whole volumes: data.patch_size and data.use_augmentation act in stage 1 only")
+        log.info("stage 2 trains on whole volumes; data.patch_size and data.use_augmentation apply to stage 1 only")
     files = (*volumes.train, *volumes.val)
     cache = settings.ldm.latents.cache
-    autoencoder = weights_digest(whole.autoencoder)
-    key = latent_key(data, autoencoder, whole.precision.name)
+    autoencoder = weights_digest(codec.autoencoder)
+    key = latent_key(data, autoencoder, codec.precision.name)
     folder = LatentFolder(LATENTS / key)
     table = torch.zeros(len(files), 6 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
     kept = torch.zeros(len(files), 2, *settings.latent_shape) if cache == "memory" else None
@@ -114,7 +115,7 @@ def prepare_latents(whole: WholeVolumes, volumes: Volumes, settings: Settings, p
         log.info("latents: %d of %d found in %s", len(share) - len(missing), len(share), folder.folder)
     with process.together():
         for index, loaded in _load_ahead(files, missing, data, process):
-            mean, sigma = (part.cpu() for part in whole.encode(loaded.image))
+            mean, sigma = (part.cpu() for part in codec.encode(loaded.image))
             known = facts_of((mean, sigma), loaded.geometry.spacing_mm.tolist(), loaded.lower, loaded.upper)
             facts[index] = known
             if cache == "disk":
@@ -125,7 +126,7 @@ def prepare_latents(whole: WholeVolumes, volumes: Volumes, settings: Settings, p
         assert found is not None, f"volume {index} was not encoded"
         table[index] = torch.tensor(found.to_row(), dtype=torch.float64)
 
-    # Each row is filled by one process: the sum is the whole table, the same for any number of processes.
+    # One process fills each row and the others leave zeros, so the sum is the same for any number of processes.
     rows = [LatentFacts.from_row(row) for row in process.sum(table).tolist()]
     read = _reader(folder, files, None if kept is None else process.sum(kept)) if cache != "none" else None
     train = rows[: len(volumes.train)]
@@ -139,13 +140,13 @@ def prepare_latents(whole: WholeVolumes, volumes: Volumes, settings: Settings, p
 
 
 def latent_scale(facts: Sequence[LatentFacts], num_elements: int) -> float:
-    """Return 1 / standard deviation of latents drawn from these volumes, each of `num_elements` elements."""
+    """Return 1 / standard deviation of latents drawn from these volumes, with `num_elements` elements each."""
     count = num_elements * len(facts)
     mean = math.fsum(f.sum_mean for f in facts) / count
     variance = math.fsum(f.sum_squared_mean + f.sum_squared_sigma for f in facts) / count - mean**2
     if not (math.isfinite(variance) and variance > 0):
         raise CheckpointError(
-            f"the autoencoder's latents have the variance {variance:g}; it must be finite and above zero; "
+            f"the variance of the autoencoder's latents is {variance:g}; it must be finite and above zero; "
             "train stage 1 again"
         )
     return 1 / math.sqrt(variance)
@@ -160,18 +161,18 @@ def _reader(folder: LatentFolder, files: Sequence[VolumeFile], kept: Tensor | No
 def _load_ahead(
     files: Sequence[VolumeFile], indices: Sequence[int], data: DataSettings, process: Process
 ) -> Iterator[tuple[int, LoadedVolume]]:
-    """Yield volumes in order, with a bar, while threads read the next ones."""
+    """Yield volumes in order, with a progress bar, while threads read the next ones."""
     threads = max(1, data.num_workers)
 
     def load(index: int) -> LoadedVolume:
         file = files[index]
         loaded = load_volume(file.path, data, file.num_channels)
-        # The latent is kept under the hash of what was checked, which must be what was read.
+        # The latent is stored under the hash from the check, so the bytes read here must be the same.
         if content_digest(file.path) != file.digest:
             raise DataError(f"{printable(file.path)}: changed since it was checked; run the same command again")
         return loaded
 
-    # Given only where it hides the bar: an explicit False would overrule --quiet.
+    # Passed only to hide the bar, because an explicit disable=False would override --quiet.
     hidden: dict[str, Any] = {} if process.is_first and indices else {"disable": True}
     bar = tqdm(total=len(indices), desc="encoding latents", unit="volume", **hidden)
     with ThreadPoolExecutor(threads, thread_name_prefix="volumes") as readers, bar:

@@ -1,6 +1,6 @@
-"""The noise process of stage 2: how a clean latent becomes noise, and what the U-Net predicts of it.
+"""The noise process of stage 2: how a clean latent becomes noise, and what the U-Net predicts.
 
-Every process here is x(t) = signal(t) * clean + noise_level(t) * noise, so that one sampler serves all of them.
+Every process here is x(t) = signal(t) * clean + noise_level(t) * noise, so one sampler works for all of them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 from settings.ldm import SchedulerSettings
 
-# Below this signal a clean latent cannot be told from a predicted noise: the division would only amplify its error.
+# Below this signal, dividing by it to recover the clean latent would only amplify the error of the predicted noise.
 SMALLEST_SIGNAL = 0.01
 
 
 class NoiseProcess:
     """Denoising diffusion (epsilon or v) over discrete timesteps, or rectified flow over continuous time.
 
-    Times are what the U-Net is told: 0 is clean, `num_train_timesteps` is noise. Nothing is ever clipped.
+    Times are in the units of the U-Net's input: 0 is clean, `num_train_timesteps` is noise. Latents are never clipped.
     """
 
     def __init__(self, s: SchedulerSettings, device: torch.device) -> None:
@@ -33,13 +33,13 @@ class NoiseProcess:
         self._noise_level = torch.tensor(np.sqrt(1 - kept), dtype=torch.float32).to(device)
 
     def times(self, uniform: Tensor) -> Tensor:
-        """Turn numbers in [0, 1) into times, evenly."""
+        """Map numbers in [0, 1) linearly to times."""
         if self.is_flow:
             return uniform * self.num_timesteps
         return (uniform * self.num_timesteps).long().clamp_max(self.num_timesteps - 1)
 
     def coefficients(self, times: Tensor) -> tuple[Tensor, Tensor]:
-        """Return signal and noise level at each time, shaped to multiply (B, C, D, H, W)."""
+        """Return the signal and noise level at each time, shaped to broadcast over (B, C, D, H, W)."""
         if self.is_flow:
             level = times.float() / self.num_timesteps
             signal = 1 - level
@@ -48,7 +48,7 @@ class NoiseProcess:
         return signal.view(-1, 1, 1, 1, 1), level.view(-1, 1, 1, 1, 1)
 
     def add_noise(self, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
-        """Return the latent at its time."""
+        """Return the noisy latent at each time."""
         signal, level = self.coefficients(times)
         return signal * clean + level * noise
 
@@ -71,22 +71,22 @@ class NoiseProcess:
         return signal * noisy - level * prediction, level * noisy + signal * prediction
 
     def clean_slope(self, times: Tensor) -> Tensor:
-        """Return by how much the implied clean latent moves with the prediction, in absolute value."""
+        """Return the absolute derivative of the implied clean latent with respect to the prediction."""
         signal, level = self.coefficients(times)
         return level / signal if self.prediction == "epsilon" else level
 
     def sampling_times(self, num_steps: int) -> list[float]:
-        """Return the times of a sampler's steps, from noise towards clean; the last step ends at the clean latent."""
+        """Return the times of the sampler's steps, from noise to clean; the last step ends at the clean latent."""
         if self.is_flow:
             return [self.num_timesteps * (1 - step / num_steps) for step in range(num_steps)]
         last = self.num_usable - 1
         return np.linspace(last, 0, num_steps).round().tolist() if num_steps > 1 else [float(last)]
 
     def step(self, clean: Tensor, noise: Tensor, time: Tensor, after: Tensor | None, fresh: Tensor | None) -> Tensor:
-        """Return the latent at the time `after` (None: clean) from what was predicted at `time`.
+        """Return the latent at the time `after` (None: clean) from the clean latent and noise predicted at `time`.
 
-        Without `fresh` noise this is DDIM, and for rectified flow Euler's step. With it, it is the DDPM posterior
-        between the two times (equations 12 and 16 of the DDIM paper with eta = 1), over any stride.
+        Without `fresh` noise this is a DDIM step, which for rectified flow is an Euler step. With it, this is the DDPM
+        posterior between the two times (equations 12 and 16 of the DDIM paper with eta = 1), for any stride.
         """
         if after is None:
             return clean
@@ -100,9 +100,9 @@ class NoiseProcess:
 
 
 def _kept_variance(s: SchedulerSettings) -> np.ndarray:
-    """Return for each timestep the share of the variance that is still signal (alpha bar)."""
+    """Return, for each timestep, the share of the variance that is still signal (alpha bar)."""
     if s.schedule == "cosine":
-        # Nichol and Dhariwal 2021, equation 17, with their limit on the noise of one timestep.
+        # Nichol and Dhariwal 2021, equation 17, with their upper limit on beta.
         place = np.linspace(0, 1, s.num_train_timesteps + 1)
         curve = np.cos((place + 0.008) / 1.008 * np.pi / 2) ** 2
         betas = np.clip(1 - curve[1:] / curve[:-1], 0, 0.999)
@@ -114,9 +114,9 @@ def _kept_variance(s: SchedulerSettings) -> np.ndarray:
 
 
 def predict_padded(network: nn.Module, noisy: Tensor, times: Tensor, labels: Tensor | None, multiple: int) -> Tensor:
-    """Call the U-Net on a latent whose axes it may not divide: zeros are added at the far ends and cut off again.
+    """Call the U-Net on a latent of any size: pad its axes with zeros at the far end, and crop the prediction.
 
-    `multiple` is what the axes must divide by. Nothing is copied where they do.
+    `multiple` is the number that the U-Net needs every axis to be a multiple of. If all are, nothing is copied.
     """
     shape = noisy.shape[2:]
     missing = [-axis % multiple for axis in shape]

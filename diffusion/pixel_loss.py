@@ -1,7 +1,7 @@
-"""The pixel loss of stage 2: the predicted clean latent, decoded, compared with the decoded clean one.
+"""The pixel loss of stage 2: compares the predicted clean latent with the true one after decoding both.
 
-The decoder is frozen, but gradients pass through it to the U-Net, so its activations count as they do in training.
-Chunks limit how many volumes are decoded at once; checkpointing limits what one volume costs. Only both together do.
+The decoder is frozen, but gradients pass through it to the U-Net, so it needs as much activation memory as in training.
+Chunks limit how many volumes are decoded at once, and checkpointing limits the cost of one volume; both are needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class PixelLoss:
-    """Mean squared error of decoded latents, in chunks, each with its own backward down to the latent."""
+    """Mean squared error of decoded latents, computed in chunks, each with its own backward to the latent."""
 
     def __init__(self, s: PixelLossSettings, autoencoder: StockAutoencoder, precision: Precision) -> None:
         self.weight = s.weight
@@ -31,10 +31,11 @@ class PixelLoss:
     def __call__(
         self, predicted: Tensor, clean: Tensor, sample_weights: Tensor, factor: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss, and the gradient on `predicted` of `factor` times the loss, scaled as float16 needs it.
+        """Return the loss, and the gradient of `factor` times the loss with respect to `predicted`.
 
-        Both latents are unscaled, as the decoder expects them. `sample_weights` (B) weighs the volumes of the batch.
-        With `adaptive_chunk` running out of memory halves the chunk, for the rest of the run, and says so.
+        Both latents are unscaled, as the decoder expects them. `sample_weights` (B) weights the volumes of the batch.
+        The gradient is multiplied by the float16 loss scale, if any. With `adaptive_chunk`, running out of memory
+        halves the chunk size for the rest of the run and logs a warning.
         """
         total = torch.zeros((), device=predicted.device)
         gradient = torch.empty_like(predicted)
@@ -50,7 +51,7 @@ class PixelLoss:
                     raise
                 self.chunk_size //= 2
                 log.warning(
-                    "out of memory in the pixel loss: ldm.training.pixel_loss.chunk_size is %d from here on",
+                    "out of memory in the pixel loss: continuing with ldm.training.pixel_loss.chunk_size %d",
                     self.chunk_size,
                 )
                 torch.cuda.empty_cache()
@@ -62,7 +63,7 @@ class PixelLoss:
     def _chunk(
         self, predicted: Tensor, clean: Tensor, sample_weights: Tensor, batch_size: int, factor: float
     ) -> tuple[Tensor, Tensor]:
-        # A leaf of its own: the graph of this chunk ends here and is freed before the next one begins.
+        # Detached, so that the graph of this chunk ends here and is freed before the next chunk.
         latent = predicted.detach().requires_grad_()
         with self.precision.autocast():
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Drawing latents from the trained U-Net and turning them into volumes."""
+"""Draws latents from the trained U-Net and decodes them to volumes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.noise_process import NoiseProcess, predict_padded
-from diffusion.whole_volumes import WholeVolumes
+from diffusion.volume_codec import VolumeCodec
 from runtime.randomness import SampleNoise
 from settings import Settings
 from settings.ldm import LdmSettings
@@ -17,10 +17,10 @@ Predict = Callable[[Tensor, Tensor], Tensor]
 
 
 def guided(network: nn.Module, s: LdmSettings, labels: Tensor | None) -> Predict:
-    """Return the prediction of noisy latents at their times, with guidance when the settings ask for it.
+    """Return a function that predicts from noisy latents and times, with guidance if the settings ask for it.
 
-    `labels` are the classes of the samples, None for an unconditional network. A guidance scale of 1 is the plain
-    conditional prediction, 0 the one without a class.
+    `labels` are the classes of the samples, None for an unconditional network. A guidance scale of 1 gives the plain
+    conditional prediction, 0 the unconditional one.
     """
     multiple, scale = s.unet.downsampling, s.sampling.guidance_scale
     if labels is None:
@@ -50,9 +50,9 @@ def sample_latents(
     is_stochastic: bool = False,
     on_step: Callable[[], object] = lambda: None,
 ) -> Tensor:
-    """Draw one scaled latent of `shape` for each position; a position's latent does not depend on the others.
+    """Draw one scaled latent of `shape` for each position, independent of the other positions.
 
-    `is_stochastic` adds fresh noise at each step (the ddpm sampler). `on_step` is called after each of the steps.
+    `is_stochastic` adds fresh noise at each step (the ddpm sampler). `on_step` is called after each step.
     """
     assert not (is_stochastic and process.is_flow), "rectified flow is sampled without fresh noise"
     latents = noise.normal("sample", positions, shape)
@@ -70,7 +70,7 @@ def sample_latents(
 
 def draw_volumes(
     network: nn.Module,
-    whole: WholeVolumes,
+    codec: VolumeCodec,
     settings: Settings,
     latent_scale: float,
     seed: int,
@@ -79,11 +79,12 @@ def draw_volumes(
     batch_size: int = 1,
     on_step: Callable[[], object] = lambda: None,
 ) -> Iterator[Tensor]:
-    """Yield one volume (C, D, H, W), in the network's range, for each position; a function of (seed, position).
+    """Yield one volume (C, D, H, W), in the network's range, for each position; it depends on (seed, position) only.
 
-    The network runs in float32 and the decoder on one volume at a time: in 16 bits a sample would depend on its batch.
+    The network runs in float32 and the decoder on one volume at a time, because in 16 bits a sample would depend on the
+    batch size.
     """
-    device = whole.precision.device
+    device = codec.precision.device
     ldm = settings.ldm
     process, noise = NoiseProcess(ldm.scheduler, device), SampleNoise(seed, device)
     was_training = network.training
@@ -98,12 +99,12 @@ def draw_volumes(
                 predict, process, noise, part, settings.latent_shape, steps, is_stochastic, on_step
             )
         for latent in latents:
-            yield whole.decode(latent / latent_scale)
+            yield codec.decode(latent / latent_scale)
     network.train(was_training)
 
 
 def _labels(s: LdmSettings, positions: Sequence[int], label: int | None, device: torch.device) -> Tensor | None:
-    """Return the class of each sample: the one asked for, else the classes in turn."""
+    """Return the class of each sample: `label` if given, else the classes in turn."""
     if s.conditioning.type == "none":
         return None
     classes = [position % s.conditioning.num_classes if label is None else label for position in positions]

@@ -36,7 +36,7 @@ def validate_ldm(step: LatentDiffusionStep, latents: Latents) -> tuple[dict[str,
 def _held_out_loss(step: LatentDiffusionStep, latents: Latents) -> dict[str, float]:
     totals = torch.zeros(len(NOISE_LEVELS) + 1, dtype=torch.float64)
     conditioning = step.settings.ldm.conditioning
-    for batch in latents.validation_batches(step.whole_volumes.encode, step.process):
+    for batch in latents.validation_batches(step.codec.encode, step.process):
         # The mean of the latent: nothing random but the noise below.
         clean = batch.mean.to(step.process.device) * step.latent_scale
         labels = None if conditioning.type == "none" or batch.labels is None else batch.labels.to(step.process.device)
@@ -61,7 +61,7 @@ def sample_preview(step: LatentDiffusionStep) -> Preview:
     number = step.settings.ldm.sampling.num_previews
     volumes = draw_volumes(
         step.unet,
-        step.whole_volumes,
+        step.codec,
         step.settings,
         step.latent_scale,
         step.settings.seed,

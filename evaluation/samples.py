@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from data import VolumeFile, load_volume, to_unit
 from diffusion.sampling import draw_volumes
-from diffusion.whole_volumes import WholeVolumes
+from diffusion.volume_codec import VolumeCodec
 from evaluation.fid import PLANES, frechet_distance, slice_features
 from evaluation.pairs import psnr, ssim
 from evaluation.similarity import (
@@ -30,14 +30,14 @@ MEMORISED_RATIO = 0.5
 """A sample nearer to a training volume than this share of what is usual for held-out volumes counts as a copy."""
 
 
-def evaluate_reconstructions(whole: WholeVolumes, files: Sequence[VolumeFile], data: DataSettings) -> dict[str, Any]:
+def evaluate_reconstructions(codec: VolumeCodec, files: Sequence[VolumeFile], data: DataSettings) -> dict[str, Any]:
     """Return PSNR, SSIM and MS-SSIM of each volume's reconstruction and their means."""
     names: list[str] = []
     rows: list[dict[str, float]] = []
     for file in tqdm(files, desc="reconstructions", unit="volume"):
-        image = load_volume(file.path, data, file.num_channels).image[None].to(whole.precision.device)
-        mean, _ = whole.encode(image[0])
-        reconstruction = whole.decode(mean)[None]
+        image = load_volume(file.path, data, file.num_channels).image[None].to(codec.precision.device)
+        mean, _ = codec.encode(image[0])
+        reconstruction = codec.decode(mean)[None]
         names.append(file.name)
         rows.append(
             {
@@ -77,7 +77,7 @@ def load_reference(train: Sequence[VolumeFile], val: Sequence[VolumeFile], data:
 
 
 def reconstruction_discrepancy(
-    whole: WholeVolumes, train: Sequence[VolumeFile], data: DataSettings, reference: Reference, num: int
+    codec: VolumeCodec, train: Sequence[VolumeFile], data: DataSettings, reference: Reference, num: int
 ) -> float:
     """Return the MMD between reconstructed training volumes, at most `num`, and held-out volumes.
 
@@ -86,14 +86,14 @@ def reconstruction_discrepancy(
     chosen = [train[number * len(train) // min(num, len(train))] for number in range(min(num, len(train)))]
     vectors = []
     for file in tqdm(chosen, desc="reconstructed training volumes", unit="volume"):
-        mean, _ = whole.encode(load_volume(file.path, data, file.num_channels).image)
-        vectors.append(summary_vector(to_unit(whole.decode(mean))))
+        mean, _ = codec.encode(load_volume(file.path, data, file.num_channels).image)
+        vectors.append(summary_vector(to_unit(codec.decode(mean))))
     return maximum_mean_discrepancy(torch.stack(vectors), reference.held_out_vectors)
 
 
 def draw_samples(
     network: nn.Module,
-    whole: WholeVolumes,
+    codec: VolumeCodec,
     settings: Settings,
     latent_scale: float,
     seed: int,
@@ -104,7 +104,7 @@ def draw_samples(
     total = -(-num // batch_size) * settings.ldm.sampling.num_inference_steps
     with tqdm(total=total, desc="sampling", unit="step") as bar:
         volumes = draw_volumes(
-            network, whole, settings, latent_scale, seed, range(num), batch_size=batch_size, on_step=bar.update
+            network, codec, settings, latent_scale, seed, range(num), batch_size=batch_size, on_step=bar.update
         )
         return [to_unit(volume).cpu() for volume in volumes]
 

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from diffusion.frozen_autoencoder import autoencoder_path, load_autoencoder, weights_digest
-from diffusion.whole_volumes import WholeVolumes
+from diffusion.volume_codec import VolumeCodec
 from models import DiffusionUNet, StockAutoencoder, build_unet
 from models.weight_files import load_state, load_weights
 from runtime.precision import Precision
@@ -67,9 +67,9 @@ class TrainedRun:
     def _autoencoder(self) -> StockAutoencoder:
         return load_autoencoder(self.settings, autoencoder_path(self.settings, self.folder)).to(self.precision.device)
 
-    def whole_volumes(self) -> WholeVolumes:
+    def codec(self) -> VolumeCodec:
         """Return the frozen autoencoder, on the device, as it encodes and decodes single volumes."""
-        return WholeVolumes(self._autoencoder, self.settings.autoencoder, self.precision, self.budget_bytes)
+        return VolumeCodec(self._autoencoder, self.settings.autoencoder, self.precision, self.budget_bytes)
 
     def unet(self) -> tuple[DiffusionUNet, SampleFrame]:
         """Return the trained U-Net, on the device, and what its samples need.

@@ -23,11 +23,11 @@ def validate_autoencoder(step: AutoencoderStep, batches: Iterable[Batch]) -> tup
     """
     totals = torch.zeros(4, dtype=torch.float64)  # PSNR, SSIM, mean absolute error, number of volumes
     preview = None
-    network, whole = step.autoencoder.eval(), step.whole_volumes
+    network, codec = step.autoencoder.eval(), step.codec
     with step.average.swapped_in() if step.average is not None else nullcontext():
         for batch in batches:
             image = batch.image.to(step.process.device, non_blocking=True)
-            reconstruction = torch.stack([whole.decode(whole.encode(volume)[0]) for volume in image])
+            reconstruction = torch.stack([codec.decode(codec.encode(volume)[0]) for volume in image])
             error = absolute_error(reconstruction, image)
             values = [psnr(reconstruction, image), ssim(reconstruction, image), error, torch.ones_like(error)]
             totals += torch.stack([value.double().sum() for value in values]).cpu()

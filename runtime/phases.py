@@ -1,4 +1,4 @@
-"""Which part of a step is running, for the profiler, the memory tracker and the out-of-memory report."""
+"""Names the part of a step that is running, for the profiler, the memory tracker and the out-of-memory report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _current = "set-up"
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Name what runs inside; after an error the name stays, so that a report can tell where it happened."""
+    """Name the phase that runs inside; after an error the name stays, so that a report can show where it happened."""
     global _current
     outer, _current = _current, name
     with torch.profiler.record_function(name):
@@ -21,5 +21,5 @@ def phase(name: str) -> Iterator[None]:
 
 
 def current_phase() -> str:
-    """Return the name of the innermost phase, or of the one that failed."""
+    """Return the name of the innermost phase, or of the phase that failed."""
     return _current

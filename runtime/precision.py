@@ -1,4 +1,4 @@
-"""In which precision a step runs: fp32, bfloat16, or float16 with a gradient scaler."""
+"""The precision of a step: float32, bfloat16, or float16 with a gradient scaler."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """Return the precision as the log says it."""
+        """Return the name of the precision as it appears in the log."""
         return str(self.dtype or torch.float32).removeprefix("torch.")
 
     @property
     def skips_overflows(self) -> bool:
-        """Return whether a non-finite gradient is a step to skip (float16) rather than an error."""
+        """Return whether a step with a non-finite gradient is skipped (float16) instead of raising an error."""
         return self.scaler.is_enabled()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which the networks run."""
+        """Return the autocast context for running the networks."""
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward on the loss, scaled where the precision needs it."""
+        """Run backward on the loss, scaled if the precision needs it."""
         self.scaler.scale(loss).backward()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state; empty without one."""
+        """Return the scaler's state; empty if the scaler is off."""
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

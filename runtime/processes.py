@@ -1,4 +1,4 @@
-"""Which process this is, on which device, and how processes work together; one process is the simple case of many."""
+"""The processes of a run, their devices, and how they coordinate; a single process is the simple case."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from settings import ConfigError, DeviceSettings, Problem, TrainingError, UserEr
 
 log = logging.getLogger(__name__)
 
-_JOINING = timedelta(minutes=10)
-_GRADIENTS = timedelta(minutes=30)
-# One process may check or encode volumes for hours while others wait; one that dies is noticed at once all the same.
-_WAITING = timedelta(hours=6)
+_JOIN_TIMEOUT = timedelta(minutes=10)
+_GRADIENT_TIMEOUT = timedelta(minutes=30)
+# One process may check or encode volumes for hours while the others wait. A dead process is still noticed at once.
+_WAIT_TIMEOUT = timedelta(hours=6)
 
 
 @dataclass(frozen=True)
 class Process:
-    """One of the processes that train together, and its device."""
+    """This process: its rank among the processes that train together, and its device."""
 
     device: torch.device
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    control: Any = field(default=None, repr=False)  # a gloo group: decisions on the host do not wait for the GPU
+    # A gloo group, so that decisions on the host do not wait for the GPU.
+    control: Any = field(default=None, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -43,7 +44,7 @@ class Process:
         return self.rank == 0
 
     def wrap(self, network: nn.Module) -> nn.Module:
-        """Return the network so that backward averages its gradients over all processes."""
+        """Return the network wrapped so that backward averages its gradients over all processes."""
         if self.world_size == 1:
             return network
         device_ids = [self.device.index] if self.device.type == "cuda" else None
@@ -80,16 +81,16 @@ class Process:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise in every process an error that any of them met inside; only for work that no process waits in."""
-        met: UserError | None = None
+        """If the block raises a UserError in any process, raise it in all; no process may wait for another inside."""
+        raised: UserError | None = None
         try:
             yield
         except UserError as error:
-            met = error
-        self.raise_first(met)
+            raised = error
+        self.raise_first(raised)
 
     def raise_first(self, error: UserError | None, urgency: tuple[int, ...] = ()) -> None:
-        """Raise in every process the most urgent (smallest) of their errors, if there is any; every process calls."""
+        """Raise the error with the smallest (urgency, rank), if any, in every process; all processes must call this."""
         if self.world_size == 1:
             if error is not None:
                 raise error
@@ -97,9 +98,9 @@ class Process:
         if not self.any(error is not None):
             return
         mine = None if error is None else (urgency, self.rank, str(error), error.exit_code)
-        all_of_them: list[Any] = [None] * self.world_size
-        dist.all_gather_object(all_of_them, mine, group=self.control)
-        _, rank, text, exit_code = min(entry for entry in all_of_them if entry is not None)
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, mine, group=self.control)
+        _, rank, text, exit_code = min(entry for entry in gathered if entry is not None)
         if rank != self.rank or error is None:
             error = TrainingError(text)
             error.exit_code = exit_code
@@ -108,17 +109,18 @@ class Process:
 
 
 def synchronised(network: nn.Module, is_last: bool) -> Any:
-    """Return the context for a forward and backward: gradients travel only on the last accumulation pass."""
+    """Return the context for a forward and backward pass; gradients are averaged only on the last accumulation pass."""
     if isinstance(network, DistributedDataParallel) and not is_last:
         return network.no_sync()
     return nullcontext()
 
 
 def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device:
-    """Return the device to train on; raise `ConfigError` when the settings ask for a GPU that is not there."""
+    """Return the device to train on; raise `ConfigError` if the settings ask for a GPU that does not exist."""
     if settings.type == "cpu" or (settings.type == "auto" and not torch.cuda.is_available()):
-        # On a CPU oneDNN's 16-bit kernels cannot be trusted: AMX is an illegal instruction on machines that announce
-        # it, and the AVX-512 weight gradient of a one-channel convolution reads memory it never wrote. AVX2 has none.
+        # oneDNN's 16-bit CPU kernels cannot be trusted: AMX is an illegal instruction on some machines that report it,
+        # and the AVX-512 weight gradient of a one-channel convolution reads uninitialised memory. AVX2 has no 16-bit
+        # kernels.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2" if settings.mixed_precision else "AVX512_CORE_BF16")
         if settings.mixed_precision:
             log.warning("mixed precision is many times slower than fp32 on a CPU; set device.mixed_precision=false")
@@ -127,18 +129,18 @@ def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device
         found = "cuda, but torch sees no GPU"
         raise ConfigError([Problem("device.type", found, "", "set device.type=cpu, or check the driver")])
     if local_rank >= torch.cuda.device_count():
-        found = f"process {local_rank} of this machine, which has {torch.cuda.device_count()} GPUs"
-        raise ConfigError([Problem("device.type", found, "", "start torchrun with fewer processes a machine")])
+        found = f"local rank {local_rank} on a machine with {torch.cuda.device_count()} GPUs"
+        raise ConfigError([Problem("device.type", found, "", "start torchrun with fewer processes per machine")])
     return torch.device("cuda", local_rank)
 
 
 @contextmanager
 def processes(settings: DeviceSettings) -> Iterator[Process]:
-    """Join the processes that torchrun or srun started, or be the only one; leave cleanly at the end.
+    """Join the processes that torchrun or srun started, or run alone; leave cleanly at the end.
 
-    Sets the CUDA allocator's options first: they are read when CUDA starts. A process that ends leaves the others
-    nothing to wait for: they raise `TrainingError`, with the exit code of the process that failed if
-    that is known: torchrun's store outlives all of them, that of the first process dies with it.
+    Sets the CUDA allocator's options first, because CUDA reads them when it starts. When a process ends early, the
+    others raise `TrainingError` with the exit code of the process that failed. That code is unknown if the store is
+    gone: torchrun's store outlives all processes, but without torchrun the store dies with the first process.
     """
     if settings.allocator:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.allocator
@@ -156,30 +158,30 @@ def processes(settings: DeviceSettings) -> Iterator[Process]:
         is_clean = True
     except UserError as error:
         if error.is_said_elsewhere is None:
-            error.is_said_elsewhere = not _is_first_to_say(store, str(error))
-        _leave_word(store, error.exit_code)
+            error.is_said_elsewhere = not _is_first_report(store, str(error))
+        _publish_exit_code(store, error.exit_code)
         raise
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            _leave_word(store, OUT_OF_MEMORY)
+            _publish_exit_code(store, OUT_OF_MEMORY)
         if isinstance(error, MemoryError) or not _is_lost_process(error):
             raise
         lost = TrainingError(
-            "another process of this run ended, and the others with it; if it said nothing itself it was killed, most "
-            "often for want of memory; the same command goes on from the last checkpoint, or begins anew without one"
+            "another process of this run ended, so this one stops too; if that process logged no error it was killed, "
+            "most likely because memory ran out; run the same command again to resume from the last checkpoint, if any"
         )
-        # Whoever failed first has said why, and that is worth more than this.
-        lost.is_said_elsewhere = _somebody_said_something(store) or not _is_first_to_say(store, str(lost))
-        lost.exit_code = _read_word(store) or lost.exit_code
+        # The process that failed first has usually reported why, which is more useful than this message.
+        lost.is_said_elsewhere = _was_anything_reported(store) or not _is_first_report(store, str(lost))
+        lost.exit_code = _published_exit_code(store) or lost.exit_code
         raise lost from error
     finally:
-        # NCCL would wait here for the process that is gone.
+        # NCCL would wait here for the process that ended.
         if is_clean or device.type == "cpu":
             dist.destroy_process_group()
 
 
 def number_of_processes() -> int:
-    """Return how many processes the launcher started; does not depend on whether they have met, or still meet."""
+    """Return how many processes the launcher started, whether or not they are connected."""
     return _number("WORLD_SIZE", 1)
 
 
@@ -191,26 +193,27 @@ def _number(name: str, default: int) -> int:
 
 
 def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store, Any]:
-    """Meet the other processes; return the store that outlives a failure, and the group for decisions on the host."""
+    """Connect to the other processes; return their store and the group for decisions on the host."""
     where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     is_cuda = device.type == "cuda"
     try:
-        # torchrun keeps its store when it starts the processes again: addresses of the dead must not be found in it.
+        # torchrun keeps its store when it restarts the processes; the prefix hides addresses from earlier attempts.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"{attempt} of {world_size}", next(dist.rendezvous("env://", timeout=_JOINING))[0])
+        shared_store = next(dist.rendezvous("env://", timeout=_JOIN_TIMEOUT))[0]
+        store = dist.PrefixStore(f"{attempt} of {world_size}", shared_store)
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
             store=dist.PrefixStore("processes", store),
             rank=rank,
             world_size=world_size,
-            timeout=_GRADIENTS if is_cuda else _WAITING,
+            timeout=_GRADIENT_TIMEOUT if is_cuda else _WAIT_TIMEOUT,
             device_id=device if is_cuda else None,
         )
-        control = dist.new_group(backend="gloo", timeout=_WAITING) if is_cuda else dist.group.WORLD
+        control = dist.new_group(backend="gloo", timeout=_WAIT_TIMEOUT) if is_cuda else dist.group.WORLD
     except (RuntimeError, ValueError) as error:
         alone = TrainingError(
-            f"process {rank} of {world_size} did not meet the others at {where} ({str(error).splitlines()[0]}); start "
-            "all of them with torchrun, with one address and a free port"
+            f"process {rank} of {world_size} cannot reach the others at {where} ({str(error).splitlines()[0]}); "
+            "start all of them with torchrun, with the same address and a free port"
         )
         alone.is_said_elsewhere = False
         raise alone from error
@@ -221,8 +224,8 @@ def _is_lost_process(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-def _is_first_to_say(store: dist.Store, text: str) -> bool:
-    """Return whether no other process says this already; True when that cannot be found out."""
+def _is_first_report(store: dist.Store, text: str) -> bool:
+    """Return whether no other process has reported this text; True if the store cannot be reached."""
     try:
         store.add("said", 1)
         return store.add(f"said {hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
@@ -230,21 +233,21 @@ def _is_first_to_say(store: dist.Store, text: str) -> bool:
         return True
 
 
-def _leave_word(store: dist.Store, exit_code: int) -> None:
-    """Tell the others with which exit code this process ends."""
+def _publish_exit_code(store: dist.Store, exit_code: int) -> None:
+    """Tell the other processes which exit code this one ends with."""
     with suppress(RuntimeError):
         store.set("exit code", str(exit_code))
 
 
-def _read_word(store: dist.Store) -> int | None:
-    """Return the exit code of the process that failed; None when it left no word, or took the store with it."""
+def _published_exit_code(store: dist.Store) -> int | None:
+    """Return the exit code of the process that failed; None if it published none or the store is gone."""
     try:
         return int(store.get("exit code")) if store.check(["exit code"]) else None
     except RuntimeError:
         return None
 
 
-def _somebody_said_something(store: dist.Store) -> bool:
+def _was_anything_reported(store: dist.Store) -> bool:
     try:
         return bool(store.check(["said"]))
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Randomness as a function of the seed and of what it is for, so that a resumed run needs no saved generator."""
+"""Random numbers derived from (seed, purpose, position), so that a resumed run needs no saved generator state."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def derive_seed(seed: int, purpose: str, position: int) -> int:
-    """Return a 63-bit seed for one use of randomness."""
+    """Return a 63-bit seed for one purpose at one position."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class SampleNoise:
-    """Noise that belongs to a sample, not to a batch: how samples are batched or spread over ranks changes nothing."""
+    """Noise that belongs to a sample, not to a batch, so batch size and number of ranks do not change it."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
@@ -32,7 +32,7 @@ class SampleNoise:
         return noise
 
     def uniform(self, purpose: str, positions: Sequence[int]) -> Tensor:
-        """Return one number in [0, 1) for each sample position."""
+        """Return a uniform number in [0, 1) for each sample position."""
         numbers = torch.empty(len(positions), device=self.device)
         for number, position in zip(numbers, positions, strict=True):
             self.generator.manual_seed(derive_seed(self.seed, purpose, position))

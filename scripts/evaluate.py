@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> int:
     has_stage_two = finished.folder.weights("ldm").is_file()
     if has_stage_two:
         network, frame = finished.unet()
-    whole = finished.whole_volumes()
+    codec = finished.codec()
     features = load_features(options.fid_network, options.fid_weights) if options.fid_weights is not None else None
     changes = {} if options.steps is None else {"ldm.sampling.num_inference_steps": options.steps}
     settings = finished.settings.with_overrides(changes)
@@ -57,18 +57,18 @@ def main(options: argparse.Namespace) -> int:
         )
     results: dict[str, Any] = {
         "run": str(finished.folder.path),
-        "reconstruction": evaluate_reconstructions(whole, volumes.val, data),
+        "reconstruction": evaluate_reconstructions(codec, volumes.val, data),
     }
     if has_stage_two:
         reference = load_reference(volumes.train, volumes.val, data)
         drawn = (settings, frame.latent_scale, options.seed, options.num, options.batch_size)
-        results["samples"] = evaluate_samples(draw_samples(network, whole, *drawn), reference, features)
+        results["samples"] = evaluate_samples(draw_samples(network, codec, *drawn), reference, features)
         if len(volumes.train) > 1:
-            allowed = reconstruction_discrepancy(whole, volumes.train, data, reference, options.num)
+            allowed = reconstruction_discrepancy(codec, volumes.train, data, reference, options.num)
             results["reconstruction"]["mmd"] = allowed
         if options.untrained_baseline:
             torch.manual_seed(settings.seed)
-            samples = draw_samples(finished.untrained_unet(), whole, *drawn)
+            samples = draw_samples(finished.untrained_unet(), codec, *drawn)
             results["untrained"] = evaluate_samples(samples, reference, features)
             results["mmd_ratio"] = results["samples"]["mmd"] / max(results["untrained"]["mmd"], 1e-12)
     else:

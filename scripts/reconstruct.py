@@ -39,13 +39,13 @@ def main(options: argparse.Namespace) -> int:
     for target in targets.values():
         if target.resolve() in inputs:
             raise DataError(f"--out: {printable(target)} is one of the volumes to read; give another folder")
-    whole = finished.whole_volumes()
+    codec = finished.codec()
     device = finished.precision.device
 
     for path, target in tqdm(targets.items(), desc="reconstructing", unit="volume"):
         loaded = load_volume(path, finished.settings.data, finished.settings.autoencoder.in_channels)
-        mean, _ = whole.encode(loaded.image)
-        volume = whole.decode(mean)
+        mean, _ = codec.encode(loaded.image)
+        volume = codec.decode(mean)
         voxels, affine = restore(volume, loaded)
         write_nifti(target, voxels, affine)
         pair = volume[None], loaded.image[None].to(device)

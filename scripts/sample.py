@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> int:
     settings = finished.settings.with_overrides({key: value for key, value in changes.items() if value is not None})
     network, frame = finished.unet()
     label = None if options.class_name is None else class_number(options.class_name, frame.class_names)
-    whole = finished.whole_volumes()
+    codec = finished.codec()
     title = _title(options)
     num_batches = -(-options.num // options.batch_size)
 
@@ -44,7 +44,7 @@ def main(options: argparse.Namespace) -> int:
     with tqdm(total=num_batches * settings.ldm.sampling.num_inference_steps, desc="sampling", unit="step") as bar:
         volumes = draw_volumes(
             network,
-            whole,
+            codec,
             settings,
             frame.latent_scale,
             options.seed,

@@ -82,7 +82,7 @@ def test_killed_and_resumed_equals_uninterrupted_to_the_bit(prepared, tmp_path):
 def test_without_a_trained_autoencoder_it_says_what_to_do(tiny_config, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_here("train_ldm.py", "--config", tiny_config) == 2
-    assert "autoencoder.safetensors: there is no trained autoencoder; train stage 1" in capsys.readouterr().err
+    assert "autoencoder.safetensors: no trained autoencoder; train stage 1" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_what_would_be_trained(command, tiny_config, tmp_path):

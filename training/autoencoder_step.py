@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from data import Batch
-from diffusion.whole_volumes import WholeVolumes, block_bytes
+from diffusion.volume_codec import VolumeCodec, block_bytes
 from losses import (
     build_perceptual_loss,
     discriminator_loss_fake,
@@ -47,7 +47,7 @@ class AutoencoderStep(TrainingStep):
         self._parallel_autoencoder = self.register("autoencoder", self.autoencoder, training.learning_rate)
         # A budget that training needs anyway: volumes larger than its patches go through in slabs.
         training_bytes = training.batch_size * block_bytes(settings.autoencoder, self.precision, settings.training_grid)
-        self.whole_volumes = WholeVolumes(self.autoencoder, settings.autoencoder, self.precision, training_bytes)
+        self.codec = VolumeCodec(self.autoencoder, settings.autoencoder, self.precision, training_bytes)
         self.discriminator: nn.Module | None = None
         if training.uses_discriminator:
             self.discriminator = build_discriminator(settings.autoencoder)

@@ -14,7 +14,7 @@ from diffusion.frozen_autoencoder import weights_digest
 from diffusion.latent_batches import LatentBatch
 from diffusion.noise_process import NoiseProcess, predict_padded
 from diffusion.pixel_loss import PixelLoss
-from diffusion.whole_volumes import WholeVolumes, frozen_whole_volumes
+from diffusion.volume_codec import VolumeCodec, frozen_codec
 from models import build_unet
 from runtime.phases import phase
 from runtime.processes import Process, synchronised
@@ -30,7 +30,7 @@ _GOLDEN_RATIO = 0.6180339887498949
 class LatentDiffusionStep(TrainingStep):
     """The U-Net, its optimizer, the frozen autoencoder, and the step that moves the U-Net.
 
-    `whole` is the frozen autoencoder, loaded here when it is not given; `load_weights=False` builds it without its
+    `codec` is the frozen autoencoder, loaded here when it is not given; `load_weights=False` builds it without its
     weights, which is all a memory prediction needs. A checkpoint brings its own `latent_scale`.
     """
 
@@ -42,7 +42,7 @@ class LatentDiffusionStep(TrainingStep):
         settings: Settings,
         process: Process,
         load_weights: bool = True,
-        whole: WholeVolumes | None = None,
+        codec: VolumeCodec | None = None,
         latent_scale: float = 1.0,
         files_of: FilesOf = no_names,
     ) -> None:
@@ -50,8 +50,8 @@ class LatentDiffusionStep(TrainingStep):
         super().__init__(settings, training, process, files_of)
         self.unet = build_unet(settings.ldm, settings.autoencoder.latent_channels)
         self._parallel_unet = self.register("ldm", self.unet, training.learning_rate)
-        self.whole_volumes = whole or frozen_whole_volumes(settings, process.device, load_weights)
-        self.autoencoder = self.whole_volumes.autoencoder
+        self.codec = codec or frozen_codec(settings, process.device, load_weights)
+        self.autoencoder = self.codec.autoencoder
         self.noise_process = NoiseProcess(settings.ldm.scheduler, process.device)
         self.latent_scale = latent_scale
         self.pixel_loss: PixelLoss | None = None
@@ -111,7 +111,7 @@ class LatentDiffusionStep(TrainingStep):
     def draw_clean(self, batch: LatentBatch | Batch) -> Tensor:
         """Return scaled latents drawn from the batch's means and sigmas, noise a function of each position."""
         if isinstance(batch, Batch):
-            moments = [self.whole_volumes.encode(image) for image in batch.image]
+            moments = [self.codec.encode(image) for image in batch.image]
             mean, sigma = (torch.stack(parts) for parts in zip(*moments, strict=True))
         else:
             mean = batch.mean.to(self.process.device, non_blocking=True)

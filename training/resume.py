@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from data import Volumes
+from data import DataSplit
 from settings import CheckpointError, Settings, known_keys
 from training.checkpoints import Checkpoints
 from training.step import TrainingStep
@@ -22,7 +22,7 @@ _STAGE_SECTIONS = {
 }
 
 
-def resume(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volumes: Volumes) -> int:
+def resume(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volumes: DataSplit) -> int:
     """Load the newest whole checkpoint into the step and return how many steps are done; 0 without one.
 
     Raises `CheckpointError`, in all processes alike, when settings, volumes or the number of volumes per update changed
@@ -40,7 +40,7 @@ def resume(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, vol
     return state["step"]
 
 
-def save(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volumes: Volumes, done: int) -> None:
+def save(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volumes: DataSplit, done: int) -> None:
     """Write a complete checkpoint from the first process; ask the step's guard first whether it would be a good one."""
     with step.process.together():
         if step.process.is_first:
@@ -52,7 +52,7 @@ def save(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volum
             checkpoints.save(done, step.state_dict() | extra)
 
 
-def _load(step: TrainingStep, state: dict[str, Any], settings: Settings, volumes: Volumes, path: Path) -> None:
+def _load(step: TrainingStep, state: dict[str, Any], settings: Settings, volumes: DataSplit, path: Path) -> None:
     try:
         before, samples, volumes_before = (state[name] for name in ("settings", "samples_per_update", "volumes"))
     except KeyError as error:
@@ -76,7 +76,7 @@ def _other_version(path: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _identity(volumes: Volumes) -> dict[str, Any]:
+def _identity(volumes: DataSplit) -> dict[str, Any]:
     return {
         "train": len(volumes.train),
         "val": len(volumes.val),
@@ -85,7 +85,7 @@ def _identity(volumes: Volumes) -> dict[str, Any]:
     }
 
 
-def _check_volumes(before: dict[str, Any], volumes: Volumes, path: Path) -> None:
+def _check_volumes(before: dict[str, Any], volumes: DataSplit, path: Path) -> None:
     """Raise `CheckpointError` unless the volumes are those of the checkpoint, to the byte."""
     now = _identity(volumes)
     if before["fingerprint"] != now["fingerprint"]:

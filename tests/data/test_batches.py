@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from data import Batch, BatchPlan, Volumes, prepare_volumes, training_batches, validation_batches
+from data import Batch, BatchPlan, DataSplit, prepare_volumes, training_batches, validation_batches
 from data.batches import VolumeOrder
 from data.transforms import load_volume
 from settings import DataError, DataSettings, TrainingError
@@ -24,7 +24,7 @@ from tests.data.small_volumes import build_settings
 PATCHES = {"patch_size": [8, 8, 4], "use_augmentation": True}
 
 
-def prepared(folder: Path, **values: object) -> tuple[Volumes, DataSettings]:
+def prepared(folder: Path, **values: object) -> tuple[DataSplit, DataSettings]:
     settings = build_settings(source=str(folder), **values)
     return prepare_volumes(settings, seed=3, in_channels=1), settings
 
@@ -206,7 +206,7 @@ def test_a_killed_worker_is_reported_as_such(folder: Path) -> None:
     next(steps)
     victim = min(children() - before)
     os.kill(victim, signal.SIGKILL)
-    with pytest.raises(TrainingError, match=rf"a worker of the loader died \(process {victim} was killed by SIGKILL\)"):
+    with pytest.raises(TrainingError, match=rf"a DataLoader worker died \(process {victim} was killed by SIGKILL\)"):
         list(steps)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from settings import DataError, DataSettings
 from tests.data.small_volumes import build_settings, random_voxels
 
 Make = Callable[..., Path]
+ROOT = Path(checking.__file__).parent.parent
 
 
 def test_every_problem_of_every_file_is_in_one_report(make_volume: Make, tmp_path: Path) -> None:
@@ -79,7 +82,7 @@ def test_only_new_and_changed_files_are_read_again(
     read: list[str] = []
     examine = checking.examine
 
-    def noted(path: Path, s: DataSettings) -> checking.Facts:
+    def noted(path: Path, s: DataSettings) -> checking.VolumeFacts:
         read.append(path.name)
         return examine(path, s)
 
@@ -169,3 +172,9 @@ def test_names_that_are_not_unicode_are_handled(folder: Path) -> None:
     (folder / strange).write_text("broken")
     with pytest.raises(DataError, match=r"strange-\\udcff\\n\.nii\.gz: not a"):
         prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
+
+
+def test_volumes_are_found_and_checked_without_torch() -> None:
+    script = "import sys; sys.modules['torch'] = None; from data import prepare_volumes; import data.formats"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

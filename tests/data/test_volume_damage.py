@@ -168,3 +168,14 @@ def test_mistakes_of_our_own_are_not_told_as_damaged_files(
     monkeypatch.setattr(readers, "_spatial", wrong)
     with pytest.raises(mistake, match="a mistake"):
         read_header(path)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_names_that_are_not_utf_8_are_read_or_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / os.fsdecode(b"v\xff" + suffix.encode())
+    write(tmp_path / f"v{suffix}", random_voxels(0)).rename(path)
+    if suffix in (".mha", ".nrrd"):
+        with pytest.raises(DataError, match=r"v\\udcff\.\w+: its path is not UTF-8, .* rename it"):
+            read_volume(path)
+    else:
+        assert read_volume(path)[0].shape == (1, 12, 10, 8)

@@ -56,7 +56,7 @@ def test_a_truncated_latent_counts_as_absent_and_reading_it_says_what_to_do(fold
     path = store.path_of(file)
     path.write_bytes(path.read_bytes()[:-20])
     assert store.facts(file) is None
-    with pytest.raises(DataError, match=r"v0\.nii\.gz is gone or damaged; run the same command again"):
+    with pytest.raises(DataError, match=r"v0\.nii\.gz is missing or damaged; run the same command again"):
         store.read(file)
 
 

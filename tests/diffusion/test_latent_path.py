@@ -148,7 +148,7 @@ def test_samples_are_decoded_from_unscaled_latents(tiny_values):
     with torch.no_grad():
         expected = torch.cat([step.autoencoder.decode(latent[None] / SCALE) for latent in drawn])
         unscaled = torch.cat([step.autoencoder.decode(latent[None]) for latent in drawn])
-    found = torch.stack(list(draw_volumes(step.unet, step.whole_volumes, settings, SCALE, 5, [0, 1], batch_size=2)))
+    found = torch.stack(list(draw_volumes(step.unet, step.codec, settings, SCALE, 5, [0, 1], batch_size=2)))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert (expected - unscaled).norm() > 0.2 * expected.norm()
 
@@ -170,11 +170,11 @@ def test_a_network_that_knows_the_latent_gives_back_the_volume_it_was_encoded_fr
     """The round trip of both stages: encode, scale as in training, draw, unscale as in sampling, decode."""
     step = make_step(tiny_values, **changes)
     image = torch.rand(1, 16, 16, 16, generator=torch.Generator().manual_seed(2)) * 2 - 1
-    mean, sigma = step.whole_volumes.encode(image)
+    mean, sigma = step.codec.encode(image)
     clean = step.draw_clean(LatentBatch(mean[None], 0 * sigma[None], (0,), None, ("a",)))
     network = KnowsTheAnswer(step, clean)
-    [found] = draw_volumes(network, step.whole_volumes, step.settings, step.latent_scale, 9, [4])
-    torch.testing.assert_close(found, step.whole_volumes.decode(mean), rtol=1e-3, atol=1e-3)
+    [found] = draw_volumes(network, step.codec, step.settings, step.latent_scale, 9, [4])
+    torch.testing.assert_close(found, step.codec.decode(mean), rtol=1e-3, atol=1e-3)
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def encoded(tiny_values, tmp_path, monkeypatch) -> tuple[LatentDiffusionStep, La
     monkeypatch.chdir(tmp_path)
     step = make_step(tiny_values, training={"ema_decay": 0.9}, **SCHEDULERS[1])
     volumes = prepare_volumes(step.settings.data, step.settings.seed, 1)
-    latents = prepare_latents(step.whole_volumes, volumes, step.settings, CPU)
+    latents = prepare_latents(step.codec, volumes, step.settings, CPU)
     step.latent_scale = latents.scale
     assert step.average is not None
     for average in step.average.averages:
@@ -220,7 +220,7 @@ def test_the_held_out_loss_is_of_scaled_means_with_the_averaged_weights(encoded)
 def test_preview_samples_are_those_that_a_user_will_draw(encoded):
     step, _ = encoded
     shown = sample_preview(step)
-    volumes = draw_volumes(step.unet, step.whole_volumes, step.settings, step.latent_scale, step.settings.seed, [0, 1])
+    volumes = draw_volumes(step.unet, step.codec, step.settings, step.latent_scale, step.settings.seed, [0, 1])
     for place, volume in enumerate(volumes):
         voxels = torch.as_tensor(shown.volumes[f"sample_{place}"].voxels).float()
         expected = ((volume[0] + 1) / 2).clamp(0, 1) * 255

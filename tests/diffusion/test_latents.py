@@ -12,7 +12,7 @@ from data import prepare_volumes
 from diffusion.conditioning import check_classes, class_number
 from diffusion.frozen_autoencoder import freeze, weights_digest
 from diffusion.latents import LATENTS, latent_scale, prepare_latents
-from diffusion.whole_volumes import WholeVolumes
+from diffusion.volume_codec import VolumeCodec
 from models import build_autoencoder
 from runtime.precision import Precision
 from runtime.processes import Process
@@ -26,7 +26,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-class Counted(WholeVolumes):
+class Counted(VolumeCodec):
     """Counts what is encoded, and stops like a killed process after `limit`."""
 
     def __init__(self, settings: Settings, limit: int = 1000) -> None:
@@ -42,15 +42,15 @@ class Counted(WholeVolumes):
         return super().encode(image)
 
 
-def prepare(values, whole: Counted | None = None, **changes):
+def prepare(values, codec: Counted | None = None, **changes):
     values = copy.deepcopy(values)
     for dotted, value in changes.items():
         section, name = dotted.split("__")
         (values["ldm"]["latents"] if section == "latents" else values[section])[name] = value
     settings = Settings.model_validate(values)
-    whole = whole or Counted(settings)
+    codec = codec or Counted(settings)
     volumes = prepare_volumes(settings.data, settings.seed, 1)
-    return prepare_latents(whole, volumes, settings, CPU), whole
+    return prepare_latents(codec, volumes, settings, CPU), codec
 
 
 @pytest.fixture
@@ -60,10 +60,10 @@ def values(tiny_values):
 
 
 def test_every_volume_is_encoded_once_and_found_again(values):
-    first, whole = prepare(values)
-    assert whole.count == 6
-    second, whole = prepare(values)
-    assert whole.count == 0
+    first, codec = prepare(values)
+    assert codec.count == 6
+    second, codec = prepare(values)
+    assert codec.count == 0
     assert second.scale == first.scale
     assert second.spacing_mm == first.spacing_mm
 
@@ -71,18 +71,18 @@ def test_every_volume_is_encoded_once_and_found_again(values):
 def test_a_killed_encoding_goes_on_where_it_was(values):
     with pytest.raises(KeyboardInterrupt):
         prepare(values, Counted(Settings.model_validate(values), limit=4))
-    latents, whole = prepare(values)
-    assert whole.count == 2
+    latents, codec = prepare(values)
+    assert codec.count == 2
     assert latents.scale == prepare(values, latents__cache="memory")[0].scale
 
 
 def test_a_changed_weight_grid_or_intensity_is_encoded_anew(values):
     prepare(values)
-    whole = Counted(Settings.model_validate(values))
+    codec = Counted(Settings.model_validate(values))
     with torch.no_grad():
-        next(whole.autoencoder.parameters()).view(-1)[0] += 1e-6
-    prepare(values, whole)
-    assert whole.count == 6
+        next(codec.autoencoder.parameters()).view(-1)[0] += 1e-6
+    prepare(values, codec)
+    assert codec.count == 6
     assert prepare(values, data__intensity={"mode": "window", "lower": 0, "upper": 900})[1].count == 6
     assert prepare(values, data__voxel_size=[16, 16, 20])[1].count == 6
     assert prepare(values)[1].count == 0
@@ -92,7 +92,7 @@ def test_a_changed_weight_grid_or_intensity_is_encoded_anew(values):
 def test_disk_memory_and_none_give_the_same_latents_and_scale(values):
     disk, _ = prepare(values)
     memory, _ = prepare(values, latents__cache="memory")
-    none, whole = prepare(values, latents__cache="none")
+    none, codec = prepare(values, latents__cache="none")
     assert disk.scale == memory.scale == none.scale
     assert disk.read is not None
     assert memory.read is not None
@@ -100,7 +100,7 @@ def test_disk_memory_and_none_give_the_same_latents_and_scale(values):
     for index in range(6):
         for one, other in zip(disk.read(index), memory.read(index), strict=True):
             assert torch.equal(one, other)
-    pairs = zip(disk.validation_batches(whole.encode, CPU), none.validation_batches(whole.encode, CPU), strict=True)
+    pairs = zip(disk.validation_batches(codec.encode, CPU), none.validation_batches(codec.encode, CPU), strict=True)
     for cached, encoded in pairs:
         assert torch.equal(cached.mean, encoded.mean)
         assert cached.files == encoded.files
@@ -119,7 +119,7 @@ def test_the_scale_is_of_all_latents_of_the_training_set_as_training_draws_them(
 
 
 def test_latents_without_variance_are_refused():
-    with pytest.raises(CheckpointError, match="variance 0"):
+    with pytest.raises(CheckpointError, match="variance of the autoencoder's latents is 0"):
         latent_scale([_flat()], 8)
 
 
@@ -130,7 +130,7 @@ def _flat():
 
 
 def test_encode_scale_unscale_decode_is_the_autoencoders_own_reconstruction(values):
-    latents, whole = prepare(values)
+    latents, codec = prepare(values)
     assert latents.read is not None
     from data import load_volume
 
@@ -138,8 +138,8 @@ def test_encode_scale_unscale_decode_is_the_autoencoders_own_reconstruction(valu
         image = load_volume(file.path, latents.settings, 1).image
         scaled = latents.read(index)[0] * latents.scale
         with torch.no_grad():
-            direct = whole.autoencoder.decode(whole.autoencoder.encode(image[None])[0])[0]
-        assert (whole.decode(scaled / latents.scale) - direct).norm() <= 1e-6 * direct.norm()
+            direct = codec.autoencoder.decode(codec.autoencoder.encode(image[None])[0])[0]
+        assert (codec.decode(scaled / latents.scale) - direct).norm() <= 1e-6 * direct.norm()
 
 
 @pytest.mark.parametrize("budget_bytes", [1, None])
@@ -156,19 +156,19 @@ def test_slabs_for_a_small_budget_change_nothing(values, budget_bytes):
 
 
 def test_out_of_memory_with_a_whole_volume_goes_on_in_slabs(values, caplog):
-    whole = Counted(Settings.model_validate(values))
-    decode = whole.autoencoder.decode
+    codec = Counted(Settings.model_validate(values))
+    decode = codec.autoencoder.decode
 
     def limited(latent):
-        if whole.slab_rows == 0 or whole.slab_rows > 16:
+        if codec.slab_rows == 0 or codec.slab_rows > 16:
             raise torch.OutOfMemoryError("as a full GPU says")
         return decode(latent)
 
-    whole.autoencoder.decode = limited
+    codec.autoencoder.decode = limited
     latent = torch.rand(3, 24, 8, 8)
-    volume = whole.decode(latent)
+    volume = codec.decode(latent)
     torch.testing.assert_close(volume, decode(latent[None])[0], rtol=1e-4, atol=1e-5)
-    assert whole.slab_rows == 12
+    assert codec.slab_rows == 12
     assert "slabs of 12 rows" in caplog.text
 
 
@@ -186,13 +186,13 @@ def test_two_processes_share_the_encoding_and_agree_on_the_scale(values, monkeyp
     monkeypatch.setattr(Process, "any", lambda self, flag: flag)
     counts, scales = [], []
     for rank in (1, 0):
-        whole = Counted(settings)
+        codec = Counted(settings)
         process = Process(CPU.device, rank=rank, world_size=2)
         try:
-            scales.append(prepare_latents(whole, volumes, settings, process).scale)
+            scales.append(prepare_latents(codec, volumes, settings, process).scale)
         except CheckpointError:
             scales.append(math.nan)  # the first of the two knows only its own share
-        counts.append(whole.count)
+        counts.append(codec.count)
     assert counts == [3, 3]
     assert scales[1] == alone.scale
 
@@ -202,7 +202,7 @@ def test_patches_and_augmentation_are_of_stage_one_only(values, caplog):
     latents, _ = prepare(values, data__use_augmentation=True)
     assert not latents.settings.use_augmentation
     assert latents.scale == prepare(values)[0].scale
-    assert "act in stage 1 only" in caplog.text
+    assert "apply to stage 1 only" in caplog.text
 
 
 def test_the_digest_follows_every_weight(values):
@@ -232,7 +232,7 @@ def test_volumes_without_a_class_are_named(values, tmp_path):
     settings = Settings.model_validate(values)
     volumes = prepare_volumes(settings.data, settings.seed, 1)
     bare = replace(volumes, train=tuple(replace(file, label=None) for file in volumes.train))
-    with pytest.raises(DataError, match="no class, like 5 of 6 volumes"):
+    with pytest.raises(DataError, match="no class; 5 of 6 volumes have none"):
         check_classes(settings.ldm.conditioning, bare)
 
 

@@ -128,9 +128,7 @@ def make_step(values, **ldm) -> LatentDiffusionStep:
 
 
 def draw(step: LatentDiffusionStep, positions, batch_size: int, seed: int = 5, **options) -> torch.Tensor:
-    volumes = draw_volumes(
-        step.unet, step.whole_volumes, step.settings, 0.5, seed, positions, batch_size=batch_size, **options
-    )
+    volumes = draw_volumes(step.unet, step.codec, step.settings, 0.5, seed, positions, batch_size=batch_size, **options)
     return torch.stack(list(volumes))
 
 

@@ -47,8 +47,8 @@ def test_validation_of_volumes_larger_than_patches_gives_the_same_figures_in_sla
     whole.load_state_dict(patches.state_dict())
     in_slabs, preview = validate_autoencoder(patches, held_out())
     plain, _ = validate_autoencoder(whole, held_out())
-    assert patches.whole_volumes.slab_rows > 0
-    assert whole.whole_volumes.slab_rows == 0
+    assert patches.codec.slab_rows > 0
+    assert whole.codec.slab_rows == 0
     assert in_slabs == pytest.approx(plain, rel=1e-5)
     assert preview is not None
 
@@ -69,9 +69,9 @@ def test_validation_of_volumes_larger_than_patches_peaks_at_less_than_half(value
 
     def peak(patch_size: list[int] | None) -> int:
         def reconstruct(tracker: Any) -> None:
-            whole = make_step(values, patch_size).whole_volumes
+            codec = make_step(values, patch_size).codec
             image = torch.zeros(1, 1, 128, 128, 64)
-            reconstruction = whole.decode(whole.encode(image[0])[0])[None]
+            reconstruction = codec.decode(codec.encode(image[0])[0])[None]
             for measure in (psnr, ssim, absolute_error):
                 measure(reconstruction, image)
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from data import BatchPlan, Volumes, prepare_volumes, training_batches, validation_batches
+from data import BatchPlan, DataSplit, prepare_volumes, training_batches, validation_batches
 from diffusion.latents import prepare_latents
-from diffusion.whole_volumes import frozen_whole_volumes
+from diffusion.volume_codec import frozen_codec
 from evaluation.ldm_validation import _held_out_loss
 from evaluation.validation import validate_autoencoder
 from runtime.processes import Process, processes
@@ -53,7 +53,7 @@ def gradients(step: TrainingStep) -> dict[str, torch.Tensor]:
     }
 
 
-def stage_one(settings: Settings, process: Process, volumes: Volumes, found: dict[str, Any]) -> None:
+def stage_one(settings: Settings, process: Process, volumes: DataSplit, found: dict[str, Any]) -> None:
     step = AutoencoderStep(settings, process)
     found["reductions"] = [
         count_reductions(step._parallel_autoencoder),
@@ -72,11 +72,11 @@ def stage_one(settings: Settings, process: Process, volumes: Volumes, found: dic
     process.barrier()
 
 
-def stage_two(settings: Settings, process: Process, volumes: Volumes, found: dict[str, Any]) -> None:
-    whole = frozen_whole_volumes(settings, process.device)
-    latents = prepare_latents(whole, volumes, settings, process)
+def stage_two(settings: Settings, process: Process, volumes: DataSplit, found: dict[str, Any]) -> None:
+    codec = frozen_codec(settings, process.device)
+    latents = prepare_latents(codec, volumes, settings, process)
     found["latent scale"] = latents.scale
-    step = LatentDiffusionStep(settings, process, whole=whole, latent_scale=latents.scale)
+    step = LatentDiffusionStep(settings, process, codec=codec, latent_scale=latents.scale)
     found["reductions"].append(count_reductions(step._parallel_unet))
     plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
     step.backward(next(iter(latents.training_batches(plan, STEP, STEP + 1))), STEP)

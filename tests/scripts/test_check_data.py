@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -84,6 +85,58 @@ def test_phantoms_are_checked_too(check_here: Callable[..., int], capsys: pytest
 def test_a_missing_source_is_said_in_words(check_here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert check_here("data.source=nowhere") == 2
     assert "data.source: nowhere does not exist" in capsys.readouterr().err
+
+
+def test_findings_are_written_as_json(check_here: Callable[..., int], tmp_path: Path) -> None:
+    write_volumes(tmp_path / "volumes")
+    nothing = np.full((1, 10, 12, 14), np.nan, np.float32)
+    write_nifti(tmp_path / "volumes/well/d.nii.gz", nothing, np.eye(4))
+    (tmp_path / "volumes/ill/b.nii.gz").write_text("text")
+    assert check_here("data.source=volumes", "--json", "new/checks.json") == 2
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    values = json.loads((tmp_path / "new/checks.json").read_text(), parse_constant=refuse)
+    first, second, _, last = values["volumes"]
+    assert (first["volume"], first["class"], first["shape"]) == ("ill/a.nii.gz", "ill", [10, 12, 14])
+    assert first["problems"] == []
+    assert "not a .nii.gz file" in second["problems"][0]
+    assert last["minimum"] is None
+    assert len(values["problems"]) == 2
+
+
+@pytest.mark.parametrize("target", ["", "volumes/ill/a.nii.gz/x", "volumes", "x" * 300])
+def test_impossible_output_is_refused_before_the_volumes_are_read(
+    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    write_volumes(tmp_path / "volumes")
+    assert check_here("data.source=volumes", "--json", target) == 2
+    output = capsys.readouterr()
+    assert "error: --json: " in output.err
+    assert output.out == ""
+
+
+def test_names_that_no_encoding_has_are_escaped_where_output_is_strict(tmp_path: Path) -> None:
+    write_volumes(tmp_path / "volumes")
+    strange = os.fsencode(tmp_path) + b"/volumes/ill/\xff\xe4.nii.gz"
+    os.rename(tmp_path / "volumes/ill/a.nii.gz", strange)
+    os.rename(tmp_path / "volumes/well", os.fsencode(tmp_path) + b"/volumes/well\xf6")
+    (tmp_path / "labels.csv").write_bytes(b"file,label\nc.nii.gz,caf\xc3\xa9\nb.nii.gz,1\n")
+    for overrides in (["data.labels=labels.csv"], []):
+        result = subprocess.run(
+            [sys.executable, *ARGUMENTS, "data.source=volumes", "--json", "checks.json", *overrides],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+        assert result.returncode == (2 if overrides else 0), result.stderr
+        assert b"Traceback" not in result.stderr
+        assert rb"ill/\udcff\udce4.nii.gz" in result.stdout
+    names = [volume["volume"] for volume in json.loads((tmp_path / "checks.json").read_text())["volumes"]]
+    assert os.fsdecode(b"ill/\xff\xe4.nii.gz") in names
 
 
 def test_help_needs_no_torch() -> None:

@@ -43,6 +43,20 @@ def test_wrong_config_ends_with_code_2_and_no_traceback():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("target", ["", "README.md/x", "configs", "x" * 300])
+def test_impossible_output_is_refused_before_anything_is_predicted(target):
+    done = run("--config", "configs/quickstart.yaml", "--json", target)
+    assert done.returncode == 2
+    assert "error: --json: " in done.stderr
+    assert done.stdout == ""
+
+
+def test_enormous_grid_is_refused_at_once():
+    done = run("--config", "configs/quickstart.yaml", "data.voxel_size=[1000000000,1000000000,1000000000]")
+    assert done.returncode == 2
+    assert "allowed: a list whose entries are each at most 65536" in done.stderr
+
+
 @pytest.mark.parametrize("script", ["estimate_memory", "oom_ladder", "preset_table"])
 def test_help_needs_no_torch(script):
     code = (
@@ -60,6 +74,11 @@ def test_preset_table_without_markers_says_which_lines_to_write(tmp_path, capsys
     readme.write_text("# Nothing\n")
     with pytest.raises(preset_table.ConfigError, match="markers of the table are missing"):
         preset_table.main(preset_table.parse(["--readme", str(readme)]))
+
+
+def test_preset_table_of_a_missing_readme_is_refused_in_words(tmp_path):
+    with pytest.raises(preset_table.ConfigError, match=r"--readme: .*absent cannot be read \(No such file"):
+        preset_table.main(preset_table.parse(["--readme", str(tmp_path / "absent")]))
 
 
 def test_preset_table_goes_between_the_markers_and_is_checked(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """scripts/oom_ladder.py as a user runs it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,10 +63,31 @@ def test_measure_is_refused_without_a_gpu():
     assert "--measure: no CUDA device here" in done.stderr
 
 
-def test_budget_must_be_positive():
-    done = run("--config", "configs/quickstart.yaml", "--budget-gb", -1)
+@pytest.mark.parametrize("budget", ["-1", "nan", "inf", "1e300", "0"])
+def test_budget_must_be_a_number_above_zero(budget):
+    done = run("--config", "configs/quickstart.yaml", "--budget-gb", budget)
     assert done.returncode == 2
-    assert "--budget-gb: found -1" in done.stderr
+    assert f"--budget-gb: found {float(budget):g}; allowed: above 0, at most 1000000" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--json", "--write-config"])
+@pytest.mark.parametrize("target", ["", "README.md/x", "configs"])
+def test_impossible_output_is_refused_before_anything_is_predicted(option, target):
+    done = run("--config", "configs/quickstart.yaml", "--budget-gb", 8, option, target)
+    assert done.returncode == 2
+    assert f"error: {option}: " in done.stderr
+
+
+def test_name_of_the_config_cannot_leave_the_comment_of_the_written_one(tmp_path):
+    source = tmp_path / os.fsdecode(b"odd\xff\nseed: 12345.yaml")
+    source.write_text((ROOT / "configs/quickstart.yaml").read_text(encoding="utf-8"))
+    written = tmp_path / "new" / "fits.yaml"
+    arguments = ["--quiet", "--config", source, "--budget-gb", 500, "--write-config", written, "name=odd", *SMALL]
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert r"odd\udcff\nseed: 12345.yaml" in written.read_text(encoding="utf-8").splitlines()[0]
+    assert load_settings(written).seed == load_settings(ROOT / "configs/quickstart.yaml").seed
 
 
 @pytest.mark.slow

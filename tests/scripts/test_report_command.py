@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
+
+from tests.finished_run import run_here
 from tests.report_run import make_run
 
 
@@ -36,3 +43,104 @@ def test_folder_without_a_run_is_refused_in_words(command, tmp_path):
     assert done.returncode == 2
     assert "no config.yaml; give the folder of a run" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+FILES = ("metrics.jsonl", "environment.json", "memory_autoencoder.json", "oom_report.json")
+CONTENTS: tuple[bytes, ...] = (
+    *(b"", b"{", b"\xff\xfe\0", b"null", b"[]", b"3", b'"x"', b"[" * 100_000, b"1" * 5000, b"\xef\xbb\xbf{}"),
+    *(b'{"step": 1e400, "stage": "autoencoder"}', b'{"step": true, "stage": 3}', b'{"stage": "ldm", "step": -1}'),
+    b'{"stage": "autoencoder", "step": 1, "kl": 1' + b"0" * 400 + b"}\n",
+    b'{"stage": "autoencoder", "step": 1' + b"0" * 400 + b', "kl": 1}\n',
+    b'{"command": 3, "packages": [], "device": {}}',
+    b'{"command": ["--config", "\\u0000"], "packages": {"torch": null}}',
+    b'{"command": ["--config", "' + b"x" * 300 + b'"], "device": "\\udcff\\ud800"}',
+    b'{"prediction": {"peak_allocated_bytes": NaN}, "ladder": 3}',
+    b'{"prediction": 3, "ladder": [{}]}',
+    b'{"prediction": null, "ladder": [{"name": 1}]}',
+    b'{"stage": "autoencoder", "step": "x", "next_rung": 3}',
+    b'{"stage": "autoencoder", "step": 3, "phase": null, "next_rung": {}}',
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_file_of_a_run_is_said_and_the_rest_is_shown(tmp_path, capsys, name):
+    run = make_run(tmp_path / "runs", with_volumes=False)
+    for content in CONTENTS:
+        (run / name).write_bytes(content)
+        (run / "report.html").unlink(missing_ok=True)
+        assert run_here("scripts/report.py", "--run", run) == 0, content
+        assert "<h1>" in (run / "report.html").read_text(encoding="utf-8")
+        said = capsys.readouterr().err
+        if content in (b"{", b"3", b"\xff\xfe\0") and name != "metrics.jsonl":
+            assert re.search(rf"{name}: damaged \(.+\); left out of the report", said), said
+
+
+def test_damaged_lines_of_metrics_are_counted_but_not_the_one_that_was_cut_off(tmp_path, capsys):
+    run = make_run(tmp_path / "runs", with_volumes=False)
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text + '{"stage": "autoenc')
+    assert run_here("scripts/report.py", "--run", run) == 0
+    assert "left out of the report" not in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text("x\n[3]\n" + text)
+    assert run_here("scripts/report.py", "--run", run) == 0
+    assert "metrics.jsonl: 2 damaged lines; left out of the report" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_in_a_run_is_left_out(tmp_path, make: Callable[[Path], None]):
+    run = make_run(tmp_path / "runs")
+    pictures = sorted((run / "previews" / "volumes").glob("*.png"))
+    for path in [*(run / name for name in FILES), pictures[0]]:
+        path.unlink(missing_ok=True)
+        make(path)
+    assert run_here("scripts/report.py", "--run", run) == 0
+
+
+def test_damaged_pictures_are_left_out(tmp_path):
+    run = make_run(tmp_path / "runs")
+    pictures = sorted((run / "previews" / "volumes").glob("*.png"))
+    for number, path in enumerate(pictures):
+        content = path.read_bytes()
+        damaged = (b"", content[:60], content[:-40], content.replace(b'"shape": [16', b'"shape": [-6'))
+        path.write_bytes(damaged[number % len(damaged)])
+    assert run_here("scripts/report.py", "--run", run) == 0
+    page = (run / "report.html").read_text()
+    assert "data:image/png" not in page
+
+
+def test_damaged_config_of_a_run_is_refused_in_words(tmp_path, capsys):
+    run = make_run(tmp_path / "runs", with_volumes=False)
+    for content in (b"seed: [", b"\xff\xfe\0", b"seed: x", b"[" * 3000):
+        (run / "config.yaml").write_bytes(content)
+        assert run_here("scripts/report.py", "--run", run) == 2
+        assert "config.yaml" in capsys.readouterr().err
+
+
+def test_run_of_an_impossible_name_is_refused_in_words(capsys):
+    for name in ("x" * 300, "", "/dev/null"):
+        assert run_here("scripts/report.py", "--run", name) == 2
+        assert "no config.yaml; give the folder of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["", "file/x.html", "folder", "x" * 300, "x" * 250])
+def test_impossible_output_is_refused_before_the_page_is_made(tmp_path, monkeypatch, capsys, target):
+    run = make_run(tmp_path / "runs", with_volumes=False)
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("folder").mkdir()
+    assert run_here("scripts/report.py", "--run", run, "--out", target) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_output_folder_is_made(tmp_path):
+    run = make_run(tmp_path / "runs", with_volumes=False)
+    assert run_here("scripts/report.py", "--run", run, "--out", tmp_path / "new" / "folder" / "page.html") == 0
+    assert (tmp_path / "new" / "folder" / "page.html").is_file()
+
+
+def test_names_that_no_encoding_has_are_escaped_in_the_page(tmp_path):
+    run = make_run(tmp_path / os.fsdecode(b"runs-\xff"), with_volumes=False)
+    assert run_here("scripts/report.py", "--run", run) == 0
+    assert r"runs-\udcff" in (run / "report.html").read_text(encoding="utf-8")

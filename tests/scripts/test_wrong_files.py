@@ -76,12 +76,12 @@ def spoil(path: Path, how: str) -> None:
         ("text", "not a readable safetensors file"),
         ("empty", "not a readable safetensors file"),
         ("cut", "not a readable safetensors file"),
-        ("without metadata", "not the weights that train_autoencoder.py writes"),
+        ("without metadata", "not written by train_autoencoder.py"),
         ("of another program", "was not written by this program"),
-        ("wrong shape", "are not those of the autoencoder that the config describes"),
-        ("weight missing", "are not those of the autoencoder that the config describes"),
-        ('settings="text"', "not the weights that train_autoencoder.py writes"),
-        ('settings={"seed": "x"}', "its settings are not of this version of the program"),
+        ("wrong shape", "do not fit the autoencoder that the config describes"),
+        ("weight missing", "do not fit the autoencoder that the config describes"),
+        ('settings="text"', "not written by train_autoencoder.py"),
+        ('settings={"seed": "x"}', "its settings do not belong to this version of the program"),
     ],
 )
 def test_a_wrong_autoencoder_is_told_in_words(run, how, sentence, capsys):

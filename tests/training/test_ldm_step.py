@@ -177,7 +177,7 @@ def test_a_volume_in_the_batch_gives_the_step_of_its_latent(tiny_values):
     """cache: none encodes inside the step and must train the same."""
     step, other = make_step(tiny_values), make_step(tiny_values, latents={"cache": "none"})
     images = torch.rand(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    mean, sigma = (torch.stack(part) for part in zip(*(step.whole_volumes.encode(i) for i in images), strict=True))
+    mean, sigma = (torch.stack(part) for part in zip(*(step.codec.encode(i) for i in images), strict=True))
     step.backward([LatentBatch(mean, sigma, (4, 5), None, ("a", "b"))], 0)
     other.backward([Batch(images, (4, 5), None, ("a", "b"))], 0)
     assert_same_gradients(gradients(step), gradients(other), 1e-6)

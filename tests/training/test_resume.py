@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from data import BatchPlan, VolumeFile, Volumes, prepare_volumes, training_batches
+from data import BatchPlan, DataSplit, VolumeFile, prepare_volumes, training_batches
 from diffusion.latent_batches import latent_batches
 from runtime.processes import Process
 from settings import CheckpointError, Settings
@@ -50,7 +50,7 @@ def read(index: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn((3, 8, 8, 8), generator=generator), torch.rand((3, 8, 8, 8), generator=generator)
 
 
-def train(step: Any, settings: Settings, volumes: Volumes, first: int, last: int) -> None:
+def train(step: Any, settings: Settings, volumes: DataSplit, first: int, last: int) -> None:
     training = settings.autoencoder.training if step.stage == "autoencoder" else settings.ldm.training
     plan = BatchPlan.of(training, settings.seed, 0, 1)
     batches: Any = (
@@ -112,7 +112,7 @@ def test_other_volumes_or_another_mathematics_are_refused(settings, tmp_path):
         return (VolumeFile(files[0].path, "another.nii.gz", files[0].label), *files[1:])
 
     with pytest.raises(CheckpointError, match="made with other volumes"):
-        resume(step, checkpoints, settings, Volumes(renamed(volumes.train), volumes.val, volumes.class_names))
+        resume(step, checkpoints, settings, DataSplit(renamed(volumes.train), volumes.val, volumes.class_names))
     other = settings.with_overrides({"autoencoder.training.kl_weight": 0.5})
     with pytest.raises(CheckpointError, match=r"autoencoder\.training\.kl_weight"):
         resume(step, checkpoints, other, volumes)

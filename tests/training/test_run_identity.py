@@ -121,12 +121,12 @@ def test_latents_of_replaced_content_are_not_used_and_change_during_encoding_is_
 
     settings = tiny(source, tiny_values)
     cpu = Process(torch.device("cpu"))
-    whole = LatentDiffusionStep(settings, cpu, load_weights=False).whole_volumes
+    codec = LatentDiffusionStep(settings, cpu, load_weights=False).codec
     caplog.set_level(logging.INFO)
 
     def latents(volumes):
         caplog.clear()
-        found = prepare_latents(whole, volumes, settings, cpu)
+        found = prepare_latents(codec, volumes, settings, cpu)
         assert found.read is not None
         names = [file.name for file in (*volumes.train, *volumes.val)]
         return found.read(names.index("v2.nii"))[0], caplog.text

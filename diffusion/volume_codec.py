@@ -1,6 +1,6 @@
-"""Whole volumes through the autoencoder, one at a time, in slabs where the memory asks for them.
+"""Encodes and decodes whole volumes, one at a time, in slabs if memory is short.
 
-Slabs are exact: a volume that is decoded in slabs has no seams and equals the one that is not.
+Slabs are exact: decoding in slabs leaves no seams and gives the same volume as decoding without them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from settings import AutoencoderSettings, Settings
 
 log = logging.getLogger(__name__)
 
-# Full-resolution tensors alive at once in a block without slabs: input, normalised input, two results, one of fp32.
+# Full-resolution tensors alive at once in a block without slabs: input, normalised input, two outputs, one in fp32.
 _TENSORS_WITHOUT_SLABS = 5
 _SLAB_ROWS = 16
 _SMALLEST_SLAB_ROWS = 4
 
 
-class WholeVolumes:
-    """Encodes and decodes single volumes without gradients, always one by one: no result depends on a batch size.
+class VolumeCodec:
+    """Encodes and decodes volumes without gradients, one at a time, so that no result depends on a batch size.
 
-    The autoencoder may be one that trains: between calls it has the slabs that its settings give it.
+    The autoencoder may be in training: after each call its slab size is reset to what its settings say.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class WholeVolumes:
 
     @torch.no_grad()
     def encode(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and sigma (C, D, H, W), in float32, of one volume (C, D, H, W)."""
+        """Return the latent's mean and sigma, float32 (C, D, H, W), of one volume (C, D, H, W)."""
         self._choose_slabs(image.shape[1:])
         mean, sigma = self._run(self.autoencoder.encode, image)
         return mean[0].float(), sigma[0].float()
 
     @torch.no_grad()
     def decode(self, latent: Tensor) -> Tensor:
-        """Return the volume (C, D, H, W), in float32, of one unscaled latent (C, D, H, W)."""
+        """Return the volume, float32 (C, D, H, W), of one unscaled latent (C, D, H, W)."""
         self._choose_slabs([axis * self.settings.downsampling for axis in latent.shape[1:]])
         return self._run(self.autoencoder.decode, latent)[0].float()
 
@@ -69,14 +69,14 @@ class WholeVolumes:
                 rows = min(self.slab_rows or 4 * _SLAB_ROWS, tensor.shape[1] * self.settings.downsampling) // 2
                 if not self.has_slabs or rows < _SMALLEST_SLAB_ROWS:
                     raise
-                log.warning("out of memory with a whole volume: going on in slabs of %d rows", rows)
+                log.warning("out of memory with a whole volume: continuing in slabs of %d rows", rows)
             finally:
                 self.autoencoder.set_slab_rows(self.settings.training.slab_rows)
             torch.cuda.empty_cache()
             self.slab_rows = rows - rows % 2
 
     def _choose_slabs(self, grid: Sequence[int]) -> None:
-        """Turn slabs on when a block at full resolution would not fit the budget, or the memory that is free."""
+        """Turn slabs on if a block at full resolution would not fit into the budget or the free memory."""
         if self.slab_rows or not self.has_slabs:
             return
         if block_bytes(self.settings, self.precision, grid) > self._available_bytes():
@@ -91,15 +91,15 @@ class WholeVolumes:
 
 
 def block_bytes(s: AutoencoderSettings, precision: Precision, grid: Sequence[int]) -> int:
-    """Return about what a block at full resolution holds of one volume when it runs without slabs and gradients."""
+    """Estimate the bytes that a full-resolution block needs for one volume without slabs and gradients."""
     width = 4 if precision.dtype is None else 2
     return _TENSORS_WITHOUT_SLABS * max(s.num_channels[:2]) * width * torch.Size(grid).numel()
 
 
-def frozen_whole_volumes(settings: Settings, device: torch.device, load_weights: bool = True) -> WholeVolumes:
-    """Return the autoencoder of a config, frozen and on the device; with its trained weights or untrained."""
+def frozen_codec(settings: Settings, device: torch.device, load_weights: bool = True) -> VolumeCodec:
+    """Return a codec with the frozen autoencoder of a config, trained unless `load_weights` is False."""
     if load_weights:
         autoencoder = load_autoencoder(settings, autoencoder_path(settings))
     else:
         autoencoder = freeze(build_autoencoder(settings.autoencoder))
-    return WholeVolumes(autoencoder.to(device), settings.autoencoder, Precision(settings.device, device))
+    return VolumeCodec(autoencoder.to(device), settings.autoencoder, Precision(settings.device, device))

@@ -1,0 +1,135 @@
+"""Moves volumes between the grid stored in their file and the network's grid: orientation, spacing, size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import nibabel as nib
+import numpy as np
+from scipy import sparse
+
+from data.intensity import NETWORK_RANGE
+from data.readers import Header
+from settings.data import DataSettings
+
+Grid = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the file's grid maps to the network's grid, and back.
+
+    `axes[i]` is the stored axis that becomes axis i, `flips[i]` whether it is reversed. `spaced_shape` is the shape
+    after resampling to `data.spacing`. `affine` maps voxel indices of the file to millimetres, `grid_affine` those of
+    the network's grid.
+    """
+
+    shape: Grid
+    affine: np.ndarray
+    axes: tuple[int, ...]
+    flips: tuple[bool, ...]
+    spaced_shape: Grid
+    grid: Grid
+    crops_or_pads: bool
+    grid_affine: np.ndarray
+
+    @property
+    def spacing_mm(self) -> np.ndarray:
+        """Return the distance between neighbouring voxels of the network's grid."""
+        return np.linalg.norm(self.grid_affine[:3, :3], axis=0)
+
+    def to_network_grid(self, voxels: np.ndarray) -> np.ndarray:
+        """Bring voxels, already oriented and scaled to the network's range, to the network's grid."""
+        spaced = _resampled(voxels, self.spaced_shape)
+        return _crop_or_pad(spaced, self.grid) if self.crops_or_pads else _resampled(spaced, self.grid)
+
+    def to_file_grid(self, voxels: np.ndarray) -> np.ndarray:
+        """Undo `oriented` and `to_network_grid`; voxels that were cropped away come back as the lower end."""
+        spaced = self.spaced_shape
+        voxels = _crop_or_pad(voxels, spaced) if self.crops_or_pads else _resampled(voxels, spaced)
+        voxels = _resampled(voxels, tuple(self.shape[axis] for axis in self.axes))
+        return self._flipped(voxels).transpose(0, *(1 + int(axis) for axis in np.argsort(self.axes)))
+
+    def oriented(self, voxels: np.ndarray) -> np.ndarray:
+        """Return a view of the stored voxels with the axes in the order and direction of `data.orientation`."""
+        return self._flipped(voxels.transpose(0, *(1 + axis for axis in self.axes)))
+
+    def _flipped(self, voxels: np.ndarray) -> np.ndarray:
+        return voxels[(slice(None), *(slice(None, None, -1 if flip else 1) for flip in self.flips))]
+
+
+def geometry_of(header: Header, s: DataSettings) -> Geometry:
+    """Work out how a volume gets from its own grid to the network's."""
+    turns = nib.orientations.ornt_transform(
+        nib.orientations.io_orientation(header.affine), nib.orientations.axcodes2ornt(s.orientation)
+    )
+    axes = tuple(int(axis) for axis in np.argsort(turns[:, 0]))
+    flips = tuple(bool(turns[axis, 1] < 0) for axis in axes)
+    turned = tuple(header.shape[axis] for axis in axes)
+    affine = header.affine @ nib.orientations.inv_ornt_aff(turns, header.shape)
+    spaced = turned
+    if s.spacing is not None:
+        own = np.linalg.norm(affine[:3, :3], axis=0)
+        spaced = tuple(max(1, round(n * mm / new)) for n, mm, new in zip(turned, own.tolist(), s.spacing, strict=True))
+    affine = affine @ _regridding(turned, spaced, crops_or_pads=False)
+    crops_or_pads = s.resize == "crop_or_pad"
+    affine = affine @ _regridding(spaced, s.voxel_size, crops_or_pads)
+    return Geometry(header.shape, header.affine, axes, flips, spaced, s.voxel_size, crops_or_pads, affine)
+
+
+def _crop_or_pad(image: np.ndarray, grid: Grid) -> np.ndarray:
+    """Crop or pad each axis equally at both ends; padding has the value of the lower end of the range."""
+    out = np.full((image.shape[0], *grid), NETWORK_RANGE[0], dtype=np.float32)
+    source, target = [slice(None)], [slice(None)]
+    for old, new in zip(image.shape[1:], grid, strict=True):
+        start = _crop_start(old, new)
+        overlap = min(old, new)
+        source.append(slice(max(start, 0), max(start, 0) + overlap))
+        target.append(slice(max(-start, 0), max(-start, 0) + overlap))
+    out[tuple(target)] = image[tuple(source)]
+    return out
+
+
+def _crop_start(old: int, new: int) -> int:
+    # Rounds towards zero for both signs, so cropping undoes padding exactly, and padding undoes cropping.
+    return (old - new) // 2 if old >= new else -((new - old) // 2)
+
+
+def _regridding(old: Grid, new: Grid, crops_or_pads: bool) -> np.ndarray:
+    """Return the matrix that maps voxel indices of the new grid to those of the old one."""
+    matrix = np.eye(4)
+    for axis, (a, b) in enumerate(zip(old, new, strict=True)):
+        if crops_or_pads:
+            matrix[axis, 3] = _crop_start(a, b)
+        else:
+            # Both grids cover the same extent, measured between the outer faces of the outermost voxels.
+            matrix[axis, axis] = a / b
+            matrix[axis, 3] = (a / b - 1) / 2
+    return matrix
+
+
+def _resampled(image: np.ndarray, grid: Grid) -> np.ndarray:
+    """Resample linearly to another grid over the same extent; average where voxels become larger."""
+    for axis, (old, new) in enumerate(zip(image.shape[1:], grid, strict=True), start=1):
+        if old == new:
+            continue
+        lines = np.moveaxis(image, axis, 0)
+        resampled = _interpolation(old, new) @ np.ascontiguousarray(lines).reshape(old, -1)
+        image = np.moveaxis(resampled.reshape(new, *lines.shape[1:]), 0, axis)
+    return np.ascontiguousarray(image)
+
+
+def _interpolation(old: int, new: int) -> sparse.csr_array:
+    """Return the (new, old) matrix of linear interpolation, with a triangle kernel as wide as the larger voxel."""
+    ratio = old / new
+    width = max(ratio, 1.0)
+    centres = (np.arange(new) + 0.5) * ratio - 0.5
+    taps = np.floor(centres - width).astype(int)[:, None] + np.arange(int(np.ceil(2 * width)) + 2)
+    weights = np.maximum(0.0, 1.0 - np.abs(taps - centres[:, None]) / width)
+    weights /= weights.sum(axis=1, keepdims=True)
+    rows = np.broadcast_to(np.arange(new)[:, None], taps.shape)
+    # Taps beyond the border repeat the outermost voxel; scipy sums entries at the same position.
+    entries = (weights.astype(np.float32).ravel(), (rows.ravel(), taps.clip(0, old - 1).ravel()))
+    matrix = sparse.coo_array(entries, shape=(new, old)).tocsr()
+    matrix.eliminate_zeros()
+    return matrix

@@ -1,0 +1,42 @@
+"""Maps intensities to the network's range.
+
+The network sees intensities in [-1, 1] (`NETWORK_RANGE`): LPIPS expects that range, and it is symmetric about the zeros
+that pad convolutions. A volume's lower and upper intensity are found on the whole volume, before any cropping, and map
+to the two ends; values outside are clipped.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from settings.data import IntensitySettings
+
+NETWORK_RANGE = (-1.0, 1.0)
+
+
+def intensity_range(voxels: np.ndarray, s: IntensitySettings) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return, for each channel, the intensities that map to the lower and the upper end of the network's range."""
+    if s.mode == "window":
+        return (s.lower,) * len(voxels), (s.upper,) * len(voxels)
+    with np.errstate(all="ignore"):
+        ends = [np.percentile(channel, (s.lower, s.upper)) for channel in voxels]
+    return tuple(float(low) for low, _ in ends), tuple(float(high) for _, high in ends)
+
+
+def scale_to_network(channel: np.ndarray, lower: float, upper: float) -> None:
+    """Clip one channel and map it to the network's range, in place."""
+    low, high = NETWORK_RANGE
+    np.clip(channel, np.float32(lower), np.float32(upper), out=channel)
+    channel -= np.float32(lower)
+    channel *= np.float32((high - low) / (upper - lower))
+    channel += np.float32(low)
+    np.clip(channel, low, high, out=channel)
+
+
+def flat_text(lower: tuple[float, ...], upper: tuple[float, ...], s: IntensitySettings) -> str:
+    """Return the message for a channel without contrast between the two percentiles."""
+    channel = next(c for c, (low, high) in enumerate(zip(lower, upper, strict=True)) if low >= high)
+    return (
+        f"channel {channel} is {lower[channel]:g} at both the {s.lower:g}th and the {s.upper:g}th percentile; "
+        "percentile scaling needs contrast; remove the file, widen data.intensity or use mode: window"
+    )

@@ -1,0 +1,106 @@
+"""Runs torch's DataLoader: how its workers start and stop, and how their errors reach the user."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from settings import DataError, TrainingError
+from settings.data import DataSettings
+
+_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A DataError that a worker returns as a value, because the loader would bury its text in a traceback."""
+
+    text: str
+
+
+def make_loader(dataset: Dataset, s: DataSettings, chunks: Iterable[Any], num_workers: int, collate: Any) -> DataLoader:
+    """Return a loader that collates one batch from each chunk of sample indices."""
+    has_workers = num_workers > 0
+    return DataLoader(
+        dataset,
+        batch_sampler=chunks,
+        collate_fn=collate,
+        num_workers=num_workers,
+        prefetch_factor=s.prefetch_factor if has_workers else None,
+        pin_memory=s.pin_memory and torch.cuda.is_available(),
+        persistent_workers=s.persistent_workers and has_workers,
+        worker_init_fn=_start_worker if has_workers else None,
+        # Forked workers share the cache's memory.
+        multiprocessing_context="fork" if has_workers else None,
+    )
+
+
+def start(loader: DataLoader) -> Iterator[Any]:
+    """Start the loader's workers and return its batches.
+
+    The iterator raises DataError for a `Failure` and TrainingError when a worker dies.
+    """
+    previous = signal.getsignal(signal.SIGCHLD)
+    batches = iter(loader)
+    _workers.update(getattr(batches, "_workers", ()))
+    # torch's SIGCHLD handler would raise anywhere in the training step; `_checked` notices a dead worker as well.
+    if previous is not None and signal.getsignal(signal.SIGCHLD) is not previous:
+        signal.signal(signal.SIGCHLD, previous)
+    return _checked(batches)
+
+
+def _start_worker(_: int) -> None:
+    # A signal reaches the whole process group, but the training process decides when its workers stop.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register
+def _kill_workers() -> None:
+    # At exit Python sends each child SIGTERM, which `_start_worker` ignores, and then waits for it.
+    for worker in _workers:
+        if worker.is_alive():
+            worker.kill()
+
+
+def _checked(batches: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (RuntimeError, OSError, EOFError) as error:
+            raise _worker_error(error, getattr(batches, "_workers", ())) from error
+        if isinstance(batch, Failure):
+            # The traceback holds this frame, which would keep the workers alive for as long as the error is kept.
+            del batches
+            raise DataError(batch.text)
+        yield batch
+
+
+def _worker_error(error: Exception, workers: Sequence[BaseProcess]) -> Exception:
+    """Return a TrainingError if a worker died; return any other error unchanged."""
+    if isinstance(error, OSError | EOFError):
+        # The worker died while it handed over a batch; its exit code may take a moment to appear.
+        for worker in workers:
+            worker.join(timeout=1)
+    dead = [worker for worker in workers if worker.exitcode]
+    if not dead and "DataLoader worker" not in str(error):
+        return error
+    ends = ", ".join(f"process {worker.pid} {_how_it_ended(worker.exitcode or 0)}" for worker in dead) or str(error)
+    return TrainingError(
+        f"data.num_workers: a DataLoader worker died ({ends}), most likely because memory ran out; "
+        "lower data.num_workers, data.prefetch_factor or data.cache_rate, or raise --shm-size in a container"
+    )
+
+
+def _how_it_ended(exit_code: int) -> str:
+    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
