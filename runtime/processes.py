@@ -103,7 +103,7 @@ class Process:
         if rank != self.rank or error is None:
             error = TrainingError(text)
             error.exit_code = exit_code
-        error.is_said_elsewhere = rank != self.rank
+        error.is_reported_by_another_rank = rank != self.rank
         raise error
 
 
@@ -155,8 +155,8 @@ def processes(settings: DeviceSettings) -> Iterator[Process]:
         yield Process(device, rank, local_rank, world_size, control)
         is_clean = True
     except UserError as error:
-        if error.is_said_elsewhere is None:
-            error.is_said_elsewhere = not _is_first_to_say(store, str(error))
+        if error.is_reported_by_another_rank is None:
+            error.is_reported_by_another_rank = not _is_first_to_say(store, str(error))
         _leave_word(store, error.exit_code)
         raise
     except (RuntimeError, MemoryError) as error:
@@ -169,7 +169,7 @@ def processes(settings: DeviceSettings) -> Iterator[Process]:
             "often for want of memory; the same command goes on from the last checkpoint, or begins anew without one"
         )
         # Whoever failed first has said why, and that is worth more than this.
-        lost.is_said_elsewhere = _somebody_said_something(store) or not _is_first_to_say(store, str(lost))
+        lost.is_reported_by_another_rank = _somebody_said_something(store) or not _is_first_to_say(store, str(lost))
         lost.exit_code = _read_word(store) or lost.exit_code
         raise lost from error
     finally:
@@ -212,7 +212,7 @@ def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store,
             f"process {rank} of {world_size} did not meet the others at {where} ({str(error).splitlines()[0]}); start "
             "all of them with torchrun, with one address and a free port"
         )
-        alone.is_said_elsewhere = False
+        alone.is_reported_by_another_rank = False
         raise alone from error
     return store, control
 

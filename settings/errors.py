@@ -25,8 +25,8 @@ class UserError(Exception):
     """Something that the user can put right: printed as text, without a traceback."""
 
     exit_code = 2
-    is_said_elsewhere: bool | None = None
-    """Among several processes: whether another one prints it; None where they could not agree yet."""
+    is_reported_by_another_rank: bool | None = None
+    """Whether another rank prints this error; None while the ranks are not connected."""
 
 
 class DataError(UserError):
