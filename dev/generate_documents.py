@@ -1,4 +1,4 @@
-"""Write what is generated from the settings: configs/schema.json and docs/configuration.md."""
+"""Generate configs/schema.json and docs/configuration.md from the settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Write both files and name them."""
+    """Write both files and print their names."""
     for path, text in (("configs/schema.json", json_schema()), ("docs/configuration.md", configuration_reference())):
         (ROOT / path).write_text(text, encoding="utf-8")
         print(path)

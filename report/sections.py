@@ -6,8 +6,8 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from command_line import escaped
 from report.charts import GIB, STAGE_TITLES, last, peak_gib
+from storage.names import printable
 
 _FIGURES = (
     ("val_psnr", "held-out PSNR", "{:.2f} dB"),
@@ -194,4 +194,4 @@ def _gib(nbytes: float) -> str:
 
 def _text(value: object) -> str:
     # Names of files may hold what no encoding has.
-    return html.escape(escaped(str(value)), quote=True)
+    return html.escape(printable(value, keep="\n\t"), quote=True)

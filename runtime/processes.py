@@ -104,7 +104,7 @@ class Process:
         if rank != self.rank or error is None:
             error = TrainingError(text)
             error.exit_code = exit_code
-        error.is_said_elsewhere = rank != self.rank
+        error.is_reported_by_another_rank = rank != self.rank
         raise error
 
 
@@ -157,8 +157,8 @@ def processes(settings: DeviceSettings) -> Iterator[Process]:
         yield Process(device, rank, local_rank, world_size, control)
         is_clean = True
     except UserError as error:
-        if error.is_said_elsewhere is None:
-            error.is_said_elsewhere = not _is_first_report(store, str(error))
+        if error.is_reported_by_another_rank is None:
+            error.is_reported_by_another_rank = not _is_first_report(store, str(error))
         _publish_exit_code(store, error.exit_code)
         raise
     except (RuntimeError, MemoryError) as error:
@@ -171,7 +171,7 @@ def processes(settings: DeviceSettings) -> Iterator[Process]:
             "most likely because memory ran out; run the same command again to resume from the last checkpoint, if any"
         )
         # The process that failed first has usually reported why, which is more useful than this message.
-        lost.is_said_elsewhere = _was_anything_reported(store) or not _is_first_report(store, str(lost))
+        lost.is_reported_by_another_rank = _was_anything_reported(store) or not _is_first_report(store, str(lost))
         lost.exit_code = _published_exit_code(store) or lost.exit_code
         raise lost from error
     finally:
@@ -215,7 +215,7 @@ def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store,
             f"process {rank} of {world_size} cannot reach the others at {where} ({str(error).splitlines()[0]}); "
             "start all of them with torchrun, with the same address and a free port"
         )
-        alone.is_said_elsewhere = False
+        alone.is_reported_by_another_rank = False
         raise alone from error
     return store, control
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import OUT_OF_MEMORY, add_config, check_output_file, escaped, parser, run
+from command_line import OUT_OF_MEMORY, add_config, check_output_file, parser, run
 from settings import ConfigError, Problem, load_settings
+from storage.names import printable
 
 if TYPE_CHECKING:
     from memory.ladder.walk import Ladder
@@ -69,9 +70,8 @@ def main(options: argparse.Namespace) -> int:
     if ladder.recommended is None:
         return OUT_OF_MEMORY
     if options.write_config is not None:
-        # On one line: the name of a file may hold any character, and this one stands in a comment.
-        source = escaped(options.config).replace("\n", "\\n")
-        _write(options.write_config, config_with_reasons(ladder, source))
+        # The file's name goes into a comment, so a line break in it must be escaped.
+        _write(options.write_config, config_with_reasons(ladder, printable(options.config)))
         print(f"written: {options.write_config}")
     return 0
 

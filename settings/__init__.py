@@ -1,8 +1,9 @@
-"""YAML to validated settings. Never imports torch or monai: a typo is reported in under a second."""
+"""YAML to validated settings. Imports neither torch nor monai, so that a typo is reported in under a second."""
 
 from settings.autoencoder import AutoencoderSettings, AutoencoderTraining, PerceptualSettings
 from settings.data import DataSettings
 from settings.device import DeviceSettings
+from settings.dotted import look_up
 from settings.errors import CheckpointError, ConfigError, DataError, Problem, TrainingError, UserError
 from settings.ldm import LdmSettings, LdmTraining
 from settings.load import dump_yaml, known_keys, load_settings, validate
@@ -28,5 +29,6 @@ __all__ = [
     "dump_yaml",
     "known_keys",
     "load_settings",
+    "look_up",
     "validate",
 ]

@@ -1,4 +1,4 @@
-"""Stage 1: the autoencoder, its discriminator and how they are trained."""
+"""Stage 1: the autoencoder, its discriminator and their training."""
 
 from __future__ import annotations
 
@@ -25,87 +25,89 @@ PerceptualNetwork = Literal["lpips-squeeze", "lpips-alex", "lpips-vgg", "medical
 
 
 class PerceptualSettings(Section):
-    """What the perceptual loss compares, and in pieces of which size."""
+    """The network behind the perceptual loss, and how much it compares per step."""
 
     network: PerceptualNetwork = key("lpips-squeeze", "structural needs no weights; the others compare features.")
     weights: PathText | None = key(None, "File with the network's weights; null: the torch cache, else a download.")
-    slice_fraction: float = key(0.2, "Share of the slices along each axis that one step compares.", gt=0, le=1)
-    chunk_size: Count = key(8, "Slices that go through the network at once.", SAME)
+    slice_fraction: float = key(0.2, "Fraction of the slices along each axis that one step compares.", gt=0, le=1)
+    chunk_size: Count = key(8, "Slices per forward pass of the network.", SAME)
 
 
 class DiscriminatorSettings(Section):
-    """The size of the patch discriminator."""
+    """The patch discriminator."""
 
     num_layers_d: int = key(2, "Convolution layers after the first.", ge=1, le=10)
-    num_channels: Channels = key(16, "Channels of the first layer; doubled by each further one.")
+    num_channels: Channels = key(16, "Channels of the first layer; each further layer doubles them.")
 
 
 class AutoencoderTraining(TrainingSettings):
     """The `autoencoder.training` section."""
 
     gradient_accumulation_steps: Count = key(4, "Micro-batches whose gradients are summed before one update.", SAME)
-    use_gradient_checkpointing: bool = key(True, "Recompute each block's activations in backward.", SAME)
+    use_gradient_checkpointing: bool = key(True, "Recompute each block's activations in the backward pass.", SAME)
     use_gradient_checkpointing_offload: bool = key(
-        False, "Keep the blocks' inputs in host memory until backward; implies checkpointing.", SAME
+        False, "Keep block inputs in host memory until the backward pass; implies checkpointing.", SAME
     )
     use_nested_checkpointing: bool | Literal["auto"] = key(
-        "auto", "One checkpoint around the encoder's own; auto: with slabs, unless offloaded.", SAME
+        "auto", "Checkpoint the whole encoder around its blocks; auto: with slabs and without offload.", SAME
     )
     checkpoint_levels: Count | Literal["all"] = key(
-        "all", "all, or how many of the highest-resolution levels are checkpointed.", SAME
+        "all", "all, or the number of highest-resolution levels to checkpoint.", SAME
     )
-    slab_rows: CountOrZero = key(0, "0: whole; n: the highest-resolution blocks run in slabs of n rows, exactly.", SAME)
+    slab_rows: CountOrZero = key(0, "Rows per slab of the highest-resolution blocks; exact; 0: no slabs.", SAME)
     reconstruction_loss: Literal["l1", "l2"] = key("l1", "Mean absolute or mean squared error.")
     kl_weight: float = key(1e-6, "Weight of the KL term, in nats per voxel.", ge=0)
-    adversarial_weight: float = key(0.01, "Weight of the adversarial term; 0: no discriminator at all.", ge=0)
-    adversarial_start_step: CountOrZero = key(1000, "Step from which the discriminator trains and counts.")
+    adversarial_weight: float = key(0.01, "Weight of the adversarial term; 0: no discriminator.", ge=0)
+    adversarial_start_step: CountOrZero = key(1000, "First step with a discriminator and an adversarial term.")
     discriminator_learning_rate: float = key(1e-4, "Adam's step size for the discriminator.", gt=0)
     discriminator: DiscriminatorSettings = section(DiscriminatorSettings, "The patch discriminator.")
-    use_perceptual_loss: bool = key(False, "Compare features as well as voxels.")
+    use_perceptual_loss: bool = key(False, "Add a perceptual loss to the voxel loss.")
     perceptual_weight: float = key(0.3, "Weight of the perceptual term.", ge=0)
     perceptual: PerceptualSettings = section(PerceptualSettings, "The perceptual loss.")
 
     @property
     def checkpoints_blocks(self) -> bool:
-        """Return whether blocks are checkpointed: offloading implies it."""
+        """Return whether blocks are checkpointed, which offloading implies."""
         return self.use_gradient_checkpointing or self.use_gradient_checkpointing_offload
 
     @property
     def nests_checkpoints(self) -> bool:
-        """Return whether the encoder is one more checkpoint around its blocks."""
+        """Return whether the whole encoder is checkpointed around its blocks."""
         if self.use_nested_checkpointing == "auto":
             return self.checkpoints_blocks and self.slab_rows > 0 and not self.use_gradient_checkpointing_offload
         return self.use_nested_checkpointing
 
     @property
     def uses_discriminator(self) -> bool:
-        """Return whether there is an adversarial term."""
+        """Return whether the loss has an adversarial term."""
         return self.adversarial_weight > 0
 
 
 class AutoencoderSettings(Section):
     """The `autoencoder` section."""
 
-    implementation: Literal["lean", "monai"] = key("lean", "Our memory-lean blocks, or MONAI's stock ones.", SAME)
+    implementation: Literal["lean", "monai"] = key("lean", "Memory-lean blocks, or MONAI's stock blocks.", SAME)
     pretrained: PathText | None = key(
-        None, "Weights to start from, such as those of scripts/import_checkpoint.py; null: random weights."
+        None, "Weights to start from, for example from scripts/import_checkpoint.py; null: random weights."
     )
     in_channels: Channels = key(1, "Channels of a volume.")
     num_channels: ChannelsPerLevel = key((16, 32, 64), "Channels of each level, highest resolution first.")
     num_res_blocks: BlocksOrZero | BlocksPerLevelOrZero = key(
-        2, "Residual blocks a level: one number, or one per level."
+        2, "Residual blocks per level: one number for all levels, or a list."
     )
     latent_channels: Channels = key(3, "Channels of the latent.")
-    norm_num_groups: Count | Literal["auto"] = key("auto", "Groups of each GroupNorm; auto: up to 8 that divide.")
+    norm_num_groups: Count | Literal["auto"] = key(
+        "auto", "GroupNorm groups; auto: the largest fitting number up to 8."
+    )
     attention_levels: Flags = key((False, False, True), "Which levels have attention.")
     use_nonlocal_attention: bool | Literal["auto"] = key(
-        "auto", "Attention in the middle; auto: only when some level has attention."
+        "auto", "Attention in the middle block; auto: only if a level has attention."
     )
-    training: AutoencoderTraining = section(AutoencoderTraining, "How stage 1 is trained.")
+    training: AutoencoderTraining = section(AutoencoderTraining, "Training of stage 1.")
 
     @property
     def num_groups(self) -> int:
-        """Return the groups of each GroupNorm."""
+        """Return the number of groups of each GroupNorm."""
         return largest_common_divisor(self.num_channels, 8) if self.norm_num_groups == "auto" else self.norm_num_groups
 
     @property
@@ -117,10 +119,10 @@ class AutoencoderSettings(Section):
 
     @property
     def has_middle_attention(self) -> bool:
-        """Return whether the encoder and the decoder have attention in their middle."""
+        """Return whether the middle blocks of encoder and decoder have attention."""
         return any(self.attention_levels) if self.use_nonlocal_attention == "auto" else self.use_nonlocal_attention
 
     @property
     def downsampling(self) -> int:
-        """Return by how much each axis shrinks from volume to latent."""
+        """Return the factor by which each axis shrinks from volume to latent."""
         return 2 ** (len(self.num_channels) - 1)

@@ -1,4 +1,4 @@
-"""Where training runs and in which precision."""
+"""Device and precision."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from settings.section import FREE, SAME, Section, key
 class DeviceSettings(Section):
     """The `device` section."""
 
-    type: Literal["auto", "cuda", "cpu"] = key("auto", "auto: CUDA when there is a GPU, else the CPU.", FREE)
-    mixed_precision: bool = key(True, "Run convolutions and attention in 16 bits.")
+    type: Literal["auto", "cuda", "cpu"] = key("auto", "auto: CUDA if available, else the CPU.", FREE)
+    mixed_precision: bool = key(True, "Run convolutions and attention in 16-bit precision.")
     amp_dtype: Literal["auto", "bfloat16", "float16"] = key(
-        "auto", "auto: bfloat16 where the device has it, else float16 with gradient scaling."
+        "auto", "auto: bfloat16 if the device supports it, else float16 with gradient scaling."
     )
     allocator: str = key(
         "expandable_segments:True",
-        "Set as PYTORCH_CUDA_ALLOC_CONF before CUDA starts; empty: leave the environment as it is.",
+        "Value of PYTORCH_CUDA_ALLOC_CONF, set before CUDA starts; empty: do not set it.",
         SAME,
         pattern=r"^$|^\w+:[^,:]+(,\w+:[^,:]+)*$",
     )

@@ -1,4 +1,4 @@
-"""The errors that users can meet, each with the exit code of the command that met it."""
+"""Errors that users can fix, with the exit code of a command that raises them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pickle import UnpicklingError
 
-# What torch.load(weights_only=True) raises for a file that is cut, changed or no checkpoint (tests/faults fuzzes it).
+# What torch.load(weights_only=True) raises for files that are truncated, damaged or not checkpoints (see tests/faults).
 READ_ERRORS: tuple[type[Exception], ...] = (
     OSError,
     EOFError,
@@ -17,33 +17,33 @@ READ_ERRORS: tuple[type[Exception], ...] = (
     struct.error,
     UnpicklingError,
 )
-# It raises these for changed bytes too, but a mistake in a program does so more often.
+# Damaged files can raise these as well, but they are more often bugs.
 AMBIGUOUS_READ_ERRORS: tuple[type[Exception], ...] = (TypeError, AttributeError, AssertionError)
 
 
 class UserError(Exception):
-    """Something that the user can put right: printed as text, without a traceback."""
+    """An error that the user can fix; printed without a traceback."""
 
     exit_code = 2
-    is_said_elsewhere: bool | None = None
-    """Among several processes: whether another one prints it; None where they could not agree yet."""
+    is_reported_by_another_rank: bool | None = None
+    """Whether another rank prints this error; None while the ranks are not connected."""
 
 
 class DataError(UserError):
-    """A volume, a folder or a label file that cannot be used."""
+    """A volume, folder or label file cannot be used."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint or a weight file that is missing, damaged or does not fit the settings."""
+    """A checkpoint or weight file is missing, damaged or does not fit the settings."""
 
 
 class TrainingError(UserError):
-    """Training that cannot go on: a loss that is not finite, a worker that died, a disk that is full."""
+    """Training cannot continue: the loss is not finite, a worker died, or the disk is full."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a config: where it stands, what was found, what is allowed, what to do."""
+    """One problem with a config: where it is, what was found, what is allowed, what to do."""
 
     where: str
     found: str
@@ -55,7 +55,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """A config that cannot be used, with every problem in it."""
+    """A config cannot be used; lists every problem in it."""
 
     def __init__(self, problems: Iterable[Problem] | str, source: str = "") -> None:
         self.problems = (Problem("config", problems),) if isinstance(problems, str) else tuple(problems)

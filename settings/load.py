@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to validated settings, or to one report of all that is wrong."""
+"""Turns a YAML file and overrides into validated settings, or into one report of everything that is wrong."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from settings.dotted import assign, look_up
 from settings.errors import ConfigError, Problem
 from settings.root import Settings
-from settings.section import WITHOUT_NUL, Section
+from settings.section import WITHOUT_NUL, Section, is_section
 from settings.yaml_reader import parse_value, read_document
 
 _PATTERNS = {WITHOUT_NUL: "text without NUL characters"}
@@ -25,7 +26,7 @@ _PATTERNS = {WITHOUT_NUL: "text without NUL characters"}
 def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> Settings:
     """Read, override and validate a config; raise `ConfigError` with every problem found.
 
-    `stage` ("autoencoder" or "ldm") adds the rules that only that stage needs.
+    `stage` ("autoencoder" or "ldm") adds the rules that apply only to that stage.
     """
     path = Path(path)
     document = read_document(path)
@@ -43,7 +44,7 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | 
 
 
 def validate(values: dict[str, Any], stage: str | None = None) -> Settings:
-    """Validate nested values; raise `ConfigError` with every problem, single keys and rules alike."""
+    """Validate nested values; raise `ConfigError` with every problem, whether with one key or between several."""
     try:
         return Settings.model_validate(values, context={"stage": stage})
     except ValidationError as error:
@@ -53,8 +54,8 @@ def validate(values: dict[str, Any], stage: str | None = None) -> Settings:
             _remove(pruned, dotted)
         problems = list(found.values())
         try:
-            # The rules only run on values that are valid one by one: run them on those that are. What pydantic still
-            # finds wrong is inside something already reported.
+            # pydantic runs the rules only once every key is valid, so run them again without the invalid keys.
+            # A further ValidationError concerns something that is already reported.
             with suppress(ValidationError):
                 Settings.model_validate(pruned, context={"stage": stage, "failed": frozenset(found)})
         except ConfigError as rules:
@@ -63,45 +64,49 @@ def validate(values: dict[str, Any], stage: str | None = None) -> Settings:
 
 
 def dump_yaml(settings: Settings) -> str:
-    """Return the complete settings as YAML that `load_settings` reads back to equal settings."""
+    """Return the complete settings as YAML, from which `load_settings` restores equal settings."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
 
 
 def known_keys(kind: type[Section] = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every dotted key with its field, sections before what they hold."""
+    """Yield every dotted key with its field, each section before its keys."""
     for name, field in kind.model_fields.items():
         yield f"{prefix}{name}", field
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+        if is_section(field):
             yield from known_keys(field.annotation, f"{prefix}{name}.")
 
 
+def default_text(field: Any) -> str:
+    """Return the default of a key as YAML on one line."""
+    default = field.get_default(call_default_factory=True)
+    return yaml.safe_dump(list(default) if isinstance(default, tuple) else default, default_flow_style=True).split(
+        "\n"
+    )[0]
+
+
 def _apply(values: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
-    """Write overrides into the values; return the problems of those that cannot be written."""
+    """Apply overrides to the values; return a problem for each that cannot be applied."""
     problems = []
     for override in overrides:
         dotted, equals, text = override.partition("=")
         if not equals or not dotted:
-            problems.append(Problem(override, "not an override", "allowed: section.key=value", "write it with ="))
+            problems.append(Problem(override, "not an override", "allowed: section.key=value", "add = and a value"))
             continue
         try:
             value = parse_value(text)
         except ValueError as error:
             found = f"{_cut(repr(text))} is not a YAML value ({error})"
-            problems.append(Problem(dotted, found, "", "quote or correct it"))
+            problems.append(Problem(dotted, found, "", "correct or quote it"))
             continue
-        *parents, last = dotted.split(".")
-        place: Any = values
-        for parent in parents:
-            place = place.setdefault(parent, {}) if isinstance(place, dict) else None
-        if isinstance(place, dict):
-            place[last] = value
-        else:
-            problems.append(Problem(dotted, "goes through a key that is not a section", "", _suggest(dotted)))
+        try:
+            assign(values, dotted, value)
+        except KeyError:
+            problems.append(Problem(dotted, "a key before the last is not a section", "", _suggest(dotted)))
     return problems
 
 
 def _translate(errors: list[ErrorDetails], values: dict[str, Any]) -> dict[str, Problem]:
-    """Turn pydantic's errors into problems, one for each key."""
+    """Turn pydantic's errors into problems, one per key."""
     grouped: dict[str, list[ErrorDetails]] = {}
     for error in errors:
         grouped.setdefault(_dotted(error["loc"]), []).append(error)
@@ -109,13 +114,12 @@ def _translate(errors: list[ErrorDetails], values: dict[str, Any]) -> dict[str, 
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
-    """Return the config key of an error: without list positions and names of union members."""
+    """Return the config key of an error, without list positions and union members."""
     names = dict(known_keys())
     parts: list[str] = []
     for part in location:
         dotted = ".".join([*parts, str(part)])
-        inside_section = not parts or _is_section(names.get(".".join(parts)))
-        if not inside_section:
+        if parts and not is_section(names[".".join(parts)]):
             break
         parts.append(str(part))
         if dotted not in names:
@@ -123,28 +127,22 @@ def _dotted(location: tuple[int | str, ...]) -> str:
     return ".".join(parts)
 
 
-def _is_section(field: Any) -> bool:
-    return field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-
-
 def _problem(where: str, group: list[ErrorDetails], values: dict[str, Any]) -> Problem:
     fields = dict(known_keys())
     if where not in fields:
-        # Letters of other alphabets can look like Latin ones.
+        # Letters of other alphabets can look like ASCII letters.
         found = "unknown key" if where.isascii() else f"unknown key, in ASCII {where!a}"
         return Problem(where, found, "", _suggest(where))
     field = fields[where]
-    if _is_section(field):
-        return Problem(where, f"{_look_up(values, where)!r} is not a section", "", "indent its keys below it")
+    if is_section(field):
+        return Problem(where, f"{look_up(values, where)!r} is not a section", "", "indent its keys below it")
     allowed = " or ".join(dict.fromkeys(_allowed(error) for error in group))
-    default = field.get_default(call_default_factory=True)
-    shown = yaml.safe_dump(list(default) if isinstance(default, tuple) else default, default_flow_style=True)
-    shown = shown.splitlines()[0]
-    return Problem(where, f"found {_shown(_look_up(values, where))}", f"allowed: {allowed}", f"for example {shown}")
+    found = f"found {_shown(look_up(values, where))}"
+    return Problem(where, found, f"allowed: {allowed}", f"for example {default_text(field)}")
 
 
 def _allowed(error: ErrorDetails) -> str:
-    """Say in words what a pydantic error says that it wants."""
+    """Say in words which values a pydantic error would accept."""
     context: dict[str, Any] = dict(error.get("ctx") or {})
     kind = error["type"]
     words = {
@@ -160,12 +158,12 @@ def _allowed(error: ErrorDetails) -> str:
         "less_than": f"below {context.get('lt')}",
         "less_than_equal": f"at most {context.get('le')}",
         "literal_error": str(context.get("expected", "")).replace("'", ""),
-        "too_short": f"{context.get('min_length')} entries or more",
+        "too_short": f"at least {context.get('min_length')} entries",
         "too_long": f"at most {context.get('max_length')} entries",
         "string_pattern_mismatch": _PATTERNS.get(context.get("pattern", ""), f"text like {context.get('pattern')}"),
-        "string_too_short": "text that is not empty",
+        "string_too_short": "non-empty text",
         "string_too_long": f"at most {context.get('max_length')} characters",
-        "string_unicode": "text of valid Unicode",
+        "string_unicode": "valid Unicode text",
         "finite_number": "a finite number",
     }
     text = words.get(kind, error["msg"][:1].lower() + error["msg"][1:])
@@ -174,7 +172,7 @@ def _allowed(error: ErrorDetails) -> str:
 
 
 def _suggest(where: str) -> str:
-    """Name the known keys nearest to an unknown one: same name elsewhere, then similar spelling."""
+    """Suggest known keys for an unknown one: the same name in another section, else a similar name."""
     names = [name for name, _ in known_keys()]
     last = where.rsplit(".", 1)[-1]
     same = [name for name in names if name.rsplit(".", 1)[-1] == last]
@@ -189,7 +187,7 @@ def _suggest(where: str) -> str:
     near = difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)
     if near:
         return f"did you mean {by_last[near[0]]}?"
-    return f"known here: {', '.join(siblings)}" if siblings else "remove it"
+    return f"this section has: {', '.join(siblings)}" if siblings else "remove it"
 
 
 def _shown(value: Any) -> str:
@@ -201,17 +199,9 @@ def _cut(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _look_up(values: Any, dotted: str) -> Any:
-    for part in dotted.split("."):
-        values = values.get(part) if isinstance(values, dict) else None
-    return values
-
-
 def _remove(values: dict[str, Any], dotted: str) -> None:
-    *parents, last = dotted.split(".")
-    place: Any = values
-    for parent in parents:
-        place = place.get(parent) if isinstance(place, dict) else None
+    section, _, last = dotted.rpartition(".")
+    place = look_up(values, section) if section else values
     if isinstance(place, dict):
         place.pop(last, None)
 

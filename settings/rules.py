@@ -1,4 +1,4 @@
-"""Rules that involve more than one key, each reported with a way out."""
+"""Rules that involve more than one key; each problem says how to fix it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Grid = tuple[int, ...]
 
-# A PiB: no machine holds it, and torch counts bytes in 63 bits.
+# 1 PiB: more than any machine has, and well below the 63 bits in which torch counts bytes.
 LARGEST_ACTIVATION_BYTES = 2**50
 
 LONGEST_NAME_BYTES = 200
@@ -25,14 +25,14 @@ def _text(values: tuple[int, ...]) -> str:
 
 
 def nearest_multiples(grid: Grid, factor: int) -> Grid:
-    """Return the grid nearest to `grid` whose axes `factor` divides."""
+    """Return the grid nearest to `grid` whose axes are multiples of `factor`."""
     return tuple(max(factor, factor * round(axis / factor)) for axis in grid)
 
 
 def find_problems(settings: Settings, stage: str | None) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    """Yield each problem with the keys it was derived from; `stage` adds the rules that only that stage needs."""
+    """Yield each problem with the other keys involved; `stage` adds the rules that apply only to that stage."""
     if len(settings.name.encode()) > LONGEST_NAME_BYTES:
-        found = f"{len(settings.name.encode())} bytes are too long for a folder's name"
+        found = f"{len(settings.name.encode())} bytes are too long for a folder name"
         yield Problem("name", found, f"allowed: at most {LONGEST_NAME_BYTES}", "shorten it"), ()
     yield from _data(settings)
     yield from _levels("autoencoder", settings.autoencoder)
@@ -67,19 +67,19 @@ def _data(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         yield Problem("data.intensity.lower", found, "", "swap the two"), ("data.intensity.upper",)
     if scale.mode == "percentile" and not (0 <= scale.lower <= 100 and 0 <= scale.upper <= 100):
         found = f"lower {scale.lower:g} and upper {scale.upper:g} are not percentiles"
-        remedy = "set mode: window to give intensities"
+        remedy = "set mode: window to use intensities"
         yield Problem("data.intensity", found, "allowed: 0 to 100", remedy), ("data.intensity.mode",)
     if data.persistent_workers and data.num_workers == 0:
-        remedy = "set num_workers to 1 or more, or persistent_workers: false"
-        yield Problem("data.persistent_workers", "true without workers", "", remedy), ("data.num_workers",)
+        remedy = "set num_workers to 1 or more, or persistent_workers to false"
+        yield Problem("data.persistent_workers", "true with num_workers 0", "", remedy), ("data.num_workers",)
     if data.patch_size is not None and any(p > v for p, v in zip(data.patch_size, data.voxel_size, strict=True)):
         found = f"{_text(data.patch_size)} is larger than voxel_size {_text(data.voxel_size)}"
         remedy = f"set {_text(tuple(map(min, data.patch_size, data.voxel_size)))}"
-        yield Problem("data.patch_size", found, "allowed: at most the grid", remedy), ("data.voxel_size",)
+        yield Problem("data.patch_size", found, "allowed: at most voxel_size", remedy), ("data.voxel_size",)
 
 
 def _levels(where: str, network) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    """Check the per-level keys of the autoencoder or of the U-Net."""
+    """Check the per-level keys of the autoencoder or the U-Net."""
     levels = len(network.num_channels)
     channels = f"{where}.num_channels"
     for name in ("attention_levels", "num_res_blocks", "num_head_channels"):
@@ -89,7 +89,7 @@ def _levels(where: str, network) -> Iterator[tuple[Problem, tuple[str, ...]]]:
                 Problem(
                     f"{where}.{name}",
                     f"{len(value)} entries for {levels} levels",
-                    f"allowed: {levels}, one for each of num_channels {_text(network.num_channels)}",
+                    f"allowed: {levels}, one for each entry of num_channels {_text(network.num_channels)}",
                     f"give {levels} entries" + ("" if name == "attention_levels" else " or one number"),
                 ),
                 (channels,),
@@ -118,7 +118,7 @@ def _grids(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
             yield (
                 Problem(
                     f"data.{name}",
-                    f"{_text(grid)} does not divide by {factor}, as {levels} levels of autoencoder.num_channels need",
+                    f"{_text(grid)} is not divisible by {factor}, as the {levels} autoencoder levels require",
                     f"allowed: multiples of {factor}",
                     f"the nearest is {_text(nearest_multiples(grid, factor))}",
                 ),
@@ -131,7 +131,7 @@ def _grids(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         yield (
             Problem(
                 f"data.{name}",
-                f"{_text(settings.training_grid)} with batch_size {training.batch_size} makes activations of "
+                f"{_text(settings.training_grid)} with batch_size {training.batch_size} needs activations of "
                 f"{largest / 2**50:.3g} PiB",
                 "allowed: at most 1 PiB",
                 "use a smaller grid",
@@ -145,7 +145,7 @@ def _grids(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         yield (
             Problem(
                 "autoencoder.training.discriminator.num_layers_d",
-                f"{depth} layers need at least {3 * 2**depth} voxels on each axis, the training grid has {smallest}",
+                f"{depth} layers need at least {3 * 2**depth} voxels per axis, but the training grid has {smallest}",
                 f"allowed: at most {most}" if most else "",
                 f"set {most}" if most else "use a larger grid, or adversarial_weight: 0",
             ),
@@ -168,12 +168,12 @@ def _memory_knobs(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]
             ("autoencoder.num_channels",),
         )
     if training.use_nested_checkpointing is True and not training.checkpoints_blocks:
-        found = "true without use_gradient_checkpointing: there is nothing to nest"
+        found = "true without use_gradient_checkpointing, so there are no checkpoints to nest"
         remedy = "set use_gradient_checkpointing: true"
         yield Problem(f"{where}.use_nested_checkpointing", found, "", remedy), (f"{where}.use_gradient_checkpointing",)
     if training.slab_rows == 1:
-        found = "1 row is less than a slab and its halo need"
-        yield Problem(f"{where}.slab_rows", found, "allowed: 0, or 2 and more", "set 8"), ()
+        found = "a slab of 1 row is too thin for its halo"
+        yield Problem(f"{where}.slab_rows", found, "allowed: 0, or 2 or more", "set 8"), ()
     num_slabs = settings.training_grid[0] // max(training.slab_rows, 1)
     if training.slab_rows > 1 and num_slabs > MOST_SLABS:
         found = f"{training.slab_rows} rows cut the grid into {num_slabs:,} slabs"
@@ -187,7 +187,7 @@ def _memory_knobs(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]
 
 
 def _only_lean(training) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    """Name the knobs that MONAI's stock modules do not have."""
+    """Report knobs that MONAI's stock modules do not support."""
     asked = {
         "use_gradient_checkpointing_offload": training.use_gradient_checkpointing_offload,
         "use_nested_checkpointing": training.use_nested_checkpointing is True,
@@ -198,7 +198,7 @@ def _only_lean(training) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         yield (
             Problem(
                 f"autoencoder.training.{name}",
-                f"{getattr(training, name)} with implementation: monai, which does not have it",
+                f"{getattr(training, name)} with implementation: monai, which does not support it",
                 "",
                 "set autoencoder.implementation: lean",
             ),
@@ -210,7 +210,7 @@ def _heads(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
     unet = settings.ldm.unet
     if not len(unet.num_channels) == len(unet.attention_levels) == len(unet.head_channels):
         return
-    attending = (*unet.attention_levels[:-1], True)  # the middle attends as the last level would
+    attending = (*unet.attention_levels[:-1], True)  # the middle block uses the last level's heads
     for channels, attends, head in zip(unet.num_channels, attending, unet.head_channels, strict=True):
         if attends and (head == 0 or channels % head):
             fits = [n for n in range(1, channels + 1) if channels % n == 0]
@@ -270,9 +270,9 @@ def _latents(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         yield (
             Problem(
                 "ldm.unet.num_channels",
-                f"{len(settings.ldm.unet.num_channels)} levels need latents that divide by {factor}, "
-                f"these are {_text(latent)}",
-                f"allowed: data.voxel_size in multiples of {step}, the nearest is {grid}",
+                f"{len(settings.ldm.unet.num_channels)} levels need latents divisible by {factor}, "
+                f"but these are {_text(latent)}",
+                f"allowed: data.voxel_size in multiples of {step}, nearest {grid}",
                 "change voxel_size, use fewer U-Net levels, or set ldm.latents.pad: true",
             ),
             ("data.voxel_size", "autoencoder.num_channels"),

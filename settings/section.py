@@ -1,4 +1,4 @@
-"""What all sections of the configuration share: strict, frozen, and each key with its promise."""
+"""The base of all sections, the types of their values, and the training keys that both stages share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Promise = Literal["same mathematics", "different mathematics", "free"]
-"""What changing a key does to a run: nothing but memory and time, something to the result, or neither of the two."""
+"""The effect of changing a key: only memory and time change; the trained weights change; neither does."""
 
 SAME: Promise = "same mathematics"
 DIFFERENT: Promise = "different mathematics"
@@ -15,28 +15,28 @@ FREE: Promise = "free"
 
 
 class Section(BaseModel):
-    """A part of the configuration; unknown keys are errors and values never change after validation."""
+    """A section of the configuration; it rejects unknown keys and cannot change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
 
 def key(default: Any, description: str, promise: Promise = DIFFERENT, **constraints: Any) -> Any:
-    """Declare a config key with its default, its one-line description and its promise."""
+    """Declare a key with its default, its one-line description and its promise."""
     return Field(default, description=description, json_schema_extra={"promise": promise}, **constraints)
 
 
 def section(kind: type[Section], description: str) -> Any:
-    """Declare a nested section whose keys all have defaults."""
+    """Declare a nested section; all of its keys have defaults."""
     return Field(default_factory=kind, description=description)
 
 
-# Far above anything that is trained, so that what cannot be meant is refused at once and not by what it takes down.
+# Far above any real network. They reject obvious mistakes early, before these exhaust the memory.
 LARGEST_AXIS = 2**16
 LARGEST_CHANNELS = 2**16
 MOST_LEVELS = 12
 MOST_BLOCKS = 64
 
-# YAML has lists, frozen settings have tuples: the container may convert, its elements stay strict.
+# YAML has lists and frozen settings hold tuples, so the container is converted; its elements are checked strictly.
 _OfLevels = Field(strict=False, min_length=1, max_length=MOST_LEVELS)
 _OfAxes = Field(strict=False, min_length=3, max_length=3)
 Triple = Annotated[tuple[Annotated[int, Field(ge=1, le=LARGEST_AXIS)], ...], _OfAxes]
@@ -55,33 +55,40 @@ WITHOUT_NUL = r"^[^\x00]*$"
 PathText = Annotated[str, Field(min_length=1, max_length=4096, pattern=WITHOUT_NUL)]
 
 
+def is_section(field: Any) -> bool:
+    """Return whether a field of a section is itself a section."""
+    return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+
+
 def largest_common_divisor(channels: tuple[int, ...], at_most: int) -> int:
-    """Return the largest number up to `at_most` that divides every channel count."""
+    """Return the largest divisor of all channel counts that is not above `at_most`."""
     return max(n for n in range(1, at_most + 1) if all(c % n == 0 for c in channels))
 
 
 class TrainingSettings(Section):
-    """The mechanics of training that both stages have."""
+    """Training keys that both stages share."""
 
-    batch_size: Count = key(1, "Volumes in one micro-batch; the memory grows with it.", SAME)
+    batch_size: Count = key(1, "Volumes per micro-batch; memory grows with it.", SAME)
     gradient_accumulation_steps: Count = key(1, "Micro-batches whose gradients are summed before one update.", SAME)
     max_steps: Count = key(
-        20000, "Updates after which training ends; fixed for a run whose learning rate decays.", FREE
+        20000, "Number of updates; a run whose learning rate decays resumes only with the same number.", FREE
     )
     learning_rate: float = key(1e-4, "Adam's step size; never scaled by the number of GPUs.", gt=0)
-    warmup_steps: CountOrZero = key(0, "Steps over which the learning rate rises from zero.")
-    learning_rate_decay: Literal["none", "cosine"] = key("none", "Constant after the warm-up, or cosine to zero.")
+    warmup_steps: CountOrZero = key(0, "Steps over which the learning rate rises linearly from zero.")
+    learning_rate_decay: Literal["none", "cosine"] = key("none", "Constant after the warm-up, or cosine decay to zero.")
     weight_decay: float = key(0.0, "Decoupled weight decay (AdamW); 0 is plain Adam.", ge=0)
-    max_grad_norm: float = key(1.0, "Gradients are clipped to this norm; 0: no clipping.", ge=0)
-    ema_decay: float = key(0.0, "Decay of the averaged copy of the weights; 0: no copy.", ge=0, lt=1)
-    log_every: Count = key(10, "Steps between two lines in metrics.jsonl.", FREE)
-    validate_every: Count = key(500, "Steps between two validations.", FREE)
-    save_every: Count = key(500, "Steps between two checkpoints.", FREE)
-    keep_checkpoints: int = key(2, "Newest checkpoints kept; at least two.", FREE, ge=2)
-    max_skipped_steps: Count = key(20, "fp16 only: updates in a row that may overflow before the run stops.", FREE)
-    use_gradient_checkpointing: bool = key(False, "Recompute each block's activations in backward.", SAME)
+    max_grad_norm: float = key(1.0, "Gradient norm above which gradients are clipped; 0: no clipping.", ge=0)
+    ema_decay: float = key(0.0, "Decay of the exponential moving average of the weights; 0: no average.", ge=0, lt=1)
+    log_every: Count = key(10, "Steps between lines in metrics.jsonl.", FREE)
+    validate_every: Count = key(500, "Steps between validations.", FREE)
+    save_every: Count = key(500, "Steps between checkpoints.", FREE)
+    keep_checkpoints: int = key(2, "Number of newest checkpoints to keep, at least 2.", FREE, ge=2)
+    max_skipped_steps: Count = key(
+        20, "float16 only: consecutive updates that may overflow before the run stops.", FREE
+    )
+    use_gradient_checkpointing: bool = key(False, "Recompute each block's activations in the backward pass.", SAME)
 
     @property
     def samples_per_rank(self) -> int:
-        """Return how many volumes one process sees in one update."""
+        """Return the number of volumes that one rank processes per update."""
         return self.batch_size * self.gradient_accumulation_steps

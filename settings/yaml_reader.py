@@ -1,4 +1,4 @@
-"""YAML without its traps: 1e-4 is a number, no is text, and a key given twice is an error."""
+"""Reads YAML 1.2 with line numbers: 1e-4 is a number, `no` is text, and a duplicate key is an error."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import yaml
 from settings.errors import ConfigError, Problem
 from storage.reading import read_text, reason
 
-# A config has some two hundred values, four sections deep.
+# A complete config has about 200 values in sections nested 4 deep.
 MOST_VALUES = 10_000
 DEEPEST = 30
 LARGEST_FILE = 1024 * 1024
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader with YAML 1.2's scalars instead of YAML 1.1's, and bounds on depth and on what aliases add up to."""
+    """Safe loader with the scalars of YAML 1.2 instead of 1.1, limited in depth and in values after alias expansion."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
         self._num_values: dict[yaml.Node, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose a node; an alias counts as all the values that it stands for."""
+        """Compose a node; an alias counts as many values as its anchor holds."""
         event = self.peek_event()
         mark: Any = event.start_mark
         self._depth += 1
@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
         node: Any = super().compose_node(parent, index)
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent) and node not in self._num_values:
-            raise yaml.MarkedYAMLError(problem="an alias inside what it stands for", problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem="an alias refers to a value that contains it", problem_mark=mark)
         self._num_values.setdefault(node, 1 + sum(map(self._num_values.__getitem__, _parts(node))))
         if max(self._num_values[node], len(self._num_values)) > MOST_VALUES:
             raise yaml.MarkedYAMLError(problem=f"more than {MOST_VALUES:,} values", problem_mark=mark)
@@ -65,7 +65,7 @@ for _tag, _pattern, _first in (
 
 
 def _scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
-    """Return the number or the boolean that a scalar stands for, with YAML 1.2's rules: 010 is ten."""
+    """Return the number or boolean of a scalar by the rules of YAML 1.2, in which 010 is ten."""
     text = str(loader.construct_scalar(node)).lower()
     if node.tag.endswith(":int"):
         return int(text)
@@ -76,7 +76,7 @@ def _scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
     return text == "true"
 
 
-# Nothing else: a config has no dates, sets or bytes.
+# A config needs no dates, sets or bytes.
 _Loader.yaml_constructors = {
     tag: make
     for tag, make in yaml.SafeLoader.yaml_constructors.items()
@@ -88,24 +88,24 @@ for _tag in ("bool", "int", "float"):
 
 @dataclass(frozen=True)
 class Document:
-    """What a YAML file says, and on which line it says it."""
+    """The values of a YAML file, and the line of each dotted key."""
 
     values: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict)
 
 
 def parse_value(text: str) -> Any:
-    """Parse one value as the file would be parsed; raise `ValueError` with the reason when it is not YAML."""
+    """Parse one value as in a file; raise `ValueError` with the reason if it is not YAML."""
     return _parse(text, lambda node: None)
 
 
 def read_document(path: Path) -> Document:
-    """Read a config file; raise `ConfigError` when it is missing, not YAML, or repeats a key."""
+    """Read a config file; raise `ConfigError` if it is missing, is not YAML, or repeats a key."""
     try:
         text = read_text(path, LARGEST_FILE)
     except FileNotFoundError:
         near = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        remedy = f"there is: {', '.join(near)}" if near else "give the path of a YAML file"
+        remedy = f"this folder has: {', '.join(near)}" if near else "give the path of a YAML file"
         raise ConfigError([Problem(str(path), "no such file", "", remedy)]) from None
     except OSError as error:
         found = f"cannot be read ({reason(error)})"
@@ -122,27 +122,35 @@ def read_document(path: Path) -> Document:
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise ConfigError([Problem(str(path), f"holds a {type(values).__name__}", "allowed: keys and values")])
+        raise ConfigError(
+            [
+                Problem(
+                    str(path),
+                    f"holds {'a list' if isinstance(values, list) else 'one value'}",
+                    "allowed: keys with values",
+                )
+            ]
+        )
     return Document(values, lines)
 
 
 class _NotYamlError(ValueError):
-    """Text that is not YAML, with the line where it stops being so, if that is known."""
+    """Text that is not YAML, with the line of the error if it is known."""
 
     def __init__(self, reason: str, line: int | None) -> None:
         super().__init__(reason)
         self.line = line
 
 
-def _parse(text: str, look_at: Callable[[yaml.Node], None]) -> Any:
-    """Return the value of a text, after a look at its nodes; raise `_NotYamlError`."""
+def _parse(text: str, inspect: Callable[[yaml.Node], None]) -> Any:
+    """Return the value of a text after passing its root node to `inspect`; raise `_NotYamlError`."""
     loader: _Loader | None = None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
-        look_at(node)
+        inspect(node)
         return loader.construct_document(node)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -157,7 +165,7 @@ def _parse(text: str, look_at: Callable[[yaml.Node], None]) -> Any:
 
 
 def _walk(node: yaml.Node, prefix: str, lines: dict[str, int], problems: list[Problem]) -> None:
-    """Note the line of each key, and each key that stands twice in one mapping."""
+    """Record the line of each key, and a problem for each duplicate."""
     if not isinstance(node, yaml.MappingNode):
         return
     for name, value in node.value:

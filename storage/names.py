@@ -1,8 +1,11 @@
-"""File names as text that can be printed."""
+"""File names as printable text."""
 
 from __future__ import annotations
 
 
-def printable(text: object) -> str:
-    """Return text with whatever could break a line, a terminal or an encoding escaped: file names may hold it."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+def printable(text: object, keep: str = "") -> str:
+    """Return text with unprintable characters escaped, except those in `keep`.
+
+    A file name may hold line breaks, terminal codes and bytes that no encoding can represent.
+    """
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in str(text))

@@ -34,7 +34,7 @@ MAY_IMPORT = {
 WITHIN = {"memory": [("predict",), ("ladder",), ("watch",)], "models": [("lean",), ("",), ("exchange",)]}
 """The same inside of two rooms; "" stands for the files at the top of the room."""
 NO_TORCH = ("storage", "settings", "command_line")
-SOURCES = sorted(p for p in ROOT.rglob("*.py") if not {".venv", "runs"} & set(p.relative_to(ROOT).parts))
+SOURCES = sorted(p for p in (*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py")) if p.relative_to(ROOT).parts[0] != "runs")
 CODE = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "tests"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from data import DataSplit
-from settings import CheckpointError, Settings, known_keys
+from settings import CheckpointError, Settings, known_keys, look_up
 from training.checkpoints import Checkpoints
 from training.step import TrainingStep
 
@@ -147,15 +147,9 @@ def changed_settings(stage: str, before: dict[str, Any], settings: Settings) -> 
         extra = field.json_schema_extra
         if not isinstance(extra, dict) or dotted.split(".")[0] not in _STAGE_SECTIONS[stage]:
             continue
-        old, new = _look_up(before, dotted), _look_up(after, dotted)
+        old, new = look_up(before, dotted), look_up(after, dotted)
         if old == new:
             continue
         line = f"{dotted}: {json.dumps(old)} -> {json.dumps(new)}"
         (changed if extra["promise"] == "different mathematics" else allowed).append(line)
     return changed, allowed
-
-
-def _look_up(values: Any, dotted: str) -> Any:
-    for part in dotted.split("."):
-        values = values.get(part) if isinstance(values, dict) else None
-    return values

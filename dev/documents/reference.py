@@ -1,19 +1,17 @@
-"""What is generated from the settings: the schema that editors read, and the configuration reference."""
+"""The documents generated from the settings: the schema for editors, and the configuration reference."""
 
 from __future__ import annotations
 
 import json
 from typing import Any, get_args, get_origin
 
-import yaml
-
-from settings.load import known_keys
+from settings.load import default_text, known_keys
 from settings.root import Settings
-from settings.section import Section
+from settings.section import is_section
 
 
 def json_schema() -> str:
-    """Return the JSON schema of a config file, as editors use it to complete and check keys."""
+    """Return the JSON schema of a config, which editors use to complete and check keys."""
     return json.dumps(Settings.model_json_schema(), indent=2) + "\n"
 
 
@@ -24,15 +22,15 @@ def configuration_reference() -> str:
         "",
         "Generated from the settings by `python dev/generate_documents.py`; do not edit by hand.",
         "",
-        "Every key has a default, so a config may hold only what differs. Keys are given in YAML, or as overrides",
-        "behind the command: `python train_autoencoder.py --config configs/high_res.yaml data.num_workers=4`.",
+        "Every key has a default, so a config may contain only what differs. Set keys in YAML, or as overrides at",
+        "the end of a command: `python train_autoencoder.py --config configs/high_res.yaml data.num_workers=4`.",
         "",
-        "**same mathematics**: trades memory, time or host memory and leaves every gradient as it is; may change when",
-        "a run resumes. **different mathematics**: changes what is learned; a run refuses to resume with it changed.",
-        "**free**: neither, such as how long to train and what to log.",
+        "**same mathematics**: changes memory use and speed but no gradient; may change when a run resumes.",
+        "**different mathematics**: changes what is learned; a run refuses to resume after such a change.",
+        "**free**: changes neither, for example how long to train and what to log.",
     ]
     for dotted, field in known_keys():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+        if is_section(field):
             lines += ["", f"## `{dotted}`", "", str(field.description), "", *_TABLE_HEAD]
             lines += [_row(f"{dotted}.{name}", inner) for name, inner in field.annotation.model_fields.items()]
     top = [_row(dotted, field) for dotted, field in known_keys() if "." not in dotted]
@@ -45,17 +43,15 @@ _TABLE_HEAD = ["| key | values | default | promise | what it does |", "|---|---|
 
 
 def _row(dotted: str, field: Any) -> str:
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+    if is_section(field):
         return f"| `{dotted.rsplit('.', 1)[-1]}` | section | | | {field.description} See `{dotted}` below. |"
-    default = field.get_default(call_default_factory=True)
-    shown = yaml.safe_dump(list(default) if isinstance(default, tuple) else default, default_flow_style=True)
     promise = field.json_schema_extra["promise"]
     name = dotted.rsplit(".", 1)[-1]
-    return f"| `{name}` | {_values(field.annotation)} | `{shown.splitlines()[0]}` | {promise} | {field.description} |"
+    return f"| `{name}` | {_values(field.annotation)} | `{default_text(field)}` | {promise} | {field.description} |"
 
 
 def _values(annotation: Any) -> str:
-    """Say in words what a key may hold."""
+    """Return the allowed values of a key in words."""
     names = {bool: "true, false", int: "whole number", float: "number", str: "text", type(None): "null"}
     if annotation in names:
         return names[annotation]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from memory.ladder.acting_values import acting_values
 from memory.predict.prediction import Stage
-from settings import ConfigError, Settings
+from settings import ConfigError, Settings, look_up
 
 Order = Literal["lossless-first", "guide"]
 Changes = dict[str, Any]
@@ -65,14 +65,6 @@ def build_rungs(settings: Settings, stage: Stage, order: Order) -> list[Rung]:
             is_same = above.same_mathematics and proposal.same_mathematics
             rungs.append(Rung(proposal.name, changes, everything, is_same, changed, proposal.lowers, proposal.family))
     return rungs
-
-
-def look_up(settings: Settings, dotted: str) -> Any:
-    """Return the value of a dotted key."""
-    value: Any = settings
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _lean(settings: Settings) -> Iterator[Proposal]:

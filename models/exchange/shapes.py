@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from settings import Settings
+from settings import Settings, look_up
 
 State = Mapping[str, Tensor]
 
@@ -146,10 +146,7 @@ def _configured(settings: Settings, key: str) -> Any:
     }
     if key in resolved:
         return resolved[key]
-    value: Any = settings
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+    return look_up(settings, key)
 
 
 def _text(value: Any) -> str:

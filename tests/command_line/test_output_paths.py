@@ -21,7 +21,7 @@ from settings import UserError
         ("broken/result.json", "is not a folder"),
         ("broken", "cannot be overwritten"),
         ("x" * 300, "cannot be used (File name too long)"),
-        ("/proc/result.json", "takes no files"),
+        ("/proc/result.json", "is not writable"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused(name: str, sentence: str, here: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_file_that_cannot_be_written_is_refused(name: str, sentence: str, here
         ("file/deep", "is not a folder"),
         ("broken", "is not a folder"),
         ("x" * 300, "cannot be used (File name too long)"),
-        ("/proc/deep/out", "takes no files"),
+        ("/proc/deep/out", "is not writable"),
     ],
 )
 def test_a_folder_that_cannot_be_written_is_refused(name: str, sentence: str, here: Path) -> None:
@@ -67,9 +67,9 @@ def test_permissions_are_respected(here: Path) -> None:
     (here / "folder").chmod(0o500)
     with pytest.raises(UserError, match="cannot be overwritten"):
         check_output_file("file")
-    with pytest.raises(UserError, match="takes no files"):
+    with pytest.raises(UserError, match="is not writable"):
         check_output_file("folder/new.json")
-    with pytest.raises(UserError, match="takes no files"):
+    with pytest.raises(UserError, match="is not writable"):
         check_output_folder("folder")
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from command_line import _set_up_logging, escaped
+from command_line.execution import _set_up_logging
+from storage.names import printable
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(
-    path for path in ROOT.rglob("*.py") if not {".venv", "runs", "tests"} & set(path.relative_to(ROOT).parts)
+    path
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py"))
+    if path.relative_to(ROOT).parts[0] not in ("runs", "tests")
 )
 FORBIDDEN = {"eval", "exec", "pickle.load", "pickle.loads", "yaml.unsafe_load", "yaml.full_load", "os.system"}
 NEEDED = {
@@ -40,7 +43,7 @@ def test_no_code_is_read_from_files(path):
 
 def test_control_characters_are_escaped_in_messages_and_logs(capsys):
     name = "a\x1b[2J\r\x07\u202eb\x9bc"
-    assert escaped(f"first\n\t{name}") == "first\n\ta\\x1b[2J\\r\\x07\\u202eb\\x9bc"
+    assert printable(f"first\n\t{name}", keep="\n\t") == "first\n\ta\\x1b[2J\\r\\x07\\u202eb\\x9bc"
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:

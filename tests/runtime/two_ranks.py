@@ -94,7 +94,7 @@ def agreements(process: Process, found: dict[str, Any]) -> None:
             if is_last:
                 raise DataError("volume.nii: gone")
     except UserError as error:
-        found["together"] = (str(error), error.exit_code, error.is_said_elsewhere)
+        found["together"] = (str(error), error.exit_code, error.is_reported_by_another_rank)
 
 
 def bad_value(settings: Settings, process: Process, found: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from settings import load_settings
+from settings import load_settings, look_up
 
 COMBINATION_A = """
 autoencoder:
@@ -107,10 +107,7 @@ def test_preset_has_the_mathematics_of_its_combination(tmp_path, preset, text):
     found = settings["autoencoder"]["training"]
     assert found["batch_size"] * found["gradient_accumulation_steps"] == 4
     for dotted, value in walk(yaml.safe_load(text)):
-        place = settings
-        for part in dotted.split("."):
-            place = place[part]
-        assert place == value or promises[dotted] == "same mathematics", dotted
+        assert look_up(settings, dotted) == value or promises[dotted] == "same mathematics", dotted
 
 
 def test_disabling_attention_on_every_level_disables_the_middle_attention(tmp_path):

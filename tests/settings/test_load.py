@@ -41,7 +41,7 @@ device: {amp_dtype: fp8}
 def test_all_mistakes_are_reported_at_once_with_the_nearest_names(tmp_path):
     found = "\n".join(problems(tmp_path, FIVE_MISTAKES))
     assert found.count("\n") == 4
-    assert "line 3, data.voxel_size: [255, 256, 64] does not divide by 4" in found
+    assert "line 3, data.voxel_size: [255, 256, 64] is not divisible by 4" in found
     assert "the nearest is [256, 256, 64]" in found
     assert "data.num_wrokers: unknown key; did you mean data.num_workers?" in found
     assert "autoencoder.norm_num_groups: 5 does not divide 16, 32, 64 of num_channels" in found
@@ -99,7 +99,7 @@ def test_a_key_in_the_wrong_section_is_answered_with_the_right_ones(tmp_path):
         ("autoencoder: {attention_levels: [false, true]}", "2 entries for 3 levels"),
         ("autoencoder: {num_res_blocks: [1, 2]}", "give 3 entries or one number"),
         ("autoencoder: {training: {checkpoint_levels: 4}}", "4 of 3 levels; allowed: all, or 1 to 3"),
-        ("autoencoder: {training: {slab_rows: 1}}", "1 row is less than a slab and its halo need"),
+        ("autoencoder: {training: {slab_rows: 1}}", "a slab of 1 row is too thin for its halo"),
         ("autoencoder: {implementation: monai, training: {slab_rows: 8}}", "set autoencoder.implementation: lean"),
         ("autoencoder: {training: {use_gradient_checkpointing: false, use_nested_checkpointing: true}}", "to nest"),
         ("autoencoder: {training: {discriminator: {num_layers_d: 5}}}", "allowed: at most 4; set 4"),
@@ -121,7 +121,7 @@ def test_each_mistake_is_answered_in_words(tmp_path, text, expected):
 
 def test_a_missing_file_is_answered_with_the_files_that_are_there(tmp_path):
     write(tmp_path, "seed: 1")
-    with pytest.raises(ConfigError, match=r"no such file; there is: .*config\.yaml"):
+    with pytest.raises(ConfigError, match=r"no such file; this folder has: .*config\.yaml"):
         load_settings(tmp_path / "confg.yaml")
 
 
@@ -134,8 +134,8 @@ def test_latents_that_the_unet_cannot_halve_are_refused_in_stage_2_only(tmp_path
     text = "data: {voxel_size: [40, 40, 40]}\nautoencoder: {training: {discriminator: {num_layers_d: 2}}}"
     assert load_settings(write(tmp_path, text), stage="autoencoder")
     (problem,) = problems(tmp_path, text, stage="ldm")
-    assert "these are [10, 10, 10]" in problem
-    assert "the nearest is [48, 48, 48]" in problem or "the nearest is [32, 32, 32]" in problem
+    assert "but these are [10, 10, 10]" in problem
+    assert "nearest [48, 48, 48]" in problem or "nearest [32, 32, 32]" in problem
     assert load_settings(write(tmp_path, text), ["ldm.latents.pad=true"], stage="ldm")
 
 

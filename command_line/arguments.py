@@ -1,0 +1,64 @@
+"""Argument parsers, and readers for arguments that are numbers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+
+def parser(description: str, examples: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that every command takes; --help lists the examples."""
+    epilog = "examples:\n" + "\n".join(f"  {example}" for example in examples) if examples else None
+    result = argparse.ArgumentParser(
+        description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    result.add_argument("--quiet", action="store_true", help="print only warnings and errors, and no progress bars")
+    return result
+
+
+def add_config(target: argparse.ArgumentParser) -> None:
+    """Add --config and the overrides that follow it."""
+    target.add_argument("--config", required=True, metavar="FILE", help="a config, such as configs/high_res.yaml")
+    target.add_argument("overrides", nargs="*", metavar="section.key=value", help="override single keys of the config")
+
+
+def add_training(target: argparse.ArgumentParser) -> None:
+    """Add the arguments that both train scripts take besides the config."""
+    target.add_argument(
+        "--dry-run", action="store_true", help="print what would be trained and the memory it needs, then stop"
+    )
+    target.add_argument(
+        "--on-oom",
+        choices=("stop", "next-rung"),
+        default="stop",
+        help="when memory runs out: stop with a report (default), or continue with the next memory knob that leaves the"
+        " mathematics unchanged",
+    )
+
+
+def at_least(smallest: float) -> Callable[[str], float]:
+    """Return a reader of numbers no smaller than `smallest`; it accepts only whole numbers if `smallest` is an int."""
+    kind = type(smallest)
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not smallest <= value < float("inf"):
+            name = "whole number" if kind is int else "number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {name} of at least {smallest:g}")
+        return value
+
+    return read
+
+
+def above_zero(text: str) -> float:
+    """Read a finite number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+    return value

@@ -1,0 +1,104 @@
+"""Runs a command: sets up logging, prints user errors without a traceback, and returns the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import io
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from settings.errors import UserError
+from storage.names import printable
+
+OUT_OF_MEMORY = 3
+INTERRUPTED = 130
+
+DISK_ERRORS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the disk is read-only",
+}
+# Errors about the path itself: a folder in place of a file or the reverse, a name too long, no permission.
+PATH_ERRORS = {errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EEXIST}
+
+
+def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
+    """Run a command and return its exit code; print errors that users can fix to standard error.
+
+    Exit codes: 0 success, 2 wrong input, 3 out of memory, 130 interrupted.
+    """
+    _set_up_logging(options.quiet)
+    try:
+        return main(options) or 0
+    except UserError as error:
+        return _report(error)
+    except OSError as error:
+        if error.errno in PATH_ERRORS and error.filename:
+            return _report(UserError(f"{error.filename}: {error.strerror}; make it usable, or give another path"))
+        if error.errno not in DISK_ERRORS:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        return _report(UserError(f"{where}{DISK_ERRORS[error.errno]}; make room, then run the same command again"))
+    except (MemoryError, RuntimeError) as error:
+        # Compare the name of torch's error, because this module must not import torch.
+        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
+            raise
+        print(f"{_red('error')}: out of memory; python scripts/oom_ladder.py shows what to change", file=sys.stderr)
+        return OUT_OF_MEMORY
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _report(error: UserError) -> int:
+    """Print an error unless another rank prints it, pass it on to torchrun, and return the exit code."""
+    rank = os.environ.get("RANK", "0")
+    is_ours = not error.is_reported_by_another_rank
+    if error.is_reported_by_another_rank is None:
+        # The ranks have not connected yet. Those on one machine fail in the same way, so the first one prints.
+        is_ours = os.environ.get("LOCAL_RANK", "0") == "0"
+    if is_ours:
+        who = f"process {rank}: " if rank != "0" else ""
+        print(f"{_red('error')}: {who}{printable(error, keep=_LAYOUT)}", file=sys.stderr)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun shows the error with the earliest timestamp as the root cause.
+        details = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": str(error), "extraInfo": details}}))
+    return error.exit_code
+
+
+_LAYOUT = "\n\t"
+"""Control characters that our own messages use."""
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Escapes control characters, because file names in messages may hold any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep=_LAYOUT)
+
+
+def _set_up_logging(quiet: bool) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Standard error does this by default; file names may hold bytes that no encoding can represent.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    is_first = os.environ.get("RANK", "0") == "0"
+    level = logging.INFO if is_first and not quiet else logging.WARNING
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_PrintableFormatter("%(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    if quiet:
+        # tqdm reads this when it is imported, which happens later.
+        os.environ["TQDM_DISABLE"] = "1"
+
+
+def _red(text: str) -> str:
+    return f"\033[31m{text}\033[0m" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else text

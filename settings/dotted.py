@@ -1,0 +1,27 @@
+"""Dotted keys, such as data.num_workers, in settings and in nested dictionaries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from settings.section import Section
+
+
+def look_up(values: Any, dotted: str) -> Any:
+    """Return the value of a dotted key; None where nested dictionaries do not have it."""
+    for part in dotted.split("."):
+        if isinstance(values, Section):
+            values = getattr(values, part)
+        else:
+            values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+def assign(values: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a dotted key in nested dictionaries, adding missing sections; raise `KeyError` if a parent holds a value."""
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise KeyError(dotted)
+    values[last] = value
