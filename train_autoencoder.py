@@ -27,7 +27,7 @@ def main(options: argparse.Namespace) -> int:
 def train(settings: Settings, is_dry_run: bool) -> int:
     """Train as the settings say, from the newest checkpoint if there is one."""
     from data import BatchPlan, prepare_volumes, training_batches, validation_batches
-    from evaluation.validation import validate_autoencoder
+    from evaluation.autoencoder_validation import validate_autoencoder
     from losses import ensure_perceptual_weights
     from memory.watch import MemoryWatch
     from report import publish
@@ -35,11 +35,11 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from runtime.processes import processes
     from training.autoencoder_step import AutoencoderStep
     from training.checkpoints import Checkpoints
-    from training.export import export
+    from training.finished_weights import export
     from training.loop import run_loop
     from training.recorder import Recorder
     from training.resume import resume, save
-    from training.run_folder import describe_run, open_run
+    from training.run_setup import describe_run, open_run
     from training.summary import summarise
 
     training = settings.autoencoder.training

@@ -36,12 +36,12 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from report.validation import show_validation
     from runtime.processes import processes
     from training.checkpoints import Checkpoints
-    from training.export import export
+    from training.finished_weights import export
     from training.ldm_step import LatentDiffusionStep
     from training.loop import run_loop
     from training.recorder import Recorder
     from training.resume import resume, save
-    from training.run_folder import describe_run, open_run
+    from training.run_setup import describe_run, open_run
     from training.summary import summarise
 
     training = settings.ldm.training

@@ -23,7 +23,7 @@ from runtime.phases import phase
 from runtime.processes import Process, synchronised
 from settings import Settings
 from settings.autoencoder import AutoencoderTraining
-from training.export import load_pretrained
+from training.finished_weights import load_pretrained
 from training.guard import FilesOf, no_names
 from training.step import TrainingStep
 

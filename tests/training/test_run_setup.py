@@ -16,7 +16,7 @@ from runtime.processes import Process
 from settings import CheckpointError, Settings, UserError, load_settings
 from training.recorder import drop_later_lines
 from training.resume import check_resumable
-from training.run_folder import describe_run, open_run
+from training.run_setup import describe_run, open_run
 
 CPU = Process(torch.device("cpu"))
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ def test_second_process_on_a_run_is_refused_and_a_crash_leaves_no_lock(tmp_path,
     code = (
         f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); import torch\n"
         "from settings import Settings\nfrom runtime.processes import Process\n"
-        "from training.run_folder import open_run\n"
+        "from training.run_setup import open_run\n"
         "with open_run(Settings(name='shared'), Process(torch.device('cpu'))):\n"
         "    print('held', flush=True); time.sleep(60)"
     )

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from data import Batch
-from evaluation.pairs import absolute_error, psnr, ssim
+from evaluation.pair_metrics import absolute_error, psnr, ssim
 from evaluation.pictures import reconstruction_picture
 from evaluation.previews import Preview, ViewerVolume
 from training.autoencoder_step import AutoencoderStep
