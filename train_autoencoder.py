@@ -1,4 +1,4 @@
-"""Stage 1: train the autoencoder that turns volumes into latents and back.
+"""Stage 1: train the autoencoder that encodes volumes as latents and decodes them.
 
 python train_autoencoder.py --config configs/quickstart.yaml
 """
@@ -17,7 +17,7 @@ log = logging.getLogger("train_autoencoder")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Check the config before anything slow is imported, then train; more memory-saving when asked to."""
+    """Check the config before the slow imports, then train; with --on-oom, retry with less memory."""
     settings = load_settings(options.config, options.overrides, stage="autoencoder")
     from memory.watch import train_with_rungs
 
@@ -25,9 +25,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def train(settings: Settings, is_dry_run: bool) -> int:
-    """Train as the settings say, from the newest checkpoint if there is one."""
+    """Train, resuming from the newest checkpoint if there is one; return the exit code."""
     from data import BatchPlan, prepare_volumes, training_batches, validation_batches
-    from evaluation.validation import validate_autoencoder
+    from evaluation.autoencoder_validation import validate_autoencoder
     from losses import ensure_perceptual_weights
     from memory.watch import MemoryWatch
     from report import publish
@@ -35,17 +35,15 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from runtime.processes import processes
     from training.autoencoder_step import AutoencoderStep
     from training.checkpoints import Checkpoints
-    from training.export import export
+    from training.finished_weights import export
     from training.loop import run_loop
-    from training.recorder import Recorder
     from training.resume import resume, save
-    from training.run_folder import describe_run, open_run
+    from training.run_setup import describe_run, open_run
     from training.summary import summarise
 
-    training = settings.autoencoder.training
     with processes(settings.device) as process, MemoryWatch(settings, "autoencoder", process) as watch:
-        # Everything the run needs from outside, and what is about to happen.
-        ensure_perceptual_weights(training)
+        # Check everything that the run needs, and say what it will do.
+        ensure_perceptual_weights(settings.autoencoder.training)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
         log.info(summarise(settings, "autoencoder", len(volumes.train), process.world_size))
         watch.announce()
@@ -53,23 +51,20 @@ def train(settings: Settings, is_dry_run: bool) -> int:
             return 0
 
         with open_run(settings, process) as run_folder:
-            # Networks, optimizers, and where the run stopped last time.
-            plan = BatchPlan.of(training, settings.seed, process.rank, process.world_size)
+            # Build the networks and optimizers, and resume where the run stopped.
+            plan = BatchPlan.of(settings.autoencoder.training, settings.seed, process.rank, process.world_size)
             step = AutoencoderStep(settings, process, files_of=plan.names(volumes.train))
-            checkpoints = Checkpoints(run_folder.checkpoints, "autoencoder", training.keep_checkpoints)
+            checkpoints = Checkpoints(run_folder.checkpoints, "autoencoder", step.training.keep_checkpoints)
             first_step = resume(step, checkpoints, settings, volumes)
             describe_run(run_folder, settings, process)
             watch.record(run_folder.path)
 
-            # Batches are addressed by step: which volumes step n sees is a function of the seed and n.
-            batches = training_batches(volumes.train, settings.data, plan, first_step, training.max_steps)
+            # The volumes of step n depend on the seed and n alone, so a resumed run sees the same batches.
+            batches = training_batches(volumes.train, settings.data, plan, first_step, step.training.max_steps)
             held_out = validation_batches(volumes.val, settings.data, process.rank, process.world_size)
-
-            def validate(recorder: Recorder, done: int) -> None:
-                show_validation(recorder, done, *validate_autoencoder(step, held_out))
-
+            validate = partial(validate_autoencoder, step, held_out)
             save_at = partial(save, step, checkpoints, settings, volumes)
-            if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate):
+            if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate, show_validation):
                 return INTERRUPTED
             export(step, run_folder, settings)
             publish(run_folder, process)
@@ -78,7 +73,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
 
 if __name__ == "__main__":
     arguments = parser(
-        "Train the autoencoder (stage 1). The same command run again resumes.",
+        "Train the autoencoder (stage 1). Run the same command again to resume.",
         [
             "python train_autoencoder.py --config configs/high_res.yaml --dry-run",
             "python train_autoencoder.py --config configs/high_res.yaml data.source=/data/ct",

@@ -1,4 +1,4 @@
-"""Stage 2: train the diffusion model that draws latents, which the autoencoder of stage 1 turns into volumes.
+"""Stage 2: train the diffusion model that samples latents, which the autoencoder of stage 1 decodes to volumes.
 
 python train_ldm.py --config configs/quickstart.yaml
 """
@@ -17,7 +17,7 @@ log = logging.getLogger("train_ldm")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Check the config before anything slow is imported, then train; more memory-saving when asked to."""
+    """Check the config before the slow imports, then train; with --on-oom, retry with less memory."""
     settings = load_settings(options.config, options.overrides, stage="ldm")
     from memory.watch import train_with_rungs
 
@@ -25,7 +25,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def train(settings: Settings, is_dry_run: bool) -> int:
-    """Train as the settings say, from the newest checkpoint if there is one."""
+    """Train, resuming from the newest checkpoint if there is one; return the exit code."""
     from data import BatchPlan, prepare_volumes
     from diffusion.conditioning import check_classes
     from diffusion.latents import prepare_latents
@@ -36,17 +36,15 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from report.validation import show_validation
     from runtime.processes import processes
     from training.checkpoints import Checkpoints
-    from training.export import export
+    from training.finished_weights import export
     from training.ldm_step import LatentDiffusionStep
     from training.loop import run_loop
-    from training.recorder import Recorder
     from training.resume import resume, save
-    from training.run_folder import describe_run, open_run
+    from training.run_setup import describe_run, open_run
     from training.summary import summarise
 
-    training = settings.ldm.training
     with processes(settings.device) as process, MemoryWatch(settings, "ldm", process) as watch:
-        # Everything the run needs from outside, and what is about to happen.
+        # Check everything that the run needs, and say what it will do.
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
         check_classes(settings.ldm.conditioning, volumes)
         log.info(summarise(settings, "ldm", len(volumes.train), process.world_size))
@@ -55,25 +53,22 @@ def train(settings: Settings, is_dry_run: bool) -> int:
             return 0
 
         with open_run(settings, process) as run_folder:
-            # The frozen autoencoder, the latents with their scale, the U-Net, and where the run stopped last time.
+            # Load the frozen autoencoder, prepare the latents, build the U-Net, and resume where the run stopped.
             codec = frozen_codec(settings, process.device)
             latents = prepare_latents(codec, volumes, settings, process)
-            plan = BatchPlan.of(training, settings.seed, process.rank, process.world_size)
+            plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
             names = plan.names(volumes.train)
             step = LatentDiffusionStep(settings, process, codec=codec, latent_scale=latents.scale, files_of=names)
-            checkpoints = Checkpoints(run_folder.checkpoints, "ldm", training.keep_checkpoints)
+            checkpoints = Checkpoints(run_folder.checkpoints, "ldm", step.training.keep_checkpoints)
             first_step = resume(step, checkpoints, settings, volumes)
             describe_run(run_folder, settings, process)
             watch.record(run_folder.path)
 
-            # Batches are addressed by step: which latents step n sees is a function of the seed and n.
-            batches = latents.training_batches(plan, first_step, training.max_steps)
-
-            def validate(recorder: Recorder, done: int) -> None:
-                show_validation(recorder, done, *validate_ldm(step, latents))
-
+            # The latents of step n depend on the seed and n alone, so a resumed run sees the same batches.
+            batches = latents.training_batches(plan, first_step, step.training.max_steps)
+            validate = partial(validate_ldm, step, latents)
             save_at = partial(save, step, checkpoints, settings, volumes)
-            if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate):
+            if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate, show_validation):
                 return INTERRUPTED
             export(step, run_folder, settings, latent_scale=step.latent_scale, **latents.metadata)
             publish(run_folder, process)
@@ -82,7 +77,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
 
 if __name__ == "__main__":
     arguments = parser(
-        "Train the latent diffusion model (stage 2) on a trained autoencoder. The same command run again resumes.",
+        "Train the latent diffusion model (stage 2) on a trained autoencoder. Run the same command again to resume.",
         [
             "python train_ldm.py --config configs/high_res.yaml --dry-run",
             "python train_ldm.py --config configs/high_res.yaml ldm.autoencoder=weights/autoencoder.safetensors",

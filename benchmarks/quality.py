@@ -12,7 +12,7 @@ from benchmarks.real_volumes import patches
 from benchmarks.reference_loop import ReferenceLoop
 from benchmarks.variants import base_settings
 from data import Batch
-from evaluation.pairs import psnr
+from evaluation.pair_metrics import psnr
 from runtime.processes import Process
 from settings import Settings
 from training.autoencoder_step import AutoencoderStep

@@ -31,11 +31,17 @@ class WarmStart:
             [
                 *(
                     "memory.watch.memory_watch",
-                    "evaluation.validation",
+                    "evaluation.autoencoder_validation",
                     "evaluation.ldm_validation",
                     "torch.utils.tensorboard",
                 ),
-                *("evaluation.trained_run", "evaluation.samples", "report", "models.exchange.weights"),
+                *(
+                    "evaluation.trained_run",
+                    "evaluation.reconstructions",
+                    "evaluation.samples",
+                    "report",
+                    "models.exchange.weights",
+                ),
             ]
         )
         # What is killed cannot give its semaphores back, and their keeper need not say so.

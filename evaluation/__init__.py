@@ -1,1 +1,1 @@
-"""What a run is worth: validation while it trains, and metrics, samples and previews of a trained run."""
+"""Quality of a run: validation during training; metrics, samples and previews of a trained run."""

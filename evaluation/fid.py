@@ -1,4 +1,4 @@
-"""The Fréchet distance between slices of volumes in all three planes (2.5D FID), with feature weights given by path."""
+"""2.5D FID: the Fréchet distance between slices of volumes in all three planes, with feature weights from a file."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from settings import CheckpointError
 NETWORKS = ("squeezenet1_1", "alexnet", "vgg16", "resnet18", "resnet50")
 PLANES = ("first axis", "second axis", "third axis")
 
-# Of ImageNet, which the networks were trained on.
+# The networks were trained on ImageNet, normalised with these.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_SMALLEST_SIDE = 64
-_KEPT_SLICES = (0.2, 0.8)
-_CHUNK = 32
+_SMALLEST_SIDE = 64  # the networks' strides leave nothing of smaller slices, so those are enlarged
+_KEPT_SLICES = (0.2, 0.8)  # the outer slices of a volume are often empty
+_CHUNK = 32  # slices per forward pass
 
 
 def load_features(network: str, weights: str | Path) -> Callable[[Tensor], Tensor]:
-    """Return the map from grey slices (N, H, W) in [0, 1] to the network's pooled features (N, F).
+    """Return a function from grey slices (N, H, W) in [0, 1] to the network's pooled features (N, F).
 
-    `network` is one of torchvision's; `weights` is its state dict, of which the classifier is not needed. Raises
-    `CheckpointError` when the file does not hold that network.
+    `network` is a torchvision model; `weights` is a file with its state dict, with or without the classifier. Raise
+    `CheckpointError` if the file does not contain that network.
     """
     path = Path(weights).expanduser()
     if not path.is_file():
-        raise CheckpointError(f"--fid-weights: there is no file {path}; put torchvision's weights of {network} there")
+        raise CheckpointError(f"--fid-weights: there is no file {path}; put the torchvision weights of {network} there")
     model = import_torchvision().models.get_model(network, weights=None)
     missing, _ = model.load_state_dict(_without_classifier(read_state_dict(path)), strict=False)
     absent = [name for name in missing if not name.startswith(("fc.", "classifier."))]
     if absent:
         raise CheckpointError(
             f"--fid-weights: {path} does not hold the weights of {network} ({absent[0]} is missing); "
-            f"allowed networks: {', '.join(NETWORKS)}; choose the one the file is of with --fid-network"
+            f"allowed networks: {', '.join(NETWORKS)}; choose the one that matches the file with --fid-network"
         )
     trunk = _trunk(model).eval().requires_grad_(False)
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (_MEAN, _STD))
 
     @torch.no_grad()
     def features(slices: Tensor) -> Tensor:
-        grown = _at_least(slices[:, None].float(), _SMALLEST_SIDE).expand(-1, 3, -1, -1)
-        return torch.cat([trunk((part - mean) / std).mean(dim=(2, 3)) for part in grown.split(_CHUNK)]).double()
+        images = _at_least(slices[:, None].float(), _SMALLEST_SIDE).expand(-1, 3, -1, -1)
+        return torch.cat([trunk((part - mean) / std).mean(dim=(2, 3)) for part in images.split(_CHUNK)]).double()
 
     return features
 
 
 def slice_features(volumes: Iterable[Tensor], features: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return for each plane the features of the inner slices of all volumes (C, D, H, W); the first channel is read."""
+    """Return, for each plane, the features of the inner slices of all volumes (C, D, H, W); only channel 0 is used."""
     found: list[list[Tensor]] = [[], [], []]
     for volume in volumes:
         for plane, collected in enumerate(found):
@@ -69,7 +69,7 @@ def frechet_distance(first: Tensor, second: Tensor) -> float:
     (mean_1, cov_1), (mean_2, cov_2) = ((x.mean(dim=0), torch.cov(x.T)) for x in (first, second))
     values, vectors = torch.linalg.eigh(cov_1)
     root = vectors * values.clamp_min(0).sqrt() @ vectors.T
-    # The trace of (cov_1 cov_2)^(1/2) is that of the symmetric form, whose eigenvalues are real.
+    # (cov_1 cov_2)^(1/2) has the same trace as this symmetric form, whose eigenvalues are real.
     shared = torch.linalg.eigvalsh(root @ cov_2 @ root).clamp_min(0).sqrt().sum()
     return float((mean_1 - mean_2).square().sum() + cov_1.trace() + cov_2.trace() - 2 * shared)
 

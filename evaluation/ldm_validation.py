@@ -1,4 +1,4 @@
-"""How well the U-Net predicts held-out latents, and what samples from fixed seeds look like."""
+"""Validation of stage 2: the diffusion loss on held-out latents, and samples from fixed seeds."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from evaluation.previews import Preview, ViewerVolume
 from training.ldm_step import LatentDiffusionStep
 
 NOISE_LEVELS = (0.125, 0.375, 0.625, 0.875)
-"""At which shares of the process's time the held-out loss is taken; always the same, with the same noise."""
+"""Diffusion times at which the held-out loss is measured, as fractions of the whole range."""
 
 
 def validate_ldm(step: LatentDiffusionStep, latents: Latents) -> tuple[dict[str, float], Preview | None]:
-    """Return the held-out diffusion loss over all processes, and the first process's preview of samples.
+    """Return the held-out diffusion loss over all processes and, in the first process, a preview of samples.
 
-    Uses the averaged weights when there are any. Every call meets the same latents, times, noise and seeds.
+    Use the averaged weights if there are any. Every call uses the same latents, times, noise and seeds.
     """
-    with _for_use(step):
+    with _inference_weights(step):
         metrics = _held_out_loss(step, latents)
-        is_shown = step.process.is_first and step.settings.ldm.sampling.num_previews
-        preview = sample_preview(step) if is_shown else None
+        has_preview = step.process.is_first and step.settings.ldm.sampling.num_previews
+        preview = sample_preview(step) if has_preview else None
     return metrics, preview
 
 
@@ -37,7 +37,7 @@ def _held_out_loss(step: LatentDiffusionStep, latents: Latents) -> dict[str, flo
     totals = torch.zeros(len(NOISE_LEVELS) + 1, dtype=torch.float64)
     conditioning = step.settings.ldm.conditioning
     for batch in latents.validation_batches(step.codec.encode, step.process):
-        # The mean of the latent: nothing random but the noise below.
+        # The mean of the latent distribution, so that the only noise is the fixed noise below.
         clean = batch.mean.to(step.process.device) * step.latent_scale
         labels = None if conditioning.type == "none" or batch.labels is None else batch.labels.to(step.process.device)
         for number, level in enumerate(NOISE_LEVELS):
@@ -50,14 +50,14 @@ def _held_out_loss(step: LatentDiffusionStep, latents: Latents) -> dict[str, flo
             totals[number] += F.mse_loss(prediction.float(), target).double().cpu()
         totals[-1] += 1
     *losses, count = step.process.sum(totals).tolist()
-    if not count:  # a data set of one volume has none to hold out
+    if not count:  # a data set of one volume has no held-out volumes
         return {}
     by_level = {f"val_diffusion_{level:g}": loss / count for level, loss in zip(NOISE_LEVELS, losses, strict=True)}
     return {"val_diffusion": sum(by_level.values()) / len(by_level), **by_level}
 
 
 def sample_preview(step: LatentDiffusionStep) -> Preview:
-    """Return the preview samples, in the picture one sample a row; the same seeds at each call."""
+    """Draw the preview samples, always from the same seeds; the picture has one row per sample."""
     number = step.settings.ldm.sampling.num_previews
     volumes = draw_volumes(
         step.unet,
@@ -68,16 +68,16 @@ def sample_preview(step: LatentDiffusionStep) -> Preview:
         range(number),
         batch_size=step.training.batch_size,
     )
-    planes, kept = [], {}
+    rows, kept = [], {}
     for place, volume in enumerate(volumes):
-        planes.append(middle_planes(to_unit(volume[0]).cpu()))
+        rows.append(middle_planes(to_unit(volume[0]).cpu()))
         kept[f"sample_{place}"] = ViewerVolume.of(volume)
-    return Preview(tile(planes), kept)
+    return Preview(tile(rows), kept)
 
 
 @contextmanager
-def _for_use(step: LatentDiffusionStep) -> Iterator[None]:
-    """Let the U-Net be what a user will get: averaged weights, eval mode."""
+def _inference_weights(step: LatentDiffusionStep) -> Iterator[None]:
+    """Put the U-Net in eval mode with the averaged weights, as it will be exported."""
     step.unet.eval()
     with step.average.swapped_in() if step.average is not None else nullcontext():
         yield

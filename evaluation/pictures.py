@@ -1,4 +1,4 @@
-"""Pictures of volumes: three planes through the middle, input, reconstruction and error side by side."""
+"""Pictures of volumes: the three middle planes, and comparisons of input, reconstruction and error."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-GAP = 2
+from storage.atomic import replacing
+
+GAP = 2  # pixels between planes
 
 
 def middle_planes(volume: Tensor) -> list[Tensor]:
-    """Return the three middle planes of a (D, H, W) volume, each turned so that its last axis points up."""
+    """Return the three middle planes of a (D, H, W) volume, each rotated so that its last axis points up."""
     return [torch.rot90(volume.select(axis, volume.shape[axis] // 2)) for axis in range(3)]
 
 
 def tile(rows: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return one (H, W) picture of planes in [0, 1]: rows below each other, planes of a row beside each other."""
+    """Return one (H, W) picture of rows of planes with values in [0, 1]."""
     height = max(plane.shape[0] for row in rows for plane in row)
     width = max(plane.shape[1] for row in rows for plane in row)
     padded = [torch.cat([_pad(plane, height, width) for plane in row], dim=1) for row in rows]
@@ -34,15 +36,16 @@ def _pad(plane: Tensor, height: int, width: int) -> Tensor:
 
 
 def reconstruction_picture(image: Tensor, reconstruction: Tensor) -> Tensor:
-    """Return planes of input, reconstruction and absolute error of one (C, D, H, W) volume with values in [-1, 1]."""
+    """Return one row of planes each for input, reconstruction and error; volumes are (C, D, H, W) in [-1, 1]."""
     source, result = ((volume[0].float() / 2 + 0.5).clamp(0, 1) for volume in (image, reconstruction))
     error = ((result - source).abs() * 2).clamp(0, 1)
     return tile([middle_planes(volume) for volume in (source, result, error)])
 
 
 def save_picture(path: Path, picture: Tensor) -> Tensor:
-    """Write a [0, 1] picture as PNG and return its grey values as bytes."""
+    """Write a picture with values in [0, 1] as a PNG and return its grey values (uint8)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = (picture.clamp(0, 1) * 255).round().to(torch.uint8)
-    Image.fromarray(np.ascontiguousarray(pixels.numpy()), mode="L").save(path)
+    with replacing(path) as temporary:
+        Image.fromarray(np.ascontiguousarray(pixels.numpy()), mode="L").save(temporary, "PNG")
     return pixels

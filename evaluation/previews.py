@@ -1,6 +1,6 @@
-"""What a validation keeps for the report: a picture, and small copies of volumes for the slice viewer.
+"""Previews that validation leaves for the report: a picture, and downsampled volumes for the slice viewer.
 
-A volume is one grey PNG with all slices of its first axis as tiles; the page reads the pixels back and cuts any plane.
+A volume is stored as one grey PNG that tiles all slices along the first axis; the page cuts any plane from its pixels.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from torch.nn import functional as F
 
+from storage.atomic import replacing
 from storage.run_folder import RunFolder
 
 FACTS = "volume"
-MAX_VOXELS = 500_000
+"""Key of the PNG text that holds shape, grid and columns as JSON."""
 
+MAX_VOXELS = 500_000
+"""Largest volume that the viewer gets; larger ones are downsampled."""
 
 MAX_COPIES = 4
-"""Volumes of one validation that are kept, for instance samples."""
+"""How many volumes of one validation are kept."""
 
 
 @dataclass(frozen=True)
 class ViewerVolume:
-    """One channel as bytes (D, H, W), possibly smaller than the `grid` it was made from."""
+    """One channel as bytes (D, H, W), downsampled from `grid` if that is too large."""
 
     voxels: np.ndarray
     grid: tuple[int, ...]
 
     @classmethod
     def of(cls, volume: Tensor) -> ViewerVolume:
-        """Copy the first channel of a (C, D, H, W) volume in [-1, 1] to the host, made small on its own device."""
+        """Downsample the first channel of a (C, D, H, W) volume in [-1, 1] on its device and copy it to the host."""
         channel = (volume[0].detach().float() / 2 + 0.5).clamp(0, 1)
         shown = F.interpolate(channel[None, None], size=shown_grid(tuple(channel.shape)), mode="area")[0, 0]
         return cls((shown * 255).round().to(torch.uint8).cpu().numpy(), tuple(channel.shape))
@@ -45,14 +48,14 @@ class ViewerVolume:
 
 @dataclass(frozen=True)
 class Preview:
-    """What a validation shows: one picture (H, W) in [0, 1], and volumes by role for the report's viewer."""
+    """One picture (H, W) in [0, 1], and volumes by role for the report's viewer."""
 
     picture: Tensor
     volumes: dict[str, ViewerVolume]
 
 
 def shown_grid(grid: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the grid with its longest axes cut until it has at most MAX_VOXELS voxels."""
+    """Return the grid with its longest axes shortened until it has at most `MAX_VOXELS` voxels."""
     longest = max(grid)
     while math.prod(min(axis, longest) for axis in grid) > MAX_VOXELS:
         longest -= 1
@@ -60,7 +63,7 @@ def shown_grid(grid: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def save_viewer_volumes(run: RunFolder, stage: str, step: int, volumes: Mapping[str, ViewerVolume]) -> list[Path]:
-    """Write volumes by role: input and reconstruction, or sample_0, sample_1, ...; return the files."""
+    """Write volumes by role (input and reconstruction, or sample_0, sample_1, ...); return the paths."""
     folder = viewer_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -69,20 +72,19 @@ def save_viewer_volumes(run: RunFolder, stage: str, step: int, volumes: Mapping[
         columns = _columns(volume.voxels.shape)
         facts.add_text(FACTS, json.dumps({"shape": volume.voxels.shape, "grid": volume.grid, "columns": columns}))
         path = folder / f"{stage}_{step:08d}_{role}.png"
-        temporary = path.with_suffix(".tmp")
-        Image.fromarray(_tiles(volume.voxels, columns)).save(temporary, "PNG", pnginfo=facts, compress_level=6)
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            Image.fromarray(_tiles(volume.voxels, columns)).save(temporary, "PNG", pnginfo=facts, compress_level=6)
         paths.append(path)
     return paths
 
 
 def viewer_folder(run: RunFolder) -> Path:
-    """Return where the viewer's volumes of a run lie."""
+    """Return the folder of a run's viewer volumes."""
     return run.previews / "volumes"
 
 
 def _columns(shape: tuple[int, ...]) -> int:
-    """Return how many slices a row of tiles holds so that the picture is about square: browsers limit each side."""
+    """Return the number of slices per row that makes the picture about square, because browsers limit each side."""
     depth, height, width = shape
     return max(1, min(depth, round(math.sqrt(depth * height / width))))
 

@@ -1,4 +1,4 @@
-"""What a finished run is worth: held-out volumes reconstructed, samples against held-out and training volumes."""
+"""Samples of a finished run, compared with held-out and training volumes."""
 
 from __future__ import annotations
 
@@ -16,43 +16,17 @@ from data import VolumeFile, load_volume, to_unit
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
 from evaluation.fid import PLANES, frechet_distance, slice_features
-from evaluation.pairs import psnr, ssim
-from evaluation.similarity import (
-    maximum_mean_discrepancy,
-    mean_pairwise_ms_ssim,
-    ms_ssim,
-    nearest,
-    summary_vector,
-)
+from evaluation.set_metrics import maximum_mean_discrepancy, mean_pairwise_ms_ssim, nearest, summary_vector
 from settings import DataSettings, Settings
 
 MEMORISED_RATIO = 0.5
-"""A sample nearer to a training volume than this share of what is usual for held-out volumes counts as a copy."""
-
-
-def evaluate_reconstructions(codec: VolumeCodec, files: Sequence[VolumeFile], data: DataSettings) -> dict[str, Any]:
-    """Return PSNR, SSIM and MS-SSIM of each volume's reconstruction and their means."""
-    names: list[str] = []
-    rows: list[dict[str, float]] = []
-    for file in tqdm(files, desc="reconstructions", unit="volume"):
-        image = load_volume(file.path, data, file.num_channels).image[None].to(codec.precision.device)
-        mean, _ = codec.encode(image[0])
-        reconstruction = codec.decode(mean)[None]
-        names.append(file.name)
-        rows.append(
-            {
-                "psnr": float(psnr(reconstruction, image)),
-                "ssim": float(ssim(reconstruction, image)),
-                "ms_ssim": float(ms_ssim(to_unit(reconstruction), to_unit(image))),
-            }
-        )
-    means = {name: statistics.fmean(row[name] for row in rows) for name in ("psnr", "ssim", "ms_ssim")}
-    return {"mean": means, "volumes": [{"volume": name, **row} for name, row in zip(names, rows, strict=True)]}
+"""A sample counts as memorised when its distance to the nearest training volume is below this share of the median
+over held-out volumes."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What samples are compared with: held-out volumes in [0, 1], and the summary vectors of all volumes."""
+    """The volumes that samples are compared with: held-out volumes in [0, 1], and summary vectors of all volumes."""
 
     held_out: list[Tensor]
     held_out_vectors: Tensor
@@ -61,7 +35,7 @@ class Reference:
 
 
 def load_reference(train: Sequence[VolumeFile], val: Sequence[VolumeFile], data: DataSettings) -> Reference:
-    """Read every volume once; of training volumes only the summary is kept."""
+    """Read every volume once, and keep only the summary vectors of the training volumes."""
 
     def read(file: VolumeFile) -> Tensor:
         return to_unit(load_volume(file.path, data, file.num_channels).image)
@@ -79,9 +53,9 @@ def load_reference(train: Sequence[VolumeFile], val: Sequence[VolumeFile], data:
 def reconstruction_discrepancy(
     codec: VolumeCodec, train: Sequence[VolumeFile], data: DataSettings, reference: Reference, num: int
 ) -> float:
-    """Return the MMD between reconstructed training volumes, at most `num`, and held-out volumes.
+    """Return the MMD between reconstructions of at most `num` training volumes and the held-out volumes.
 
-    What the autoencoder alone costs: samples cannot be much nearer to the held-out volumes than this.
+    The autoencoder alone causes this discrepancy, so samples can hardly score lower.
     """
     chosen = [train[number * len(train) // min(num, len(train))] for number in range(min(num, len(train)))]
     vectors = []
@@ -100,7 +74,7 @@ def draw_samples(
     num: int,
     batch_size: int,
 ) -> list[Tensor]:
-    """Return samples in [0, 1], on the host, with a bar."""
+    """Draw samples with a progress bar; return them on the CPU with values in [0, 1]."""
     total = -(-num // batch_size) * settings.ldm.sampling.num_inference_steps
     with tqdm(total=total, desc="sampling", unit="step") as bar:
         volumes = draw_volumes(
@@ -112,7 +86,7 @@ def draw_samples(
 def evaluate_samples(
     samples: Sequence[Tensor], reference: Reference, features: Callable[[Tensor], Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return MMD to held-out volumes, diversity beside theirs, nearest training volumes and, with features, FID."""
+    """Return MMD, diversity and nearest training volumes of the samples, and their FID if `features` is given."""
     vectors = torch.stack([summary_vector(sample) for sample in samples])
     result: dict[str, Any] = {
         "num": len(samples),
@@ -128,17 +102,18 @@ def evaluate_samples(
 
 
 def _memorisation(vectors: Tensor, reference: Reference) -> dict[str, Any]:
-    """Return each sample's nearest training volume, its distance in units of what is usual for held-out volumes.
+    """Return each sample's nearest training volume, and how many samples are memorised.
 
-    Held-out volumes that are copies of training volumes leave no such unit: then nothing can be said of copies, NaN.
+    `ratio` is the distance divided by the median distance of held-out volumes to their nearest training volume. When
+    that median is 0, because held-out volumes repeat training volumes, ratios and count are NaN.
     """
-    usual, _ = nearest(reference.held_out_vectors, reference.training_vectors)
+    held_out_distances, _ = nearest(reference.held_out_vectors, reference.training_vectors)
     distances, indices = nearest(vectors, reference.training_vectors)
-    unit = float(usual.median()) or math.nan
-    ratios = (distances / unit).tolist()
+    typical = float(held_out_distances.median()) or math.nan
+    ratios = (distances / typical).tolist()
     rows = [
         {"training_volume": reference.training_names[index], "rms_distance": distance, "ratio": ratio}
         for index, distance, ratio in zip(indices.tolist(), distances.tolist(), ratios, strict=True)
     ]
-    num_memorised = math.nan if math.isnan(unit) else sum(ratio < MEMORISED_RATIO for ratio in ratios)
+    num_memorised = math.nan if math.isnan(typical) else sum(ratio < MEMORISED_RATIO for ratio in ratios)
     return {"nearest_training": rows, "num_memorised": num_memorised}

@@ -1,4 +1,4 @@
-"""A finished run, opened for use: its settings, its networks, and what goes with them."""
+"""A finished run opened for use: its settings, its networks and the metadata of its samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class SampleFrame(BaseModel):
-    """What turns a drawn volume into a file: spacing and intensities of the training set (medians over its volumes)."""
+    """Spacing and intensities that samples are written with: medians over the training volumes."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -37,7 +37,7 @@ class SampleFrame(BaseModel):
     class_names: tuple[str, ...]
 
     def affine(self, settings: Settings) -> np.ndarray:
-        """Return an affine (RAS+, millimetres) centred on the origin, axes as in data.orientation."""
+        """Return an affine (RAS+, millimetres) centred on the origin, with the axes of data.orientation."""
         signs = [1.0 if code in "RAS" else -1.0 for code in settings.data.orientation]
         steps = np.array(signs) * np.array(self.spacing_mm)
         affine = np.diag([*steps, 1.0])
@@ -51,13 +51,13 @@ class SampleFrame(BaseModel):
 
 
 class TrainedRun:
-    """The folder of a run whose stage 1, and for sampling stage 2, are finished."""
+    """The folder of a run with a finished stage 1 and, for sampling, a finished stage 2."""
 
     def __init__(self, path: str | Path, budget_gb: float | None = None) -> None:
         self.folder = RunFolder(Path(path))
         if not self.folder.config.is_file():
             raise CheckpointError(
-                f"{self.folder.path}: not the folder of a run, it has no config.yaml; give one such as runs/quickstart"
+                f"{self.folder.path}: not a run folder, because it has no config.yaml; give one such as runs/quickstart"
             )
         self.settings = load_settings(self.folder.config)
         self.precision = Precision(self.settings.device, choose_device(self.settings.device))
@@ -68,17 +68,17 @@ class TrainedRun:
         return load_autoencoder(self.settings, autoencoder_path(self.settings, self.folder)).to(self.precision.device)
 
     def codec(self) -> VolumeCodec:
-        """Return the frozen autoencoder, on the device, as it encodes and decodes single volumes."""
+        """Return the frozen autoencoder on the device, ready to encode and decode single volumes."""
         return VolumeCodec(self._autoencoder, self.settings.autoencoder, self.precision, self.budget_bytes)
 
     def unet(self) -> tuple[DiffusionUNet, SampleFrame]:
-        """Return the trained U-Net, on the device, and what its samples need.
+        """Return the trained U-Net on the device, and the frame of its samples.
 
-        Raises `CheckpointError` when it was trained with other settings, or on another autoencoder.
+        Raise `CheckpointError` if it was trained with other settings or on another autoencoder.
         """
         path = self.folder.weights("ldm")
         if not path.is_file():
-            raise CheckpointError(f"{path}: there is no trained diffusion model; train stage 2 with train_ldm.py first")
+            raise CheckpointError(f"{path}: not found, so there is no trained diffusion model; run train_ldm.py first")
         state, metadata = load_weights(path)
         frame = self._check(path, metadata)
         network = self.untrained_unet()
@@ -86,7 +86,7 @@ class TrainedRun:
         return network, frame
 
     def untrained_unet(self) -> DiffusionUNet:
-        """Return the U-Net as training begins with it."""
+        """Return the U-Net with its initial weights."""
         network = build_unet(self.settings.ldm, self.settings.autoencoder.latent_channels)
         return network.to(self.precision.device).eval()
 
@@ -98,34 +98,34 @@ class TrainedRun:
             frame = None
         channels = self.settings.autoencoder.in_channels
         if frame is None or metadata.get("stage") != "ldm" or not isinstance(metadata.get("settings"), dict):
-            raise CheckpointError(f"{path}: not the weights that train_ldm.py writes; train stage 2 again")
+            raise CheckpointError(f"{path}: not weights written by train_ldm.py; train stage 2 again")
         changed, _ = changed_settings("ldm", metadata["settings"], self.settings)
         if changed:
             raise CheckpointError(
-                f"{path}: was trained with other settings than {self.folder.config} has:\n  "
+                f"{path}: was trained with settings that differ from {self.folder.config}:\n  "
                 + "\n  ".join(changed)
                 + "\nset these back in that file"
             )
         if not len(frame.lower) == len(frame.upper) == channels:
             raise CheckpointError(
-                f"{path}: was trained on volumes of {len(frame.lower)} channels, {self.folder.config} has {channels}; "
-                "set autoencoder.in_channels back"
+                f"{path}: was trained on volumes with {len(frame.lower)} channels, but {self.folder.config} has "
+                f"{channels}; set autoencoder.in_channels back"
             )
         self._check_autoencoder(path, metadata.get("autoencoder"))
         return frame
 
     def _check_autoencoder(self, path: Path, digest: str | None) -> None:
-        """Raise `CheckpointError` unless the autoencoder is the one whose latents the U-Net has learnt to draw."""
+        """Raise `CheckpointError` unless the U-Net was trained on latents of this autoencoder."""
         weights = autoencoder_path(self.settings, self.folder)
         if digest is None:
             log.warning(
-                "%s: does not say which autoencoder it was trained on (imported, or from before this was kept): "
-                "whether it was %s cannot be checked",
+                "%s: does not record which autoencoder it was trained on (imported, or written by an older version), so "
+                "it cannot be checked against %s",
                 path,
                 weights,
             )
         elif digest != weights_digest(self._autoencoder):
             raise CheckpointError(
-                f"{path}: was trained on latents of an autoencoder with other weights than {weights} has; restore that "
+                f"{path}: was trained on latents of an autoencoder whose weights differ from {weights}; restore that "
                 "autoencoder, or train stage 2 on this one under another name"
             )

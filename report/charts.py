@@ -23,6 +23,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("Perceptual loss", "perceptual"),
     ("Adversarial losses", "adversarial|discriminator_fake|discriminator_real"),
     ("Gradient norms", r".*_gradient_norm"),
+    ("Learning rates", r".*_learning_rate"),
     ("Volumes per second", "volumes_per_second"),
 )
 

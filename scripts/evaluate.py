@@ -30,13 +30,8 @@ def main(options: argparse.Namespace) -> int:
     from data import prepare_volumes
     from diffusion.latents import stage_two_data
     from evaluation.fid import load_features
-    from evaluation.samples import (
-        draw_samples,
-        evaluate_reconstructions,
-        evaluate_samples,
-        load_reference,
-        reconstruction_discrepancy,
-    )
+    from evaluation.reconstructions import evaluate_reconstructions
+    from evaluation.samples import draw_samples, evaluate_samples, load_reference, reconstruction_discrepancy
     from evaluation.trained_run import TrainedRun
 
     if options.json is not None:

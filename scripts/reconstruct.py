@@ -24,7 +24,7 @@ def main(options: argparse.Namespace) -> int:
     from data import load_volume, restore
     from data.discovery import discover
     from data.formats import write_nifti
-    from evaluation.pairs import psnr, ssim
+    from evaluation.pair_metrics import psnr, ssim
     from evaluation.trained_run import TrainedRun
     from storage.names import printable
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,18 +15,42 @@ def replacing(path: Path) -> Iterator[Path]:
 
     If the block fails, remove the temporary file and leave `path` as it was. The folder must exist.
     """
+    with temporary_beside(path) as temporary:
+        yield temporary
+        put_in_place(temporary, path)
+
+
+@contextmanager
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the folder of `path`, and remove that file if the block fails.
+
+    For files whose final name depends on their content: write one, then call `put_in_place` inside the block.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            temporary.unlink()
         raise
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Flush a written file to disk and rename it to `path` in the same folder, so that a power cut undoes neither."""
+    _flush(temporary)
+    os.replace(temporary, path)
+    _flush(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file so that readers see the old content or the new, never half of it."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -25,8 +25,8 @@ def export_autoencoder(values: dict[str, Any], latent_gain: float = 1.0) -> None
     """
     from runtime.processes import Process, processes
     from training.autoencoder_step import AutoencoderStep
-    from training.export import export
-    from training.run_folder import describe_run, open_run
+    from training.finished_weights import export
+    from training.run_setup import describe_run, open_run
 
     settings = Settings.model_validate(values)
     with processes(settings.device) as process, open_run(settings, process) as folder:

@@ -31,11 +31,14 @@ def test_dry_run_says_what_would_happen_and_leaves_no_run(command, tiny_config, 
 
 
 def test_run_leaves_everything_behind_and_the_same_command_finds_it_finished(command, tiny_config, tmp_path):
-    done = command("train_autoencoder.py", "--config", tiny_config)
+    warm_up = ("autoencoder.training.learning_rate=1e-4", "autoencoder.training.warmup_steps=4")
+    done = command("train_autoencoder.py", "--config", tiny_config, *warm_up)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "tiny"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "reconstruction" in line] == [1, 2, 3, 4]
+    rates = [line["autoencoder_learning_rate"] for line in lines if "reconstruction" in line]
+    assert rates == pytest.approx([2.5e-5, 5e-5, 7.5e-5, 1e-4])
     assert any(line.get("val_psnr", 0) > 0 for line in lines)
     assert "val_psnr" in done.stderr
     assert (run / "config.yaml").exists()
@@ -45,7 +48,7 @@ def test_run_leaves_everything_behind_and_the_same_command_finds_it_finished(com
     assert list((run / "tensorboard").rglob("events*"))
     before = weights(tmp_path)
 
-    again = command("train_autoencoder.py", "--config", tiny_config)
+    again = command("train_autoencoder.py", "--config", tiny_config, *warm_up)
     assert again.returncode == 0, again.stderr
     assert "resuming autoencoder after step 4" in again.stderr
     torch.testing.assert_close(weights(tmp_path), before, rtol=0, atol=0)
@@ -67,7 +70,7 @@ def test_stopped_run_saves_exits_130_and_goes_on_to_the_same_weights(command, ti
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130, said
-    assert "the same command goes on from there" in said
+    assert "run the same command again to continue" in said
     resumed = command("train_autoencoder.py", "--config", tiny_config, long)
     assert resumed.returncode == 0, resumed.stderr
     torch.testing.assert_close(weights(tmp_path), expected, rtol=0, atol=0)

@@ -1,1 +1,1 @@
-"""The training steps and their mechanics: precision, averaging, checkpoints, the run folder, logging, distribution."""
+"""The training loop, the steps of both stages, optimization, checkpoints, resuming and logging."""

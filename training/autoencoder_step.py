@@ -1,4 +1,4 @@
-"""One update of stage 1: autoencoder and discriminator. The trainer and the memory predictor both execute this."""
+"""One update of stage 1: autoencoder and discriminator. Training and memory prediction both run this code."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from runtime.phases import phase
 from runtime.processes import Process, synchronised
 from settings import Settings
 from settings.autoencoder import AutoencoderTraining
-from training.export import load_pretrained
+from training.finished_weights import load_pretrained
 from training.guard import FilesOf, no_names
 from training.step import TrainingStep
 
 
 class AutoencoderStep(TrainingStep):
-    """The networks of stage 1, their optimizers, and the step that moves them.
+    """The networks of stage 1, their optimizers, and the update.
 
-    `load_weights=False` builds the perceptual network without its weights, which is all a memory prediction needs.
+    `load_weights=False` builds the perceptual network without its weights, which is enough for a memory prediction.
     """
 
     training: AutoencoderTraining
@@ -45,7 +45,7 @@ class AutoencoderStep(TrainingStep):
         super().__init__(settings, training, process, files_of)
         self.autoencoder = build_autoencoder(settings.autoencoder)
         self._parallel_autoencoder = self.register("autoencoder", self.autoencoder, training.learning_rate)
-        # A budget that training needs anyway: volumes larger than its patches go through in slabs.
+        # Whole volumes get the memory that training needs anyway; those larger than the patches run in slabs.
         training_bytes = training.batch_size * block_bytes(settings.autoencoder, self.precision, settings.training_grid)
         self.codec = VolumeCodec(self.autoencoder, settings.autoencoder, self.precision, training_bytes)
         self.discriminator: nn.Module | None = None
@@ -68,11 +68,9 @@ class AutoencoderStep(TrainingStep):
             "adversarial": training.adversarial_weight,
         }
 
-    def __call__(self, micro_batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
-        """Make one update (steps count from 0) and return its loss terms and gradient norms, still on the device."""
-        terms = self.backward(micro_batches, step)
-        moved = ["autoencoder", "discriminator"] if self.is_adversarial(step) else ["autoencoder"]
-        return terms | self.update(step, moved)
+    def updated_networks(self, step: int) -> list[str]:
+        """Return the names of the networks that a step updates."""
+        return ["autoencoder", "discriminator"] if self.is_adversarial(step) else ["autoencoder"]
 
     def is_adversarial(self, step: int) -> bool:
         """Return whether the discriminator takes part in a step."""
@@ -94,7 +92,7 @@ class AutoencoderStep(TrainingStep):
     def _generator_pass(
         self, images: Tensor, positions: Sequence[int], step: int, share: float, is_adversarial: bool, is_last: bool
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Reconstruct, sum the weighted terms, run backward; return the terms and the reconstruction, both detached."""
+        """Run forward and backward of the autoencoder; return the loss terms and the reconstruction, all detached."""
         factor = self.settings.autoencoder.downsampling
         latent_shape = (self.settings.autoencoder.latent_channels, *(axis // factor for axis in images.shape[2:]))
         noise = self.noise.normal("latent", positions, latent_shape)
@@ -109,7 +107,7 @@ class AutoencoderStep(TrainingStep):
                     terms["perceptual"] = self.perceptual(reconstruction, images, step)
                 if is_adversarial:
                     assert self.discriminator is not None, "an adversarial step needs a discriminator"
-                    # Frozen: the generator's gradient must not reach the discriminator's weights.
+                    # Frozen, because the generator's loss must leave no gradients on the discriminator.
                     self.discriminator.requires_grad_(False)
                     terms["adversarial"] = generator_adversarial_loss(self.discriminator(reconstruction)[-1])
                 loss = torch.stack([self.weights[name] * term for name, term in terms.items()]).sum() * share
@@ -120,15 +118,15 @@ class AutoencoderStep(TrainingStep):
     def _discriminator_pass(
         self, images: Tensor, reconstruction: Tensor, share: float, is_last: bool
     ) -> dict[str, Tensor]:
-        """Tell reconstructions from volumes; each has its own backward, so that only one set of activations lives."""
+        """Train the discriminator on reconstructions, then on volumes; one backward each, to hold fewer activations."""
         assert self.discriminator is not None, "a discriminator pass needs a discriminator"
         self.discriminator.requires_grad_(True)
         terms = {}
-        for name, volume, objective, travels in (
+        for name, volume, objective, is_synchronised in (
             ("discriminator_fake", reconstruction, discriminator_loss_fake, False),
             ("discriminator_real", images, discriminator_loss_real, is_last),
         ):
-            with synchronised(self._parallel_discriminator, travels):
+            with synchronised(self._parallel_discriminator, is_synchronised):
                 with phase("discriminator forward"), self.precision.autocast():
                     loss = objective(self._parallel_discriminator(volume)[-1])
                 with phase("discriminator backward"):
@@ -138,7 +136,7 @@ class AutoencoderStep(TrainingStep):
         return terms
 
     def example_batch(self, batch_size: int) -> Batch:
-        """Return a micro-batch of zeros in the shape that training sees."""
+        """Return a micro-batch of zeros in the shape that training uses."""
         shape = (batch_size, self.settings.autoencoder.in_channels, *self.settings.training_grid)
         return Batch(
             image=torch.zeros(shape), positions=tuple(range(batch_size)), labels=None, files=("",) * batch_size

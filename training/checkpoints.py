@@ -1,13 +1,11 @@
-"""Complete checkpoints that a crash cannot spoil: written aside, flushed, then renamed to a name with their hash."""
+"""Complete checkpoints that survive a crash: written to a temporary file, then renamed to a name with their hash."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import io
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 
 from settings import CheckpointError, TrainingError
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
+from storage.atomic import put_in_place, temporary_beside
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ _NAME = re.compile(r"^(?P<stage>[a-z]+)_step_(?P<step>\d{8})_(?P<digest>[0-9a-f]
 
 
 class _HashingFile(io.BufferedWriter):
-    """A file that hashes what is written to it, so that the checksum costs no second read."""
+    """A file that hashes what is written to it, so that the checksum needs no second read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -31,7 +30,7 @@ class _HashingFile(io.BufferedWriter):
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write and hash."""
+        """Hash and write; keep the error of a failed write, because torch's writer hides it."""
         self.hash.update(data)
         try:
             return super().write(data)
@@ -50,53 +49,51 @@ class Checkpoints:
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write a checkpoint, then remove the oldest beyond `keep`; an interrupted save leaves the others alone."""
-        temporary = self.folder / f".{self.stage}_step_{step:08d}.{os.getpid()}.tmp"
+        stem = f"{self.stage}_step_{step:08d}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            digest = _write(temporary, {**state, "stage": self.stage, "step": step})
-            path = self.folder / f"{self.stage}_step_{step:08d}_{digest[:16]}.pt"
-            os.replace(temporary, path)
-            _flush_folder(self.folder)
+            with temporary_beside(self.folder / stem) as temporary:
+                digest = _write(temporary, {**state, "stage": self.stage, "step": step})
+                path = self.folder / f"{stem}_{digest[:16]}.pt"
+                put_in_place(temporary, path)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             raise TrainingError(_save_failure(self.folder, step, error)) from error
         self._remove_old(path)
         return path
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint that is whole, or None when there is none at all.
+        """Return the newest undamaged checkpoint, or None when there are no checkpoints.
 
-        A damaged file is named in the log, set aside under another suffix, and the one before it is used; if all are
-        damaged, raise `CheckpointError`.
+        Damaged ones are logged and renamed to *.damaged. Raise `CheckpointError` if all are damaged.
         """
         damaged: list[Path] = []
         for path in self._newest_first():
             if _is_whole(path):
                 _set_aside(damaged)
                 return path
-            log.warning("%s: damaged, its content does not match its checksum; trying the one before it", path)
+            log.warning("%s: damaged, because its content does not match its checksum; trying the one before it", path)
             damaged.append(path)
         if damaged:
             raise CheckpointError(
                 f"{self.folder}: every checkpoint of stage {self.stage} is damaged "
-                f"({', '.join(path.name for path in damaged)}); restore one from a backup, or remove them all"
+                f"({', '.join(path.name for path in damaged)}); restore one from a backup, or delete them all"
             )
         return None
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Return a checkpoint's state on the CPU; never executes code from it."""
+        """Return a checkpoint's state on the CPU; never execute code from the file."""
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except (*READ_ERRORS, *AMBIGUOUS_READ_ERRORS) as error:
             if isinstance(error, AMBIGUOUS_READ_ERRORS) and _is_whole(path):
-                raise  # the file is as it was written: the mistake is the program's
+                raise  # the file is undamaged, so this is a bug
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"{path}: cannot be read ({reason}); several machines need the run folder on a disk they share"
+                f"{path}: cannot be read ({reason}); when several machines train together, put the run folder on a "
+                "shared disk"
             ) from error
         if not isinstance(state, dict):
-            raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a checkpoint")
+            raise CheckpointError(f"{path}: contains a {type(state).__name__}, not a checkpoint; move it away")
         return state
 
     def _newest_first(self) -> list[Path]:
@@ -111,7 +108,7 @@ class Checkpoints:
         return [path for _, path in by_age]
 
     def _remove_old(self, newest: Path) -> None:
-        """Remove what `keep` does not cover, and what interrupted saves left behind; the newest always stays."""
+        """Remove checkpoints beyond `keep`, except the newest, and temporary files of interrupted saves."""
         for path in [p for p in self._newest_first() if p != newest][self.keep - 1 :]:
             path.unlink(missing_ok=True)
         for path in self.folder.glob(f".{self.stage}_step_*.tmp"):
@@ -119,54 +116,44 @@ class Checkpoints:
 
 
 def _write(path: Path, state: dict[str, Any]) -> str:
-    """Write and flush to the disk; return the SHA-256 of what was written."""
+    """Write a checkpoint file and return the SHA-256 of its content."""
     with _HashingFile(path) as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            # torch's writer reports a full disk as a broken invariant of its own.
+            # torch's writer reports a full disk as an internal error of its own.
             raise file.failure or error from None
-        file.flush()
-        os.fsync(file.fileno())
         return file.hash.hexdigest()
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether the content matches the hash in the name; raise `CheckpointError` when that cannot be known."""
+    """Return whether the content matches the hash in the name; raise `CheckpointError` if it cannot be read."""
     match = _NAME.match(path.name)
-    assert match is not None, f"{path.name} is not a checkpoint's name"
+    assert match is not None, f"{path.name} is not the name of a checkpoint"
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest().startswith(match["digest"])
     except OSError as error:
-        if error.errno == errno.EIO:  # the disk itself is damaged there
+        if error.errno == errno.EIO:  # a bad sector: the file is damaged
             return False
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); put that right, or move it away") from error
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); make it readable, or move it away"
+        ) from error
 
 
 def _set_aside(damaged: list[Path]) -> None:
-    """Rename damaged checkpoints, or they would count as some of those to keep."""
+    """Rename damaged checkpoints, so that they do not count towards `keep`."""
     for path in damaged:
         try:
             path.rename(path.with_suffix(".damaged"))
         except OSError as error:
-            raise CheckpointError(
-                f"{path}: damaged, and cannot be set aside ({error.strerror}); move it away"
-            ) from error
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            raise CheckpointError(f"{path}: damaged, and cannot be renamed ({error.strerror}); move it away") from error
 
 
 def _save_failure(folder: Path, step: int, error: OSError) -> str:
     reasons = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EROFS: "read-only"}
     reason = reasons.get(error.errno or 0, error.strerror or str(error))
     return (
-        f"{folder}: the checkpoint of step {step} could not be written ({reason}); the earlier ones are untouched; "
-        "make room or choose another name, then run the same command again"
+        f"{folder}: the checkpoint of step {step} could not be written ({reason}); earlier checkpoints are untouched; "
+        "free disk space or choose another name, then run the same command again"
     )

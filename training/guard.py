@@ -1,4 +1,4 @@
-"""Watches losses and gradients for values that are not finite, on the device, without waiting for it."""
+"""Detection of non-finite losses and gradients on the device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from storage.names import printable
 
 NOWHERE = -1
 FilesOf = Callable[[int, int], Sequence[str]]
-"""From (step, micro-batch) to the names of the volumes seen there."""
+"""Maps (step, micro-batch) to the names of its volumes."""
 
 
 def no_names(step: int, micro_batch: int) -> Sequence[str]:
-    """Stand in for names that are not known."""
+    """Return no names, for steps whose volumes are unknown."""
     return ()
 
 
 def checkpoint_state(saved: int) -> str:
-    """Return in words what a run that ends now has on the disk; `saved` is the step of the last checkpoint, or 0."""
+    """Describe the last checkpoint for an error message; `saved` is its step, or 0 if there is none."""
     return f"the last checkpoint is good (step {saved})" if saved else "there is no checkpoint yet"
 
 
 class Guard:
-    """Remembers the first non-finite value and from then on keeps the weights still.
+    """Records the first non-finite value and blocks all updates from then on.
 
-    The host learns of it when it reads a log line anyway: `raise_if_bad` is called there and before each checkpoint.
-    With float16 a non-finite gradient is an overflow: its network is not moved in that step, and only
-    `max_skipped_steps` of them in a row are an error.
+    The host finds out in `raise_if_bad`, which the loop calls where it waits for the device anyway: at each log line
+    and before each checkpoint. With float16, a non-finite gradient is an overflow: its network skips the step, and
+    only `max_skipped_steps` such steps in a row are an error.
     """
 
     def __init__(
@@ -57,37 +57,37 @@ class Guard:
         self._num_micro_batches = 0
 
     def start(self, step: int) -> None:
-        """Note which step the following checks belong to."""
+        """Begin the checks of a step."""
         self._place = (step, NOWHERE)
         self._skipped_here.zero_()
 
     def check_terms(self, micro_batch: int, values: dict[str, Tensor]) -> None:
-        """Look at the loss terms of one micro-batch."""
+        """Check the loss terms of one micro-batch."""
         self._place = (self._place[0], micro_batch)
         self._num_micro_batches = max(self._num_micro_batches, micro_batch + 1)
-        self._look(tuple(values), torch.stack([value.detach().float() for value in values.values()]))
+        self._check(tuple(values), torch.stack([value.detach().float() for value in values.values()]))
 
     def check_gradient(self, network: str, norm: Tensor) -> None:
-        """Look at a network's gradient norm, which belongs to no single micro-batch."""
+        """Check the gradient norm of a network, which depends on all micro-batches."""
         self._place = (self._place[0], NOWHERE)
         if self.skips_overflows:
             self._skipped_here |= ~torch.isfinite(norm)
         else:
-            self._look((f"{network} gradient",), norm.detach().reshape(1))
+            self._check((f"{network} gradient",), norm.detach().reshape(1))
 
     def holds(self, norm: Tensor) -> Tensor:
-        """Return, on the device, 1.0 where a network of this gradient norm must not be moved and 0.0 where it may."""
+        """Return 1.0 if a network with this gradient norm must not be updated, else 0.0; a tensor on the device."""
         if self.skips_overflows:
             return torch.maximum(self.blocked, (~torch.isfinite(norm)).float())
         return self.blocked
 
     def finish(self) -> None:
-        """Count the step if float16 overflowed in it."""
+        """End the step; count it if float16 overflowed."""
         if self.skips_overflows:
             self._skipped_in_row.add_(1).mul_(self._skipped_here)
 
-    def _look(self, names: tuple[str, ...], values: Tensor) -> None:
-        if names not in self._numbers:  # copied to the device once, not at each step
+    def _check(self, names: tuple[str, ...], values: Tensor) -> None:
+        if names not in self._numbers:  # copied to the device once, not in each step
             self._numbers[names] = torch.tensor([self.terms.index(name) for name in names], device=values.device)
         is_bad = ~torch.isfinite(values)
         worst = torch.where(is_bad, self._numbers[names], len(self.terms)).min()
@@ -97,10 +97,11 @@ class Guard:
         self.blocked.copy_(torch.maximum(self.blocked, any_bad.float()))
 
     def raise_if_bad(self, saved: int = 0) -> None:
-        """Raise `TrainingError` naming step, term and volumes if anything was not finite; waits for the device.
+        """Raise `TrainingError` with the step, term and volumes if a value was not finite; wait for the device.
 
-        Every process calls it and all raise the same: gradients carry a bad value everywhere, but only the process
-        that met it first knows the volumes. `saved` is the step of the last checkpoint, 0 when there is none.
+        Every process must call this, and all raise the same error: synchronised gradients spread a bad value to all
+        of them, but only the process where it arose knows the volumes. `saved` is the step of the last checkpoint, or
+        0 if there is none.
         """
         error: TrainingError | None = None
         step, micro_batch, term = self._first.tolist()
@@ -111,7 +112,7 @@ class Guard:
             volumes = f" for{among} {', '.join(names)}" if names else ""
             error = TrainingError(
                 f"step {step + 1}: {self.terms[term]} is not finite{volumes}; the weights were not moved and "
-                f"{checkpoint_state(saved)}; lower the learning rate, look at the volumes with scripts/check_data.py, "
+                f"{checkpoint_state(saved)}; lower the learning rate, check the volumes with scripts/check_data.py, "
                 "or use bfloat16 or fp32 instead of float16"
             )
         elif self.skips_overflows and (skipped := int(self._skipped_in_row)) >= self.max_skipped_steps:

@@ -1,4 +1,4 @@
-"""One update of stage 2: the diffusion U-Net on latents. The trainer and the memory predictor both execute this."""
+"""One update of stage 2: the diffusion U-Net on latents. Training and memory prediction both run this code."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from settings import CheckpointError, Settings
 from training.guard import FilesOf, no_names
 from training.step import TrainingStep
 
-# Multiples of the golden ratio, modulo 1, spread more evenly than random numbers do, wherever a batch begins.
+# Consecutive multiples of the golden ratio, modulo 1, cover [0, 1) more evenly than random numbers.
 _GOLDEN_RATIO = 0.6180339887498949
 
 
 class LatentDiffusionStep(TrainingStep):
-    """The U-Net, its optimizer, the frozen autoencoder, and the step that moves the U-Net.
+    """The U-Net, its optimizer, the frozen autoencoder, and the update.
 
     `codec` is the frozen autoencoder, loaded here when it is not given; `load_weights=False` builds it without its
-    weights, which is all a memory prediction needs. A checkpoint brings its own `latent_scale`.
+    weights, which is enough for a memory prediction. `load_state_dict` overrides `latent_scale`.
     """
 
     stage = "ldm"
@@ -57,15 +57,11 @@ class LatentDiffusionStep(TrainingStep):
         self.pixel_loss: PixelLoss | None = None
         if training.pixel_loss.weight:
             self.pixel_loss = PixelLoss(training.pixel_loss, self.autoencoder, self.precision)
-            # Checkpointing acts in training mode only. The network has no dropout and no running statistics, so the two
-            # modes compute the same.
+            # Gradient checkpointing works in training mode only. The network has no dropout and no running statistics,
+            # so both modes give the same result.
             self.autoencoder.train()
             if not settings.autoencoder.training.checkpoints_blocks:
                 self.autoencoder.gradient_checkpointing_enable()
-
-    def __call__(self, micro_batches: Sequence[LatentBatch | Batch], step: int) -> dict[str, Tensor]:
-        """Make one update (steps count from 0) and return its loss terms and gradient norms, still on the device."""
-        return self.backward(micro_batches, step) | self.update(step, ["ldm"])
 
     def backward(self, micro_batches: Sequence[LatentBatch | Batch], step: int) -> dict[str, Tensor]:
         """Leave the update's gradients on the U-Net and return the loss terms and the pixel loss's gradient norm."""
@@ -78,11 +74,11 @@ class LatentDiffusionStep(TrainingStep):
             return terms
 
         terms = self.accumulate(micro_batches, step, run)
-        # Beside the terms: with float16 a norm may overflow, which is a step to skip and no error.
+        # The guard does not check this norm: with float16 it may overflow, and then the step is skipped.
         return terms | ({"pixel_gradient_norm": torch.stack(pixel_norms).mean()} if pixel_norms else {})
 
     def _pass(self, batch: LatentBatch | Batch, share: float) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Noise the latents, predict, run backward; return the detached terms and the pixel loss's gradient norm."""
+        """Add noise, predict, run backward; return the detached loss terms and the pixel loss's gradient norm."""
         with phase("latents"), torch.no_grad():
             clean = self.draw_clean(batch)
             noise = self.noise.normal("diffusion", batch.positions, clean.shape[1:])
@@ -104,12 +100,12 @@ class LatentDiffusionStep(TrainingStep):
             outputs.append(predicted)
             gradients.append(gradient)
         with phase("backward"):
-            # One backward through the U-Net for both terms.
+            # One backward pass through the U-Net serves both terms.
             torch.autograd.backward(outputs, gradients)
         return {name: term.detach() for name, term in terms.items()}, norm
 
     def draw_clean(self, batch: LatentBatch | Batch) -> Tensor:
-        """Return scaled latents drawn from the batch's means and sigmas, noise a function of each position."""
+        """Draw latents from the batch's means and sigmas, with noise fixed by each position; return them scaled."""
         if isinstance(batch, Batch):
             moments = [self.codec.encode(image) for image in batch.image]
             mean, sigma = (torch.stack(parts) for parts in zip(*moments, strict=True))
@@ -124,7 +120,7 @@ class LatentDiffusionStep(TrainingStep):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the pixel loss, its scaled gradient on the predicted latent, and its norm at the U-Net's output.
 
-        A volume counts as much as signal is left in it: of pure noise no volume can be predicted.
+        Each volume is weighted by its share of signal, because nothing can be predicted from pure noise.
         """
         assert self.pixel_loss is not None, "a pixel pass needs the pixel loss"
         signal, _ = self.noise_process.coefficients(times)
@@ -140,13 +136,13 @@ class LatentDiffusionStep(TrainingStep):
         return loss, gradient, norm
 
     def _spread(self, positions: Sequence[int]) -> Tensor:
-        """Return one number in [0, 1) for each position: any neighbouring positions cover the interval evenly."""
+        """Return a number in [0, 1) for each position, such that consecutive positions cover the interval evenly."""
         start = derive_seed(self.settings.seed, "timestep", 0) / 2**63
         numbers = torch.tensor([(start + position * _GOLDEN_RATIO) % 1.0 for position in positions])
         return numbers.to(self.process.device, non_blocking=True)
 
     def _labels(self, batch: LatentBatch | Batch) -> Tensor | None:
-        """Return the classes with some of them hidden, as guidance needs; None for an unconditional U-Net."""
+        """Return the labels, some replaced by the null class for classifier-free guidance; None if unconditional."""
         conditioning = self.settings.ldm.conditioning
         if conditioning.type == "none":
             return None
@@ -161,17 +157,17 @@ class LatentDiffusionStep(TrainingStep):
         return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; raise `CheckpointError` when the autoencoder is another one by now."""
+        """Restore what `state_dict` returned; raise `CheckpointError` if the autoencoder has changed since."""
         if state["autoencoder"] != weights_digest(self.autoencoder):
             raise CheckpointError(
                 f"the checkpoint of runs/{self.settings.name} was trained on latents of an autoencoder with other "
-                "weights; restore that autoencoder, or choose another name to train stage 2 anew"
+                "weights; restore that autoencoder, or choose another name to start stage 2 again"
             )
         super().load_state_dict(state)
         self.latent_scale = state["latent_scale"]
 
     def example_batch(self, batch_size: int) -> LatentBatch | Batch:
-        """Return a micro-batch of zeros in the shape that training sees."""
+        """Return a micro-batch of zeros in the shape that training uses."""
         labels = None if self.settings.ldm.conditioning.type == "none" else torch.zeros(batch_size, dtype=torch.long)
         positions, files = tuple(range(batch_size)), ("",) * batch_size
         if self.settings.ldm.latents.cache == "none":

@@ -1,4 +1,4 @@
-"""The loop of both stages: step, log, save, validate, until the last step or until the run is asked to stop."""
+"""The training loop of both stages: step, log, save and validate until the last step or a stop signal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from settings import TrainingSettings
 from storage.run_folder import RunFolder
@@ -16,15 +16,18 @@ from training.stop_signal import StopSignal
 
 log = logging.getLogger(__name__)
 
+Preview = TypeVar("Preview")
+"""What `validate` hands on to `show`; the loop does not look at it."""
+
 
 class Watch(Protocol):
-    """What the loop needs to know of memory."""
+    """The part of `memory.watch.MemoryWatch` that the loop uses."""
 
     def guard(self, folder: Path, step: int, activity: str, saved: int) -> AbstractContextManager[None]:
-        """Turn running out of memory inside into a report."""
+        """Report an out-of-memory error raised inside the block."""
 
     def read(self) -> dict[str, float]:
-        """Return the readings since the last call."""
+        """Return memory readings since the last call, by metric name."""
 
 
 def run_loop(
@@ -34,22 +37,24 @@ def run_loop(
     run: RunFolder,
     watch: Watch,
     save: Callable[[int], None],
-    validate: Callable[[Recorder, int], None],
+    validate: Callable[[], tuple[dict[str, float], Preview]],
+    show: Callable[[Recorder, int, dict[str, float], Preview], None],
 ) -> bool:
-    """Train on the batches of the steps from `first_step` on; return False when asked to stop before the last step.
+    """Train on `batches`, which start at `first_step`; return False when stopped by a signal before the last step.
 
-    Every validation comes after a checkpoint of its step. One that was cut short, or left out because the run was asked
-    to stop, is made up for before the first step.
+    `save` gets the number of finished steps; `show` also gets the metrics and the preview that `validate` returned.
+    Every validation follows a checkpoint of the same step. If the last run was interrupted before it finished that
+    validation, the loop starts with it.
     """
     training, process, saved = step.training, step.process, first_step
 
-    def validation(done: int) -> None:
+    def run_validation(done: int) -> None:
         with watch.guard(run.path, done - 1, "validation", saved), recorder.paused():
-            validate(recorder, done)
+            show(recorder, done, *validate())
 
     with Recorder(run, step.stage, first_step, training.max_steps, process) as recorder, StopSignal() as stop:
         if _is_validated_at(first_step, training) and not process.from_first(recorder.has_validation(first_step)):
-            validation(first_step)
+            run_validation(first_step)
 
         for done, micro_batches in enumerate(batches, first_step + 1):
             with watch.guard(run.path, done - 1, "training", saved):
@@ -63,21 +68,21 @@ def run_loop(
             if is_logged or is_saved:
                 step.guard.raise_if_bad(saved)
             if is_logged:
-                recorder.log(done, **watch.read())
+                recorder.log(done, **step.learning_rates(done - 1), **watch.read())
 
-            # Before validation: whatever happens there, no step is made twice.
+            # Save before validating, so that a crash during validation repeats no step.
             if is_saved:
                 with recorder.paused():
                     save(done)
                 saved = done
 
-            # Without validation: the time until the process is killed belongs to the checkpoint.
+            # Skip validation when stopping: a scheduler may kill the process soon after its signal.
             if must_stop and not is_end:
-                log.warning("stopped after step %d; the same command goes on from there", done)
+                log.warning("stopped after step %d; run the same command again to continue", done)
                 return False
 
             if is_validated:
-                validation(done)
+                run_validation(done)
     return True
 
 

@@ -1,4 +1,4 @@
-"""How weights move: the optimizer, its learning rate at each step, clipping, and the averaged copy."""
+"""Weight updates: the optimizer, the learning-rate schedule, gradient clipping and averaged weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from training.guard import Guard
 
 
 def build_optimizer(network: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Return fused Adam (AdamW with weight decay): no foreach copies of the gradients, and it obeys the guard."""
+    """Return fused AdamW, which makes no foreach copies of the gradients and skips updates on the device."""
     parameters = [p for p in network.parameters() if p.requires_grad]
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
 
 
 def learning_rate_factor(step: int, settings: TrainingSettings) -> float:
-    """Return what the learning rate is multiplied with at `step`: linear warm-up, then constant or cosine."""
+    """Return the factor on the learning rate at `step`: linear warm-up, then constant or cosine decay."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     if settings.learning_rate_decay == "none":
@@ -31,7 +31,7 @@ def learning_rate_factor(step: int, settings: TrainingSettings) -> float:
 
 
 class Updater:
-    """One network's optimizer with everything that happens between backward and the next step."""
+    """The optimizer of one network, with everything that happens between backward and the next step."""
 
     def __init__(
         self, name: str, network: nn.Module, learning_rate: float, settings: TrainingSettings, precision: Precision
@@ -44,27 +44,32 @@ class Updater:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def gradient_norm(self, guard: Guard) -> Tensor:
-        """Take the loss scale out of the gradients, let the guard look, and return their norm."""
+        """Unscale the gradients, have the guard check them, and return their norm."""
         self.precision.scaler.unscale_(self.optimizer)
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         guard.check_gradient(self.name, norm)
         return norm
 
     def move(self, step: int, norm: Tensor, guard: Guard) -> None:
-        """Clip, move the weights unless the guard holds them, drop the gradients."""
+        """Clip the gradients, move the weights unless the guard blocks that, and drop the gradients."""
         if self.settings.max_grad_norm > 0:
             nn.utils.clip_grads_with_norm_(self.parameters, self.settings.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * learning_rate_factor(step, self.settings)
-        # Fused Adam leaves the weights alone where this is 1, without asking the host. Not through the scaler's step:
-        # that knows of the overflows in this network's gradient only.
+        # Fused AdamW skips the update on the device when this is 1. The scaler's own step would not do: it sees only
+        # overflows in this network's gradient.
         self.optimizer.found_inf = guard.holds(norm)  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    @property
+    def current_rate(self) -> float:
+        """Return the learning rate of the last update."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
 
 class AveragedWeights:
-    """An exponential moving average of a network's parameters, kept beside it."""
+    """An exponential moving average (EMA) of a network's parameters."""
 
     def __init__(self, network: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -74,13 +79,13 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move the averages towards the weights; faster in the first steps, when there is little to average."""
+        """Move the averages towards the weights; faster at first, so that the initial weights fade quickly."""
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(self.averages, [p.detach() for p in self.parameters], 1 - decay)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Let the network use the averages inside."""
+        """Give the network the averaged weights inside the block."""
         self._swap()
         try:
             yield

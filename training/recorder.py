@@ -1,4 +1,4 @@
-"""What a run tells while it trains: the progress bar, metrics.jsonl and TensorBoard."""
+"""Logging during training: the progress bar, metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from runtime.processes import Process
 from storage.atomic import write_text
 from storage.run_folder import RunFolder
 
-# Lines about training steps have it, lines about validations do not.
+# Lines of training steps have this key; lines of validations do not.
 _THROUGHPUT = "volumes_per_second"
 
 
 class Recorder:
-    """Collects metrics on the device and writes their means once per interval, in the first process only."""
+    """Collects metrics on the device and writes their means at each `log`, in the first process only."""
 
     def __init__(self, run: RunFolder, stage: str, first_step: int, last_step: int, process: Process) -> None:
         self.run, self.stage, self.process = run, stage, process
@@ -34,7 +34,7 @@ class Recorder:
         self._bar: Any = None
         self._board: Any = None
         if process.is_first:
-            # Its import takes a second: only the process that writes pays for it.
+            # Importing this takes a second, so only the process that writes does it.
             from torch.utils.tensorboard import SummaryWriter
 
             drop_later_lines(run.metrics, stage, first_step)
@@ -54,7 +54,7 @@ class Recorder:
             self._lines.close()
 
     def add(self, metrics: dict[str, Tensor], num_samples: int) -> None:
-        """Add one step's metrics; nothing waits for the device here."""
+        """Add the metrics of one step without waiting for the device."""
         for name, value in metrics.items():
             value = value.detach()
             self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
@@ -64,7 +64,7 @@ class Recorder:
             self._bar.update(1)
 
     def log(self, step: int, **extra: float) -> dict[str, float]:
-        """Write the means since the last call with `extra` beside them; waits for the device."""
+        """Write the means since the last call, and the values in `extra` as they are; wait for the device."""
         names = list(self._sums)
         means = torch.stack([self._sums[name].float() / self._counts[name] for name in names]).double().cpu()
         means = self.process.sum(means) / self.process.world_size
@@ -84,7 +84,7 @@ class Recorder:
         return line
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Write one line of values to metrics.jsonl and TensorBoard."""
+        """Write the values of one step to metrics.jsonl and TensorBoard."""
         if self.process.is_first:
             self._lines.write(json.dumps({"stage": self.stage, "step": step, **values}) + "\n")
             self._lines.flush()
@@ -92,7 +92,7 @@ class Recorder:
                 self._board.add_scalar(name, value, step)
 
     def has_validation(self, step: int) -> bool:
-        """Return whether metrics.jsonl has the line that ends a validation; only the first process knows."""
+        """Return whether metrics.jsonl has the validation of a step; always False except in the first process."""
         if not self.process.is_first:
             return False
         lines = map(json.loads, self.run.metrics.read_text(encoding="utf-8").splitlines())
@@ -101,31 +101,31 @@ class Recorder:
         )
 
     def image(self, step: int, name: str, pixels: Tensor) -> None:
-        """Write a picture (H, W, grey values 0 to 255) to TensorBoard."""
+        """Write a picture (H, W; grey values from 0 to 255) to TensorBoard."""
         if self.process.is_first:
             self._board.add_image(name, pixels, step, dataformats="HW")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time that passes inside (validation, saving) out of the throughput."""
+        """Exclude the time spent inside the block, for validation or saving, from the throughput."""
         start = time.perf_counter()
         yield
         self._since += time.perf_counter() - start
 
 
 def drop_later_lines(path: Path, stage: str, step: int) -> None:
-    """Remove what a killed run wrote after its last checkpoint: those steps are about to be made again."""
+    """Remove the lines that a killed run wrote after its last checkpoint, because those steps will be repeated."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if _stays(line, stage, step)]
+    kept = [line for line in lines if _is_kept(line, stage, step)]
     if kept != lines:
         write_text(path, "".join(kept))
 
 
-def _stays(line: str, stage: str, step: int) -> bool:
+def _is_kept(line: str, stage: str, step: int) -> bool:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError:
-        return False  # cut off when the run was killed
+        return False  # truncated when the run was killed
     return isinstance(entry, dict) and (entry.get("stage") != stage or entry.get("step", 0) <= step)

@@ -1,4 +1,4 @@
-"""Going on where a run stopped: what a checkpoint holds, and which settings may have changed since."""
+"""Saving and resuming a run: the content of a checkpoint, and which settings may change when it is resumed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _STAGE_SECTIONS = {
 
 
 def resume(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volumes: DataSplit) -> int:
-    """Load the newest whole checkpoint into the step and return how many steps are done; 0 without one.
+    """Load the newest undamaged checkpoint into the step and return the number of finished steps; 0 without one.
 
-    Raises `CheckpointError`, in all processes alike, when settings, volumes or the number of volumes per update changed
-    in a way that would mix two experiments.
+    Raise `CheckpointError` in every process if the settings, the volumes or the number of volumes per update changed
+    in a way that changes the result.
     """
     with step.process.together():
         newest = checkpoints.newest() if step.process.is_first else None
@@ -41,7 +41,7 @@ def resume(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, vol
 
 
 def save(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volumes: DataSplit, done: int) -> None:
-    """Write a complete checkpoint from the first process; ask the step's guard first whether it would be a good one."""
+    """Write a complete checkpoint from the first process; call the step's `guard.raise_if_bad` first."""
     with step.process.together():
         if step.process.is_first:
             extra = {
@@ -64,7 +64,7 @@ def _load(step: TrainingStep, state: dict[str, Any], settings: Settings, volumes
     except torch.OutOfMemoryError:
         raise
     except (KeyError, ValueError, RuntimeError) as error:
-        # What torch raises for parameters that are missing, too many, or of another shape.
+        # torch raises these for missing or unexpected parameters and for wrong shapes.
         raise _other_version(path, error) from error
 
 
@@ -72,7 +72,7 @@ def _other_version(path: Path, error: Exception) -> CheckpointError:
     reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return CheckpointError(
         f"{path}: not a checkpoint of this version of the program ({reason}); finish the run with the version that "
-        "began it, or choose another name"
+        "started it, or choose another name"
     )
 
 
@@ -86,18 +86,18 @@ def _identity(volumes: DataSplit) -> dict[str, Any]:
 
 
 def _check_volumes(before: dict[str, Any], volumes: DataSplit, path: Path) -> None:
-    """Raise `CheckpointError` unless the volumes are those of the checkpoint, to the byte."""
+    """Raise `CheckpointError` unless the volumes have the same names, classes, split and content as before."""
     now = _identity(volumes)
     if before["fingerprint"] != now["fingerprint"]:
         raise CheckpointError(
-            "the run's checkpoint was made with other volumes, and going on would mix two experiments: names, classes "
+            "the run's checkpoint was made with other volumes, and resuming would mix two experiments: names, classes "
             f"or the split changed ({before['train']} for training and {before['val']} for validation -> "
             f"{now['train']} and {now['val']}); put them back to resume, or choose another name for a new run"
         )
     if "digests" not in before:
         log.warning(
-            "%s: was made before checkpoints knew the content of their volumes: names, classes and split are the same, "
-            "but whether a file was replaced since cannot be checked",
+            "%s: was written by an older version that did not record the content of volumes: names, classes and split "
+            "are the same, but whether a file was replaced cannot be checked",
             path,
         )
         return
@@ -105,22 +105,22 @@ def _check_volumes(before: dict[str, Any], volumes: DataSplit, path: Path) -> No
     if changed:
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
         raise CheckpointError(
-            "the run's checkpoint was made with other volumes, and going on would mix two experiments: the content of "
+            "the run's checkpoint was made with other volumes, and resuming would mix two experiments: the content of "
             f"{', '.join(changed[:5])}{more} changed; put the files back to resume, or choose another name for a new "
             "run"
         )
 
 
 def check_resumable(stage: str, before: dict[str, Any], settings: Settings, samples_before: int, samples: int) -> None:
-    """Compare a checkpoint's settings with these; raise `CheckpointError` listing what would change the result.
+    """Raise `CheckpointError` with a list of all changes since the checkpoint that would change the result.
 
-    `samples_before` and `samples` are the volumes per update, over all processes. Memory knobs and logging may change,
-    and the number of steps unless the learning rate decays towards it; each such change is logged.
+    `samples_before` and `samples` are the numbers of volumes per update over all processes. Memory knobs and logging
+    may change, and so may the number of steps unless the learning rate decays over them. Each such change is logged.
     """
     changed, allowed = changed_settings(stage, before, settings)
     training = getattr(settings, stage).training
     if training.learning_rate_decay != "none":
-        # Every step so far had a learning rate that depends on where the decay ends.
+        # With decay, the learning rate of every step depends on the number of steps.
         ends = [line for line in allowed if line.startswith(f"{stage}.training.max_steps: ")]
         allowed = [line for line in allowed if line not in ends]
         changed += [f"{line} (learning_rate_decay {training.learning_rate_decay} ends there)" for line in ends]
@@ -130,16 +130,16 @@ def check_resumable(stage: str, before: dict[str, Any], settings: Settings, samp
         )
     if changed:
         raise CheckpointError(
-            "the run's checkpoint was made with other settings, and going on would mix two experiments:\n  "
+            "the run's checkpoint was made with other settings, and resuming would mix two experiments:\n  "
             + "\n  ".join(changed)
             + "\nset these back to resume, or choose another name for a new run"
         )
     for line in allowed:
-        log.info("resuming with a changed setting that does not change the result: %s", line)
+        log.info("resuming with a changed setting that does not affect the result: %s", line)
 
 
 def changed_settings(stage: str, before: dict[str, Any], settings: Settings) -> tuple[list[str], list[str]]:
-    """Return a line for each setting of a stage that changed: those that change the result, and those that do not."""
+    """Return one line per changed setting of a stage: first those that change the result, then those that do not."""
     changed: list[str] = []
     allowed: list[str] = []
     after = settings.model_dump(mode="json")

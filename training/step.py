@@ -1,4 +1,4 @@
-"""What the steps of both stages share: precision, noise, guard, averaged weights, and their state."""
+"""The base of both training steps: precision, noise, guard, optimizers, averaged weights, and their state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from training.optimization import AveragedWeights, Updater
 
 
 class TrainingStep:
-    """Networks with their optimizers; a stage adds its passes and registers what it trains."""
+    """The networks of a stage with their optimizers; a stage registers its networks and adds its passes."""
 
     stage: str
     terms: tuple[str, ...]
@@ -39,7 +39,7 @@ class TrainingStep:
         torch.manual_seed(settings.seed)
 
     def register(self, name: str, network: nn.Module, learning_rate: float) -> nn.Module:
-        """Move a network to the device and give it an optimizer; return it as parallel training calls it."""
+        """Move a network to the device and give it an optimizer; return it wrapped for distributed training."""
         network.to(self.process.device).train()
         self.networks[name] = network
         self.updaters[name] = Updater(name, network, learning_rate, self.training, self.precision)
@@ -49,17 +49,17 @@ class TrainingStep:
 
     @property
     def network(self) -> nn.Module:
-        """Return the network that the stage is named for."""
+        """Return the main network of the stage."""
         return self.networks[self.stage]
 
     @property
     def samples_per_update(self) -> int:
-        """Return how many volumes one update sees, over all processes."""
+        """Return the number of volumes per update over all processes."""
         return self.training.samples_per_rank * self.process.world_size
 
     @property
     def guard(self) -> Guard:
-        """Return the guard over everything registered."""
+        """Return the guard of all registered networks, built on first use."""
         if self._guard is None:
             names = [*self.terms, *(f"{name} gradient" for name in self.updaters)]
             skips = self.precision.skips_overflows
@@ -68,12 +68,20 @@ class TrainingStep:
 
     def __call__(self, micro_batches: Sequence[Any], step: int) -> dict[str, Tensor]:
         """Make one update (steps count from 0) and return its loss terms and gradient norms, still on the device."""
+        return self.backward(micro_batches, step) | self.update(step)
+
+    def backward(self, micro_batches: Sequence[Any], step: int) -> dict[str, Tensor]:
+        """Leave the update's gradients on the networks and return the loss terms."""
         raise NotImplementedError
+
+    def updated_networks(self, step: int) -> list[str]:
+        """Return the names of the networks that a step updates."""
+        return list(self.updaters)
 
     def accumulate(
         self, micro_batches: Sequence[Any], step: int, run: Callable[[Any, float, bool], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        """Run each micro-batch with its share of the update and return the mean of its terms."""
+        """Call `run` with each micro-batch, its share of the update and whether it is the last; return mean terms."""
         self.guard.start(step)
         share = 1 / len(micro_batches)
         totals: dict[str, Tensor] = {}
@@ -84,11 +92,11 @@ class TrainingStep:
                 totals[name] = totals[name] + share * value if name in totals else share * value
         return totals
 
-    def update(self, step: int, names: Sequence[str]) -> dict[str, Tensor]:
-        """Move the named networks and return their gradient norms."""
+    def update(self, step: int) -> dict[str, Tensor]:
+        """Move the networks that a step updates and return their gradient norms."""
         with phase("optimizer"):
-            # The guard looks at every gradient before any network moves.
-            norms = {name: self.updaters[name].gradient_norm(self.guard) for name in names}
+            # The guard checks every gradient before any network moves.
+            norms = {name: self.updaters[name].gradient_norm(self.guard) for name in self.updated_networks(step)}
             for name, norm in norms.items():
                 self.updaters[name].move(step, norm, self.guard)
             self.precision.scaler.update()
@@ -96,6 +104,10 @@ class TrainingStep:
                 self.average.update(step)
         self.guard.finish()
         return {f"{name}_gradient_norm": norm for name, norm in norms.items()}
+
+    def learning_rates(self, step: int) -> dict[str, float]:
+        """Return the learning rate of each network that a step has just updated; read on the host."""
+        return {f"{name}_learning_rate": self.updaters[name].current_rate for name in self.updated_networks(step)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""

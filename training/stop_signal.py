@@ -1,4 +1,4 @@
-"""A clean stop: the first SIGINT, SIGTERM or SIGUSR1 lets the step finish, so that a checkpoint can be written."""
+"""Stopping cleanly: after SIGINT, SIGTERM or SIGUSR1 the loop finishes its step and saves a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class StopSignal:
-    """Notes that the run was asked to stop; a second SIGINT stops at once."""
+    """Records the first stop signal; a second SIGINT raises `KeyboardInterrupt`."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -39,7 +39,7 @@ class StopSignal:
 
 
 def _say(text: str) -> None:
-    # Not through logging: the signal may have come in the middle of a write to the same stream.
+    # Not through logging: the signal may interrupt a write to the same stream, which is not reentrant.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with contextlib.suppress(OSError):
             os.write(2, f"\n{text}\n".encode())

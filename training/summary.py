@@ -1,4 +1,4 @@
-"""What a run would do, told before it does it."""
+"""The summary that a run logs before it starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from settings import Settings, TrainingSettings
 
 
 def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int = 1) -> str:
-    """Return grid, latent shape, parameter counts, effective batch and steps per pass, one fact a line."""
+    """Return grid, latent shape, parameter counts, effective batch and steps per pass, one per line."""
     with torch.device("meta"):
         networks = {"autoencoder": build_autoencoder(settings.autoencoder)}
         if stage == "autoencoder" and settings.autoencoder.training.uses_discriminator:

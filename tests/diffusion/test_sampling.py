@@ -12,7 +12,7 @@ from diffusion.latent_files import facts_of
 from diffusion.latents import latent_scale
 from diffusion.noise_process import NoiseProcess
 from diffusion.sampling import draw_volumes, guided, sample_latents
-from evaluation.similarity import maximum_mean_discrepancy
+from evaluation.set_metrics import maximum_mean_discrepancy
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import Settings

@@ -9,15 +9,9 @@ import torch
 from monai.metrics.fid import get_fid_score
 
 from evaluation.fid import frechet_distance, load_features, slice_features
+from evaluation.pair_metrics import _scales_and_window, ms_ssim
 from evaluation.samples import Reference, evaluate_samples
-from evaluation.similarity import (
-    _scales_and_window,
-    maximum_mean_discrepancy,
-    mean_pairwise_ms_ssim,
-    ms_ssim,
-    nearest,
-    summary_vector,
-)
+from evaluation.set_metrics import maximum_mean_discrepancy, mean_pairwise_ms_ssim, nearest, summary_vector
 from losses.torchvision_import import import_torchvision
 from settings import CheckpointError
 

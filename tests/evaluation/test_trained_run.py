@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 
 import nibabel as nib
@@ -22,7 +23,7 @@ from settings import Settings, load_settings
 from storage.run_folder import RunFolder
 from tests.finished_run import finished_run, run_here
 from training.autoencoder_step import AutoencoderStep
-from training.export import export
+from training.finished_weights import export
 
 CPU = torch.device("cpu")
 
@@ -45,7 +46,7 @@ def test_the_exported_weights_are_the_averaged_ones_where_there_are_any(tiny_val
 
 
 def test_the_affine_of_samples_is_centred_with_the_spacing_and_directions_of_the_data():
-    frame = SampleFrame(1.0, (1.0, 2.0, 4.0), (0.0,), (1.0,), ())
+    frame = SampleFrame(latent_scale=1.0, spacing_mm=(1.0, 2.0, 4.0), lower=(0.0,), upper=(1.0,), class_names=())
     settings = Settings.model_validate({"data": {"voxel_size": [16, 24, 32], "orientation": "LAS"}})
     affine = frame.affine(settings)
     np.testing.assert_allclose(affine @ [7.5, 11.5, 15.5, 1], [0, 0, 0, 1], atol=1e-9)
@@ -53,7 +54,9 @@ def test_the_affine_of_samples_is_centred_with_the_spacing_and_directions_of_the
 
 
 def test_intensities_go_from_the_lower_to_the_upper_end_of_each_channel():
-    frame = SampleFrame(1.0, (1.0,) * 3, (-1000.0, 5.0), (3000.0, 25.0), ())
+    frame = SampleFrame(
+        latent_scale=1.0, spacing_mm=(1.0, 1.0, 1.0), lower=(-1000.0, 5.0), upper=(3000.0, 25.0), class_names=()
+    )
     volume = np.stack([np.full((2, 2, 2), 0.25), np.full((2, 2, 2), 0.5)]).astype(np.float32)
     found = frame.intensities(volume)
     np.testing.assert_allclose(found[:, 0, 0, 0], [0.0, 15.0])
@@ -75,7 +78,7 @@ def test_a_written_sample_is_the_decoded_unscaled_latent_in_the_datas_intensitie
     for position in range(2):
         labels = torch.tensor([position])  # the classes in turn
         latent = sample_latents(
-            lambda noisy, times, labels=labels: unet(noisy, times, class_labels=labels),
+            functools.partial(unet, class_labels=labels),
             NoiseProcess(settings.ldm.scheduler, CPU),
             SampleNoise(3, CPU),
             [position],

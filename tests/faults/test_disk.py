@@ -36,7 +36,7 @@ def test_full_disk_is_told_in_words_and_the_run_goes_on_when_there_is_room(small
     small, large = re.split("act: (?:large|read-only)", small_disk)[:2]
     assert "small ended with 2" in small, small
     assert "the disk is full" in small
-    assert "the earlier ones are untouched" in small
+    assert "earlier checkpoints are untouched" in small
     assert "Traceback" not in small_disk
     assert re.search(r"resuming autoencoder after step [246]", large), large
     assert "large ended with 0" in large

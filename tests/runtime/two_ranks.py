@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from data import BatchPlan, DataSplit, prepare_volumes, training_batches, validation_batches
 from diffusion.latents import prepare_latents
 from diffusion.volume_codec import frozen_codec
+from evaluation.autoencoder_validation import validate_autoencoder
 from evaluation.ldm_validation import _held_out_loss
-from evaluation.validation import validate_autoencoder
 from runtime.processes import Process, processes
 from settings import DataError, Settings, UserError, load_settings
 from storage.run_folder import RunFolder
 from training.autoencoder_step import AutoencoderStep
-from training.export import export
+from training.finished_weights import export
 from training.ldm_step import LatentDiffusionStep
 from training.step import TrainingStep
 

@@ -43,7 +43,7 @@ def test_samples_are_nifti_files_with_spacing_and_intensities_of_the_data(comman
     ("arguments", "text"),
     [
         (["--class", "tumour"], "'tumour' is not a class of the run; allowed: healthy, lesion, ventricles"),
-        (["--run", "runs/nowhere"], "not the folder of a run"),
+        (["--run", "runs/nowhere"], "not a run folder"),
         (["--steps", "2000"], "2000 is above num_train_timesteps (1000)"),
         (["--num", "0"], "'0' is not a whole number of at least 1"),
         (["--steps", "2.5"], "'2.5' is not a whole number of at least 1"),
@@ -61,7 +61,10 @@ def test_a_run_without_stage_two_and_one_with_changed_settings_are_refused(run, 
     values = yaml.safe_load((run / "config.yaml").read_text())
     (bare / "config.yaml").write_text(yaml.safe_dump(values))
     assert run_here("scripts/sample.py", "--run", bare) == 2
-    assert "ldm.safetensors: there is no trained diffusion model; train stage 2" in capsys.readouterr().err
+    assert (
+        "ldm.safetensors: not found, so there is no trained diffusion model; run train_ldm.py"
+        in capsys.readouterr().err
+    )
     values["ldm"]["scheduler"]["prediction"] = "v"
     (bare / "config.yaml").write_text(yaml.safe_dump(values))
     (bare / "ldm.safetensors").write_bytes((run / "ldm.safetensors").read_bytes())

@@ -96,15 +96,15 @@ def test_a_wrong_autoencoder_is_told_in_words(run, how, sentence, capsys):
     ("how", "sentence"),
     [
         ("text", "not a readable safetensors file"),
-        ("without metadata", "not the weights that train_ldm.py writes"),
+        ("without metadata", "not weights written by train_ldm.py"),
         ("of another program", "was not written by this program"),
         ("wrong shape", "does not fit the network of this config"),
         ("weight missing", "does not fit the network of this config"),
-        ("latent_scale=0", "not the weights that train_ldm.py writes"),
-        ('latent_scale="x"', "not the weights that train_ldm.py writes"),
-        ("spacing_mm=[1, 1]", "not the weights that train_ldm.py writes"),
-        ("lower=[0, 0]", "was trained on volumes of 2 channels"),
-        ("settings=null", "not the weights that train_ldm.py writes"),
+        ("latent_scale=0", "not weights written by train_ldm.py"),
+        ('latent_scale="x"', "not weights written by train_ldm.py"),
+        ("spacing_mm=[1, 1]", "not weights written by train_ldm.py"),
+        ("lower=[0, 0]", "was trained on volumes with 2 channels"),
+        ("settings=null", "not weights written by train_ldm.py"),
     ],
 )
 def test_a_wrong_diffusion_model_is_told_in_words(run, how, sentence, capsys):

@@ -190,7 +190,7 @@ def test_the_gradient_scaler_adapts_and_its_state_is_resumed(tiny_values):
         step(make_batches(step, 1, 2), 0)
     step.backward(make_batches(step, 1, 1), 1)
     next(step.autoencoder.parameters()).grad.fill_(float("inf"))
-    step.update(1, ["autoencoder"])
+    step.update(1)
     assert step.precision.scaler.get_scale() == 32768.0
     resumed.load_state_dict(copy.deepcopy(step.state_dict()))
     assert resumed.precision.scaler.get_scale() == 32768.0

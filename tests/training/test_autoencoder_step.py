@@ -123,13 +123,31 @@ def overflow(network: nn.Module | None) -> None:
     gradient.fill_(float("inf"))
 
 
+def test_learning_rates_are_those_of_the_networks_that_the_step_updated(tiny_values):
+    step = make_step(
+        tiny_values,
+        adversarial_start_step=1,
+        learning_rate=1e-3,
+        discriminator_learning_rate=4e-3,
+        warmup_steps=4,
+    )
+    for number, expected in enumerate(
+        [
+            {"autoencoder_learning_rate": 2.5e-4},
+            {"autoencoder_learning_rate": 5e-4, "discriminator_learning_rate": 2e-3},
+        ]
+    ):
+        step(make_batches(step, 2), number)
+        assert step.learning_rates(number) == pytest.approx(expected)
+
+
 def test_discriminator_gradient_that_is_not_finite_keeps_both_networks_still(tiny_values):
     step = make_step(tiny_values, adversarial_start_step=0)
     step(make_batches(step, 2), 0)
     before = copy.deepcopy(step.state_dict())
     step.backward(make_batches(step, 2), 1)
     overflow(step.discriminator)
-    step.update(1, ["autoencoder", "discriminator"])
+    step.update(1)
     torch.testing.assert_close(step.state_dict()["networks"], before["networks"], rtol=0, atol=0)
     torch.testing.assert_close(step.state_dict()["optimizers"], before["optimizers"], rtol=0, atol=0)
     with pytest.raises(TrainingError, match=r"discriminator gradient is not finite .* weights were not moved"):
@@ -158,7 +176,7 @@ def test_float16_overflow_of_one_network_moves_the_other(tiny_values):
     with torch.backends.mkldnn.flags(enabled=False):
         step.backward(make_batches(step, 2), 0)
     overflow(step.discriminator)
-    step.update(0, ["autoencoder", "discriminator"])
+    step.update(0)
     after = step.state_dict()["networks"]
     torch.testing.assert_close(after["discriminator"], before["discriminator"], rtol=0, atol=0)
     assert any((after["autoencoder"][n] != before["autoencoder"][n]).any() for n in before["autoencoder"])
@@ -174,7 +192,7 @@ def test_float16_overflow_skips_the_step_and_many_in_a_row_stop_the_run(tiny_val
         step.guard.raise_if_bad()
         step.backward(make_batches(step, 2), number)
         next(step.autoencoder.parameters()).grad.fill_(float("inf"))
-        step.update(number, ["autoencoder"])
+        step.update(number)
     torch.testing.assert_close(step.state_dict()["networks"], before, rtol=0, atol=0)
     assert step.precision.scaler.get_scale() < scale
     with pytest.raises(TrainingError, match="3 steps in a row overflowed in float16"):

@@ -15,14 +15,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import evaluation.autoencoder_validation
 import evaluation.ldm_validation
-import evaluation.validation
 from command_line import INTERRUPTED, OUT_OF_MEMORY
 from tests.finished_run import export_autoencoder, run_here
 from training.step import TrainingStep
 
 VALIDATE = {
-    "autoencoder": (evaluation.validation, "validate_autoencoder"),
+    "autoencoder": (evaluation.autoencoder_validation, "validate_autoencoder"),
     "ldm": (evaluation.ldm_validation, "validate_ldm"),
 }
 RUN = Path("runs") / "tiny"

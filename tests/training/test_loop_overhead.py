@@ -13,7 +13,7 @@ from runtime.processes import Process
 from settings import load_settings
 from training.autoencoder_step import AutoencoderStep
 from training.recorder import Recorder
-from training.run_folder import open_run
+from training.run_setup import open_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PHASES = {

@@ -155,7 +155,7 @@ def test_another_number_of_steps_is_refused_where_the_learning_rate_decays_towar
         after = before.with_overrides({key: 200})
         if decay == "none":
             check_resumable(stage, before.model_dump(mode="json"), after, 4, 4)
-            assert f"does not change the result: {key}: 100 -> 200" in caplog.text
+            assert f"does not affect the result: {key}: 100 -> 200" in caplog.text
             continue
         with pytest.raises(CheckpointError) as caught:
             check_resumable(stage, before.model_dump(mode="json"), after, 4, 4)
@@ -205,7 +205,7 @@ def test_samples_and_evaluations_with_another_autoencoder_are_refused(tmp_path, 
     for command in (sample, ["scripts/evaluate.py", "--run", "runs/tiny", "--num", "2", "--steps", "1"]):
         assert run_here(*command) == 2
         said = capsys.readouterr().err
-        assert "ldm.safetensors: was trained on latents of an autoencoder with other weights than" in said
+        assert "ldm.safetensors: was trained on latents of an autoencoder whose weights differ from" in said
         assert "restore that autoencoder, or train stage 2 on this one under another name" in said
     # A file from before the hash was kept.
     weights = tmp_path / "runs/tiny/ldm.safetensors"
@@ -213,4 +213,4 @@ def test_samples_and_evaluations_with_another_autoencoder_are_refused(tmp_path, 
     del metadata["autoencoder"]
     save_weights(weights, state, metadata)
     assert run_here(*sample) == 0
-    assert "does not say which autoencoder it was trained on" in capsys.readouterr().err
+    assert "does not record which autoencoder it was trained on" in capsys.readouterr().err

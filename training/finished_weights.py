@@ -1,4 +1,4 @@
-"""Finished weights for use elsewhere: safetensors with the config that made them, never executable."""
+"""Finished weights: safetensors files with the settings that they were trained with."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ log = logging.getLogger(__name__)
 
 
 def load_pretrained(networks: dict[str, nn.Module], path: Path) -> None:
-    """Start from finished weights: the file's own network, and those whose files lie beside it; says which."""
+    """Load the autoencoder from `path`, and the other networks from files beside it if those exist; log which."""
     for name, network in networks.items():
         file = path if name == "autoencoder" else path.with_name(f"{name}.safetensors")
         if file != path and not file.exists():
-            log.info("%s: not there, so the %s starts from random weights", file, name)
+            log.info("%s: not found, so the %s starts from random weights", file, name)
             continue
         load_into(network, file)
         log.info("%s: the %s starts from these weights", file, name)
 
 
 def export(step: TrainingStep, run: RunFolder, settings: Settings, **metadata: Any) -> None:
-    """Write the stage's network, averaged where there is an average, with its settings; say where it is."""
+    """Write the stage's main network, with averaged weights if there are any, and its settings; log the path."""
     if not step.process.is_first:
         return
     with step.average.swapped_in() if step.average is not None else nullcontext():

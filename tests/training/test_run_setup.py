@@ -16,7 +16,7 @@ from runtime.processes import Process
 from settings import CheckpointError, Settings, UserError, load_settings
 from training.recorder import drop_later_lines
 from training.resume import check_resumable
-from training.run_folder import describe_run, open_run
+from training.run_setup import describe_run, open_run
 
 CPU = Process(torch.device("cpu"))
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ def test_second_process_on_a_run_is_refused_and_a_crash_leaves_no_lock(tmp_path,
     code = (
         f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); import torch\n"
         "from settings import Settings\nfrom runtime.processes import Process\n"
-        "from training.run_folder import open_run\n"
+        "from training.run_setup import open_run\n"
         "with open_run(Settings(name='shared'), Process(torch.device('cpu'))):\n"
         "    print('held', flush=True); time.sleep(60)"
     )
@@ -51,6 +51,42 @@ def test_config_and_environment_are_written(tmp_path, monkeypatch, tiny_values):
         describe_run(folder, settings, CPU)
     assert load_settings(folder.config) == settings
     assert json.loads(folder.environment.read_text())["packages"]["torch"] == torch.__version__
+
+
+def test_the_environment_states_the_cudnn_and_tf32_settings_in_force(tmp_path, monkeypatch, tiny_values):
+    monkeypatch.chdir(tmp_path)
+    settings = Settings.model_validate(tiny_values)
+    for flag in (True, False):
+        with (
+            torch.backends.cudnn.flags(enabled=True, benchmark=flag, deterministic=not flag, allow_tf32=flag),
+            open_run(settings, CPU) as folder,
+        ):
+            monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not flag)
+            describe_run(folder, settings, CPU)
+        found = json.loads(folder.environment.read_text())
+        assert found["cudnn_benchmark"] is flag
+        assert found["cudnn_deterministic"] is not flag
+        assert found["cudnn_allow_tf32"] is flag
+        assert found["matmul_allow_tf32"] is not flag
+
+
+def test_temporary_files_of_a_killed_process_are_removed_when_a_run_is_opened(tmp_path, monkeypatch, tiny_values):
+    monkeypatch.chdir(tmp_path)
+    settings = Settings.model_validate(tiny_values)
+    with open_run(settings, CPU) as folder:
+        volumes = folder.previews / "volumes"
+        volumes.mkdir(parents=True)
+        leftovers = [
+            folder.path / ".metrics.jsonl.123.tmp",
+            folder.previews / ".autoencoder_00000002.png.123.tmp",
+            volumes / ".autoencoder_00000002_input.png.123.tmp",
+        ]
+        kept = volumes / "autoencoder_00000001_input.png"
+        for path in (*leftovers, kept):
+            path.write_bytes(b"")
+    with open_run(settings, CPU):
+        assert not any(path.exists() for path in leftovers)
+        assert kept.exists()
 
 
 def check(before: Settings, after: Settings, samples_before: int = 4, samples: int = 4) -> None:

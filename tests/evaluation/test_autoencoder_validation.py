@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from data import Batch
-from evaluation import pairs
-from evaluation.pairs import absolute_error, psnr, ssim
-from evaluation.validation import validate_autoencoder
+from evaluation import pair_metrics
+from evaluation.autoencoder_validation import validate_autoencoder
+from evaluation.pair_metrics import absolute_error, psnr, ssim
 from memory.predict.emulation import measure_peak
 from runtime.processes import Process
 from settings import Settings
@@ -65,7 +65,7 @@ def test_validation_leaves_the_training_network_without_slabs(values):
 def test_validation_of_volumes_larger_than_patches_peaks_at_less_than_half(values, monkeypatch):
     values["data"]["voxel_size"] = [128, 128, 64]
     values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": "bfloat16"}
-    monkeypatch.setattr(pairs, "_SLAB_VOXELS", 1 << 18)
+    monkeypatch.setattr(pair_metrics, "_SLAB_VOXELS", 1 << 18)
 
     def peak(patch_size: list[int] | None) -> int:
         def reconstruct(tracker: Any) -> None:
@@ -88,13 +88,13 @@ def test_measures_taken_in_slabs_equal_those_of_the_whole_volume(measure, monkey
     whole: Tensor = measure(reconstruction, image)
     assert whole.shape == (2,)
     seen = []
-    rows_of_slab = pairs.SSIMMetric.__call__
+    rows_of_slab = pair_metrics.SSIMMetric.__call__
 
     def noted(self: Any, first: Tensor, second: Tensor) -> Any:
         seen.append(first.shape[2])
         return rows_of_slab(self, first, second)
 
-    monkeypatch.setattr(pairs.SSIMMetric, "__call__", noted)
-    monkeypatch.setattr(pairs, "_SLAB_VOXELS", 16 * image[:, :, 0].numel())
+    monkeypatch.setattr(pair_metrics.SSIMMetric, "__call__", noted)
+    monkeypatch.setattr(pair_metrics, "_SLAB_VOXELS", 16 * image[:, :, 0].numel())
     torch.testing.assert_close(measure(reconstruction, image), whole, rtol=1e-6, atol=0)
     assert measure is not ssim or len(seen) > 1

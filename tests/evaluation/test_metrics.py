@@ -11,9 +11,9 @@ import torch
 from scipy import ndimage
 
 from data import Batch
-from evaluation.pairs import psnr, ssim
-from evaluation.similarity import SCALE_WEIGHTS, maximum_mean_discrepancy, ms_ssim, summary_vector
-from evaluation.validation import validate_autoencoder
+from evaluation.autoencoder_validation import validate_autoencoder
+from evaluation.pair_metrics import SCALE_WEIGHTS, ms_ssim, psnr, ssim
+from evaluation.set_metrics import maximum_mean_discrepancy, summary_vector
 from runtime.processes import Process
 from settings import Settings
 from training.autoencoder_step import AutoencoderStep

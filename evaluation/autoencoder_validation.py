@@ -1,4 +1,4 @@
-"""How good the reconstructions of held-out volumes are: PSNR and SSIM over whole volumes."""
+"""Validation of stage 1: PSNR, SSIM and mean absolute error of reconstructed held-out volumes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from data import Batch
-from evaluation.pairs import absolute_error, psnr, ssim
+from evaluation.pair_metrics import absolute_error, psnr, ssim
 from evaluation.pictures import reconstruction_picture
 from evaluation.previews import Preview, ViewerVolume
 from training.autoencoder_step import AutoencoderStep
@@ -16,10 +16,10 @@ from training.autoencoder_step import AutoencoderStep
 
 @torch.no_grad()
 def validate_autoencoder(step: AutoencoderStep, batches: Iterable[Batch]) -> tuple[dict[str, float], Preview | None]:
-    """Return mean PSNR and SSIM over all processes, and a preview of this process's first volume.
+    """Return mean PSNR, SSIM and absolute error over all processes, and a preview of this process's first volume.
 
-    Reconstructs the mean of the latent, with the averaged weights when there are any, and in slabs what is larger than
-    training's patches.
+    Decode the mean of the latent distribution, with the averaged weights if there are any. Volumes larger than the
+    training patches run in slabs.
     """
     totals = torch.zeros(4, dtype=torch.float64)  # PSNR, SSIM, mean absolute error, number of volumes
     preview = None
@@ -36,7 +36,7 @@ def validate_autoencoder(step: AutoencoderStep, batches: Iterable[Batch]) -> tup
                 preview = Preview(reconstruction_picture(image[0], reconstruction[0]), volumes)
     network.train()
     psnr_sum, ssim_sum, error_sum, count = step.process.sum(totals).tolist()
-    if not count:  # a data set of one volume has none to hold out
+    if not count:  # a data set of one volume has no held-out volumes
         return {}, None
     means = {"val_psnr": psnr_sum / count, "val_ssim": ssim_sum / count, "val_l1": error_sum / count}
     return means, preview

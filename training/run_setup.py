@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its config, its environment, and whether a run may go on with changed settings."""
+"""Opening a run: lock its folder, remove leftovers, and record its config and environment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PACKAGES = ("torch", "monai", "numpy", "nibabel", "pydantic", "safetensors")
 
 @contextmanager
 def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
-    """Create the run folder and hold its lock; the first process writes, the others only know the paths."""
+    """Create the run folder and hold its lock, in the first process; yield its paths in every process."""
     folder = RunFolder(RUNS / settings.name)
     with ExitStack() as stack:
         with process.together():
@@ -39,18 +39,18 @@ def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
 
 
 def _lock(folder: RunFolder, stack: ExitStack) -> None:
-    """Lock the run folder until the stack ends; raise `UserError` when another process holds it."""
+    """Lock the run folder until the stack closes; raise `UserError` if another process holds the lock."""
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         lock = stack.enter_context((folder.path / ".lock").open("a+"))
         check_regular(folder.path / ".lock")
     except OSError as error:
         raise UserError(
-            f"{folder.path}: cannot be written ({reason(error)}); make it writable, or start where it is"
+            f"{folder.path}: cannot be written ({reason(error)}); make it writable, or start in a folder where it is"
         ) from error
     try:
-        # The system drops this lock when the process ends, however it ends. Not flock: the loader's workers would
-        # inherit it and hold it for the seconds they take to notice that they are alone.
+        # The system releases this lock however the process ends. With flock, the data loader's workers would inherit
+        # it and keep it for a few seconds after the main process is killed.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         lock.seek(0)
@@ -59,22 +59,22 @@ def _lock(folder: RunFolder, stack: ExitStack) -> None:
             "wait for it, stop it, or choose another name"
         ) from None
     except OSError as error:
-        log.warning("%s: this disk has no locks (%s): take care not to start a run twice", folder.path, error.strerror)
+        log.warning("%s: this disk has no file locks (%s); do not start a run twice", folder.path, error.strerror)
     lock.truncate(0)
     lock.write(f"pid {os.getpid()} on {platform.node()}")
     lock.flush()
 
 
 def _remove_leftovers(folder: RunFolder) -> None:
-    """Remove what a killed process was writing; checkpoints remove theirs at the next save."""
+    """Remove temporary files of a killed process; `Checkpoints.save` removes those of checkpoints."""
     targets = (folder.config, folder.environment, folder.metrics, folder.weights("autoencoder"), folder.weights("ldm"))
-    for target in targets:
-        for path in folder.path.glob(f".{target.name}.*.tmp"):
-            path.unlink(missing_ok=True)
+    leftovers = [path for target in targets for path in folder.path.glob(f".{target.name}.*.tmp")]
+    for path in (*leftovers, *folder.previews.rglob(".*.png.*.tmp")):
+        path.unlink(missing_ok=True)
 
 
 def describe_run(folder: RunFolder, settings: Settings, process: Process) -> None:
-    """Write the resolved config and the environment from the first process, for whoever looks at the run later."""
+    """Write the resolved config and the environment to the run folder, from the first process."""
     if not process.is_first:
         return
     write_text(folder.config, dump_yaml(settings))
@@ -83,15 +83,19 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process) -> Non
         "platform": platform.platform(),
         "command": sys.argv,
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "device": device_name(process.device),
+        "device": _device_name(process.device),
         "world_size": process.world_size,
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+        "matmul_allow_tf32": torch.backends.cuda.matmul.allow_tf32,
     }
     write_text(folder.environment, json.dumps(environment, indent=2) + "\n")
 
 
-def device_name(device: torch.device) -> str:
-    """Return the device as people know it."""
+def _device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or the machine type of the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
