@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 aten = torch.ops.aten
 
-PIECE_VALUES = {"cpu": 2**19, "cuda": 2**25}
-"""Values in a piece: on the CPU what stays in its cache, on a GPU (128 MiB of fp32) what keeps it busy."""
+PIECE_VALUES = {"cpu": 2**20, "cuda": 2**25}
+"""Values in a piece: 4 MiB of fp32 on the CPU, so that Python's share stays small; on a GPU what keeps it busy."""
 
 
 def group_norm(
@@ -76,11 +76,13 @@ def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     batch, channels, rows = x.shape[:3]
     row_step, channel_step = _steps(x)
     num_spans = -(-rows // row_step)
+    if x.is_cpu and row_step == rows and channel_step == channels:
+        return _statistics_on_cpu(x, groups, eps)
     moments = x.new_empty((2, num_spans, batch, channels), dtype=torch.promote_types(x.dtype, torch.float32))
     for span, wide in enumerate(x.split(row_step, 2)):
         targets = moments[:, span].split(channel_step, 2)
         for part, target in zip(wide.split(channel_step, 1), targets, strict=True):
-            target[0], target[1] = _channel_moments(part.to(moments.dtype))
+            target[0], target[1] = _channel_moments(part)
     # All spans have as many rows but the last. Filled in place: copying a list to a GPU would wait for it.
     share = moments.new_full((num_spans, 1, 1, 1), row_step / rows)
     share[-1] = 1 - (num_spans - 1) * row_step / rows
@@ -90,25 +92,32 @@ def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     return mean, (variance + eps).rsqrt()
 
 
-def _channel_moments(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of each channel, (batch, channels), by whichever kernel is fast and does not cancel."""
-    if values.is_cpu:
-        # Without eps, so that rstd says all about the variance. `var_mean` takes 20 times as long on a CPU, and with
-        # channels last this kernel would subtract the squared mean from the mean square.
-        _, mean, rstd = aten.native_group_norm(values.contiguous(), None, None, *_sizes(values), values.shape[1], 0.0)
+def _channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of each channel, (batch, channels)."""
+    if x.is_cpu:
+        mean, rstd = _statistics_on_cpu(x, x.shape[1], 0.0)
         return mean, rstd.pow(-2)
-    variance, mean = torch.var_mean(values, (2, 3, 4), correction=0)
+    variance, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), (2, 3, 4), correction=0)
     return mean, variance
+
+
+def _statistics_on_cpu(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    # `var_mean` takes 20 times as long on a CPU. Contiguous: with channels last, this kernel would subtract the squared
+    # mean from the mean square.
+    values = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    _, mean, rstd = aten.native_group_norm(values, None, None, *_sizes(values), groups, eps)
+    return mean, rstd
 
 
 def normalise(
     out: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool, rows_before: int
 ) -> None:
     """Write the normed and perhaps activated rows of `x` into `out`, and zeros into the rows around them."""
-    rows_after = rows_before + x.shape[2]
-    out[:, :, :rows_before] = 0
-    out[:, :, rows_after:] = 0
-    out = out[:, :, rows_before:rows_after]
+    if out.shape[2] > x.shape[2]:
+        end = rows_before + x.shape[2]
+        out[:, :, :rows_before] = 0
+        out[:, :, end:] = 0
+        out = out[:, :, rows_before:end]
     scale, shift = _scale_and_shift(mean, rstd, weight, bias)
     in_place = out.dtype == x.dtype == scale.dtype
     for part, target, factor, offset in _pieces(x, out, scale, shift):
@@ -122,17 +131,17 @@ def normalise(
 
 def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool) -> Tensor:
     """Return the sums of the normed values' gradient and of its product with the standardised input."""
-    scale, _ = _scale_and_shift(mean, rstd, weight, bias)
-    offset = bias.to(scale.dtype).view(1, -1, 1, 1, 1)
-    sums = scale.new_zeros((2, *scale.shape))
-    pieces = _pieces(x, grad, _of_channels(mean, x.shape[1]), scale, offset, *sums)
-    for part, product, centre, factor, shift, sum_grad, sum_product in pieces:
+    sums = mean.new_zeros((2, *x.shape[:2], 1, 1, 1))
+    affine = _scale_and_shift(mean, rstd, weight, bias) if silu else ()
+    pieces = _pieces(x, grad, _of_channels(mean, x.shape[1]), *sums, *affine)
+    for part, product, centre, sum_grad, sum_product, *factor_and_offset in pieces:
         # Distances from the mean: sums of products with x itself would lose what makes them differ.
         centred = part - centre
         if silu:
-            values = torch.addcmul(shift, centred, factor)
+            factor, offset = factor_and_offset
+            values = torch.addcmul(offset, part, factor)
             product = aten.silu_backward.grad_input(product, values, grad_input=values)
-        sum_grad += product.sum((2, 3, 4), keepdim=True, dtype=scale.dtype)
+        sum_grad += product.sum((2, 3, 4), keepdim=True, dtype=mean.dtype)
         sum_product += centred.mul_(product).sum((2, 3, 4), keepdim=True)
     sums[1] *= _of_channels(rstd, x.shape[1])
     return sums.flatten(2)
