@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models.lean import norm_native
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 OLDEST_CAPABILITY = (7, 5)
 
@@ -107,7 +107,7 @@ def uses_triton(device: torch.device) -> bool:
     reason = _reason_against_triton(device)
     if reason:
         largest = norm_native.PIECE_VALUES["cuda"] * 4 // 2**20
-        logger.warning(
+        log.warning(
             "norms on %s run by torch's own kernels, which are slower and convert up to %d MiB at a time: %s",
             device, largest, reason,
         )  # fmt: skip
