@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import functional as F
 
 from losses.pieces import FrozenTerm, Index, mean_over_pieces
 from losses.torchvision_import import import_torchvision
 from losses.weights import find_weights, read_state_dict, weights_mismatch
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # The shortest side each trunk can take. Thinner slices are enlarged to it along that side.
 SHORTEST_SIDE = {"squeeze": 17, "alex": 31, "vgg": 16}
@@ -70,12 +70,12 @@ class LpipsSlices(FrozenTerm):
         images = images.unsqueeze(1)
         size = [max(side, self.shortest_side) for side in images.shape[2:]]
         if size != list(images.shape[2:]):
-            images = functional.interpolate(images, size=size, mode="bilinear", align_corners=False)
+            images = F.interpolate(images, size=size, mode="bilinear", align_corners=False)
         return self.network.net(self.network.scaling_layer(images))
 
     def _report_thin_slices(self, grid: Sequence[int]) -> None:
         if min(grid) < self.shortest_side and not self._has_reported_thin_slices:
-            logger.info(
+            log.info(
                 "perceptual loss: slices thinner than %d voxels are enlarged to %d, the least this network can take",
                 self.shortest_side,
                 self.shortest_side,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import functional as F
 
 from losses.pieces import FrozenTerm, Index, mean_over_pieces
 
@@ -48,7 +48,7 @@ def structural_distance(volumes: Tensor, wanted: Tensor) -> Tensor:
         is_last = scale == NUM_SCALES - 1 or max(factor) == 1
         similarities.append(_gradient_similarity(x, y, factor))
         similarities.append(_contrast_similarity(x, y, factor))
-        x, y = functional.avg_pool3d(x, factor), functional.avg_pool3d(y, factor)
+        x, y = F.avg_pool3d(x, factor), F.avg_pool3d(y, factor)
         if is_last:
             similarities.append(_luminance_similarity(x, y))
             break
@@ -76,7 +76,7 @@ def _gradient_similarity(x: Tensor, y: Tensor, factor: Sequence[int]) -> Tensor:
         slope_y = torch.diff(y, dim=axis, append=y.narrow(axis, y.shape[axis] - 1, 1))
         product = product + slope_x * slope_y
         energy = energy + slope_x.square() + slope_y.square()
-    product, energy = functional.avg_pool3d(product, tuple(factor)), functional.avg_pool3d(energy, tuple(factor))
+    product, energy = F.avg_pool3d(product, tuple(factor)), F.avg_pool3d(energy, tuple(factor))
     return _mean((2 * product + CONTRAST_FLOOR) / (energy + CONTRAST_FLOOR))
 
 
@@ -86,8 +86,8 @@ def _luminance_similarity(x: Tensor, y: Tensor) -> Tensor:
 
 def _window(x: Tensor, factor: Sequence[int]) -> Tensor:
     """Local means over windows of six voxels, two apart; blocks of two first, which leaves an eighth to work on."""
-    blocks = functional.avg_pool3d(x, tuple(factor))
-    return functional.avg_pool3d(blocks, tuple(min(3, size) for size in blocks.shape[2:]), stride=1)
+    blocks = F.avg_pool3d(x, tuple(factor))
+    return F.avg_pool3d(blocks, tuple(min(3, size) for size in blocks.shape[2:]), stride=1)
 
 
 def _mean(similarity: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import functional as F
 
 # Far below the smallest sigma the encoder can produce (3e-7: its log-variance is clamped at -30), far above underflow.
 SMALLEST_SIGMA = 2e-9
@@ -14,8 +14,8 @@ def reconstruction_loss(reconstruction: Tensor, target: Tensor, kind: str) -> Te
     assert reconstruction.shape == target.shape, f"shapes differ: {reconstruction.shape} and {target.shape}"
     with torch.autocast(reconstruction.device.type, enabled=False):
         if kind == "l1":
-            return functional.l1_loss(reconstruction.float(), target.float())
-        return functional.mse_loss(reconstruction.float(), target.float())
+            return F.l1_loss(reconstruction.float(), target.float())
+        return F.mse_loss(reconstruction.float(), target.float())
 
 
 def kl_divergence(mu: Tensor, sigma: Tensor, num_voxels: int) -> Tensor:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.arguments import autoencoder_arguments
 from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
 from models.lean.slabs import Volume
 from models.stock import StockAutoencoder
 from settings import AutoencoderSettings
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class LeanCoder(nn.Module):
@@ -83,9 +84,9 @@ class LeanAutoencoder(StockAutoencoder):
     encoder: LeanCoder
     decoder: LeanCoder
 
-    def __init__(self, **shape: Any) -> None:
-        super().__init__(**shape)
-        self.num_levels = len(shape["channels"])
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.num_levels = len(arguments["channels"])
         self.encoder = LeanCoder(self.encoder.blocks, first_level=0)
         self.decoder = LeanCoder(self.decoder.blocks, first_level=self.num_levels - 1)
         self.nested = False
@@ -112,7 +113,7 @@ class LeanAutoencoder(StockAutoencoder):
         assert 1 <= count <= self.num_levels, f"levels is {levels}; allowed: all, or 1 to {self.num_levels}"
         self._configure(count, offload, nested)
         covered = sum(level < count for coder in (self.encoder, self.decoder) for level in coder.levels[1:-1])
-        logger.info(
+        log.info(
             "gradient checkpointing on: %d blocks of the encoder and the decoder, %s of %d levels%s%s",
             covered,
             count,
@@ -124,7 +125,7 @@ class LeanAutoencoder(StockAutoencoder):
     def gradient_checkpointing_disable(self) -> None:
         """Keep all activations for backward again."""
         self._configure(0, offload=False, nested=False)
-        logger.info("gradient checkpointing off: the encoder and the decoder keep the activations of all blocks")
+        log.info("gradient checkpointing off: the encoder and the decoder keep the activations of all blocks")
 
     def _configure(self, count: int, offload: bool, nested: bool) -> None:
         self.nested = nested
@@ -144,17 +145,7 @@ class LeanAutoencoder(StockAutoencoder):
 def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
     """Build the autoencoder that the settings describe, with their memory knobs applied."""
     kind = LeanAutoencoder if settings.implementation == "lean" else StockAutoencoder
-    model = kind(
-        in_channels=settings.in_channels,
-        out_channels=settings.in_channels,
-        channels=settings.num_channels,
-        num_res_blocks=settings.res_blocks,
-        attention_levels=settings.attention_levels,
-        latent_channels=settings.latent_channels,
-        norm_num_groups=settings.num_groups,
-        with_encoder_nonlocal_attn=settings.has_middle_attention,
-        with_decoder_nonlocal_attn=settings.has_middle_attention,
-    )
+    model = kind(**autoencoder_arguments(settings))
     training = settings.training
     model.set_slab_rows(training.slab_rows)
     if training.checkpoints_blocks:

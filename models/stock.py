@@ -12,14 +12,14 @@ from monai.networks.nets import AutoencoderKL
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class StockAutoencoder(AutoencoderKL):
     """MONAI's `AutoencoderKL` with attention through SDPA and with noise that the caller may give."""
 
-    def __init__(self, **shape: Any) -> None:
-        super().__init__(spatial_dims=3, use_flash_attention=True, **shape)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(use_flash_attention=True, **arguments)
         for coder in (self.encoder, self.decoder):
             match_channels(coder.blocks, coder.norm_num_groups, coder.norm_eps)
 
@@ -35,12 +35,12 @@ class StockAutoencoder(AutoencoderKL):
         """Turn on MONAI's own checkpointing: the whole encoder and the whole decoder, which is all it has."""
         assert (levels, offload, nested) == ("all", False, False), "the stock autoencoder checkpoints all or nothing"
         self.use_checkpoint = True
-        logger.info("gradient checkpointing on: MONAI's own, the encoder and the decoder as one block each")
+        log.info("gradient checkpointing on: MONAI's own, the encoder and the decoder as one block each")
 
     def gradient_checkpointing_disable(self) -> None:
         """Turn MONAI's own checkpointing off."""
         self.use_checkpoint = False
-        logger.info("gradient checkpointing off: MONAI's encoder and decoder keep all activations")
+        log.info("gradient checkpointing off: MONAI's encoder and decoder keep all activations")
 
     def set_slab_rows(self, rows: int) -> None:
         """Refuse slabs, which the stock blocks do not have."""

@@ -17,12 +17,13 @@ from monai.networks.nets.diffusion_model_unet import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.arguments import unet_arguments
 from models.lean.attention import AttentionBlock
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
 from models.lean.norm import group_norm
 from settings import LdmSettings
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class _OwnGradient(torch.autograd.Function):
@@ -62,8 +63,8 @@ class TimeResidualBlock(nn.Module):
 class DiffusionUNet(DiffusionModelUNet):
     """MONAI's `DiffusionModelUNet` with self-attention only, every block of which can be checkpointed."""
 
-    def __init__(self, **shape: Any) -> None:
-        super().__init__(spatial_dims=3, use_flash_attention=True, **shape)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(use_flash_attention=True, **arguments)
         for name, module in list(self.named_modules()):
             lean: nn.Module | None = None
             if isinstance(module, DiffusionUNetResnetBlock):
@@ -127,12 +128,12 @@ class DiffusionUNet(DiffusionModelUNet):
         kinds = (TimeResidualBlock, AttentionBlock, DiffusionUnetDownsample, WrappedUpsample)
         covered = sum(isinstance(module, kinds) for module in self.modules())
         where = ", block inputs in host memory" if offload else ""
-        logger.info("gradient checkpointing on: %d blocks of the diffusion U-Net%s", covered, where)
+        log.info("gradient checkpointing on: %d blocks of the diffusion U-Net%s", covered, where)
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep all activations for backward again."""
         self.checkpointed = self.offload = False
-        logger.info("gradient checkpointing off: the diffusion U-Net keeps the activations of all blocks")
+        log.info("gradient checkpointing off: the diffusion U-Net keeps the activations of all blocks")
 
 
 def _inputs(resampler: nn.Module, h: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:
@@ -141,27 +142,8 @@ def _inputs(resampler: nn.Module, h: Tensor, embedding: Tensor) -> tuple[Tensor,
 
 
 def build_unet(settings: LdmSettings, latent_channels: int) -> DiffusionUNet:
-    """Build the U-Net that the settings describe, for latents of `latent_channels` channels.
-
-    A class-conditional network has one class more than the data: the last one stands for a hidden label.
-    """
-    unet, conditioning = settings.unet, settings.conditioning
-    *heads, last = unet.head_channels
-    if last == 0:
-        # The middle attends even where the last level does not, and takes its head from there.
-        whole, wanted = unet.num_channels[-1], unet.num_head_channels
-        last = wanted if isinstance(wanted, int) and whole % wanted == 0 else whole
-    model = DiffusionUNet(
-        in_channels=latent_channels,
-        out_channels=latent_channels,
-        channels=unet.num_channels,
-        num_res_blocks=unet.res_blocks,
-        attention_levels=unet.attention_levels,
-        num_head_channels=(*heads, last),
-        resblock_updown=unet.resblock_updown,
-        norm_num_groups=unet.num_groups,
-        num_class_embeds=conditioning.num_classes + 1 if conditioning.type == "class" else None,
-    )
+    """Build the U-Net that the settings describe, for latents of `latent_channels` channels."""
+    model = DiffusionUNet(**unet_arguments(settings, latent_channels))
     if settings.training.checkpoints_blocks:
         model.gradient_checkpointing_enable(offload=settings.training.use_gradient_checkpointing_offload)
     return model

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-Moments = tuple[Tensor, Tensor]
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
@@ -33,16 +32,13 @@ def group_norm(
 
 
 def group_norm_backward(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of `x`, weight and bias, as far as `needs` asks for them.
-
-    `mean` and `rstd` are of shape (batch, groups).
-    """
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `x`, weight and bias; `mean` and `rstd` are (batch, groups)."""
     assert grad.shape == x.shape, f"gradient of shape {tuple(grad.shape)} for an output of shape {tuple(x.shape)}"
     assert mean.shape == rstd.shape == (x.shape[0], mean.shape[1]), f"moments of shape {tuple(mean.shape)}"
     dense = (part.contiguous() for part in (grad, x, mean, rstd, weight))
-    return aten.native_group_norm_backward(*dense, *_sizes(x), mean.shape[1], list(needs))
+    return aten.native_group_norm_backward(*dense, *_sizes(x), mean.shape[1], [True] * 3)
 
 
 def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:

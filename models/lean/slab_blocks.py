@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from models.lean import native
+from models.lean import native, norm_operators
 from models.lean.norm import compute_dtype, full_precision
 from models.lean.slabs import (
     ConvolvedRows,
@@ -36,11 +36,14 @@ def _total(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total.add_(part)
 
 
-def _gather_statistics(x: Volume, groups: int, eps: float, rows: int) -> tuple[Tensor, Tensor]:
-    statistics = Statistics(groups, eps)
+def _statistics(x: Volume, groups: int, eps: float, rows: int) -> tuple[Tensor, Tensor]:
+    """Return mean and rstd of each group, (batch, groups); rows that are computed on demand are read in slabs."""
+    if isinstance(x, Tensor):
+        return norm_operators.statistics(x, groups, eps)
+    result = Statistics(groups, eps)
     for start, end in slabs(x, rows, x.shape[1], x.dtype):
-        statistics.add(rows_of(x, start, end))
-    return statistics.result()
+        result.add(x.rows(start, end))
+    return result.result()
 
 
 def _norm_conv(
@@ -49,7 +52,7 @@ def _norm_conv(
     """Return the norm and convolution of `x`, and the statistics of its groups."""
     norm_weight, norm_bias, weight, bias = parameters
     with torch.autocast(x.device.type, enabled=False):
-        mean, rstd = _gather_statistics(x, groups, eps, rows)
+        mean, rstd = _statistics(x, groups, eps, rows)
         normed = NormedRows(x, mean, rstd, norm_weight, norm_bias, False, dtype)
         low_weight, low_bias = weight.to(dtype), bias.to(dtype)
         out = torch.empty((x.shape[0], weight.shape[0], *x.shape[2:]), dtype=dtype, device=x.device)
@@ -87,7 +90,7 @@ class _NormConv(torch.autograd.Function):
                 grad_x[:, :, start:end] = normed.absorb(grad_rows, start, end)
             grad_norm = normed.finish()
             for start, end in slabs(x, ctx.rows, x.shape[1], ctx.dtype):
-                grad_x[:, :, start:end] = normed.input_grad(grad_x[:, :, start:end], start, end)
+                normed.input_grad(grad_x[:, :, start:end], start, end)
         return grad_x, *grad_norm, grad_weight, grad_bias, None, None, None, None
 
 
@@ -104,7 +107,7 @@ def _residual(
     shortcut, shortcut_bias = (None if part is None else part.to(dtype) for part in parameters[8:])
     all_slabs = slabs(x, rows, min(weight1.shape[:2]), dtype)
     with torch.autocast(x.device.type, enabled=False):
-        first = NormedRows(x, *_gather_statistics(x, groups, eps, rows), scale1, shift1, True, dtype)
+        first = NormedRows(x, *_statistics(x, groups, eps, rows), scale1, shift1, True, dtype)
         convolved = ConvolvedRows(first, weight1, bias1)
         h: Volume = convolved
         if overwrite:
@@ -206,7 +209,7 @@ class _ResidualBackward:
         for start, end in self.slabs:
             ahead = min(end + 1, total)
             if ahead > done:
-                self.grad_h[:, :, done:ahead] = self.second.input_grad(self.grad_h[:, :, done:ahead], done, ahead)
+                self.second.input_grad(self.grad_h[:, :, done:ahead], done, ahead)
                 done = ahead
             grad = rows_of(self.grad_h, start - 1, end + 1)
             needs = (True, self.needs_weights)
@@ -219,13 +222,12 @@ class _ResidualBackward:
         """Finish the gradient of x and add that of the shortcut."""
         for start, end in self.slabs:
             grad = rows_of(self.grad, start, end)
-            rows = self.first.input_grad(self.grad_x[:, :, start:end], start, end)
             if self.shortcut is not None:
                 x = rows_of(self.x, start, end).to(self.dtype)
                 needs = (True, self.needs_weights)
                 grad, grad_weight = native.convolution_backward(grad.to(self.dtype), x, self.shortcut, needs)
                 self._add("shortcut", grad_weight)
-            self.grad_x[:, :, start:end] = rows.add_(grad)
+            self.first.input_grad(self.grad_x[:, :, start:end], start, end, plus=grad)
 
 
 def norm_conv(x: Volume, norm: nn.GroupNorm, conv: nn.Conv3d, rows: int) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.lean import native
-from models.lean.norm import FULL_PRECISION, full_precision, scale_and_shift, spread
+from models.lean import native, norm_operators
+from models.lean.norm import FULL_PRECISION
 
 MIN_SLAB_VALUES = 20480
 """Channels x rows x height from which torch runs an fp32 convolution of one volume through its fast CPU kernel.
@@ -81,23 +81,25 @@ def bias_grad(grad: Tensor) -> Tensor:
 
 
 class Statistics:
-    """Mean and variance of each group, gathered slab by slab with the slabs' own moments, so nothing cancels."""
+    """Mean and 1 / sqrt(variance + eps) of each group, combined from the moments of slabs.
+
+    Squared distances are taken from each slab's own mean, so a large mean costs no precision.
+    """
 
     def __init__(self, groups: int, eps: float) -> None:
         self.groups, self.eps = groups, eps
         self._parts: list[tuple[int, Tensor, Tensor]] = []
 
-    def add(self, values: Tensor) -> None:
-        """Take in the next rows."""
-        values = full_precision(values)
-        _, mean, rstd = native.group_norm(values, None, None, self.groups, self.eps)
-        self._parts.append((values.shape[2:].numel(), mean, rstd.pow(-2) - self.eps))
+    def add(self, slab: Tensor) -> None:
+        """Add the moments of one slab. All slabs but the last must have the same number of rows."""
+        mean, rstd = norm_operators.statistics(slab, self.groups, 0.0)
+        self._parts.append((slab.shape[2:].numel(), mean, rstd.pow(-2)))
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return mean and rstd, each of shape (batch, groups)."""
+        """Return mean and rstd, both (batch, groups)."""
         counts, means, variances = zip(*self._parts, strict=True)
         each = torch.stack(means)
-        # All slabs but the last have as many voxels. Filled where it lies: copying a list there would stop a GPU.
+        # Filled in place, because copying a list to a GPU would wait for it.
         share = each.new_full((len(counts), 1, 1), counts[0] / sum(counts))
         share[-1] = counts[-1] / sum(counts)
         mean = (share * each).sum(0)
@@ -106,92 +108,54 @@ class Statistics:
 
 
 class NormedRows:
-    """The normalised and perhaps activated rows of `x`, and the way back from their gradient to that of `x`.
+    """The rows of `x` after a norm and perhaps SiLU, and the backward pass from their gradient to that of `x`.
 
-    Backward visits each row twice: `absorb` takes the gradient of the activation and returns what to keep of it, and
-    once all rows are absorbed, `input_grad` turns what was kept into the gradient of `x`.
+    Backward visits each row twice. `absorb` adds the row's gradient to the sums and returns what to keep of it; after
+    `finish`, `input_grad` turns what was kept into the gradient of `x`.
     """
 
     def __init__(
         self, x: Volume, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool, dtype: torch.dtype
     ) -> None:
-        self.x, self.mean, self.rstd, self.weight = x, mean, rstd, full_precision(weight)
-        self.silu, self.dtype = silu, dtype
-        scale, shift = scale_and_shift(mean, rstd, self.weight, full_precision(bias))
-        self._scale, self._shift = spread(scale), spread(shift)
-        # A low-precision gradient is kept as it came and goes through SiLU twice: a product would round once more.
-        self._keeps_product = x.dtype in FULL_PRECISION
-        self._sum_grad = torch.zeros_like(scale)
-        self._sum_grad_x = torch.zeros_like(scale)
-        self._factors: tuple[Tensor, Tensor, Tensor] | None = None
+        self.x, self.mean, self.rstd, self.silu, self.dtype = x, mean, rstd, silu, dtype
+        self._norm = (mean, rstd, weight, bias)
+        # In full precision the gradient before SiLU is kept, which saves computing SiLU's gradient a second time. In
+        # low precision it would be rounded once more, so the gradient is kept as it came.
+        self._keeps_grad_before_silu = silu and x.dtype in FULL_PRECISION
+        self._sums: Tensor | None = None
+        self._group_means: Tensor | None = None
 
     def rows(self, start: int, end: int) -> Tensor:
-        """Return the rows from `start` to `end`, zeros outside of the volume as a padded convolution sees them."""
-        shape = (*self.x.shape[:2], end - start, *self.x.shape[3:])
-        out = torch.empty(shape, dtype=self.dtype, device=self.x.device)
+        """Return the rows from `start` to `end`; rows outside the volume are zero, as in a padded convolution."""
         first, last = max(start, 0), min(end, self.x.shape[2])
-        self._activate(read(self.x, first, last), out[:, :, first - start : last - start])
-        if start < 0:
-            out[:, :, :-start] = 0
-        if end > last:
-            out[:, :, last - start :] = 0
-        return out
-
-    def _activate(self, x: Tensor, out: Tensor) -> None:
-        if out.dtype == x.dtype and self._keeps_product:
-            torch.addcmul(self._shift, x, self._scale, out=out)
-            if self.silu:
-                F.silu(out, inplace=True)
-        else:
-            values = self._normed(x)
-            out.copy_(F.silu(values, inplace=True) if self.silu else values)
-
-    def _normed(self, x: Tensor) -> Tensor:
-        # In full precision without a converted copy of x: the kernel promotes each value as it reads it.
-        return torch.addcmul(self._shift, x, self._scale)
-
-    def _before_silu(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of the normed values in full precision."""
-        if not self.silu:
-            return full_precision(grad)
-        normed = self._normed(x)
-        return native.silu_backward_(grad, normed)
+        x = read(self.x, first, last)
+        return norm_operators.normalise(x, *self._norm, self.silu, self.dtype, first - start, end - last)
 
     def absorb(self, grad: Tensor, start: int, end: int) -> Tensor:
-        """Take the gradient of `rows(start, end)` into the sums and return what `input_grad` will want to see."""
-        x = read(self.x, start, end)
-        product = self._before_silu(grad, x)
-        self._sum_grad += product.sum((2, 3, 4))
-        self._sum_grad_x += (product * x if self._keeps_product else product.mul_(x)).sum((2, 3, 4))
-        return product if self._keeps_product else grad
+        """Add the gradient of `rows(start, end)` to the sums and return what `input_grad` needs of it."""
+        x, silu = read(self.x, start, end), self.silu
+        if self._keeps_grad_before_silu:
+            grad = native.silu_backward_(grad, norm_operators.normalise(x, *self._norm, False, x.dtype))
+            silu = False
+        sums = norm_operators.norm_sums(grad, x, *self._norm, silu)
+        self._sums = sums if self._sums is None else self._sums.add_(sums)
+        return grad
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Close the sums and return the gradients of weight and bias."""
-        batch, channels = self._sum_grad.shape
-        groups = self.mean.shape[1]
-        size = channels // groups
-        mean, rstd = self.mean.repeat_interleave(size, 1), self.rstd.repeat_interleave(size, 1)
-        grad_weight = ((self._sum_grad_x - self._sum_grad * mean) * rstd).sum(0)
-        grad_bias = self._sum_grad.sum(0)
-
-        # y = scale * x + shift, and both depend on x through mean and rstd: the gradient is linear in grad and x.
-        count = size * self.x.shape[2:].numel()
-        by_group = (batch, groups, size)
-        sum_grad = (self._sum_grad * self.weight).view(by_group).sum(2)
-        sum_grad_x = (self._sum_grad_x * self.weight).view(by_group).sum(2)
-        of_x = (sum_grad * self.mean - sum_grad_x) * self.rstd.pow(3) / count
-        constant = -of_x * self.mean - sum_grad * self.rstd / count
-        of_x, constant = (spread(values.repeat_interleave(size, 1)) for values in (of_x, constant))
-        self._factors = (self._scale, of_x, constant)
+        assert self._sums is not None, "finish needs the sums: call absorb for every slab first"
+        _, _, weight, _ = self._norm
+        count = self.x.shape.numel() // self.mean.numel()
+        self._group_means = norm_operators.group_means(self._sums, weight, self.mean.shape[1], count)
+        grad_bias, grad_weight = self._sums.sum(1)
         return grad_weight, grad_bias
 
-    def input_grad(self, kept: Tensor, start: int, end: int) -> Tensor:
-        """Return the gradient of the rows of `x` in full precision, from what `absorb` returned for them."""
-        assert self._factors is not None, "input_grad needs the sums over all rows: call finish first"
-        of_grad, of_x, constant = self._factors
+    def input_grad(self, kept: Tensor, start: int, end: int, plus: Tensor | None = None) -> None:
+        """Replace what `absorb` returned for these rows by the gradient of `x`, with `plus` added to it."""
+        assert self._group_means is not None, "input_grad needs the sums over all rows: call finish first"
+        silu = self.silu and not self._keeps_grad_before_silu
         x = read(self.x, start, end)
-        product = kept if self._keeps_product else self._before_silu(kept, x)
-        return torch.addcmul(constant, x, of_x).addcmul_(product, of_grad)
+        norm_operators.norm_input_grad(kept, kept, x, *self._norm, self._group_means, silu, plus)
 
 
 class ConvolvedRows(RowSource):

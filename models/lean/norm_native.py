@@ -1,0 +1,231 @@
+"""The norm operators by torch's own kernels: on the CPU, in double precision, and on GPUs that cannot run Triton.
+
+Arithmetic is in fp32 (fp64 for fp64). What has to be converted is converted a piece at a time, so that no copy of a
+whole tensor in full precision ever exists. Any memory layout will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.lean import native
+
+PIECE_VALUES = {"cpu": 2**20, "cuda": 2**25}
+"""Values in a piece: 4 MiB of fp32 on the CPU, so that Python's share stays small; on a GPU what keeps it busy."""
+
+
+def group_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a whole contiguous `x` normed and perhaps activated, and its statistics, by torch's fused kernel."""
+    full = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = weight.to(full), bias.to(full)
+    if x.dtype == dtype == full:
+        y, mean, rstd = native.group_norm(x, weight, bias, groups, eps)
+        return F.silu(y, inplace=True) if silu else y, mean, rstd
+    y = torch.empty_like(x, dtype=dtype)
+    mean, rstd = (x.new_empty((x.shape[0], groups), dtype=full) for _ in range(2))
+    for some, part in _group_pieces(x, groups):
+        values, mean[:, some], rstd[:, some] = native.group_norm(
+            x[part].to(full), weight[part[1]], bias[part[1]], some.stop - some.start, eps
+        )
+        y[part] = F.silu(values, inplace=True) if silu else values
+        del values
+    return y, mean, rstd
+
+
+def group_norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a whole contiguous `x`, of weight and of bias, by torch's fused kernel."""
+    weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)
+    if grad.dtype == x.dtype == mean.dtype:
+        return _backward_of(grad, x, mean, rstd, weight, bias, silu)
+    grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
+    for some, part in _group_pieces(x, mean.shape[1]):
+        # The full-precision copies have no names here, so that the callee can drop the gradient's once it is used.
+        grad_x[part], grad_weight[part[1]], grad_bias[part[1]] = _backward_of(
+            grad[part].to(mean.dtype),
+            x[part].to(mean.dtype),
+            mean[:, some],
+            rstd[:, some],
+            weight[part[1]],
+            bias[part[1]],
+            silu,
+        )
+    return grad_x, grad_weight, grad_bias
+
+
+def _backward_of(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if silu:
+        scale, shift = _scale_and_shift(mean, rstd, weight, bias)
+        normed = torch.addcmul(shift, x, scale)
+        grad = native.silu_backward_(grad, normed)
+    return native.group_norm_backward(grad, x, mean, rstd, weight)
+
+
+def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Return mean and 1 / sqrt(variance + eps) of each group, (batch, groups), from the moments of its pieces."""
+    batch, channels, rows = x.shape[:3]
+    row_step, channel_step = _steps(x)
+    num_spans = -(-rows // row_step)
+    if x.is_cpu and row_step == rows and channel_step == channels:
+        return _statistics_on_cpu(x, groups, eps)
+    moments = x.new_empty((2, num_spans, batch, channels), dtype=torch.promote_types(x.dtype, torch.float32))
+    for span, wide in enumerate(x.split(row_step, 2)):
+        targets = moments[:, span].split(channel_step, 2)
+        for part, target in zip(wide.split(channel_step, 1), targets, strict=True):
+            target[0], target[1] = _channel_moments(part)
+    # All spans have as many rows but the last. Filled in place: copying a list to a GPU would wait for it.
+    share = moments.new_full((num_spans, 1, 1, 1), row_step / rows)
+    share[-1] = 1 - (num_spans - 1) * row_step / rows
+    means, variances = moments.unflatten(3, (groups, -1))
+    mean = (share * means).sum(0).mean(2)
+    variance = (share * (variances + (means - mean.unsqueeze(2)).square())).sum(0).mean(2)
+    return mean, (variance + eps).rsqrt()
+
+
+def _channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of each channel, (batch, channels)."""
+    if x.is_cpu:
+        mean, rstd = _statistics_on_cpu(x, x.shape[1], 0.0)
+        return mean, rstd.pow(-2)
+    variance, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), (2, 3, 4), correction=0)
+    return mean, variance
+
+
+def _statistics_on_cpu(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    # `var_mean` takes 20 times as long on a CPU. Contiguous: with channels last, this kernel would subtract the squared
+    # mean from the mean square.
+    values = x.to(torch.promote_types(x.dtype, torch.float32))
+    _, mean, rstd = native.group_norm(values, None, None, groups, eps)
+    return mean, rstd
+
+
+def normalise(
+    out: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool, rows_before: int
+) -> None:
+    """Write the normed and perhaps activated rows of `x` into `out`, and zeros into the rows around them."""
+    if out.shape[2] > x.shape[2]:
+        end = rows_before + x.shape[2]
+        out[:, :, :rows_before] = 0
+        out[:, :, end:] = 0
+        out = out[:, :, rows_before:end]
+    scale, shift = _scale_and_shift(mean, rstd, weight, bias)
+    in_place = out.dtype == x.dtype == scale.dtype
+    for part, target, factor, offset in _pieces(x, out, scale, shift):
+        # The kernel promotes each value as it reads it: x needs no converted copy.
+        values = torch.addcmul(offset, part, factor, out=target) if in_place else torch.addcmul(offset, part, factor)
+        if silu:
+            F.silu(values, inplace=True)
+        if not in_place:
+            target.copy_(values)
+
+
+def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool) -> Tensor:
+    """Return the sums of the normed values' gradient and of its product with the standardised input."""
+    sums = mean.new_zeros((2, *x.shape[:2], 1, 1, 1))
+    affine = _scale_and_shift(mean, rstd, weight, bias) if silu else ()
+    pieces = _pieces(x, grad, _of_channels(mean, x.shape[1]), *sums, *affine)
+    for part, product, centre, sum_grad, sum_product, *factor_and_offset in pieces:
+        # Distances from the mean: sums of products with x itself would lose what makes them differ.
+        centred = part - centre
+        if silu:
+            factor, offset = factor_and_offset
+            values = torch.addcmul(offset, part, factor)
+            product = native.silu_backward_(product, values)
+        sum_grad += product.sum((2, 3, 4), keepdim=True, dtype=mean.dtype)
+        sum_product += centred.mul_(product).sum((2, 3, 4), keepdim=True)
+    sums[1] *= _of_channels(rstd, x.shape[1])
+    return sums.flatten(2)
+
+
+def norm_input_grad(
+    out: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    group_means: Tensor,
+    silu: bool,
+    plus: Tensor | None,
+) -> None:
+    """Write the gradient of `x`, and `plus` added to it, into `out`, which may be `grad` itself."""
+    scale, shift = _scale_and_shift(mean, rstd, weight, bias)
+    of_grad, of_product = group_means
+    of_x = -of_product * rstd.square()
+    constant = _of_channels(-of_grad * rstd - of_x * mean, x.shape[1])
+    of_x = _of_channels(of_x, x.shape[1])
+    pieces = _pieces(x, grad, out, scale, shift, of_x, constant, *(() if plus is None else (plus,)))
+    for part, product, target, factor, offset, of_part, fixed, *more in pieces:
+        if silu:
+            values = torch.addcmul(offset, part, factor)
+            product = native.silu_backward_(product, values)
+        result = torch.addcmul(fixed, part, of_part).addcmul_(product, factor)
+        target.copy_(result.add_(more[0]) if more else result)
+
+
+def _scale_and_shift(mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the norm as one multiplication and one addition of each channel."""
+    by_group, by_channel = (mean.shape[1], -1), (mean.shape[0], -1, 1, 1, 1)
+    scale = rstd.unsqueeze(2) * weight.to(rstd.dtype).view(by_group)
+    shift = bias.to(rstd.dtype).view(by_group) - mean.unsqueeze(2) * scale
+    return scale.view(by_channel), shift.view(by_channel)
+
+
+def _of_channels(values: Tensor, channels: int) -> Tensor:
+    """Spread values of groups over their channels, to be broadcast over volumes."""
+    batch, groups = values.shape
+    return values.unsqueeze(2).expand(batch, groups, channels // groups).reshape(batch, channels, 1, 1, 1)
+
+
+def _group_pieces(x: Tensor, groups: int) -> Iterator[tuple[slice, tuple[slice, slice]]]:
+    """Yield pieces of whole groups: which groups they are, and their indices."""
+    size = x.shape[1] // groups
+    step = _step(_limit(x), x.numel() // groups, groups)
+    for start in range(0, groups, step):
+        end = min(start + step, groups)
+        yield slice(start, end), (slice(None), slice(start * size, end * size))
+
+
+def _pieces(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield `x` and what belongs to it piece by piece; values of channels, of one row, go with all rows of theirs."""
+    row_step, channel_step = _steps(x)
+    channels, rows = x.shape[1:3]
+    if row_step == rows and channel_step == channels:
+        yield x, *others
+        return
+    for row in range(0, rows, row_step):
+        for channel in range(0, channels, channel_step):
+            yield tuple(
+                values[:, channel : channel + channel_step, (row if values.shape[2] > 1 else 0) :][:, :, :row_step]
+                for values in (x, *others)
+            )
+
+
+def _steps(x: Tensor) -> tuple[int, int]:
+    """Return the rows and channels of a piece: it is cut first along the axis that is the outer one in memory."""
+    limit = _limit(x)
+    batch, channels, rows, height, width = x.shape
+    face = batch * height * width
+    if x.stride(1) == 1:
+        row_step = _step(limit, channels * face, rows)
+        return row_step, _step(limit, row_step * face, channels)
+    channel_step = _step(limit, rows * face, channels)
+    return _step(limit, channel_step * face, rows), channel_step
+
+
+def _limit(x: Tensor) -> int:
+    return PIECE_VALUES[x.device.type]
+
+
+def _step(limit: int, values_each: int, size: int) -> int:
+    return min(max(limit // values_each, 1), size)

@@ -1,0 +1,255 @@
+"""The operators that a GroupNorm, whole or in slabs, is made of: each reads its tensors once and makes no copy of them.
+
+They are operators of torch's dispatcher (`torch.ops.lean`), so that a mode which watches or fakes tensors sees each as
+one. On CUDA they run as fused Triton kernels, elsewhere by torch's own. Volumes are (batch, channels, rows, height,
+width), contiguous, channels-last, or rows of either; statistics and sums are fp32, and fp64 for fp64 volumes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.lean import norm_native
+
+log = logging.getLogger(__name__)
+
+OLDEST_CAPABILITY = (7, 5)
+
+# `Library` rather than `custom_op`, whose wrappers cost 40 microseconds more at each call.
+_library = torch.library.Library("lean", "DEF")
+_NORM = "Tensor mean, Tensor rstd, Tensor weight, Tensor bias"
+
+
+def group_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a whole `x` normed, and activated when asked to, in `dtype`; and its statistics. Two reads, one write."""
+    return torch.ops.lean.group_norm.default(x, weight, bias, groups, eps, silu, dtype)
+
+
+def group_norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `x`, weight and bias, the last two in full precision. Four reads, one write."""
+    return torch.ops.lean.group_norm_backward.default(grad, x, mean, rstd, weight, bias, silu)
+
+
+def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Return mean and 1 / sqrt(variance + eps) of each group, both (batch, groups). One read."""
+    return torch.ops.lean.statistics.default(x, groups, eps)
+
+
+def normalise(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    silu: bool,
+    dtype: torch.dtype,
+    rows_before: int = 0,
+    rows_after: int = 0,
+) -> Tensor:
+    """Return `x` normed, and activated when asked to, in `dtype`, with rows of zeros around it. One read, one write."""
+    return torch.ops.lean.normalise.default(x, mean, rstd, weight, bias, silu, dtype, rows_before, rows_after)
+
+
+def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool) -> Tensor:
+    """Return sums over voxels, (2, batch, channels), for the gradient `grad` of what `normalise` returned. Two reads.
+
+    The first is of the normed values' gradient, the second of its product with the standardised input: summed over the
+    batch they are the gradients of bias and weight.
+    """
+    return torch.ops.lean.norm_sums.default(grad, x, mean, rstd, weight, bias, silu)
+
+
+def group_means(sums: Tensor, weight: Tensor, groups: int, count: int) -> Tensor:
+    """Turn the sums over all voxels into what `norm_input_grad` takes, (2, batch, groups).
+
+    `count` is the number of values in a group: channels of a group times voxels of the whole volume.
+    """
+    return (sums * (weight.to(sums.dtype) / count)).unflatten(2, (groups, -1)).sum(3)
+
+
+def norm_input_grad(
+    out: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    group_means: Tensor,
+    silu: bool,
+    plus: Tensor | None = None,
+) -> None:
+    """Write the gradient of `x`, plus a tensor to be added to it, into `out`. Two or three reads, one write.
+
+    `out` may be `grad` or `plus` itself, but must not overlap any input otherwise.
+    """
+    torch.ops.lean.norm_input_grad.default(out, grad, x, mean, rstd, weight, bias, group_means, silu, plus)
+
+
+@functools.cache
+def uses_triton(device: torch.device) -> bool:
+    """Whether volumes on `device` go through the Triton kernels, those of double precision aside.
+
+    A CUDA device for which the answer is no is named in the log, once, with the reason.
+    """
+    if device.type != "cuda":
+        return False
+    reason = _reason_against_triton(device)
+    if reason:
+        largest = norm_native.PIECE_VALUES["cuda"] * 4 // 2**20
+        log.warning(
+            "norms on %s run by torch's own kernels, which are slower and convert up to %d MiB at a time: %s",
+            device, largest, reason,
+        )  # fmt: skip
+    return not reason
+
+
+def _reason_against_triton(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < OLDEST_CAPABILITY:
+        return f"its compute capability is {major}.{minor}, and Triton needs 7.5 or newer"
+    try:
+        from models.lean import norm_triton
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+    failure = norm_triton.failure(device)
+    return f"Triton cannot compile for it ({failure})" if failure else ""
+
+
+def _check(x: Tensor, *others: Tensor | None) -> None:
+    assert x.dim() == 5, f"the norm operators take (batch, channels, rows, height, width), not {tuple(x.shape)}"
+    for other in others:
+        assert other is None or other.shape == x.shape, f"{tuple(other.shape)} does not belong to {tuple(x.shape)}"
+
+
+def _empty_rows(x: Tensor, dtype: torch.dtype, more_rows: int) -> Tensor:
+    """Return room for the rows of `x` and some more, with channels last where `x` has them there."""
+    batch, channels, rows, height, width = x.shape
+    last = channels > 1 and x.stride(1) == 1 and rows * height * width > 1
+    layout = torch.channels_last_3d if last else torch.contiguous_format
+    shape = (batch, channels, rows + more_rows, height, width)
+    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout)
+
+
+def _backend(x: Tensor) -> Any:
+    if x.dtype == torch.float64 or not uses_triton(x.device):
+        return norm_native
+    from models.lean import norm_triton
+
+    return norm_triton
+
+
+def _statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    _check(x)
+    return _backend(x).statistics(x, groups, eps)
+
+
+def _fake_statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty((x.shape[0], groups), dtype=dtype), x.new_empty((x.shape[0], groups), dtype=dtype)
+
+
+def _normalise(x: Tensor, *norm: Any) -> Tensor:
+    *affine, silu, dtype, rows_before, rows_after = norm
+    _check(x)
+    out = _empty_rows(x, dtype, rows_before + rows_after)
+    _backend(x).normalise(out, x, *affine, silu, rows_before)
+    return out
+
+
+def _fake_normalise(x: Tensor, *norm: Any) -> Tensor:
+    *_, dtype, rows_before, rows_after = norm
+    return _empty_rows(x, dtype, rows_before + rows_after)
+
+
+def _norm_sums(grad: Tensor, x: Tensor, *norm: Any) -> Tensor:
+    _check(x, grad)
+    return _backend(x).norm_sums(grad, x, *norm)
+
+
+def _fake_norm_sums(grad: Tensor, x: Tensor, *norm: Any) -> Tensor:
+    return x.new_empty((2, *x.shape[:2]), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _norm_input_grad(out: Tensor, grad: Tensor, x: Tensor, *norm: Any) -> None:
+    _check(x, out, grad, norm[-1])
+    _backend(x).norm_input_grad(out, grad, x, *norm)
+
+
+def _fake_norm_input_grad(*tensors: Any) -> None:
+    pass
+
+
+def _group_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(x)
+    if _backend(x) is norm_native and x.is_contiguous():
+        return norm_native.group_norm(x, weight, bias, groups, eps, silu, dtype)
+    mean, rstd = _statistics(x, groups, eps)
+    return _normalise(x, mean, rstd, weight, bias, silu, dtype, 0, 0), mean, rstd
+
+
+def _fake_group_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_rows(x, dtype, 0), *_fake_statistics(x, groups, eps)
+
+
+def _group_norm_backward(grad: Tensor, x: Tensor, *norm: Any) -> tuple[Tensor, Tensor, Tensor]:
+    mean, _, weight, _, silu = norm
+    _check(x, grad)
+    if _backend(x) is norm_native and x.is_contiguous():
+        return norm_native.group_norm_backward(grad, x, *norm)
+    sums = _norm_sums(grad, x, *norm)
+    means = group_means(sums, weight, mean.shape[1], x.numel() // mean.numel())
+    grad_x = _empty_rows(x, x.dtype, 0)
+    _norm_input_grad(grad_x, grad, x, *norm[:-1], means, silu, None)
+    return grad_x, sums[1].sum(0), sums[0].sum(0)
+
+
+def _fake_group_norm_backward(grad: Tensor, x: Tensor, mean: Tensor, *norm: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_rows(x, x.dtype, 0), mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
+
+
+def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = _library.define(schema)
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, kernel, device)
+    torch.library.register_fake(f"lean::{name}", fake, lib=_library)
+
+
+_register("statistics(Tensor x, int groups, float eps) -> (Tensor, Tensor)", _statistics, _fake_statistics)
+_register(
+    f"normalise(Tensor x, {_NORM}, bool silu, ScalarType dtype, int rows_before, int rows_after) -> Tensor",
+    _normalise,
+    _fake_normalise,
+)
+_register(f"norm_sums(Tensor grad, Tensor x, {_NORM}, bool silu) -> Tensor", _norm_sums, _fake_norm_sums)
+_register(
+    f"norm_input_grad(Tensor(a!) out, Tensor grad, Tensor x, {_NORM}, Tensor group_means, bool silu, Tensor? plus) "
+    "-> ()",
+    _norm_input_grad,
+    _fake_norm_input_grad,
+)
+_register(
+    "group_norm(Tensor x, Tensor weight, Tensor bias, int groups, float eps, bool silu, ScalarType dtype) "
+    "-> (Tensor, Tensor, Tensor)",
+    _group_norm,
+    _fake_group_norm,
+)
+_register(
+    f"group_norm_backward(Tensor grad, Tensor x, {_NORM}, bool silu) -> (Tensor, Tensor, Tensor)",
+    _group_norm_backward,
+    _fake_group_norm_backward,
+)

@@ -1,0 +1,53 @@
+"""Run the Triton kernels on CPU tensors through Triton's interpreter, and print how far they are from the truth.
+
+A program of its own: whether kernels are interpreted is decided when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import triton  # type: ignore[import-untyped]
+
+from models.lean import norm_triton
+from models.lean.norm_operators import group_means
+from tests.models.lean.norm_cases import EPS, Case, all_cases, distances, inputs
+
+
+def beyond_32_bits(folder: Path) -> float:
+    """Return the distance for channels that lie 2^30 values apart, in a file of which only a few pages exist."""
+    step = 2**30
+    shape, strides = (1, 4, 1, 2, 3), (4 * step, step, 6, 3, 1)
+    room = torch.from_file(str(folder / "sparse"), shared=True, size=3 * step + 6, dtype=torch.float16)
+    x = room.as_strided(shape, strides)
+    x.copy_(torch.arange(24.0).view(shape))
+    dense = x.clone()
+    mean, rstd = norm_triton.statistics(x, 2, EPS)
+    norm = (mean, rstd, torch.ones(4), torch.zeros(4))
+    found, expected = torch.empty_like(dense), torch.empty_like(dense)
+    norm_triton.normalise(found, x, *norm, False, 0)
+    norm_triton.normalise(expected, dense, *norm, False, 0)
+    norm_triton.normalise(x, dense, *norm, False, 0)
+    sums = norm_triton.norm_sums(dense, dense, *norm, True) - norm_triton.norm_sums(dense, dense.clone(), *norm, True)
+    return float((found - expected).abs().max() + (x - expected).abs().max() + sums.abs().max())
+
+
+def main() -> None:
+    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
+    results = {}
+    # Small tiles, so that small volumes have many of them; then one that spans tiles of the real size.
+    real_size, norm_triton.TILE_VALUES, norm_triton.COMBINE_BLOCK = norm_triton.TILE_VALUES, 128, 16
+    for case in all_cases():
+        results[str(case)] = distances(case, inputs(case), norm_triton, group_means)
+    results["beyond 32 bits"] = {"y": beyond_32_bits(Path(sys.argv[1]))}
+    norm_triton.TILE_VALUES, norm_triton.COMBINE_BLOCK = real_size, 2048
+    case = Case((1, 4, 17, 16, 19), 2, wild=True)
+    results["real tiles"] = distances(case, inputs(case), norm_triton, group_means)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The norm operators on a GPU: Triton's kernels and torch's own against double precision, and what memory they take."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from models.lean import norm_native, norm_operators
+from models.lean.norm import group_norm
+from models.lean.norm_operators import group_means, uses_triton
+from tests.models.lean.norm_cases import EPS, Case, all_cases, distances, inputs, laid_out
+
+pytestmark = pytest.mark.gpu
+
+ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+LARGE = [
+    Case((2, 16, 33, 40, 37), 8, dtype, layout, grad_layout, wild=wild)
+    for dtype, wild in ((torch.float32, True), (torch.bfloat16, False), (torch.float16, False))
+    for layout, grad_layout in (("contiguous rows", "channels last"), ("channels last rows", "contiguous"))
+]
+
+
+@pytest.fixture
+def kernels():
+    if not uses_triton(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip("Triton does not run on this GPU")
+    from models.lean import norm_triton
+
+    return norm_triton
+
+
+def check(case, found):
+    assert found["halo"] == 0
+    assert found["rstd"] < (1e-5 if case.wild else 1e-6)
+    assert found["mean"] < 1e-6
+    assert found["sums"] < (3e-4 if case.wild else 1e-5)
+    for name in ("y", "grad_x", "grad_x added in place"):
+        assert found[name] <= (3e-4 if case.wild else ROUNDING[case.dtype]), name
+
+
+@pytest.mark.parametrize("case", [*all_cases(), *LARGE], ids=str)
+def test_triton_kernels_compute_what_double_precision_does(kernels, case):
+    check(case, distances(case, inputs(case, "cuda"), kernels, group_means))
+
+
+@pytest.mark.parametrize("case", [*all_cases(), *LARGE], ids=str)
+def test_native_kernels_compute_what_double_precision_does(case):
+    check(case, distances(case, inputs(case, "cuda"), norm_native, group_means))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_triton_equals_native_through_autograd(kernels, dtype, layout, monkeypatch):
+    norm = nn.GroupNorm(8, 32).cuda()
+    x = laid_out(torch.randn(2, 32, 20, 21, 22, device="cuda").to(dtype), layout)
+    grad = torch.randn_like(x)
+    results = []
+    for _ in range(2):
+        leaf = x.clone().requires_grad_()
+        norm.zero_grad(set_to_none=True)
+        y = group_norm(leaf, norm, True)
+        y.backward(grad)
+        results.append((y.detach(), leaf.grad, norm.weight.grad, norm.bias.grad))
+        monkeypatch.setattr(norm_operators, "uses_triton", lambda device: False)
+    for ours, native in zip(*results, strict=True):
+        assert ours.dtype == native.dtype
+        assert float((ours.double() - native.double()).norm() / native.double().norm()) < ROUNDING[dtype]
+
+
+def test_gradients_are_as_close_to_the_truth_as_stock_under_autocast():
+    norm = nn.GroupNorm(8, 32).cuda()
+    x, grad = (torch.randn(2, 32, 12, 13, 14, device="cuda").bfloat16() for _ in range(2))
+
+    def gradient(function, x, grad, autocast):
+        x = x.detach().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            y = function(x)
+        y.to(grad.dtype).backward(grad)
+        return x.grad.double()
+
+    theirs = gradient(lambda x: F.silu(norm(x)).bfloat16(), x, grad, True)
+    ours = gradient(lambda x: group_norm(x, norm, True), x, grad, True)
+    norm.double()
+    truth = gradient(lambda x: F.silu(norm(x)), x.double(), grad.double(), False)
+    assert float((ours - truth).norm()) <= 1.5 * float((theirs - truth).norm())
+
+
+def test_same_input_gives_same_bits(kernels):
+    x, grad, weight, bias = inputs(Case((2, 16, 40, 41, 42), 8, torch.bfloat16), "cuda")
+    runs = []
+    for _ in range(3):
+        y, mean, rstd = norm_operators.group_norm(x, weight, bias, 8, EPS, True, x.dtype)
+        runs.append((y, mean, rstd, *norm_operators.group_norm_backward(grad, x, mean, rstd, weight, bias, True)))
+    for other in runs[1:]:
+        assert all(torch.equal(first, second) for first, second in zip(runs[0], other, strict=True))
+
+
+def test_no_copy_of_a_volume_is_made(kernels):
+    x, grad, weight, bias = inputs(Case((1, 16, 64, 96, 96), 8, torch.bfloat16), "cuda")
+    norm_operators.group_norm(x, weight, bias, 8, EPS, True, x.dtype)  # what compiling takes is not counted
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y, mean, rstd = norm_operators.group_norm(x, weight, bias, 8, EPS, True, x.dtype)
+    grad_x, *_ = norm_operators.group_norm_backward(grad, x, mean, rstd, weight, bias, True)
+    assert y.nbytes == grad_x.nbytes == x.nbytes
+    assert torch.cuda.max_memory_allocated() - before < 2.02 * x.nbytes
+
+
+def test_volumes_beyond_32_bits(kernels):
+    free, _ = torch.cuda.mem_get_info()
+    shape = (1, 3, 900, 900, 900)  # 2.2e9 values, the last channel beyond 2^31
+    if free < 2.5 * 2 * 3 * 900**3:
+        pytest.skip("needs 11 GB of free GPU memory")
+    x = torch.zeros(shape, dtype=torch.float16, device="cuda")
+    x[:, 2, -1] = torch.randn(900, 900, device="cuda")
+    mean, rstd = norm_operators.statistics(x, 3, EPS)
+    exact = x[:, 2, -1].double().square().sum() / 900**3 - (x[:, 2, -1].double().sum() / 900**3).square()
+    torch.testing.assert_close(rstd[0, 2].double(), (exact + EPS).rsqrt(), rtol=1e-5, atol=0)
+    one, zero = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+    y = norm_operators.normalise(x, mean, rstd, one, zero, False, x.dtype)
+    expected = (x[:, 2, -1].float() - mean[0, 2]) * rstd[0, 2]
+    torch.testing.assert_close(y[:, 2, -1].float(), expected, rtol=2**-10, atol=1e-6)
