@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from settings.dotted import assign, look_up
 from settings.errors import ConfigError, Problem
 from settings.root import Settings
-from settings.section import WITHOUT_NUL, Section, is_section
+from settings.section import WITHOUT_NUL, is_section
 from settings.yaml_reader import parse_value, read_document
 
 _PATTERNS = {WITHOUT_NUL: "text without NUL characters"}
@@ -68,7 +68,7 @@ def dump_yaml(settings: Settings) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
 
 
-def known_keys(kind: type[Section] = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def known_keys(kind: Any = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every dotted key with its field, each section before its keys."""
     for name, field in kind.model_fields.items():
         yield f"{prefix}{name}", field
