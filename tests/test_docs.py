@@ -18,6 +18,7 @@ from memory.predict import Predictor
 from memory.predict.prediction import Stage
 from settings import Settings, load_settings
 from tests.command_lines import commands, help_of, read_by_its_script
+from tests.test_architecture import ARROWS, PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = [
@@ -108,3 +109,15 @@ def test_documents_are_linked_and_without_dangling_links():
     for document in (ROOT / "docs").glob("*.md"):
         for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text(encoding="utf-8")):
             assert (document.parent / link).exists(), f"{document.name} points at {link}"
+
+
+def test_architecture_names_files_that_exist_every_room_and_the_arrows_that_are_enforced():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+(?:\.(?:py|yaml)|/))`", text)
+    assert len(named) > 60
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    assert {f"{room}/" for room in PACKAGES} <= set(named)
+    drawn = re.search(r"```text\n(.*?)```", text, re.DOTALL)
+    assert drawn is not None
+    rooms = [tuple(re.findall(r"[a-z_]+", line.replace("train_*.py |", ""))) for line in drawn[1].split("<-")]
+    assert rooms == ARROWS

@@ -131,7 +131,7 @@ def test_symptoms_quote_what_the_program_says(tmp_path):
     with pytest.raises(ConfigError, match=r"unknown key; did you mean autoencoder\.training\.batch_size\?"):
         load_settings(config)
     assert "unknown key; did you mean" in TEXTS["README.md"]
-    assert "in use by another process" in (ROOT / "training" / "run_folder.py").read_text()
+    assert "in use by another process" in (ROOT / "training" / "run_setup.py").read_text()
 
 
 def test_every_preset_points_editors_at_the_schema():
