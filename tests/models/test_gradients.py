@@ -23,7 +23,7 @@ from tests.models.problems import (
 )
 
 
-@pytest.mark.parametrize(("network", "knob", "dtype", "batch"), list(cases()))
+@pytest.mark.parametrize(("network", "knob", "dtype", "batch"), list(cases()), ids=str)
 def test_gradients_are_as_close_to_the_truth_as_those_of_stock(network, knob, dtype, batch):
     problem(network, batch).assert_as_close_as_stock(ours(network, KNOBS[network][knob]), dtype)
 
