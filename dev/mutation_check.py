@@ -16,8 +16,9 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,7 +144,8 @@ class Tree:
         text = said.read_text(encoding="utf-8", errors="replace")
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
         if process.exitcode != FAILED or failed is None:
-            raise CheckError(f"{' '.join(tests)}: the tests did not run:\n{text[-3000:]}")
+            code = process.exitcode
+            raise CheckError(f"{' '.join(tests)}: the tests did not run to their end (code {code}):\n{text[-3000:]}")
         return failed[1]
 
     def meet(self, fault: Fault) -> Outcome:
@@ -177,17 +179,23 @@ def check(faults: Sequence[Fault], jobs: int) -> list[Outcome]:
         for number in range(jobs):
             trees.put(Tree(Path(temporary) / f"tree{number}"))
 
-        def passes(test: str) -> None:
+        @contextmanager
+        def a_tree() -> Iterator[Tree]:
             tree = trees.get()
-            failed = tree.run([test])
-            trees.put(tree)
+            try:
+                yield tree
+            finally:
+                trees.put(tree)
+
+        def passes(test: str) -> None:
+            with a_tree() as tree:
+                failed = tree.run([test])
             if failed is not None:
                 raise CheckError(f"{failed} fails without any fault; mend that first")
 
         def meets(fault: Fault) -> Outcome:
-            tree = trees.get()
-            outcome = tree.meet(fault)
-            trees.put(tree)
+            with a_tree() as tree:
+                outcome = tree.meet(fault)
             print(f"{outcome.seconds:6.1f} s  {fault.name}: {outcome.caught_by or 'SURVIVED'}", file=sys.stderr)
             return outcome
 

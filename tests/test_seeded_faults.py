@@ -62,8 +62,11 @@ def test_faults_are_seeded_into_a_copy_and_told_apart(small_tree):
 
 def test_tests_that_fail_without_a_fault_or_do_not_run_are_errors(small_tree):
     fault = Fault("minus", "sums.py", "a + b", "a - b", ("test_gone.py",))
-    with pytest.raises(CheckError, match="did not run"):
+    with pytest.raises(CheckError, match="did not run to their end"):
         check([fault], jobs=1)
+    crash = Fault("crash", "sums.py", "return a + b", "import os; os.abort()", ("test_sums.py",))
+    with pytest.raises(CheckError, match=r"did not run to their end \(code -6\)"):
+        check([crash], jobs=2)
     (small_tree / "test_sums.py").write_text("def test_add():\n    assert False\n")
     with pytest.raises(CheckError, match=r"test_sums\.py::test_add fails without any fault"):
         check([Fault("minus", "sums.py", "a + b", "a - b", ("test_sums.py",))], jobs=1)

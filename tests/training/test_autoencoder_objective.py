@@ -188,7 +188,7 @@ def test_the_gradient_scaler_adapts_and_its_state_is_resumed(tiny_values):
     step, resumed = (make_step(tiny_values, adversarial_weight=0.0) for _ in range(2))
     with torch.backends.mkldnn.flags(enabled=False):
         step(make_batches(step, 1, 2), 0)
-    step.backward(make_batches(step, 1, 1), 1)
+        step.backward(make_batches(step, 1, 1), 1)
     next(step.autoencoder.parameters()).grad.fill_(float("inf"))
     step.update(1)
     assert step.precision.scaler.get_scale() == 32768.0

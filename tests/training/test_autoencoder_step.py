@@ -190,7 +190,8 @@ def test_float16_overflow_skips_the_step_and_many_in_a_row_stop_the_run(tiny_val
     before = copy.deepcopy(step.state_dict()["networks"])
     for number in range(3):
         step.guard.raise_if_bad()
-        step.backward(make_batches(step, 2), number)
+        with torch.backends.mkldnn.flags(enabled=False):  # its 16-bit weight gradients read memory they never wrote
+            step.backward(make_batches(step, 2), number)
         next(step.autoencoder.parameters()).grad.fill_(float("inf"))
         step.update(number)
     torch.testing.assert_close(step.state_dict()["networks"], before, rtol=0, atol=0)
