@@ -119,8 +119,8 @@ class TrainedRun:
         weights = autoencoder_path(self.settings, self.folder)
         if digest is None:
             log.warning(
-                "%s: does not record which autoencoder it was trained on (imported, or written by an older version), so "
-                "it cannot be checked against %s",
+                "%s: does not record which autoencoder it was trained on (imported, or written by an older version), "
+                "so it cannot be checked against %s",
                 path,
                 weights,
             )
