@@ -129,12 +129,12 @@ def test_learning_rates_are_those_of_the_networks_that_the_step_updated(tiny_val
         adversarial_start_step=1,
         learning_rate=1e-3,
         discriminator_learning_rate=4e-3,
-        warmup_steps=4,
+        warmup_steps=2,
     )
     for number, expected in enumerate(
         [
-            {"autoencoder_learning_rate": 2.5e-4},
-            {"autoencoder_learning_rate": 5e-4, "discriminator_learning_rate": 2e-3},
+            {"autoencoder_learning_rate": 5e-4},
+            {"autoencoder_learning_rate": 1e-3, "discriminator_learning_rate": 4e-3},
         ]
     ):
         step(make_batches(step, 2), number)

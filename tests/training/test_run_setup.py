@@ -7,7 +7,9 @@ import logging
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,21 +55,27 @@ def test_config_and_environment_are_written(tmp_path, monkeypatch, tiny_values):
     assert json.loads(folder.environment.read_text())["packages"]["torch"] == torch.__version__
 
 
-def test_the_environment_states_the_cudnn_and_tf32_settings_in_force(tmp_path, monkeypatch, tiny_values):
+@pytest.fixture
+def matmul() -> Iterator[Any]:
+    """The settings of CUDA's matrix products, put back afterwards."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    yield torch.backends.cuda.matmul
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_the_environment_states_the_cudnn_and_tf32_settings_in_force(tmp_path, monkeypatch, tiny_values, matmul, flag):
     monkeypatch.chdir(tmp_path)
     settings = Settings.model_validate(tiny_values)
-    for flag in (True, False):
-        with (
-            torch.backends.cudnn.flags(enabled=True, benchmark=flag, deterministic=not flag, allow_tf32=flag),
-            open_run(settings, CPU) as folder,
-        ):
-            monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not flag)
-            describe_run(folder, settings, CPU)
-        found = json.loads(folder.environment.read_text())
-        assert found["cudnn_benchmark"] is flag
-        assert found["cudnn_deterministic"] is not flag
-        assert found["cudnn_allow_tf32"] is flag
-        assert found["matmul_allow_tf32"] is not flag
+    matmul.allow_tf32 = not flag
+    cudnn = torch.backends.cudnn.flags(enabled=True, benchmark=flag, deterministic=not flag, allow_tf32=flag)
+    with cudnn, open_run(settings, CPU) as folder:
+        describe_run(folder, settings, CPU)
+    found = json.loads(folder.environment.read_text())
+    assert found["cudnn_benchmark"] is flag
+    assert found["cudnn_deterministic"] is not flag
+    assert found["cudnn_allow_tf32"] is flag
+    assert found["matmul_allow_tf32"] is not flag
 
 
 def test_temporary_files_of_a_killed_process_are_removed_when_a_run_is_opened(tmp_path, monkeypatch, tiny_values):
