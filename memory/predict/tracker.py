@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from memory.predict.fake_shortcuts import CPU, FakeShortcuts
 from memory.predict.flops import count_flops
@@ -82,7 +83,7 @@ class MemoryTracker(TorchDispatchMode):
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._modules: list[str] = []
         self._module_of_node: dict[int, str] = {}
-        self._patches: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -90,14 +91,24 @@ class MemoryTracker(TorchDispatchMode):
         return False
 
     def __enter__(self) -> "MemoryTracker":
-        patch = mock.patch.object(nn.Module, "__call__", _naming_call(nn.Module.__call__, self))
-        patch.start()
-        self._patches.append(patch)
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._patches.pop().stop()
+        for hook in self._hooks:
+            hook.remove()
         super().__exit__(*error)
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if module in self._names:
+            self._modules.append(self._names[module])
+
+    def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
+        if module in self._names:
+            self._modules.pop()
 
     def name_modules(self, name: str, root: nn.Module) -> None:
         """Let allocations inside `root` carry the names of its modules, each preceded by `name`."""
@@ -245,20 +256,6 @@ class MemoryTracker(TorchDispatchMode):
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
-
-
-def _naming_call(original: Callable[..., Any], tracker: MemoryTracker) -> Callable[..., Any]:
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        name = tracker._names.get(self)
-        if name is None:
-            return original(self, *args, **kwargs)
-        tracker._modules.append(name)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            tracker._modules.pop()
-
-    return call
 
 
 def _plausible_value(dtype: torch.dtype) -> bool | float | int:

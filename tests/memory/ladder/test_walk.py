@@ -9,7 +9,6 @@ import yaml
 from memory.ladder.rungs import build_rungs, look_up
 from memory.ladder.text import describe_ladder
 from memory.ladder.walk import Step, config_with_reasons, next_same_mathematics_rung, walk
-from memory.ladder.walk import walk as ladder_module
 from memory.predict.prediction import GIB, Prediction
 from settings import Settings, known_keys
 from settings.load import validate
@@ -168,7 +167,7 @@ class InventedPredictor:
 
 @pytest.fixture(autouse=True)
 def _invented(monkeypatch):
-    monkeypatch.setattr(ladder_module, "Predictor", InventedPredictor)
+    monkeypatch.setattr("memory.ladder.walk.Predictor", InventedPredictor)
 
 
 def test_walk_names_the_first_and_the_fastest_and_stops_before_changing_the_mathematics():
