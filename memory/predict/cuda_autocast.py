@@ -2,9 +2,9 @@
 
 CPU autocast leaves GroupNorm, upsampling, softmax, sums, powers and some losses in low precision. CUDA autocast runs
 them in fp32 and keeps the fp32 copies for backward, which doubles the memory of a normalisation. The rules are
-registered as kernels of the `AutocastCPU` dispatch key, so they apply wherever CPU autocast is on: in forward, in custom
-autograd functions, and when a checkpoint recomputes. Code that asks for autocast on "cuda" by name is not covered, so
-networks and losses must ask for it on the device of their tensors.
+registered as kernels of the `AutocastCPU` dispatch key, so they apply wherever CPU autocast is on: in forward, in
+custom autograd functions, and when a checkpoint recomputes. They do not apply to code that names "cuda" when it asks
+for autocast, so networks and losses must name the device of their tensors.
 """
 
 import functools
