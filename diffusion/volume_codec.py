@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diffusion.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder
 from models import StockAutoencoder, build_autoencoder
+from runtime.placement import move
 from runtime.precision import Precision
 from settings import AutoencoderSettings, Settings
 
@@ -102,4 +103,4 @@ def frozen_codec(settings: Settings, device: torch.device, load_weights: bool = 
         autoencoder = load_autoencoder(settings, autoencoder_path(settings))
     else:
         autoencoder = freeze(build_autoencoder(settings.autoencoder))
-    return VolumeCodec(autoencoder.to(device), settings.autoencoder, Precision(settings.device, device))
+    return VolumeCodec(move(autoencoder, device), settings.autoencoder, Precision(settings.device, device))

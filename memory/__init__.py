@@ -1,1 +1,1 @@
-"""Memory: `predict` a step's needs, climb the `ladder` of changes that lower them, `watch` what really happens."""
+"""Memory of a training step: `predict` it, find changes that lower it on the `ladder`, and `watch` it in a real run."""

@@ -1,4 +1,7 @@
-"""report.html of a run: one file that needs no network and shows curves, volumes, memory, config and environment."""
+"""Write report.html of a run: one offline page with curves, volumes, memory, config and environment.
+
+Called by the train scripts after each validation, and by `scripts/report.py`.
+"""
 
 from report.page import publish, write_comparison, write_report
 

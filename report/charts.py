@@ -1,4 +1,4 @@
-"""Which curves are drawn together, and the facts of a run's memory as the page shows them."""
+"""Group a run's metrics into charts, and pick single values from them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-GIB = 1 << 30
+from memory.predict.prediction import GIB
+
 STAGE_TITLES = {"autoencoder": "Stage 1, autoencoder", "ldm": "Stage 2, latent diffusion"}
 MEMORY = re.compile(r"(host_)?memory_")
 
-# Title, and the metrics that share its axes; what is named nowhere gets a chart of its own.
+# Chart titles with the metrics that share their axes; every other metric gets its own chart.
 _GROUPS: tuple[tuple[str, str], ...] = (
     ("Reconstruction loss", "reconstruction"),
     ("Held-out PSNR, dB", "val_psnr"),
@@ -29,7 +30,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
 
 
 def curve_charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the charts of all metrics but memory, one stage after the other, runs overlaid."""
+    """Return the charts of all metrics except memory, stage by stage, with the runs overlaid."""
     charts = []
     for stage in STAGE_TITLES:
         names = list(dict.fromkeys(name for _, entry in _stages(runs, stage) for name in entry["curves"]))
@@ -45,7 +46,7 @@ def curve_charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def memory_charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return memory over time with the predicted peak as a line across."""
+    """Return charts of memory over time, with the predicted peak as a horizontal line."""
     charts = []
     for stage, title in STAGE_TITLES.items():
         present = list(_stages(runs, stage))
@@ -70,26 +71,26 @@ def _stages(runs: Sequence[dict[str, Any]], stage: str) -> Iterator[tuple[dict[s
 
 
 def _series(runs: Sequence[dict[str, Any]], stage: str, members: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one line for each run and metric; colours tell metrics apart, or runs when there are several."""
+    """Return one line per run and metric; colours distinguish metrics, or runs if there are several."""
     lines = []
     for run, entry in _stages(runs, stage):
-        for place, name in enumerate(members):
+        for number, name in enumerate(members):
             if name in entry["curves"]:
                 words = name.replace("_", " ").replace("gib", "").strip()
                 label = words if len(runs) == 1 else run["label"] if len(members) == 1 else f"{run['label']}: {words}"
-                colour, dash = (place, 0) if len(runs) == 1 else (runs.index(run), place)
+                colour, dash = (number, 0) if len(runs) == 1 else (runs.index(run), number)
                 lines.append({"label": label, "colour": colour, "dash": dash, "points": entry["curves"][name]})
     return lines
 
 
 def last(entry: dict[str, Any], name: str) -> float | None:
-    """Return the newest finite value of a metric."""
+    """Return the newest finite value of a metric; None if there is none."""
     values = [value for _, value in entry["curves"].get(name, []) if value is not None]
     return values[-1] if values else None
 
 
 def peak_gib(entry: dict[str, Any]) -> float | None:
-    """Return the highest reading of memory that the run has logged."""
+    """Return the highest memory peak that the run has logged."""
     names = ("memory_peak_gib", "host_memory_peak_gib")
     values = [value for name in names for _, value in entry["curves"].get(name, []) if value is not None]
     return max(values, default=None)

@@ -1,4 +1,4 @@
-"""Put a run, or several beside each other, into one HTML file that needs nothing else."""
+"""Write one run, or a comparison of several, as a single self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _TEMPLATE = Path(__file__).resolve().parent / "template"
 
 
 def publish(run: RunFolder, process: Process) -> None:
-    """Write the report of a run that is training, in its first process."""
+    """Write the report of a running training, from its first process only."""
     if process.is_first:
         write_report(run.path)
 
 
 def write_report(run_folder: Path | str) -> Path:
-    """Write report.html from what the run's folder holds now; cheap enough for each validation."""
+    """Write report.html from the current files of the run; cheap enough to call after each validation."""
     path = Path(run_folder)
     target = RunFolder(path).report
     write_text(target, build_page([read_run(path)]))
@@ -40,14 +40,14 @@ def write_report(run_folder: Path | str) -> Path:
 
 
 def write_comparison(run_folders: Sequence[Path | str], target: Path | str) -> Path:
-    """Write one page with several runs, their curves on the same axes."""
+    """Write one page for several runs, with their curves on the same axes."""
     share = VOLUME_BUDGET_BYTES // len(run_folders)
     write_text(Path(target), build_page([read_run(Path(folder), share) for folder in run_folders]))
     return Path(target)
 
 
 def build_page(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the page. Text from outside is escaped here, in Python; the script only sets text, never markup."""
+    """Return the page. All outside text is escaped in Python; the page's script only sets text, never markup."""
     names = [run["name"] for run in runs]
     for run in runs:
         run["label"] = run["name"] if names.count(run["name"]) == 1 else run["folder"]
@@ -64,7 +64,7 @@ def build_page(runs: Sequence[dict[str, Any]]) -> str:
     }
     page = _part("page.html")
     pieces = page.split("[[")
-    # One pass: what a part brings in is never searched for further marks.
+    # A single pass, so that placeholders inside inserted text are never filled in.
     return pieces[0] + "".join(parts[name] + rest for name, _, rest in (piece.partition("]]") for piece in pieces[1:]))
 
 
@@ -88,5 +88,5 @@ def _part(name: str) -> str:
 
 
 def _embedded(values: Any) -> str:
-    """Return JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot close the script element that contains it."""
     return json.dumps(values, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")

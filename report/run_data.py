@@ -1,4 +1,4 @@
-"""Read what a run has written so far, as plain values for the page. A run that has only begun is no error."""
+"""Read the files of a run into plain values for the page. A run that has only just started is not an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from report.run_files import Environment, MemoryRecord, OutOfMemoryReport, read_metrics, read_record
+from report.records import Environment, MemoryRecord, OutOfMemoryReport, read_metrics, read_record
 from report.volumes import stored_volumes
 from settings import ConfigError, Settings, UserError, load_settings
 from storage.run_folder import RunFolder
@@ -18,12 +18,12 @@ from storage.run_folder import RunFolder
 STAGES = ("autoencoder", "ldm")
 MAX_POINTS = 600
 VOLUME_BUDGET_BYTES = 3_200_000
-"""Of encoded pictures in one page, over all runs: with the rest it stays below 5 MB."""
+"""Encoded images per page, over all runs; with everything else the page stays below 5 MB."""
 _ROOT = Path(__file__).resolve().parent.parent
 
 
 def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, Any]:
-    """Return everything the page shows of one run; raise `UserError` for a folder that is not a run."""
+    """Return everything that the page shows of one run; raise `UserError` if the folder is not a run."""
     run = RunFolder(path)
     if not os.path.isfile(run.config):
         raise UserError(f"{path}: no config.yaml; give the folder of a run, such as runs/quickstart")
@@ -43,7 +43,7 @@ def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, 
 
 
 def _out_of_memory(report: dict[str, Any] | None, stages: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the report of running out of memory unless the run has gone past that step since."""
+    """Return the out-of-memory report, unless the run has passed that step since."""
     if report is None:
         return None
     is_past = any(stage["name"] == report["stage"] and stage["step"] > report["step"] for stage in stages)
@@ -67,25 +67,25 @@ def _stage(run: RunFolder, settings: Settings, stage: str, metrics: list[dict[st
 
 
 def _curves(lines: list[dict[str, Any]]) -> dict[str, list[list[float | None]]]:
-    """Return [step, value] pairs by metric, thinned; what is not finite becomes null, which breaks the line."""
+    """Return thinned [step, value] pairs by metric; a value that is not finite becomes null and breaks the line."""
     curves: dict[str, list[list[float | None]]] = {}
     for line in lines:
         for name, value in line.items():
             if name not in ("stage", "step") and isinstance(value, int | float):
-                # Whole numbers can be larger than any float.
+                # JSON integers can exceed the range of a float.
                 shown = float(f"{value:.6g}") if abs(value) <= sys.float_info.max else None
                 curves.setdefault(name, []).append([line["step"], shown])
     return {name: _thin(points) for name, points in curves.items()}
 
 
 def _thin(points: list[list[float | None]]) -> list[list[float | None]]:
-    """Return at most about MAX_POINTS points: of each stretch the lowest and the highest, so that no spike is lost."""
-    stretch = math.ceil(2 * len(points) / MAX_POINTS)
-    if stretch <= 2:
+    """Return about MAX_POINTS points: the lowest and highest of each interval, so that no spike is lost."""
+    interval = math.ceil(2 * len(points) / MAX_POINTS)
+    if interval <= 2:
         return points
     kept: list[list[float | None]] = []
-    for first in range(0, len(points), stretch):
-        part = points[first : first + stretch]
+    for first in range(0, len(points), interval):
+        part = points[first : first + interval]
         finite = [point for point in part if point[1] is not None]
         extremes = [min(finite, key=_value), max(finite, key=_value)] if finite else part[:1]
         kept += sorted({id(point): point for point in extremes}.values(), key=lambda point: point[0] or 0)
@@ -99,9 +99,9 @@ def _value(point: list[float | None]) -> float:
 
 
 def _viewer(run: RunFolder, budget: int) -> dict[str, Any]:
-    """Return sets of volumes to look at, newest first, and their pictures.
+    """Return the sets of volumes for the slice viewer, newest first, and their images.
 
-    Each stage's newest set always, older ones while there is room.
+    The newest set of each stage is always included, older ones while the budget allows.
     """
     sets: dict[tuple[str, int], dict[str, Any]] = {}
     pictures: dict[str, int] = {}
@@ -113,7 +113,7 @@ def _viewer(run: RunFolder, budget: int) -> dict[str, Any]:
         if volume is None:
             continue
         source = volume.pop("source")
-        # The input is the same picture at each validation: it is embedded once.
+        # The input is the same image at every validation, so it is embedded only once.
         size = 0 if source in pictures else len(source)
         if stored.step != newest[stored.stage] and used + size > budget:
             continue
@@ -129,7 +129,7 @@ def _is_complete(entry: dict[str, Any]) -> bool:
 
 
 def _config(settings: Settings, command: list[str]) -> dict[str, Any]:
-    """Return every key of the config with its value, and the preset's where it differs."""
+    """Return every key of the config with its value and the preset's value."""
     preset, source = _preset(command)
     before = flatten(preset.model_dump(mode="json"))
     keys = []
@@ -139,7 +139,7 @@ def _config(settings: Settings, command: list[str]) -> dict[str, Any]:
 
 
 def _preset(command: list[str]) -> tuple[Settings, str]:
-    """Return the config file that the run was started with, as it is now; the defaults when it is gone."""
+    """Return the current content of the config file that the run was started with; the defaults if it is gone."""
     words = [part for word in command for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     for flag, given in pairwise(words):
         for path in (Path(given), _ROOT / given) if flag == "--config" else ():
@@ -147,12 +147,12 @@ def _preset(command: list[str]) -> tuple[Settings, str]:
                 try:
                     return load_settings(path), given
                 except ConfigError:
-                    break  # edited since, and wrong now
+                    break  # edited since, and no longer valid
     return Settings(), "the defaults"
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values by dotted key."""
+    """Return nested values as one dictionary with dotted keys."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}

@@ -1,4 +1,4 @@
-"""The parts of the page that are text and tables. Everything from outside goes through `_text`."""
+"""The text and tables of the page. All outside text passes through `_text`, which escapes it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _BREAKDOWN = ("activations", "parameters", "gradients", "optimizer", "ema", "inp
 
 
 def page_title(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the title of the browser's tab."""
-    return _text(" against ".join(run["label"] for run in runs))
+    """Return the title of the page."""
+    return _text(" vs. ".join(run["label"] for run in runs))
 
 
 def header_section(runs: Sequence[dict[str, Any]], written: str) -> str:
-    """Return names, how far each stage is, and when the page was written."""
+    """Return the names of the runs, the progress of each stage, and the time of writing."""
     blocks = []
     for number, run in enumerate(runs):
         mark = f'<i class="swatch c{number % 6}"></i>' if len(runs) > 1 else ""
-        chips = "".join(_chip(stage) for stage in run["stages"]) or '<span class="chip">not begun</span>'
+        chips = "".join(_chip(stage) for stage in run["stages"]) or '<span class="chip">not started</span>'
         device = run["environment"].get("device")
         device_chip = f'<span class="chip">{_text(device)}</span>' if device else ""
         blocks.append(
@@ -41,10 +41,11 @@ def header_section(runs: Sequence[dict[str, Any]], written: str) -> str:
 def _chip(stage: dict[str, Any]) -> str:
     name = STAGE_TITLES[stage["name"]].split(",")[0].lower()
     share = 100 * stage["step"] / max(1, stage["max_steps"])
-    kind = "good" if stage["is_finished"] else "going"
-    going, done = f"step {stage['step']:,} of {stage['max_steps']:,}", f"done, {stage['step']:,} steps"
-    words = done if stage["is_finished"] else going
-    return f'<span class="chip {kind}" style="--share:{share:.1f}%">{name}: {words}</span>'
+    if stage["is_finished"]:
+        kind, progress = "good", f"done, {stage['step']:,} steps"
+    else:
+        kind, progress = "going", f"step {stage['step']:,} of {stage['max_steps']:,}"
+    return f'<span class="chip {kind}" style="--share:{share:.1f}%">{name}: {progress}</span>'
 
 
 def _alarm(report: dict[str, Any] | None) -> str:
@@ -59,14 +60,14 @@ def _alarm(report: dict[str, Any] | None) -> str:
 
 
 def tiles_section(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the newest figures: tiles for one run, a table for several."""
+    """Return the newest metrics, as tiles for one run or as a table for several."""
     facts = {run["label"]: _figures(run) for run in runs}
     if len(runs) == 1:
         tiles = [
             f'<div class="tile"><b>{_text(value)}</b><span>{_text(name)}</span></div>'
             for name, value in facts[runs[0]["label"]].items()
         ]
-        return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else '<p class="quiet">no figures yet</p>'
+        return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else '<p class="quiet">no metrics yet</p>'
     names = list(dict.fromkeys(name for figures in facts.values() for name in figures))
     rows = [[name, *(figures.get(name, "") for figures in facts.values())] for name in names]
     return _table(["", *facts], rows)
@@ -90,7 +91,7 @@ def _figures(run: dict[str, Any]) -> dict[str, str]:
 
 
 def memory_section(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the predicted breakdown and the place on the ladder, by run and stage."""
+    """Return the predicted breakdown and the position on the ladder, by run and stage."""
     blocks = []
     for run in runs:
         for stage in run["stages"]:
@@ -100,15 +101,15 @@ def memory_section(runs: Sequence[dict[str, Any]]) -> str:
             blocks.append(f'<div class="card"><h3>{_text(name)}</h3>{"".join(parts)}</div>')
     on_cpu = any("host_memory_gib" in stage["curves"] for run in runs for stage in run["stages"])
     note = (
-        '<p class="quiet">On a CPU the readings are the whole process: Python, libraries and cached volumes too. The '
-        "prediction counts the tensors of the step.</p>"
+        '<p class="quiet">On a CPU the readings cover the whole process, including Python, libraries and cached '
+        "volumes. The prediction covers only the tensors of the step.</p>"
     )
     return f'{note if on_cpu else ""}<div class="pair">{"".join(blocks)}</div>'
 
 
 def _breakdown(prediction: dict[str, Any] | None) -> str:
     if not prediction:
-        return '<p class="quiet">No prediction is kept with this run: scripts/report.py --predict adds one.</p>'
+        return '<p class="quiet">This run has no prediction; scripts/report.py --predict adds one.</p>'
     total = max(1, prediction["peak_allocated_bytes"])
     parts = [(name, prediction["breakdown"].get(name, 0)) for name in _BREAKDOWN]
     shown = sorted(((name, size) for name, size in parts if size > 0), key=lambda part: -part[1])
@@ -121,14 +122,14 @@ def _breakdown(prediction: dict[str, Any] | None) -> str:
         f'<li><i class="swatch {colours[name]}"></i>{name}<b>{_gib(size)}</b></li>' for name, size in shown
     )
     facts = [
-        ["peak in", prediction["phase"]],
-        ["tensors", _gib(prediction["peak_allocated_bytes"])],
+        ["phase of the peak", prediction["phase"]],
+        ["allocated by tensors", _gib(prediction["peak_allocated_bytes"])],
         ["needed on the device", _gib(prediction.get("required_bytes", prediction["peak_reserved_bytes"]))],
-        ["on the host", _gib(prediction["host_bytes"])],
+        ["needed on the host", _gib(prediction["host_bytes"])],
         ["a real step may need", f"{prediction['margin']:.0%} more"],
     ]
     return (
-        f'<h4>Predicted peak: what is alive</h4><div class="bar">{bar}</div><ul class="legend">{legend}</ul>'
+        f'<h4>Predicted peak by category</h4><div class="bar">{bar}</div><ul class="legend">{legend}</ul>'
         f"{_table([], facts)}"
     )
 
@@ -145,13 +146,13 @@ def _ladder(ladder: list[dict[str, Any]] | None) -> str:
         for rung in ladder
     )
     return (
-        f'<h4>Place on the ladder</h4><p class="quiet">{same} rungs with the same mathematics left, '
-        f'{len(left) - same} with other mathematics</p><ol class="ladder">{rungs}</ol>'
+        f'<h4>Position on the ladder</h4><p class="quiet">Rungs left: {same} with the same mathematics, '
+        f'{len(left) - same} with different mathematics</p><ol class="ladder">{rungs}</ol>'
     )
 
 
 def config_section(runs: Sequence[dict[str, Any]]) -> str:
-    """Return what differs, from the preset or between runs, and every key behind a fold."""
+    """Return the keys that differ from the preset or between runs; for one run, also all keys, collapsed."""
     if len(runs) == 1:
         config = runs[0]["config"]
         changed = [[key["key"], key["preset"], key["value"]] for key in config["keys"] if key["preset"] != key["value"]]
@@ -169,7 +170,7 @@ def config_section(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def environment_section(runs: Sequence[dict[str, Any]]) -> str:
-    """Return command, machine and packages of each run."""
+    """Return the command, machine and packages of each run."""
     facts: list[dict[str, str]] = []
     for run in runs:
         environment = dict(run["environment"])
@@ -193,5 +194,5 @@ def _gib(nbytes: float) -> str:
 
 
 def _text(value: object) -> str:
-    # Names of files may hold what no encoding has.
+    # File names may contain characters that cannot be encoded.
     return html.escape(printable(value, keep="\n\t"), quote=True)

@@ -1,4 +1,4 @@
-"""What a validation shows: metrics in the log, a picture, volumes for the viewer, and the report written anew."""
+"""Publish a validation: metrics in the log, a preview image, volumes for the viewer, and an updated report."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ log = logging.getLogger(__name__)
 
 
 def show_validation(recorder: Recorder, step: int, metrics: dict[str, float], preview: Preview | None) -> None:
-    """Log validation metrics, keep the preview as PNG, in TensorBoard and for the report, and write the report.
+    """Save the preview as PNG, to TensorBoard and for the report, log the metrics, and write the report.
 
-    The metrics come last: their line says that the validation of this step is complete.
+    The metrics are written after the preview, because their line marks the validation of this step as complete.
     """
     if preview is not None and recorder.process.is_first:
         path = recorder.run.previews / f"{recorder.stage}_{step:08d}.png"

@@ -1,6 +1,6 @@
-"""Small copies of volumes for the report's slice viewer: saved at validation, read when the page is written.
+"""Read the small volumes of the slice viewer, which `evaluation.previews` saves at each validation.
 
-A volume is one grey PNG with all slices of its first axis as tiles; the page reads the pixels back and cuts any plane.
+A volume is one grey PNG with all slices along its first axis as tiles; the page reads the pixels and cuts any plane.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from evaluation.previews import FACTS, viewer_folder
 from storage.reading import check_regular
 from storage.run_folder import RunFolder
 
-# What Pillow raises for damaged pictures, and what a text chunk that is not ours gives.
+# Errors that Pillow raises for damaged images, and errors from metadata that is missing or not ours.
 PICTURE_ERRORS = (OSError, SyntaxError, ValueError, KeyError, EOFError, struct.error, Image.DecompressionBombError)
 _NAME = re.compile(r"(?P<stage>[a-z]+)_(?P<step>\d{8})_(?P<role>[a-z0-9_]+)\.png")
 
 
 class _Facts(BaseModel):
-    """How the slices of a volume lie in its picture."""
+    """How the slices of a volume are laid out in its image."""
 
     shape: tuple[PositiveInt, PositiveInt, PositiveInt]
     grid: tuple[PositiveInt, ...]
@@ -35,14 +35,14 @@ class _Facts(BaseModel):
 
     @property
     def picture_size(self) -> tuple[int, int]:
-        """Return width and height of the picture."""
+        """Return the width and height of the image."""
         depth, height, width = self.shape
         return self.columns * width, math.ceil(depth / self.columns) * height
 
 
 @dataclass(frozen=True)
 class StoredVolume:
-    """A volume of the viewer on disk."""
+    """A saved volume of the slice viewer."""
 
     path: Path
     stage: str
@@ -50,7 +50,7 @@ class StoredVolume:
     role: str
 
     def to_page(self) -> dict[str, Any] | None:
-        """Return shape, grid, tiles a row and the PNG as a data address; None for a file that is no such volume."""
+        """Return shape, grid, tiles per row and the PNG as a data URL; None if the file is damaged."""
         try:
             check_regular(self.path)
             content = self.path.read_bytes()
@@ -65,7 +65,7 @@ class StoredVolume:
 
 
 def stored_volumes(run: RunFolder) -> list[StoredVolume]:
-    """Return the viewer's volumes of a run, newest step first, in the order of their roles."""
+    """Return a run's saved volumes, newest step first, then by file name."""
     found = []
     for path in sorted(viewer_folder(run).glob("*.png")):
         match = _NAME.fullmatch(path.name)

@@ -34,8 +34,8 @@ def main(options: argparse.Namespace) -> int:
     """Predict and print."""
     if options.json not in (None, "-"):
         check_output_file(options.json)
-    from memory.ladder.text import describe
     from memory.predict import predict
+    from memory.predict.text import describe_prediction
     from memory.watch.calibration import corrected
 
     start = time.perf_counter()
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
         Path(options.json).write_text(text)
     if not options.quiet:
         print(f"{settings.name}, {options.stage}: one training step\n")
-        print(describe(prediction))
+        print(describe_prediction(prediction))
     return 0
 
 

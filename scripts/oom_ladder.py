@@ -48,8 +48,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Walk, print, write; 3 when nothing fits."""
-    from memory.ladder.text import describe_ladder
-    from memory.ladder.walk import config_with_reasons, walk
+    from memory.ladder.text import config_with_reasons, describe_ladder
+    from memory.ladder.walk import walk
     from memory.watch.calibration import corrected
 
     for option, path in (("--json", options.json), ("--write-config", options.write_config)):
@@ -101,11 +101,12 @@ def _measure(ladder: Ladder, bar: _ProgressBar) -> dict[str, int]:
     from memory.ladder.measured_step import measure_in_process
 
     measured = {}
-    for number, step in enumerate(ladder.steps, start=1):
-        reserved = measure_in_process(step.rung.settings, ladder.stage)
+    for number, predicted in enumerate(ladder.rungs, start=1):
+        rung = predicted.rung
+        reserved = measure_in_process(rung.settings, ladder.stage)
         if reserved is not None:
-            measured[step.rung.name] = reserved
-        bar.advance(number, len(ladder.steps), f"measured {step.rung.name}")
+            measured[rung.name] = reserved
+        bar.advance(number, len(ladder.rungs), f"measured {rung.name}")
     return measured
 
 

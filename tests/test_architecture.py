@@ -31,8 +31,8 @@ MAY_IMPORT = {
     for number, line in enumerate(ARROWS)
     for room in line
 }
-WITHIN = {"memory": [("predict",), ("ladder",), ("watch",)], "models": [("lean",), ("",), ("exchange",)]}
-"""The same inside of two rooms; "" stands for the files at the top of the room."""
+WITHIN = {"memory": ("predict", "ladder", "watch"), "models": ("lean", "", "exchange")}
+"""The same inside two rooms; "" stands for the files at the top of the room."""
 NO_TORCH = ("storage", "settings", "command_line")
 SOURCES = sorted(p for p in (*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py")) if p.relative_to(ROOT).parts[0] != "runs")
 CODE = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "tests"]
@@ -43,15 +43,32 @@ def package_of(path: Path) -> str:
     return first if first in PACKAGES else "scripts"  # the train scripts stand where the scripts stand
 
 
-def imported(path: Path) -> set[str]:
+def imported_modules(source: str) -> set[str]:
+    """Return the dotted names of everything that a file imports, anywhere in it."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide who imports whom"
-            names.add((node.module or "").split(".")[0])
+            assert node.level == 0, "relative imports hide who imports whom"
+            # An imported name may be a module or something inside one, so both readings count.
+            names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
+
+
+def imported(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported_modules(path.read_text())}
+
+
+def against_the_arrows_within(room: str, part: str, source: str) -> set[str]:
+    """Return what a file in one part of a room imports from the parts after it."""
+    later = WITHIN[room][WITHIN[room].index(part) + 1 :]
+    forbidden = {f"{room}.{name}" for name in later if name}
+    if "" in later:
+        forbidden |= {f"{room}.{path.stem}" for path in (ROOT / room).glob("*.py")}
+    names = imported_modules(source)
+    wrong = {name for name in names if ".".join(name.split(".")[:2]) in forbidden}
+    return wrong | (names & {room} if "" in later else set())
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -59,6 +76,38 @@ def test_imports_follow_the_arrows(path):
     package = package_of(path)
     ours = imported(path) & {*PACKAGES, *TRAIN_SCRIPTS}
     assert ours <= MAY_IMPORT[package] | {package}
+
+
+@pytest.mark.parametrize("room", WITHIN)
+def test_imports_within_a_room_follow_its_arrows(room):
+    folders = {path.name for path in (ROOT / room).iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert folders == {part for part in WITHIN[room] if part}
+    wrong = {}
+    for path in (path for path in CODE if package_of(path) == room):
+        part = path.relative_to(ROOT / room).parts[0] if path.parent != ROOT / room else ""
+        # A room's __init__ gathers what the room offers, from all its parts.
+        if part in WITHIN[room] and path != ROOT / room / "__init__.py":
+            wrong[str(path.relative_to(ROOT))] = against_the_arrows_within(room, part, path.read_text())
+    assert len(wrong) > 10
+    assert {path: names for path, names in wrong.items() if names} == {}
+
+
+def test_imports_against_the_arrows_within_a_room_are_noticed():
+    assert against_the_arrows_within("memory", "predict", "from memory.ladder import walk")
+    assert against_the_arrows_within("memory", "predict", "def f():\n    from memory import watch")
+    assert against_the_arrows_within("models", "lean", "import models.unet")
+    assert against_the_arrows_within("models", "lean", "import models")
+    assert against_the_arrows_within("models", "", "from models.exchange.weights import load")
+    assert not against_the_arrows_within("memory", "watch", "from memory.predict.prediction import Stage")
+    assert not against_the_arrows_within("models", "lean", "from models.lean import native")
+
+
+@pytest.mark.parametrize("room", NO_TORCH)
+def test_rooms_that_check_input_import_neither_torch_nor_monai(room):
+    """Not even inside a function: a wrong config is reported before anything slow is imported."""
+    paths = [path for path in CODE if package_of(path) == room]
+    assert paths
+    assert [str(path.relative_to(ROOT)) for path in paths if imported(path) & {"torch", "monai"}] == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -20,6 +20,7 @@ from losses import (
 )
 from models import build_autoencoder, build_discriminator
 from runtime.phases import phase
+from runtime.placement import move
 from runtime.processes import Process, synchronised
 from settings import Settings
 from settings.autoencoder import AutoencoderTraining
@@ -60,7 +61,7 @@ class AutoencoderStep(TrainingStep):
             training, settings.autoencoder.in_channels, settings.seed, load_weights=load_weights
         )
         if self.perceptual is not None:
-            self.perceptual.to(process.device)
+            move(self.perceptual, process.device)
         self.weights = {
             "reconstruction": 1.0,
             "kl": training.kl_weight,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.phases import phase
+from runtime.placement import move
 from runtime.precision import Precision
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
@@ -40,7 +41,7 @@ class TrainingStep:
 
     def register(self, name: str, network: nn.Module, learning_rate: float) -> nn.Module:
         """Move a network to the device and give it an optimizer; return it wrapped for distributed training."""
-        network.to(self.process.device).train()
+        move(network, self.process.device).train()
         self.networks[name] = network
         self.updaters[name] = Updater(name, network, learning_rate, self.training, self.precision)
         if name == self.stage and self._ema_decay:

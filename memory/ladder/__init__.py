@@ -1,4 +1,5 @@
-"""The ladder: which changes to a config lower its memory, in which order, and which one to take.
+"""The ladder: which changes to a config lower its memory, in which order to try them, and which one to take.
 
-`scripts/oom_ladder.py` walks it; the watch asks it for the next rung. Importing this package does not import torch.
+Called by `scripts/oom_ladder.py`, which walks it, and by the watch, which takes the next rung when memory runs out.
+Importing this package does not import torch.
 """

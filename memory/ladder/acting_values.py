@@ -1,4 +1,4 @@
-"""Which values of a config the training step of a stage takes: what tells a change from one without effect."""
+"""Find the settings that affect a stage's training step, to tell whether a change has any effect."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from settings import Settings
 
 
 def acting_values(settings: Settings, stage: Stage) -> dict[str, Any]:
-    """Return all values, those that the step of a stage does not read blanked, the others as the step takes them.
+    """Return all settings as the stage's step uses them, with those it ignores set to None.
 
-    Two configs with equal values here make the same step.
+    Two configs for which this returns the same values run the same step.
     """
     values = settings.model_dump()
     if stage == "autoencoder":
@@ -19,11 +19,11 @@ def acting_values(settings: Settings, stage: Stage) -> dict[str, Any]:
         _resolve_autoencoder(values["autoencoder"], settings)
         return values
     pixel_loss, training = settings.ldm.training.pixel_loss, settings.autoencoder.training
-    values["data"]["patch_size"] = None  # stage 2 sees whole volumes
+    values["data"]["patch_size"] = None  # stage 2 trains on whole volumes
     knobs: dict[str, Any] = {}
     if not pixel_loss.weight:
         values["ldm"]["training"]["pixel_loss"] = None
-        # Only encoding is left of the autoencoder, which keeps nothing for a backward pass.
+        # The autoencoder only encodes, without a backward pass.
         knobs["slab_rows"] = training.slab_rows if settings.ldm.latents.cache == "none" else None
     else:
         chunk = min(pixel_loss.chunk_size, settings.ldm.training.batch_size)
@@ -56,7 +56,7 @@ def _resolve_autoencoder(values: dict[str, Any], settings: Settings) -> None:
 
 
 def _slices_at_once(settings: Settings) -> int | None:
-    """Return how many slices go through the perceptual network together; None when it does not take slices."""
+    """Return how many slices pass through the perceptual network at once; None if it takes no slices."""
     training = settings.autoencoder.training
     if not training.perceptual.network.startswith("lpips-"):
         return None

@@ -1,6 +1,7 @@
-"""Run the real step of a config on the GPU, in a process of its own, and say what the allocator reserved.
+"""Run the real step of a config on the GPU, in a separate process, and return what the allocator reserved.
 
-As a program (`python -m memory.ladder.measured_step`) it reads one question as JSON and prints one answer.
+As a program (`python -m memory.ladder.measured_step`), it reads one JSON request from standard input and prints the
+answer.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ TIMEOUT_SECONDS = 600
 
 
 def measure_in_process(settings: Settings, stage: Stage) -> int | None:
-    """Return the peak reserved bytes of two real steps; None when they do not fit the GPU."""
-    question = json.dumps({"stage": stage, "settings": settings.model_dump(mode="json")})
+    """Return the peak reserved bytes of two real steps; None if they fail, for example because they do not fit."""
+    request = json.dumps({"stage": stage, "settings": settings.model_dump(mode="json")})
     done = subprocess.run(
         [sys.executable, "-m", "memory.ladder.measured_step"],
         cwd=Path(__file__).resolve().parents[2],
-        input=question,
+        input=request,
         stdout=subprocess.PIPE,
         text=True,
         timeout=TIMEOUT_SECONDS,
@@ -34,7 +35,7 @@ def measure_in_process(settings: Settings, stage: Stage) -> int | None:
 
 
 def measure_step(settings: Settings, stage: Stage) -> int:
-    """Execute two updates of zeros on the GPU (the second has the optimizer's states) and return the reserved peak."""
+    """Run two updates on zeros on the GPU, the second with optimizer states, and return the peak reserved bytes."""
     import torch
 
     from memory.predict.step import build_step, fullest_step
@@ -51,14 +52,14 @@ def measure_step(settings: Settings, stage: Stage) -> int:
 
 
 def main() -> None:
-    """Answer the question on standard input."""
+    """Answer the request on standard input."""
     import os
 
-    question = json.loads(sys.stdin.read())
-    settings = Settings.model_validate(question["settings"])
+    request = json.loads(sys.stdin.read())
+    settings = Settings.model_validate(request["settings"])
     if settings.device.allocator:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.device.allocator
-    print(json.dumps({"peak_reserved_bytes": measure_step(settings, question["stage"])}))
+    print(json.dumps({"peak_reserved_bytes": measure_step(settings, request["stage"])}))
 
 
 if __name__ == "__main__":

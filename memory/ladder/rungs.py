@@ -1,4 +1,4 @@
-"""The rungs of the ladder: which changes to a config lower its memory, and in which order to try them."""
+"""The rungs of the ladder: changes to a config that lower its memory, in the order in which to try them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MIN_CHANNELS = 8
 
 @dataclass(frozen=True)
 class Proposal:
-    """One change: what it is called, what it sets, and whether the result of training stays the same.
+    """A possible change: its name, the keys it sets, and whether training computes the same result.
 
-    lowers: whose memory it lowers, which need not be what holds the peak.
-    family: within one family later proposals need less memory and more compute, so the first that fits is enough.
+    lowers: the memory that it lowers, which need not be part of the peak.
+    family: later proposals of a family need less memory and more compute, so the first one that fits is enough.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Rung:
-    """A config on the ladder: `changes` against the rung above, `all_changes` against the config that was given."""
+    """A config on the ladder; `changes` are relative to the rung above, `all_changes` to the original config."""
 
     name: str
     changes: Changes
@@ -46,9 +46,9 @@ class Rung:
 
 
 def build_rungs(settings: Settings, stage: Stage, order: Order) -> list[Rung]:
-    """Return the ladder below a config, the config itself first; each rung keeps the changes of those above it.
+    """Return the config as the first rung, then the rungs below it; each keeps the changes of those above.
 
-    A rung is there only if the stage's step is another one with it than with the rung above.
+    Changes that do not affect the stage's step are left out.
     """
     rungs = [Rung("as configured", {}, {}, True, settings)]
     for propose in PROPOSERS[stage, order]:
@@ -58,7 +58,7 @@ def build_rungs(settings: Settings, stage: Stage, order: Order) -> list[Rung]:
             try:
                 changed = above.settings.with_overrides(changes, stage)
             except (ConfigError, ValueError):
-                continue  # for instance a grid that the levels do not divide
+                continue  # for example, a grid that the levels cannot halve
             if acting_values(changed, stage) == acting_values(above.settings, stage):
                 continue
             everything = {**above.all_changes, **changes}
@@ -69,7 +69,10 @@ def build_rungs(settings: Settings, stage: Stage, order: Order) -> list[Rung]:
 
 def _lean(settings: Settings) -> Iterator[Proposal]:
     yield Proposal(
-        "SDPA and lean blocks", {"autoencoder.implementation": "lean"}, True, "what blocks and attention keep"
+        "SDPA and lean blocks",
+        {"autoencoder.implementation": "lean"},
+        True,
+        "the activations that blocks and attention save",
     )
 
 
@@ -106,7 +109,7 @@ def _checkpoint_levels(settings: Settings) -> Iterator[Proposal]:
             f"checkpointing, {count} of {levels} levels",
             changes,
             True,
-            "what blocks keep for backward",
+            "the activations that blocks save for backward",
             "checkpointing",
         )
 
@@ -116,7 +119,7 @@ def _checkpoint_all(settings: Settings) -> Iterator[Proposal]:
         "autoencoder.training.use_gradient_checkpointing": True,
         "autoencoder.training.checkpoint_levels": "all",
     }
-    yield Proposal("checkpointing", changes, True, "what blocks keep for backward")
+    yield Proposal("checkpointing", changes, True, "the activations that blocks save for backward")
 
 
 def _nested(settings: Settings) -> Iterator[Proposal]:
@@ -129,7 +132,7 @@ def _nested(settings: Settings) -> Iterator[Proposal]:
 def _slabs(settings: Settings) -> Iterator[Proposal]:
     for rows in _thinner_slabs(settings):
         changes = {"autoencoder.training.slab_rows": rows}
-        yield Proposal(f"slabs of {rows} rows", changes, True, "what the highest level computes with", "slabs")
+        yield Proposal(f"slabs of {rows} rows", changes, True, "temporary tensors at full resolution", "slabs")
 
 
 def _thinner_slabs(settings: Settings) -> list[int]:
@@ -138,9 +141,9 @@ def _thinner_slabs(settings: Settings) -> list[int]:
 
 
 def _offload(settings: Settings) -> Iterator[Proposal]:
-    """Begin again with whole blocks and thicken no slabs of a config that already offloads.
+    """Propose offloading with whole blocks first, then with slabs; only thinner slabs if the config already offloads.
 
-    The host keeps what nesting would compute again, so nesting is off here.
+    Nesting is turned off, because the host keeps what nesting would recompute.
     """
     training = settings.autoencoder.training
     if training.use_gradient_checkpointing_offload:
@@ -154,12 +157,12 @@ def _offload(settings: Settings) -> Iterator[Proposal]:
             "autoencoder.training.slab_rows": rows,
         }
         name = f"offload, slabs of {rows} rows" if rows else "offload"
-        yield Proposal(name, changes, True, "block inputs, which go to the host", "offload")
+        yield Proposal(name, changes, True, "block inputs, which move to the host", "offload")
 
 
 def _perceptual_chunk(settings: Settings) -> Iterator[Proposal]:
     changes = {"autoencoder.training.perceptual.chunk_size": 1}
-    yield Proposal("perceptual loss one slice at a time", changes, True, "what the perceptual network keeps")
+    yield Proposal("perceptual loss one slice at a time", changes, True, "the activations of the perceptual network")
 
 
 def _mixed_precision(settings: Settings) -> Iterator[Proposal]:
@@ -168,7 +171,7 @@ def _mixed_precision(settings: Settings) -> Iterator[Proposal]:
 
 def _no_perceptual(settings: Settings) -> Iterator[Proposal]:
     changes = {"autoencoder.training.use_perceptual_loss": False}
-    yield Proposal("no perceptual loss", changes, False, "the perceptual network and what it keeps")
+    yield Proposal("no perceptual loss", changes, False, "the perceptual network and its activations")
 
 
 def _discriminator(settings: Settings) -> Iterator[Proposal]:
@@ -180,13 +183,13 @@ def _discriminator(settings: Settings) -> Iterator[Proposal]:
         f"{where}.num_layers_d": min(current.num_layers_d, max(2, current.num_layers_d - 1)),
         f"{where}.num_channels": _fewer(current.num_channels, 1, 2),
     }
-    yield Proposal("smaller discriminator", smaller, False, "the discriminator and what it keeps")
+    yield Proposal("smaller discriminator", smaller, False, "the discriminator and its activations")
 
 
 def _attention(where: str) -> Proposer:
     def propose(settings: Settings) -> Iterator[Proposal]:
         levels = list(look_up(settings, where).attention_levels)
-        # The U-Net's middle always attends; the autoencoder's only if a level does, or it was asked for.
+        # The U-Net's middle block always has attention; the autoencoder's only if a level has it or the config asks.
         keeps_middle = where == "ldm.unet" or settings.autoencoder.use_nonlocal_attention is True
         for number, attends in enumerate(tuple(levels)):
             if attends:
@@ -194,7 +197,9 @@ def _attention(where: str) -> Proposer:
                 is_last = not any(levels) and not keeps_middle
                 name = "no attention" if is_last else f"no attention at level {number}"
                 changes = {f"{where}.attention_levels": tuple(levels)}
-                yield Proposal(name, changes, False, "what attention keeps, and most of all its compute", "attention")
+                yield Proposal(
+                    name, changes, False, "the activations of attention, and above all its compute", "attention"
+                )
 
     return propose
 
@@ -212,27 +217,29 @@ def _channels(where: str) -> Proposer:
 
 
 def _fewer(count: int, numerator: int, divisor: int, multiple: int = 1) -> int:
-    """Return a share of some channels, not below MIN_CHANNELS and never more than there are."""
+    """Return that fraction of `count` channels, at least MIN_CHANNELS but never more than `count`."""
     return min(count, max(MIN_CHANNELS, count * numerator // divisor // multiple * multiple))
 
 
 def _grid(stage: Stage) -> Proposer:
     def propose(settings: Settings) -> Iterator[Proposal]:
-        """Halve the longest axes, then the next longest, four times; the settings refuse what becomes too small."""
+        """Halve the longest axes four times; `build_rungs` drops grids that the settings refuse as too small."""
         has_patches = stage == "autoencoder" and settings.data.patch_size is not None
         key = "data.patch_size" if has_patches else "data.voxel_size"
         grid = tuple(settings.training_grid if has_patches else settings.data.voxel_size)
         for _ in range(4):
             longest = max(grid)
             grid = tuple(axis // 2 if axis == longest else axis for axis in grid)
-            yield Proposal(f"grid {'x'.join(map(str, grid))}", {key: grid}, False, "everything but weights", "grid")
+            yield Proposal(f"grid {'x'.join(map(str, grid))}", {key: grid}, False, "everything but the weights", "grid")
 
     return propose
 
 
 def _ldm_checkpointing(settings: Settings) -> Iterator[Proposal]:
     changes = {"ldm.training.use_gradient_checkpointing": True}
-    yield Proposal("checkpointing of the U-Net", changes, True, "what the U-Net's blocks keep for backward")
+    yield Proposal(
+        "checkpointing of the U-Net", changes, True, "the activations that the U-Net's blocks save for backward"
+    )
 
 
 def _ldm_offload(settings: Settings) -> Iterator[Proposal]:
@@ -242,11 +249,11 @@ def _ldm_offload(settings: Settings) -> Iterator[Proposal]:
 
 def _pixel_chunk(settings: Settings) -> Iterator[Proposal]:
     changes = {"ldm.training.pixel_loss.chunk_size": 1}
-    yield Proposal("pixel loss one volume at a time", changes, True, "what the decoder keeps")
+    yield Proposal("pixel loss one volume at a time", changes, True, "the activations of the decoder")
 
 
 def _pixel_decoder(settings: Settings) -> Iterator[Proposal]:
-    """The frozen decoder of the pixel loss runs with the memory knobs of stage 1."""
+    """Propose the memory knobs of stage 1 that the frozen decoder of the pixel loss uses."""
     if settings.ldm.training.pixel_loss.weight:
         yield from _lean(settings)
         yield from _checkpoint_all(settings)
@@ -255,12 +262,12 @@ def _pixel_decoder(settings: Settings) -> Iterator[Proposal]:
 
 def _no_pixel_loss(settings: Settings) -> Iterator[Proposal]:
     changes = {"ldm.training.pixel_loss.weight": 0.0}
-    yield Proposal("no pixel loss", changes, False, "the decoder and what it keeps")
+    yield Proposal("no pixel loss", changes, False, "the decoder and its activations")
 
 
 def _latent_cache(settings: Settings) -> Iterator[Proposal]:
     if settings.ldm.latents.cache == "none":
-        yield Proposal("latents from the cache", {"ldm.latents.cache": "disk"}, True, "the encoding of volumes")
+        yield Proposal("latents from the cache", {"ldm.latents.cache": "disk"}, True, "the memory for encoding volumes")
 
 
 PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
@@ -279,7 +286,7 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
         _channels("autoencoder"),
         _grid("autoencoder"),
     ),
-    # The steps of the guide's out-of-memory scenario, then what it advises when they are not enough.
+    # The steps of the guide's out-of-memory scenario, then its advice for when they are not enough.
     ("autoencoder", "guide"): (
         _mixed_precision,
         _micro_batch("autoencoder.training"),

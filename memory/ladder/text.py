@@ -1,128 +1,57 @@
-"""Predictions and ladders as text for people."""
+"""Ladders as text for the terminal, and the YAML of the recommended rung."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from memory.ladder.walk import Ladder, Step, promise
-from memory.predict.prediction import GIB, Prediction
+from memory.ladder.rungs import Rung, look_up
+from memory.ladder.walk import Ladder, PredictedRung
+from memory.predict.prediction import GIB
+from memory.predict.text import gib, table
+from settings import dump_yaml, known_keys
 
 
-def gib(nbytes: float) -> str:
-    """Return bytes as GiB with two decimals."""
-    return f"{nbytes / GIB:.2f} GiB"
-
-
-def table(rows: list[list[str]], right: tuple[int, ...] = ()) -> str:
-    """Return rows in aligned columns, the first row being the head; `right` columns are aligned at the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-
-    def line(row: list[str]) -> str:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join([line(rows[0]), "  ".join("-" * width for width in widths), *map(line, rows[1:])])
-
-
-def describe(prediction: Prediction) -> str:
-    """Return the whole prediction as tables."""
-    return "\n\n".join(
-        [_totals(prediction), _breakdown(prediction), _largest(prediction), _compute(prediction), _notes(prediction)]
-    )
-
-
-def _totals(p: Prediction) -> str:
-    rows = [
-        ["peak", "", ""],
-        ["allocated by tensors", gib(p.peak_allocated_bytes), f"in: {p.phase}"],
-        ["reserved, default allocator", gib(p.peak_reserved_default_bytes), ""],
-        ["reserved, expandable segments", gib(p.peak_reserved_expandable_bytes), ""],
-        ["CUDA context (assumed)", gib(p.context_bytes), ""],
-        ["needed on the device", gib(p.required_bytes), f"margin of this tier ({p.tier}): +{p.margin:.0%}"],
-        ["host memory for offload", gib(p.host_bytes), ""],
-    ]
-    if p.correction != 1.0:
-        rows.insert(6, ["corrected by measurement", f"x {p.correction:.2f}", p.correction_source])
-    return table(rows, right=(1,))
-
-
-def _breakdown(p: Prediction) -> str:
-    rows = [["alive at the peak", "", ""]]
-    for name, nbytes in sorted(p.breakdown.items(), key=lambda item: -item[1]):
-        rows.append([name, gib(nbytes), f"{nbytes / max(1, p.peak_allocated_bytes):.0%}"])
-        if name == "activations":
-            rows += [[f"  {_place(part)}", gib(part["bytes"]), ""] for part in p.activations[:8]]
-    return table(rows, right=(1, 2))
-
-
-def _place(part: dict[str, Any]) -> str:
-    return f"{part['module']}, level {part['level']}" if part["level"] is not None else part["module"]
-
-
-def _largest(p: Prediction) -> str:
-    rows = [["largest tensors at the peak", "", "", ""]]
-    for entry in p.largest[:8]:
-        shape = "x".join(map(str, entry["shape"]))
-        made_by = entry["module"] or entry["category"]
-        rows.append([made_by, gib(entry["bytes"]), f"{shape} {entry['dtype']}", f"{entry['op']}, {entry['phase']}"])
-    return table(rows, right=(1,))
-
-
-def _compute(p: Prediction) -> str:
-    rows = [["compute of one update", "TFLOP"]]
-    rows += [[name, f"{p.flops[name] / 1e12:.2f}"] for name in ("forward", "backward", "recompute", "total")]
-    rows.append(["of which attention", f"{p.flops['attention'] / 1e12:.2f}"])
-    text = table(rows, right=(1,))
-    if not p.attention:
-        return text
-    growth = [["attention by grid", "tokens", "our kernel keeps", "a matrix would be", "TFLOP"]]
-    for row in p.attention:
-        grid = "x".join(map(str, row["grid"]))
-        name = f"level {row['level']}, {grid}" + (", every axis doubled" if row["grid_factor"] == 2 else "")
-        kernel, matrix = gib(row["kernel_bytes"]), gib(row["matrix_bytes"])
-        growth.append([name, f"{row['tokens']:,}", kernel, matrix, f"{row['flops'] / 1e12:.2f}"])
-    return text + "\n\n" + table(growth, right=(1, 2, 3, 4))
-
-
-def _notes(p: Prediction) -> str:
-    return f"Not predicted: {'; '.join(p.not_predicted)}. Computed in {p.seconds:.1f} s without a GPU."
+def promise(same_mathematics: bool) -> str:
+    """Return the promise as the comments of the config word it."""
+    return "same mathematics" if same_mathematics else "different mathematics"
 
 
 def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> str:
-    """Return the rungs as a table and the rungs to take; `measured` holds reserved bytes by rung."""
+    """Return a table of the rungs, then which one to take; `measured` maps rung names to reserved bytes."""
     head = ["rung", "promise", "allocated", "needed", "host", "compute", "fits"]
     rows = [head + (["measured"] if measured is not None else [])]
-    for step in ladder.steps:
+    for predicted in ladder.rungs:
+        rung, prediction = predicted.rung, predicted.prediction
         row = [
-            step.rung.name,
-            promise(step.rung.same_mathematics),
-            gib(step.prediction.peak_allocated_bytes),
-            gib(step.prediction.required_bytes),
-            gib(step.prediction.host_bytes),
-            f"{step.relative_flops:.2f}x",
-            _fits(step, ladder.budget_bytes),
+            rung.name,
+            promise(rung.same_mathematics),
+            gib(prediction.peak_allocated_bytes),
+            gib(prediction.required_bytes),
+            gib(prediction.host_bytes),
+            f"{predicted.relative_flops:.2f}x",
+            _fits(predicted, ladder.budget_bytes),
         ]
         if measured is not None:
-            row.append(gib(measured[step.rung.name]) if step.rung.name in measured else "failed")
+            row.append(gib(measured[rung.name]) if rung.name in measured else "failed")
         rows.append(row)
     parts = [table(rows, right=(2, 3, 4, 5)), *_without_effect(ladder), _verdict(ladder)]
     return "\n\n".join(parts)
 
 
 def _without_effect(ladder: Ladder) -> list[str]:
-    """Return why rungs with the peak of the rung above are on the ladder; nothing when there are none."""
+    """Return one paragraph that explains why some rungs do not lower the peak; empty if all of them do."""
     lines = [
-        f"{step.rung.name}: the same peak as above. It lowers {step.rung.lowers}, which does not count here: "
-        f"the peak is in {step.prediction.phase}."
-        for step in ladder.without_effect
+        f"{predicted.rung.name}: same peak as the rung above. It lowers {predicted.rung.lowers}, but the peak is in "
+        f"{predicted.prediction.phase}."
+        for predicted in ladder.without_effect
     ]
     return ["\n".join(lines)] if lines else []
 
 
-def _fits(step: Step, budget_bytes: int) -> str:
-    if not step.fits:
+def _fits(predicted: PredictedRung, budget_bytes: int) -> str:
+    if not predicted.fits:
         return "no"
-    return "yes" if step.fits_with_margin(budget_bytes) else "yes, without margin"
+    return "yes" if predicted.fits_with_margin(budget_bytes) else "yes, without margin"
 
 
 def _verdict(ladder: Ladder) -> str:
@@ -148,7 +77,38 @@ def _verdict(ladder: Ladder) -> str:
 
 
 def as_override(value: Any) -> str:
-    """Return a value as it is written behind `section.key=`."""
+    """Return a value as users write it after `section.key=`."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
+
+
+def as_overrides(rung: Rung) -> str:
+    """Return the changes of a rung as users write them on the command line."""
+    return " ".join(f"{key}={as_override(value)}" for key, value in rung.changes.items())
+
+
+def config_with_reasons(ladder: Ladder, source: str) -> str:
+    """Return the recommended rung as a complete YAML; comments at the top say what changed and why."""
+    chosen = ladder.recommended
+    assert chosen is not None, "no rung fits, so there is no config to write"
+    given = ladder.rungs[0]
+    peak, budget = chosen.prediction.required_bytes / GIB, ladder.budget_bytes / GIB
+    lines = [
+        f"{source} changed to fit {budget:g} GiB: rung '{chosen.rung.name}' of the {ladder.order} order.",
+        f"Predicted for {ladder.stage}: {peak:.2f} GiB with the CUDA context, peak in {chosen.prediction.phase};",
+        f"as configured {given.prediction.required_bytes / GIB:.2f} GiB. Compute: {chosen.relative_flops:.2f} times.",
+    ]
+    fields = dict(known_keys())
+    for key, value in chosen.rung.all_changes.items():
+        field = fields[key]
+        was = look_up(given.rung.settings, key)
+        lines.append(f"{key}: {_plain(value)}, was {_plain(was)} ({field.json_schema_extra['promise']})")
+        lines.append(f"  {field.description}")
+    if not chosen.rung.all_changes:
+        lines.append("Nothing had to change.")
+    return "".join(f"# {line}\n" for line in lines) + "\n" + dump_yaml(chosen.rung.settings)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else value

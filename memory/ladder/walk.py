@@ -1,23 +1,24 @@
-"""Walk the rungs from a config towards a budget and say which one to take. Never imports torch."""
+"""Predict the rungs below a config until a memory budget is met, and choose one. Never imports torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from memory.ladder.rungs import Order, Rung, build_rungs, look_up
-from memory.predict.prediction import GIB, Prediction, Predictor, Stage
-from settings import Settings, dump_yaml, known_keys
+from memory.predict.prediction import Prediction, Predictor, Stage
+from settings import Settings
 
 NUM_WORKERS = 2
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Step:
-    """A rung with its prediction and whether the budget holds it."""
+class PredictedRung:
+    """A rung, its prediction, and whether it fits the budget; one row of the table."""
 
     rung: Rung
     prediction: Prediction
@@ -26,13 +27,13 @@ class Step:
 
     @property
     def margin_bytes(self) -> int:
-        """Return what steps of this tier may need beyond their prediction; nothing once a step was measured."""
+        """Return by how much steps of this tier may exceed their prediction; 0 if a measurement has corrected it."""
         if self.prediction.correction_source:
             return 0
         return round(self.prediction.margin * self.prediction.peak_reserved_bytes)
 
     def fits_with_margin(self, budget_bytes: int) -> bool:
-        """Return whether the budget also holds the margin."""
+        """Return whether the rung fits the budget even if it needs its whole margin."""
         return self.prediction.required_bytes + self.margin_bytes <= budget_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -58,39 +59,42 @@ class Step:
 
 @dataclass(frozen=True)
 class Ladder:
-    """All rungs that were looked at, in order."""
+    """All rungs that were predicted, in order."""
 
     stage: Stage
     order: Order
     budget_bytes: int
-    steps: tuple[Step, ...]
+    rungs: tuple[PredictedRung, ...]
 
     @property
-    def first(self) -> Step | None:
+    def first(self) -> PredictedRung | None:
         """Return the first rung that fits."""
-        return next((step for step in self.steps if step.fits), None)
+        return next((rung for rung in self.rungs if rung.fits), None)
 
     @property
-    def fastest(self) -> Step | None:
-        """Return the rung that fits with the least compute; the same mathematics before any other."""
-        return _least_compute([step for step in self.steps if step.fits])
+    def fastest(self) -> PredictedRung | None:
+        """Return the rung that fits with the least compute; prefer those with the same mathematics."""
+        return _least_compute([rung for rung in self.rungs if rung.fits])
 
     @property
-    def recommended(self) -> Step | None:
-        """Return what `--write-config` writes: the fastest that fits with its margin, else the fastest that fits."""
-        roomy = [step for step in self.steps if step.fits_with_margin(self.budget_bytes) and step.rung.same_mathematics]
+    def recommended(self) -> PredictedRung | None:
+        """Return the fastest rung that fits with its margin, else the fastest that fits; `--write-config` writes it."""
+        roomy = [row for row in self.rungs if row.fits_with_margin(self.budget_bytes) and row.rung.same_mathematics]
         return _least_compute(roomy) or self.fastest
 
     @property
-    def without_effect(self) -> list[Step]:
-        """Return the rungs whose peak is that of the rung above them: what they lower does not hold it."""
-        peaks = [step.prediction.peak_allocated_bytes for step in self.steps]
-        return [step for step, above, peak in zip(self.steps[1:], peaks, peaks[1:], strict=False) if peak == above]
+    def without_effect(self) -> list[PredictedRung]:
+        """Return the rungs with the same peak as the rung above, because they lower memory that is not in the peak."""
+        return [
+            rung
+            for above, rung in pairwise(self.rungs)
+            if rung.prediction.peak_allocated_bytes == above.prediction.peak_allocated_bytes
+        ]
 
     @property
-    def smallest(self) -> Step:
-        """Return the rung with the least memory."""
-        return min(self.steps, key=lambda step: step.prediction.required_bytes)
+    def smallest(self) -> PredictedRung:
+        """Return the rung that needs the least memory."""
+        return min(self.rungs, key=lambda rung: rung.prediction.required_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""
@@ -98,15 +102,15 @@ class Ladder:
             "stage": self.stage,
             "order": self.order,
             "budget_bytes": self.budget_bytes,
-            "rungs": [step.to_json() for step in self.steps],
+            "rungs": [rung.to_json() for rung in self.rungs],
             "first": self.first.rung.name if self.first else None,
             "fastest": self.fastest.rung.name if self.fastest else None,
             "recommended": self.recommended.rung.name if self.recommended else None,
         }
 
 
-def _least_compute(steps: list[Step]) -> Step | None:
-    return min(steps, key=lambda step: (not step.rung.same_mathematics, step.relative_flops), default=None)
+def _least_compute(rungs: list[PredictedRung]) -> PredictedRung | None:
+    return min(rungs, key=lambda rung: (not rung.rung.same_mathematics, rung.relative_flops), default=None)
 
 
 def walk(
@@ -117,43 +121,43 @@ def walk(
     progress: Progress | None = None,
     correct: Callable[[Prediction], Prediction] = lambda prediction: prediction,
 ) -> Ladder:
-    """Predict the rungs, two at a time, until the rest cannot matter.
+    """Predict the rungs, two at a time, until the remaining ones cannot change the choice.
 
-    Skipped: thinner slabs when thicker ones fit, and changes of the mathematics when something gentler fits.
-    correct: scales predictions by what was once measured on this machine.
+    Thinner slabs are skipped once thicker ones fit, and changes to the mathematics once any rung fits without one.
+    correct: scales a prediction by earlier measurements on this machine.
     """
     rungs = build_rungs(settings, stage, order)
-    steps: list[Step] = []
+    predicted: list[PredictedRung] = []
     waiting: list[tuple[Rung, Future[Prediction]]] = []
 
     def collect() -> None:
         rung, future = waiting.pop(0)
         prediction = correct(future.result())
-        base = steps[0].prediction if steps else prediction
+        base = predicted[0].prediction if predicted else prediction
         relative = prediction.flops["total"] / max(1, base.flops["total"])
-        steps.append(Step(rung, prediction, prediction.fits(budget_bytes), relative))
+        predicted.append(PredictedRung(rung, prediction, prediction.fits(budget_bytes), relative))
         if progress is not None:
-            progress(len(steps), len(rungs), rung.name)
+            progress(len(predicted), len(rungs), rung.name)
 
     with Predictor(NUM_WORKERS) as predictor:
-        for rung in _still_wanted(rungs, steps, order):
+        for rung in _still_wanted(rungs, predicted, order):
             waiting.append((rung, predictor.submit(rung.settings, stage)))
             if len(waiting) == NUM_WORKERS:
                 collect()
         while waiting:
             collect()
-    return Ladder(stage, order, budget_bytes, tuple(steps))
+    return Ladder(stage, order, budget_bytes, tuple(predicted))
 
 
-def _still_wanted(rungs: list[Rung], steps: list[Step], order: Order) -> Iterator[Rung]:
-    """Yield rungs while they can matter, looking at the steps that were finished meanwhile.
+def _still_wanted(rungs: list[Rung], predicted: list[PredictedRung], order: Order) -> Iterator[Rung]:
+    """Yield rungs while they can change the choice; `predicted` grows between them.
 
-    What follows a rung that was left out builds on the last that was not, so that each differs from the one above it
-    by its own changes only.
+    After a skipped rung, build on the last rung that was yielded, so that each rung differs from the one above it only
+    by its own changes.
     """
     above: Rung | None = None
     for rung in rungs:
-        fitting = [step.rung for step in steps if step.fits]
+        fitting = [other.rung for other in predicted if other.fits]
         if fitting and (order == "guide" or not rung.same_mathematics):
             return
         if rung.family and any(other.family == rung.family for other in fitting):
@@ -169,37 +173,6 @@ def _on_top_of(above: Rung, rung: Rung) -> Rung:
 
 
 def next_same_mathematics_rung(settings: Settings, stage: Stage) -> Rung | None:
-    """Return the next rung of the default order that leaves the mathematics alone; None when there is none left."""
+    """Return the next rung of the default order that keeps the mathematics; None if none is left."""
     rungs = build_rungs(settings, stage, "lossless-first")
     return next((rung for rung in rungs[1:] if rung.same_mathematics), None)
-
-
-def config_with_reasons(ladder: Ladder, source: str) -> str:
-    """Return the recommended rung as a complete YAML whose head says what was changed and why."""
-    step = ladder.recommended
-    assert step is not None, "there is nothing to write when nothing fits"
-    given = ladder.steps[0]
-    peak, budget = step.prediction.required_bytes / GIB, ladder.budget_bytes / GIB
-    lines = [
-        f"{source} changed to fit {budget:g} GiB: rung '{step.rung.name}' of the {ladder.order} order.",
-        f"Predicted for {ladder.stage}: {peak:.2f} GiB with the CUDA context, peak in {step.prediction.phase};",
-        f"as configured {given.prediction.required_bytes / GIB:.2f} GiB. Compute: {step.relative_flops:.2f} times.",
-    ]
-    fields = dict(known_keys())
-    for key, value in step.rung.all_changes.items():
-        field = fields[key]
-        was = look_up(given.rung.settings, key)
-        lines.append(f"{key}: {_plain(value)}, was {_plain(was)} ({field.json_schema_extra['promise']})")
-        lines.append(f"  {field.description}")
-    if not step.rung.all_changes:
-        lines.append("Nothing had to change.")
-    return "".join(f"# {line}\n" for line in lines) + "\n" + dump_yaml(step.rung.settings)
-
-
-def promise(same_mathematics: bool) -> str:
-    """Return the promise in the words of the config's comments."""
-    return "same mathematics" if same_mathematics else "different mathematics"
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else value

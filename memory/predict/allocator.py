@@ -1,7 +1,7 @@
-"""Replay of CUDA's caching allocator on the trace of a step, to see what is reserved beyond what is allocated.
+"""Replay the trace of a step through CUDA's caching allocator, to predict reserved memory as well as allocated.
 
-The allocator asks the driver for segments, cuts blocks out of them, and returns nothing unless forced to. What it
-reserves is what `nvidia-smi` shows and what a budget has to hold.
+The allocator requests segments from the driver, splits them into blocks, and returns none of them unless it has to.
+Reserved memory is what `nvidia-smi` shows and what has to fit a budget.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from itertools import count
 from memory.predict.prediction import MIB
 
 ALIGNMENT = 512
-SMALL_REQUEST = 1 * MIB  # up to here: the small pool
+SMALL_REQUEST = 1 * MIB  # up to this size: the small pool
 SMALL_SEGMENT = 2 * MIB
-MEDIUM_REQUEST = 10 * MIB  # below: one shared segment of LARGE_SEGMENT; from here on a segment of its own
+MEDIUM_REQUEST = 10 * MIB  # below this size: a shared segment of LARGE_SEGMENT; from this size: its own segment
 LARGE_SEGMENT = 20 * MIB
 LARGE_ROUNDING = 2 * MIB
 
 
 def round_up(nbytes: int, unit: int) -> int:
-    """Return the multiple of `unit` that holds `nbytes`."""
+    """Return `nbytes` rounded up to a multiple of `unit`."""
     return -(-nbytes // unit) * unit
 
 
@@ -37,7 +37,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _Pool:
-    """The blocks of one pool: free ones ordered by size for best fit, and where an expandable segment ends."""
+    """The free blocks of one pool, ordered by size for best fit, and the last block of its expandable segment."""
 
     is_small: bool
     free: list[tuple[int, int, _Block]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """The allocator's books: `allocated` is what tensors hold after rounding, `reserved` what the driver has given."""
+    """A caching allocator that only counts: `allocated` bytes in use after rounding, `reserved` bytes of segments."""
 
     def __init__(self, expandable_segments: bool = False) -> None:
         self.expandable_segments = expandable_segments
@@ -66,7 +66,7 @@ class CachingAllocator:
         self._numbers = count()
 
     def allocate(self, nbytes: int) -> _Block | None:
-        """Return a block for `nbytes`; nothing is needed for an empty tensor."""
+        """Return a block for `nbytes`; None for an empty tensor."""
         if nbytes == 0:
             return None
         size = round_up(nbytes, ALIGNMENT)
@@ -82,7 +82,7 @@ class CachingAllocator:
         return block
 
     def release(self, block: _Block | None, nbytes: int) -> None:
-        """Give a block back and merge it with free neighbours."""
+        """Free a block and merge it with free neighbours."""
         if block is None:
             return
         pool = self._pools[round_up(nbytes, ALIGNMENT) <= SMALL_REQUEST]
@@ -108,7 +108,7 @@ class CachingAllocator:
         return _Block(segment, next(self._numbers))
 
     def _extend(self, pool: _Pool, size: int) -> _Block:
-        """Map more pages at the end of the pool's one segment, using the free block that may lie there."""
+        """Grow the pool's single segment at its end, starting with the free block there, if any."""
         end = pool.last if pool.last is not None and pool.last.is_free else None
         missing = size - (end.size if end is not None else 0)
         grown = round_up(missing, SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT)
@@ -147,9 +147,9 @@ class CachingAllocator:
 
 
 def replay(trace: Iterable[int], sizes: Sequence[int], expandable_segments: bool) -> CachingAllocator:
-    """Run a trace through the allocator and return its books.
+    """Run a trace through the allocator and return the allocator.
 
-    trace: an allocation is its index into `sizes`, a release the index's complement; a size of 0 is skipped.
+    trace: an allocation is its index into `sizes`, a release the complement of that index; sizes of 0 are skipped.
     """
     allocator = CachingAllocator(expandable_segments)
     blocks: dict[int, _Block | None] = {}

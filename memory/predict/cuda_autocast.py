@@ -1,9 +1,10 @@
-"""CUDA's autocast rules for CPU and fake tensors, so that a machine without a GPU sees the dtypes a GPU would make.
+"""CUDA's autocast rules for CPU and fake tensors, so that a machine without a GPU predicts the dtypes of a GPU.
 
-CPU autocast leaves GroupNorm, upsampling, softmax, sums, powers and some losses in low precision; CUDA runs them in
-fp32 and keeps the fp32 copies for backward, which doubles the memory of a normalisation. The rules are installed as
-kernels of the `AutocastCPU` dispatch key, so they act wherever autocast is on: in forward, in custom autograd functions
-and in the recomputation of a checkpoint.
+CPU autocast leaves GroupNorm, upsampling, softmax, sums, powers and some losses in low precision. CUDA autocast runs
+them in fp32 and keeps the fp32 copies for backward, which doubles the memory of a normalisation. The rules are
+registered as kernels of the `AutocastCPU` dispatch key, so they apply wherever CPU autocast is on: in forward, in
+custom autograd functions, and when a checkpoint recomputes. They do not apply to code that names "cuda" when it asks
+for autocast, so networks and losses must name the device of their tensors.
 """
 
 import functools
@@ -11,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -21,7 +21,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# The lists of ATen's autocast_mode.h; a test compares them with the kernels that torch registers for AutocastCUDA.
+# From ATen's autocast_mode.h; a test compares these lists with the kernels that torch registers for AutocastCUDA.
 FP32_OPS = _names(
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
     "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
@@ -37,9 +37,9 @@ FP32_RESULT_OPS = _names(
     "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
     "linalg_matrix_norm.str_ord sum sum.dim_IntList"
 )
-# Low precision on CUDA, without a kernel of their own under CPU autocast.
+# Low precision under CUDA autocast; CPU autocast has no kernel for them.
 LOW_PRECISION_OPS = _names("convolution _convolution addmv addr mv")
-# fp32 under CPU autocast, left as they come by CUDA autocast; only those a network or a loss may use.
+# fp32 under CPU autocast, unchanged by CUDA autocast; only the operators that a network or a loss may use.
 UNTOUCHED_OPS = _names(
     "adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d max_pool3d reflection_pad1d reflection_pad2d "
     "replication_pad1d replication_pad2d replication_pad3d quantile quantile.scalar fft_rfftn fft_irfftn "
@@ -62,7 +62,7 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Convert the floating tensors of `tree`, except double ones, which autocast never touches."""
+    """Cast the floating-point tensors in `tree`, except float64, which autocast never touches."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
@@ -114,43 +114,16 @@ def _contiguous_group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
-    """GroupNorm as CUDA runs it: an input in another memory format is copied, and the copy is what backward keeps."""
+    """Apply GroupNorm as CUDA does: copy an input that is not contiguous, and save the copy for backward."""
     batch, channels, voxels = x.shape[0], x.shape[1], x[0, 0].numel()
     return torch.native_group_norm(x.contiguous(), weight, bias, batch, channels, voxels, num_groups, eps)[0]
 
 
 @contextmanager
-def _cuda_requests_act_on_cpu() -> Iterator[None]:
-    """Let code that names "cuda" (`custom_fwd`, `torch.autocast("cuda")`) meet the autocast state of the CPU."""
-    original_init, original_enabled = torch.autocast.__init__, torch.is_autocast_enabled
-    original_dtype, original_cast = torch.get_autocast_dtype, torch.amp.autocast_mode._cast
-
-    def here(device_type: str) -> str:
-        return "cpu" if device_type == "cuda" else device_type
-
-    def init(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original_init(self, here(device_type), *args, **kwargs)
-
-    def enabled(device_type: str = "cpu") -> bool:
-        return original_enabled(here(device_type))
-
-    def cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-        return original_cast(value, here(device_type), dtype)
-
-    with (
-        mock.patch.object(torch.amp.autocast_mode, "_cast", cast),
-        mock.patch.object(torch.autocast, "__init__", init),
-        mock.patch.object(torch, "is_autocast_enabled", enabled),
-        mock.patch.object(torch, "get_autocast_dtype", lambda device_type: original_dtype(here(device_type))),
-    ):
-        yield
-
-
-@contextmanager
 def cuda_autocast_rules() -> Iterator[None]:
-    """Make `torch.autocast("cpu")` choose the dtypes that `torch.autocast("cuda")` chooses, until the block is left.
+    """Make `torch.autocast("cpu")` choose the dtypes of `torch.autocast("cuda")` inside the block.
 
-    Turns nothing on: it changes what autocast does where it is on. Process-wide, so not for a process that trains.
+    This does not turn autocast on. It affects the whole process, so never use it in a process that trains.
     """
     kernels: dict[str, Any] = {name: _fp32_kernel(name) for name in FP32_OPS}
     kernels |= {name: _fp32_result_kernel(name) for name in FP32_RESULT_OPS}
@@ -163,7 +136,6 @@ def cuda_autocast_rules() -> Iterator[None]:
             for name, kernel in kernels.items():
                 library.impl(_overload(name), kernel, "AutocastCPU")
             library.impl(_overload("group_norm"), _contiguous_group_norm, "CompositeImplicitAutograd")
-        with _cuda_requests_act_on_cpu():
-            yield
+        yield
     finally:
         library._destroy()

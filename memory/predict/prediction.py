@@ -1,7 +1,7 @@
-"""The answer to "what will this step need?", asked of a process of its own. Never imports torch.
+"""What a training step will need, and the worker processes that compute it. Never imports torch.
 
-A prediction installs autocast rules and patches that must not reach a process which trains, so it always runs in
-`memory.predict.process`. One worker answers many questions: starting one costs some seconds of imports.
+A prediction replaces autocast rules for the whole process, so it never runs in a process that trains but always in a
+worker (`memory.predict.process`). One worker answers many requests, because starting it takes seconds of imports.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from settings import Settings
 Stage = Literal["autoencoder", "ldm"]
 MIB, GIB = 1 << 20, 1 << 30
 CONTEXT_BYTES = GIB // 2
-"""What CUDA's context and its libraries take beside the allocator: between 0.3 and 0.6 GiB by GPU and driver."""
+"""Assumed size of the CUDA context and its libraries, which the allocator does not count: 0.3 to 0.6 GiB by GPU and
+driver."""
 
 NOT_PREDICTED = ("convolution workspaces", "the CUDA context (0.5 GiB is assumed)", "other programs on the GPU")
 MARGINS = {"stock": 0.10, "plain": 0.10, "checkpointed": 0.20, "offload": 0.30, "slabs": 0.30}
-"""By how much a real step may exceed the prediction, by tier: the leaner a step, the larger the share of what
-convolutions take for themselves. From real CPU steps; a measured first step replaces it."""
+"""By how much a real step may exceed its prediction, by tier. The leaner a step, the larger the share of convolution
+workspaces. Taken from real CPU steps; the first measured step on a machine replaces it."""
 
 
 class PredictionError(RuntimeError):
-    """The predicting process failed; the text is what it said."""
+    """A prediction worker failed; the text is its error message."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one training step will need, and why."""
+    """The predicted memory and compute of one training step, and what they consist of."""
 
     stage: str
     tier: str
@@ -61,11 +62,11 @@ class Prediction:
 
     @property
     def required_bytes(self) -> int:
-        """Return what a device must have: the reserved peak, corrected if it was once measured, and the context."""
+        """Return the memory a device must have: the reserved peak, corrected by measurements, plus the context."""
         return round(self.peak_reserved_bytes * self.correction) + self.context_bytes
 
     def fits(self, budget_bytes: float) -> bool:
-        """Return whether a device with `budget_bytes` holds the step, without the margin."""
+        """Return whether the step fits into `budget_bytes`, ignoring the margin."""
         return self.required_bytes <= budget_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -78,12 +79,12 @@ class Prediction:
         return cls(**{name: value for name, value in values.items() if name != "required_bytes"})
 
     def corrected(self, factor: float, source: str) -> Prediction:
-        """Return the prediction scaled by what was measured on this machine."""
+        """Return the prediction scaled by a factor measured on this machine."""
         return replace(self, correction=factor, correction_source=source)
 
 
 def tier_of(settings: Settings, stage: Stage) -> str:
-    """Return how lean the step is; predictions of one tier err alike."""
+    """Return the tier of a step: how lean it is. Predictions of one tier have similar errors."""
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
     if stage == "autoencoder" and settings.autoencoder.training.slab_rows:
         return "slabs"
@@ -95,13 +96,13 @@ def tier_of(settings: Settings, stage: Stage) -> str:
 
 
 class Predictor:
-    """Worker processes that predict; use it as a context manager."""
+    """A pool of prediction workers; use it as a context manager."""
 
     def __init__(self, workers: int = 1) -> None:
         self._threads = ThreadPoolExecutor(workers)
-        # The warnings of a prediction are none of the training's.
+        # Keep the workers' warnings out of the training's output.
         self._folder = tempfile.TemporaryDirectory()
-        self._complaints = Path(self._folder.name) / "stderr"
+        self._stderr = Path(self._folder.name) / "stderr"
         self._idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
         self._processes = [self._start() for _ in range(workers)]
         for process in self._processes:
@@ -114,7 +115,7 @@ class Predictor:
         self.close()
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.kill()
@@ -122,11 +123,11 @@ class Predictor:
         self._folder.cleanup()
 
     def submit(self, settings: Settings, stage: Stage) -> Future[Prediction]:
-        """Ask for a prediction and return at once."""
+        """Start a prediction and return immediately."""
         return self._threads.submit(self.predict, settings, stage)
 
     def predict(self, settings: Settings, stage: Stage) -> Prediction:
-        """Return the prediction; raise `PredictionError` when the worker fails."""
+        """Return the prediction; raise `PredictionError` if the worker fails."""
         process = self._idle.get()
         assert process.stdin is not None, "workers are started with pipes"
         assert process.stdout is not None, "workers are started with pipes"
@@ -138,29 +139,29 @@ class Predictor:
             answer = ""
         self._idle.put(process)
         if not answer:
-            raise PredictionError(f"the predicting process ended with code {process.wait()}; {self._last_words()}")
+            raise PredictionError(f"the prediction worker exited with code {process.wait()}; {self._last_error()}")
         values = json.loads(answer)
         if "error" in values:
             raise PredictionError(values["error"])
         return Prediction.from_json(values)
 
-    def _last_words(self) -> str:
-        lines = self._complaints.read_text().strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+    def _last_error(self) -> str:
+        lines = self._stderr.read_text().strip().splitlines()
+        return lines[-1] if lines else "it printed no error"
 
     def _start(self) -> subprocess.Popen[str]:
-        with self._complaints.open("a") as complaints:
+        with self._stderr.open("a") as stderr:
             return subprocess.Popen(
                 [sys.executable, "-m", "memory.predict.process"],
                 cwd=Path(__file__).resolve().parents[2],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=complaints,
+                stderr=stderr,
                 text=True,
             )
 
 
 def predict(settings: Settings, stage: Stage) -> Prediction:
-    """Return what one step of `stage` will need."""
+    """Predict one step of `stage` in a worker of its own."""
     with Predictor() as predictor:
         return predictor.predict(settings, stage)

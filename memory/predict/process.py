@@ -1,4 +1,4 @@
-"""The process that predicts: reads one JSON question a line, writes one JSON answer a line, until its input ends."""
+"""The program of a prediction worker: read one JSON request per line, write one JSON answer per line, until EOF."""
 
 import gc
 import json
@@ -6,27 +6,27 @@ import logging
 import os
 import sys
 
-# No GPU is used, and one question must not take the cores of another.
+# Predictions need no GPU, and workers must not compete for cores.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def main() -> None:
-    """Answer questions from standard input; networks may print, so answers go to the original standard output."""
+    """Answer requests from standard input on the original standard output; anything networks print goes to stderr."""
     answers, sys.stdout = sys.stdout, sys.stderr
     logging.disable(logging.WARNING)
-    # Collecting garbage while a million objects are imported and followed takes a tenth of the time; after each answer
-    # it costs nobody anything, and what is alive at a peak does not depend on when it ran.
+    # Garbage collection during imports and tracking, with a million live objects, takes a tenth of the time. Collect
+    # after each answer instead, when nobody waits. The predicted peak does not depend on when it runs.
     gc.disable()
 
     from memory.predict.step import predict_step
     from settings import Settings, UserError
 
     for line in sys.stdin:
-        question = json.loads(line)
+        request = json.loads(line)
         try:
-            settings = Settings.model_validate(question["settings"])
-            answer = predict_step(settings, question["stage"]).to_json()
+            settings = Settings.model_validate(request["settings"])
+            answer = predict_step(settings, request["stage"]).to_json()
         except (UserError, RuntimeError, ValueError, AssertionError, TypeError) as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

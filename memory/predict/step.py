@@ -1,4 +1,4 @@
-"""Build and execute the step that training executes, under the tracker, and say what was alive at its peak."""
+"""Run the real training step under the tracker and summarise its peak."""
 
 import math
 import time
@@ -18,12 +18,12 @@ from runtime.processes import Process
 from settings import Settings
 
 NUM_LARGEST = 12
-MAX_KERNEL_VOXELS = 64  # a 16-bit copy of a convolution's weight has five axes too
+MAX_KERNEL_VOXELS = 64  # tells volumes from 16-bit copies of convolution weights, which have five axes too
 CATEGORIES = ("parameters", "gradients", "optimizer", "ema", "inputs")
 
 
 def build_step(settings: Settings, stage: Stage, device: torch.device = CPU) -> Any:
-    """Build the step object of a stage without reading weight files."""
+    """Build the training step of a stage without loading weight files."""
     assert stage in ("autoencoder", "ldm"), f"unknown stage {stage}"
     process = Process(device)
     if stage == "autoencoder":
@@ -36,10 +36,10 @@ def build_step(settings: Settings, stage: Stage, device: torch.device = CPU) -> 
 
 
 def track_step(settings: Settings, stage: Stage, fake: bool = True, cuda: bool = True) -> MemoryTracker:
-    """Execute the fullest micro-batch of a step and return the tracker of it.
+    """Run the micro-batch that needs the most memory and return its tracker.
 
-    The optimizer states exist, with accumulation also the gradients of earlier micro-batches, and the adversarial term
-    has started: its peak is that of the whole training. With fake=False the same happens with real CPU tensors.
+    The optimizer states exist, the adversarial term is active and, with accumulation, the gradients of earlier
+    micro-batches exist too. So this peak is the peak of the whole training. With fake=False, run on real CPU tensors.
     """
     settings = _on_cpu(settings)
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
@@ -62,7 +62,7 @@ def track_step(settings: Settings, stage: Stage, fake: bool = True, cuda: bool =
 
 
 def predict_step(settings: Settings, stage: Stage) -> Prediction:
-    """Predict in this process; `memory.predict` does it in one of its own."""
+    """Predict in this process; use `memory.predict.predict` to do it in a worker."""
     start = time.perf_counter()
     is_cuda = settings.device.type != "cpu"
     tracker = track_step(settings, stage, cuda=is_cuda)
@@ -104,10 +104,10 @@ def predict_step(settings: Settings, stage: Stage) -> Prediction:
 
 
 def attention_growth(settings: Settings, stage: Stage) -> list[dict[str, Any]]:
-    """Return tokens and bytes of one attention block at each attention level, now and with every axis doubled.
+    """Return tokens, bytes and FLOPs of one attention block per attention level, now and with every axis doubled.
 
-    The scaled-dot-product kernel keeps query, key, value and result: linear in the tokens. A matrix of attention
-    weights grows with their square, and so does the compute of both.
+    The scaled-dot-product kernel saves query, key, value and result, which is linear in the number of tokens. A matrix
+    of attention weights would be quadratic, as is the compute of both.
     """
     network = settings.autoencoder if stage == "autoencoder" else settings.ldm.unet
     grid = settings.training_grid if stage == "autoencoder" else settings.latent_shape[1:]
@@ -139,7 +139,7 @@ def _on_cpu(settings: Settings) -> Settings:
 
 
 def fullest_step(settings: Settings, stage: Stage) -> int:
-    """Return the number of a step in which every term is active."""
+    """Return the number of a step in which every loss term is active."""
     if stage == "ldm":
         return 0
     training = settings.autoencoder.training
@@ -147,7 +147,7 @@ def fullest_step(settings: Settings, stage: Stage) -> int:
 
 
 def _adopt_step(tracker: MemoryTracker, step: Any) -> None:
-    """Tell the tracker which network is which, and what is neither activation nor gradient."""
+    """Give the tracker the names of the networks and the categories of tensors that outlive a step."""
     for name, value in vars(step).items():
         if isinstance(value, nn.Module) and not name.startswith("_"):
             tracker.name_modules(name, value)
@@ -159,7 +159,7 @@ def _adopt_step(tracker: MemoryTracker, step: Any) -> None:
 
 @torch.no_grad()
 def _make_optimizer_state(updater: Any) -> None:
-    """Let the optimizer allocate its states: they exist from the first update to the last."""
+    """Make the optimizer allocate its states, which exist from the first update on."""
     for parameter in updater.parameters:
         parameter.grad = torch.zeros_like(parameter)
     updater.optimizer.step()
@@ -186,9 +186,9 @@ def _breakdown(alive: list[Allocation]) -> dict[str, int]:
 
 
 def level_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> int | None:
-    """Return the level a tensor belongs to by its size, 0 being the full grid; None for tensors without a grid.
+    """Return the resolution level of a tensor, 0 for the full grid; None for tensors without a grid.
 
-    Judged by the last axis: slabs cut the first one, and padding adds a row to each.
+    Decided by the last axis, because slabs split the first one; rounding absorbs the rows that padding adds.
     """
     if len(shape) == 5 and math.prod(shape[2:]) > MAX_KERNEL_VOXELS:
         return max(0, round(math.log2(grid[-1] / shape[-1])))

@@ -1,7 +1,7 @@
-"""Follow every tensor storage of a step from the operator that allocates it until it is released.
+"""Track every tensor storage of a step from its allocation to its release.
 
-Works on real and on fake tensors alike: a fake step allocates nothing, yet makes and releases the same storages in the
-same order. The result is the peak, what was alive at the peak, and the trace that `memory.predict.allocator` replays.
+Works on real and fake tensors: a fake step allocates no memory but creates and releases the same storages in the same
+order. The result is the peak, the storages alive at the peak, and the trace that `memory.predict.allocator` replays.
 """
 
 import functools
@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from memory.predict.fake_shortcuts import CPU, FakeShortcuts
 from memory.predict.flops import count_flops
@@ -29,7 +30,7 @@ aten = torch.ops.aten
 
 @dataclass(slots=True)
 class Allocation:
-    """One storage: how large it is, who made it and during what, and when it lived."""
+    """One storage: its size, the operator, phase and module that allocated it, and whether it was released."""
 
     nbytes: int
     shape: tuple[int, ...]
@@ -39,31 +40,31 @@ class Allocation:
     module: str
     in_backward: bool
     place: Place
-    category: str = ""  # parameters, gradients, optimizer, ema, inputs; "" for everything a step makes and releases
+    category: str = ""  # parameters, gradients, optimizer, ema or inputs; "" for temporary tensors of the step
     released: bool = False
 
 
 @dataclass(slots=True)
 class Flops:
-    """Floating-point operations of a step by what they are for."""
+    """Floating-point operations of a step by purpose."""
 
     forward: int = 0
     backward: int = 0
     recompute: int = 0
-    attention: int = 0  # the share of attention in the three above
+    attention: int = 0  # attention's part of the three above
 
     @property
     def total(self) -> int:
-        """Return forward, backward and recomputation together."""
+        """Return the sum of forward, backward and recomputation."""
         return self.forward + self.backward + self.recompute
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Record allocations and releases of all storages made while the mode is active.
+    """Record the allocation and release of every storage created while the mode is active.
 
-    `trace` holds the events in order: an allocation is its index into `allocations`, a release the index's complement
-    (`~index`). Enter it inside `FakeTensorMode` to predict, alone to observe a real CPU step. Storages made before
-    are not known to it unless they are given to `adopt`.
+    `trace` holds the events in order: an allocation is its index into `allocations`, a release the complement of that
+    index (`~index`). Enter it inside `FakeTensorMode` to predict, or alone to observe a real CPU step. Pass storages
+    created earlier to `adopt`; otherwise they are not counted.
     """
 
     def __init__(self, cuda: bool = True, fake: FakeTensorMode | None = None) -> None:
@@ -82,31 +83,41 @@ class MemoryTracker(TorchDispatchMode):
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._modules: list[str] = []
         self._module_of_node: dict[int, str] = {}
-        self._patches: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tell torch not to wrap the dispatch below: nothing is compiled here, and the wrapper costs time."""
+        """Tell torch not to wrap `__torch_dispatch__`: nothing is compiled here, and the wrapper costs time."""
         return False
 
     def __enter__(self) -> "MemoryTracker":
-        patch = mock.patch.object(nn.Module, "__call__", _naming_call(nn.Module.__call__, self))
-        patch.start()
-        self._patches.append(patch)
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._patches.pop().stop()
+        for hook in self._hooks:
+            hook.remove()
         super().__exit__(*error)
 
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if module in self._names:
+            self._modules.append(self._names[module])
+
+    def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
+        if module in self._names:
+            self._modules.pop()
+
     def name_modules(self, name: str, root: nn.Module) -> None:
-        """Let allocations inside `root` carry the names of its modules, each preceded by `name`."""
+        """Label allocations inside `root` with the names of its modules, prefixed with `name`."""
         for path, module in root.named_modules():
             self._names[module] = f"{name}.{path}" if path else name
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count what is allocated inside as host memory: where a GPU trains, it is pinned memory of the machine."""
+        """Count allocations inside the block as host memory; on a GPU machine this is pinned memory."""
         before, self._place = self._place, "host"
         try:
             yield
@@ -114,7 +125,7 @@ class MemoryTracker(TorchDispatchMode):
             self._place = before
 
     def adopt(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """Say what the tensors are for; storages that were made before the tracker started are counted from now on."""
+        """Set the category of tensors; count storages from before the tracker started from now on."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
@@ -122,7 +133,7 @@ class MemoryTracker(TorchDispatchMode):
             self.allocations[self._alive[storage._cdata][0]].category = category
 
     def adopt_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Mark each gradient as such from the moment that backward stores it."""
+        """Categorise each gradient as soon as backward stores it."""
 
         def mark(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
@@ -133,14 +144,14 @@ class MemoryTracker(TorchDispatchMode):
                 parameter.register_post_accumulate_grad_hook(mark)
 
     def reset(self) -> None:
-        """Forget peaks and operations counted so far; what is alive stays counted."""
+        """Reset peaks and FLOPs; live storages stay counted."""
         self.flops = Flops()
         self.phase_peaks = {}
         self.peak = dict(self.live)
         self.peak_event = len(self.trace)
 
     def alive_at_peak(self) -> list[Allocation]:
-        """Return the device storages that were alive when the peak was reached."""
+        """Return the device storages that were alive at the peak."""
         alive: set[int] = set()
         for event in self.trace[: self.peak_event]:
             if event >= 0:
@@ -162,7 +173,7 @@ class MemoryTracker(TorchDispatchMode):
         out = self._execute(func, args, kwargs)
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward and self._modules:
-            # An operator's autograd node is made just before it runs: the newest number belongs to this operator.
+            # An operator's autograd node is created just before it runs, so the newest number is this operator's.
             self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._modules[-1]
         self._count(func, args, kwargs, out, in_backward)
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
@@ -182,7 +193,7 @@ class MemoryTracker(TorchDispatchMode):
         self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
 
     def _pass_through(self, nbytes: int, op: str, in_backward: bool) -> None:
-        """Count memory that a kernel takes and gives back before it returns."""
+        """Count memory that a kernel allocates and frees before it returns."""
         self._record_release(self._record(nbytes, (nbytes,), "workspace", op, in_backward))
 
     def _record(self, nbytes: int, shape: tuple[int, ...], dtype: str, op: str, in_backward: bool) -> int:
@@ -237,7 +248,7 @@ class MemoryTracker(TorchDispatchMode):
         if not in_backward:
             self.flops.forward += flops
         elif torch.is_grad_enabled() or self._modules:
-            # Backward itself runs without gradients: only a checkpoint turns them on, to compute the forward again.
+            # Backward itself runs with gradients disabled; only a checkpoint enables them, to recompute its forward.
             self.flops.recompute += flops
         else:
             self.flops.backward += flops
@@ -247,32 +258,18 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _naming_call(original: Callable[..., Any], tracker: MemoryTracker) -> Callable[..., Any]:
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        name = tracker._names.get(self)
-        if name is None:
-            return original(self, *args, **kwargs)
-        tracker._modules.append(name)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            tracker._modules.pop()
-
-    return call
-
-
 def _plausible_value(dtype: torch.dtype) -> bool | float | int:
-    """Stand in for a value that a fake tensor does not have: checks pass (`isfinite`), counts of bad values are 0."""
+    """Return a value for a fake tensor, which has none: checks such as `isfinite` pass, counts of bad values are 0."""
     if dtype == torch.bool:
         return True
     return 0.0 if dtype.is_floating_point else 0
 
 
 def _kernel_workspace(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes that the CUDA kernel behind `func` allocates for itself, as far as they are known.
+    """Return the bytes of workspace that the CUDA kernel of `func` allocates, as far as known.
 
-    The backward of flash attention accumulates the query's gradient in fp32, with the head's channels rounded up to 32
-    and the tokens to 128, beside one fp32 number per token and head.
+    The backward of flash attention accumulates the gradient of the query in fp32, with the channels of a head rounded
+    up to 32 and the tokens to 128, plus one fp32 number per token and head.
     """
     if func._overloadpacket is not aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return 0

@@ -1,4 +1,4 @@
-"""What was measured on this machine corrects later predictions for it: one factor per GPU, torch, cuDNN and tier."""
+"""Correct predictions by measurements on this machine: one factor per GPU, torch version, cuDNN version and tier."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from memory.predict.prediction import Prediction
+from storage.atomic import write_text
 
 log = logging.getLogger(__name__)
 
 LOWEST, HIGHEST = 0.5, 3.0
-"""A factor outside of this is a measurement of something else, such as a second program on the GPU."""
+"""A factor outside this range measures something else, such as a second program on the GPU."""
 
 
 def calibration_file() -> Path:
-    """Return where the factors are kept: in the user's cache, for they belong to the machine and not to a run."""
+    """Return the file of the factors, in the user's cache because they belong to the machine and not to a run."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "lean_latent_diffusion_3d" / "memory_calibration.json"
 
 
 def record(prediction: Prediction, measured_bytes: int) -> float | None:
-    """Remember a measured step; return its factor, or None when it is no measurement of this step or cannot be kept.
+    """Save the factor of a measured step and return it; return None if it is implausible or cannot be saved.
 
     measured_bytes: peak reserved by the allocator on CUDA, growth of the resident memory on the CPU.
     """
@@ -35,20 +36,18 @@ def record(prediction: Prediction, measured_bytes: int) -> float | None:
     try:
         path = calibration_file()
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(known, indent=2) + "\n")
-        temporary.replace(path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-        log.warning("memory: what the first step needed is not kept for later predictions (%s)", error)
+        write_text(path, json.dumps(known, indent=2) + "\n")
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+        log.warning("memory: the measurement of the first step cannot be saved for later predictions (%s)", error)
         return None
     return factor
 
 
 def corrected(prediction: Prediction) -> Prediction:
-    """Return the prediction corrected by what was measured on this machine, or as it is."""
+    """Return the prediction corrected by measurements on this machine, or unchanged if there are none."""
     known = _read()
     if not known:
-        return prediction  # so that torch is not imported for nothing
+        return prediction  # without importing torch
     key = _key(prediction.tier)
     return prediction.corrected(known[key]["factor"], key) if key in known else prediction
 

@@ -1,4 +1,4 @@
-"""The memory side of a training run in one object, so that the training script stays the algorithm."""
+"""Everything a training run does about memory, in one object, so that the train script shows only the algorithm."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import Any, Literal
 import torch
 
 from memory.predict.prediction import MIB, Prediction, Stage
+from memory.watch.announcement import BackgroundPrediction, record_first_step
 from memory.watch.diagnosis import (
-    BackgroundPrediction,
     TrainingOutOfMemoryError,
     is_out_of_memory,
-    record_first_step,
     report_out_of_memory,
     settings_of_next_rung,
 )
@@ -33,9 +32,10 @@ TINY_ACTIVATION_BYTES = 16 * MIB
 
 
 class MemoryWatch:
-    """Predicts in the background, reads while training runs, and turns running out of memory into a report.
+    """Predict in the background, read memory while training runs, and report when memory runs out.
 
-    Make it before the data are prepared, `announce` before the first step, work inside `guard`, and `read` for the log.
+    Create it before preparing the data, call `announce` before the first step, train inside `guard`, and call `read`
+    for the log.
     """
 
     def __init__(self, settings: Settings, stage: Stage, process: Process) -> None:
@@ -55,21 +55,21 @@ class MemoryWatch:
             self._pending.close()
 
     def announce(self) -> None:
-        """Log the predicted peak against what the device has, with the next rung when it will not fit."""
+        """Log the predicted peak and the memory of the device; name the next rung if it will not fit."""
         if self._pending is not None:
             self.prediction = self._pending.announce(self.process.device)
 
     def record(self, folder: Path) -> None:
-        """Keep the prediction and the place on the ladder with the run, for its report."""
+        """Write the prediction and the position on the ladder to the run folder, for its report."""
         if self.process.is_first:
             write_memory_record(folder, self.settings, self.stage, self.prediction)
 
     @contextmanager
     def guard(self, folder: Path, step: int, activity: str = "training", saved: int = 0) -> Iterator[None]:
-        """Turn running out of memory inside into `TrainingOutOfMemoryError`, with a report in the run's folder.
+        """Turn out-of-memory errors inside the block into `TrainingOutOfMemoryError`, with a report in the run folder.
 
-        `activity` is the phase's name where nothing inside names a finer one, `saved` the step of the last checkpoint,
-        0 when there is none.
+        `activity` names the phase until the code inside names a finer one; `saved` is the step of the last checkpoint,
+        or 0.
         """
         try:
             with phase(activity):
@@ -88,27 +88,27 @@ class MemoryWatch:
                 saved,
                 self.process.world_size,
             ) from error
-        # After a validation the allocator holds what that needed. On the CPU the resident memory also holds the data's.
+        # A validation would inflate the allocator's peak, and on the CPU the resident memory also contains the data.
         if self._is_first_step and activity == "training" and self.process.device.type == "cuda":
             record_first_step(self.prediction, self.readings)
         self._is_first_step = False
 
     def read(self) -> dict[str, float]:
-        """Return the readings since the last call, in GiB, by the names of the metrics."""
+        """Return the readings since the last call, in GiB, by metric name."""
         return self.readings.read()
 
 
 def train_with_rungs(train: Callable[[Settings], int], settings: Settings, stage: Stage, on_oom: OnOom) -> int:
-    """Call `train(settings)`; with on_oom="next-rung" call it again with the next rung whenever memory runs out.
+    """Call `train(settings)`; with on_oom="next-rung", call it again with the next rung whenever memory runs out.
 
-    `train` resumes from its last checkpoint, so only the steps since then are done twice. Several processes cannot
-    decide this together, because those with memory left wait for the one that failed: all of them end.
+    `train` resumes from its last checkpoint, so only the steps since then are repeated. Several processes cannot do
+    this, because the ranks that still have memory wait for the one that failed; all of them stop.
     """
     while True:
         try:
             return train(settings)
         except TrainingOutOfMemoryError as error:
-            # By what the launcher says: the group of processes is gone by now.
+            # Ask the launcher's variables, because the process group no longer exists.
             if on_oom == "stop" or number_of_processes() > 1:
                 raise
             changed = settings_of_next_rung(settings, stage, error.saved)
@@ -116,14 +116,14 @@ def train_with_rungs(train: Callable[[Settings], int], settings: Settings, stage
                 raise
             log.warning("%s", error)
             settings = changed
-        # Here the error, and with it all tensors in its frames, is gone.
+        # Outside the except block the error is released, and with it the tensors that its frames hold.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 def is_tiny(settings: Settings, stage: Stage) -> bool:
-    """Return whether the largest activation is so small that predicting takes longer than it can help."""
+    """Return whether the largest activation is too small for a prediction to be worth its time."""
     if stage == "autoencoder":
         channels, grid = 2 * settings.autoencoder.num_channels[0], settings.training_grid
         batch = settings.autoencoder.training.batch_size
@@ -134,5 +134,5 @@ def is_tiny(settings: Settings, stage: Stage) -> bool:
 
 
 def _for_device(settings: Settings, device: torch.device) -> Settings:
-    """Return settings whose device is decided: a prediction for a CPU follows the CPU's rules."""
+    """Return the settings with a concrete device, because predictions for a CPU follow other rules."""
     return settings.with_overrides({"device.type": device.type})

@@ -1,4 +1,4 @@
-"""Running readings of a process's memory: allocated, reserved and the peak since the last reading."""
+"""Read the memory of this process and its device: current use, and the peak since the last reading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class MemoryReadings:
-    """Reads the device that trains: the allocator of a GPU, the resident memory of the process on a CPU."""
+    """Readings of the training device: the allocator of a GPU, or the resident memory of the process on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -22,7 +22,7 @@ class MemoryReadings:
         self._reset()
 
     def read(self) -> dict[str, float]:
-        """Return GiB for the log, and begin a new interval for the peak."""
+        """Return the readings in GiB by metric name, and start a new interval for the peak."""
         peak = self.peak_bytes()
         if self.device.type == "cuda":
             values = {
@@ -37,13 +37,13 @@ class MemoryReadings:
         return {name: round(value, 4) for name, value in values.items()}
 
     def peak_bytes(self) -> int:
-        """Return the peak since the last reading: allocated by tensors on CUDA, resident on the CPU."""
+        """Return the peak since the last reading: allocated memory on CUDA, resident memory on the CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resident_peak_bytes()
 
     def measured_bytes(self) -> int:
-        """Return what a prediction is compared with: reserved on CUDA, growth since the start on the CPU."""
+        """Return the figure to compare with a prediction: reserved on CUDA, growth since the start on the CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_reserved(self.device)
         return resident_peak_bytes() - self.start_bytes
@@ -56,7 +56,7 @@ class MemoryReadings:
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the memory of the device: of the GPU, or what the machine has left for this process."""
+    """Return the memory of the GPU, or on a CPU the memory that this process can use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     available = psutil.virtual_memory().available + psutil.Process().memory_info().rss
@@ -65,7 +65,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def resident_peak_bytes() -> int:
-    """Return the highest resident memory of this process since the last reset, or since its start."""
+    """Return the peak resident memory of this process since the last reset, or since its start."""
     if _STATUS.exists():
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -74,7 +74,7 @@ def resident_peak_bytes() -> int:
 
 
 def reset_resident_peak() -> bool:
-    """Begin a new interval for `resident_peak_bytes`; return whether the system allows it."""
+    """Start a new interval for `resident_peak_bytes`; return whether the system allows it."""
     try:
         _CLEAR_REFS.write_text("5")
     except OSError:

@@ -1,4 +1,4 @@
-"""What a run's folder keeps about its memory, for the report: the prediction and the place on the ladder."""
+"""Write a run's memory prediction and its position on the ladder to the run folder, for the report."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from typing import Any
 from memory.ladder.rungs import build_rungs
 from memory.predict.prediction import Prediction, Stage
 from settings import Settings
+from storage.atomic import write_text
 
 
 def write_memory_record(folder: Path, settings: Settings, stage: Stage, prediction: Prediction | None) -> Path:
-    """Write memory_<stage>.json into the folder of a run."""
+    """Write memory_<stage>.json to a run folder and return its path."""
     path = folder / f"memory_{stage}.json"
     values = {
         "prediction": prediction.to_json() if prediction is not None else None,
         "ladder": ladder_position(settings, stage),
     }
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, json.dumps(values, indent=1) + "\n")
     return path
 
 
 def ladder_position(settings: Settings, stage: Stage) -> list[dict[str, Any]]:
-    """Return the knobs already on, this config, and the rungs left below it in the default order."""
+    """Return the memory knobs that are on, the config itself, and the rungs below it in the default order."""
     taken = [{"name": name, "state": "taken", "same_mathematics": True} for name in _knobs_on(settings, stage)]
     here = {"name": "as configured", "state": "here", "same_mathematics": True}
     left = [

@@ -34,7 +34,7 @@ function logTicks(low, high) {
   return decades.flatMap((power) => factors.map((factor) => factor * Math.pow(10, power))).filter((tick) => tick >= low && tick <= high);
 }
 
-// A running mean whose memory is a twentieth of the curve.
+// An exponential moving average over about a twentieth of the curve.
 function smoothed(points) {
   const keep = Math.exp(-20 / Math.max(20, points.length));
   let sum = 0, weight = 0;
@@ -113,7 +113,7 @@ function drawLine(svg, line, points, x, y, kind) {
   if (path) make(svg, "path", { class: `s${line.colour % 6} ${kind}`, d: path, "stroke-dasharray": dash }, null, SVG);
 }
 
-// The value under the pointer, or the newest: one row of keys says both which line is which and what it reads.
+// The legend is also the readout: it shows the values under the pointer, or the newest ones.
 function addReader(svg, keys, chart, box, x, first, last) {
   const hair = make(svg, "line", { class: "hair", y1: box.top, y2: box.bottom, visibility: "hidden" }, null, SVG);
   const show = (step) => {
@@ -152,7 +152,7 @@ function drawAll() {
       if (isFirst && hasGroups && (number === 0 || charts[number - 1].group !== chart.group)) make(place, "h3", { class: "group" }, chart.group);
       if (isFirst) make(place, "div", { class: "card chart" });
     });
-    // Only when all are there do the cards have their widths.
+    // The cards have their final widths only once all of them are on the page.
     place.querySelectorAll(".chart").forEach((card, number) => drawChart(card, charts[number], options));
   }
   document.getElementById("curves").hidden = data.curves.length === 0;

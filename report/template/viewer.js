@@ -1,4 +1,4 @@
-// Volumes: each is one picture of tiles. Its bytes are read once, then any plane is cut from them.
+// Each volume is one image of tiles. Its pixels are read once; every plane is then cut from them.
 const PLANES = [
   { axis: 2, name: "axial" },
   { axis: 1, name: "coronal" },
@@ -31,14 +31,14 @@ async function bytesOf(volume) {
   return loaded.get(volume.picture);
 }
 
-// Black, violet, orange, yellow: errors stand out of grey anatomy.
+// Black, violet, orange, yellow, so that errors stand out against grey anatomy.
 const HEAT = Array.from({ length: 256 }, (_, level) => {
   const stops = [[0, 0, 0], [90, 20, 110], [222, 80, 60], [252, 220, 130]];
   const place = (level / 255) * 3, low = Math.min(2, Math.floor(place));
   return stops[low].map((from, channel) => from + (stops[low + 1][channel] - from) * (place - low));
 });
 
-// Columns of a plane run along its first axis, rows along its second, upwards.
+// A plane's first axis points right, its second axis up.
 function drawPlane(canvas, volume, axis, index, read, isHeat) {
   const [across, up] = [0, 1, 2].filter((other) => other !== axis);
   const strides = [volume.shape[1] * volume.shape[2], volume.shape[2], 1];
@@ -80,7 +80,7 @@ async function buildViewer() {
   const set = data.sets[view.set];
   const ticket = ++view.ticket;
   const columns = await columnsOf(set);
-  if (ticket !== view.ticket) return; // another choice was made while the pictures were read
+  if (ticket !== view.ticket) return; // the user chose another set while the images loaded
   const area = document.getElementById("planes");
   area.textContent = "";
   document.getElementById("gain-label").hidden = !columns.some((column) => column.isHeat);
@@ -106,7 +106,7 @@ async function buildViewer() {
       columns.forEach((column, number) => drawPlane(canvases[number], column.volume, plane.axis, index, column.read, column.isHeat));
     };
     slider.addEventListener("input", () => { view.at[plane.axis] = (Number(slider.value) + 0.5) / volume.shape[plane.axis]; redraw(); });
-    // A click moves the other two planes to that place.
+    // A click moves the other two planes to that point.
     const [across, up] = [0, 1, 2].filter((other) => other !== plane.axis);
     canvases.forEach((canvas) => canvas.addEventListener("click", (event) => {
       const frame = canvas.getBoundingClientRect();
@@ -121,7 +121,7 @@ async function buildViewer() {
   const size = volume.grid.join(" × ");
   const note = make(area, "div", { class: "note quiet" });
   make(note, "p", {}, `Grid ${size}${isSmaller ? `, shown as ${volume.shape.join(" × ")}` : ""}. Click a slice to move the other two planes there.`);
-  if (columns.some((column) => column.isHeat)) make(note, "p", {}, "Error: absolute difference as a share of the intensity range, times the factor above; dark is none.");
+  if (columns.some((column) => column.isHeat)) make(note, "p", {}, "Error: absolute difference relative to the intensity range, times the factor above. Black means no error.");
 }
 
 if (data.sets.length) {

@@ -119,9 +119,9 @@ def test_out_of_memory_in_one_process_ends_both_with_the_same_code_and_says_what
     assert time.monotonic() - began < 100
     said = commands[0].said + commands[1].said
     assert said.count("step 3, training: out of memory; the last checkpoint is good (step 2)") == 1
-    assert "--on-oom next-rung does it by itself, but only for a single process" in said
-    assert "beginning again" not in said
-    assert "going on from" not in said
+    assert "--on-oom next-rung does this automatically, but only for a single process" in said
+    assert "starting again" not in said
+    assert "resuming from the checkpoint" not in said
     assert "Traceback" not in said
 
 

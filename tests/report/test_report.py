@@ -88,7 +88,7 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path):
     (folder / "metrics.jsonl").unlink()
     (folder / "environment.json").unlink()
     (folder / "memory_autoencoder.json").unlink()
-    assert "not begun" in write_report(folder).read_text()
+    assert "not started" in write_report(folder).read_text()
 
 
 def test_running_out_of_memory_is_shown_until_the_run_goes_on(tmp_path):

@@ -24,7 +24,7 @@ def test_report_is_rebuilt_and_runs_are_compared(command, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     page = (tmp_path / "runs" / "comparison.html").read_text()
-    assert "first against second" in page
+    assert "first vs. second" in page
 
 
 def test_missing_prediction_is_added_on_request(command, tmp_path):
@@ -35,7 +35,7 @@ def test_missing_prediction_is_added_on_request(command, tmp_path):
     assert done.returncode == 0, done.stderr
     record = json.loads((run / "memory_autoencoder.json").read_text())
     assert record["prediction"]["peak_allocated_bytes"] > 0
-    assert "Predicted peak: what is alive" in (run / "report.html").read_text()
+    assert "Predicted peak by category" in (run / "report.html").read_text()
 
 
 def test_folder_without_a_run_is_refused_in_words(command, tmp_path):

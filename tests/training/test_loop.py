@@ -91,7 +91,7 @@ def test_validation_without_memory_takes_rungs_and_makes_no_step_twice(train, ma
     said = capsys.readouterr().err
     assert "step 3, validation: out of memory; the last checkpoint is good (step 3)" in said
     assert "step 6, validation: out of memory; the last checkpoint is good (step 6)" in said
-    assert "going on from the checkpoint of step 3 with" in said
+    assert "resuming from the checkpoint of step 3 with" in said
     assert steps_of(stage, METRIC[stage]) == [3, 6]
     assert json.loads((RUN / "oom_report.json").read_text())["phase"] == "validation"
 
@@ -172,6 +172,6 @@ def test_out_of_memory_before_the_first_checkpoint_says_that_there_is_none(train
     assert train("autoencoder", "--on-oom", "next-rung") == 0
     said = capsys.readouterr().err
     assert "step 1, training: out of memory; there is no checkpoint yet" in said
-    assert "there is no checkpoint yet: beginning again with" in said
+    assert "there is no checkpoint yet; starting again with" in said
     assert "checkpoint is good" not in said
     assert made == [1, 2, 3, 4, 5, 6]

@@ -12,7 +12,7 @@ from memory.predict.prediction import Stage
 from settings import load_settings
 from tests.memory.ladder.test_walk import TRAINING, heavy
 
-PRESETS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+PRESETS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
 NETWORKS = [None, "lpips-squeeze", "lpips-alex", "lpips-vgg", "medicalnet-resnet10", "structural"]
 
 

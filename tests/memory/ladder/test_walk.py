@@ -7,9 +7,8 @@ import pytest
 import yaml
 
 from memory.ladder.rungs import build_rungs, look_up
-from memory.ladder.text import describe_ladder
-from memory.ladder.walk import Step, config_with_reasons, next_same_mathematics_rung, walk
-from memory.ladder.walk import walk as ladder_module
+from memory.ladder.text import config_with_reasons, describe_ladder
+from memory.ladder.walk import PredictedRung, next_same_mathematics_rung, walk
 from memory.predict.prediction import GIB, Prediction
 from settings import Settings, known_keys
 from settings.load import validate
@@ -29,9 +28,9 @@ HEAVY = {
 }
 
 
-def found(step: Step | None) -> Step:
-    assert step is not None
-    return step
+def found(rung: PredictedRung | None) -> PredictedRung:
+    assert rung is not None
+    return rung
 
 
 def heavy(**changes):
@@ -168,16 +167,16 @@ class InventedPredictor:
 
 @pytest.fixture(autouse=True)
 def _invented(monkeypatch):
-    monkeypatch.setattr(ladder_module, "Predictor", InventedPredictor)
+    monkeypatch.setattr("memory.ladder.walk.Predictor", InventedPredictor)
 
 
 def test_walk_names_the_first_and_the_fastest_and_stops_before_changing_the_mathematics():
     progress = []
     ladder = walk(heavy(), "autoencoder", 6 * GIB, progress=lambda *values: progress.append(values))
     assert found(ladder.first).rung.name == "checkpointing, 1 of 3 levels"
-    assert found(ladder.fastest).relative_flops == min(step.relative_flops for step in ladder.steps if step.fits)
-    assert all(step.rung.same_mathematics for step in ladder.steps)
-    assert [done for done, _, _ in progress] == list(range(1, len(ladder.steps) + 1))
+    assert found(ladder.fastest).relative_flops == min(step.relative_flops for step in ladder.rungs if step.fits)
+    assert all(step.rung.same_mathematics for step in ladder.rungs)
+    assert [done for done, _, _ in progress] == list(range(1, len(ladder.rungs) + 1))
 
 
 def test_recommended_rung_leaves_its_margin_when_one_does():
@@ -191,7 +190,7 @@ def test_recommended_rung_leaves_its_margin_when_one_does():
 
 def test_walk_skips_thinner_slabs_when_thicker_ones_fit():
     ladder = walk(heavy(), "autoencoder", 4 * GIB)
-    slabs = [step.rung.name for step in ladder.steps if step.rung.name.startswith("slabs")]
+    slabs = [step.rung.name for step in ladder.rungs if step.rung.name.startswith("slabs")]
     assert slabs[0] == "slabs of 32 rows"
     assert "slabs of 8 rows" not in slabs
 
@@ -201,11 +200,11 @@ def test_each_row_of_a_walk_is_the_row_above_with_its_own_changes():
     settings = heavy()
     for budget in (4, 6, 8):
         ladder = walk(settings, "autoencoder", budget * GIB)
-        for above, step in pairwise(ladder.steps):
+        for above, step in pairwise(ladder.rungs):
             assert step.rung.changes
             assert step.rung.settings == above.rung.settings.with_overrides(step.rung.changes)
             assert step.rung.settings == settings.with_overrides(step.rung.all_changes)
-    assert [step.rung.name for step in ladder.steps][-1] == "perceptual loss one slice at a time"
+    assert [step.rung.name for step in ladder.rungs][-1] == "perceptual loss one slice at a time"
 
 
 def test_walk_changes_the_mathematics_only_when_nothing_else_fits():
@@ -253,5 +252,8 @@ def test_a_rung_with_the_peak_of_the_rung_above_says_why_it_is_there():
     assert {"SDPA and lean blocks", "perceptual loss one slice at a time"} <= names
     assert not names & {"as configured", "micro-batch 2", "mixed precision"}
     text = describe_ladder(ladder)
-    assert "perceptual loss one slice at a time: the same peak as above. It lowers what the perceptual network" in text
+    assert (
+        "perceptual loss one slice at a time: same peak as the rung above. It lowers the activations of the perceptual"
+        in text
+    )
     assert "the peak is in generator backward" in text

@@ -1,9 +1,12 @@
 """The emulated autocast rules are CUDA's, reach backward and checkpoints, and do not leak."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from memory.predict import cuda_autocast
@@ -92,6 +95,19 @@ def test_recomputation_of_a_checkpoint_sees_the_same_rules():
     assert seen == [torch.float32, torch.float32]
 
 
+def test_networks_and_losses_never_name_cuda_where_they_ask_for_autocast():
+    """The rules apply to CPU autocast, so code that names "cuda" would be predicted without them."""
+    asking = {"autocast", "custom_fwd", "custom_bwd", "is_autocast_enabled", "get_autocast_dtype"}
+    calls = []
+    for room in ("models", "losses", "diffusion", "training", "runtime"):
+        for path in sorted((Path(__file__).resolve().parents[3] / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in asking:
+                    calls.append(ast.unparse(node))
+    assert len(calls) > 10
+    assert [call for call in calls if "cuda" in call] == []
+
+
 seen: list[torch.dtype] = []
 
 
@@ -109,8 +125,8 @@ class Plain(torch.autograd.Function):
 
 def decorated(**options):
     class Decorated(torch.autograd.Function):
-        forward = staticmethod(torch.amp.custom_fwd(Plain.forward, device_type="cuda", **options))
-        backward = staticmethod(torch.amp.custom_bwd(Plain.backward, device_type="cuda"))
+        forward = staticmethod(torch.amp.custom_fwd(Plain.forward, device_type="cpu", **options))
+        backward = staticmethod(torch.amp.custom_bwd(Plain.backward, device_type="cpu"))
 
     return Decorated
 
@@ -124,11 +140,11 @@ def decorated(**options):
     ],
     ids=["plain", "custom_fwd", "cast_inputs"],
 )
-def test_custom_functions_meet_autocast_as_on_cuda(function, expected):
+def test_custom_functions_see_autocast_as_on_cuda(function, expected):
     seen.clear()
     x = torch.zeros(2, 4, requires_grad=True)
     with cuda_autocast_rules():
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
             y = function.apply(x)
         y.sum().backward()
     assert seen == expected

@@ -150,7 +150,7 @@ def test_worker_process_answers_many_questions_and_says_what_went_wrong():
 
 def test_worker_that_cannot_start_is_told_in_one_line(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with Predictor(workers=1) as predictor, pytest.raises(PredictionError, match="ended with code 1"):
+    with Predictor(workers=1) as predictor, pytest.raises(PredictionError, match="exited with code 1"):
         predictor.predict(make({}), "autoencoder")
 
 
@@ -185,7 +185,7 @@ def test_prediction_against_the_growth_of_resident_memory(changes, stage, within
     script = Path(__file__).with_name("resident_memory.py")
     done = subprocess.run(
         [sys.executable, script, json.dumps(changes), stage],
-        cwd=script.parent.parent.parent,
+        cwd=script.parents[3],
         env={"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,

@@ -84,10 +84,28 @@ def test_values_of_fake_tensors_are_plausible():
     measure_peak(run)
 
 
-def test_module_call_is_restored_after_tracking():
+def test_modules_are_followed_only_while_tracking_and_left_when_they_fail():
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise ZeroDivisionError
+
+    def run(tracker):
+        layer = Failing()
+        tracker.name_modules("failing", layer)
+        with pytest.raises(ZeroDivisionError):
+            layer(torch.zeros(1))
+        torch.zeros(7)
+
     before = nn.Module.__call__
-    measure_peak(lambda tracker: None)
+    tracker = measure_peak(run)
+    assert {record.module for record in tracker.allocations} == {""}
     assert nn.Module.__call__ is before
+    outside = nn.Identity()
+    tracker.name_modules("outside", outside)
+    outside.register_forward_pre_hook(lambda module, args: seen.append(tracker._modules[:]))
+    seen: list[list[str]] = []
+    outside(torch.zeros(1))
+    assert seen == [[]]
 
 
 def stock_autoencoder(checkpoint, flash):

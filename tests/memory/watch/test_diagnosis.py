@@ -125,8 +125,8 @@ def test_next_rung_is_taken_until_training_fits(caplog):
     with caplog.at_level(logging.WARNING):
         assert train_with_rungs(train, Settings(), "autoencoder", "next-rung") == 0
     assert [(t.nests_checkpoints, t.slab_rows) for t in seen] == [(False, 0), (True, 0), (True, 32)]
-    assert "there is no checkpoint yet: beginning again with nested checkpointing" in caplog.text
-    assert "going on from the checkpoint of step 1 with slabs of 32 rows" in caplog.text
+    assert "there is no checkpoint yet; starting again with nested checkpointing" in caplog.text
+    assert "resuming from the checkpoint of step 1 with slabs of 32 rows" in caplog.text
 
 
 def test_without_next_rung_or_when_none_is_left_training_stops():
@@ -142,7 +142,7 @@ def test_without_next_rung_or_when_none_is_left_training_stops():
 def test_announcement_warns_with_the_next_rung_when_it_will_not_fit(caplog, monkeypatch):
     settings = Settings().with_overrides({"data.voxel_size": (64, 64, 64), f"{TRAINING}.batch_size": 2})
     assert not is_tiny(settings, "autoencoder")
-    monkeypatch.setattr("memory.watch.diagnosis.device_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("memory.watch.announcement.device_bytes", lambda device: 1 << 20)
     with caplog.at_level(logging.INFO), MemoryWatch(settings, "autoencoder", Process(CPU)) as watch:
         watch.announce()
     assert watch.prediction is not None
@@ -177,7 +177,7 @@ def test_a_measured_step_corrects_later_predictions_of_its_tier(tmp_path, monkey
     caplog.clear()
     assert calibration.record(prediction, 5 * GIB) is None
     [warning] = caplog.messages
-    assert "is not kept for later predictions" in warning
+    assert "cannot be saved for later predictions" in warning
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # Another program's memory on the same GPU is no measurement of ours.
     assert calibration.record(prediction, 40 * GIB) is None

@@ -72,7 +72,7 @@ def test_failed_allocation_is_reported_and_the_next_rung_finishes_the_run(tmp_pa
 
     finished = train("--on-oom", "next-rung")
     assert finished.returncode == 0, finished.stderr
-    assert "going on from the checkpoint of step 1 with micro-batch 1" in finished.stderr
+    assert "resuming from the checkpoint of step 1 with micro-batch 1" in finished.stderr
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "reconstruction" in line] == [1, 2, 3]
     assert all(line["host_memory_peak_gib"] > 0 for line in lines if "reconstruction" in line)

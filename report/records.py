@@ -1,4 +1,4 @@
-"""Reads the JSON that a run leaves behind; what is damaged is said and left out, for the rest can still be shown."""
+"""Read and validate the JSON files of a run; log damaged ones and leave them out, so that the rest can be shown."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from storage.reading import check_regular, read_text, reason
 
 log = logging.getLogger(__name__)
 
-# Beyond this, numbers are no longer exact in a browser.
+# Browsers represent larger integers inexactly.
 LARGEST_STEP = 2**53
 
 
 class _Record(BaseModel):
-    """What the page relies on; whatever else a file holds is kept."""
+    """The fields that the page needs; other fields of the file are kept."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -71,7 +71,7 @@ Kind = TypeVar("Kind", bound=_Record)
 
 
 def read_record(path: Path, kind: type[Kind]) -> dict[str, Any] | None:
-    """Return what a file holds; None when it is not there, or damaged, which is logged."""
+    """Return the content of a file; None if it does not exist or is damaged, which is logged."""
     try:
         return kind.model_validate(json.loads(read_text(path))).model_dump(exclude_unset=True)
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def read_record(path: Path, kind: type[Kind]) -> dict[str, Any] | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl; the one that was cut off when the run was killed is left out."""
+    """Return the lines of metrics.jsonl; skip damaged ones, such as the last line of a killed run."""
     try:
         check_regular(path)
         texts = path.read_bytes().split(b"\n")

@@ -1,0 +1,80 @@
+"""Predict a run in the background, announce the result before the first step, and calibrate by that step."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+
+import torch
+
+from memory.ladder.text import as_overrides
+from memory.ladder.walk import next_same_mathematics_rung
+from memory.predict.prediction import Prediction, PredictionError, Predictor, Stage
+from memory.predict.text import gib
+from memory.watch.calibration import corrected, record
+from memory.watch.readings import MemoryReadings, device_bytes
+from settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class BackgroundPrediction:
+    """A prediction that runs in a worker while the data are prepared.
+
+    Create it early, call `announce` before the first step and `close` at the end. A failed prediction never stops
+    training.
+    """
+
+    def __init__(self, settings: Settings, stage: Stage) -> None:
+        self.settings, self.stage = settings, stage
+        self._predictor: Predictor | None = Predictor()
+        self._future: Future[Prediction] = self._predictor.submit(settings, stage)
+        self._result: Prediction | None = None
+
+    def result(self, timeout: float | None = 120.0) -> Prediction | None:
+        """Return the prediction, waiting at most `timeout` seconds for it; None if it failed or took too long."""
+        if self._result is None and self._predictor is not None:
+            try:
+                self._result = corrected(self._future.result(timeout))
+            except (PredictionError, TimeoutError) as error:
+                log.warning("memory: no prediction (%s)", str(error) or "it took too long")
+            self.close()
+        return self._result
+
+    def announce(self, device: torch.device) -> Prediction | None:
+        """Log the predicted peak and the memory of the device; warn and name the next rung if it will not fit."""
+        prediction = self.result()
+        if prediction is not None:
+            _announce(prediction, self.settings, self.stage, device_bytes(device))
+        return prediction
+
+    def close(self) -> None:
+        """Stop the worker."""
+        if self._predictor is not None:
+            self._predictor.close()
+            self._predictor = None
+
+
+def _announce(prediction: Prediction, settings: Settings, stage: Stage, available: int) -> None:
+    log.info(
+        "memory: predicted peak %s (%s in tensors), the device has %s; peak in: %s; a real step may need %d %% more",
+        gib(prediction.required_bytes),
+        gib(prediction.peak_allocated_bytes),
+        gib(available),
+        prediction.phase,
+        round(100 * prediction.margin),
+    )
+    if prediction.fits(available):
+        return
+    rung = next_same_mathematics_rung(settings, stage)
+    advice = f"; next rung: {rung.name} ({as_overrides(rung)})" if rung is not None else ""
+    log.warning("memory: this will probably not fit%s; scripts/oom_ladder.py shows all rungs", advice)
+
+
+def record_first_step(prediction: Prediction | None, readings: MemoryReadings) -> None:
+    """Calibrate later predictions on this machine by the first real step; call this once, after that step."""
+    if prediction is None:
+        return
+    factor = record(prediction, readings.measured_bytes())
+    if factor is not None:
+        log.info("memory: the first step needed %.2f times its prediction; later predictions use this factor", factor)
