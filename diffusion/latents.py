@@ -27,12 +27,9 @@ from diffusion.whole_volumes import WholeVolumes
 from runtime.processes import Process
 from settings import CheckpointError, DataError, DataSettings, Settings
 from storage.names import printable
-from storage.run_folder import RUNS
+from storage.run_folder import LATENTS
 
 log = logging.getLogger(__name__)
-
-# Shared by all runs: the key tells apart what must not be mixed.
-LATENTS = RUNS / "latents"
 
 
 @dataclass(frozen=True)
