@@ -13,15 +13,12 @@ from data.discovery import Found, class_names_of, discover, with_labels
 from data.phantoms import phantom_files, phantom_root
 from settings import DataError
 from settings.data import DataSettings
+from storage import run_folder
 from storage.names import printable
 
 log = logging.getLogger(__name__)
 
 PHANTOMS = "phantoms"
-
-# Relative to the working directory, like runs/<name>. Never next to the volumes, which may be read-only.
-PHANTOM_FOLDER = Path("runs/phantoms")
-CHECK_FOLDER = Path("runs/checks")
 
 
 @dataclass(frozen=True)
@@ -103,15 +100,15 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> DataSplit:
 def check_source(s: DataSettings, seed: int, in_channels: int, reread: bool = False) -> Source:
     """Find and check the volumes of a source; `reread` ignores earlier results and reads every file."""
     if s.source == PHANTOMS:
-        paths = phantom_files(PHANTOM_FOLDER, s.num_phantoms, s.voxel_size, in_channels, seed)
-        root = phantom_root(PHANTOM_FOLDER, s.voxel_size, in_channels, seed)
+        paths = phantom_files(run_folder.PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
+        root = phantom_root(run_folder.PHANTOMS, s.voxel_size, in_channels, seed)
         found = [Found(path, path.relative_to(root).as_posix(), path.parent.name) for path in paths]
     else:
         found = discover(s.source, s.allow_outside_root)
     unlabelled: list[str] = []
     if s.labels is not None:
         found, unlabelled = with_labels(found, s.labels)
-    checked = check_files([item.path for item in found], s, in_channels, CHECK_FOLDER, reread)
+    checked = check_files([item.path for item in found], s, in_channels, run_folder.CHECKS, reread)
     return Source(tuple(found), tuple(checked), tuple(unlabelled))
 
 

@@ -27,12 +27,9 @@ from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
 from settings import CheckpointError, DataError, DataSettings, Settings
 from storage.names import printable
-from storage.run_folder import RUNS
+from storage.run_folder import LATENTS
 
 log = logging.getLogger(__name__)
-
-# Shared by all runs; the key keeps latents of different weights or settings apart.
-LATENTS = RUNS / "latents"
 
 
 @dataclass(frozen=True)

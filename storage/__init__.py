@@ -1,1 +1,1 @@
-"""Where files lie and how they are written: whole or not at all, locked, and with printable names."""
+"""Where files lie, and how they are read and written: atomically, under locks, with printable names."""

@@ -1,9 +1,10 @@
-"""Files that are whole or absent, whatever interrupts the writing."""
+"""Writes files so that they are complete or absent, even if writing is interrupted."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +12,10 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`; afterwards flush that file to disk and rename it to `path`.
+    """Yield a temporary path in the folder of `path`; after the block, flush that file to disk and rename it to `path`.
 
-    If the block fails, remove the temporary file and leave `path` as it was. The folder must exist.
+    If the block fails, remove the temporary file and leave `path` unchanged. The folder must exist. Several processes
+    and threads may write the same path; the last one to finish wins.
     """
     with temporary_beside(path) as temporary:
         yield temporary
@@ -26,7 +28,7 @@ def temporary_beside(path: Path) -> Iterator[Path]:
 
     For files whose final name depends on their content: write one, then call `put_in_place` inside the block.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{threading.get_ident()}.{os.getpid()}.tmp")
     try:
         yield temporary
     except BaseException:
@@ -43,7 +45,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file so that readers see the old content or the new, never half of it."""
+    """Write a UTF-8 text file; readers see the old content or the new, never a part of it."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Reads text files: regular ones only, in UTF-8, of a size that text has."""
+"""Reads UTF-8 text from regular files of limited size."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ LARGEST_TEXT = 64 * 1024 * 1024
 
 
 def check_regular(path: Path) -> int:
-    """Return the size of a regular file, links followed; raise `OSError` for anything else.
+    """Return the size of a regular file in bytes, following links; raise `OSError` for anything else.
 
-    Opening a FIFO waits for somebody to write into it, and a device may have no end.
+    Check before opening, because opening a FIFO blocks until it has a writer, and a device may never end.
     """
     try:
         status = path.stat()
@@ -25,10 +25,10 @@ def check_regular(path: Path) -> int:
 
 
 def read_text(path: Path, largest: int = LARGEST_TEXT) -> str:
-    """Return a text file without its byte order mark; raise `OSError` with the reason when it is none."""
+    """Return a text file without its byte order mark; raise `OSError` with the reason if it is not text."""
     size = check_regular(path)
     if size > largest:
-        raise OSError(f"{size:,} bytes, where at most {largest:,} are read")
+        raise OSError(f"{size:,} bytes; the limit is {largest:,}")
     content = path.read_bytes()
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise OSError("UTF-16, not UTF-8")
@@ -39,5 +39,5 @@ def read_text(path: Path, largest: int = LARGEST_TEXT) -> str:
 
 
 def reason(error: OSError) -> str:
-    """Return why a file could not be read, without its name, which the message around it gives."""
+    """Return why a file could not be read, without its name, which the caller's message gives."""
     return error.strerror or str(error)

@@ -1,14 +1,23 @@
-"""Where a run keeps its files."""
+"""Where things lie below runs/ in the working folder: the runs themselves, generated volumes and caches.
+
+Nothing is written beside the user's volumes, because their folder may be read-only.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 RUNS = Path("runs")
+PHANTOMS = RUNS / "phantoms"
+"""Generated volumes."""
+CHECKS = RUNS / "checks"
+"""Results of checking volumes, so that unchanged files are not read again."""
+LATENTS = RUNS / "latents"
+"""Encoded volumes. All runs share them; the key of each subfolder covers everything that the latents depend on."""
 
 
 class RunFolder:
-    """Paths inside runs/<name>."""
+    """The paths inside runs/<name>."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -21,5 +30,5 @@ class RunFolder:
         self.report = path / "report.html"
 
     def weights(self, stage: str) -> Path:
-        """Return where the finished weights of a stage go."""
+        """Return the path of a stage's finished weights."""
         return self.path / f"{stage}.safetensors"
