@@ -109,7 +109,7 @@ def test_silu_backward_takes_every_layout_and_overwrites_its_input(values):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_convolution_backward_takes_every_layout(values, dtype):
     x, weight, grad = values[0].to(dtype), torch.randn(6, 4, 3, 3, 3).to(dtype), torch.randn(3, 6, 2, 3, 5).to(dtype)
-    exact_x, exact_weight = (part.double().requires_grad_() for part in (x, weight))
+    exact_x, exact_weight = (part.double().clone().requires_grad_() for part in (x, weight))
     y = torch.nn.functional.conv3d(exact_x, exact_weight, padding=1)
     expected = torch.autograd.grad(y, (exact_x, exact_weight), grad.double())
     for g, v, w in arrangements(grad, x, weight):
