@@ -47,15 +47,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Walk, print, write; 3 when nothing fits."""
-    from memory.calibration import corrected
-    from memory.ladder import config_with_reasons, walk
-    from memory.text import describe_ladder
-
     for option, path in (("--json", options.json), ("--write-config", options.write_config)):
         if path is not None:
             check_output_file(path, option)
     settings = load_settings(options.config, options.overrides, stage=options.stage)
     _check(options)
+    from memory.calibration import corrected
+    from memory.ladder import config_with_reasons, walk
+    from memory.text import describe_ladder
+
     budget_bytes = round(options.budget_gb * GIB)
     with _ProgressBar(options.quiet) as bar:
         ladder = walk(settings, options.stage, budget_bytes, options.order, bar.advance, corrected)
