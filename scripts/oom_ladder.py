@@ -48,15 +48,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Walk, print, write; 3 when nothing fits."""
-    from memory.ladder.text import config_with_reasons, describe_ladder
-    from memory.ladder.walk import walk
-    from memory.watch.calibration import corrected
-
     for option, path in (("--json", options.json), ("--write-config", options.write_config)):
         if path is not None:
             check_output_file(path, option)
     settings = load_settings(options.config, options.overrides, stage=options.stage)
     _check(options)
+    from memory.ladder.text import config_with_reasons, describe_ladder
+    from memory.ladder.walk import walk
+    from memory.watch.calibration import corrected
+
     budget_bytes = round(options.budget_gb * GIB)
     with _ProgressBar(options.quiet) as bar:
         ladder = walk(settings, options.stage, budget_bytes, options.order, bar.advance, corrected)
