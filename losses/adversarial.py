@@ -1,6 +1,7 @@
 """Least-squares adversarial terms on raw patch logits (LSGAN, Mao et al. 2017, with targets 1 for real and 0 for fake).
 
-No activation in front: MONAI's `PatchAdversarialLoss` puts a LeakyReLU there, which weakens the pull of negative ones.
+The logits are used without an activation. MONAI's `PatchAdversarialLoss` applies a LeakyReLU first, which shrinks the
+gradient of negative logits.
 """
 
 import torch
@@ -8,20 +9,21 @@ from torch import Tensor
 
 
 def generator_adversarial_loss(logits: Tensor) -> Tensor:
-    """What the generator minimises: the logits of its reconstructions should be 1."""
+    """Return the generator's loss, which pulls the logits of reconstructions to 1."""
     return _mean_squared_distance(logits, 1.0)
 
 
 def discriminator_loss_real(logits: Tensor) -> Tensor:
-    """The real half of the discriminator's objective: logits of real volumes should be 1.
+    """Return the real half of the discriminator's loss, which pulls the logits of real volumes to 1.
 
-    The halves are separate so that each can run backward before the other is computed; the objective is their average.
+    The discriminator's loss is the average of both halves. They are separate so that each can run backward before the
+    other is computed.
     """
     return _mean_squared_distance(logits, 1.0)
 
 
 def discriminator_loss_fake(logits: Tensor) -> Tensor:
-    """The fake half of the discriminator's objective: logits of reconstructions should be 0."""
+    """Return the fake half of the discriminator's loss, which pulls the logits of reconstructions to 0."""
     return _mean_squared_distance(logits, 0.0)
 
 

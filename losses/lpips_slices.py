@@ -18,15 +18,15 @@ from losses.weights import find_weights, read_state_dict, weights_mismatch
 
 log = logging.getLogger(__name__)
 
-# The shortest side each trunk can take. Thinner slices are enlarged to it along that side.
+# The shortest side that each trunk accepts. Thinner slices are enlarged to it along that side.
 SHORTEST_SIDE = {"squeeze": 17, "alex": 31, "vgg": 16}
 
 
 class LpipsSlices(FrozenTerm):
-    """The mean of LPIPS over slices that are drawn anew each step, the same for every volume of a batch.
+    """The mean LPIPS over slices that are drawn anew for each step, the same for every volume of a batch.
 
-    Volumes are in [-1, 1], the range LPIPS was made for. Each channel is compared on its own, as a grey image: the
-    channels of a medical volume are not red, green and blue.
+    Volumes are in [-1, 1], the range that LPIPS expects. Each channel is compared on its own as a grey image, because
+    the channels of a medical volume are not red, green and blue.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class LpipsSlices(FrozenTerm):
         self.freeze()
 
     def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
-        """The mean distance over the slices of this step."""
+        """Return the mean distance over the slices of this step."""
         self._report_thin_slices(reconstruction.shape[2:])
         drawn = drawn_slices(reconstruction.shape[2:], self.slice_fraction, self.seed, step)
         chunks = _chunks(reconstruction.shape, drawn, self.chunk_size)
         return mean_over_pieces(reconstruction, target, chunks, self.distance)
 
     def distance(self, images: Tensor, wanted: Tensor) -> Tensor:
-        """LPIPS of each pair of grey images (n, height, width); gradients flow to the first only."""
+        """Return LPIPS of each pair of grey images (n, height, width); gradients flow to the first only."""
         with torch.no_grad():
             wanted_features = [unit_length(feature) for feature in self._features(wanted)]
         result = images.new_zeros(len(images))
@@ -76,7 +76,7 @@ class LpipsSlices(FrozenTerm):
     def _report_thin_slices(self, grid: Sequence[int]) -> None:
         if min(grid) < self.shortest_side and not self._has_reported_thin_slices:
             log.info(
-                "perceptual loss: slices thinner than %d voxels are enlarged to %d, the least this network can take",
+                "perceptual loss: slices thinner than %d voxels are enlarged to %d, the smallest this network accepts",
                 self.shortest_side,
                 self.shortest_side,
             )
@@ -84,26 +84,26 @@ class LpipsSlices(FrozenTerm):
 
 
 def drawn_slices(grid: Sequence[int], fraction: float, seed: int, step: int) -> list[list[int]]:
-    """The slices of each axis that a step compares: a function of (seed, step), never of the batch or the device.
+    """Return the slices of each axis that a step compares, which depend only on the grid, the seed and the step.
 
-    Equally spaced from a random start (systematic sampling): every slice is equally likely, and neighbours, which say
-    almost the same, are not drawn together.
+    Slices are equally spaced from a random start (systematic sampling): each is equally likely, and neighbours, which
+    are nearly alike, are not drawn together.
     """
     draw = random.Random(f"{seed} {step}")
     result = []
     for size in grid:
         count = max(1, round(fraction * size))
         start = draw.random()
-        # Rounding can carry the last one past the end.
+        # Rounding can put the last one past the end.
         result.append([min(math.floor((start + i) * size / count), size - 1) for i in range(count)])
     return result
 
 
 def unit_length(feature: Tensor, eps: float = 1e-10) -> Tensor:
-    """The feature vector of each pixel scaled to length 1, as in the lpips package, but differentiable at zero.
+    """Scale the feature vector of each pixel to length 1, as the lpips package does, but with a finite gradient at 0.
 
-    The package's own has a NaN gradient there: it differentiates a square root at 0. Here it is the derivative 1 / eps,
-    which the ReLU that every feature comes from turns into 0.
+    The package's gradient is NaN there, because it differentiates a square root at 0. Here it is 1 / eps, which the
+    ReLU in front of every feature turns into 0.
     """
     return feature / (torch.linalg.vector_norm(feature, dim=1, keepdim=True) + eps)
 
@@ -126,19 +126,19 @@ def _empty_network(trunk: str) -> Any:
     import lpips
 
     with warnings.catch_warnings():
-        # lpips calls torchvision by an argument that has since been renamed.
+        # lpips calls torchvision with an argument that has since been renamed.
         warnings.filterwarnings("ignore", message=".*'(pretrained|weights)'.*", category=UserWarning)
         return lpips.LPIPS(net=trunk, pretrained=False, pnet_rand=True, verbose=False)
 
 
 def _load_network(trunk: str, weights: str | None) -> Any:
-    """LPIPS with the trunk of a plain torchvision file and the heads that the lpips package ships."""
+    """Build LPIPS with the trunk from a torchvision file and the heads from the lpips package."""
     path = find_weights(f"lpips-{trunk}", weights)
-    # On the meta device nothing is initialised: it costs no time and draws no random numbers.
+    # The meta device skips initialisation, which would take time and draw random numbers.
     with torch.device("meta"):
         network = _empty_network(trunk)
     found = read_state_dict(path)
-    # torchvision's features.3.weight is net.slice2.3.weight here: the layer keeps its number.
+    # torchvision's features.3.weight is net.slice2.3.weight here; the layer keeps its number.
     names = {f"net.{key}": f"features.{key.split('.', 1)[1]}" for key in network.net.state_dict()}
     wrong = [
         name for key, name in names.items() if name not in found or found[name].shape != network.state_dict()[key].shape

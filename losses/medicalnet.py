@@ -10,7 +10,7 @@ from losses.pieces import FrozenTerm, Index, mean_over_pieces
 from losses.weights import find_weights, read_state_dict, weights_mismatch
 
 NETWORK = "medicalnet-resnet10"
-# A target flatter than this (a constant background) is not stretched any further. Intensities span 2.
+# The smallest standard deviation that a target is divided by, for constant backgrounds. Intensities span 2.
 SMALLEST_STD = 0.01
 
 
@@ -18,8 +18,8 @@ class MedicalNetDistance(FrozenTerm):
     """The mean squared distance of unit-length features over all volumes and channels.
 
     One channel of one volume goes through the network at a time. Both volumes are standardised with the target's mean
-    and standard deviation: with its own, as MONAI does it, a reconstruction of the wrong contrast would go unpunished,
-    and with those of the batch the loss of a volume would depend on its neighbours.
+    and standard deviation. With its own, as in MONAI, a reconstruction with the wrong contrast would not be penalised;
+    with those of the batch, the loss of a volume would depend on the other volumes.
     """
 
     def __init__(self, *, weights: str | None = None, load_weights: bool = True) -> None:
@@ -28,13 +28,13 @@ class MedicalNetDistance(FrozenTerm):
         self.freeze()
 
     def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
-        """The mean distance; the whole volume is compared, so the step changes nothing."""
+        """Return the mean distance. `step` has no effect, because the whole volume is compared."""
         volumes, channels = reconstruction.shape[:2]
         chunks: list[list[Index]] = [[(volume, channel)] for volume in range(volumes) for channel in range(channels)]
         return mean_over_pieces(reconstruction, target, chunks, self.distance)
 
     def distance(self, volumes: Tensor, wanted: Tensor) -> Tensor:
-        """The distance of each pair of one-channel volumes (n, depth, height, width)."""
+        """Return the distance of each pair of one-channel volumes (n, depth, height, width)."""
         with torch.no_grad():
             mean = wanted.mean(dim=(1, 2, 3), keepdim=True)
             std = wanted.std(dim=(1, 2, 3), keepdim=True, correction=0).clamp_min(SMALLEST_STD)
@@ -49,11 +49,11 @@ class MedicalNetDistance(FrozenTerm):
 
 
 def _empty_network() -> Any:
-    """MONAI's ResNet-10 with the strides and dilations that MedicalNet was trained with."""
+    """Build MONAI's ResNet-10 with the strides and dilations that MedicalNet was trained with."""
     from monai.networks.nets import resnet10
 
     network = resnet10(spatial_dims=3, n_input_channels=1, feed_forward=False, bias_downsample=False, conv1_t_stride=2)
-    # MedicalNet keeps an eighth of the resolution: its last two levels widen the view instead of striding.
+    # MedicalNet stops at an eighth of the resolution: its last two levels use dilation instead of strides.
     for level, dilation in ((network.layer3, 2), (network.layer4, 4)):
         for module in level.modules():
             if isinstance(module, nn.Conv3d):
@@ -65,12 +65,12 @@ def _empty_network() -> Any:
 
 def _load_network(weights: str | None) -> Any:
     path = find_weights(NETWORK, weights)
-    # On the meta device nothing is initialised: it costs no time and draws no random numbers.
+    # The meta device skips initialisation, which would take time and draw random numbers.
     with torch.device("meta"):
         network = _empty_network()
     found = read_state_dict(path)
     expected = network.state_dict()
-    # Files from before torch counted batches lack that count, which eval mode does not read.
+    # Files from old versions of torch lack the batch counts, which eval mode does not use.
     found.update({key: torch.zeros((), dtype=torch.long) for key in expected if key.endswith("num_batches_tracked")})
     wrong = [key for key, value in expected.items() if key not in found or found[key].shape != value.shape]
     if wrong:

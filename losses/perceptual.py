@@ -1,4 +1,4 @@
-"""Chooses the perceptual term that the settings ask for."""
+"""Build the perceptual term that the settings ask for."""
 
 from losses.lpips_slices import LpipsSlices
 from losses.medicalnet import MedicalNetDistance
@@ -9,9 +9,9 @@ from settings import AutoencoderTraining
 
 
 def ensure_perceptual_weights(training: AutoencoderTraining) -> None:
-    """Find or download the file that the perceptual term needs, if it needs one.
+    """Find or download the file that the perceptual term needs, if any.
 
-    For the start of a command, before anything slow: raises the ConfigError that building the term would raise.
+    Commands call this first, so that a missing file raises its ConfigError before anything slow runs.
     """
     if training.use_perceptual_loss and training.perceptual.network in FILES:
         find_weights(training.perceptual.network, training.perceptual.weights)
@@ -20,11 +20,11 @@ def ensure_perceptual_weights(training: AutoencoderTraining) -> None:
 def build_perceptual_loss(
     training: AutoencoderTraining, in_channels: int, seed: int, load_weights: bool = True
 ) -> FrozenTerm | None:
-    """The frozen perceptual term, called as `term(reconstruction, target, step)`, or None when it is switched off.
+    """Return the frozen perceptual term, called as `term(reconstruction, target, step)`, or None if it is off.
 
-    Volumes are in [-1, 1], any number of channels, each compared on its own; the result is an fp32 scalar. With
-    `load_weights=False` the same network is built without reading a file, for predicting memory. Raises ConfigError
-    when the weights are neither here nor to be had.
+    Volumes are in [-1, 1] with any number of channels, each compared on its own; the result is an fp32 scalar. With
+    `load_weights=False` the network is built without reading a file, to predict memory. Raise ConfigError if the
+    weights are missing and cannot be downloaded.
     """
     if not training.use_perceptual_loss:
         return None

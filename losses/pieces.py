@@ -1,8 +1,8 @@
 """The mean of a distance over many pieces of a volume, in the memory of one chunk of pieces.
 
-The loss is a sum over pieces, so each chunk's gradient is final as soon as the chunk is computed. It is therefore taken
-during the forward pass and added into one volume; nothing of the network is kept until backward. Compared with
-checkpointing the chunks, the memory is the same and no chunk runs forward twice.
+The loss is a sum over pieces, so each chunk's gradient is final as soon as the chunk is computed. It is therefore
+computed during the forward pass and added into one volume, and no activations are kept for backward. This takes as
+little memory as checkpointing the chunks, and no chunk runs forward twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,34 +10,34 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-# A place inside (batch, channel, depth, height, width): integers pick, slices keep.
+# An index into (batch, channel, depth, height, width) of integers and slices.
 Index = tuple[int | slice, ...]
 # Maps pieces (n, ...) of reconstruction and target to n distances.
 Distance = Callable[[Tensor, Tensor], Tensor]
 
-# Networks see [-1, 1]. A diverging reconstruction is cut here, where squared features still fit fp32.
+# Networks expect [-1, 1]. A diverging reconstruction is clamped here, where squared features still fit fp32.
 LARGEST_INTENSITY = 1e4
 
 
 class FrozenTerm(nn.Module):
-    """A perceptual term, called as `term(reconstruction, target, step)`: never trained, always in eval, never saved."""
+    """A perceptual term, called as `term(reconstruction, target, step)`: frozen, always in eval mode, never saved."""
 
     def freeze(self) -> None:
-        """Stop gradients to whatever network the term holds; to be called once it is built."""
+        """Freeze the term's network; call this once it is built."""
         self.requires_grad_(False)
         super().train(False)
 
     def train(self, mode: bool = True) -> "FrozenTerm":
-        """Stay in eval: dropout and batch statistics have no place in a yardstick."""
+        """Stay in eval mode, without dropout and batch statistics."""
         return super().train(False)
 
 
 def mean_over_pieces(
     reconstruction: Tensor, target: Tensor, chunks: Sequence[Sequence[Index]], distance: Distance
 ) -> Tensor:
-    """Mean distance between the pieces of two volumes; each chunk's pieces have one shape and are compared at once.
+    """Return the mean distance between pieces of two volumes; the pieces of a chunk have one shape and run as a batch.
 
-    Computed in fp32 also under autocast: near convergence features differ by less than bf16 resolves.
+    Computed in fp32 even under autocast, because near convergence features differ by less than bf16 resolves.
     """
     assert reconstruction.shape == target.shape, f"shapes differ: {reconstruction.shape} and {target.shape}"
     with torch.autocast(reconstruction.device.type, enabled=False):
@@ -74,7 +74,7 @@ class _GradientInForward(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output: Tensor):
         (gradient,) = ctx.saved_tensors
-        # Scaled before it is cast: a GradScaler's factor must reach fp16 before the small values are lost.
+        # Scale before casting: in fp16, small values would be lost before a GradScaler's factor reaches them.
         return (gradient * grad_output).to(ctx.dtype), None, None, None
 
 

@@ -1,11 +1,11 @@
 """A 3D perceptual term that needs no weights: structure and gradients compared at several scales.
 
-At each scale, two similarities of 1 for equal volumes:
+Each scale has two similarities, which are 1 for equal volumes:
 
 - the contrast-structure part of SSIM (Wang et al. 2003), (2 cov(x, y) + c) / (var x + var y + c), in windows of six
   voxels;
 - the same ratio for the intensity gradients, (2 <grad x, grad y> + c) / (|grad x|^2 + |grad y|^2 + c), averaged over
-  blocks of two voxels before the division. It falls with a lost edge (blur), an invented one (noise) and a turned one.
+  blocks of two voxels before the division. It falls if an edge is lost (blur), invented (noise) or rotated.
 
 Local means are compared at the coarsest scale only, as in multi-scale SSIM, but by their difference: SSIM's ratio is
 0.5 for an error of a tenth of the range in black background, which is most of a medical volume. Similarities are
@@ -25,7 +25,7 @@ NUM_SCALES = 4
 SHORTEST_AXIS = 4
 # SSIM's constant for intensities that span 2: (0.03 * 2)^2.
 CONTRAST_FLOOR = 3.6e-3
-# A local mean that is off by 0.3, a seventh of the range, is half similar.
+# A local mean that is off by 0.3, a seventh of the range, has a similarity of about a half.
 LUMINANCE_FLOOR = 0.1
 
 
@@ -33,14 +33,14 @@ class StructuralDistance(FrozenTerm):
     """One minus the mean similarity over scales, volumes and channels: 0 for equal volumes, at most 2."""
 
     def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
-        """The mean distance; the whole volume is compared, so the step changes nothing."""
+        """Return the mean distance. `step` has no effect, because the whole volume is compared."""
         volumes, channels = reconstruction.shape[:2]
         chunks: list[list[Index]] = [[(volume, channel)] for volume in range(volumes) for channel in range(channels)]
         return mean_over_pieces(reconstruction, target, chunks, structural_distance)
 
 
 def structural_distance(volumes: Tensor, wanted: Tensor) -> Tensor:
-    """The distance of each pair of one-channel volumes (n, depth, height, width), any size from 1 voxel up."""
+    """Return the distance of each pair of one-channel volumes (n, depth, height, width) of any size."""
     x, y = volumes.unsqueeze(1), wanted.unsqueeze(1)
     similarities = []
     for scale in range(NUM_SCALES):
@@ -56,7 +56,7 @@ def structural_distance(volumes: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _contrast_similarity(x: Tensor, y: Tensor, factor: Sequence[int]) -> Tensor:
-    # Moments do not see a common offset; without it the differences below lose fewer digits.
+    # Variances do not depend on a common offset, and without it the differences below lose less precision.
     offset = y.mean(dim=(1, 2, 3, 4), keepdim=True)
     x, y = x - offset, y - offset
     mean_x, mean_y = _window(x, factor), _window(y, factor)
@@ -71,7 +71,7 @@ def _gradient_similarity(x: Tensor, y: Tensor, factor: Sequence[int]) -> Tensor:
     product = torch.zeros_like(y)
     energy = torch.zeros_like(y)
     for axis in (2, 3, 4):
-        # The last voxel has no neighbour; repeated, its difference is 0 in both volumes.
+        # The last voxel has no neighbour, so its difference is 0 in both volumes.
         slope_x = torch.diff(x, dim=axis, append=x.narrow(axis, x.shape[axis] - 1, 1))
         slope_y = torch.diff(y, dim=axis, append=y.narrow(axis, y.shape[axis] - 1, 1))
         product = product + slope_x * slope_y
@@ -85,7 +85,7 @@ def _luminance_similarity(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _window(x: Tensor, factor: Sequence[int]) -> Tensor:
-    """Local means over windows of six voxels, two apart; blocks of two first, which leaves an eighth to work on."""
+    """Return means over windows of six voxels, two apart; averaging blocks of two first saves most of the work."""
     blocks = F.avg_pool3d(x, tuple(factor))
     return F.avg_pool3d(blocks, tuple(min(3, size) for size in blocks.shape[2:]), stride=1)
 

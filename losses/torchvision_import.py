@@ -1,4 +1,4 @@
-"""Imports torchvision also where its compiled operators were built for another torch.
+"""Import torchvision even if its compiled operators were built for another torch.
 
 A torchvision wheel built for CUDA next to a CPU build of torch fails on import with "operator torchvision::nms does not
 exist". The image networks need none of the compiled operators, so declaring the two that the import looks up is enough.
@@ -14,12 +14,12 @@ _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-# The declarations live as long as the library object does.
+# The declarations exist only as long as the library object.
 _declarations: list[torch.library.Library] = []
 
 
 def import_torchvision() -> ModuleType:
-    """Return torchvision, with the missing operators declared if and only if its import fails for lack of them."""
+    """Return torchvision; declare the missing operators only if its import fails without them."""
     try:
         return importlib.import_module("torchvision")
     except RuntimeError as error:

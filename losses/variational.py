@@ -1,4 +1,4 @@
-"""The two terms of a variational autoencoder: how far the reconstruction is, and how far the latent is from N(0, 1)."""
+"""The two terms of a variational autoencoder: the reconstruction error and the latent's KL divergence from N(0, 1)."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ SMALLEST_SIGMA = 2e-9
 
 
 def reconstruction_loss(reconstruction: Tensor, target: Tensor, kind: str) -> Tensor:
-    """Mean absolute (`l1`) or mean squared (`l2`) error over all voxels, in fp32 whatever the inputs are."""
+    """Return the mean absolute (`l1`) or mean squared (`l2`) error over all voxels, in fp32."""
     assert kind in ("l1", "l2"), f"reconstruction loss is l1 or l2, not {kind!r}"
     assert reconstruction.shape == target.shape, f"shapes differ: {reconstruction.shape} and {target.shape}"
     with torch.autocast(reconstruction.device.type, enabled=False):
@@ -19,12 +19,12 @@ def reconstruction_loss(reconstruction: Tensor, target: Tensor, kind: str) -> Te
 
 
 def kl_divergence(mu: Tensor, sigma: Tensor, num_voxels: int) -> Tensor:
-    """KL of N(mu, sigma^2) from N(0, 1) in nats per image voxel.
+    """Return the KL divergence of N(mu, sigma^2) from N(0, 1) in nats per image voxel, averaged over the batch.
 
-    Summed over the latent elements of a volume, divided by `num_voxels`, the image voxels of that volume (channels
-    times depth, height and width), and averaged over the batch. The reconstruction loss is a mean over the same voxels,
-    so this is the textbook objective, sum + weight * sum, divided by one number: the weight means the same for every
-    grid, patch and batch size. In fp32, because the squares overflow and the logarithm underflows in fp16.
+    The sum over the latent elements of a volume is divided by `num_voxels`, the image voxels of that volume (channels
+    times depth, height and width). The reconstruction loss is a mean over the same voxels, so their weighted sum is the
+    textbook objective divided by a constant, and a weight means the same for every grid, patch and batch size. Computed
+    in fp32, because squares overflow and the logarithm underflows in fp16.
     """
     assert num_voxels > 0, f"num_voxels must be positive, not {num_voxels}"
     with torch.autocast(mu.device.type, enabled=False):

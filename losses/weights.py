@@ -1,9 +1,7 @@
-"""Where the weights of perceptual networks come from: the config, else the torch cache, else a download."""
+"""Find the weights of perceptual networks: where the config says, else in the torch cache, else by a download."""
 
 import hashlib
-import os
 import queue
-import tempfile
 import threading
 import urllib.request
 from dataclasses import dataclass
@@ -18,9 +16,10 @@ from torch import Tensor
 
 from settings import ConfigError, Problem
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
+from storage.atomic import replacing
 
 KEY = "autoencoder.training.perceptual.weights"
-# Looking up a name is not covered by a socket's timeout, so the whole attempt to connect gets one.
+# A socket's timeout does not cover the name lookup, so the whole attempt to connect has a limit of its own.
 CONNECT_SECONDS = 6.0
 READ_SECONDS = 15.0
 _BLOCK_BYTES = 1 << 20
@@ -37,7 +36,7 @@ class WeightsFile:
 
     @property
     def name(self) -> str:
-        """The file's name, which is also its name in the torch cache."""
+        """Return the file's name, which is also its name in the torch cache."""
         return self.url.rsplit("/", 1)[1]
 
 
@@ -56,9 +55,10 @@ FILES = {
 
 
 def find_weights(network: str, configured: str | None) -> Path:
-    """The file with a network's weights; downloads it into the torch cache when it is nowhere and the machine can.
+    """Return the file with a network's weights; download it into the torch cache if it is not there yet.
 
-    Raises ConfigError, within the time of one attempt to connect, when the weights cannot be had.
+    Raise ConfigError if there is no such file and it cannot be downloaded. Without a network this takes
+    CONNECT_SECONDS at most.
     """
     file = FILES[network]
     if configured is not None:
@@ -75,14 +75,14 @@ def find_weights(network: str, configured: str | None) -> Path:
 
 
 def cache_path(file: WeightsFile) -> Path:
-    """Where torch keeps the file (TORCH_HOME moves it)."""
+    """Return the file's path in the torch cache, which TORCH_HOME can move."""
     return Path(torch.hub.get_dir()) / "checkpoints" / file.name
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """The tensors of a weight file by name; never executes code from it.
+    """Return the tensors of a weight file by name, without executing code from it.
 
-    Looks inside the wrappers that published files have: a "state_dict" entry and a "module." in front of names.
+    Unwraps what published files have around them: a "state_dict" entry and a "module." in front of names.
     """
     try:
         if path.suffix == ".safetensors":
@@ -100,7 +100,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def weights_mismatch(path: Path, network: str, missing: str) -> ConfigError:
-    """The error for a file that holds some other network's weights."""
+    """Return the error for a file with another network's weights."""
     file = FILES[network]
     found = f"{path} does not hold the weights of {network} ({missing} is missing or has another shape)"
     return _error(found, f"it takes {file.description}, {file.name}", _remedy(file))
@@ -118,27 +118,16 @@ def _remedy(file: WeightsFile) -> str:
 
 
 def _download(network: str, file: WeightsFile, destination: Path) -> None:
-    from tqdm import tqdm
+    """Download a file into the torch cache; it appears there whole and checked, or not at all.
 
+    `torch.hub.download_url_to_file` takes no timeout and does not notice a file without a published hash that ends
+    early, so the blocks are read here.
+    """
     try:
-        response = _connect(file.url)
-        with response:
+        with _connect(file.url) as response:
             destination.parent.mkdir(parents=True, exist_ok=True)
-            total = int(response.headers.get("Content-Length") or 0) or None
-            # Beside its destination, so that the rename is atomic and parallel ranks cannot see half a file.
-            with tempfile.NamedTemporaryFile(dir=destination.parent, suffix=".part", delete=False) as part:
-                try:
-                    with tqdm(total=total, unit="B", unit_scale=True, desc=f"downloading {file.name}") as bar:
-                        digest = hashlib.sha256()
-                        while block := response.read(_BLOCK_BYTES):
-                            part.write(block)
-                            digest.update(block)
-                            bar.update(len(block))
-                    part.flush()
-                    _check_download(file, digest.hexdigest(), part.tell(), total)
-                    os.replace(part.name, destination)
-                finally:
-                    Path(part.name).unlink(missing_ok=True)
+            with replacing(destination) as temporary:
+                _receive(response, file, temporary)
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         found = (
@@ -148,16 +137,30 @@ def _download(network: str, file: WeightsFile, destination: Path) -> None:
         raise _error(found, remedy=_remedy(file)) from error
 
 
+def _receive(response: HTTPResponse, file: WeightsFile, path: Path) -> None:
+    from tqdm import tqdm
+
+    total = int(response.headers.get("Content-Length") or 0) or None
+    digest, num_bytes = hashlib.sha256(), 0
+    with path.open("wb") as part, tqdm(total=total, unit="B", unit_scale=True, desc=f"downloading {file.name}") as bar:
+        while block := response.read(_BLOCK_BYTES):
+            part.write(block)
+            digest.update(block)
+            num_bytes += len(block)
+            bar.update(len(block))
+    _check_download(file, digest.hexdigest(), num_bytes, total)
+
+
 def _check_download(file: WeightsFile, digest: str, num_bytes: int, expected_bytes: int | None) -> None:
     if expected_bytes is not None and num_bytes != expected_bytes:
         raise OSError(f"{num_bytes} of {expected_bytes} bytes arrived")
     published = file.name.rsplit(".", 1)[0].rsplit("-", 1)[-1]
     if file.has_hash_in_name and not digest.startswith(published):
-        raise OSError(f"what arrived has the SHA-256 {digest[:8]}, not {published}")
+        raise OSError(f"the download has the SHA-256 {digest[:8]}, not {published}")
 
 
 def _connect(url: str) -> HTTPResponse:
-    """Open a URL, giving up after CONNECT_SECONDS whatever the machine's name lookup does."""
+    """Open a URL; give up after CONNECT_SECONDS, even while the name lookup hangs."""
     outcome: queue.Queue[HTTPResponse | Exception] = queue.Queue()
 
     def attempt() -> None:

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class LeanCoder(nn.Module):
-    """Encoder or decoder: MONAI's list of blocks, each run in its lean form and checkpointed where asked to."""
+    """Encoder or decoder: MONAI's list of blocks in their lean form, with optional checkpointing per block."""
 
     def __init__(self, blocks: nn.ModuleList, first_level: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class LeanCoder(nn.Module):
         self.offload = False
         norm, conv = self.blocks[-2], self.blocks[-1]
         assert isinstance(norm, nn.GroupNorm), "the last two blocks are a norm and a convolution"
-        # In a tuple, outside the module tree: its parameters already have their names in `blocks`.
+        # In a tuple, so that it is not registered: its parameters already have their names in `blocks`.
         self._head = (Head(norm, conv),)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class LeanCoder(nn.Module):
 
 
 def _level_of_each(blocks: nn.ModuleList, first_level: int) -> list[int]:
-    """Return the level of each block, 0 being the highest resolution; what changes the level counts as the higher."""
+    """Return the level of each block, 0 being the highest resolution; resampling belongs to its larger side."""
     level, levels = first_level, []
     for block in blocks:
         level -= isinstance(block, UpsampleBlock)
@@ -78,7 +78,7 @@ def _level_of_each(blocks: nn.ModuleList, first_level: int) -> list[int]:
 class LeanAutoencoder(StockAutoencoder):
     """MONAI's `AutoencoderKL` with lean blocks, checkpointing per block, offload and slabs.
 
-    `encode`, `decode` and the state dict are MONAI's. The memory knobs change no result beyond rounding.
+    `encode`, `decode` and the state dict are the same as MONAI's. The memory settings change results only by rounding.
     """
 
     encoder: LeanCoder
@@ -104,10 +104,10 @@ class LeanAutoencoder(StockAutoencoder):
     def gradient_checkpointing_enable(
         self, levels: int | str = "all", offload: bool = False, nested: bool = False
     ) -> None:
-        """Recompute the blocks of the `levels` highest-resolution levels in backward instead of keeping what they made.
+        """Recompute the blocks of the `levels` highest-resolution levels in backward instead of keeping activations.
 
-        `offload` keeps the blocks' inputs in host memory; `nested` puts one more checkpoint around the encoder, whose
-        block inputs are then made again when backward arrives there. Acts in training mode with gradients on.
+        `offload` keeps the blocks' inputs in host memory. `nested` adds a checkpoint around the whole encoder, so its
+        block inputs are recomputed too. Has an effect only in training mode with gradients enabled.
         """
         count = self.num_levels if levels == "all" else int(levels)
         assert 1 <= count <= self.num_levels, f"levels is {levels}; allowed: all, or 1 to {self.num_levels}"
@@ -135,7 +135,7 @@ class LeanAutoencoder(StockAutoencoder):
     def set_slab_rows(self, rows: int) -> None:
         """Run the highest-resolution blocks in slabs of `rows` rows along the first spatial axis; 0: whole.
 
-        Exact in both directions, in training and at inference. Slabs too thin for a fast convolution are made thicker.
+        Forward and backward stay exact. Slabs too thin for a fast convolution are made thicker.
         """
         assert rows == 0 or rows >= 2, f"slab_rows is {rows}; allowed: 0 or at least 2, for a row and its halo"
         for coder in (self.encoder, self.decoder):
@@ -143,7 +143,7 @@ class LeanAutoencoder(StockAutoencoder):
 
 
 def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
-    """Build the autoencoder that the settings describe, with their memory knobs applied."""
+    """Build the autoencoder that the settings describe, with their memory settings applied."""
     kind = LeanAutoencoder if settings.implementation == "lean" else StockAutoencoder
     model = kind(**autoencoder_arguments(settings))
     training = settings.training

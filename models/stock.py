@@ -1,4 +1,4 @@
-"""MONAI's own autoencoder behind the interface that training uses, and a repair for levels without residual blocks."""
+"""MONAI's own autoencoder behind the interface that training uses, with a fix for levels without residual blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class StockAutoencoder(AutoencoderKL):
-    """MONAI's `AutoencoderKL` with attention through SDPA and with noise that the caller may give."""
+    """MONAI's `AutoencoderKL` with attention through SDPA and with optional noise from the caller."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(use_flash_attention=True, **arguments)
@@ -32,7 +32,7 @@ class StockAutoencoder(AutoencoderKL):
     def gradient_checkpointing_enable(
         self, levels: int | str = "all", offload: bool = False, nested: bool = False
     ) -> None:
-        """Turn on MONAI's own checkpointing: the whole encoder and the whole decoder, which is all it has."""
+        """Turn on MONAI's own checkpointing, which always covers the whole encoder and the whole decoder."""
         assert (levels, offload, nested) == ("all", False, False), "the stock autoencoder checkpoints all or nothing"
         self.use_checkpoint = True
         log.info("gradient checkpointing on: MONAI's own, the encoder and the decoder as one block each")
@@ -43,15 +43,15 @@ class StockAutoencoder(AutoencoderKL):
         log.info("gradient checkpointing off: MONAI's encoder and decoder keep all activations")
 
     def set_slab_rows(self, rows: int) -> None:
-        """Refuse slabs, which the stock blocks do not have."""
+        """Accept only 0, because stock blocks cannot run in slabs."""
         assert rows == 0, "the stock autoencoder has no slabs"
 
 
 def match_channels(blocks: nn.ModuleList, groups: int, eps: float) -> None:
-    """Rebuild the blocks that expect other channels than they get.
+    """Rebuild each block whose number of input channels differs from the output of the block before it.
 
-    MONAI counts a level's channels even where `num_res_blocks` is 0 and so nothing changes them: the next block then
-    fails on its input. Blocks that fit are left alone, so a network that MONAI can run is MONAI's.
+    A level with `num_res_blocks` 0 does not change the channels, but MONAI builds the next block as if it did, and that
+    block fails on its input. Blocks that fit stay as they are, so a network that MONAI can run is not changed.
     """
     channels: int | None = None
     for index, block in enumerate(blocks):

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class _OwnGradient(torch.autograd.Function):
-    """Identity whose gradient is a copy: the gradient of a concatenated part is a view that keeps the whole alive."""
+    """Identity that copies its gradient: the gradient of a concatenated part is a view that keeps the whole alive."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class _OwnGradient(torch.autograd.Function):
 
 
 class TimeResidualBlock(nn.Module):
-    """Takes over the layers of MONAI's residual block with timestep embedding; joins a skip connection to its input."""
+    """MONAI's residual block with timestep embedding, with the same layers; concatenates a skip connection itself."""
 
     def __init__(self, stock: DiffusionUNetResnetBlock) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class TimeResidualBlock(nn.Module):
         self.norm2, self.conv2, self.skip_connection = stock.norm2, stock.conv2, stock.skip_connection
 
     def forward(self, x: Tensor, embedding: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Return the block's output for `x`, joined by `skip` along the channels when there is one."""
+        """Return the block's output for `x`, or for `x` and `skip` concatenated along the channels."""
         if skip is not None:
             x = torch.cat([x, _OwnGradient.apply(skip)], dim=1)
         h = group_norm(x, self.norm1, silu=True)
@@ -61,7 +61,7 @@ class TimeResidualBlock(nn.Module):
 
 
 class DiffusionUNet(DiffusionModelUNet):
-    """MONAI's `DiffusionModelUNet` with self-attention only, every block of which can be checkpointed."""
+    """MONAI's `DiffusionModelUNet` with self-attention only; every block can be checkpointed."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(use_flash_attention=True, **arguments)
@@ -79,7 +79,7 @@ class DiffusionUNet(DiffusionModelUNet):
     def forward(
         self, x: Tensor, timesteps: Tensor, context: Tensor | None = None, class_labels: Tensor | None = None
     ) -> Tensor:
-        """Return the prediction for the noisy latent `x`; `class_labels` when the network is class-conditional."""
+        """Return the prediction for the noisy latent `x`; a class-conditional network needs `class_labels`."""
         assert context is None, "the network has self-attention only: conditioning goes through class_labels"
         embedding = self._embed(x, timesteps, class_labels)
         offload = HostOffload() if self.offload else False
@@ -137,7 +137,7 @@ class DiffusionUNet(DiffusionModelUNet):
 
 
 def _inputs(resampler: nn.Module, h: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:
-    """Return what a resampling block takes: residual ones (`resblock_updown`) see the timestep too."""
+    """Return the inputs of a resampling block; residual ones (`resblock_updown`) take the timestep too."""
     return (h, embedding) if isinstance(resampler, TimeResidualBlock) else (h,)
 
 

@@ -15,7 +15,7 @@ from storage.atomic import replacing
 
 
 def save_weights(path: Path, state: dict[str, Tensor], metadata: dict[str, Any]) -> None:
-    """Write weights with JSON-encodable metadata, atomically; raise `TrainingError` when the disk does not take it."""
+    """Write weights with JSON-encodable metadata, atomically; raise `TrainingError` if writing fails."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def save_weights(path: Path, state: dict[str, Tensor], metadata: dict[str, Any])
 
 
 def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return weights and metadata; raise `CheckpointError` when the file is missing or not one that we wrote."""
+    """Return weights and metadata; raise `CheckpointError` if the file is missing or was written by another program."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; train the stage that writes it, or give the path of one")
     try:
@@ -49,14 +49,14 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def load_into(network: nn.Module, path: Path) -> dict[str, Any]:
-    """Load a file of weights into a network and return its metadata; raise `CheckpointError` when they do not fit."""
+    """Load a weight file into a network and return its metadata; raise `CheckpointError` if it does not fit."""
     state, metadata = load_weights(path)
     load_state(network, state, path)
     return metadata
 
 
 def load_state(network: nn.Module, state: dict[str, Tensor], path: Path) -> None:
-    """Load weights into a network; raise `CheckpointError`, naming the file they are of, when they do not fit."""
+    """Load weights into a network; raise `CheckpointError`, which names the file, if they do not fit."""
     expected = network.state_dict()
     wrong = sorted(
         [f"{name} is missing" for name in expected.keys() - state.keys()]

@@ -1,4 +1,4 @@
-"""What the shapes of a network's weights say about the settings it was built with."""
+"""Infer the settings of a network from the names and shapes of its weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ State = Mapping[str, Tensor]
 
 
 def settings_of(network: str, state: State) -> dict[str, Any]:
-    """The settings that the weights imply, by dotted key; only what their names and shapes tell for certain.
+    """Return the settings that the names and shapes of the weights imply, by dotted key.
 
-    Not among them: the number of groups of the norms and, for the U-Net, the channels of an attention head, neither of
-    which leaves a trace in the weights.
+    The number of norm groups and the channels of the U-Net's attention heads are missing, because the weights do not
+    show them.
     """
     read = {"autoencoder": _autoencoder_settings, "discriminator": _discriminator_settings, "ldm": _unet_settings}
     return read[network](state)
 
 
 def settings_that_differ(network: str, state: State, settings: Settings) -> list[str]:
-    """One line for each setting in which the config is not the network that the weights come from."""
+    """Return one line for each setting that differs between the config and the weights."""
     problems = []
     for key, implied in settings_of(network, state).items():
         configured = _configured(settings, key)
@@ -35,10 +35,10 @@ def settings_that_differ(network: str, state: State, settings: Settings) -> list
 
 
 def unsupported_options(network: str, state: State) -> list[str]:
-    """One line for each option of the network that ours does not have."""
+    """Return one line for each option that our networks do not support."""
     problems = []
     if any(value.dim() == 4 for value in state.values()):
-        problems.append("the weights are those of a 2D network; only 3D ones can be used")
+        problems.append("the weights belong to a 2D network; only 3D networks are supported")
     if any(".transformer_blocks." in key for key in state):
         problems.append("the U-Net has cross-attention (with_conditioning); ours is conditioned by class only")
     if any(".adn.N." in key for key in state):
@@ -106,7 +106,7 @@ def _unet_settings(state: State) -> dict[str, Any]:
 
 
 def _block_kinds(state: State, coder: str) -> list[tuple[str, int]]:
-    """Kind and output channels of each block of the encoder or the decoder."""
+    """Return the kind and the output channels of each block of the encoder or the decoder."""
     indices = sorted({int(match[1]) for key in state if (match := re.match(rf"{coder}\.blocks\.(\d+)\.", key))})
     marks = {
         "residual": "conv1.conv.weight",
@@ -126,10 +126,10 @@ def _block_kinds(state: State, coder: str) -> list[tuple[str, int]]:
 
 
 def _middle_attention(state: State, coder: str) -> bool:
-    """Whether residual, attention, residual is at the low-resolution end.
+    """Return whether the low-resolution end is a residual, an attention and another residual block.
 
-    Every residual block of a level with attention is followed by attention, so a residual block that ends this order,
-    in the encoder, or that is followed by something else, in the decoder, is the middle's.
+    In a level with attention, attention follows every residual block. So a residual block with no attention after it
+    belongs to the middle.
     """
     kinds = [kind for kind, _ in _block_kinds(state, coder)]
     middle = ["residual", "attention", "residual"]
@@ -150,7 +150,7 @@ def _configured(settings: Settings, key: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A value as it is written in YAML and in overrides."""
+    """Return a value as it is written in YAML and in overrides."""
     if isinstance(value, tuple):
         return f"[{','.join(_text(item) for item in value)}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -22,7 +22,7 @@ from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 State = dict[str, Tensor]
 _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, *AMBIGUOUS_READ_ERRORS, SafetensorError)
 
-# Parameters that only the one network has.
+# Parameters that identify a network.
 _MARKS = {
     "autoencoder": ("quant_conv_mu.conv.weight", "post_quant_conv.conv.weight"),
     "ldm": ("time_embed.0.weight", "conv_in.conv.weight"),
@@ -43,9 +43,9 @@ _GENERATIVE_RENAMES = (
 
 
 def read_foreign_weights(path: Path) -> Any:
-    """The content of a safetensors file or a torch checkpoint; refuses, and does not run, pickled code."""
+    """Return the content of a safetensors file or a torch checkpoint; refuse pickled code without running it."""
     if not path.is_file():
-        raise CheckpointError(f"{path}: there is no such file; give a .safetensors file or a torch checkpoint")
+        raise CheckpointError(f"{path}: no such file; give a .safetensors file or a torch checkpoint")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -59,9 +59,9 @@ def read_foreign_weights(path: Path) -> Any:
 
 
 def find_state(content: Any, path: Path, network: str | None = None) -> tuple[str, State]:
-    """Which network a checkpoint holds, and its state dict without the wrappers that training loops put around it.
+    """Return the name of the network in a checkpoint, and its state dict without wrappers of training loops.
 
-    Looks at every level of nested dicts, and takes off a prefix that all names share ("module.", "model.").
+    Searches nested dicts, and removes a prefix that all names share ("module.", "model.").
     """
     found = [
         (name, state)
@@ -83,7 +83,7 @@ def find_state(content: Any, path: Path, network: str | None = None) -> tuple[st
 
 
 def recognise(state: Mapping[str, Tensor]) -> str | None:
-    """The network that a state dict belongs to, by parameters that only it has."""
+    """Return the network that a state dict belongs to, or None."""
     for network, marks in _MARKS.items():
         if all(mark in state for mark in marks):
             return network
@@ -91,7 +91,7 @@ def recognise(state: Mapping[str, Tensor]) -> str | None:
 
 
 def to_our_names(state: Mapping[str, Tensor], origin: str, path: Path) -> State:
-    """The state dict under the names of our networks (and of MONAI 1.6); origin is monai or monai-generative."""
+    """Return the state dict with the names of our networks (and of MONAI 1.6); origin: monai or monai-generative."""
     assert origin in ("monai", "monai-generative"), f"no weights come from {origin!r}"
     if origin == "monai-generative":
         return _expand_attention({_renamed(key): value for key, value in state.items() if not _is_unused(key)})
@@ -104,7 +104,7 @@ def to_our_names(state: Mapping[str, Tensor], origin: str, path: Path) -> State:
 
 
 def check_fit(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
-    """Raise CheckpointError unless names and shapes are exactly the expected ones."""
+    """Raise CheckpointError unless names and shapes are exactly as expected."""
     missing = [key for key in expected if key not in state]
     unexpected = [key for key in state if key not in expected]
     reshaped = [key for key in expected if key in state and state[key].shape != expected[key].shape]
@@ -132,10 +132,10 @@ def _is_unused(key: str) -> bool:
 
 
 def _expand_attention(state: State) -> State:
-    """Express other forms of self-attention in ours, exactly.
+    """Convert other forms of self-attention to ours, exactly.
 
-    MONAI's `use_combined_linear=True` has one matrix for query, key and value, stacked in this order. Its
-    `include_fc=False`, like MONAI Generative, has no output projection, which is projecting with the identity.
+    MONAI's `use_combined_linear=True` stacks query, key and value, in this order, in one matrix. Its
+    `include_fc=False`, like MONAI Generative, has no output projection, which equals projecting with the identity.
     """
     result: State = {}
     for key, value in state.items():

@@ -10,10 +10,10 @@ from models.lean.norm import group_norm
 
 
 class AttentionBlock(nn.Module):
-    """Takes over the layers of MONAI's `SpatialAttentionBlock`, and with them its parameter names.
+    """MONAI's `SpatialAttentionBlock` with the same layers and parameter names.
 
-    Attention always runs through `scaled_dot_product_attention`. Beyond that it differs from MONAI's forward only where
-    that one wastes memory or errs: dropout acts in training only, and the norm keeps its low-precision input alone.
+    Attention always runs through `scaled_dot_product_attention`. Otherwise the forward differs from MONAI's in two
+    ways: dropout is active in training only, and the norm saves only its low-precision input.
     """
 
     def __init__(self, stock: SpatialAttentionBlock) -> None:
@@ -21,7 +21,7 @@ class AttentionBlock(nn.Module):
         self.norm, self.attn = stock.norm, stock.attn
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` plus what every voxel takes from all others."""
+        """Return `x` plus the attention of every voxel over all voxels."""
         attn, tokens = self.attn, group_norm(x, self.norm).flatten(2).transpose(1, 2)
         if attn.use_combined_linear:
             query, key, value = attn.qkv(tokens).chunk(3, dim=-1)
@@ -33,5 +33,5 @@ class AttentionBlock(nn.Module):
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=attn.scale)
         del query, key, value
         mixed = attn.drop_output(attn.out_proj(mixed.transpose(1, 2).flatten(2)))
-        # x first: the sum takes the memory layout of its first operand, and the convolutions after it want that of x.
+        # x comes first because the sum takes the memory layout of its first operand, and convolutions want that of x.
         return x + mixed.transpose(1, 2).unflatten(2, x.shape[2:])

@@ -1,6 +1,6 @@
 """MONAI's autoencoder blocks with the same parameters and the same function in less memory.
 
-Each takes over the layers of one stock block under the names they have there, so state-dict keys stay MONAI's.
+Each lean block holds the layers of one stock block under the same names, so the state-dict keys stay MONAI's.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from models.lean.slabs import Volume
 
 
 class LeanBlock(nn.Module):
-    """A block that runs whole, or in slabs of `slab_rows` rows when that is not 0."""
+    """A block that runs whole, or in slabs of `slab_rows` rows if that is not 0."""
 
     slab_rows = 0
 
     @property
     def keeps_only_input(self) -> bool:
-        """Whether backward recomputes what it needs by itself, so that a checkpoint around it would save nothing."""
+        """Whether the block saves only its input for backward, so that a checkpoint around it would save nothing."""
         return self.slab_rows > 0
 
     def consume(self, x: Volume) -> Volume:
-        """Do what the block does, at inference and in slabs; nobody needs `x` afterwards, so it may be overwritten."""
+        """Run the block in slabs without gradients; `x` may be overwritten, because the caller no longer needs it."""
         return self(x)
 
 
 class ResidualBlock(LeanBlock):
-    """Two times norm, SiLU and convolution, added to the input."""
+    """Norm, SiLU and convolution, twice, added to the input."""
 
     def __init__(self, stock: AEKLResBlock) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ResidualBlock(LeanBlock):
         self.nin_shortcut = stock.nin_shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output, of as many channels as its convolutions have."""
+        """Return the block's output."""
         if self.slab_rows:
             return self._in_slabs(x, overwrite=False)
         h = self.conv1(group_norm(x, self.norm1, silu=True))
@@ -49,7 +49,7 @@ class ResidualBlock(LeanBlock):
         return self.nin_shortcut(x) + h
 
     def consume(self, x: Volume) -> Tensor:
-        """Return the block's output in the memory of its input where it fits there."""
+        """Return the block's output, in the memory of its input if it fits."""
         return self._in_slabs(x, overwrite=True)
 
     def _in_slabs(self, x: Volume, overwrite: bool) -> Tensor:
@@ -70,14 +70,14 @@ class UpsampleBlock(LeanBlock):
         return upsample_conv(x, self.postconv.conv)
 
     def consume(self, x: Volume) -> UpsampledRows:
-        """Return the upsampled volume as a source of rows: the next block, residual or last, reads it in slabs."""
+        """Return the upsampled volume as rows computed on demand, which the next block reads in slabs."""
         assert isinstance(x, Tensor), "two upsamplings never follow each other"
         conv = self.postconv.conv
         return UpsampledRows(x, conv.weight, conv.bias, compute_dtype(x))
 
     @property
     def keeps_only_input(self) -> bool:
-        """True in slabs and without: nothing but the input is ever needed."""
+        """Always true: backward needs only the input, in slabs or not."""
         return True
 
 
@@ -94,12 +94,12 @@ class DownsampleBlock(LeanBlock):
 
     @property
     def keeps_only_input(self) -> bool:
-        """True in slabs and without: nothing but the input is ever needed."""
+        """Always true: backward needs only the input, in slabs or not."""
         return True
 
 
 class Head(LeanBlock):
-    """The last norm and convolution; there is no SiLU between them in MONAI, so there is none here."""
+    """The last norm and convolution, without SiLU between them, as in MONAI."""
 
     def __init__(self, norm: nn.GroupNorm, conv: Convolution) -> None:
         super().__init__()

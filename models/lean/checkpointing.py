@@ -1,4 +1,4 @@
-"""Gradient checkpointing through one helper, with the option to keep the checkpoints' inputs in host memory."""
+"""Gradient checkpointing through one function, with the option to keep the checkpoints' inputs in host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 MIN_OFFLOAD_BYTES = 1 << 20
-"""Below one MiB a copy to the host costs more time than the memory is worth."""
+"""Smaller tensors stay on the device: copying them costs more time than the memory is worth."""
 
 
 def empty_on_host(tensor: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def empty_on_host(tensor: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class _Offloaded:
-    """One saved tensor that lives on the host until backward asks for it."""
+    """A saved tensor that stays in host memory until backward needs it."""
 
     host: Tensor
     device: torch.device
@@ -37,8 +37,9 @@ class _Offloaded:
 class HostOffload(AbstractContextManager[None]):
     """Saved-tensor hooks that move large activations to the host and bring them back in backward.
 
-    At most one tensor waits for its copy in each direction: at 128 MiB and more per activation, a deeper queue would
-    cost what the offload saves. One object serves one pass through a network; enter it around every checkpoint.
+    At most one copy is in flight in each direction, because activations are 128 MiB and larger and a deeper queue would
+    use up the memory that offloading saves. Use one object per pass through a network and enter it around every
+    checkpoint.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class HostOffload(AbstractContextManager[None]):
         return tensor
 
     def _copy(self, target: Tensor, source: Tensor, wait_for: torch.Event | None) -> torch.Event | None:
-        """Copy on a second CUDA stream and return the event of its end; elsewhere copy at once and return nothing."""
+        """Copy on a second CUDA stream and return the event at its end; on other devices, copy synchronously."""
         device = source.device if source.is_cuda else target.device
         if device.type != "cuda":
             target.copy_(source)
@@ -98,7 +99,7 @@ class HostOffload(AbstractContextManager[None]):
             return self._stream.record_event()
 
     def _release(self, tensor: Tensor, copied: torch.Event | None) -> None:
-        """Let the caller drop `tensor`: whatever reuses its memory on the compute stream waits for the copy."""
+        """Make the compute stream wait for the copy, so that the memory of `tensor` can be reused safely."""
         if copied is not None:
             torch.cuda.current_stream(tensor.device).wait_event(copied)
 
@@ -116,7 +117,7 @@ class HostOffload(AbstractContextManager[None]):
 
 
 def draws_random_numbers(module: Callable[..., Any]) -> bool:
-    """Tell whether running `module` twice may give two results, so that a checkpoint has to restore the generator."""
+    """Return whether `module` may use random numbers, so that a checkpoint must restore the generator's state."""
     if not isinstance(module, nn.Module):
         return True
     dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -131,11 +132,11 @@ def gradient_checkpoint_forward(
     use_gradient_checkpointing_offload: bool | HostOffload = False,
     **kwargs: Any,
 ) -> Any:
-    """Call `module(*args, **kwargs)`, recomputing its activations in backward when asked to.
+    """Call `module(*args, **kwargs)` and, if asked to, recompute its activations in backward.
 
     Offloading implies checkpointing and keeps the tensor arguments in host memory; pass a `HostOffload` to share its
-    queue between the blocks of one pass. Does nothing special under `no_grad` and for a module in eval mode. Acts on
-    frozen modules too: a loss through them needs their activations as much as training does.
+    queue between the blocks of one pass. Under `no_grad` and for a module in eval mode this is a plain call. Frozen
+    modules are checkpointed too, because gradients that pass through them need their activations.
     """
     wanted = use_gradient_checkpointing or bool(use_gradient_checkpointing_offload)
     if not (wanted and torch.is_grad_enabled() and getattr(module, "training", True)):
@@ -144,7 +145,7 @@ def gradient_checkpoint_forward(
     if use_gradient_checkpointing_offload:
         own = use_gradient_checkpointing_offload is True
         offload = HostOffload() if own else use_gradient_checkpointing_offload  # type: ignore[assignment]
-    # Only positional arguments pass through the saved-tensor hooks, so keyword arguments travel as positional ones.
+    # Saved-tensor hooks see positional arguments only, so keyword arguments are passed as positional ones.
     names, num_args = list(kwargs), len(args)
 
     def run(*values: Any) -> Any:

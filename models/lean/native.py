@@ -1,8 +1,8 @@
-"""The raw ATen kernels, each behind a function that gives it the memory layout it reads; nothing else calls them.
+"""The only module that calls raw ATen kernels; each function passes its kernel the memory layout that it expects.
 
-Unlike public operators, a raw kernel may take its arguments' memory as it lies, so that a strided view gives wrong
-numbers and no error. With torch 2.13.0 both kernels of GroupNorm do so with every argument but the forward's `x`; those
-of SiLU and convolution follow the strides. A tensor that is dense already costs nothing here.
+Unlike public operators, a raw kernel may ignore strides, so a strided view gives wrong numbers and no error. In torch
+2.13.0 both GroupNorm kernels ignore the strides of every argument except the forward's `x`; the kernels of SiLU and
+convolution respect them. Arguments that are already contiguous are not copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _sizes(x: Tensor) -> tuple[int, int, int]:
 def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalised `x`, and mean and rstd of its groups, each of shape (batch, groups)."""
+    """Return the normalised `x`, and mean and rstd of its groups, both (batch, groups)."""
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     return aten.native_group_norm(x.contiguous(), weight, bias, *_sizes(x), groups, eps)
@@ -54,7 +54,7 @@ def convolution_backward(
     stride: int = 1,
     padding: Sequence[int] = (0, 0, 0),
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a 3D convolution's `x` and weight, as far as `needs` asks for them."""
+    """Return the gradients of a 3D convolution's `x` and weight; `needs` says which of the two to compute."""
     grad_x, grad_weight, _ = aten.convolution_backward(
         grad, x, weight, None, [stride] * 3, list(padding), [1] * 3, False, [0] * 3, 1, [*needs, False]
     )

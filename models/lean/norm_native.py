@@ -1,7 +1,7 @@
-"""The norm operators by torch's own kernels: on the CPU, in double precision, and on GPUs that cannot run Triton.
+"""The norm operators with torch's own kernels: on the CPU, in double precision, and on GPUs that cannot run Triton.
 
-Arithmetic is in fp32 (fp64 for fp64). What has to be converted is converted a piece at a time, so that no copy of a
-whole tensor in full precision ever exists. Any memory layout will do.
+Arithmetic is in fp32 (fp64 for fp64). Low-precision tensors are converted a piece at a time, so a full-precision copy
+of a whole tensor never exists. Any memory layout is accepted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from models.lean import native
 
 PIECE_VALUES = {"cpu": 2**20, "cuda": 2**25}
-"""Values in a piece: 4 MiB of fp32 on the CPU, so that Python's share stays small; on a GPU what keeps it busy."""
+"""Values in a piece: on the CPU, 4 MiB of fp32, to make Python's overhead small; on a GPU, enough to keep it busy."""
 
 
 def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a whole contiguous `x` normed and perhaps activated, and its statistics, by torch's fused kernel."""
+    """Return a whole contiguous `x` after norm and optional SiLU, and its statistics, with torch's fused kernel."""
     full = torch.promote_types(x.dtype, torch.float32)
     weight, bias = weight.to(full), bias.to(full)
     if x.dtype == dtype == full:
@@ -41,13 +41,13 @@ def group_norm(
 def group_norm_backward(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a whole contiguous `x`, of weight and of bias, by torch's fused kernel."""
+    """Return the gradients of a whole contiguous `x`, of weight and of bias, with torch's fused kernel."""
     weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)
     if grad.dtype == x.dtype == mean.dtype:
         return _backward_of(grad, x, mean, rstd, weight, bias, silu)
     grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
     for some, part in _group_pieces(x, mean.shape[1]):
-        # The full-precision copies have no names here, so that the callee can drop the gradient's once it is used.
+        # The full-precision copies get no names here, so that the callee can free the gradient's once it is used.
         grad_x[part], grad_weight[part[1]], grad_bias[part[1]] = _backward_of(
             grad[part].to(mean.dtype),
             x[part].to(mean.dtype),
@@ -82,7 +82,7 @@ def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
         targets = moments[:, span].split(channel_step, 2)
         for part, target in zip(wide.split(channel_step, 1), targets, strict=True):
             target[0], target[1] = _channel_moments(part)
-    # All spans have as many rows but the last. Filled in place: copying a list to a GPU would wait for it.
+    # All spans but the last have equally many rows. Filled in place, because copying a list to a GPU would wait.
     share = moments.new_full((num_spans, 1, 1, 1), row_step / rows)
     share[-1] = 1 - (num_spans - 1) * row_step / rows
     means, variances = moments.unflatten(3, (groups, -1))
@@ -101,8 +101,8 @@ def _channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _statistics_on_cpu(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
-    # `var_mean` takes 20 times as long on a CPU. Contiguous: with channels last, this kernel would subtract the squared
-    # mean from the mean square.
+    # `var_mean` takes 20 times as long on a CPU. `native.group_norm` makes the values contiguous, because with channels
+    # last the kernel would subtract the squared mean from the mean square.
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     _, mean, rstd = native.group_norm(values, None, None, groups, eps)
     return mean, rstd
@@ -111,7 +111,7 @@ def _statistics_on_cpu(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tens
 def normalise(
     out: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool, rows_before: int
 ) -> None:
-    """Write the normed and perhaps activated rows of `x` into `out`, and zeros into the rows around them."""
+    """Write the rows of `x`, after norm and optional SiLU, into `out`, and zeros into the rows around them."""
     if out.shape[2] > x.shape[2]:
         end = rows_before + x.shape[2]
         out[:, :, :rows_before] = 0
@@ -120,7 +120,7 @@ def normalise(
     scale, shift = _scale_and_shift(mean, rstd, weight, bias)
     in_place = out.dtype == x.dtype == scale.dtype
     for part, target, factor, offset in _pieces(x, out, scale, shift):
-        # The kernel promotes each value as it reads it: x needs no converted copy.
+        # The kernel promotes each value as it reads it, so x needs no converted copy.
         values = torch.addcmul(offset, part, factor, out=target) if in_place else torch.addcmul(offset, part, factor)
         if silu:
             F.silu(values, inplace=True)
@@ -129,12 +129,12 @@ def normalise(
 
 
 def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool) -> Tensor:
-    """Return the sums of the normed values' gradient and of its product with the standardised input."""
+    """Return the sums of the gradient before SiLU and of its product with the standardised input."""
     sums = mean.new_zeros((2, *x.shape[:2], 1, 1, 1))
     affine = _scale_and_shift(mean, rstd, weight, bias) if silu else ()
     pieces = _pieces(x, grad, _of_channels(mean, x.shape[1]), *sums, *affine)
     for part, product, centre, sum_grad, sum_product, *factor_and_offset in pieces:
-        # Distances from the mean: sums of products with x itself would lose what makes them differ.
+        # Centred first, because sums of products with a large x would lose precision.
         centred = part - centre
         if silu:
             factor, offset = factor_and_offset
@@ -174,7 +174,7 @@ def norm_input_grad(
 
 
 def _scale_and_shift(mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm as one multiplication and one addition of each channel."""
+    """Return the norm as one scale and one shift per channel."""
     by_group, by_channel = (mean.shape[1], -1), (mean.shape[0], -1, 1, 1, 1)
     scale = rstd.unsqueeze(2) * weight.to(rstd.dtype).view(by_group)
     shift = bias.to(rstd.dtype).view(by_group) - mean.unsqueeze(2) * scale
@@ -188,7 +188,7 @@ def _of_channels(values: Tensor, channels: int) -> Tensor:
 
 
 def _group_pieces(x: Tensor, groups: int) -> Iterator[tuple[slice, tuple[slice, slice]]]:
-    """Yield pieces of whole groups: which groups they are, and their indices."""
+    """Yield pieces of whole groups: the range of groups, and the index of their values."""
     size = x.shape[1] // groups
     step = _step(_limit(x), x.numel() // groups, groups)
     for start in range(0, groups, step):
@@ -197,7 +197,7 @@ def _group_pieces(x: Tensor, groups: int) -> Iterator[tuple[slice, tuple[slice, 
 
 
 def _pieces(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield `x` and what belongs to it piece by piece; values of channels, of one row, go with all rows of theirs."""
+    """Yield matching pieces of `x` and `others`; tensors with a single row are cut along channels only."""
     row_step, channel_step = _steps(x)
     channels, rows = x.shape[1:3]
     if row_step == rows and channel_step == channels:
@@ -212,7 +212,7 @@ def _pieces(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _steps(x: Tensor) -> tuple[int, int]:
-    """Return the rows and channels of a piece: it is cut first along the axis that is the outer one in memory."""
+    """Return the rows and channels of a piece, cut first along the outermost axis in memory."""
     limit = _limit(x)
     batch, channels, rows, height, width = x.shape
     face = batch * height * width

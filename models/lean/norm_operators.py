@@ -1,8 +1,9 @@
-"""The operators that a GroupNorm, whole or in slabs, is made of: each reads its tensors once and makes no copy of them.
+"""The operators that make up a GroupNorm, whole or in slabs; each reads its tensors once and copies none of them.
 
-They are operators of torch's dispatcher (`torch.ops.lean`), so that a mode which watches or fakes tensors sees each as
-one. On CUDA they run as fused Triton kernels, elsewhere by torch's own. Volumes are (batch, channels, rows, height,
-width), contiguous, channels-last, or rows of either; statistics and sums are fp32, and fp64 for fp64 volumes.
+They are registered with torch's dispatcher (`torch.ops.lean`), so a dispatch mode sees each call as one operator, and
+fake tensors work. On CUDA they run as fused Triton kernels, elsewhere through torch's own kernels. Volumes are (batch,
+channels, rows, height, width), contiguous, channels-last, or rows of either. Statistics and sums are fp32, and fp64 for
+fp64 volumes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 OLDEST_CAPABILITY = (7, 5)
 
-# `Library` rather than `custom_op`, whose wrappers cost 40 microseconds more at each call.
+# `Library` rather than `custom_op`, whose wrappers add 40 microseconds to each call.
 _library = torch.library.Library("lean", "DEF")
 _NORM = "Tensor mean, Tensor rstd, Tensor weight, Tensor bias"
 
@@ -29,7 +30,7 @@ _NORM = "Tensor mean, Tensor rstd, Tensor weight, Tensor bias"
 def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a whole `x` normed, and activated when asked to, in `dtype`; and its statistics. Two reads, one write."""
+    """Return a whole `x` after norm and optional SiLU, in `dtype`, and its statistics. Two reads, one write."""
     return torch.ops.lean.group_norm.default(x, weight, bias, groups, eps, silu, dtype)
 
 
@@ -56,23 +57,23 @@ def normalise(
     rows_before: int = 0,
     rows_after: int = 0,
 ) -> Tensor:
-    """Return `x` normed, and activated when asked to, in `dtype`, with rows of zeros around it. One read, one write."""
+    """Return `x` after norm and optional SiLU, in `dtype`, with rows of zeros around it. One read, one write."""
     return torch.ops.lean.normalise.default(x, mean, rstd, weight, bias, silu, dtype, rows_before, rows_after)
 
 
 def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool) -> Tensor:
-    """Return sums over voxels, (2, batch, channels), for the gradient `grad` of what `normalise` returned. Two reads.
+    """Return two sums over voxels, (2, batch, channels), from the gradient of the output of `normalise`. Two reads.
 
-    The first is of the normed values' gradient, the second of its product with the standardised input: summed over the
-    batch they are the gradients of bias and weight.
+    The first sums the gradient before SiLU, the second its product with the standardised input. Summed over the batch,
+    they are the gradients of bias and weight.
     """
     return torch.ops.lean.norm_sums.default(grad, x, mean, rstd, weight, bias, silu)
 
 
 def group_means(sums: Tensor, weight: Tensor, groups: int, count: int) -> Tensor:
-    """Turn the sums over all voxels into what `norm_input_grad` takes, (2, batch, groups).
+    """Turn the sums over all voxels into the group means that `norm_input_grad` takes, (2, batch, groups).
 
-    `count` is the number of values in a group: channels of a group times voxels of the whole volume.
+    `count` is the number of values in a group: its channels times the voxels of the whole volume.
     """
     return (sums * (weight.to(sums.dtype) / count)).unflatten(2, (groups, -1)).sum(3)
 
@@ -89,18 +90,18 @@ def norm_input_grad(
     silu: bool,
     plus: Tensor | None = None,
 ) -> None:
-    """Write the gradient of `x`, plus a tensor to be added to it, into `out`. Two or three reads, one write.
+    """Write the gradient of `x`, plus `plus` if given, into `out`. Two or three reads, one write.
 
-    `out` may be `grad` or `plus` itself, but must not overlap any input otherwise.
+    `out` may be `grad` or `plus` itself but must not overlap any other input.
     """
     torch.ops.lean.norm_input_grad.default(out, grad, x, mean, rstd, weight, bias, group_means, silu, plus)
 
 
 @functools.cache
 def uses_triton(device: torch.device) -> bool:
-    """Whether volumes on `device` go through the Triton kernels, those of double precision aside.
+    """Return whether volumes on `device`, except fp64 ones, are processed by the Triton kernels.
 
-    A CUDA device for which the answer is no is named in the log, once, with the reason.
+    If a CUDA device cannot run them, log the reason once.
     """
     if device.type != "cuda":
         return False
@@ -108,7 +109,7 @@ def uses_triton(device: torch.device) -> bool:
     if reason:
         largest = norm_native.PIECE_VALUES["cuda"] * 4 // 2**20
         log.warning(
-            "norms on %s run by torch's own kernels, which are slower and convert up to %d MiB at a time: %s",
+            "norms on %s use torch's own kernels, which are slower and need up to %d MiB for conversion: %s",
             device, largest, reason,
         )  # fmt: skip
     return not reason
@@ -133,7 +134,7 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
 
 
 def _empty_rows(x: Tensor, dtype: torch.dtype, more_rows: int) -> Tensor:
-    """Return room for the rows of `x` and some more, with channels last where `x` has them there."""
+    """Return an uninitialised tensor for the rows of `x` and `more_rows` more, channels-last if `x` is."""
     batch, channels, rows, height, width = x.shape
     last = channels > 1 and x.stride(1) == 1 and rows * height * width > 1
     layout = torch.channels_last_3d if last else torch.contiguous_format

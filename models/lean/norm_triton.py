@@ -1,8 +1,8 @@
-"""The norm operators as fused Triton kernels: every value is read once, and arithmetic is in fp32.
+"""The norm operators as fused Triton kernels: each reads every value once and computes in fp32.
 
-A volume is seen as (batch, channels, voxels) through three strides, so contiguous and channels-last tensors, rows of
-either, and gradients that lie differently from their input all go through the same kernels. A program takes one tile of
-channels x voxels. Sums are taken in two stages of fixed order, without atomics: the same input gives the same bits.
+A volume is addressed as (batch, channels, voxels) through three strides, so the same kernels handle contiguous and
+channels-last tensors, rows of either, and gradients whose layout differs from their input's. A program processes one
+tile of channels x voxels. Sums have two stages of fixed order and no atomics, so the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ COMBINE_BLOCK = 2048
 
 @triton.jit
 def _tile(channels, voxels, num_chunks, block_c: tl.constexpr, block_v: tl.constexpr):
-    """Return the batch item, the channels, the voxels and the chunk of voxels of this program, and which of them exist.
+    """Return the batch item, channels, voxels and chunk of voxels of this program, and the mask of those that exist.
 
-    Whatever is multiplied into an address is 64 bits wide: a volume may have more than 2^31 values.
+    Factors of addresses are 64 bits wide, because a volume may have more than 2^31 values.
     """
     program = tl.program_id(0)
     chunk = program % num_chunks
@@ -87,7 +87,7 @@ def _moments_kernel(
 
 @triton.jit
 def _combine_kernel(parts_ptr, mean_ptr, rstd_ptr, size, voxels, num_chunks, eps, block_v, block: tl.constexpr):
-    """Turn the parts of one group into its mean and rstd: distances are taken from the mean, so nothing cancels."""
+    """Combine the parts of one group into its mean and rstd; distances from the mean avoid cancellation."""
     group = tl.program_id(0)
     num_parts = size * num_chunks
     means_ptr = parts_ptr + group.to(tl.int64) * num_parts
@@ -167,7 +167,7 @@ def _input_grad_kernel(
 
 
 class _Tiles(NamedTuple):
-    """How a volume of some channels and voxels is cut: programs and chunks of voxels, and the shape of a tile."""
+    """How a volume is cut into tiles: the number of programs and of chunks of voxels, and the shape of a tile."""
 
     programs: int
     num_chunks: int
@@ -176,7 +176,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(x: Tensor, voxels: int) -> _Tiles:
-    """Cut along voxels where they lie side by side in memory, and take channels along where those do."""
+    """Choose tiles along the dimension that is contiguous in memory: voxels, or channels and voxels."""
     batch, channels = x.shape[:2]
     whole_c, whole_v = triton.next_power_of_2(channels), triton.next_power_of_2(voxels)
     if x.stride(1) == 1:
@@ -190,7 +190,7 @@ def _tiles(x: Tensor, voxels: int) -> _Tiles:
 
 
 def strides(x: Tensor) -> tuple[int, int, int] | None:
-    """Return the distances of batch items, channels and voxels; None where voxels do not follow each other evenly."""
+    """Return the strides of batch items, channels and voxels; None if the voxels are not evenly spaced."""
     step, expected = 1, None
     for size, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:]), strict=True):
         if size == 1:
@@ -204,7 +204,7 @@ def strides(x: Tensor) -> tuple[int, int, int] | None:
 
 
 def _readable(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """Return the tensor with its strides: a contiguous copy of it where the kernels cannot walk through it."""
+    """Return the tensor and its strides; make it contiguous if its voxels are not evenly spaced."""
     found = strides(x)
     if found is not None:
         return x, found
@@ -214,17 +214,17 @@ def _readable(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 def _writable(out: Tensor) -> tuple[int, int, int]:
     found = strides(out)
-    assert found is not None, f"out: strides {out.stride()} of {tuple(out.shape)}; voxels must follow each other evenly"
+    assert found is not None, f"out: strides {out.stride()} of {tuple(out.shape)}; voxels must be evenly spaced"
     return found
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the one that Triton launches on; tensors on the CPU are those of its interpreter."""
+    """Make Triton launch on `device`; CPU tensors go to its interpreter."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def failure(device: torch.device) -> str:
-    """Return why the kernels do not run on `device`, "" if they do; Triton needs a C compiler beside the GPU's own."""
+    """Return why the kernels do not run on `device`, or "" if they do; Triton needs a C compiler, for example."""
     try:
         statistics(torch.zeros((1, 1, 1, 1, 1), device=device), 1, 1e-5)
     except (TritonError, RuntimeError, OSError, SubprocessError) as error:
@@ -252,7 +252,7 @@ def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
 def normalise(
     out: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool, rows_before: int
 ) -> None:
-    """Write the normed and perhaps activated rows of `x` into `out`, and zeros into the rows around them."""
+    """Write the rows of `x`, after norm and optional SiLU, into `out`, and zeros into the rows around them."""
     x, x_strides = _readable(x)
     voxels, out_voxels, face = (t.shape[2:].numel() for t in (x, out, x[:, :, :1]))
     programs, num_chunks, *block = _tiles(x, out_voxels)
@@ -264,7 +264,7 @@ def normalise(
 
 
 def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool) -> Tensor:
-    """Return the sums of the normed values' gradient and of its product with the standardised input."""
+    """Return the sums of the gradient before SiLU and of its product with the standardised input."""
     x, x_strides = _readable(x)
     grad, grad_strides = _readable(grad)
     batch, channels, voxels = x.shape[0], x.shape[1], x.shape[2:].numel()
@@ -305,5 +305,5 @@ def norm_input_grad(
 
 
 def _dense(*values: Tensor) -> tuple[Tensor, ...]:
-    """Return the small tensors as the kernels index them."""
+    """Return the tensors contiguous, as the kernels index them."""
     return tuple(value.contiguous() for value in values)

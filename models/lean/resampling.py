@@ -1,4 +1,4 @@
-"""Upsampling and downsampling with their convolutions, without an enlarged or padded copy, keeping only the input."""
+"""Upsampling and downsampling fused with their convolutions: no enlarged or padded copy; only the input is saved."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Parity = tuple[int, ...]
 
 
 def _fold(weight: Tensor) -> dict[Parity, Tensor]:
-    """Return the 2x2x2 kernels that compute the results of each parity from the voxels before upsampling.
+    """Return the 2x2x2 kernels that compute the output voxels of each parity from the volume before upsampling.
 
-    A nearest-neighbour copy repeats each voxel, so of a kernel's three taps two fall on the same voxel and are added:
-    the last two for even results, the first two for odd ones.
+    Nearest-neighbour upsampling repeats each voxel, so along each axis two of a kernel's three taps read the same voxel
+    and can be added: the last two for even output voxels, the first two for odd ones.
     """
     kernels: dict[Parity, Tensor] = {(): weight}
     for axis in (2, 3, 4):
@@ -32,7 +32,7 @@ def _fold(weight: Tensor) -> dict[Parity, Tensor]:
 
 
 def _unfold(grad: Tensor, parity: Parity) -> Tensor:
-    """Return what the gradient of a folded kernel adds to that of the 3x3x3 kernel."""
+    """Return the contribution of a folded kernel's gradient to that of the 3x3x3 kernel."""
     for axis, odd in enumerate(parity, start=2):
         first, last = grad.split(1, axis)
         grad = torch.cat((first, first if odd else last, last), axis)
@@ -40,14 +40,14 @@ def _unfold(grad: Tensor, parity: Parity) -> Tensor:
 
 
 def _padding(parity: Parity) -> tuple[int, ...]:
-    """Return the padding, for `F.pad`, of the voxels that the results of one parity are computed from."""
+    """Return the padding of the small volume, in the form of `F.pad`, for output voxels of one parity."""
     return tuple(amount for p in reversed(parity) for amount in (1 - p, p))
 
 
 class UpsampledRows(RowSource):
     """The upsampled and convolved volume, computed row by row from the small one.
 
-    For inference: the largest tensor of a decoder need not exist as a whole.
+    At inference, the largest tensor of a decoder then never exists as a whole.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> None:
@@ -137,7 +137,7 @@ class _DownsampleConv(torch.autograd.Function):
                     part, _padded_rows(x, start, end, ctx.dtype), weight.to(ctx.dtype), (needs_x, needs_weight), 2
                 )
                 if grad_x is not None:
-                    # Two slabs share one row of the input: the first slab's part of it waits for the second's.
+                    # Two slabs share one row of the input: keep the first slab's part until the second adds its own.
                     if shared is not None:
                         grad_rows[:, :, :1] += shared
                     last = min(2 * end + 1, depth)
@@ -153,22 +153,22 @@ class _DownsampleConv(torch.autograd.Function):
 
 
 def _output_slabs(out: Tensor, rows: int, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Return the slabs of the smaller volume that belong to slabs of `rows` rows of the larger one; all when 0."""
+    """Return the slabs of the smaller volume that match slabs of `rows` rows of the larger one; 0: one slab."""
     if rows == 0:
         return [(0, out.shape[2])]
     return slabs(out, max(rows // 2, 1), out.shape[1], dtype)
 
 
 def _padded_rows(x: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Return the rows that results `start` to `end` are computed from, padded as the convolution wants them."""
+    """Return the padded input rows of the output rows from `start` to `end`."""
     depth, height, width = x.shape[2:]
     rows = x[:, :, 2 * start : min(2 * end + 1, depth)].to(dtype)
-    # The padding of an odd axis is never read: its last result ends with the last voxel.
+    # An odd axis needs no padding, because its last output ends at the last voxel.
     return F.pad(rows, (0, 1 - width % 2, 0, 1 - height % 2, 0, max(2 * end + 1 - depth, 0)))
 
 
 def upsample_conv(x: Tensor, conv: nn.Conv3d) -> Tensor:
-    """Double each axis by nearest-neighbour copies and apply a 3x3x3 convolution."""
+    """Double each axis by nearest-neighbour upsampling and apply a 3x3x3 convolution."""
     return _UpsampleConv.apply(x, conv.weight, conv.bias, compute_dtype(x))
 
 

@@ -1,6 +1,6 @@
-"""Autograd functions of the autoencoder's largest blocks: exact, in slabs, and keeping only the block's input.
+"""Autograd functions of the autoencoder's largest blocks: exact, in slabs, and saving only the block's input.
 
-They recompute inside, so they need no checkpoint around them; the offload hooks see the one tensor they save.
+They recompute the rest in backward, so they need no checkpoint; the offload hooks see the one large tensor they save.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def _total(total: Tensor | None, part: Tensor) -> Tensor:
-    """Add to a sum that is kept in full precision."""
+    """Add `part` to a sum in full precision."""
     part = full_precision(part)
     return part if total is None else total.add_(part)
 
@@ -62,7 +62,7 @@ def _norm_conv(
 
 
 class _NormConv(torch.autograd.Function):
-    """Norm and convolution of the network's last step."""
+    """The norm and the convolution at the end of a network."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
@@ -99,8 +99,8 @@ def _residual(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the residual block's output and the statistics of both norms.
 
-    The names here and in backward: h = conv1(silu(norm1(x))) and the output is conv2(silu(norm2(h))) + shortcut(x).
-    The output takes the place of h or, with `overwrite`, that of x: then h is computed twice and never exists whole.
+    Names here and in backward: h = conv1(silu(norm1(x))), and the output is conv2(silu(norm2(h))) + shortcut(x).
+    The output overwrites h or, with `overwrite`, x; in the latter case h is computed twice and never exists whole.
     """
     scale1, shift1, _, _, scale2, shift2, *_ = parameters
     weight1, bias1, weight2, bias2 = (part.to(dtype) for part in (*parameters[2:4], *parameters[6:8]))
@@ -122,7 +122,7 @@ def _residual(
             if not overwrite:
                 out[:, :, start:end] = part
         second = NormedRows(h, *statistics.result(), scale2, shift2, True, dtype)
-        # The next slab still needs the last rows that a slab replaces, one of h or two of x: they are written one late.
+        # The next slab still needs the last rows that this slab overwrites (one of h, two of x), so write them later.
         halo = 2 if overwrite else 1
         late_place, late_rows = out[:, :, :0], out[:, :, :0]
         for start, end in all_slabs:
@@ -139,7 +139,7 @@ def _residual(
 
 
 class _Residual(torch.autograd.Function):
-    """The residual block, of which only the input is kept."""
+    """The residual block; saves only its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
@@ -157,7 +157,7 @@ class _Residual(torch.autograd.Function):
 
 
 class _ResidualBackward:
-    """Backward of the residual block in three sweeps over the slabs, two sums over all voxels lying between them."""
+    """Backward of the residual block: three sweeps over the slabs, because each norm needs sums over all voxels."""
 
     def __init__(self, ctx: Any, grad: Tensor) -> None:
         x, *parameters, mean1, rstd1, mean2, rstd2 = ctx.saved_tensors
@@ -169,7 +169,7 @@ class _ResidualBackward:
         self.slabs = slabs(x, ctx.rows, min(weight1.shape[:2]), ctx.dtype)
         self.grad_x = torch.empty_like(x)
         self.grad_h = torch.empty_like(grad, dtype=ctx.dtype, memory_format=torch.contiguous_format)
-        # The gradient of x is written after the last look at h, so h may live in its memory when it fits.
+        # The gradient of x is written after the last use of h, so h can share its memory if it fits.
         fits = weight1.shape[0] <= weight1.shape[1] and x.dtype == ctx.dtype
         self.h = self.grad_x[:, : weight1.shape[0]] if fits else torch.empty_like(self.grad_h)
         self.first = NormedRows(x, mean1, rstd1, scale1, shift1, True, ctx.dtype)
@@ -204,7 +204,7 @@ class _ResidualBackward:
             self.grad_h[:, :, start:end] = self.second.absorb(grad_rows, start, end)
 
     def _sweep_conv1(self) -> None:
-        """Finish the gradient of h one row ahead of the slab, and go back through the first convolution and SiLU."""
+        """Finish the gradient of h one row ahead of the slab, then go back through the first convolution and SiLU."""
         done, total = 0, self.x.shape[2]
         for start, end in self.slabs:
             ahead = min(end + 1, total)
@@ -250,7 +250,7 @@ def residual(
 ) -> Tensor:
     """Apply a residual block in slabs of `rows` rows; `shortcut` is its 1x1x1 convolution, if it has one.
 
-    With `overwrite`, and where the output is of the same kind as the input, it replaces it: less memory, more compute.
+    With `overwrite`, and if both have the same shape and dtype, the output overwrites `x`: less memory, more compute.
     """
     parameters: list[Tensor | None] = []
     for norm, conv in zip(norms, convs, strict=True):

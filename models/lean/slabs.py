@@ -1,7 +1,8 @@
-"""What exact computation in slabs is made of: rows along the first spatial axis, with zeros beyond the volume's ends.
+"""The building blocks of exact computation in slabs, that is, in groups of rows along the first spatial axis.
 
-Statistics are taken over the whole tensor first; after that, normalisation, SiLU and convolution need only a slab and
-one row on each side. Sums over slabs are kept in full precision. Tensors are (batch, channels, rows, height, width).
+Statistics are computed over the whole tensor first. After that, normalisation, SiLU and convolution need only a slab
+and a halo of one row on each side. Sums over slabs are kept in full precision. Tensors are (batch, channels, rows,
+height, width).
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from models.lean import native, norm_operators
 from models.lean.norm import FULL_PRECISION
 
 MIN_SLAB_VALUES = 20480
-"""Channels x rows x height from which torch runs an fp32 convolution of one volume through its fast CPU kernel.
+"""Smallest channels x rows x height for which torch uses its fast CPU kernel for an fp32 convolution of one volume.
 
-Thinner slabs took 15 times as long and save next to nothing: they hold 80 KB per voxel of width.
+Thinner slabs took 15 times as long and would save only 80 KB per voxel of width.
 """
 
 
 class RowSource(ABC):
-    """A volume that exists only as rows computed on demand; takes the place of a tensor where rows are read."""
+    """A volume whose rows are computed on demand; stands in for a tensor where only rows are read."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -31,7 +32,7 @@ class RowSource(ABC):
 
     @abstractmethod
     def rows(self, start: int, end: int) -> Tensor:
-        """Compute the rows from `start` to `end`, which lie inside of the volume."""
+        """Compute the rows from `start` to `end`, which must lie inside the volume."""
 
 
 Volume = Tensor | RowSource
@@ -47,12 +48,12 @@ def slabs(x: Volume, rows: int, channels: int, dtype: torch.dtype) -> list[tuple
 
 
 def read(x: Volume, start: int, end: int) -> Tensor:
-    """Return the rows from `start` to `end` of `x`, a view of them where they exist."""
+    """Return the rows from `start` to `end` of `x`; of a tensor, a view."""
     return x[:, :, start:end] if isinstance(x, Tensor) else x.rows(start, end)
 
 
 def rows_of(x: Volume, start: int, end: int) -> Tensor:
-    """Return the rows from `start` to `end` as a dense tensor, zeros where they lie outside of `x`."""
+    """Return the rows from `start` to `end` as a contiguous tensor, with zeros outside `x`."""
     inside = read(x, max(start, 0), min(end, x.shape[2]))
     if start < 0 or end > x.shape[2]:
         inside = F.pad(inside, (0, 0, 0, 0, max(-start, 0), max(end - x.shape[2], 0)))
@@ -60,17 +61,17 @@ def rows_of(x: Volume, start: int, end: int) -> Tensor:
 
 
 def convolve(haloed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve rows that come with one row more on each side."""
+    """Convolve rows that include a halo of one row on each side."""
     return F.conv3d(haloed, weight, bias, padding=(0, 1, 1))
 
 
 def convolve_backward(
     grad_haloed: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows of the input and, from these rows, of the weight.
+    """Return the gradients of the input's rows and, from these rows, of the weight.
 
-    The gradient of the output comes with one row more on each side. To the rows without halo it is the gradient of a
-    convolution padded by two, so both results are exact in one call and no row is ever computed twice.
+    The gradient of the output includes a halo of one row on each side. For the rows without halo it is the gradient of
+    a convolution padded by two, so one call gives both results exactly and no row is computed twice.
     """
     return native.convolution_backward(grad_haloed, x, weight, needs, padding=(2, 1, 1))
 

@@ -126,7 +126,7 @@ def test_thin_volumes_are_enlarged_and_said_once(trunk_files, trunk, caplog):
             assert loss > 0
     assert [record.message for record in caplog.records] == [
         f"perceptual loss: slices thinner than {SHORTEST_SIDE[trunk]} voxels are enlarged to {SHORTEST_SIDE[trunk]},"
-        " the least this network can take"
+        " the smallest this network accepts"
     ]
 
 

@@ -269,7 +269,7 @@ def test_old_gpu_runs_native_kernels_and_says_so_once(monkeypatch, caplog):
         assert not uses_triton(CUDA)
         assert not uses_triton(CUDA)
     assert [record.message for record in caplog.records] == [
-        "norms on cuda:0 run by torch's own kernels, which are slower and convert up to 128 MiB at a time: "
+        "norms on cuda:0 use torch's own kernels, which are slower and need up to 128 MiB for conversion: "
         "its compute capability is 7.0, and Triton needs 7.5 or newer"
     ]
 
