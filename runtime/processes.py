@@ -227,8 +227,8 @@ def _is_lost_process(error: RuntimeError) -> bool:
 def _is_first_report(store: dist.Store, text: str) -> bool:
     """Return whether no other process has reported this text; True if the store cannot be reached."""
     try:
-        store.add("said", 1)
-        return store.add(f"said {hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
+        store.add("reported", 1)
+        return store.add(f"reported {hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
     except RuntimeError:
         return True
 
@@ -249,6 +249,6 @@ def _published_exit_code(store: dist.Store) -> int | None:
 
 def _was_anything_reported(store: dist.Store) -> bool:
     try:
-        return bool(store.check(["said"]))
+        return bool(store.check(["reported"]))
     except RuntimeError:
         return False
