@@ -111,7 +111,7 @@ def test_a_checkpoint_from_before_contents_were_kept_resumes_and_says_what_is_no
         patch.setattr(resume_module, "_identity", lambda v: {k: x for k, x in identity(v).items() if k != "digests"})
         save(step, checkpoints, settings, volumes_of(settings), 1)
     assert resume(step, checkpoints, settings, volumes_of(settings)) == 1
-    assert "whether a file was replaced since cannot be checked" in caplog.text
+    assert "whether a file was replaced cannot be checked" in caplog.text
 
 
 def test_latents_of_replaced_content_are_not_used_and_change_during_encoding_is_noticed(source, tiny_values, caplog):
