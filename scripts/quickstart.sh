@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Set-up and the whole main job on generated volumes: autoencoder, latent diffusion, samples. CPU or GPU, any directory.
+# Sets up the environment and does the whole job on generated volumes: autoencoder, latent diffusion, samples. CPU or GPU,
+# any directory. Arguments are config overrides for both stages, for example: ldm.training.max_steps=100
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh requirements.txt

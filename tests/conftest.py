@@ -104,8 +104,11 @@ def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say why; slow tests run only when asked for by `-m slow`."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
     import torch
 
-    for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+    for item in on_gpu:
+        if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

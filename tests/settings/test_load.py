@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -51,17 +51,23 @@ def test_all_mistakes_are_reported_at_once_with_the_nearest_names(tmp_path):
 
 def test_mistakes_are_answered_by_the_command_within_a_second_and_exit_code_2(tmp_path):
     path = write(tmp_path, FIVE_MISTAKES)
+    # Processor time, because the machine may be busy. Importing torch alone takes more than this.
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = _child_seconds()
         done = subprocess.run(
             [sys.executable, str(ROOT / "train_autoencoder.py"), "--config", str(path)], capture_output=True, text=True
         )
-        seconds.append(time.perf_counter() - start)
+        seconds.append(_child_seconds() - start)
     assert done.returncode == 2
     assert "5 problems in" in done.stderr
     assert "Traceback" not in done.stderr
-    assert min(seconds) < 1.0
+    assert min(seconds) < 0.75
+
+
+def _child_seconds() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def test_settings_never_import_torch_or_monai():

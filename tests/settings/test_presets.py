@@ -42,8 +42,7 @@ def test_preset_tells_editors_its_schema_and_people_its_purpose_peak_and_command
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_preset_builds_on_the_meta_device(path):
-    import torch
-
+    torch = pytest.importorskip("torch")
     from models import build_autoencoder, build_discriminator, build_unet
 
     settings = load_settings(path)

@@ -1,0 +1,64 @@
+"""The shell scripts find a supported Python, or say in words that there is none."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("bash", "cat", "dirname", "grep", "rm", "sha256sum", "tail")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the scripts and requirements, beside a `bin` with a few tools and no Python."""
+    (tmp_path / "bin").mkdir()
+    for tool in TOOLS:
+        found = shutil.which(tool)
+        assert found is not None
+        (tmp_path / "bin" / tool).symlink_to(found)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for path in ROOT.glob("requirements*.txt"):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+def bash(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": str(project / "bin"), "HOME": str(project), "PYENV_ROOT": str(project / "no-pyenv")}
+    return subprocess.run([*command], cwd=project, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def fake_python(project: Path, name: str, text: str) -> None:
+    path = project / "bin" / name
+    path.write_text(f"#!{project}/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_a_machine_without_a_supported_python_is_told_which_are(project):
+    fake_python(project, "python3", '[ "$1" = --version ] && echo "Python 3.10.1" || exit 1')
+    done = bash(project, "bash", "-c", "source scripts/environment.sh requirements.txt")
+    assert done.returncode == 2
+    assert "error: found Python 3.10.1; Python 3.11, 3.12 or 3.13 is needed; install one" in done.stderr
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_each_supported_python_is_accepted(project, version):
+    fake_python(project, f"python{version}", 'echo "$@" >> asked; [ "$1" = -c ]')
+    bash(project, "bash", "-c", "source scripts/environment.sh requirements.txt")
+    assert (project / "asked").read_text().splitlines()[-1] == "-m venv .venv"
+
+
+def test_versions_that_are_not_installed_are_named_and_skipped(project):
+    done = bash(project, "bash", "scripts/test_other_pythons.sh")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("not installed, so nothing was tested on it") == 3
+
+
+def test_a_version_without_its_packages_is_named_and_skipped(project):
+    fake_python(project, "python3.12", '[ "$1" = -c ] && exit 0; echo "no network"; exit 1')
+    done = bash(project, "bash", "scripts/test_other_pythons.sh")
+    assert done.returncode == 0, done.stderr
+    assert "nothing was tested on it because .venv-3.12 could not be set up: no network" in done.stdout
