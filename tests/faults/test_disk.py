@@ -66,7 +66,7 @@ def test_truncated_newest_checkpoint_is_said_and_the_one_before_continues_to_the
     newest.write_bytes(newest.read_bytes()[:-100])
     command = start("autoencoder")
     assert command.wait() == 0, command.said
-    assert f"{newest.name}: damaged, its content does not match its checksum" in command.said
+    assert f"{newest.name}: damaged, because its content does not match its checksum" in command.said
     assert "resuming autoencoder after step 6" in command.said
     weights = [(f / "runs" / "tiny" / "autoencoder.safetensors").read_bytes() for f in (tmp_path, undisturbed)]
     assert weights[0] == weights[1]

@@ -43,7 +43,7 @@ def test_killed_process_ends_the_other_and_one_process_goes_on_with_the_same_los
     assert first.wait(60) == 2, first.said
     assert time.monotonic() - killed < 60
     assert "another process of this run ended" in first.said
-    assert "the same command goes on from the last checkpoint" in first.said
+    assert "run the same command again to resume from the last checkpoint" in first.said
     assert "Traceback" not in first.said
 
     alone = start(stage)
