@@ -59,10 +59,19 @@ def test_the_old_file_is_visible_until_the_new_one_is_complete(tmp_path):
 def test_the_content_is_flushed_to_disk_before_the_rename(tmp_path, monkeypatch):
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda number: (calls.append("fsync"), fsync(number)))
-    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
+
+    def noted(name, call):
+        def run(*arguments):
+            calls.append(name)
+            return call(*arguments)
+
+        return run
+
+    monkeypatch.setattr(os, "fsync", noted("fsync", fsync))
+    monkeypatch.setattr(os, "replace", noted("replace", replace))
     write_text(tmp_path / "file.txt", "text")
-    assert calls == ["fsync", "replace"]
+    # The file, its new name, and the folder that holds the name.
+    assert calls == ["fsync", "replace", "fsync"]
 
 
 def test_threads_that_write_one_file_do_not_disturb_each_other(tmp_path):
