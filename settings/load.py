@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from pydantic import ValidationError
@@ -73,7 +73,7 @@ def known_keys(kind: type[Section] = Settings, prefix: str = "") -> Iterator[tup
     for name, field in kind.model_fields.items():
         yield f"{prefix}{name}", field
         if is_section(field):
-            yield from known_keys(field.annotation, f"{prefix}{name}.")
+            yield from known_keys(cast(type[Section], field.annotation), f"{prefix}{name}.")
 
 
 def default_text(field: Any) -> str:

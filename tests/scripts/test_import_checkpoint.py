@@ -67,7 +67,7 @@ def generative_file(tmp_path) -> Path:
 
 
 def command(module, *arguments: object) -> int:
-    options: argparse.Namespace = module.command_line().parse_args([str(argument) for argument in arguments])
+    options: argparse.Namespace = module.parse([str(argument) for argument in arguments])
     return run(module.main, options)
 
 

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,9 +60,13 @@ def test_the_old_file_is_visible_until_the_new_one_is_complete(tmp_path):
 
 def test_the_content_is_flushed_to_disk_before_the_rename(tmp_path, monkeypatch):
     calls: list[str] = []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda number: (calls.append("fsync"), fsync(number)))
-    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
+    for name in ("fsync", "replace"):
+
+        def noted(*arguments: Any, name: str = name, real: Callable[..., None] = getattr(os, name)) -> None:
+            calls.append(name)
+            real(*arguments)
+
+        monkeypatch.setattr(os, name, noted)
     write_text(tmp_path / "file.txt", "text")
     assert calls == ["fsync", "replace"]
 
