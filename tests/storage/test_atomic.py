@@ -61,8 +61,9 @@ def test_the_old_file_is_visible_until_the_new_one_is_complete(tmp_path):
 def test_the_content_is_flushed_to_disk_before_the_rename(tmp_path, monkeypatch):
     calls: list[str] = []
     for name in ("fsync", "replace"):
+        real = getattr(os, name)
 
-        def noted(*arguments: Any, name: str = name, real: Callable[..., None] = getattr(os, name)) -> None:
+        def noted(*arguments: Any, name: str = name, real: Callable[..., None] = real) -> None:
             calls.append(name)
             real(*arguments)
 
