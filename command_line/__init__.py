@@ -2,7 +2,7 @@
 
 from command_line.arguments import above_zero, add_config, add_training, at_least, parser
 from command_line.execution import INTERRUPTED, OUT_OF_MEMORY, run
-from command_line.outputs import check_output_file, check_output_folder
+from command_line.outputs import check_output_file, check_output_folder, write_output
 
 __all__ = [
     "INTERRUPTED",
@@ -15,4 +15,5 @@ __all__ = [
     "check_output_folder",
     "parser",
     "run",
+    "write_output",
 ]

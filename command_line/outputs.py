@@ -1,4 +1,4 @@
-"""Checks of output paths, made before any long work starts."""
+"""Output files of commands: checked before any long work starts, written at its end."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ def check_output_folder(path: str | Path, option: str = "--out") -> None:
     if not str(path):
         raise UserError(f"{option}: the path is empty; give the name of a folder")
     _check_writable(_nearest_existing(path, option), path, option)
+
+
+def write_output(path: str | Path, text: str) -> None:
+    """Write a text file, creating its folder. The path may be a device such as /dev/stdout."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def _nearest_existing(path: str | Path, option: str) -> Path:

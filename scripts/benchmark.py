@@ -1,4 +1,4 @@
-"""Measure this project beside stock MONAI and a 3d_ldm-style loop: memory, time, quality, start-up, encoding."""
+"""Compare this project with stock MONAI and a 3d_ldm-style loop: memory, speed, quality, start-up and encoding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import check_output_file, check_output_folder, parser, run
+from command_line import check_output_file, check_output_folder, parser, run, write_output
 from settings import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,23 +47,32 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "python scripts/benchmark.py --only steps --only start --json benchmark.json",
         ],
     )
-    result.add_argument("--quick", action="store_true", help="tiny sizes, to see that all of it works")
-    result.add_argument("--only", action="append", choices=PARTS, metavar="PART", help=f"one of {', '.join(PARTS)}")
-    result.add_argument("--json", metavar="FILE", help="default: benchmark.json in the output folder")
-    result.add_argument("--out", default="runs/benchmark", metavar="DIR", help="tables and plots (runs/benchmark)")
-    result.add_argument("--docs", action="store_true", help="also write docs/benchmarks.md, .json and pictures")
+    result.add_argument("--quick", action="store_true", help="use tiny sizes, only to check that everything works")
+    result.add_argument(
+        "--only",
+        action="append",
+        choices=PARTS,
+        metavar="PART",
+        help=f"measure only this part; may be repeated: {', '.join(PARTS)}",
+    )
+    result.add_argument(
+        "--json", metavar="FILE", help="where to write the results (default: benchmark.json in the output folder)"
+    )
+    result.add_argument(
+        "--out", default="runs/benchmark", metavar="DIR", help="folder for tables and plots (default: runs/benchmark)"
+    )
+    result.add_argument("--docs", action="store_true", help="also write docs/benchmarks.md and its pictures")
     return result.parse_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure part by part; write JSON after each, then tables and plots."""
+    """Measure part by part, write JSON after each, then write tables and plots."""
     check_output_folder(options.out)
     if options.json is not None:
         check_output_file(options.json)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     path = out / "benchmark.json" if options.json is None else Path(options.json)
-    path.parent.mkdir(parents=True, exist_ok=True)
     sizes = QUICK if options.quick else WHOLE
     if options.docs and options.quick:
         raise ConfigError("--docs: found with --quick; allowed: one of them; quick figures are not for reading")
@@ -76,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
     for part in options.only or PARTS:
         results[part] = measure(part, sizes)
         results["seconds"] = round(time.perf_counter() - start, 1)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        write_output(path, json.dumps(results, indent=1) + "\n")
     from benchmarks.document import write_document
 
     document = write_document(results, out)

@@ -1,4 +1,4 @@
-"""Reads every volume of a config once and reports its shape, spacing, intensities and problems."""
+"""Read every volume of a config and report its shape, spacing, intensities and problems."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import add_config, check_output_file, parser, run
+from command_line import add_config, check_output_file, parser, run, write_output
 from settings import UserError, load_settings
 
 COLUMNS = ("volume", "class", "shape", "spacing mm", "type", "minimum", "maximum", "scaled from", "problems")
 
 
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    result = parser(__doc__ or "", ["python scripts/check_data.py --config configs/default.yaml data.source=/data/ct"])
+    add_config(result)
+    result.add_argument("--json", metavar="FILE", help="also write the results as JSON")
+    return result.parse_intermixed_args(arguments)
+
+
 def main(options: argparse.Namespace) -> int:
-    """Print one line per volume, every problem, and a summary; 2 when there is a problem."""
+    """Print one line per volume, every problem and a summary; return 2 if there is a problem."""
     if options.json is not None:
         check_output_file(options.json)
     settings = load_settings(options.config, options.overrides)
@@ -28,7 +36,7 @@ def main(options: argparse.Namespace) -> int:
     _print_table([COLUMNS, *rows])
     print()
     if options.json is not None:
-        _write_json(Path(options.json), source)
+        _write_json(options.json, source)
     if source.problems:
         print(f"{len(source.problems)} problems in {len(rows)} volumes:")
         for problem in source.problems:
@@ -60,19 +68,18 @@ def _row(found, checked) -> tuple[str, ...]:
     )
 
 
-def _write_json(path: Path, source) -> None:
+def _write_json(path: str, source) -> None:
     volumes = []
     for found, checked in zip(source.found, source.checked, strict=True):
         entry = {"volume": found.name, "class": found.class_name, "split": found.split, "problems": checked.problems}
         facts = checked.facts
         if facts is not None:
-            # NaN is not JSON: a volume without any finite voxel has no range.
+            # JSON has no NaN, and a volume without finite voxels has no range.
             low, high = (number if math.isfinite(number) else None for number in (facts.minimum, facts.maximum))
             spacing = facts.header.spacing_mm if facts.has_spacing else None
             entry |= {"shape": facts.axes, "spacing_mm": spacing, "type": facts.dtype, "minimum": low, "maximum": high}
         volumes.append(entry)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"volumes": volumes, "problems": source.problems}, indent=2) + "\n", encoding="utf-8")
+    write_output(path, json.dumps({"volumes": volumes, "problems": source.problems}, indent=2) + "\n")
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
@@ -109,7 +116,4 @@ def _times(shape: tuple[int, ...]) -> str:
 
 
 if __name__ == "__main__":
-    arguments = parser(__doc__, ["python scripts/check_data.py --config configs/default.yaml data.source=/data/ct"])
-    add_config(arguments)
-    arguments.add_argument("--json", metavar="FILE", help="also write what was found there, for programs")
-    sys.exit(run(main, arguments.parse_intermixed_args()))
+    sys.exit(run(main, parse()))

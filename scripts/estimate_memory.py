@@ -1,4 +1,4 @@
-"""Say what a training step will need, without a GPU and without running it."""
+"""Predict the memory of one training step, without a GPU and without running it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import add_config, check_output_file, parser, run
+from command_line import add_config, check_output_file, parser, run, write_output
 from settings import load_settings
 
 
@@ -26,12 +26,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_config(result)
     result.add_argument("--stage", choices=("autoencoder", "ldm"), default="autoencoder", help="default: autoencoder")
-    result.add_argument("--json", metavar="FILE", help="write the prediction for programs; - is standard output")
+    result.add_argument("--json", metavar="FILE", help="also write the prediction as JSON; -: only to standard output")
     return result.parse_intermixed_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Predict and print."""
+    """Predict the memory and print it."""
     if options.json not in (None, "-"):
         check_output_file(options.json)
     from memory.predict import predict
@@ -47,8 +47,7 @@ def main(options: argparse.Namespace) -> int:
         if options.json == "-":
             sys.stdout.write(text)
             return 0
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(text)
+        write_output(options.json, text)
     if not options.quiet:
         print(f"{settings.name}, {options.stage}: one training step\n")
         print(describe_prediction(prediction))

@@ -1,4 +1,4 @@
-"""Measures a finished run: reconstructions of held-out volumes, and samples against held-out and training volumes."""
+"""Evaluate a finished run: reconstructions of held-out volumes, and samples against held-out and training volumes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,49 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import at_least, check_output_file, parser, run
+from command_line import at_least, check_output_file, parser, run, write_output
 from settings import DataError
 
 log = logging.getLogger("evaluate")
 
 NEED_DISTANCES = ("mmd", "mmd_ratio", "ratio", "num_memorised")
-IDENTICAL = "held-out volumes that are identical, or copies of training volumes, give no distance to measure by"
+IDENTICAL = "the held-out volumes are identical or copies of training volumes, so there is no distance to compare with"
 
 FID_NETWORKS = ("squeezenet1_1", "alexnet", "vgg16", "resnet18", "resnet50")
 
 
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    result = parser(
+        __doc__ or "",
+        [
+            "python scripts/evaluate.py --run runs/quickstart --json evaluation.json",
+            "python scripts/evaluate.py --run runs/ct --num 64 --fid-network resnet50 --fid-weights resnet50.pth",
+        ],
+    )
+    result.add_argument("--run", required=True, metavar="DIR", help="the folder of a finished run")
+    result.add_argument("--json", metavar="FILE", help="also write all numbers as JSON")
+    result.add_argument("--num", type=at_least(2), default=16, help="number of samples (default: 16)")
+    result.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as configured)")
+    result.add_argument("--seed", type=at_least(0), default=0, help="seed of the samples (default: 0)")
+    result.add_argument(
+        "--batch-size", type=at_least(1), default=4, help="samples to draw at once; does not change them (default: 4)"
+    )
+    result.add_argument("--untrained-baseline", action="store_true", help="also evaluate samples of an untrained U-Net")
+    result.add_argument(
+        "--fid-network",
+        choices=FID_NETWORKS,
+        default="resnet50",
+        help="network whose features FID compares (default: resnet50)",
+    )
+    result.add_argument(
+        "--fid-weights", metavar="FILE", help="torchvision weights of that network; FID is left out without them"
+    )
+    return result.parse_args(arguments)
+
+
 def main(options: argparse.Namespace) -> int:
-    """Evaluate both stages, or only the first when stage 2 has not been trained; print a table, write JSON."""
+    """Evaluate both stages, or only the first if stage 2 is not trained; print a table and write JSON."""
     import torch
 
     from data import prepare_volumes
@@ -48,7 +78,7 @@ def main(options: argparse.Namespace) -> int:
     data = stage_two_data(settings.data)
     if len(volumes.val) < 2:
         raise DataError(
-            f"data.val_fraction: {len(volumes.val)} held-out volumes; evaluation needs at least 2; raise it"
+            f"data.val_fraction: {len(volumes.val)} held-out volumes; evaluation needs at least 2; increase it"
         )
     results: dict[str, Any] = {
         "run": str(finished.folder.path),
@@ -67,19 +97,18 @@ def main(options: argparse.Namespace) -> int:
             results["untrained"] = evaluate_samples(samples, reference, features)
             results["mmd_ratio"] = results["samples"]["mmd"] / max(results["untrained"]["mmd"], 1e-12)
     else:
-        log.warning("%s: not there yet, so only reconstructions are evaluated", finished.folder.weights("ldm"))
+        log.warning("%s: no such file, so only reconstructions are evaluated", finished.folder.weights("ldm"))
     print(_table(results))
     valid = _without_nan(results)
     for reason in sorted(set(valid.get("undefined", {}).values())):
         log.warning("nan: %s", reason)
     if options.json is not None:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(valid, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_output(options.json, json.dumps(valid, indent=2, allow_nan=False) + "\n")
     return 0
 
 
 def _without_nan(results: dict[str, Any]) -> dict[str, Any]:
-    """Return the results with null for what is not a number, as JSON has none; "undefined" says where and why."""
+    """Return the results with null in place of NaN and infinity; "undefined" says where they were and why."""
     undefined: dict[str, str] = {}
 
     def clean(value: Any, where: str) -> Any:
@@ -97,7 +126,7 @@ def _without_nan(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(results: dict[str, Any]) -> str:
-    """Return the results as text: one line per held-out volume, then what is true of the samples."""
+    """Return the results as text: one line per held-out volume, then the samples."""
     rows = [*results["reconstruction"]["volumes"], {"volume": "mean", **results["reconstruction"]["mean"]}]
     width = max(len(str(row["volume"])) for row in rows)
     lines = [f"{'reconstruction':<{width}}   PSNR dB     SSIM  MS-SSIM"]
@@ -134,26 +163,4 @@ def _sample_lines(title: str, values: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    arguments = parser(
-        __doc__,
-        [
-            "python scripts/evaluate.py --run runs/quickstart --json evaluation.json",
-            "python scripts/evaluate.py --run runs/ct --num 64 --fid-network resnet50 --fid-weights resnet50.pth",
-        ],
-    )
-    arguments.add_argument("--run", required=True, metavar="DIR", help="the folder of a finished run")
-    arguments.add_argument("--json", metavar="FILE", help="also write all numbers there")
-    arguments.add_argument("--num", type=at_least(2), default=16, help="samples drawn (default 16)")
-    arguments.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as in the config)")
-    arguments.add_argument("--seed", type=at_least(0), default=0, help="decides the samples (default 0)")
-    arguments.add_argument("--batch-size", type=at_least(1), default=4, help="samples drawn at once; changes no sample")
-    arguments.add_argument(
-        "--untrained-baseline", action="store_true", help="also measure an untrained U-Net's samples"
-    )
-    arguments.add_argument(
-        "--fid-network", choices=FID_NETWORKS, default="resnet50", help="whose features FID compares"
-    )
-    arguments.add_argument(
-        "--fid-weights", metavar="FILE", help="torchvision's weights of that network; without: no FID"
-    )
-    sys.exit(run(main, arguments.parse_args()))
+    sys.exit(run(main, parse()))

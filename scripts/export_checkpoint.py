@@ -1,4 +1,4 @@
-"""Writes the weights of a run for stock MONAI, and says how MONAI builds the network that takes them."""
+"""Export the weights of a run so that stock MONAI loads them with strict=True."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
 def main(options: argparse.Namespace) -> None:
-    """Read, load into MONAI's own network with strict=True, write, print how to use it."""
+    """Check that MONAI's network loads the weights, write them, and print the code that loads them."""
     source, destination = Path(options.weights), Path(options.out)
     check_output_file(options.out, "--out")
     if destination.suffix not in SUFFIXES:
-        raise CheckpointError(f"--out: {destination}; the file's ending is one of {', '.join(SUFFIXES)}; choose one")
+        raise CheckpointError(
+            f"--out: {destination} has another suffix; allowed: {', '.join(SUFFIXES)}; choose one of them"
+        )
     import torch
 
     from models.exchange.networks import CLASSES, monai_arguments, stock_network
@@ -28,15 +30,17 @@ def main(options: argparse.Namespace) -> None:
 
     state, metadata = load_weights(source)
     if metadata.get("stage") not in list(CLASSES) or not isinstance(metadata.get("settings"), dict):
-        raise CheckpointError(f"{source}: not weights of a run: no stage, no settings; give a file of a run folder")
+        raise CheckpointError(
+            f"{source}: not weights of a run, which name a stage and settings; give a file of a run folder"
+        )
     network, settings = metadata["stage"], validate(metadata["settings"])
     try:
         with torch.device("meta"):
             stock_network(network, settings).load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{source}: MONAI's {CLASSES[network]} does not take these weights ({str(error).splitlines()[-1].strip()});"
-            " levels with num_res_blocks 0 and a change of channels exist only here"
+            f"{source}: MONAI's {CLASSES[network]} rejects these weights ({str(error).splitlines()[-1].strip()});"
+            " MONAI has no levels with num_res_blocks 0 that change the number of channels"
         ) from None
     arguments = monai_arguments(network, settings)
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -50,16 +54,16 @@ def main(options: argparse.Namespace) -> None:
     print(f"network.load_state_dict({read}({str(destination)!r}), strict=True)")
 
 
-def command_line() -> argparse.ArgumentParser:
-    """The arguments of this command."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     result = parser(
-        "Export the weights of a run so that stock MONAI loads them with strict=True.",
+        __doc__ or "",
         ["python scripts/export_checkpoint.py --weights runs/high_res/autoencoder.safetensors --out autoencoder.pt"],
     )
     result.add_argument("--weights", required=True, metavar="FILE", help="a .safetensors file of a run folder")
     result.add_argument("--out", required=True, metavar="FILE", help="a .safetensors, .pt or .pth file to write")
-    return result
+    return result.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, command_line().parse_args()))
+    sys.exit(run(main, parse()))

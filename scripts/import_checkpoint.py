@@ -1,4 +1,4 @@
-"""Turns weights from MONAI or MONAI Generative into weights of a run: renamed and checked against the config."""
+"""Import weights of MONAI's AutoencoderKL, PatchDiscriminator or DiffusionModelUNet into a run folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def main(options: argparse.Namespace) -> None:
-    """Read, rename, check, write."""
+    """Read the weights, rename them, check them against the config, and write them to the run folder."""
     check_output_folder(options.out)
     settings = load_settings(options.config, options.overrides)
     from models.exchange.weights import find_state, read_foreign_weights, to_our_names
@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> None:
     folder = RunFolder(Path(options.out))
     if folder.config.exists() and load_settings(folder.config) != settings:
         raise CheckpointError(
-            f"{folder.config}: is not the config given here; all weights of a run folder belong to one config;"
+            f"{folder.config}: differs from the config given here; all weights in a run folder share one config;"
             " give this file as --config, or another folder as --out"
         )
     state = {key: value.float() if value.is_floating_point() else value for key, value in state.items()}
@@ -66,7 +66,7 @@ def _check(network: str, state: dict[str, Tensor], settings: Settings, path: Pat
     try:
         problems = unsupported_options(network, state) or settings_that_differ(network, state, settings)
     except LookupError:
-        # Weights that tell the settings are missing or have no axes, and this says which.
+        # Weights from which the settings are read are missing or have the wrong shape. This names them.
         check_fit(state, expected, path)
         raise
     if problems:
@@ -75,7 +75,7 @@ def _check(network: str, state: dict[str, Tensor], settings: Settings, path: Pat
 
 
 def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
-    """What the config must get right by itself: a wrong value here runs, and gives wrong results."""
+    """Return a line for each setting that the weights cannot confirm, and that gives wrong results if it is wrong."""
     autoencoder, unet = settings.autoencoder, settings.ldm.unet
     unseen: dict[str, list[tuple[str, Any]]] = {
         "autoencoder": [("autoencoder.norm_num_groups", autoencoder.num_groups)],
@@ -83,23 +83,24 @@ def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
         "ldm": [("ldm.unet.norm_num_groups", unet.num_groups), ("ldm.unet.num_head_channels", unet.head_channels)],
     }
     lines = [
-        f"{key} is {value}: weights do not show it; make sure they were trained so" for key, value in unseen[network]
+        f"{key} is {value}; the weights cannot confirm this, so check that they were trained with it"
+        for key, value in unseen[network]
     ]
     if network != "ldm":
         lines.append(
-            "volumes reach the network in [-1, 1]; weights trained on another range, such as [0, 1], need tuning"
+            "volumes are scaled to [-1, 1]; weights trained on another range, such as [0, 1], need fine-tuning"
         )
     return lines
 
 
 def _latent_scale(options: argparse.Namespace, content: Any, path: Path) -> float:
-    """The number that latents were multiplied by in training: given, or beside the weights as MAISI stores it."""
+    """Return the scale of the latents in training: the option, or scale_factor beside the weights, as in MAISI."""
     if options.latent_scale is not None:
         return options.latent_scale
     if isinstance(content, dict) and "scale_factor" in content:
         return _number_above_zero(content["scale_factor"], path)
     raise CheckpointError(
-        f"{path}: holds no scale_factor; samples need the number that latents were multiplied by in training;"
+        f"{path}: has no scale_factor, the number by which latents were multiplied in training; sampling needs it;"
         " give it as --latent-scale"
     )
 
@@ -117,7 +118,7 @@ def _number_above_zero(value: Any, path: Path) -> float:
 
 
 def _sample_frame(settings: Settings) -> dict[str, Any]:
-    """What samples need beside the weights, as far as a config tells it: 1 mm and [0, 1] where it does not."""
+    """Return the spacing, intensities and classes of samples from the config; 1 mm and [0, 1] where it has none."""
     intensity, channels = settings.data.intensity, settings.autoencoder.in_channels
     lower, upper = (intensity.lower, intensity.upper) if intensity.mode == "window" else (0.0, 1.0)
     return {
@@ -128,10 +129,10 @@ def _sample_frame(settings: Settings) -> dict[str, Any]:
     }
 
 
-def command_line() -> argparse.ArgumentParser:
-    """The arguments of this command."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     result = parser(
-        "Import weights of AutoencoderKL, PatchDiscriminator or DiffusionModelUNet into a run folder.",
+        __doc__ or "",
         [
             "python scripts/import_checkpoint.py --from monai-generative --weights autoencoder.pth"
             " --config configs/default.yaml --out runs/imported",
@@ -140,19 +141,27 @@ def command_line() -> argparse.ArgumentParser:
         ],
     )
     result.add_argument(
-        "--from", dest="origin", required=True, choices=["monai", "monai-generative"], help="the library"
+        "--from",
+        dest="origin",
+        required=True,
+        choices=["monai", "monai-generative"],
+        help="library that the weights come from",
     )
-    result.add_argument("--weights", required=True, metavar="FILE", help="a state dict or a checkpoint that holds one")
+    result.add_argument(
+        "--weights", required=True, metavar="FILE", help="a state dict, or a checkpoint that contains one"
+    )
     result.add_argument("--out", required=True, metavar="DIR", help="the run folder to write to, such as runs/imported")
     result.add_argument(
-        "--network", choices=["autoencoder", "discriminator", "ldm"], help="which to take; default: the one in the file"
+        "--network",
+        choices=["autoencoder", "discriminator", "ldm"],
+        help="which network to import (default: the one in the file)",
     )
     result.add_argument(
-        "--latent-scale", type=above_zero, metavar="X", help="ldm: what latents were multiplied by in training"
+        "--latent-scale", type=above_zero, metavar="X", help="ldm: number by which latents were multiplied in training"
     )
     add_config(result)
-    return result
+    return result.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, command_line().parse_args()))
+    sys.exit(run(main, parse()))

@@ -1,4 +1,4 @@
-"""Walk from a config towards a memory budget: what to change, what it costs, what fits."""
+"""Find out what to change in a config so that training fits a memory budget, and what each change costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import OUT_OF_MEMORY, add_config, check_output_file, parser, run
+from command_line import OUT_OF_MEMORY, add_config, check_output_file, parser, run, write_output
 from settings import ConfigError, Problem, load_settings
 from storage.names import printable
 
@@ -32,22 +32,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ],
     )
     add_config(result)
-    result.add_argument("--budget-gb", type=float, required=True, metavar="N", help="memory of the GPU, as sold: 24")
+    result.add_argument(
+        "--budget-gb", type=float, required=True, metavar="N", help="memory of the GPU in GB, for example 24"
+    )
     result.add_argument("--stage", choices=("autoencoder", "ldm"), default="autoencoder", help="default: autoencoder")
     result.add_argument(
         "--order",
         choices=("lossless-first", "guide"),
         default="lossless-first",
-        help="lossless-first (default): the same mathematics before anything else; guide: the memory guide's order",
+        help="lossless-first (default): first the changes that keep the mathematics; guide: as in the memory guide",
     )
-    result.add_argument("--json", metavar="FILE", help="write rungs and recommendation for programs")
-    result.add_argument("--write-config", metavar="FILE", help="write the recommended config, with the reasons")
-    result.add_argument("--measure", action="store_true", help="CUDA only: run each rung's real step as well")
+    result.add_argument("--json", metavar="FILE", help="also write the rungs and the recommendation as JSON")
+    result.add_argument("--write-config", metavar="FILE", help="write the recommended config, with reasons as comments")
+    result.add_argument("--measure", action="store_true", help="CUDA only: also run a real step of each rung")
     return result.parse_intermixed_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Walk, print, write; 3 when nothing fits."""
+    """Walk the ladder, print it and write the outputs; return 3 if nothing fits."""
     for option, path in (("--json", options.json), ("--write-config", options.write_config)):
         if path is not None:
             check_output_file(path, option)
@@ -65,20 +67,15 @@ def main(options: argparse.Namespace) -> int:
         values = ladder.to_json()
         for rung in values["rungs"] if measured is not None else []:
             rung["measured_bytes"] = measured.get(rung["name"]) if measured is not None else None
-        _write(options.json, json.dumps(values, indent=2) + "\n")
+        write_output(options.json, json.dumps(values, indent=2) + "\n")
     print(describe_ladder(ladder, measured))
     if ladder.recommended is None:
         return OUT_OF_MEMORY
     if options.write_config is not None:
         # The file's name goes into a comment, so a line break in it must be escaped.
-        _write(options.write_config, config_with_reasons(ladder, printable(options.config)))
+        write_output(options.write_config, config_with_reasons(ladder, printable(options.config)))
         print(f"written: {options.write_config}")
     return 0
-
-
-def _write(path: str, text: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text, encoding="utf-8")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -90,14 +87,14 @@ def _check(options: argparse.Namespace) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            remedy = "leave --measure away: the predictions need no GPU"
-            problems.append(Problem("--measure", "no CUDA device here", "allowed: on a machine with a GPU", remedy))
+            remedy = "leave out --measure; predictions need no GPU"
+            problems.append(Problem("--measure", "no CUDA device found", "allowed: on a machine with a GPU", remedy))
     if problems:
         raise ConfigError(problems)
 
 
 def _measure(ladder: Ladder, bar: _ProgressBar) -> dict[str, int]:
-    """Run the real step of each rung in a process of its own; return what the allocator reserved, by rung."""
+    """Run a real step of each rung in its own process; return the bytes that the allocator reserved, by rung."""
     from memory.ladder.measured_step import measure_in_process
 
     measured = {}
@@ -111,7 +108,7 @@ def _measure(ladder: Ladder, bar: _ProgressBar) -> dict[str, int]:
 
 
 class _ProgressBar:
-    """A bar on standard error; rungs that turn out not to matter shorten it."""
+    """A progress bar on standard error; its total shrinks when rungs turn out not to be needed."""
 
     def __init__(self, quiet: bool) -> None:
         from tqdm import tqdm

@@ -1,4 +1,4 @@
-"""Sends volumes through a run's autoencoder and writes what comes back, on each volume's own grid."""
+"""Encode and decode volumes with a run's autoencoder, and write the reconstructions on each volume's own grid."""
 
 from __future__ import annotations
 
@@ -17,8 +17,25 @@ from settings import DataError
 log = logging.getLogger("reconstruct")
 
 
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    result = parser(
+        __doc__ or "",
+        ["python scripts/reconstruct.py --run runs/quickstart --input volume.nii.gz --out reconstructions"],
+    )
+    result.add_argument("--run", required=True, metavar="DIR", help="the folder of a run with a trained autoencoder")
+    result.add_argument("--input", required=True, metavar="PATH", help="a volume, or a folder of volumes")
+    result.add_argument("--out", required=True, metavar="DIR", help="folder for the reconstructions")
+    result.add_argument(
+        "--budget-gb",
+        type=at_least(0.0),
+        help="use slabs if more memory than this is needed (default: the free memory)",
+    )
+    return result.parse_args(arguments)
+
+
 def main(options: argparse.Namespace) -> int:
-    """Reconstruct one volume, or every volume of a folder, and say how near each came."""
+    """Reconstruct one volume, or every volume of a folder, and print PSNR and SSIM of each."""
     from tqdm import tqdm
 
     from data import load_volume, restore
@@ -32,13 +49,13 @@ def main(options: argparse.Namespace) -> int:
     finished = TrainedRun(options.run, options.budget_gb)
     source = Path(options.input)
     if not source.exists():
-        raise DataError(f"--input: there is no {printable(source)}; give a volume or a folder of volumes")
+        raise DataError(f"--input: {printable(source)} does not exist; give a volume or a folder of volumes")
     names = {source: source.name} if source.is_file() else {f.path: f.name for f in discover(str(source), False)}
     targets = dict(zip(names, _targets(list(names.values()), Path(options.out)), strict=True))
     inputs = {path.resolve() for path in names}
     for target in targets.values():
         if target.resolve() in inputs:
-            raise DataError(f"--out: {printable(target)} is one of the volumes to read; give another folder")
+            raise DataError(f"--out: {printable(target)} is one of the input volumes; give another folder")
     codec = finished.codec()
     device = finished.precision.device
 
@@ -54,7 +71,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _targets(names: Sequence[str], out: Path) -> list[Path]:
-    """Return a file for each volume: named without its suffix, or with it where two would get the same name."""
+    """Return an output file for each volume, named without its suffix unless two names would be the same."""
     from data.formats import suffix_of
 
     stems = [name[: len(name) - len(suffix_of(name) or "")] for name in names]
@@ -64,13 +81,4 @@ def _targets(names: Sequence[str], out: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    arguments = parser(
-        __doc__, ["python scripts/reconstruct.py --run runs/quickstart --input volume.nii.gz --out reconstructions"]
-    )
-    arguments.add_argument("--run", required=True, metavar="DIR", help="the folder of a run with a trained autoencoder")
-    arguments.add_argument("--input", required=True, metavar="PATH", help="a volume, or a folder of volumes")
-    arguments.add_argument("--out", required=True, metavar="DIR", help="where the reconstructions go")
-    arguments.add_argument(
-        "--budget-gb", type=at_least(0.0), help="work in slabs above this (default: the free memory)"
-    )
-    sys.exit(run(main, arguments.parse_args()))
+    sys.exit(run(main, parse()))

@@ -1,4 +1,4 @@
-"""Rebuild the report page of a run, or put several runs on one page to compare them."""
+"""Rebuild the report of a run, or compare several runs on one page."""
 
 from __future__ import annotations
 
@@ -27,15 +27,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ],
     )
     result.add_argument(
-        "--run", dest="runs", action="append", required=True, metavar="DIR", help="a run; again: compare"
+        "--run",
+        dest="runs",
+        action="append",
+        required=True,
+        metavar="DIR",
+        help="a run folder; repeat it to compare runs",
     )
-    result.add_argument("--out", metavar="FILE", help="default: report.html in the run, or comparison.html beside them")
-    result.add_argument("--predict", action="store_true", help="predict the memory of stages that have no prediction")
+    result.add_argument(
+        "--out",
+        metavar="FILE",
+        help="page to write (default: report.html in the run folder, or comparison.html beside the run folders)",
+    )
+    result.add_argument("--predict", action="store_true", help="predict the memory of stages without a prediction")
     return result.parse_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the page and name it."""
+    """Write the page and print its path."""
     folders = [Path(name) for name in options.runs]
     for folder in folders:
         if not os.path.isfile(folder / "config.yaml"):
@@ -60,7 +69,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _predict(folder: Path) -> None:
-    """Add memory records where the run has none, for the device that the run had."""
+    """Add missing memory predictions, for the device that the run used."""
     from memory.predict import predict
     from memory.watch.run_record import write_memory_record
     from report.run_data import read_run

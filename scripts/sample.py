@@ -1,4 +1,4 @@
-"""Draws volumes from a finished run and writes them as NIfTI files, with a picture of all of them."""
+"""Sample volumes from a finished run and write them as NIfTI files, with a montage of all of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,37 @@ from command_line import at_least, check_output_folder, parser, run
 log = logging.getLogger("sample")
 
 
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    result = parser(
+        __doc__ or "",
+        [
+            "python scripts/sample.py --run runs/quickstart --num 4",
+            "python scripts/sample.py --run runs/ct --num 8 --steps 100 --seed 7 --class lesion --out samples",
+        ],
+    )
+    result.add_argument("--run", required=True, metavar="DIR", help="the folder of a finished run")
+    result.add_argument("--num", type=at_least(1), default=8, help="number of volumes (default: 8)")
+    result.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as configured)")
+    result.add_argument("--seed", type=at_least(0), default=0, help="seed of the volumes (default: 0)")
+    result.add_argument(
+        "--class", dest="class_name", metavar="NAME", help="class of all volumes (default: each class in turn)"
+    )
+    result.add_argument("--guidance-scale", type=at_least(0.0), help="values above 1 follow the class more closely")
+    result.add_argument(
+        "--batch-size", type=at_least(1), default=1, help="volumes to sample at once; does not change them (default: 1)"
+    )
+    result.add_argument(
+        "--budget-gb",
+        type=at_least(0.0),
+        help="decode in slabs if more memory than this is needed (default: the free memory)",
+    )
+    result.add_argument("--out", metavar="DIR", help="folder for the volumes (default: samples in the run folder)")
+    return result.parse_args(arguments)
+
+
 def main(options: argparse.Namespace) -> int:
-    """Draw, decode and write one volume after the other."""
+    """Sample, decode and write the volumes one by one, then the montage."""
     import torch
     from tqdm import tqdm
 
@@ -60,12 +89,12 @@ def main(options: argparse.Namespace) -> int:
             rows.append(middle_planes(unit[0]))
     picture = out / f"montage_{title}.png"
     save_picture(picture, tile(rows))
-    log.info("%d volumes in %s, all of them in %s", options.num, out, picture)
+    log.info("%d volumes written to %s, montage %s", options.num, out, picture)
     return 0
 
 
 def _title(options: argparse.Namespace) -> str:
-    """Return what file names say of the samples: all that was asked for, so that other samples get other names."""
+    """Return all options of the samples for file names, so that different samples never share a name."""
     parts = [f"seed{options.seed}"]
     if options.class_name is not None:
         parts.append(options.class_name.replace("/", "%2F"))
@@ -77,22 +106,4 @@ def _title(options: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    arguments = parser(
-        __doc__,
-        [
-            "python scripts/sample.py --run runs/quickstart --num 4",
-            "python scripts/sample.py --run runs/ct --num 8 --steps 100 --seed 7 --class lesion --out samples",
-        ],
-    )
-    arguments.add_argument("--run", required=True, metavar="DIR", help="the folder of a finished run")
-    arguments.add_argument("--num", type=at_least(1), default=8, help="how many volumes (default 8)")
-    arguments.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as in the config)")
-    arguments.add_argument("--seed", type=at_least(0), default=0, help="decides the volumes (default 0)")
-    arguments.add_argument("--class", dest="class_name", metavar="NAME", help="class of all volumes (default: in turn)")
-    arguments.add_argument("--guidance-scale", type=at_least(0.0), help="above 1: closer to the class")
-    arguments.add_argument("--batch-size", type=at_least(1), default=1, help="volumes drawn at once; changes no volume")
-    arguments.add_argument(
-        "--budget-gb", type=at_least(0.0), help="decode in slabs above this (default: the free memory)"
-    )
-    arguments.add_argument("--out", metavar="DIR", help="default: samples in the run folder")
-    sys.exit(run(main, arguments.parse_args()))
+    sys.exit(run(main, parse()))

@@ -67,7 +67,7 @@ def generative_file(tmp_path) -> Path:
 
 
 def command(module, *arguments: object) -> int:
-    options: argparse.Namespace = module.command_line().parse_args([str(argument) for argument in arguments])
+    options: argparse.Namespace = module.parse([str(argument) for argument in arguments])
     return run(module.main, options)
 
 
@@ -79,7 +79,7 @@ def test_generative_autoencoder_goes_through_a_run_into_stock_monai(tmp_path, co
     settings = load_settings(config)
     assert metadata["settings"] == settings.model_dump(mode="json")
     assert load_settings(tmp_path / "run" / "config.yaml").autoencoder == settings.autoencoder
-    assert "autoencoder.norm_num_groups is 4: weights do not show it" in capsys.readouterr().err
+    assert "autoencoder.norm_num_groups is 4; the weights cannot confirm this" in capsys.readouterr().err
 
     source = tmp_path / "run" / "autoencoder.safetensors"
     assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "monai.pt") == 0
@@ -156,7 +156,7 @@ def test_run_folder_of_another_config_is_refused(tmp_path, config, unet_state, g
     assert command(import_checkpoint, "--from", "monai-generative", "--weights", generative_file, *out) == 0
     unet = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--latent-scale", 1]
     assert command(import_checkpoint, *unet, *out, "seed=7") == 2
-    assert "belong to one config" in capsys.readouterr().err
+    assert "all weights in a run folder share one config" in capsys.readouterr().err
     assert command(import_checkpoint, *unet, *out) == 0
 
 
@@ -191,7 +191,7 @@ def test_export_refuses_what_is_not_a_runs_weights(tmp_path, config, capsys):
     assert "not weights of a run" in capsys.readouterr().err
     assert command(export_checkpoint, "--weights", tmp_path / "gone.safetensors", *out) == 2
     assert command(export_checkpoint, "--weights", tmp_path / "plain.safetensors", "--out", tmp_path / "x.bin") == 2
-    assert "one of .safetensors, .pt, .pth" in capsys.readouterr().err
+    assert "allowed: .safetensors, .pt, .pth" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["import_checkpoint.py", "export_checkpoint.py"])

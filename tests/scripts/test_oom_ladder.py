@@ -60,7 +60,7 @@ def test_budget_out_of_reach_ends_with_code_3_and_the_smallest():
 def test_measure_is_refused_without_a_gpu():
     done = run("--config", "configs/quickstart.yaml", "--budget-gb", 8, "--measure")
     assert done.returncode == 2
-    assert "--measure: no CUDA device here" in done.stderr
+    assert "--measure: no CUDA device found" in done.stderr
 
 
 @pytest.mark.parametrize("budget", ["-1", "nan", "inf", "1e300", "0"])

@@ -30,4 +30,4 @@ def test_volumes_come_back_on_their_own_grids(command, tmp_path, tmp_path_factor
 def test_an_input_that_is_not_there_is_named(tmp_path_factory, capsys):
     run = finished_run(tmp_path_factory)
     assert run_here("scripts/reconstruct.py", "--run", run, "--input", "gone", "--out", "o") == 2
-    assert "--input: there is no gone" in capsys.readouterr().err
+    assert "--input: gone does not exist" in capsys.readouterr().err

@@ -120,7 +120,7 @@ def test_a_wrong_diffusion_model_is_told_in_words(run, how, sentence, capsys):
         ("text", "not a readable safetensors file"),
         ("without metadata", "not weights of a run"),
         ("of another program", "was not written by this program"),
-        ("wrong shape", "does not take these weights"),
+        ("wrong shape", "rejects these weights"),
         ("settings=[]", "not weights of a run"),
         ("stage=[]", "not weights of a run"),
         ('settings={"seed": "x"}', "seed"),
@@ -225,7 +225,7 @@ def test_a_reconstruction_does_not_overwrite_a_volume_that_is_read(run, capsys):
     for name in ("a.nii", "a_reconstruction.nii.gz"):
         write_nifti(Path("in") / name, voxels, np.eye(4))
     command = [*COMMANDS["reconstruct"][:-1], "in"]
-    refused(capsys, command, "--out: in/a_reconstruction.nii.gz is one of the volumes to read")
+    refused(capsys, command, "--out: in/a_reconstruction.nii.gz is one of the input volumes")
 
 
 def test_samples_of_other_options_do_not_overwrite_each_other(run):

@@ -21,8 +21,8 @@ NOTE = (
 
 def test_a_process_waits_for_the_lock_until_its_holder_is_killed(tmp_path):
     lock, mark = tmp_path / "new" / ".lock", tmp_path / "mark"
-    hold, pipe = [sys.executable, "-c", HOLD, str(lock)], subprocess.PIPE
-    with subprocess.Popen(hold, stdin=pipe, stdout=pipe, cwd=ROOT) as holder:
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", HOLD, str(lock)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=ROOT) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         with subprocess.Popen([sys.executable, "-c", NOTE, str(lock), str(mark)], cwd=ROOT) as waiting:
