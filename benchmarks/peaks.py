@@ -94,14 +94,10 @@ def main() -> None:
 
 def _matrix_step(settings: Settings) -> Any:
     """Track the same step as training makes, with MONAI's default attention."""
-    from unittest import mock
-
     from benchmarks.variants import use_matrix_attention
-    from memory.predict import step as predicted_step
+    from memory.predict.step import build_step, track_step
 
-    build = predicted_step.build_step
-    with mock.patch.object(predicted_step, "build_step", lambda *args: use_matrix_attention(build(*args))):
-        return predicted_step.track_step(settings, "autoencoder")
+    return track_step(settings, "autoencoder", build=lambda *question: use_matrix_attention(build_step(*question)))
 
 
 def _reference_step(settings: Settings) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from training.guard import FilesOf, Guard, no_names
 from training.optimization import AveragedWeights, Updater
 
 
-class TrainingStep:
+class TrainingStep(ABC):
     """The networks of a stage with their optimizers; a stage registers its networks and adds its passes."""
 
     stage: str
@@ -71,9 +72,9 @@ class TrainingStep:
         """Make one update (steps count from 0) and return its loss terms and gradient norms, still on the device."""
         return self.backward(micro_batches, step) | self.update(step)
 
+    @abstractmethod
     def backward(self, micro_batches: Sequence[Any], step: int) -> dict[str, Tensor]:
         """Leave the update's gradients on the networks and return the loss terms."""
-        raise NotImplementedError
 
     def updated_networks(self, step: int) -> list[str]:
         """Return the names of the networks that a step updates."""

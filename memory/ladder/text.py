@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from memory.ladder.rungs import Rung, look_up
+from memory.ladder.rungs import Rung
 from memory.ladder.walk import Ladder, PredictedRung
 from memory.predict.prediction import GIB
 from memory.predict.text import gib, table
-from settings import dump_yaml, known_keys
+from settings import dump_yaml, known_keys, look_up
 
 
 def promise(same_mathematics: bool) -> str:

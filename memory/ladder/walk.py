@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from memory.ladder.rungs import Order, Rung, build_rungs, look_up
+from memory.ladder.rungs import Order, Rung, build_rungs
 from memory.predict.prediction import Prediction, Predictor, Stage
-from settings import Settings
+from settings import Settings, look_up
 
 NUM_WORKERS = 2
 Progress = Callable[[int, int, str], None]

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,7 +35,13 @@ def build_step(settings: Settings, stage: Stage, device: torch.device = CPU) -> 
     return LatentDiffusionStep(settings, process, load_weights=False)
 
 
-def track_step(settings: Settings, stage: Stage, fake: bool = True, cuda: bool = True) -> MemoryTracker:
+def track_step(
+    settings: Settings,
+    stage: Stage,
+    fake: bool = True,
+    cuda: bool = True,
+    build: Callable[[Settings, Stage], Any] = build_step,
+) -> MemoryTracker:
     """Run the micro-batch that needs the most memory and return its tracker.
 
     The optimizer states exist, the adversarial term is active and, with accumulation, the gradients of earlier
@@ -44,7 +50,7 @@ def track_step(settings: Settings, stage: Stage, fake: bool = True, cuda: bool =
     settings = _on_cpu(settings)
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
     with emulated(fake, cuda) as mode:
-        step = build_step(settings, stage)
+        step = build(settings, stage)
         with tracked(mode, cuda) as tracker:
             _adopt_step(tracker, step)
             for updater in step.updaters.values():
