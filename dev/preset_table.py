@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import parser, run
 from settings import ConfigError, Settings, load_settings
+from storage.reading import read_text, reason
 
 if TYPE_CHECKING:
     from dev.guide.stored import StoredPredictor
@@ -60,7 +61,7 @@ def main(options: argparse.Namespace) -> int:
     from dev.guide import stored
 
     readmes = [Path(name) for name in options.readme or [ROOT / name for name in READMES]]
-    texts = {readme: readme.read_text(encoding="utf-8") for readme in readmes}
+    texts = {readme: _read(readme) for readme in readmes}
     for readme, text in texts.items():
         if BEGIN not in text or END not in text:
             raise ConfigError(f"{readme}: the markers of the table are missing; write the two lines {BEGIN} and {END}")
@@ -78,6 +79,13 @@ def main(options: argparse.Namespace) -> int:
         path.write_text(current[path], encoding="utf-8")
         print(f"{path}: predicted peaks written")
     return 0
+
+
+def _read(readme: Path) -> str:
+    try:
+        return read_text(readme)
+    except OSError as error:
+        raise ConfigError(f"--readme: {readme} cannot be read ({reason(error)}); give a Markdown file") from None
 
 
 def predict_presets(predictor: Predictor | StoredPredictor | None = None) -> list[Preset]:

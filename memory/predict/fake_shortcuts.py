@@ -101,7 +101,9 @@ class FakeShortcuts:
 
 def _kind_of(func: torch._ops.OpOverload) -> Kind:
     schema, name = func._schema, func._overloadpacket.__name__
-    if func.namespace != "aten":
+    if func.namespace == "lean" and schema.is_mutable:
+        return "in place"
+    if func.namespace not in ("aten", "lean"):
         return "other"
     if name in _VIEWS:
         return "view"

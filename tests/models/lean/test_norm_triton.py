@@ -143,5 +143,5 @@ def test_uneven_voxels_are_copied_when_read_and_refused_when_written():
         copy, strides = norm_triton._readable(uneven)
         assert copy.is_contiguous()
         assert strides == norm_triton.strides(copy)
-        with pytest.raises(AssertionError, match="voxels must follow each other evenly"):
+        with pytest.raises(AssertionError, match="voxels must be evenly spaced"):
             norm_triton._writable(uneven)
