@@ -265,7 +265,7 @@ def test_identical_held_out_volumes_and_a_thin_axis_give_valid_json(tmp_path, mo
     assert values["samples"]["mmd"] is values["mmd_ratio"] is values["samples"]["num_memorised"] is None
     assert "identical" in values["undefined"]["samples.mmd"]
     assert "identical" in values["undefined"]["samples.nearest_training.0.ratio"]
-    assert "nan: held-out volumes that are identical" in capsys.readouterr().err
+    assert "nan: the held-out volumes are identical" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
