@@ -57,7 +57,9 @@ def test_enormous_grid_is_refused_at_once():
     assert "allowed: a list whose entries are each at most 65536" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["scripts.estimate_memory", "scripts.oom_ladder", "dev.preset_table"])
+@pytest.mark.parametrize(
+    "script", [*sorted(f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.py")), "dev.preset_table"]
+)
 def test_help_needs_no_torch(script):
     code = (
         f"import sys; sys.argv = ['x', '--help']; import {script} as s\n"
