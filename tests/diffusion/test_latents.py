@@ -236,11 +236,27 @@ def test_volumes_without_a_class_are_named(values, tmp_path):
         check_classes(settings.ldm.conditioning, bare)
 
 
+def test_the_scale_is_the_formula_over_training_volumes_and_no_others(values):
+    latents, _ = prepare(values)
+    read = latents.read
+    assert read is not None
+    num_train = len(latents.volumes.train)
+
+    def scale_of(number: int) -> float:
+        moments = [read(index) for index in range(number)]
+        means, sigmas = (torch.stack(part).double() for part in zip(*moments, strict=True))
+        return float(1 / (means.var(correction=0) + sigmas.square().mean()).sqrt())
+
+    assert latents.scale == pytest.approx(scale_of(num_train), rel=1e-9)
+    assert latents.scale != pytest.approx(scale_of(num_train + len(latents.volumes.val)), rel=1e-6)
+
+
 def test_a_class_is_asked_for_by_name_or_number():
     assert class_number("b", ["a", "b"]) == class_number("1", ["a", "b"]) == 1
     from settings import UserError
 
-    with pytest.raises(UserError, match="'c' is not a class of the run; allowed: a, b"):
-        class_number("c", ["a", "b"])
+    for asked in ("c", "2", "-1"):
+        with pytest.raises(UserError, match=f"'{asked}' is not a class of the run; allowed: a, b"):
+            class_number(asked, ["a", "b"])
     with pytest.raises(UserError, match="trained without classes"):
         class_number("c", [])
