@@ -1,4 +1,4 @@
-"""Starts the project's commands as forks of one process that has done the slow imports already."""
+"""Start commands quickly, as forks of one process that has already done the slow imports."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_SECONDS = 300
 
-# One at a time: multiprocessing looks at all children whenever it starts or asks one.
+# multiprocessing polls all children whenever it starts or queries one, which is not thread-safe.
 _children = threading.Lock()
 
 
 class WarmStart:
-    """Starts commands that begin where their imports end, which is where a run begins."""
+    """Starts commands whose imports are already done."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -44,17 +44,17 @@ class WarmStart:
                 ),
             ]
         )
-        # What is killed cannot give its semaphores back, and their keeper need not say so.
+        # Killed processes leak their semaphores; silence the resource tracker's warning about that.
         warnings = "ignore:resource_tracker:UserWarning"
         with _environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", PYTHONWARNINGS=warnings):
             forkserver.ensure_running()
-        # Its first fork waits for the imports: from here on a start takes what starting takes.
+        # The first fork waits for the imports, so that later starts are fast.
         first = self._context.Process(target=os.getpid)
         first.start()
         first.join()
 
     def __call__(self, folder: Path, *arguments: str, said: Path, **environment: str) -> Command:
-        """Start a script of the project in a folder; what it prints goes to the file `said`."""
+        """Start a script of the project in `folder`, with its output going to the file `said`."""
         process = self._context.Process(target=_execute, args=(folder, arguments, said, environment))
         with _children:
             process.start()
@@ -81,22 +81,22 @@ class Command:
         return self._said.read_text(errors="replace") if self._said.exists() else ""
 
     def send(self, number: int) -> None:
-        """Send a signal, if it is still there."""
+        """Send a signal if the command is still running."""
         if self.exit_code is None:
             os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Kill it and wait until it is gone."""
+        """Kill the command and wait until it has ended."""
         self.send(signal.SIGKILL)
         self.wait()
 
     def wait(self, seconds: float = PATIENCE_SECONDS) -> int:
-        """Return the exit code; kill it and raise `TimeoutError` when it takes too long."""
+        """Wait for the command and return its exit code; after `seconds`, kill it and raise `TimeoutError`."""
         deadline = time.monotonic() + seconds
         while (code := self.exit_code) is None:
             if time.monotonic() > deadline:
                 self.send(signal.SIGKILL)
-                raise TimeoutError(f"no end after {seconds:g} s:\n{self.said}")
+                raise TimeoutError(f"still running after {seconds:g} s:\n{self.said}")
             time.sleep(0.005)
         return code
 

@@ -34,9 +34,9 @@ CATALOGUE = (
             Point("lean blocks, fp32", LEAN),
             Point("lean blocks, bf16", {**LEAN, **AMP}),
         ),
-        "Always on a GPU with bf16. Stock GroupNorm runs in fp32 under CUDA autocast and keeps fp32 for backward: "
-        "that is why the half does not appear; the lean blocks keep the 16-bit input instead. fp16 gets a loss scaler; "
-        "the KL term is always computed in fp32.",
+        "Always use it on a GPU with bf16. Under CUDA autocast, stock GroupNorm runs in fp32 and keeps fp32 tensors "
+        "for backward, so memory is not halved; the lean blocks keep the 16-bit input instead. With fp16 a loss scaler "
+        "is used. The KL term is always computed in fp32.",
         "different mathematics",
     ),
     Technique(
@@ -48,9 +48,9 @@ CATALOGUE = (
             Point("stock blocks with SDPA", AMP),
             Point("lean blocks", {**AMP, **LEAN}),
         ),
-        "Always; it is the default. Attention runs through `scaled_dot_product_attention`, whose memory is linear in "
-        "the positions, so the map never exists. Norm and SiLU are one function that saves its input only. Weights "
-        "move between both implementations untouched.",
+        "Always; this is the default. Attention runs through `scaled_dot_product_attention`, whose memory grows "
+        "linearly with the number of positions, because the attention matrix is never stored. Norm and SiLU are one "
+        "function that saves only its input. Both implementations load the same weights.",
     ),
     Technique(
         "Gradient checkpointing",
@@ -64,9 +64,9 @@ CATALOGUE = (
             Point("lean, all levels", {**AMP, **LEAN, **CHECKPOINTED}),
             Point("lean, all levels, nested", {**AMP, **LEAN, **CHECKPOINTED, **NESTED}),
         ),
-        "First thing to turn on when the step does not fit. Checkpointing whole networks, as MONAI does, brings "
-        "everything back at once in backward; block by block it does not. It acts only while training with gradients "
-        "on, and gradients stay bit-identical. In code: `gradient_checkpointing_enable()` and "
+        "Turn this on first when a step does not fit. MONAI checkpoints whole networks, so backward recomputes "
+        "everything at once; here each block is recomputed on its own. It is active only during training with "
+        "gradients enabled, and gradients stay bit-identical. In code: `gradient_checkpointing_enable()` and "
         "`gradient_checkpointing_disable()`, which log what they cover.",
     ),
     Technique(
@@ -78,8 +78,8 @@ CATALOGUE = (
             Point("checkpointing, nested", {**AMP, **LEAN, **CHECKPOINTED, **NESTED}),
             Point("checkpointing, offload", {**AMP, **LEAN, **CHECKPOINTED, **OFFLOAD}),
         ),
-        "When the GPU is full and the host is not: block inputs wait in pinned host memory and come back while "
-        "backward computes. It takes the place of nesting, which computes again what the host would keep.",
+        "Use it when the GPU is full and the host has memory to spare: block inputs are kept in pinned host memory and "
+        "copied back while backward computes. It replaces nesting, which would recompute what the host already keeps.",
     ),
     Technique(
         "Slabs",
@@ -92,9 +92,10 @@ CATALOGUE = (
             Point("slabs of 8 rows", {**AMP, **LEAN, **CHECKPOINTED, **slabs(8)}),
             Point("slabs of 8 rows, offload", {**AMP, **LEAN, **CHECKPOINTED, **slabs(8), **OFFLOAD}),
         ),
-        "For grids at the limit. Unlike patches or a sliding window this changes nothing: statistics are of the whole "
-        "volume, borders are shared, gradients agree with the undivided step to rounding. The same slabs decode whole "
-        "volumes without seams, in less than a third of the memory of an undivided decode in fp32 (slabs of 8 rows).",
+        "For grids at the limit. Unlike patches or a sliding window, slabs do not change the result: statistics cover "
+        "the whole volume, neighbouring slabs share their borders, and gradients agree with the undivided step up to "
+        "rounding. The same slabs decode whole volumes without seams, in less than a third of the memory of an "
+        "undivided decode in fp32 (slabs of 8 rows).",
     ),
     Technique(
         "Batch size with gradient accumulation",
@@ -108,8 +109,8 @@ CATALOGUE = (
             ),
             Point("batch 1, accumulated 4", {**AMP, **LEAN, f"{TRAINING}.gradient_accumulation_steps": 4}),
         ),
-        "Before anything that recomputes: one volume at a time costs no extra compute. The update is the same, because "
-        "the discriminator uses instance norm and every term is a mean.",
+        "Try this before anything that recomputes: one volume at a time costs no extra compute. The update is the "
+        "same, because the discriminator uses instance norm and every loss term is a mean.",
     ),
     Technique(
         "Perceptual loss off, or in chunks",
@@ -144,7 +145,8 @@ CATALOGUE = (
                 {**AMP, **LEAN, "autoencoder.num_channels": (16, 32, 32), "autoencoder.num_res_blocks": 0},
             ),
         ),
-        "When the task allows less capacity. The first level's channels decide most of it; parameters hardly count.",
+        "When the task needs less capacity. Most of the memory depends on the channels of the first level; the "
+        "parameters themselves hardly matter.",
         "different mathematics",
     ),
     Technique(
@@ -155,7 +157,7 @@ CATALOGUE = (
             Point("3 layers, 32 channels", {**AMP, **LEAN, **CHECKPOINTED}),
             Point("2 layers, 16 channels", {**AMP, **LEAN, **CHECKPOINTED, **SMALL_DISCRIMINATOR}),
         ),
-        "Late. Real and fake volumes pass through it one after the other here, so it rarely holds the peak.",
+        "Late. Real and fake volumes pass through the discriminator one after the other, so it rarely causes the peak.",
         "different mathematics",
     ),
     Technique(
@@ -167,8 +169,8 @@ CATALOGUE = (
             Point("two levels", {**AMP, **LEAN, **CHECKPOINTED, "autoencoder.attention_levels": (False, True, True)}),
             Point("none", {**AMP, **LEAN, **CHECKPOINTED, **NO_ATTENTION}),
         ),
-        "For speed, not for memory: the kernel keeps nothing large, but its compute grows with the square of the "
-        "positions. All levels off means no attention at all, the middle included, unless "
+        "For speed rather than memory: the kernel stores nothing large, but its compute grows with the square of the "
+        "number of positions. If all levels are off there is no attention at all, not even in the middle, unless "
         "`autoencoder.use_nonlocal_attention` is true.",
         "different mathematics",
     ),
@@ -181,7 +183,7 @@ CATALOGUE = (
             Point("128x128x64", {**AMP, **LEAN, **CHECKPOINTED, "data.voxel_size": (128, 128, 64)}),
             Point("patches of 64x64x64", {**AMP, **LEAN, **CHECKPOINTED, "data.patch_size": (64, 64, 64)}),
         ),
-        "Last, after the ladder. Memory follows the number of voxels, nothing else does as strictly.",
+        "The last resort, after the ladder. Memory is proportional to the number of voxels.",
         "different mathematics",
     ),
     Technique(
@@ -198,9 +200,9 @@ CATALOGUE = (
             Point("+ only the two highest levels", {**AMP, **LEAN, **PIXEL, **levels(2)}),
             Point("+ slabs of 8 rows", {**AMP, **LEAN, **PIXEL, **CHECKPOINTED, **slabs(8)}),
         ),
-        "Only when latents alone do not give enough detail. The decoder is frozen, yet gradients pass through it, so "
-        "it is always checkpointed here, block by block (the stock decoder as a whole); which levels, and slabs, "
-        "follow `autoencoder.training`.",
+        "Only when latents alone do not give enough detail. The decoder is frozen, but gradients pass through it, so "
+        "it is always checkpointed here, block by block (the stock decoder as a whole). The levels and slabs are those "
+        "of `autoencoder.training`.",
         "chunks, checkpointing and slabs: same mathematics; the loss itself: different",
         stage="ldm",
     ),
