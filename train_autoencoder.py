@@ -82,4 +82,4 @@ if __name__ == "__main__":
     )
     add_config(arguments)
     add_training(arguments)
-    sys.exit(run(main, arguments.parse_args()))
+    sys.exit(run(main, arguments.parse_intermixed_args()))

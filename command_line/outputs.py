@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from settings.errors import UserError
 
 
-def check_output_file(path: str | Path, option: str = "--json") -> None:
-    """Raise `UserError`, naming the option, unless a file can be written to this path. Creates nothing."""
+def check_output_file(path: str | Path, option: str = "--json", inputs: Iterable[str | Path] = ()) -> None:
+    """Raise `UserError`, naming the option, unless a file can be written to this path. Creates nothing.
+
+    An output that would replace one of the command's `inputs` is refused.
+    """
     if not str(path):
         raise UserError(f"{option}: the path is empty; give the name of a file")
     existing = _nearest_existing(path, option)
@@ -18,6 +22,10 @@ def check_output_file(path: str | Path, option: str = "--json") -> None:
         _check_writable(existing, path, option)
     elif existing.is_dir():
         raise UserError(f"{option}: {path} is a folder; a file is needed; add a file name")
+    elif existing.is_fifo():
+        raise UserError(f"{option}: {path} is a pipe; a file is needed; give another name")
+    elif any(Path(source).exists() and existing.samefile(source) for source in inputs):
+        raise UserError(f"{option}: {path} is an input of this command and would be lost; give another name")
     elif not os.access(existing, os.W_OK):
         raise UserError(f"{option}: {path} cannot be overwritten; change its permissions, or give another name")
 

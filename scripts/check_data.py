@@ -27,7 +27,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(options: argparse.Namespace) -> int:
     """Print one line per volume, every problem and a summary; return 2 if there is a problem."""
     if options.json is not None:
-        check_output_file(options.json)
+        check_output_file(options.json, "--json", [options.config])
     settings = load_settings(options.config, options.overrides)
     from data.volumes import check_source, prepare_volumes
 

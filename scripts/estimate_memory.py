@@ -33,7 +33,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(options: argparse.Namespace) -> int:
     """Predict the memory and print it."""
     if options.json not in (None, "-"):
-        check_output_file(options.json)
+        check_output_file(options.json, "--json", [options.config])
     from memory.predict import predict
     from memory.predict.text import describe_prediction
     from memory.watch.calibration import corrected

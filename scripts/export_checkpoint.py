@@ -18,7 +18,7 @@ SUFFIXES = (".safetensors", ".pt", ".pth")
 def main(options: argparse.Namespace) -> None:
     """Check that MONAI's network loads the weights, write them, and print the code that loads them."""
     source, destination = Path(options.weights), Path(options.out)
-    check_output_file(options.out, "--out")
+    check_output_file(options.out, "--out", [options.weights])
     if destination.suffix not in SUFFIXES:
         raise CheckpointError(
             f"--out: {destination} has another suffix; allowed: {', '.join(SUFFIXES)}; choose one of them"

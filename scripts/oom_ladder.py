@@ -52,7 +52,7 @@ def main(options: argparse.Namespace) -> int:
     """Walk the ladder, print it and write the outputs; return 3 if nothing fits."""
     for option, path in (("--json", options.json), ("--write-config", options.write_config)):
         if path is not None:
-            check_output_file(path, option)
+            check_output_file(path, option, [options.config])
     settings = load_settings(options.config, options.overrides, stage=options.stage)
     _check(options)
     from memory.ladder.text import config_with_reasons, describe_ladder

@@ -51,7 +51,8 @@ def main(options: argparse.Namespace) -> int:
             raise UserError(f"{folder}: no config.yaml; give the folder of a run, such as runs/quickstart")
     default = folders[0] / "report.html" if len(folders) == 1 else folders[0].resolve().parent / "comparison.html"
     target = default if options.out is None else Path(options.out)
-    check_output_file(default if options.out is None else options.out, "--out")
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix != ".html"]
+    check_output_file(default if options.out is None else options.out, "--out", files)
     try:
         if options.predict:
             for folder in folders:

@@ -22,13 +22,23 @@ def _sizes(x: Tensor) -> tuple[int, int, int]:
     return batch, channels, math.prod(grid)
 
 
+def _rows(x: Tensor) -> Tensor:
+    """Return a contiguous (batch, channels, voxels) view or copy of `x`.
+
+    A volume of one channel or one voxel is contiguous and channels-last at once, and the kernel would then take its
+    channels-last path, which loses the variance when the mean is large. With three axes it never does.
+    """
+    return x.contiguous().flatten(2)
+
+
 def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the normalised `x`, and mean and rstd of its groups, both (batch, groups)."""
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    return aten.native_group_norm(x.contiguous(), weight, bias, *_sizes(x), groups, eps)
+    y, mean, rstd = aten.native_group_norm(_rows(x), weight, bias, *_sizes(x), groups, eps)
+    return y.view(x.shape), mean, rstd
 
 
 def group_norm_backward(
@@ -37,8 +47,11 @@ def group_norm_backward(
     """Return the gradients of `x`, weight and bias; `mean` and `rstd` are (batch, groups)."""
     assert grad.shape == x.shape, f"gradient of shape {tuple(grad.shape)} for an output of shape {tuple(x.shape)}"
     assert mean.shape == rstd.shape == (x.shape[0], mean.shape[1]), f"moments of shape {tuple(mean.shape)}"
-    dense = (part.contiguous() for part in (grad, x, mean, rstd, weight))
-    return aten.native_group_norm_backward(*dense, *_sizes(x), mean.shape[1], [True] * 3)
+    dense = (part.contiguous() for part in (mean, rstd, weight))
+    grad_x, grad_weight, grad_bias = aten.native_group_norm_backward(
+        _rows(grad), _rows(x), *dense, *_sizes(x), mean.shape[1], [True] * 3
+    )
+    return grad_x.view(x.shape), grad_weight, grad_bias
 
 
 def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:

@@ -81,3 +81,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken").symlink_to(tmp_path / "missing" / "target")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_an_output_never_replaces_an_input_nor_waits_for_a_pipe(tmp_path):
+    config, pipe, link = tmp_path / "a.yaml", tmp_path / "pipe", tmp_path / "link.yaml"
+    config.write_text("name: a\n")
+    link.symlink_to(config)
+    os.mkfifo(pipe)
+    check_output_file(config, "--json")
+    for path in (config, link, tmp_path / "." / "a.yaml"):
+        with pytest.raises(UserError, match="is an input of this command"):
+            check_output_file(path, "--write-config", [tmp_path / "absent", config])
+    with pytest.raises(UserError, match="is a pipe"):
+        check_output_file(pipe, "--json")

@@ -310,3 +310,20 @@ def test_wrong_shapes_are_refused():
         norm_sums(grad[:, :, :1], x, mean, rstd, weight, bias, False)
     with pytest.raises(AssertionError, match="rows, height, width"):
         statistics(x[0], 2, EPS)
+
+
+@pytest.mark.parametrize("dtype", (*LOW, torch.float32), ids=str)
+def test_a_volume_that_is_contiguous_and_channels_last_at_once_keeps_its_variance(dtype, monkeypatch):
+    """Pieces of one channel are both, and ATen's channels-last kernel cancels when the mean is large."""
+    monkeypatch.setitem(norm_native.PIECE_VALUES, "cpu", 60)
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(2, 8, 3, 6, 7, generator=generator) * 8 + 1000).to(dtype)
+    one_voxel = (
+        (torch.randn(3, 4, 1, 1, 1, generator=generator) * 8 + 1000)
+        .to(dtype)
+        .as_strided((3, 4, 1, 1, 1), (4, 1, 4, 4, 4))
+    )
+    for volume, groups in ((x.contiguous(memory_format=torch.channels_last_3d), 8), (one_voxel, 2)):
+        _, rstd = statistics(volume, groups, EPS)
+        true = (volume.double().reshape(len(volume), groups, -1).var(2, correction=0) + EPS).rsqrt()
+        torch.testing.assert_close(rstd.double(), true, rtol=1e-4, atol=0)
