@@ -312,7 +312,7 @@ def test_wrong_shapes_are_refused():
         statistics(x[0], 2, EPS)
 
 
-@pytest.mark.parametrize("dtype", (*LOW, torch.float32), ids=str)
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32], ids=str)
 def test_a_volume_that_is_contiguous_and_channels_last_at_once_keeps_its_variance(dtype, monkeypatch):
     """Pieces of one channel are both, and ATen's channels-last kernel cancels when the mean is large."""
     monkeypatch.setitem(norm_native.PIECE_VALUES, "cpu", 60)
