@@ -30,26 +30,26 @@ def write_document(results: dict[str, Any], folder: Path, pictures: Path | None 
 
 
 def document_text(results: dict[str, Any], pictures: str = "images/") -> str:
-    """Return benchmarks.md; `pictures` stands before the names of its plots."""
+    """Return benchmarks.md; `pictures` is the prefix of the plots' paths."""
     machine = results["machine"]
     times = (
-        "Times are CPU seconds of fp32 on one thread and mean something as ratios only: contestants take turns within "
-        "one process."
+        "Times are CPU seconds of fp32 on one thread. They are meaningful only as ratios, because the variants are "
+        "interleaved within one process."
     )
     if not results.keys() & {"steps", "quality", "encoding", "start"}:
-        times = "No times are shown: none have been measured of these settings on a quiet machine."
+        times = "No times are shown, because these settings have not been timed on a quiet machine."
     lines = [
         "# Benchmarks",
         "",
         "Written by `python scripts/benchmark.py --docs`; do not edit by hand. The figures are in "
-        "`docs/benchmarks.json`. Memory is predicted, tensor by tensor, for a GPU; no GPU took part. " + times,
+        "`docs/benchmarks.json`. Memory is predicted, tensor by tensor, for a GPU; no GPU was used. " + times,
         "",
-        "A name stands for one setting in every table. All rows but the 3d_ldm-style loops make the same step and "
+        "Each name means the same setting in every table. All rows but the 3d_ldm-style loops make the same step and "
         f"optimise the same objective: {OUR_OBJECTIVE}. The tutorial that those loops follow optimises "
         f"{TUTORIAL_OBJECTIVE}. No side has a perceptual term.",
         "",
         f"Machine: {machine['processor']}, torch {machine['torch']}, Python {machine['python']}."
-        + (" **Quick sizes: for trying out, not for reading.**" if results["is_quick"] else ""),
+        + (" **Quick sizes: a smoke test, not results.**" if results["is_quick"] else ""),
     ]
     for part, describe in (
         ("peaks", _peaks),

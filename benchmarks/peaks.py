@@ -1,7 +1,7 @@
 """Peak memory of one whole training step on a GPU, predicted on fake tensors: every variant, every grid.
 
-As a program (`python -m benchmarks.peaks`) it answers one question about what no config can express, in a
-process of its own, because a prediction installs rules that must not stay.
+As a program (`python -m benchmarks.peaks`) it predicts one variant that no config can express, in
+a process of its own, because a prediction installs autocast rules that must not stay.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _reference_step(settings: Settings) -> Any:
     from memory.predict.emulation import measure_peak
 
     def run(tracker: Any) -> None:
-        # Fused: the other forms read the value of the step counter, which a fake tensor has not. It needs the least.
+        # Fused, because the other forms read the step counter, which has no value in a fake tensor.
         loop = ReferenceLoop(settings, learning_rate=1e-4, kl_weight=1e-7, fused=True)
         for network in (loop.autoencoder, loop.discriminator):
             tracker.adopt([*network.parameters(), *network.buffers()], "parameters")

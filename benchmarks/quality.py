@@ -65,7 +65,7 @@ def compare_quality(
 
 
 def start_alike(ours: AutoencoderStep, loop: ReferenceLoop) -> None:
-    """Give our networks the weights of a loop's."""
+    """Copy the weights of a loop's networks into ours."""
     assert ours.discriminator is not None, "the benchmark trains with a discriminator"
     ours.autoencoder.load_state_dict(loop.autoencoder.state_dict())
     ours.discriminator.load_state_dict(loop.discriminator.state_dict())

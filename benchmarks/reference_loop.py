@@ -48,7 +48,7 @@ class ReferenceLoop:
     def step(self, images: Tensor, is_adversarial: bool, noise: Tensor | None = None) -> float | None:
         """Make one update and return the reconstruction loss; None under fake tensors, which hold no value.
 
-        noise: of the latent; drawn when it is not given.
+        noise: the latent noise; drawn if None.
         """
         self.generator_optimizer.zero_grad(set_to_none=True)
         reconstruction, reconstruction_loss = self.generator_pass(images, is_adversarial, noise)

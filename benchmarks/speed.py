@@ -1,6 +1,6 @@
-"""Times, always of neighbours in turn: whole steps, encoding of volumes, and starting.
+"""Interleaved timings of whole steps, of encoding volumes and of starting up.
 
-In CPU seconds: what else the machine does at the same time then counts for little.
+In CPU seconds, which depend little on what else the machine is doing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The contestants: stock MONAI as it is used, and this project with its knobs turned one after the other."""
+"""The variants: stock MONAI as people use it, and this project with its knobs added one at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TUTORIAL_OBJECTIVE = (
 
 
 def variants() -> list[Variant]:
-    """Return all variants: what is measured under one name is one setting, whether its memory or its time."""
+    """Return all variants; a name stands for the same setting in the memory and the time tables."""
     slabs = {f"{_TRAINING}.slab_rows": SLAB_ROWS}
     offload = {f"{_TRAINING}.use_gradient_checkpointing_offload": True, f"{_TRAINING}.use_nested_checkpointing": False}
     return [

@@ -39,7 +39,7 @@ SCRIPTS = {"autoencoder": "train_autoencoder.py", "ldm": "train_ldm.py"}
 KILLS_PER_STAGE = 10
 START, RUNNING, SAVING = "while starting", "while running", "while saving"
 MOMENTS = (START, RUNNING, RUNNING, SAVING, SAVING)
-"""From which a kill's moment is drawn; nothing is at stake while starting, so the others come more often."""
+"""Kill times are drawn from these; start-up is rarer, because nothing can be lost there."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Reference:
 
 
 class DisturbedRun:
-    """One run of both stages in its own folder, killed a number of times a stage, then left to finish."""
+    """One run of both stages in its own folder, killed several times per stage, then allowed to finish."""
 
     def __init__(self, folder: Path, reference: Reference, start: WarmStart, tally: Tally, rng: random.Random) -> None:
         self.folder, self.reference, self.start, self.tally, self.rng = folder, reference, start, tally, rng
@@ -92,7 +92,7 @@ class DisturbedRun:
         self._number = itertools.count()
 
     def stage(self, stage: str, moments: Sequence[str], num_workers: int, on_kill: Callable[[], Any]) -> None:
-        """Train one stage, killed at these kinds of moment unless it ends before; note what went wrong."""
+        """Train one stage, killing it at these points unless it finishes first; record what went wrong."""
         for moment in moments:
             before = _whole_checkpoints(self.checkpoints, stage)
             command = self._command(stage, num_workers)
@@ -101,7 +101,7 @@ class DisturbedRun:
             code = command.wait()
             self._check_start(stage, command, before)
             if code == 0:
-                break  # it was faster than the signal
+                break  # it exited before the signal arrived
             if code != -signal.SIGKILL:
                 raise UserError(f"{self.folder}: stage {stage} ended with {code} instead of resuming:\n{command.said}")
             self.tally.kills[stage, moment] += 1
@@ -141,7 +141,7 @@ class DisturbedRun:
             if int(match[1]) != max(before, default=0):
                 self._fail(stage, f"resumed after step {match[1]}, but checkpoints {before} were there")
         elif before and _is_training(command, stage):
-            self._fail(stage, "began anew although there were checkpoints")
+            self._fail(stage, "started from scratch despite existing checkpoints")
 
     def _check_checkpoints(self, stage: str, before: list[int]) -> None:
         """After a kill at least as much is on the disk as before it, and nothing that looks whole is damaged."""

@@ -1,4 +1,4 @@
-"""Give every command damaged files and senseless arguments, and check that each is answered in words.
+"""Give every command damaged files and invalid arguments, and check that each gets a readable error.
 
 python dev/fuzz_campaign.py --cases 1000
 """
@@ -33,7 +33,7 @@ log = logging.getLogger("fuzz_campaign")
 EXIT_CODES = (0, 2, 3, 130)
 PROCESSOR_SECONDS = 10.0
 CLOCK_SECONDS = 150.0
-"""A case that waits for something uses no processor; a busy machine makes one that works take longer by the clock."""
+"""A hanging case may use no processor time; on a busy machine a working case takes longer in wall time."""
 
 MEMORY_BYTES = 6 << 30
 NUM_STEPS = 4
@@ -231,7 +231,7 @@ if __name__ == "__main__":
     )
     arguments.add_argument("--cases", type=at_least(1), default=1000, help="how many (1000)")
     arguments.add_argument("--seed", type=int, default=0, help="of the cases")
-    arguments.add_argument("--only", type=int, action="append", metavar="N", help="a single case; again: more")
+    arguments.add_argument("--only", type=int, action="append", metavar="N", help="run only this case; may be repeated")
     arguments.add_argument("--jobs", type=at_least(0), default=0, help="cases at a time; 0: as many as there are cores")
     arguments.add_argument("--write", metavar="FILE", help="also write the result there, as Markdown")
     sys.exit(run(main, arguments.parse_args()))

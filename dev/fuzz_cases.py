@@ -116,7 +116,7 @@ def _of_config(rng: random.Random, config: str = "campaign.yaml") -> list[str]:
         [f"train_{stage}.py", "--dry-run"],
         *[["scripts/check_data.py"]] * 3,
         ["scripts/estimate_memory.py", "--stage", stage],
-        # Refused, but only once the config has been read: a walk takes its time, and rightly.
+        # Refused, but only after the config has been read; a whole walk would be legitimately slow.
         ["scripts/oom_ladder.py", "--budget-gb", "0", "--stage", stage],
     )
     # Not phantoms, which a config without a grid would make in full size.
@@ -234,7 +234,7 @@ def _run_folder(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
 
 
 def _arguments(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
-    """A path that cannot be, a number that is none, or an option that does not exist."""
+    """Use an impossible path, an invalid number, or an option that does not exist."""
     command = rng.choice((_of_run(rng, ""), _of_config(rng)))
     draw = rng.random()
     if draw < 0.5:

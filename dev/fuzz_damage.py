@@ -155,7 +155,7 @@ def damage_file(path: Path, rng: random.Random) -> str:
         return "other values"
     path.write_bytes(damage_bytes(path.read_bytes(), rng))
     if path.suffix == ".pt" and rng.random() < 0.5:
-        # A name that tells the truth about damaged content.
+        # A name whose hash matches the damaged content.
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         path.rename(path.with_name(path.name.rsplit("_", 1)[0] + f"_{digest}.pt"))
         return "other bytes under their own checksum"

@@ -31,9 +31,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     result = parser(__doc__ or "", ["python dev/memory_guide.py", "python dev/memory_guide.py --out guide.md"])
     result.add_argument("--out", default=str(ROOT / "docs" / "memory_guide.md"), metavar="FILE", help="the document")
-    result.add_argument("--quick", action="store_true", help="a 32x32x16 grid, to see that all of it works")
+    result.add_argument("--quick", action="store_true", help="a 32x32x16 grid, as a smoke test")
     result.add_argument(
-        "--stored", action="store_true", help="predict nothing: take docs/predictions.json, after a change of words"
+        "--stored", action="store_true", help="reuse docs/predictions.json, for changes of wording only"
     )
     return result.parse_args(arguments)
 
@@ -244,7 +244,7 @@ def _host_memory() -> list[str]:
         "top replay the step's allocations through both kinds of allocator: the difference is what the setting is "
         "worth.",
         "",
-        "**`ldm.latents.cache`**: with `disk` or `memory` the encoder is not on the GPU's bill while stage 2 trains, "
+        "**`ldm.latents.cache`**: with `disk` or `memory` the encoder uses no GPU memory while stage 2 trains, "
         "and each volume is encoded once.",
         "",
     ]

@@ -167,7 +167,7 @@ class Tree:
 
 
 def check(faults: Sequence[Fault], jobs: int) -> list[Outcome]:
-    """Verify that the tests pass as they are, then meet each fault; several at a time, each in a tree of its own."""
+    """Verify that the tests pass without faults, then try each fault; several at a time, each in its own tree."""
     for fault in faults:
         path = ROOT / fault.file
         if not path.is_file():
@@ -191,7 +191,7 @@ def check(faults: Sequence[Fault], jobs: int) -> list[Outcome]:
             with a_tree() as tree:
                 failed = tree.run([test])
             if failed is not None:
-                raise CheckError(f"{failed} fails without any fault; mend that first")
+                raise CheckError(f"{failed} fails without any fault; fix that first")
 
         def meets(fault: Fault) -> Outcome:
             with a_tree() as tree:

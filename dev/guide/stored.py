@@ -1,7 +1,7 @@
 """The predictions behind every figure of the documents, in docs/predictions.json.
 
-The commands that write a figure keep its prediction there; tests make the documents again from it, to the letter, and
-predict some of it afresh.
+The commands that write a figure keep its prediction there. Tests regenerate the documents from it verbatim, and
+repeat some of the predictions.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Answers = dict[str, dict[str, Any]]
 
 
 def question(settings: Settings, stage: Stage, has_matrix: bool = False) -> str:
-    """Return the name of a prediction: the stage and what differs from the defaults, so that a new key changes none.
+    """Return the name of a prediction: the stage and what differs from the defaults, so that a new key changes no name.
 
-    Without what no step of the stage sees.
+    Settings that the stage ignores are left out.
     """
     values = settings.model_dump(mode="json", exclude_defaults=True, exclude={"name", "seed"})
     grids = {name: values.get("data", {}).get(name) for name in ("voxel_size", "patch_size")}

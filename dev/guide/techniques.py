@@ -110,7 +110,7 @@ SAME_FIRST = (
     Point("+ smaller discriminator", SMALL_DISCRIMINATOR),
     Point("+ channels [16, 32, 64]", FEWER_CHANNELS),
 )
-"""Cumulative: each row keeps the changes above it. Precision is early because every budget is meant with it."""
+"""Cumulative: each row keeps the changes above it. Precision comes early because every budget assumes it."""
 
 RULES_ORDER = (
     Point("stock MONAI with SDPA, fp32, batch 2", {f"{TRAINING}.batch_size": 2}),

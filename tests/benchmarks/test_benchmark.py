@@ -205,6 +205,6 @@ def test_document_says_where_we_are_behind(tmp_path):
     assert "Verdict, one objective: worse (-0.30 dB" in text
     assert "The tutorial's objective ends -1.00 dB from ours" in text
     assert "| **ours, lean blocks** | 3.00 | 1.00 | 1.50 | behind stock MONAI, SDPA |" in text
-    assert "for trying out, not for reading" in text
+    assert "a smoke test, not results" in text
     assert (tmp_path / "benchmark_memory.png").stat().st_size > 1000
     assert "(benchmark_time.png)" in text
