@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,20 +24,32 @@ class LatentBatch:
     labels: Tensor | None
     files: tuple[str, ...]
 
+    def pin_memory(self) -> LatentBatch:
+        """Return the batch in page-locked memory."""
+        labels = None if self.labels is None else self.labels.pin_memory()
+        return replace(self, mean=self.mean.pin_memory(), sigma=self.sigma.pin_memory(), labels=labels)
+
 
 def latent_batches(
-    read: Callable[[int], Moments], files: Sequence[VolumeFile], plan: BatchPlan, first_step: int, last_step: int
+    read: Callable[[int], Moments],
+    files: Sequence[VolumeFile],
+    plan: BatchPlan,
+    first_step: int,
+    last_step: int,
+    pin_memory: bool = False,
 ) -> Iterator[list[LatentBatch]]:
     """Yield the micro-batches of each step in [first_step, last_step); `read` returns the latent of a file by index.
 
-    Volumes and order are those of `training_batches`. A thread reads the next step's latents during the current step.
+    Volumes and order are those of `training_batches`. A thread reads the next step's latents during the current step
+    and, with `pin_memory`, puts them into page-locked memory, from which a GPU copies without making the host wait.
     """
     assert files, "training needs at least one volume"
     order = VolumeOrder(plan.seed, len(files))
 
     def load(step: int) -> list[LatentBatch]:
         chunks = [plan.positions(step, micro_batch) for micro_batch in range(plan.accumulation)]
-        return [collate(read, files, [order(position) for position in chunk], chunk) for chunk in chunks]
+        batches = [collate(read, files, [order(position) for position in chunk], chunk) for chunk in chunks]
+        return [batch.pin_memory() for batch in batches] if pin_memory else batches
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="latents") as reader:
         waiting = [reader.submit(load, step) for step in range(first_step, min(first_step + 1, last_step))]

@@ -37,7 +37,7 @@ class Latents:
     """The latents of a run: how to read one (None if they are not kept), and facts about the training set.
 
     `spacing_mm`, `lower` and `upper` are medians over the training volumes. `autoencoder` is the hash of the weights
-    that encoded them.
+    that encoded them. `pin_memory`: training batches lie in page-locked memory.
     """
 
     volumes: DataSplit
@@ -48,6 +48,7 @@ class Latents:
     lower: tuple[float, ...]
     upper: tuple[float, ...]
     autoencoder: str
+    pin_memory: bool = False
 
     def training_batches(
         self, plan: BatchPlan, first_step: int, last_step: int
@@ -55,7 +56,7 @@ class Latents:
         """Yield the micro-batches of each step: latents, or volumes if latents are not kept."""
         if self.read is None:
             return training_batches(self.volumes.train, self.settings, plan, first_step, last_step)
-        return latent_batches(self.read, self.volumes.train, plan, first_step, last_step)
+        return latent_batches(self.read, self.volumes.train, plan, first_step, last_step, self.pin_memory)
 
     def validation_batches(self, encode: Callable[[Tensor], Moments], process: Process) -> Iterator[LatentBatch]:
         """Yield this process's share of the validation latents, one at a time; positions index the list of files."""
@@ -133,7 +134,8 @@ def prepare_latents(codec: VolumeCodec, volumes: DataSplit, settings: Settings, 
         tuple(np.median([getattr(row, name) for row in train], axis=0)) for name in ("spacing_mm", "lower", "upper")
     ]
     spacing_mm, lower, upper = (tuple(map(float, values)) for values in middle)
-    return Latents(volumes, data, read, scale, spacing_mm, lower, upper, autoencoder)
+    pin_memory = data.pin_memory and process.device.type == "cuda"
+    return Latents(volumes, data, read, scale, spacing_mm, lower, upper, autoencoder, pin_memory)
 
 
 def latent_scale(facts: Sequence[LatentFacts], num_elements: int) -> float:

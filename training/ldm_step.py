@@ -138,8 +138,11 @@ class LatentDiffusionStep(TrainingStep):
     def _spread(self, positions: Sequence[int]) -> Tensor:
         """Return a number in [0, 1) for each position, such that consecutive positions cover the interval evenly."""
         start = derive_seed(self.settings.seed, "timestep", 0) / 2**63
-        numbers = torch.tensor([(start + position * _GOLDEN_RATIO) % 1.0 for position in positions])
-        return numbers.to(self.process.device, non_blocking=True)
+        numbers = torch.empty(len(positions), device=self.process.device)
+        # Filled on the device: a copy from the host would wait for the device.
+        for number, position in zip(numbers, positions, strict=True):
+            number.fill_((start + position * _GOLDEN_RATIO) % 1.0)
+        return numbers
 
     def _labels(self, batch: LatentBatch | Batch) -> Tensor | None:
         """Return the labels, some replaced by the null class for classifier-free guidance; None if unconditional."""

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from data import prepare_volumes
+from data import BatchPlan, prepare_volumes
 from diffusion.conditioning import check_classes, class_number
 from diffusion.frozen_autoencoder import freeze, weights_digest
 from diffusion.latents import LATENTS, latent_scale, prepare_latents
@@ -42,7 +42,7 @@ class Counted(VolumeCodec):
         return super().encode(image)
 
 
-def prepare(values, codec: Counted | None = None, **changes):
+def prepare(values, codec: Counted | None = None, process: Process = CPU, **changes):
     values = copy.deepcopy(values)
     for dotted, value in changes.items():
         section, name = dotted.split("__")
@@ -50,7 +50,7 @@ def prepare(values, codec: Counted | None = None, **changes):
     settings = Settings.model_validate(values)
     codec = codec or Counted(settings)
     volumes = prepare_volumes(settings.data, settings.seed, 1)
-    return prepare_latents(codec, volumes, settings, CPU), codec
+    return prepare_latents(codec, volumes, settings, process), codec
 
 
 @pytest.fixture
@@ -104,6 +104,26 @@ def test_disk_memory_and_none_give_the_same_latents_and_scale(values):
     for cached, encoded in pairs:
         assert torch.equal(cached.mean, encoded.mean)
         assert cached.files == encoded.files
+
+
+@pytest.mark.parametrize("cache", ["disk", "memory"])
+@pytest.mark.parametrize(
+    ("device", "pin_memory", "is_pinned"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_training_latents_are_pinned_for_a_gpu_when_the_settings_say_so(
+    values, device, pin_memory, is_pinned, cache, monkeypatch
+):
+    pinned = []
+
+    def pin(tensor):
+        pinned.append(tensor.shape)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    values["data"]["pin_memory"] = pin_memory
+    latents, _ = prepare(values, process=Process(torch.device(device)), latents__cache=cache)
+    (batch,) = next(latents.training_batches(BatchPlan(seed=1, batch_size=2, accumulation=1), 0, 1))
+    assert pinned == ([(2,), batch.mean.shape, batch.sigma.shape] if is_pinned else [])
 
 
 def test_the_scale_is_of_all_latents_of_the_training_set_as_training_draws_them(values):

@@ -1,0 +1,134 @@
+"""The host never waits for the device inside a step: no value is read, and only the batch is copied from the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffusion.pixel_loss import PixelLoss
+from runtime.processes import Process
+from settings import Settings
+from storage.run_folder import RunFolder
+from tests.training.host_waits import DEVICE, build, waits, without_values
+from training import optimization
+from training.guard import Guard
+from training.recorder import Recorder
+
+FP16 = {"mixed_precision": True, "amp_dtype": "float16"}
+ADVERSARIAL_START = 4
+
+STAGE_1: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16, scaled gradients": {"device": FP16},
+    "averaged weights, no clipping": {"ema_decay": 0.99, "max_grad_norm": 0.0},
+    "checkpointed": {"use_gradient_checkpointing": True},
+    "slabs": {"use_gradient_checkpointing": True, "slab_rows": 8},
+    "perceptual": {"use_perceptual_loss": True, "perceptual": {"network": "structural"}},
+    "warm-up and decay": {"warmup_steps": 2, "learning_rate_decay": "cosine", "weight_decay": 0.01},
+}
+STAGE_2: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16, scaled gradients": {"device": FP16},
+    "averaged weights, no clipping": {"ema_decay": 0.99, "max_grad_norm": 0.0},
+    "checkpointed": {"use_gradient_checkpointing": True},
+    "pixel loss": {"pixel_loss": {"weight": 0.5}},
+    "classes": {"conditioning": {"type": "class", "num_classes": 3}},
+    "rectified flow": {"scheduler": {"type": "rflow"}, "sampling": {"sampler": "rflow"}},
+    "volumes, not latents": {"latents": {"cache": "none"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _without_values(monkeypatch):
+    with without_values(monkeypatch):
+        yield
+
+
+def step_of(values: dict[str, Any], stage: str, changes: dict[str, Any]) -> Any:
+    section = values[stage]
+    for key, change in changes.items():
+        if key == "device":
+            values["device"] = {"type": "cpu", **change}
+        elif key in ("conditioning", "scheduler", "sampling", "latents"):
+            section.setdefault(key, {}).update(change)
+        else:
+            section["training"][key] = change
+    values["autoencoder"]["training"]["adversarial_start_step"] = ADVERSARIAL_START
+    return build(Settings.model_validate(values), stage)
+
+
+@pytest.mark.parametrize("changes", STAGE_1.values(), ids=STAGE_1)
+def test_stage_1_never_waits(tiny_values, changes):
+    assert waits(step_of(tiny_values, "autoencoder", changes), ADVERSARIAL_START) == []
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16, scaled gradients"])
+def test_stage_1_never_waits_before_the_discriminator_takes_part(tiny_values, name):
+    step = step_of(tiny_values, "autoencoder", STAGE_1[name])
+    assert not step.is_adversarial(1)
+    assert waits(step, 0) == []
+
+
+@pytest.mark.parametrize("changes", STAGE_2.values(), ids=STAGE_2)
+def test_stage_2_never_waits(tiny_values, changes):
+    assert waits(step_of(tiny_values, "ldm", changes), 0) == []
+
+
+def test_recorder_never_waits_between_log_lines(tiny_values, tmp_path):
+    step = step_of(tiny_values, "autoencoder", {})
+    run = RunFolder(tmp_path)
+    with Recorder(run, "autoencoder", 0, 8, Process(DEVICE)) as recorder:
+        assert waits(step, 0, lambda terms: recorder.add(terms, 1)) == []
+
+
+def _reads_the_norm(self, network, norm):
+    return norm.item() > 1
+
+
+def _copies_the_norm(self, network, norm):
+    return norm.cpu()
+
+
+def _branches_on_the_norm(self, network, norm):
+    return 1 if torch.isfinite(norm) else 0
+
+
+def _selects_by_mask(self, network, norm):
+    return norm.view(1)[torch.isfinite(norm).view(1)]
+
+
+def _counts_the_finite(self, network, norm):
+    return torch.nonzero(torch.isfinite(norm))
+
+
+@pytest.mark.parametrize(
+    "fault", [_reads_the_norm, _copies_the_norm, _branches_on_the_norm, _selects_by_mask, _counts_the_finite]
+)
+def test_a_read_in_the_step_is_noticed(tiny_values, fault, monkeypatch):
+    step = step_of(tiny_values, "ldm", {})
+    monkeypatch.setattr(Guard, "check_gradient", fault)
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)meta"):
+        waits(step, 0)
+
+
+def test_a_copy_of_anything_but_the_batch_is_noticed(tiny_values, monkeypatch):
+    step = step_of(tiny_values, "ldm", {})
+    monkeypatch.setattr(
+        optimization.AveragedWeights, "update", lambda self, number: torch.tensor([1.0, 2.0]).to(DEVICE)
+    )
+    (found,) = waits(step, 0)
+    assert found.startswith("aten::_to_copy copies from pageable memory in training/step.py:")
+
+
+def test_a_copy_inside_the_pixel_loss_is_noticed(tiny_values, monkeypatch):
+    step = step_of(tiny_values, "ldm", STAGE_2["pixel loss"])
+    call = PixelLoss.__call__
+
+    def with_copy(self, predicted: Tensor, *rest: Any) -> Any:
+        return call(self, predicted + torch.zeros(predicted.shape).to(DEVICE), *rest)
+
+    monkeypatch.setattr(PixelLoss, "__call__", with_copy)
+    assert any("pageable" in line for line in waits(step, 0))
