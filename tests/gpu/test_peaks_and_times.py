@@ -16,6 +16,9 @@ from tests.gpu.table import Row
 pytestmark = pytest.mark.gpu
 
 GIB = 2**30
+LIBRARIES_BYTES = 128 << 20
+"""Workspaces of cuBLAS and partly used segments, which matter beside the smallest steps only."""
+
 PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 TRAINING = "autoencoder.training."
 PLAIN = [
@@ -50,7 +53,7 @@ def check_peak(note: Any, measured_step: Any, what: str, config: Path, stage: st
     found = predicted(config, stage, overrides)
     real = measured_step(str(config), stage, *overrides)
     note(PEAKS, Row(what, found.peak_reserved_bytes / GIB, real["peak_reserved_bytes"] / GIB))
-    assert real["peak_reserved_bytes"] <= (1 + found.margin) * found.peak_reserved_bytes
+    assert real["peak_reserved_bytes"] <= (1 + found.margin) * found.peak_reserved_bytes + LIBRARIES_BYTES
     assert real["peak_reserved_bytes"] >= 0.6 * found.peak_reserved_bytes
 
 
