@@ -21,6 +21,7 @@ from storage.run_folder import RunFolder
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+LARGEST_PORT = 65_535
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -116,6 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 def serve(run_folders: Sequence[Path], port: int) -> None:
     """Serve the page of one or several runs on the loopback interface until the command is interrupted."""
+    if port > LARGEST_PORT:
+        raise UserError(f"--port: {port} is no port; allowed: 0 to {LARGEST_PORT}; give another, or 0 for any free one")
     try:
         server = ReportServer(run_folders, port)
     except OSError as error:

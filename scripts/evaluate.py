@@ -107,9 +107,11 @@ def main(options: argparse.Namespace) -> int:
     text = json.dumps(valid, indent=2, allow_nan=False) + "\n"
     if options.json is not None:
         write_output(options.json, text)
-    # The report shows the newest evaluation of the run.
-    write_text(finished.folder.evaluation, text)
-    log.info("next: open %s", write_report(finished.folder.path))
+    try:
+        write_text(finished.folder.evaluation, text)
+        log.info("next: open %s", write_report(finished.folder.path))
+    except OSError as error:
+        log.warning("%s: cannot be written (%s), so the report lacks this evaluation", error.filename, error.strerror)
     return 0
 
 
