@@ -56,13 +56,13 @@ def train(settings: Settings, is_dry_run: bool) -> int:
             step = AutoencoderStep(settings, process, files_of=plan.names(volumes.train))
             checkpoints = Checkpoints(run_folder.checkpoints, "autoencoder", step.training.keep_checkpoints)
             first_step = resume(step, checkpoints, settings, volumes)
-            describe_run(run_folder, settings, process)
+            describe_run(run_folder, settings, process, volumes)
             watch.record(run_folder.path)
 
             # The volumes of step n depend on the seed and n alone, so a resumed run sees the same batches.
             batches = training_batches(volumes.train, settings.data, plan, first_step, step.training.max_steps)
             held_out = validation_batches(volumes.val, settings.data, process.rank, process.world_size)
-            validate = partial(validate_autoencoder, step, held_out)
+            validate = partial(validate_autoencoder, step, held_out, volumes.val)
             save_at = partial(save, step, checkpoints, settings, volumes)
             if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate, show_validation):
                 return INTERRUPTED

@@ -30,7 +30,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from diffusion.conditioning import check_classes
     from diffusion.latents import prepare_latents
     from diffusion.volume_codec import frozen_codec
-    from evaluation.ldm_validation import validate_ldm
+    from evaluation.ldm_validation import RealVolumes, validate_ldm
     from memory.watch import MemoryWatch
     from report import publish
     from report.validation import show_validation
@@ -61,12 +61,12 @@ def train(settings: Settings, is_dry_run: bool) -> int:
             step = LatentDiffusionStep(settings, process, codec=codec, latent_scale=latents.scale, files_of=names)
             checkpoints = Checkpoints(run_folder.checkpoints, "ldm", step.training.keep_checkpoints)
             first_step = resume(step, checkpoints, settings, volumes)
-            describe_run(run_folder, settings, process)
+            describe_run(run_folder, settings, process, volumes)
             watch.record(run_folder.path)
 
             # The latents of step n depend on the seed and n alone, so a resumed run sees the same batches.
             batches = latents.training_batches(plan, first_step, step.training.max_steps)
-            validate = partial(validate_ldm, step, latents)
+            validate = partial(validate_ldm, step, latents, RealVolumes(volumes, latents.settings))
             save_at = partial(save, step, checkpoints, settings, volumes)
             if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate, show_validation):
                 return INTERRUPTED

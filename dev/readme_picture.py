@@ -30,7 +30,7 @@ def main(options: argparse.Namespace) -> int:
     """Draw the newest volumes that the run has kept for its report."""
     check_output_file(options.out, "--out")
     volumes = _newest(Path(options.run))
-    columns = {"held-out input": volumes["input"], "reconstruction": volumes["reconstruction"]}
+    columns = {"held-out input": volumes["input_0"], "reconstruction": volumes["reconstruction_0"]}
     samples = sorted(role for role in volumes if role.startswith("sample_"))[:3]
     columns |= {f"sample {number + 1}": volumes[role] for number, role in enumerate(samples)}
     _draw(columns, Path(options.out))
@@ -55,7 +55,7 @@ def _newest(folder: Path) -> dict[str, Any]:
                 tiles = np.asarray(picture)
             parts = tiles.reshape(-1, height, facts["columns"], width).transpose(0, 2, 1, 3)
             found[stored.role] = parts.reshape(-1, height, width)[:depth]
-    missing = {"input", "reconstruction", "sample_0"} - found.keys()
+    missing = {"input_0", "reconstruction_0", "sample_0"} - found.keys()
     if missing:
         raise UserError(f"{folder}: no {', '.join(sorted(missing))} in previews/volumes; finish both stages first")
     return found

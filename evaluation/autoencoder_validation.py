@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
+from torch import Tensor
 
-from data import Batch
+from data import Batch, VolumeFile
 from evaluation.pair_metrics import absolute_error, psnr, ssim
-from evaluation.pictures import reconstruction_picture
-from evaluation.previews import Preview, ViewerVolume
+from evaluation.pictures import Row, picture_of, reconstruction_rows
+from evaluation.previews import MAX_COPIES, Preview, ViewerVolume
+from evaluation.real_volumes import spacing_of
+from settings import DataSettings
 from training.autoencoder_step import AutoencoderStep
 
 
 @torch.no_grad()
-def validate_autoencoder(step: AutoencoderStep, batches: Iterable[Batch]) -> tuple[dict[str, float], Preview | None]:
-    """Return mean PSNR, SSIM and absolute error over all processes, and a preview of this process's first volume.
+def validate_autoencoder(
+    step: AutoencoderStep, batches: Iterable[Batch], files: Sequence[VolumeFile] = ()
+) -> tuple[dict[str, float], Preview | None]:
+    """Return mean PSNR, SSIM and absolute error over all processes, and a preview of this process's first volumes.
 
+    `files` are the held-out volumes that the positions of the batches index; the preview takes their spacing.
     Decode the mean of the latent distribution, with the averaged weights if there are any. Volumes larger than the
     training patches run in slabs.
     """
     totals = torch.zeros(4, dtype=torch.float64)  # PSNR, SSIM, mean absolute error, number of volumes
-    preview = None
+    preview = _PreviewOfPairs(step.settings.data, files)
     network, codec = step.autoencoder.eval(), step.codec
     with step.average.swapped_in() if step.average is not None else nullcontext():
         for batch in batches:
@@ -31,12 +37,36 @@ def validate_autoencoder(step: AutoencoderStep, batches: Iterable[Batch]) -> tup
             error = absolute_error(reconstruction, image)
             values = [psnr(reconstruction, image), ssim(reconstruction, image), error, torch.ones_like(error)]
             totals += torch.stack([value.double().sum() for value in values]).cpu()
-            if preview is None:
-                volumes = {"input": ViewerVolume.of(image[0]), "reconstruction": ViewerVolume.of(reconstruction[0])}
-                preview = Preview(reconstruction_picture(image[0], reconstruction[0]), volumes)
+            preview.add(batch, image[0], reconstruction[0])
     network.train()
     psnr_sum, ssim_sum, error_sum, count = step.process.sum(totals).tolist()
     if not count:  # a data set of one volume has no held-out volumes
         return {}, None
     means = {"val_psnr": psnr_sum / count, "val_ssim": ssim_sum / count, "val_l1": error_sum / count}
-    return means, preview
+    return means, preview.finished()
+
+
+class _PreviewOfPairs:
+    """Collects the first held-out volumes with their reconstructions; the picture shows the first of them."""
+
+    def __init__(self, data: DataSettings, files: Sequence[VolumeFile]) -> None:
+        self.data, self.files = data, files
+        self.rows: list[Row] = []
+        self.volumes: dict[str, ViewerVolume] = {}
+
+    def add(self, batch: Batch, image: Tensor, reconstruction: Tensor) -> None:
+        """Keep the first volume of a batch, unless there are enough."""
+        place = len(self.volumes) // 2
+        if place == MAX_COPIES:
+            return
+        name = batch.files[0]
+        spacing_mm = spacing_of(self.files[batch.positions[0]], self.data) if self.files else (1.0, 1.0, 1.0)
+        for role, volume in (("input", image), ("reconstruction", reconstruction)):
+            shown = ViewerVolume.of(volume, place)
+            self.volumes[f"{role}_{place}"] = shown.described(spacing_mm, self.data.orientation, name)
+        if not place:
+            self.rows = reconstruction_rows(name, image, reconstruction, spacing_mm)
+
+    def finished(self) -> Preview | None:
+        """Return the preview; None without volumes."""
+        return Preview(picture_of(self.rows), self.volumes) if self.rows else None

@@ -12,23 +12,27 @@ from data import to_unit
 from diffusion.latents import Latents
 from diffusion.noise_process import predict_padded
 from diffusion.sampling import draw_volumes
-from evaluation.pictures import middle_planes, tile
-from evaluation.previews import Preview, ViewerVolume
+from evaluation.pictures import Row, picture_of
+from evaluation.previews import MAX_COPIES, Preview, ViewerVolume
+from evaluation.real_volumes import RealVolumes
 from training.ldm_step import LatentDiffusionStep
 
 NOISE_LEVELS = (0.125, 0.375, 0.625, 0.875)
 """Diffusion times at which the held-out loss is measured, as fractions of the whole range."""
 
 
-def validate_ldm(step: LatentDiffusionStep, latents: Latents) -> tuple[dict[str, float], Preview | None]:
+def validate_ldm(
+    step: LatentDiffusionStep, latents: Latents, real: RealVolumes | None = None
+) -> tuple[dict[str, float], Preview | None]:
     """Return the held-out diffusion loss over all processes and, in the first process, a preview of samples.
 
+    `real` gives the real volumes that the preview puts beside the samples.
     Use the averaged weights if there are any. Every call uses the same latents, times, noise and seeds.
     """
     with _inference_weights(step):
         metrics = _held_out_loss(step, latents)
         has_preview = step.process.is_first and step.settings.ldm.sampling.num_previews
-        preview = sample_preview(step) if has_preview else None
+        preview = sample_preview(step, latents, real) if has_preview else None
     return metrics, preview
 
 
@@ -56,23 +60,42 @@ def _held_out_loss(step: LatentDiffusionStep, latents: Latents) -> dict[str, flo
     return {"val_diffusion": sum(by_level.values()) / len(by_level), **by_level}
 
 
-def sample_preview(step: LatentDiffusionStep) -> Preview:
+def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolumes | None = None) -> Preview:
     """Draw the preview samples, always from the same seeds; the picture has one row per sample."""
-    number = step.settings.ldm.sampling.num_previews
+    settings, number = step.settings, step.settings.ldm.sampling.num_previews
     volumes = draw_volumes(
         step.unet,
         step.codec,
-        step.settings,
+        settings,
         step.latent_scale,
-        step.settings.seed,
+        settings.seed,
         range(number),
         batch_size=step.training.batch_size,
     )
-    rows, kept = [], {}
+    rows, samples = [], []
+    shown: dict[str, ViewerVolume] = {}
     for place, volume in enumerate(volumes):
-        rows.append(middle_planes(to_unit(volume[0]).cpu()))
-        kept[f"sample_{place}"] = ViewerVolume.of(volume)
-    return Preview(tile(rows), kept)
+        condition = _condition(step, latents, place)
+        name = f"sample {place + 1}"
+        label = ", ".join(part for part in (name, condition) if part)
+        rows.append(Row.of(label, to_unit(volume[0]).cpu(), latents.spacing_mm))
+        if place < MAX_COPIES:
+            kept = ViewerVolume.of(volume, place)
+            shown[f"sample_{place}"] = kept.described(latents.spacing_mm, settings.data.orientation, name, condition)
+            samples.append(to_unit(volume).cpu())
+    if real is not None:
+        shown |= {f"nearest_{place}": volume for place, volume in enumerate(real.nearest_to(samples))}
+        shown |= {f"real_{place}": volume for place, volume in enumerate(real.held_out())}
+    return Preview(picture_of(rows), shown)
+
+
+def _condition(step: LatentDiffusionStep, latents: Latents, place: int) -> str:
+    """Return the class of a preview sample in words; empty without classes."""
+    conditioning = step.settings.ldm.conditioning
+    if conditioning.type == "none":
+        return ""
+    number, names = place % conditioning.num_classes, latents.volumes.class_names
+    return f"class {names[number] if number < len(names) else number}"
 
 
 @contextmanager

@@ -1,51 +1,99 @@
-"""Pictures of volumes: the three middle planes, and comparisons of input, reconstruction and error."""
+"""Labelled pictures of volumes: the three middle planes in true proportions, one row per volume."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn import functional as F
 
 from storage.atomic import replacing
+from storage.names import printable
 
-GAP = 2  # pixels between planes
+PLANE_NAMES = ("sagittal", "coronal", "axial")
+"""The planes in the order of the axis that they cut, for volumes whose axes are turned to R or L, A or P, S or I."""
+
+PLANE_PIXELS = 240
+"""Length of the longest side of a plane."""
+
+GAP = 6
+LINE = 22
+"""Pixels between planes, and the height of a line of text."""
 
 
-def middle_planes(volume: Tensor) -> list[Tensor]:
-    """Return the three middle planes of a (D, H, W) volume, each rotated so that its last axis points up."""
-    return [torch.rot90(volume.select(axis, volume.shape[axis] // 2)) for axis in range(3)]
+@dataclass(frozen=True)
+class Row:
+    """One volume of a picture: a label, and its planes with values in [0, 1] in the order of `PLANE_NAMES`."""
+
+    label: str
+    planes: list[Tensor]
+
+    @classmethod
+    def of(cls, label: str, volume: Tensor, spacing_mm: Sequence[float]) -> Row:
+        """Cut the three middle planes of a (D, H, W) volume and bring them to a size that shows them well."""
+        return cls(label, middle_planes(volume, spacing_mm))
 
 
-def tile(rows: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return one (H, W) picture of rows of planes with values in [0, 1]."""
-    height = max(plane.shape[0] for row in rows for plane in row)
-    width = max(plane.shape[1] for row in rows for plane in row)
-    padded = [torch.cat([_pad(plane, height, width) for plane in row], dim=1) for row in rows]
-    return torch.cat(padded, dim=0)[:-GAP, :-GAP]
+def middle_planes(volume: Tensor, spacing_mm: Sequence[float]) -> list[Tensor]:
+    """Return the middle planes of a (D, H, W) volume in true proportions, each with its last axis pointing up."""
+    extents = [length * spacing for length, spacing in zip(volume.shape, spacing_mm, strict=True)]
+    scale = PLANE_PIXELS / max(extents)
+    planes = []
+    for axis in range(3):
+        plane = torch.rot90(volume.select(axis, volume.shape[axis] // 2)).float().cpu()
+        across, up = (max(1, round(extents[other] * scale)) for other in range(3) if other != axis)
+        planes.append(F.interpolate(plane[None, None], size=(up, across), mode="nearest-exact")[0, 0])
+    return planes
+
+
+def picture_of(rows: Sequence[Row]) -> Tensor:
+    """Return one (H, W) picture: a line of plane names, then for each volume its label and its three planes."""
+    width = PLANE_PIXELS
+    lines = [torch.cat([_text_line(name, width + GAP) for name in PLANE_NAMES], dim=1)]
+    for row in rows:
+        height = max(plane.shape[0] for plane in row.planes)
+        lines.append(_text_line(row.label, 3 * (width + GAP)))
+        lines.append(torch.cat([_pad(plane, height, width) for plane in row.planes], dim=1))
+    return torch.cat(lines, dim=0)[:-GAP, :-GAP]
+
+
+def reconstruction_rows(name: str, image: Tensor, reconstruction: Tensor, spacing_mm: Sequence[float]) -> list[Row]:
+    """Return rows for input, reconstruction and error; volumes are (C, D, H, W) in [-1, 1]."""
+    source, result = ((volume[0].float() / 2 + 0.5).clamp(0, 1) for volume in (image, reconstruction))
+    error = ((result - source).abs() * 2).clamp(0, 1)
+    labels = (f"{name}, input", "reconstruction", "absolute error, twice as bright")
+    return [Row.of(label, volume, spacing_mm) for label, volume in zip(labels, (source, result, error), strict=True)]
+
+
+def save_picture(path: Path, picture: Tensor, title: str = "") -> Tensor:
+    """Write a picture with values in [0, 1] as a PNG, under a line with its title; return its grey values (uint8)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if title:
+        picture = torch.cat([_text_line(title, picture.shape[1]), picture], dim=0)
+    pixels = (picture.clamp(0, 1) * 255).round().to(torch.uint8)
+    with replacing(path) as temporary:
+        Image.fromarray(np.ascontiguousarray(pixels.numpy()), mode="L").save(temporary, "PNG")
+    return pixels
 
 
 def _pad(plane: Tensor, height: int, width: int) -> Tensor:
     top, left = (height - plane.shape[0]) // 2, (width - plane.shape[1]) // 2
     right, bottom = width - plane.shape[1] - left, height - plane.shape[0] - top
-    return F.pad(plane.float().cpu(), (left, right + GAP, top, bottom + GAP), value=0.0)
+    return F.pad(plane, (left, right + GAP, top, bottom + GAP), value=0.0)
 
 
-def reconstruction_picture(image: Tensor, reconstruction: Tensor) -> Tensor:
-    """Return one row of planes each for input, reconstruction and error; volumes are (C, D, H, W) in [-1, 1]."""
-    source, result = ((volume[0].float() / 2 + 0.5).clamp(0, 1) for volume in (image, reconstruction))
-    error = ((result - source).abs() * 2).clamp(0, 1)
-    return tile([middle_planes(volume) for volume in (source, result, error)])
-
-
-def save_picture(path: Path, picture: Tensor) -> Tensor:
-    """Write a picture with values in [0, 1] as a PNG and return its grey values (uint8)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = (picture.clamp(0, 1) * 255).round().to(torch.uint8)
-    with replacing(path) as temporary:
-        Image.fromarray(np.ascontiguousarray(pixels.numpy()), mode="L").save(temporary, "PNG")
-    return pixels
+def _text_line(text: str, width: int) -> Tensor:
+    """Return a line of light text on black; long text loses its beginning, because names differ at their end."""
+    font = ImageFont.load_default(13)
+    line = Image.new("L", (width, LINE))
+    shown = text = printable(text)
+    while shown and font.getlength(shown) > width - 8:
+        text = text[1:]
+        shown = f"...{text}"
+    ImageDraw.Draw(line).text((4, 3), shown, fill=210, font=font)
+    return torch.from_numpy(np.asarray(line).copy()).float() / 255

@@ -54,7 +54,8 @@ def memory_charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         rules = []
         for run, entry in present:
             prediction = (entry["memory"] or {}).get("prediction")
-            if prediction:
+            # The memory of a whole process on the CPU is not what was predicted.
+            if prediction and "memory_peak_gib" in entry["curves"]:
                 label = "predicted" if len(runs) == 1 else f"{run['label']}: predicted"
                 rules.append({"label": label, "value": prediction["peak_allocated_bytes"] / GIB})
         if names:
@@ -89,8 +90,6 @@ def last(entry: dict[str, Any], name: str) -> float | None:
     return values[-1] if values else None
 
 
-def peak_gib(entry: dict[str, Any]) -> float | None:
-    """Return the highest memory peak that the run has logged."""
-    names = ("memory_peak_gib", "host_memory_peak_gib")
-    values = [value for name in names for _, value in entry["curves"].get(name, []) if value is not None]
-    return max(values, default=None)
+def highest(entry: dict[str, Any], name: str) -> float | None:
+    """Return the highest value that the run has logged of a metric."""
+    return max((value for _, value in entry["curves"].get(name, []) if value is not None), default=None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from report.charts import curve_charts, memory_charts
+from report.findings import data_section, evaluation_section
 from report.run_data import VOLUME_BUDGET_BYTES, read_run
 from report.sections import (
     config_section,
@@ -41,26 +42,38 @@ def write_report(run_folder: Path | str) -> Path:
 
 def write_comparison(run_folders: Sequence[Path | str], target: Path | str) -> Path:
     """Write one page for several runs, with their curves on the same axes."""
-    share = VOLUME_BUDGET_BYTES // len(run_folders)
-    write_text(Path(target), build_page([read_run(Path(folder), share) for folder in run_folders]))
+    write_text(Path(target), page_of(run_folders))
     return Path(target)
 
 
-def build_page(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the page. All outside text is escaped in Python; the page's script only sets text, never markup."""
+def page_of(run_folders: Sequence[Path | str], version: str = "") -> str:
+    """Return the page of one or several runs; a page with a version asks its server for newer ones."""
+    share = VOLUME_BUDGET_BYTES // len(run_folders)
+    return build_page([read_run(Path(folder), share) for folder in run_folders], version)
+
+
+def build_page(runs: Sequence[dict[str, Any]], version: str = "") -> str:
+    """Return the page. All outside text is escaped in Python; the page's script only sets text, never markup.
+
+    A served page also takes over the escaped sections of its newer versions.
+    """
     names = [run["name"] for run in runs]
     for run in runs:
         run["label"] = run["name"] if names.count(run["name"]) == 1 else run["folder"]
+    written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     parts = {
         "title": page_title(runs),
+        "connect": "'self'" if version else "'none'",
         "style": _part("style.css"),
-        "script": _part("charts.js") + _part("viewer.js"),
-        "header": header_section(runs, datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")),
+        "script": _part("charts.js") + _part("viewer.js") + (_part("live.js") if version else ""),
+        "header": header_section(runs, written, is_live=bool(version)),
         "tiles": tiles_section(runs),
+        "evaluation": evaluation_section(runs),
         "memory": memory_section(runs),
+        "data_summary": data_section(runs),
         "config": config_section(runs),
         "environment": environment_section(runs),
-        "data": _embedded(_page_data(runs)),
+        "data": _embedded({**_page_data(runs), "live": version}),
     }
     page = _part("page.html")
     pieces = page.split("[[")

@@ -29,6 +29,7 @@ class Environment(_Record):
     device: str | None = None
     command: list[str] = Field(default_factory=list)
     packages: dict[str, str] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict)
 
 
 class _Prediction(_Record):
@@ -65,6 +66,30 @@ class OutOfMemoryReport(_Record):
     step: int = Field(ge=0, le=LARGEST_STEP)
     phase: str = ""
     next_rung: _NextRung | None = None
+
+
+class _SampleScores(_Record):
+    num: int
+    mmd: float | None = None
+    pairwise_ms_ssim: float | None = None
+    held_out_pairwise_ms_ssim: float | None = None
+    num_memorised: float | None = None
+    fid: dict[str, float | None] | None = None
+    nearest_training: list[dict[str, Any]] = Field(default_factory=list)
+
+
+class _ReconstructionScores(_Record):
+    mean: dict[str, float | None]
+    mmd: float | None = None
+    volumes: list[dict[str, Any]] = Field(default_factory=list)
+
+
+class Evaluation(_Record):
+    """evaluation.json."""
+
+    reconstruction: _ReconstructionScores
+    samples: _SampleScores | None = None
+    untrained: _SampleScores | None = None
 
 
 Kind = TypeVar("Kind", bound=_Record)

@@ -10,10 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from report.records import Environment, MemoryRecord, OutOfMemoryReport, read_metrics, read_record
-from report.volumes import stored_volumes
+from report.records import Environment, Evaluation, MemoryRecord, OutOfMemoryReport, read_metrics, read_record
+from report.volumes import viewer_data
 from settings import ConfigError, Settings, UserError, load_settings
 from storage.run_folder import RunFolder
+from training.progress import ELAPSED
 
 STAGES = ("autoencoder", "ldm")
 MAX_POINTS = 600
@@ -35,9 +36,11 @@ def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, 
         "name": settings.name,
         "folder": str(path),
         "stages": stages,
-        "viewer": _viewer(run, volume_budget),
+        "data": _data(settings),
+        "viewer": viewer_data(run, volume_budget),
         "config": _config(settings, environment.get("command", [])),
         "environment": environment,
+        "evaluation": read_record(run.evaluation, Evaluation),
         "out_of_memory": _out_of_memory(read_record(path / "oom_report.json", OutOfMemoryReport), stages),
     }
 
@@ -61,9 +64,18 @@ def _stage(run: RunFolder, settings: Settings, stage: str, metrics: list[dict[st
         "step": max((line["step"] for line in lines), default=0),
         "max_steps": training.max_steps,
         "is_finished": run.weights(stage).is_file(),
+        "seconds": _seconds(lines),
         "curves": _curves(lines),
         "memory": memory,
     }
+
+
+def _seconds(lines: list[dict[str, Any]]) -> float | None:
+    """Return how long the steps so far took, validations included; each start of the run counts from zero."""
+    readings = [line[ELAPSED] for line in lines if isinstance(line.get(ELAPSED), int | float)]
+    ends = [one for one, after in pairwise(readings) if after < one]
+    total = sum([*ends, *readings[-1:]])
+    return float(total) if readings and math.isfinite(total) else None
 
 
 def _curves(lines: list[dict[str, Any]]) -> dict[str, list[list[float | None]]]:
@@ -71,7 +83,7 @@ def _curves(lines: list[dict[str, Any]]) -> dict[str, list[list[float | None]]]:
     curves: dict[str, list[list[float | None]]] = {}
     for line in lines:
         for name, value in line.items():
-            if name not in ("stage", "step") and isinstance(value, int | float):
+            if name not in ("stage", "step", ELAPSED) and isinstance(value, int | float):
                 # JSON integers can exceed the range of a float.
                 shown = float(f"{value:.6g}") if abs(value) <= sys.float_info.max else None
                 curves.setdefault(name, []).append([line["step"], shown])
@@ -98,34 +110,21 @@ def _value(point: list[float | None]) -> float:
     return point[1] or 0.0
 
 
-def _viewer(run: RunFolder, budget: int) -> dict[str, Any]:
-    """Return the sets of volumes for the slice viewer, newest first, and their images.
-
-    The newest set of each stage is always included, older ones while the budget allows.
-    """
-    sets: dict[tuple[str, int], dict[str, Any]] = {}
-    pictures: dict[str, int] = {}
-    newest: dict[str, int] = {}
-    used = 0
-    for stored in stored_volumes(run):
-        newest.setdefault(stored.stage, stored.step)
-        volume = stored.to_page()
-        if volume is None:
-            continue
-        source = volume.pop("source")
-        # The input is the same image at every validation, so it is embedded only once.
-        size = 0 if source in pictures else len(source)
-        if stored.step != newest[stored.stage] and used + size > budget:
-            continue
-        used += size
-        volume["picture"] = pictures.setdefault(source, len(pictures))
-        entry = {"stage": stored.stage, "step": stored.step, "volumes": {}}
-        sets.setdefault((stored.stage, stored.step), entry)["volumes"][stored.role] = volume
-    return {"sets": [entry for entry in sets.values() if _is_complete(entry)], "pictures": list(pictures)}
-
-
-def _is_complete(entry: dict[str, Any]) -> bool:
-    return entry["stage"] != "autoencoder" or {"input", "reconstruction"} <= entry["volumes"].keys()
+def _data(settings: Settings) -> dict[str, str]:
+    """Return what the config says about the data, in words."""
+    data = settings.data
+    scale = data.intensity
+    unit = " %" if scale.mode == "percentile" else ""
+    facts = {
+        "source": data.source,
+        "grid": " x ".join(map(str, data.voxel_size)),
+        "resampled to": "" if data.spacing is None else " x ".join(f"{mm:g}" for mm in data.spacing) + " mm",
+        "patches": "" if data.patch_size is None else " x ".join(map(str, data.patch_size)),
+        "orientation": data.orientation,
+        "intensities": f"{scale.mode} {scale.lower:g}{unit} to {scale.upper:g}{unit}",
+        "augmentation": "on" if data.use_augmentation else "off",
+    }
+    return {name: value for name, value in facts.items() if value}
 
 
 def _config(settings: Settings, command: list[str]) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""The text and tables of the page. All outside text passes through `_text`, which escapes it."""
+"""The header, figures, memory, config and environment of the page."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from typing import Any
 
-from report.charts import GIB, STAGE_TITLES, last, peak_gib
-from storage.names import printable
+from report.charts import STAGE_TITLES, highest, last
+from report.markup import escaped, gib, table
+from training.progress import duration_text
 
 _FIGURES = (
     ("val_psnr", "held-out PSNR", "{:.2f} dB"),
@@ -20,22 +20,23 @@ _BREAKDOWN = ("activations", "parameters", "gradients", "optimizer", "ema", "inp
 
 def page_title(runs: Sequence[dict[str, Any]]) -> str:
     """Return the title of the page."""
-    return _text(" vs. ".join(run["label"] for run in runs))
+    return escaped(" vs. ".join(run["label"] for run in runs))
 
 
-def header_section(runs: Sequence[dict[str, Any]], written: str) -> str:
-    """Return the names of the runs, the progress of each stage, and the time of writing."""
+def header_section(runs: Sequence[dict[str, Any]], written: str, is_live: bool = False) -> str:
+    """Return the names of the runs, the progress and duration of each stage, and the time of writing."""
     blocks = []
     for number, run in enumerate(runs):
         mark = f'<i class="swatch c{number % 6}"></i>' if len(runs) > 1 else ""
         chips = "".join(_chip(stage) for stage in run["stages"]) or '<span class="chip">not started</span>'
         device = run["environment"].get("device")
-        device_chip = f'<span class="chip">{_text(device)}</span>' if device else ""
+        device_chip = f'<span class="chip">{escaped(device)}</span>' if device else ""
         blocks.append(
-            f'<div class="run"><h1>{mark}{_text(run["label"])}</h1><p class="chips">{chips}{device_chip}</p></div>'
+            f'<div class="run"><h1>{mark}{escaped(run["label"])}</h1><p class="chips">{chips}{device_chip}</p></div>'
         )
         blocks.append(_alarm(run["out_of_memory"]))
-    return f'{"".join(blocks)}<p class="quiet">written {_text(written)}</p>'
+    live = '<span class="chip" id="live">live</span> ' if is_live else ""
+    return f'{"".join(blocks)}<p class="quiet">{live}written {escaped(written)}</p>'
 
 
 def _chip(stage: dict[str, Any]) -> str:
@@ -45,6 +46,8 @@ def _chip(stage: dict[str, Any]) -> str:
         kind, progress = "good", f"done, {stage['step']:,} steps"
     else:
         kind, progress = "going", f"step {stage['step']:,} of {stage['max_steps']:,}"
+    if stage["seconds"] is not None:
+        progress += f", {duration_text(stage['seconds'])}"
     return f'<span class="chip {kind}" style="--share:{share:.1f}%">{name}: {progress}</span>'
 
 
@@ -52,41 +55,67 @@ def _alarm(report: dict[str, Any] | None) -> str:
     if not report:
         return ""
     rung = report.get("next_rung") or {}
-    advice = f" Next rung: {_text(rung['name'])} ({_text(rung['promise'])})." if rung else ""
+    advice = f" Next rung: {escaped(rung['name'])} ({escaped(rung['promise'])})." if rung else ""
     return (
-        f'<p class="alarm">Ran out of memory in step {_text(report.get("step", 0) + 1)}, '
-        f"{_text(report.get('phase', ''))}.{advice}</p>"
+        f'<p class="alarm">Ran out of memory in step {escaped(report.get("step", 0) + 1)}, '
+        f"{escaped(report.get('phase', ''))}.{advice}</p>"
     )
 
 
 def tiles_section(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the newest metrics, as tiles for one run or as a table for several."""
-    facts = {run["label"]: _figures(run) for run in runs}
+    """Return the newest metrics, as tiles for one run or as a table for several.
+
+    In a comparison every row names its stage, so that runs of one and of two stages share rows.
+    """
+    has_stages = any(len(run["stages"]) > 1 for run in runs) or len({_stage_names(run) for run in runs}) > 1
+    facts = {run["label"]: _figures(run, has_stages) for run in runs}
     if len(runs) == 1:
         tiles = [
-            f'<div class="tile"><b>{_text(value)}</b><span>{_text(name)}</span></div>'
+            f'<div class="tile"><b>{escaped(value)}</b><span>{escaped(name)}</span></div>'
             for name, value in facts[runs[0]["label"]].items()
         ]
         return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else '<p class="quiet">no metrics yet</p>'
-    names = list(dict.fromkeys(name for figures in facts.values() for name in figures))
-    rows = [[name, *(figures.get(name, "") for figures in facts.values())] for name in names]
-    return _table(["", *facts], rows)
+    order = [name for stage in STAGE_TITLES for name in _figure_names(stage, has_stages)]
+    names = [name for name in order if any(name in figures for figures in facts.values())]
+    rows = [[name, *(figures.get(name, "-") for figures in facts.values())] for name in names]
+    return table(["", *facts], rows)
 
 
-def _figures(run: dict[str, Any]) -> dict[str, str]:
+def _stage_names(run: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(stage["name"] for stage in run["stages"])
+
+
+# On a GPU both are bytes allocated by tensors. On a CPU the reading is the memory of the whole process.
+_READINGS = (("memory_peak_gib", "peak allocated"), ("host_memory_peak_gib", "peak of the process"))
+_PREDICTED = "predicted peak of the step's tensors"
+
+
+def _which(stage: str, has_stages: bool) -> str:
+    return f", {STAGE_TITLES[stage].split(',')[0].lower()}" if has_stages else ""
+
+
+def _figure_names(stage: str, has_stages: bool) -> list[str]:
+    words = [words for _, words, _ in _FIGURES] + [words for _, words in _READINGS] + [_PREDICTED, "duration"]
+    return [word + _which(stage, has_stages) for word in words]
+
+
+def _figures(run: dict[str, Any], has_stages: bool) -> dict[str, str]:
     figures = {}
     for stage in run["stages"]:
-        which = "" if len(run["stages"]) == 1 else f", {STAGE_TITLES[stage['name']].split(',')[0].lower()}"
+        which = _which(stage["name"], has_stages)
         for name, words, form in _FIGURES:
             value = last(stage, name)
             if value is not None:
-                figures[words + (which if name == "volumes_per_second" else "")] = form.format(value)
-        peak = peak_gib(stage)
-        if peak is not None:
-            figures[f"peak memory{which}"] = f"{peak:.2f} GiB"
+                figures[words + which] = form.format(value)
+        for name, words in _READINGS:
+            peak = highest(stage, name)
+            if peak is not None:
+                figures[words + which] = f"{peak:.2f} GiB"
         prediction = (stage["memory"] or {}).get("prediction")
         if prediction:
-            figures[f"predicted peak{which}"] = _gib(prediction["peak_allocated_bytes"])
+            figures[_PREDICTED + which] = gib(prediction["peak_allocated_bytes"])
+        if stage["seconds"] is not None:
+            figures["duration" + which] = duration_text(stage["seconds"])
     return figures
 
 
@@ -98,7 +127,7 @@ def memory_section(runs: Sequence[dict[str, Any]]) -> str:
             name = STAGE_TITLES[stage["name"]] if len(runs) == 1 else f"{run['label']}: {STAGE_TITLES[stage['name']]}"
             memory = stage["memory"] or {}
             parts = [_breakdown(memory.get("prediction")), _ladder(memory.get("ladder"))]
-            blocks.append(f'<div class="card"><h3>{_text(name)}</h3>{"".join(parts)}</div>')
+            blocks.append(f'<div class="card"><h3>{escaped(name)}</h3>{"".join(parts)}</div>')
     on_cpu = any("host_memory_gib" in stage["curves"] for run in runs for stage in run["stages"])
     note = (
         '<p class="quiet">On a CPU the readings cover the whole process, including Python, libraries and cached '
@@ -115,22 +144,20 @@ def _breakdown(prediction: dict[str, Any] | None) -> str:
     shown = sorted(((name, size) for name, size in parts if size > 0), key=lambda part: -part[1])
     colours = {name: f"c{number}" for number, name in enumerate(_BREAKDOWN)}
     bar = "".join(
-        f'<i class="{colours[name]}" style="flex:{size / total:.5f}" title="{name} {_gib(size)}"></i>'
+        f'<i class="{colours[name]}" style="flex:{size / total:.5f}" title="{name} {gib(size)}"></i>'
         for name, size in shown
     )
-    legend = "".join(
-        f'<li><i class="swatch {colours[name]}"></i>{name}<b>{_gib(size)}</b></li>' for name, size in shown
-    )
+    legend = "".join(f'<li><i class="swatch {colours[name]}"></i>{name}<b>{gib(size)}</b></li>' for name, size in shown)
     facts = [
         ["phase of the peak", prediction["phase"]],
-        ["allocated by tensors", _gib(prediction["peak_allocated_bytes"])],
-        ["needed on the device", _gib(prediction.get("required_bytes", prediction["peak_reserved_bytes"]))],
-        ["needed on the host", _gib(prediction["host_bytes"])],
+        ["allocated by tensors", gib(prediction["peak_allocated_bytes"])],
+        ["needed on the device", gib(prediction.get("required_bytes", prediction["peak_reserved_bytes"]))],
+        ["needed on the host", gib(prediction["host_bytes"])],
         ["a real step may need", f"{prediction['margin']:.0%} more"],
     ]
     return (
         f'<h4>Predicted peak by category</h4><div class="bar">{bar}</div><ul class="legend">{legend}</ul>'
-        f"{_table([], facts)}"
+        f"{table([], facts)}"
     )
 
 
@@ -141,8 +168,8 @@ def _ladder(ladder: list[dict[str, Any]] | None) -> str:
     same = sum(rung["same_mathematics"] for rung in left)
     marks = {"taken": "✓", "here": "●", "left": "○"}
     rungs = "".join(
-        f'<li class="{_text(rung["state"])}{"" if rung["same_mathematics"] else " other"}">'
-        f"<span>{marks.get(rung['state'], '')}</span>{_text(rung['name'])}</li>"
+        f'<li class="{escaped(rung["state"])}{"" if rung["same_mathematics"] else " other"}">'
+        f"<span>{marks.get(rung['state'], '')}</span>{escaped(rung['name'])}</li>"
         for rung in ladder
     )
     return (
@@ -156,17 +183,17 @@ def config_section(runs: Sequence[dict[str, Any]]) -> str:
     if len(runs) == 1:
         config = runs[0]["config"]
         changed = [[key["key"], key["preset"], key["value"]] for key in config["keys"] if key["preset"] != key["value"]]
-        source = _text(config["preset"])
+        source = escaped(config["preset"])
         head = f"<h3>{len(changed)} of {len(config['keys'])} keys differ from {source}</h3>"
-        table = _table(["key", "preset", "this run"], changed) if changed else ""
+        differences = table(["key", "preset", "this run"], changed) if changed else ""
         every = [[key["key"], key["value"]] for key in config["keys"]]
-        return f"{head}{table}<details><summary>All keys</summary>{_table(['key', 'value'], every)}</details>"
+        return f"{head}{differences}<details><summary>All keys</summary>{table(['key', 'value'], every)}</details>"
     values = [{key["key"]: key["value"] for key in run["config"]["keys"]} for run in runs]
     keys = list(dict.fromkeys(key for one in values for key in one))
     rows = [[key, *(one.get(key, "") for one in values)] for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     labels = [run["label"] for run in runs]
-    return f"<h3>{len(differing)} keys differ</h3>{_table(['key', *labels], differing)}"
+    return f"<h3>{len(differing)} keys differ</h3>{table(['key', *labels], differing)}"
 
 
 def environment_section(runs: Sequence[dict[str, Any]]) -> str:
@@ -176,23 +203,9 @@ def environment_section(runs: Sequence[dict[str, Any]]) -> str:
         environment = dict(run["environment"])
         packages = environment.pop("packages", {})
         command = environment.pop("command", [])
+        environment.pop("data", None)
         flat = {"folder": run["folder"], "command": " ".join(map(str, command)), **environment, **packages}
         facts.append({name: str(value) for name, value in flat.items() if value not in (None, "")})
     names = list(dict.fromkeys(name for one in facts for name in one))
     head = [] if len(runs) == 1 else ["", *(run["label"] for run in runs)]
-    return _table(head, [[name, *(one.get(name, "") for one in facts)] for name in names])
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = f"<thead><tr>{''.join(f'<th>{_text(cell)}</th>' for cell in head)}</tr></thead>" if head else ""
-    body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.1f} MiB"
-
-
-def _text(value: object) -> str:
-    # File names may contain characters that cannot be encoded.
-    return html.escape(printable(value, keep="\n\t"), quote=True)
+    return table(head, [[name, *(one.get(name, "") for one in facts)] for name in names])

@@ -6,10 +6,14 @@ import logging
 
 from evaluation.pictures import save_picture
 from evaluation.previews import Preview, save_viewer_volumes
+from report.charts import STAGE_TITLES
 from report.page import publish
 from training.recorder import Recorder
 
 log = logging.getLogger(__name__)
+
+PICTURES = {"autoencoder": "reconstruction", "ldm": "samples"}
+"""The names of the stages' pictures in TensorBoard."""
 
 
 def show_validation(recorder: Recorder, step: int, metrics: dict[str, float], preview: Preview | None) -> None:
@@ -19,7 +23,8 @@ def show_validation(recorder: Recorder, step: int, metrics: dict[str, float], pr
     """
     if preview is not None and recorder.process.is_first:
         path = recorder.run.previews / f"{recorder.stage}_{step:08d}.png"
-        recorder.image(step, "reconstruction", save_picture(path, preview.picture))
+        title = f"{recorder.run.path.name}, {STAGE_TITLES[recorder.stage].lower()}, step {step:,}"
+        recorder.image(step, PICTURES[recorder.stage], save_picture(path, preview.picture, title))
         save_viewer_volumes(recorder.run, recorder.stage, step, preview.volumes)
         log.info("step %d: %s; preview %s", step, ", ".join(f"{n} {v:.4g}" for n, v in metrics.items()), path)
     recorder.write(step, metrics)

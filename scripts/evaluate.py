@@ -63,6 +63,8 @@ def main(options: argparse.Namespace) -> int:
     from evaluation.reconstructions import evaluate_reconstructions
     from evaluation.samples import draw_samples, evaluate_samples, load_reference, reconstruction_discrepancy
     from evaluation.trained_run import TrainedRun
+    from report import write_report
+    from storage.atomic import write_text
 
     if options.json is not None:
         check_output_file(options.json)
@@ -102,8 +104,14 @@ def main(options: argparse.Namespace) -> int:
     valid = _without_nan(results)
     for reason in sorted(set(valid.get("undefined", {}).values())):
         log.warning("nan: %s", reason)
+    text = json.dumps(valid, indent=2, allow_nan=False) + "\n"
     if options.json is not None:
-        write_output(options.json, json.dumps(valid, indent=2, allow_nan=False) + "\n")
+        write_output(options.json, text)
+    try:
+        write_text(finished.folder.evaluation, text)
+        log.info("next: open %s", write_report(finished.folder.path))
+    except OSError as error:
+        log.warning("%s: cannot be written (%s), so the report lacks this evaluation", error.filename, error.strerror)
     return 0
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import check_output_file, parser, run
-from settings import UserError, load_settings
+from command_line import at_least, check_output_file, parser, run
+from settings import UserError
 
 log = logging.getLogger("report")
 
@@ -22,7 +22,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         __doc__ or "",
         [
             "python scripts/report.py --run runs/quickstart",
-            "python scripts/report.py --run runs/quickstart --predict",
+            "python scripts/report.py --run runs/quickstart --serve",
             "python scripts/report.py --run runs/first --run runs/second --out comparison.html",
         ],
     )
@@ -40,25 +40,34 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="page to write (default: report.html in the run folder, or comparison.html beside the run folders)",
     )
     result.add_argument("--predict", action="store_true", help="predict the memory of stages without a prediction")
+    result.add_argument(
+        "--serve", action="store_true", help="show the page on this machine and refresh it while training goes on"
+    )
+    result.add_argument("--port", type=at_least(0), default=8008, help="port of --serve; 0: any (default: 8008)")
     return result.parse_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the page and print its path."""
+    """Write the page and print its path, or serve it until interrupted."""
     folders = [Path(name) for name in options.runs]
     for folder in folders:
         if not os.path.isfile(folder / "config.yaml"):
             raise UserError(f"{folder}: no config.yaml; give the folder of a run, such as runs/quickstart")
+    if options.serve:
+        from report.server import serve
+
+        serve(folders, options.port)
+        return 0
     default = folders[0] / "report.html" if len(folders) == 1 else folders[0].resolve().parent / "comparison.html"
     target = default if options.out is None else Path(options.out)
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix != ".html"]
     check_output_file(default if options.out is None else options.out, "--out", files)
     try:
-        if options.predict:
-            for folder in folders:
-                _predict(folder)
         from report import write_comparison
+        from report.predictions import add_predictions
 
+        for folder in folders if options.predict else ():
+            add_predictions(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_comparison(folders, target)
     except OSError as error:
@@ -67,22 +76,6 @@ def main(options: argparse.Namespace) -> int:
         ) from error
     log.info("%s", target)
     return 0
-
-
-def _predict(folder: Path) -> None:
-    """Add missing memory predictions, for the device that the run used."""
-    from memory.predict import predict
-    from memory.watch.run_record import write_memory_record
-    from report.run_data import read_run
-
-    found = read_run(folder)
-    device = found["environment"].get("device") or "cuda"
-    settings = load_settings(folder / "config.yaml")
-    settings = settings.with_overrides({"device.type": "cpu" if device.startswith("cpu") else "cuda"})
-    for stage in found["stages"]:
-        if stage["step"] > 0 and not (stage["memory"] or {}).get("prediction"):
-            log.info("predicting %s", stage["name"])
-            write_memory_record(folder, settings, stage["name"], predict(settings, stage["name"]))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 import sys
 from pathlib import Path
 
@@ -45,14 +46,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Sample, decode and write the volumes one by one, then the montage."""
-    import torch
     from tqdm import tqdm
 
     from data import to_unit
     from data.formats import write_nifti
     from diffusion.conditioning import class_number
     from diffusion.sampling import draw_volumes
-    from evaluation.pictures import middle_planes, save_picture, tile
+    from evaluation.pictures import Row, picture_of, save_picture
     from evaluation.trained_run import TrainedRun
 
     finished = TrainedRun(options.run, options.budget_gb)
@@ -69,7 +69,7 @@ def main(options: argparse.Namespace) -> int:
     title = _title(options)
     num_batches = -(-options.num // options.batch_size)
 
-    rows: list[list[torch.Tensor]] = []
+    rows: list[Row] = []
     with tqdm(total=num_batches * settings.ldm.sampling.num_inference_steps, desc="sampling", unit="step") as bar:
         volumes = draw_volumes(
             network,
@@ -86,10 +86,11 @@ def main(options: argparse.Namespace) -> int:
             unit = to_unit(volume).cpu()
             path = out / f"sample_{title}_{number:04d}.nii.gz"
             write_nifti(path, frame.intensities(unit.numpy()), frame.affine(settings))
-            rows.append(middle_planes(unit[0]))
+            rows.append(Row.of(path.name, unit[0], frame.spacing_mm))
     picture = out / f"montage_{title}.png"
-    save_picture(picture, tile(rows))
+    save_picture(picture, picture_of(rows), f"{finished.settings.name}, {options.num} samples")
     log.info("%d volumes written to %s, montage %s", options.num, out, picture)
+    log.info("next: python scripts/evaluate.py --run %s", shlex.quote(options.run))
     return 0
 
 

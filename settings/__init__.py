@@ -7,6 +7,7 @@ from settings.dotted import look_up
 from settings.errors import CheckpointError, ConfigError, DataError, Problem, TrainingError, UserError
 from settings.ldm import LdmSettings, LdmTraining
 from settings.load import dump_yaml, known_keys, load_settings, validate
+from settings.logging import LoggingSettings
 from settings.root import Settings
 from settings.section import TrainingSettings
 
@@ -20,6 +21,7 @@ __all__ = [
     "DeviceSettings",
     "LdmSettings",
     "LdmTraining",
+    "LoggingSettings",
     "PerceptualSettings",
     "Problem",
     "Settings",

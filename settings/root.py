@@ -13,6 +13,7 @@ from settings.device import DeviceSettings
 from settings.dotted import assign
 from settings.errors import ConfigError
 from settings.ldm import LdmSettings
+from settings.logging import LoggingSettings
 from settings.rules import find_problems
 from settings.section import FREE, Section, key, section
 
@@ -26,6 +27,7 @@ class Settings(Section):
     autoencoder: AutoencoderSettings = section(AutoencoderSettings, "Stage 1: the autoencoder.")
     ldm: LdmSettings = section(LdmSettings, "Stage 2: latent diffusion.")
     device: DeviceSettings = section(DeviceSettings, "Device and precision.")
+    logging: LoggingSettings = section(LoggingSettings, "Trackers besides TensorBoard.")
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Settings:

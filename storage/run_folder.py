@@ -27,6 +27,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.config = path / "config.yaml"
         self.environment = path / "environment.json"
+        self.evaluation = path / "evaluation.json"
         self.report = path / "report.html"
 
     def weights(self, stage: str) -> Path:

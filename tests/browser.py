@@ -85,7 +85,11 @@ class Browser:
 
     def open(self, path: Path) -> None:
         """Load a file."""
-        self._call("POST", f"/session/{self._session}/url", {"url": path.resolve().as_uri()})
+        self.open_address(path.resolve().as_uri())
+
+    def open_address(self, address: str) -> None:
+        """Load a page."""
+        self._call("POST", f"/session/{self._session}/url", {"url": address})
 
     def run(self, script: str) -> Any:
         """Return what a script returns."""

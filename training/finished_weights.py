@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ def load_pretrained(networks: dict[str, nn.Module], path: Path) -> None:
 
 
 def export(step: TrainingStep, run: RunFolder, settings: Settings, **metadata: Any) -> None:
-    """Write the stage's main network, with averaged weights if there are any, and its settings; log the path."""
+    """Write the stage's main network, with averaged weights if there are any, and its settings.
+
+    Log the path and the next command.
+    """
     if not step.process.is_first:
         return
     with step.average.swapped_in() if step.average is not None else nullcontext():
@@ -40,3 +44,8 @@ def export(step: TrainingStep, run: RunFolder, settings: Settings, **metadata: A
             {"stage": step.stage, "settings": settings.model_dump(mode="json"), **metadata},
         )
     log.info("%s: finished weights of stage %s", path, step.stage)
+    following = {
+        "autoencoder": f"python train_ldm.py --config {shlex.quote(str(run.config))}",
+        "ldm": f"python scripts/sample.py --run {shlex.quote(str(run.path))}",
+    }
+    log.info("next: %s", following[step.stage])

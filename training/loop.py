@@ -10,9 +10,11 @@ from typing import Any, Protocol, TypeVar
 
 from settings import TrainingSettings
 from storage.run_folder import RunFolder
+from training.progress import RunClock
 from training.recorder import Recorder
 from training.step import TrainingStep
 from training.stop_signal import StopSignal
+from training.trackers import open_trackers
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +51,13 @@ def run_loop(
     training, process, saved = step.training, step.process, first_step
 
     def run_validation(done: int) -> None:
-        with watch.guard(run.path, done - 1, "validation", saved), recorder.paused():
+        with watch.guard(run.path, done - 1, "validation", saved), recorder.paused("validation"):
             show(recorder, done, *validate())
 
-    with Recorder(run, step.stage, first_step, training.max_steps, process) as recorder, StopSignal() as stop:
+    clock = RunClock(first_step, training.max_steps, training.validate_every, training.save_every)
+    trackers = open_trackers(step.settings, run, step.stage, first_step) if process.is_first else []
+    recording = Recorder(run, step.stage, first_step, training.max_steps, process, clock, trackers)
+    with recording as recorder, StopSignal() as stop:
         if _is_validated_at(first_step, training) and not process.from_first(recorder.has_validation(first_step)):
             run_validation(first_step)
 
@@ -69,10 +74,12 @@ def run_loop(
                 step.guard.raise_if_bad(saved)
             if is_logged:
                 recorder.log(done, **step.learning_rates(done - 1), **watch.read())
+                if said := clock.announcement(done):
+                    log.info("%s", said)
 
             # Save before validating, so that a crash during validation repeats no step.
             if is_saved:
-                with recorder.paused():
+                with recorder.paused("save"):
                     save(done)
                 saved = done
 

@@ -1,10 +1,10 @@
-"""Logging during training: the progress bar, metrics.jsonl and TensorBoard."""
+"""Logging during training: the progress bar, metrics.jsonl, TensorBoard and the trackers that the settings ask for."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,11 @@ from tqdm import tqdm
 from runtime.processes import Process
 from storage.atomic import write_text
 from storage.run_folder import RunFolder
+from training.progress import ELAPSED, RunClock
+from training.trackers import Tracker
+
+# tqdm's own estimate knows nothing of validations, so the bar shows the clock's.
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 # Lines of training steps have this key; lines of validations do not.
 _THROUGHPUT = "volumes_per_second"
@@ -25,8 +30,20 @@ _THROUGHPUT = "volumes_per_second"
 class Recorder:
     """Collects metrics on the device and writes their means at each `log`, in the first process only."""
 
-    def __init__(self, run: RunFolder, stage: str, first_step: int, last_step: int, process: Process) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        stage: str,
+        first_step: int,
+        last_step: int,
+        process: Process,
+        clock: RunClock | None = None,
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
         self.run, self.stage, self.process = run, stage, process
+        self.clock = clock or RunClock(first_step, last_step)
+        self._trackers = trackers
+        self._last_step, self._is_first_add = last_step, True
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._since = time.perf_counter()
@@ -40,7 +57,9 @@ class Recorder:
             drop_later_lines(run.metrics, stage, first_step)
             self._lines = run.metrics.open("a", encoding="utf-8")
             self._board = SummaryWriter(str(run.tensorboard / stage), purge_step=first_step + 1 if first_step else None)
-            self._bar = tqdm(total=last_step, initial=first_step, desc=stage, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(
+                total=last_step, initial=first_step, desc=stage, unit="step", dynamic_ncols=True, bar_format=_BAR
+            )
 
     def __enter__(self) -> Recorder:
         return self
@@ -52,6 +71,8 @@ class Recorder:
             self._bar.close()
             self._board.close()
             self._lines.close()
+            for tracker in self._trackers:
+                tracker.close(is_complete=kind is None)
 
     def add(self, metrics: dict[str, Tensor], num_samples: int) -> None:
         """Add the metrics of one step without waiting for the device."""
@@ -60,6 +81,9 @@ class Recorder:
             self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
             self._counts[name] = self._counts.get(name, 0) + 1
         self._samples += num_samples
+        if self._is_first_add:
+            self.clock.first_step_done()
+            self._is_first_add = False
         if self._bar is not None:
             self._bar.update(1)
 
@@ -72,6 +96,8 @@ class Recorder:
         line = {name: float(value) for name, value in zip(names, means, strict=True)}
         line[_THROUGHPUT] = self._samples * self.process.world_size / (now - self._since)
         line |= extra
+        self.clock.mark(step)
+        line[ELAPSED] = round(self.clock.elapsed, 3)
         self._sums, self._counts, self._samples, self._since = {}, {}, 0, now
         self.write(step, line)
         if self._bar is not None:
@@ -80,7 +106,9 @@ class Recorder:
             peak = line.get("memory_peak_gib", line.get("host_memory_peak_gib"))
             if peak is not None:
                 shown["peak GiB"] = peak
-            self._bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()})
+            words = {name: f"{value:.4g}" for name, value in shown.items()}
+            left = self.clock.text(step)
+            self._bar.set_postfix({"left": left, **words} if left and step < self._last_step else words)
         return line
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -90,6 +118,8 @@ class Recorder:
             self._lines.flush()
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
+            for tracker in self._trackers:
+                tracker.log(step, {name: value for name, value in values.items() if name != ELAPSED})
 
     def has_validation(self, step: int) -> bool:
         """Return whether metrics.jsonl has the validation of a step; always False except in the first process."""
@@ -104,13 +134,17 @@ class Recorder:
         """Write a picture (H, W; grey values from 0 to 255) to TensorBoard."""
         if self.process.is_first:
             self._board.add_image(name, pixels, step, dataformats="HW")
+            for tracker in self._trackers:
+                tracker.image(step, name, pixels.numpy())
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time spent inside the block, for validation or saving, from the throughput."""
+    def paused(self, kind: str) -> Iterator[None]:
+        """Exclude the time spent inside the block, a "save" or a "validation", from the throughput."""
         start = time.perf_counter()
         yield
-        self._since += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._since += seconds
+        self.clock.pause(kind, seconds)
 
 
 def drop_later_lines(path: Path, stage: str, step: int) -> None:

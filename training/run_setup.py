@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 
+from data import DataSplit
 from runtime.processes import Process
 from settings import Settings, UserError, dump_yaml
 from storage.atomic import write_text
+from storage.names import printable
 from storage.reading import check_regular, reason
 from storage.run_folder import RUNS, RunFolder
+from training.trackers import check_trackers
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
     with ExitStack() as stack:
         with process.together():
             if process.is_first:
+                check_trackers(settings.logging)
                 _lock(folder, stack)
                 _remove_leftovers(folder)
         yield folder
@@ -73,8 +77,8 @@ def _remove_leftovers(folder: RunFolder) -> None:
         path.unlink(missing_ok=True)
 
 
-def describe_run(folder: RunFolder, settings: Settings, process: Process) -> None:
-    """Write the resolved config and the environment to the run folder, from the first process."""
+def describe_run(folder: RunFolder, settings: Settings, process: Process, volumes: DataSplit | None = None) -> None:
+    """Write the resolved config, the environment and the size of the data to the run folder, from the first process."""
     if not process.is_first:
         return
     write_text(folder.config, dump_yaml(settings))
@@ -93,6 +97,9 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process) -> Non
         "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
         "matmul_allow_tf32": torch.backends.cuda.matmul.allow_tf32,
     }
+    if volumes is not None:
+        counts = {"training": len(volumes.train), "held_out": len(volumes.val)}
+        environment["data"] = {**counts, "classes": [printable(name) for name in volumes.class_names]}
     write_text(folder.environment, json.dumps(environment, indent=2) + "\n")
 
 

@@ -1,5 +1,5 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
+let data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg";
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 
@@ -147,6 +147,10 @@ function drawAll() {
   const options = { log: document.getElementById("log").checked, smooth: document.getElementById("smooth").checked };
   for (const [id, charts] of [["curve-charts", data.curves], ["memory-charts", data.memory]]) {
     const place = document.getElementById(id);
+    // Charts come and go while a run is followed, so the cards are made anew whenever their titles change.
+    const titles = JSON.stringify(charts.map((chart) => [chart.group, chart.title]));
+    if (place.dataset.titles !== titles) place.textContent = "";
+    place.dataset.titles = titles;
     const isFirst = place.children.length === 0, hasGroups = new Set(charts.map((chart) => chart.group)).size > 1;
     charts.forEach((chart, number) => {
       if (isFirst && hasGroups && (number === 0 || charts[number - 1].group !== chart.group)) make(place, "h3", { class: "group" }, chart.group);

@@ -218,8 +218,8 @@ def test_the_held_out_loss_is_of_scaled_means_with_the_averaged_weights(encoded)
 
 
 def test_preview_samples_are_those_that_a_user_will_draw(encoded):
-    step, _ = encoded
-    shown = sample_preview(step)
+    step, latents = encoded
+    shown = sample_preview(step, latents)
     volumes = draw_volumes(step.unet, step.codec, step.settings, step.latent_scale, step.settings.seed, [0, 1])
     for place, volume in enumerate(volumes):
         voxels = torch.as_tensor(shown.volumes[f"sample_{place}"].voxels).float()

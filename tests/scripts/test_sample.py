@@ -8,6 +8,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from evaluation.pictures import GAP, LINE, PLANE_PIXELS
 from tests.finished_run import finished_run, run_here
 
 
@@ -19,6 +20,7 @@ def run(tmp_path_factory):
 def test_samples_are_nifti_files_with_spacing_and_intensities_of_the_data(command, run, tmp_path):
     result = command("scripts/sample.py", "--run", run, "--num", "3", "--batch-size", "2", "--out", "drawn")
     assert result.returncode == 0, result.stderr
+    assert result.stderr.rstrip().endswith(f"next: python scripts/evaluate.py --run {run}")
     files = sorted((tmp_path / "drawn").glob("*.nii.gz"))
     assert len(files) == 3
     image = nib.load(files[0])
@@ -31,7 +33,9 @@ def test_samples_are_nifti_files_with_spacing_and_intensities_of_the_data(comman
     assert voxels.max() <= 1000
     assert voxels.std() > 1
     montage = np.asarray(Image.open(tmp_path / "drawn" / "montage_seed0.png"))
-    assert montage.shape == (3 * 16 + 2 * 2, 3 * 16 + 2 * 2)
+    assert montage.shape[1] == 3 * PLANE_PIXELS + 2 * GAP
+    # A title, the names of the planes, and for each sample its name and its planes; the volume is 200 x 240 x 200 mm.
+    assert montage.shape[0] == 2 * LINE + 3 * (LINE + PLANE_PIXELS + GAP) - GAP
 
     assert run_here("scripts/sample.py", "--run", run, "--num", "2", "--out", tmp_path / "again") == 0
     for path in sorted((tmp_path / "again").glob("*.nii.gz")):

@@ -1,0 +1,82 @@
+"""What a run is worth, and what it was trained on: the evaluation with its anchors, and the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from report.markup import escaped, table
+
+_RECONSTRUCTION = (("psnr", "PSNR", "{:.2f} dB"), ("ssim", "SSIM", "{:.4f}"), ("ms_ssim", "MS-SSIM", "{:.4f}"))
+
+
+def evaluation_section(runs: Sequence[dict[str, Any]]) -> str:
+    """Return what scripts/evaluate.py found, each figure beside its anchors; empty if it never ran."""
+    cards = []
+    for run in runs:
+        evaluation = run["evaluation"]
+        if evaluation:
+            name = "" if len(runs) == 1 else f"<h3>{escaped(run['label'])}</h3>"
+            cards.append(f'<div class="card">{name}{_scores(evaluation)}</div>')
+    if not cards:
+        return ""
+    return f'<section><h2>Evaluation</h2><div class="pair">{"".join(cards)}</div></section>'
+
+
+def _scores(evaluation: dict[str, Any]) -> str:
+    reconstruction, samples = evaluation["reconstruction"], evaluation.get("samples")
+    mean = reconstruction["mean"]
+    held_out = len(reconstruction.get("volumes", []))
+    rows = [
+        [
+            f"{words} of reconstructions",
+            _number(mean.get(key), form),
+            f"mean of {held_out} held-out volume{'' if held_out == 1 else 's'}",
+        ]
+        for key, words, form in _RECONSTRUCTION
+    ]
+    if samples:
+        untrained = evaluation.get("untrained") or {}
+        anchors = [
+            f"reconstructed training volumes {_number(reconstruction.get('mmd'))}",
+            *([f"untrained U-Net {_number(untrained.get('mmd'))}"] if untrained else []),
+        ]
+        rows.append(
+            [f"MMD of {samples['num']} samples to held-out volumes", _number(samples.get("mmd")), "; ".join(anchors)]
+        )
+        real = f"between held-out volumes {_number(samples.get('held_out_pairwise_ms_ssim'))}"
+        rows.append(["MS-SSIM between samples", _number(samples.get("pairwise_ms_ssim")), real])
+        copies = samples.get("num_memorised")
+        rows.append(["samples that count as copies", _number(copies, "{:.0f}"), _closest(samples)])
+        if samples.get("fid"):
+            rows.append(["2.5D FID", _number(samples["fid"].get("mean")), "mean of three planes"])
+    return table(["", "this run", "compare with"], rows)
+
+
+def _closest(samples: dict[str, Any]) -> str:
+    """Return how near the nearest sample comes to a training volume."""
+    ratios = [row["ratio"] for row in samples.get("nearest_training", []) if isinstance(row.get("ratio"), int | float)]
+    return f"the nearest is at {min(ratios):.2f} of a held-out volume's distance" if ratios else ""
+
+
+def _number(value: Any, form: str = "{:.4f}") -> str:
+    return form.format(value) if isinstance(value, int | float) else "-"
+
+
+def data_section(runs: Sequence[dict[str, Any]]) -> str:
+    """Return source, number of volumes, grid and intensities of each run."""
+    facts = [{**run["data"], **_counts(run["environment"].get("data", {}))} for run in runs]
+    names = list(dict.fromkeys(name for one in facts for name in one))
+    head = [] if len(runs) == 1 else ["", *(run["label"] for run in runs)]
+    return table(head, [[name, *(one.get(name, "-") for one in facts)] for name in names])
+
+
+def _counts(recorded: dict[str, Any]) -> dict[str, str]:
+    """Return the numbers that training has recorded; runs of older versions have none."""
+    words = {"training": "training volumes", "held_out": "held-out volumes", "classes": "classes"}
+    counts = {}
+    for key, name in words.items():
+        value = recorded.get(key)
+        if value not in (None, []):
+            counts[name] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return counts

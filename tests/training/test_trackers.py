@@ -1,0 +1,173 @@
+"""Weights & Biases and MLflow get what a run logs; neither is imported unless asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from settings import LoggingSettings, Settings, UserError
+from storage.run_folder import RunFolder
+from tests.conftest import ROOT, TINY
+from tests.finished_run import run_here
+from training.trackers import check_trackers, open_trackers
+
+# Stands in for both packages: it writes each call to calls.jsonl of the current folder.
+FAKE = """
+import json
+
+def note(*call):
+    with open("calls.jsonl", "a") as lines:
+        lines.write(json.dumps(call, default=str) + "\\n")
+
+class Settings:
+    def __init__(self, **options): self.options = options
+    def __str__(self): return str(self.options)
+
+class Image:
+    def __init__(self, pixels): self.shape = pixels.shape
+    def __str__(self): return f"image {len(self.shape)}D"
+
+class Run:
+    info = type("Info", (), {"run_id": "7"})
+    def log(self, values, step): note("log", step, values)
+    def finish(self, exit_code): note("finish", exit_code)
+
+def init(**options):
+    note("init", options)
+    return Run()
+
+class MlflowClient:
+    def __init__(self, tracking_uri): note("client", tracking_uri)
+    def get_experiment_by_name(self, name): return None
+    def create_experiment(self, name, artifacts): note("experiment", name, artifacts); return "3"
+    def create_run(self, experiment, run_name): note("run", experiment, run_name); return Run()
+    def log_dict(self, run, values, name): note("dict", run, name)
+    def log_metric(self, run, name, value, step): note("metric", run, name, value, step)
+    def log_image(self, run, pixels, name): note("image", run, name, pixels.ndim)
+    def set_terminated(self, run, status): note("end", run, status)
+"""
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """Put fake packages on the path; return a function that reads the calls made so far."""
+    packages = tmp_path / "packages"
+    (packages / "mlflow").mkdir(parents=True)
+    (packages / "wandb.py").write_text(FAKE)
+    (packages / "mlflow" / "__init__.py").write_text("")
+    (packages / "mlflow" / "tracking.py").write_text(FAKE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(packages)
+    for name in ("wandb", "mlflow", "mlflow.tracking"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield lambda: [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    for name in ("wandb", "mlflow", "mlflow.tracking"):
+        sys.modules.pop(name, None)
+
+
+def settings_with(**logging: str) -> Settings:
+    return Settings.model_validate({**TINY, "logging": logging})
+
+
+def feed(settings: Settings, folder: Path, is_complete: bool = True) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for tracker in open_trackers(settings, RunFolder(folder), "autoencoder", 0):
+        tracker.log(3, {"kl": 0.5, "loss": float("nan")})
+        tracker.image(3, "reconstruction", np.zeros((4, 5), np.uint8))
+        tracker.close(is_complete)
+
+
+def test_wandb_gets_config_values_and_pictures(calls, tmp_path):
+    feed(settings_with(wandb="offline"), tmp_path / "run")
+    (_, options), first, picture, end = calls()
+    assert options["mode"] == "offline"
+    assert options["dir"] == str(tmp_path / "run")
+    assert options["name"] == "tiny autoencoder"
+    assert options["group"] == "tiny"
+    assert options["job_type"] == "autoencoder"
+    assert options["config"]["seed"] == 7
+    assert first[:2] == ["log", 3]
+    assert first[2]["kl"] == 0.5
+    assert picture == ["log", 3, {"reconstruction": "image 2D"}]
+    assert end == ["finish", 0]
+
+
+def test_mlflow_gets_config_finite_values_and_pictures(calls, tmp_path):
+    feed(settings_with(mlflow="offline"), tmp_path / "run", is_complete=False)
+    assert calls() == [
+        ["client", f"sqlite:///{tmp_path}/run/mlflow.db"],
+        ["experiment", "tiny", f"file://{tmp_path}/run/mlflow"],
+        ["run", "3", "autoencoder"],
+        ["dict", "7", "config.json"],
+        ["metric", "7", "kl", 0.5, 3],
+        ["image", "7", "reconstruction_00000003.png", 2],
+        ["end", "7", "FAILED"],
+    ]
+
+
+def test_mlflow_online_goes_to_the_server_of_the_environment(calls, tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(UserError, match=r"logging\.mlflow: online needs the address .+ set MLFLOW_TRACKING_URI"):
+        feed(settings_with(mlflow="online"), tmp_path / "run")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    feed(settings_with(mlflow="online"), tmp_path / "run")
+    assert calls()[:2] == [["client", "http://127.0.0.1:5000"], ["experiment", "tiny", None]]
+
+
+def test_training_tells_both_trackers_each_logged_step_and_the_validation(calls, tiny_values):
+    Path("tiny.yaml").write_text(yaml.safe_dump(tiny_values))
+    both = ("logging.wandb=offline", "logging.mlflow=offline")
+    assert run_here("train_autoencoder.py", "--config", "tiny.yaml", *both) == 0
+    logged = [(call[1], set(call[2])) for call in calls() if call[0] == "log"]
+    assert [step for step, names in logged if "reconstruction" in names and "kl" in names] == [1, 2, 3, 4]
+    assert [step for step, names in logged if "val_psnr" in names] == [4]
+    assert [step for step, names in logged if names == {"reconstruction"}] == [4], "the picture"
+    assert not any("elapsed_seconds" in names for _, names in logged)
+    metrics = [call for call in calls() if call[0] == "metric"]
+    assert [call[4] for call in metrics if call[2] == "kl"] == [1, 2, 3, 4]
+    assert calls()[-2:] == [["finish", 0], ["end", "7", "FINISHED"]]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_missing_package_is_named_before_training(name, monkeypatch, tmp_path, capsys, tiny_values):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=rf"logging\.{name}: offline, but the package is missing; pip install {name}"):
+        check_trackers(LoggingSettings.model_validate({name: "offline"}))
+    Path("tiny.yaml").write_text(yaml.safe_dump(tiny_values))
+    assert run_here("train_autoencoder.py", "--config", "tiny.yaml", f"logging.{name}=offline") == 2
+    assert f"pip install {name}, or set none" in capsys.readouterr().err
+
+
+def test_neither_package_is_imported_unless_asked_for():
+    code = "import sys, training.trackers; sys.exit(bool({'wandb', 'mlflow'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_wandb_offline_writes_into_the_run_folder(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="needs wandb (pip install wandb)")
+    monkeypatch.chdir(tmp_path)
+    feed(settings_with(wandb="offline"), tmp_path / "run")
+    (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert written.stat().st_size > 0
+
+
+def test_mlflow_offline_writes_a_database_into_the_run_folder(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="needs mlflow (pip install mlflow)")
+    monkeypatch.chdir(tmp_path)
+    feed(settings_with(mlflow="offline"), tmp_path / "run")
+    with sqlite3.connect(tmp_path / "run" / "mlflow.db") as base:
+        rows: list[Any] = base.execute("select key, value, step from metrics").fetchall()
+        assert rows == [("kl", 0.5, 3)]
+        assert base.execute("select status from runs").fetchall() == [("FINISHED",)]
+    assert list((tmp_path / "run" / "mlflow").rglob("reconstruction_00000003.png"))

@@ -1,0 +1,120 @@
+"""How long a run takes: measured on its own steps, saves and validations."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+INTERVALS = 20
+"""Predictions use this many of the last intervals between log lines, because steps may become slower during a run."""
+
+
+ELAPSED = "elapsed_seconds"
+"""Key in metrics.jsonl: seconds since this start of the run, saves and validations included."""
+
+
+class RunClock:
+    """Measures steps, saves and validations, and predicts the rest of the run from them.
+
+    Steps are timed between calls of `mark`, at which the device has finished its work. The first step is left out,
+    because it also chooses kernels and fills caches.
+    """
+
+    def __init__(
+        self,
+        first_step: int,
+        last_step: int,
+        validate_every: int = 0,
+        save_every: int = 0,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._last_step, self._validate_every, self._save_every = last_step, validate_every, save_every
+        self._now = now
+        self._start = self._marked_at = now()
+        self._marked_step = first_step
+        self._intervals: deque[tuple[int, float]] = deque(maxlen=INTERVALS)
+        self._pauses: dict[str, list[float]] = {"save": [], "validation": []}
+        self._announced = 0
+
+    @property
+    def elapsed(self) -> float:
+        """Return the seconds since the start, pauses included."""
+        return self._now() - self._start
+
+    def first_step_done(self) -> None:
+        """Start timing after the first step."""
+        self._marked_step, self._marked_at = self._marked_step + 1, self._now()
+
+    def mark(self, step: int) -> None:
+        """Note that the device has finished all steps up to `step`."""
+        if step > self._marked_step:
+            now = self._now()
+            self._intervals.append((step - self._marked_step, now - self._marked_at))
+            self._marked_step, self._marked_at = step, now
+
+    def pause(self, kind: str, seconds: float) -> None:
+        """Note a save or a validation, which counts as no part of the steps."""
+        self._pauses[kind].append(seconds)
+        self._marked_at += seconds
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Return the mean of the last intervals; None before the first."""
+        steps = sum(count for count, _ in self._intervals)
+        return sum(seconds for _, seconds in self._intervals) / steps if steps else None
+
+    @property
+    def has_validated(self) -> bool:
+        """Return whether the time of a validation is known."""
+        return bool(self._pauses["validation"])
+
+    def validations_left(self, step: int) -> int:
+        """Return the number of validations after `step`; the last step always has one."""
+        if not self._validate_every or step >= self._last_step:
+            return 0
+        return (self._last_step - 1) // self._validate_every - step // self._validate_every + 1
+
+    def seconds_left(self, step: int) -> float | None:
+        """Return the predicted time of the rest of the run, with the saves and validations whose time is known."""
+        if self.seconds_per_step is None:
+            return None
+        saves = (self._last_step - step) // self._save_every if self._save_every else 0
+        left = {"save": max(saves, self.validations_left(step)), "validation": self.validations_left(step)}
+        pauses = sum(left[kind] * sum(seconds) / len(seconds) for kind, seconds in self._pauses.items() if seconds)
+        return (self._last_step - step) * self.seconds_per_step + pauses
+
+    def text(self, step: int) -> str:
+        """Return the time left in words; empty before the first interval.
+
+        Until a validation has been timed, those that are left are counted instead.
+        """
+        left = self.seconds_left(step)
+        if left is None:
+            return ""
+        validations = self.validations_left(step)
+        unknown = f" + {validations} validation{'s' if validations > 1 else ''}"
+        return f"{duration_text(left)}{unknown if validations and not self.has_validated else ''}"
+
+    def announcement(self, step: int) -> str:
+        """Return the time left as a sentence: once when steps have been timed, once more when a validation has."""
+        known = 0 if self.seconds_per_step is None else 1 + self.has_validated
+        if known <= self._announced or step >= self._last_step:
+            return ""
+        self._announced = known
+        finish = time.strftime("%a %H:%M", time.localtime(time.time() + (self.seconds_left(step) or 0)))
+        return f"time left: {self.text(step)} at {self.seconds_per_step:.3g} s per step (until about {finish})"
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration in the two units that matter: 45 s, 12 min 5 s, 3 h 20 min, 2 d 4 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h"

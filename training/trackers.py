@@ -1,0 +1,108 @@
+"""Weights & Biases and MLflow, imported only when the settings ask for them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+from typing import Any, Protocol
+
+import numpy as np
+
+from settings import LoggingSettings, Settings, UserError
+from storage.run_folder import RunFolder
+
+_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
+
+
+class Tracker(Protocol):
+    """Receives what a run logs."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Take the values of one step."""
+
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """Take a picture (H, W) of bytes."""
+
+    def close(self, is_complete: bool) -> None:
+        """Finish the record; `is_complete` is False if the run ended with an error."""
+
+
+def check_trackers(settings: LoggingSettings) -> None:
+    """Raise `UserError` if a package that the settings ask for is missing, or a server is asked for but not named."""
+    for name in _PACKAGES:
+        mode = getattr(settings, name)
+        if mode != "none" and importlib.util.find_spec(name) is None:
+            raise UserError(f"logging.{name}: {mode}, but the package is missing; pip install {name}, or set none")
+    if settings.mlflow == "online" and not os.environ.get("MLFLOW_TRACKING_URI"):
+        raise UserError("logging.mlflow: online needs the address of a server; set MLFLOW_TRACKING_URI, or set offline")
+
+
+def open_trackers(settings: Settings, run: RunFolder, stage: str, first_step: int) -> list[Tracker]:
+    """Return the trackers that the settings ask for; call this in the first process only."""
+    check_trackers(settings.logging)
+    trackers: list[Tracker] = []
+    if settings.logging.wandb != "none":
+        trackers.append(_Wandb(settings, run, stage, first_step))
+    if settings.logging.mlflow != "none":
+        trackers.append(_MLflow(settings, run, stage, first_step))
+    return trackers
+
+
+class _Wandb:
+    """One Weights & Biases run per stage and start; offline runs lie in the run folder and `wandb sync` uploads them.
+
+    A resumed run is a new one in the same group, because Weights & Biases does not accept steps twice.
+    """
+
+    def __init__(self, settings: Settings, run: RunFolder, stage: str, first_step: int) -> None:
+        self._wandb: Any = importlib.import_module("wandb")
+        resumed = f" from step {first_step}" if first_step else ""
+        self._run = self._wandb.init(
+            name=f"{settings.name} {stage}{resumed}",
+            group=settings.name,
+            job_type=stage,
+            dir=str(run.path),
+            mode=settings.logging.wandb,
+            config=settings.model_dump(mode="json"),
+            settings=self._wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        self._run.log({name: self._wandb.Image(pixels)}, step=step)
+
+    def close(self, is_complete: bool) -> None:
+        self._run.finish(exit_code=0 if is_complete else 1)
+
+
+class _MLflow:
+    """One MLflow run per stage and start, in an experiment named like the run."""
+
+    def __init__(self, settings: Settings, run: RunFolder, stage: str, first_step: int) -> None:
+        tracking = importlib.import_module("mlflow.tracking")
+        is_offline = settings.logging.mlflow == "offline"
+        folder = run.path.resolve()
+        address = f"sqlite:///{folder / 'mlflow.db'}" if is_offline else os.environ["MLFLOW_TRACKING_URI"]
+        self._client: Any = tracking.MlflowClient(tracking_uri=address)
+        known = self._client.get_experiment_by_name(settings.name)
+        artifacts = (folder / "mlflow").as_uri() if is_offline else None
+        experiment = known.experiment_id if known else self._client.create_experiment(settings.name, artifacts)
+        resumed = f" from step {first_step}" if first_step else ""
+        self._id = self._client.create_run(experiment, run_name=f"{stage}{resumed}").info.run_id
+        self._client.log_dict(self._id, settings.model_dump(mode="json"), "config.json")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        # SQL databases hold no NaN; metrics.jsonl has them all.
+        for name, value in values.items():
+            if math.isfinite(value):
+                self._client.log_metric(self._id, name, value, step=step)
+
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        self._client.log_image(self._id, pixels, f"{name}_{step:08d}.png")
+
+    def close(self, is_complete: bool) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if is_complete else "FAILED")
