@@ -35,13 +35,13 @@ OVERRIDES = [
 
 @pytest.mark.timeout(600)
 def test_failed_allocation_is_reported_and_the_next_rungs_finish_the_run(tmp_path):
-    # Released blocks go back to the system at once, so that the limit meets what the step needs and not what heaps keep.
+    # Released blocks go back to the system, so that the limit meets what the step needs and not what the heap keeps.
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     environment |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_ARENA_MAX": "1"}
 
     def train(*options):
         launcher = ROOT / "tests/memory/watch/train_with_little_memory.py"
-        config = ["--config", ROOT / "configs/quickstart.yaml"]
+        config: list[str | Path] = ["--config", ROOT / "configs/quickstart.yaml"]
         return subprocess.run(
             [sys.executable, launcher, str(DIVISOR), ROOT / "train_autoencoder.py", *config, *options, *OVERRIDES],
             cwd=tmp_path,
