@@ -35,7 +35,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from runtime.processes import processes
     from training.autoencoder_step import AutoencoderStep
     from training.checkpoints import Checkpoints
-    from training.finished_weights import export
+    from training.finished_weights import ensure_pretrained, export
     from training.loop import run_loop
     from training.resume import resume, save
     from training.run_setup import describe_run, open_run
@@ -44,6 +44,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     with processes(settings.device) as process, MemoryWatch(settings, "autoencoder", process) as watch:
         # Check everything that the run needs, and say what it will do.
         ensure_perceptual_weights(settings.autoencoder.training)
+        ensure_pretrained(settings.autoencoder)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
         log.info(summarise(settings, "autoencoder", len(volumes.train), process.world_size))
         watch.announce()

@@ -1,11 +1,16 @@
 """Seed faults one at a time into a copy of the tree and see whether the tests notice.
 
 python dev/mutation_check.py --out docs/mutations.md
+
+Each result is kept in `docs/mutations.json` as soon as it is known, until the fault, its file or its tests change. So a
+run that was interrupted goes on where it stopped, and `--only` runs a part.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import multiprocessing
 import os
 import queue
@@ -14,19 +19,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = Path(__file__).with_name("faults.toml")
+RESULTS = ROOT / "docs" / "mutations.json"
 SURVIVED, UNUSABLE = 1, 2
 TEST_SECONDS = 120  # a fault may make a test wait for ever
-PASSED, FAILED = 0, 1  # pytest's own codes; the others mean that the tests did not run
+PASSED, FAILED, NOT_FOUND = 0, 1, 4  # pytest's own codes; those above 1 mean that the tests did not run
 
 
 # The slow imports are done once, in the process from which all tests are forked.
@@ -65,6 +72,13 @@ class Fault:
         except SyntaxError as error:
             raise CheckError(f"{self.file}: with the fault {self.name!r} it is not Python ({error})") from None
         return changed
+
+    def key(self) -> str:
+        """Return a hash of the fault, of its file and of its tests: all that a result depends on at first hand."""
+        files = [self.file, *(name.split("::")[0] for test in self.tests for name in named_files(ROOT, test))]
+        parts = [self.name, self.right, self.wrong, *self.tests]
+        parts += [text for name in files for text in (name, (ROOT / name).read_text(encoding="utf-8"))]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def change(self) -> str:
         """Return the lines that differ, as Markdown."""
@@ -133,7 +147,10 @@ class Tree:
         (folder / ".venv").symlink_to(ROOT / ".venv")
 
     def run(self, tests: Sequence[str]) -> str | None:
-        """Run tests up to the first that fails and return its name; None when all pass."""
+        """Run tests up to the first that fails and return its name; None when all pass.
+
+        Raise `LookupError` if there are no such tests, and `CheckError` if they do not run to their end.
+        """
         said = self.folder.with_suffix(".txt")
         paths = [path for test in tests for path in named_files(self.folder, test) or [test]]
         process = FORKS.Process(target=_run_tests, args=(self.folder, paths, said))
@@ -143,6 +160,8 @@ class Tree:
             return None
         text = said.read_text(encoding="utf-8", errors="replace")
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
+        if process.exitcode == NOT_FOUND:
+            raise LookupError(f"{' '.join(tests)}: there are no such tests:\n{text[-3000:]}")
         if process.exitcode != FAILED or failed is None:
             code = process.exitcode
             raise CheckError(f"{' '.join(tests)}: the tests did not run to their end (code {code}):\n{text[-3000:]}")
@@ -166,94 +185,143 @@ class Tree:
         os.utime(path, (self.time, self.time))
 
 
-def check(faults: Sequence[Fault], jobs: int) -> list[Outcome]:
-    """Verify that the tests pass without faults, then try each fault; several at a time, each in its own tree."""
+class Results:
+    """The outcomes of this and earlier runs, in a file; those of faults that have changed since do not count."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        return json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+
+    def of(self, faults: Sequence[Fault]) -> dict[str, Outcome]:
+        """Return the outcomes that still hold, by name of the fault."""
+        known = self._read()
+        return {
+            fault.name: Outcome(fault, entry["caught_by"], entry["seconds"])
+            for fault in faults
+            if (entry := known.get(fault.name)) is not None and entry["key"] == fault.key()
+        }
+
+    def add(self, outcome: Outcome) -> None:
+        """Keep an outcome, whatever else happens."""
+        entry = {"key": outcome.fault.key(), "caught_by": outcome.caught_by, "seconds": round(outcome.seconds, 1)}
+        with self._lock:
+            known = self._read() | {outcome.fault.name: entry}
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n", encoding="utf-8")
+            os.replace(temporary, self.path)
+
+
+def check(faults: Sequence[Fault], jobs: int, on_outcome: Callable[[Outcome], None]) -> None:
+    """Try each fault, several at a time, each in its own tree.
+
+    A test that notices a fault must pass without it, or the fault was not what it noticed: raise `CheckError`.
+    """
     for fault in faults:
         path = ROOT / fault.file
         if not path.is_file():
             raise CheckError(f"{fault.file}: no such file; it is named by the fault {fault.name!r}")
         fault.seeded(path.read_text(encoding="utf-8"))
     os.environ["OMP_NUM_THREADS"] = "1"
+    sound: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="mutation_check_") as temporary, ThreadPoolExecutor(jobs) as threads:
         trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
         for number in range(jobs):
             trees.put(Tree(Path(temporary) / f"tree{number}"))
 
-        @contextmanager
-        def a_tree() -> Iterator[Tree]:
+        def meets(fault: Fault) -> None:
             tree = trees.get()
             try:
-                yield tree
+                outcome = tree.meet(fault)
+                if outcome.caught_by is not None and outcome.caught_by not in sound:
+                    _check_sound(tree, outcome.caught_by)
+                    sound.add(outcome.caught_by)
+            except LookupError as error:
+                raise CheckError(str(error)) from None
             finally:
                 trees.put(tree)
-
-        def passes(test: str) -> None:
-            with a_tree() as tree:
-                failed = tree.run([test])
-            if failed is not None:
-                raise CheckError(f"{failed} fails without any fault; fix that first")
-
-        def meets(fault: Fault) -> Outcome:
-            with a_tree() as tree:
-                outcome = tree.meet(fault)
             print(f"{outcome.seconds:6.1f} s  {fault.name}: {outcome.caught_by or 'SURVIVED'}", file=sys.stderr)
-            return outcome
+            on_outcome(outcome)
 
         try:
-            list(threads.map(passes, dict.fromkeys(test for fault in faults for test in fault.tests)))
-            print("the tests pass without a fault", file=sys.stderr)
-            return list(threads.map(meets, faults))
+            list(threads.map(meets, faults))
         except CheckError:
             threads.shutdown(cancel_futures=True)
             raise
+
+
+def _check_sound(tree: Tree, test: str) -> None:
+    """Raise `CheckError` unless a test passes in a tree without faults."""
+    try:
+        failed = tree.run([test])
+    except LookupError:
+        # Names of cases may hold what pytest cannot be given back, so run all cases.
+        failed = tree.run([test.partition("[")[0]])
+    if failed is not None:
+        raise CheckError(f"{failed} fails without any fault; fix that first")
 
 
 def _code(lines: Sequence[str]) -> str:
     return "<br>".join(f"`{line}`".replace("|", r"\|") for line in lines) or "nothing"
 
 
-def document(outcomes: Sequence[Outcome], command: str) -> str:
-    """Return the outcomes as a Markdown page."""
-    caught = sum(outcome.caught_by is not None for outcome in outcomes)
+def document(faults: Sequence[Fault], outcomes: Mapping[str, Outcome], command: str) -> str:
+    """Return the outcomes as a Markdown page, which names the faults that have none."""
+    caught = sum(outcome.caught_by is not None for outcome in outcomes.values())
+    waiting = len(faults) - len(outcomes)
     text = f"""# Seeded faults
 
 Written by `{command}`, which puts each fault below into a copy of the tree,
 one at a time, and runs the tests that ought to notice it. The faults are in `dev/faults.toml`.
 
-{caught} of {len(outcomes)} faults are caught.
+{caught} of {len(outcomes)} faults are caught.{f" Not tried: {waiting}." if waiting else ""}
 """
-    for file in dict.fromkeys(outcome.fault.file for outcome in outcomes):
+    for file in dict.fromkeys(fault.file for fault in faults):
         text += f"\n## {file}\n\n| fault | change | caught by | seconds |\n|---|---|---|---:|\n"
-        for outcome in [outcome for outcome in outcomes if outcome.fault.file == file]:
-            caught_by = "**nothing**" if outcome.caught_by is None else _code([outcome.caught_by])
-            text += f"| {outcome.fault.name} | {outcome.fault.change()} | {caught_by} | {outcome.seconds:.0f} |\n"
+        for fault in [fault for fault in faults if fault.file == file]:
+            text += f"| {fault.name} | {fault.change()} | {_outcome_cells(outcomes.get(fault.name))} |\n"
     return text
 
 
+def _outcome_cells(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "not tried |"
+    caught_by = "**nothing**" if outcome.caught_by is None else _code([outcome.caught_by])
+    return f"{caught_by} | {outcome.seconds:.0f}"
+
+
 def main() -> int:
-    """Check the faults that were asked for; 1 when one survives, 2 when the check cannot be made."""
+    """Try the faults that were asked for and have no result; 1 when one survives, 2 when the check cannot be made."""
     parser = argparse.ArgumentParser(description="Seed faults one at a time and see whether the tests notice.")
     parser.add_argument("--only", metavar="NAME", help="faults whose name or file contains this")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there instead of printing it")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table of all faults there")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="where results are kept")
+    parser.add_argument("--again", action="store_true", help="also try the faults whose results still hold")
+    parser.add_argument("--no-run", action="store_true", help="try none, only show the results that hold")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="faults at a time (%(default)s)")
     options = parser.parse_args()
-    if options.only and options.out:
-        parser.error("--out: the table holds all faults; leave --only out")
+    results = Results(options.results)
     try:
-        asked = [fault for fault in load_faults() if (options.only or "") in f"{fault.file} {fault.name}"]
+        faults = load_faults()
+        asked = [fault for fault in faults if (options.only or "") in f"{fault.file} {fault.name}"]
         if not asked:
             raise CheckError(f"--only: no fault is called {options.only!r}")
-        outcomes = check(asked, max(1, options.jobs))
+        known = {} if options.again else results.of(asked)
+        missing = [fault for fault in asked if fault.name not in known]
+        print(f"{len(asked) - len(missing)} results hold, {len(missing)} faults to try", file=sys.stderr)
+        if not options.no_run:
+            check(missing, max(1, options.jobs), results.add)
     except CheckError as error:
         print(f"error: {error}", file=sys.stderr)
         return UNUSABLE
-    page = document(outcomes, "python dev/mutation_check.py --out docs/mutations.md")
     if options.out:
+        page = document(faults, results.of(faults), "python dev/mutation_check.py --out docs/mutations.md")
         options.out.write_text(page, encoding="utf-8")
-    else:
-        print(page)
+    outcomes = results.of(asked).values()
     survivors = [outcome.fault.name for outcome in outcomes if outcome.caught_by is None]
-    print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} faults caught", file=sys.stderr)
+    print(f"{len(outcomes) - len(survivors)} of {len(asked)} faults caught", file=sys.stderr)
     for name in survivors:
         print(f"survived: {name}", file=sys.stderr)
     return SURVIVED if survivors else 0

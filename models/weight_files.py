@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from settings import CheckpointError, TrainingError
 from storage.atomic import replacing
+from storage.reading import check_regular
 
 
 def save_weights(path: Path, state: dict[str, Tensor], metadata: dict[str, Any]) -> None:
@@ -29,12 +30,15 @@ def save_weights(path: Path, state: dict[str, Tensor], metadata: dict[str, Any])
 
 def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return weights and metadata; raise `CheckpointError` if the file is missing or was written by another program."""
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; train the stage that writes it, or give the path of one")
     try:
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
             texts = file.metadata() or {}
         state = load_file(path)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: no such file; train the stage that writes it, or give the path of one"
+        ) from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path}: not a readable safetensors file ({error}); copy it again, or train the stage that writes it"

@@ -11,6 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import at_least, check_output_folder, parser, run
+from settings import UserError
+from storage.names import counted
 
 log = logging.getLogger("sample")
 
@@ -62,6 +64,9 @@ def main(options: argparse.Namespace) -> int:
         "ldm.sampling.num_inference_steps": options.steps,
         "ldm.sampling.guidance_scale": options.guidance_scale,
     }
+    most = finished.settings.ldm.scheduler.num_train_timesteps
+    if options.steps is not None and options.steps > most:
+        raise UserError(f"--steps: {options.steps:,} is more than the run was trained with; allowed: 1 to {most:,}")
     settings = finished.settings.with_overrides({key: value for key, value in changes.items() if value is not None})
     network, frame = finished.unet()
     label = None if options.class_name is None else class_number(options.class_name, frame.class_names)
@@ -89,7 +94,7 @@ def main(options: argparse.Namespace) -> int:
             rows.append(Row.of(path.name, unit[0], frame.spacing_mm))
     picture = out / f"montage_{title}.png"
     save_picture(picture, picture_of(rows), f"{finished.settings.name}, {options.num} samples")
-    log.info("%d volumes written to %s, montage %s", options.num, out, picture)
+    log.info("%s written to %s, montage %s", counted(options.num, "volume"), out, picture)
     log.info("next: python scripts/evaluate.py --run %s", shlex.quote(options.run))
     return 0
 

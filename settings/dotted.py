@@ -25,3 +25,8 @@ def assign(values: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise KeyError(dotted)
     values[last] = value
+
+
+def overlap(one: str, other: str) -> bool:
+    """Return whether two dotted keys are equal or one contains the other."""
+    return one == other or one.startswith(other + ".") or other.startswith(one + ".")

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pickle import UnpicklingError
 
+from storage.names import counted
+
 # What torch.load(weights_only=True) raises for files that are truncated, damaged or not checkpoints (see tests/faults).
 READ_ERRORS: tuple[type[Exception], ...] = (
     OSError,
@@ -63,6 +65,5 @@ class ConfigError(UserError):
         super().__init__(problems if isinstance(problems, str) else self._report())
 
     def _report(self) -> str:
-        count = len(self.problems)
-        head = f"{count} problem{'s' if count > 1 else ''}{' in ' + self.source if self.source else ''}:"
+        head = f"{counted(len(self.problems), 'problem')}{' in ' + self.source if self.source else ''}:"
         return "\n".join([head, *(f"  {problem}" for problem in self.problems)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,12 +15,14 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from settings.dotted import assign, look_up
+from settings.dotted import assign, look_up, overlap
 from settings.errors import ConfigError, Problem
 from settings.root import Settings
 from settings.section import WITHOUT_NUL, is_section
 from settings.yaml_reader import parse_value, read_document
+from storage.names import counted
 
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")
 _PATTERNS = {WITHOUT_NUL: "text without NUL characters"}
 
 
@@ -32,14 +35,22 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | 
     document = read_document(path)
     values = document.values
     values.setdefault("name", path.stem)
-    problems = _apply(values, overrides)
+    overridden, problems = _apply(values, overrides)
+    _spread(values)
+    of_file = []
     try:
         settings = validate(values, stage)
     except ConfigError as error:
-        by_line = sorted(error.problems, key=lambda problem: document.lines.get(problem.where, 0))
-        problems = [*problems, *(_with_line(problem, document.lines) for problem in by_line)]
+        for problem in sorted(error.problems, key=lambda problem: document.lines.get(problem.where, 0)):
+            if any(overlap(problem.where, dotted) for dotted in overridden):
+                problems.append(problem)
+            else:
+                of_file.append(_with_line(problem, document.lines))
+    if of_file:
+        by_override = (replace(problem, where=f"override {problem.where}") for problem in problems)
+        raise ConfigError([*by_override, *of_file], source=str(path))
     if problems:
-        raise ConfigError(problems, source=str(path))
+        raise ConfigError(problems, source="the overrides")
     return settings
 
 
@@ -84,13 +95,14 @@ def default_text(field: Any) -> str:
     )[0]
 
 
-def _apply(values: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
-    """Apply overrides to the values; return a problem for each that cannot be applied."""
-    problems = []
+def _apply(values: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Apply overrides to the values; return the keys that they set, and a problem for each that cannot be applied."""
+    overridden, problems = [], []
     for override in overrides:
         dotted, equals, text = override.partition("=")
-        if not equals or not dotted:
-            problems.append(Problem(override, "not an override", "allowed: section.key=value", "add = and a value"))
+        if not equals or not all(dotted.split(".")):
+            remedy = "add = and a value" if not equals else "write a key before the =, such as data.num_workers"
+            problems.append(Problem(_cut(override), "not an override", "allowed: section.key=value", remedy))
             continue
         try:
             value = parse_value(text)
@@ -102,7 +114,19 @@ def _apply(values: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
             assign(values, dotted, value)
         except KeyError:
             problems.append(Problem(dotted, "a key before the last is not a section", "", _suggest(dotted)))
-    return problems
+        else:
+            overridden.append(dotted)
+    return overridden, problems
+
+
+def _spread(values: dict[str, Any]) -> None:
+    """Turn text such as 64x64x32 or 64,64,32 into a list wherever a list is expected."""
+    for dotted, field in known_keys():
+        text = look_up(values, dotted)
+        if isinstance(text, str) and "tuple" in str(field.annotation):
+            parts = re.split(r"\s*[x,\u00d7]\s*", text.strip())
+            if len(parts) > 1 and all(map(_NUMBER.fullmatch, parts)):
+                assign(values, dotted, [parse_value(part) for part in parts])
 
 
 def _translate(errors: list[ErrorDetails], values: dict[str, Any]) -> dict[str, Problem]:
@@ -158,11 +182,11 @@ def _allowed(error: ErrorDetails) -> str:
         "less_than": f"below {context.get('lt')}",
         "less_than_equal": f"at most {context.get('le')}",
         "literal_error": str(context.get("expected", "")).replace("'", ""),
-        "too_short": f"at least {context.get('min_length')} entries",
-        "too_long": f"at most {context.get('max_length')} entries",
+        "too_short": f"at least {counted(context.get('min_length', 0), 'entry')}",
+        "too_long": f"at most {counted(context.get('max_length', 0), 'entry')}",
         "string_pattern_mismatch": _PATTERNS.get(context.get("pattern", ""), f"text like {context.get('pattern')}"),
         "string_too_short": "non-empty text",
-        "string_too_long": f"at most {context.get('max_length')} characters",
+        "string_too_long": f"at most {counted(context.get('max_length', 0), 'character')}",
         "string_unicode": "valid Unicode text",
         "finite_number": "a finite number",
     }

@@ -10,7 +10,7 @@ from pydantic import ValidationInfo, model_validator
 from settings.autoencoder import AutoencoderSettings
 from settings.data import DataSettings
 from settings.device import DeviceSettings
-from settings.dotted import assign
+from settings.dotted import assign, overlap
 from settings.errors import ConfigError
 from settings.ldm import LdmSettings
 from settings.logging import LoggingSettings
@@ -37,7 +37,7 @@ class Settings(Section):
         problems = [
             problem
             for problem, sources in find_problems(self, context.get("stage"))
-            if not any(_overlap(key, bad) for bad in failed for key in (problem.where, *sources))
+            if not any(overlap(key, bad) for bad in failed for key in (problem.where, *sources))
         ]
         if problems:
             raise ConfigError(problems)
@@ -60,8 +60,3 @@ class Settings(Section):
         for dotted, value in changes.items():
             assign(values, dotted, value)
         return Settings.model_validate(values, context={"stage": stage})
-
-
-def _overlap(one: str, other: str) -> bool:
-    """Return whether two dotted keys are equal or one contains the other."""
-    return one == other or one.startswith(other + ".") or other.startswith(one + ".")

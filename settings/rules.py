@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from settings.errors import Problem
+from storage.names import counted
+from storage.run_folder import SHARED_NAMES
 
 if TYPE_CHECKING:
     from settings.root import Settings
@@ -34,6 +36,9 @@ def find_problems(settings: Settings, stage: str | None) -> Iterator[tuple[Probl
     if len(settings.name.encode()) > LONGEST_NAME_BYTES:
         found = f"{len(settings.name.encode())} bytes are too long for a folder name"
         yield Problem("name", found, f"allowed: at most {LONGEST_NAME_BYTES}", "shorten it"), ()
+    if settings.name.lower() in SHARED_NAMES:
+        found = f"runs/{settings.name} is a folder that all runs share"
+        yield Problem("name", found, f"allowed: any name but {', '.join(SHARED_NAMES)}", "choose another"), ()
     yield from _data(settings)
     yield from _levels("autoencoder", settings.autoencoder)
     yield from _grids(settings)
@@ -88,9 +93,9 @@ def _levels(where: str, network) -> Iterator[tuple[Problem, tuple[str, ...]]]:
             yield (
                 Problem(
                     f"{where}.{name}",
-                    f"{len(value)} entries for {levels} levels",
+                    f"{counted(len(value), 'entry')} for {counted(levels, 'level')}",
                     f"allowed: {levels}, one for each entry of num_channels {_text(network.num_channels)}",
-                    f"give {levels} entries" + ("" if name == "attention_levels" else " or one number"),
+                    f"give {counted(levels, 'entry')}" + ("" if name == "attention_levels" else " or one number"),
                 ),
                 (channels,),
             )
@@ -253,7 +258,7 @@ def _sampling(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         found = f"{ldm.scheduler.beta_start:g} is not below beta_end ({ldm.scheduler.beta_end:g})"
         yield Problem("ldm.scheduler.beta_start", found, "", "swap the two"), ("ldm.scheduler.beta_end",)
     if ldm.conditioning.type == "class" and ldm.conditioning.num_classes < 2:
-        found = f"{ldm.conditioning.num_classes} classes for conditioning type class"
+        found = f"{counted(ldm.conditioning.num_classes, 'class')} for conditioning type class"
         remedy = "set it to the number of classes in the data"
         yield (
             Problem("ldm.conditioning.num_classes", found, "allowed: 2 or more", remedy),

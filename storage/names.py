@@ -1,4 +1,4 @@
-"""File names as printable text."""
+"""File names and numbers as text for people."""
 
 from __future__ import annotations
 
@@ -9,3 +9,9 @@ def printable(text: object, keep: str = "") -> str:
     A file name may hold line breaks, terminal codes and bytes that no encoding can represent.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 entry, 2 entries."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"

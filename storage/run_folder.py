@@ -15,6 +15,9 @@ CHECKS = RUNS / "checks"
 LATENTS = RUNS / "latents"
 """Encoded volumes. All runs share them; the key of each subfolder covers everything that the latents depend on."""
 
+SHARED_NAMES = ("phantoms", "checks", "latents", "prepared")
+"""Names below runs/ that no run may have."""
+
 
 class RunFolder:
     """The paths inside runs/<name>."""

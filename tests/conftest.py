@@ -89,7 +89,7 @@ def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def start(*arguments: str | Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         script, *rest = map(str, arguments)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         return subprocess.run(
             [sys.executable, str(ROOT / script), *rest],
             cwd=tmp_path,

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from dev import mutation_check
-from dev.mutation_check import ROOT, CheckError, Fault, check, document, load_faults, named_files
+from dev.mutation_check import ROOT, CheckError, Fault, Outcome, Results, check, document, load_faults, named_files
 
 FAULTS = load_faults()
 
@@ -48,25 +48,59 @@ def small_tree(tmp_path, monkeypatch):
     return root
 
 
+CAUGHT = Fault("minus", "sums.py", "a + b", "a - b", ("test_sums.py",))
+SURVIVES = Fault("thrice", "sums.py", "2 * a", "3 * a", ("test_sums.py",))
+
+
+def outcomes_of(*faults: Fault, jobs: int = 1) -> dict[str, Outcome]:
+    outcomes: dict[str, Outcome] = {}
+    check(faults, jobs, lambda outcome: outcomes.update({outcome.fault.name: outcome}))
+    return outcomes
+
+
 def test_faults_are_seeded_into_a_copy_and_told_apart(small_tree):
     before = (small_tree / "sums.py").read_text()
-    caught = Fault("minus", "sums.py", "a + b", "a - b", ("test_sums.py",))
-    survives = Fault("thrice", "sums.py", "2 * a", "3 * a", ("test_sums.py",))
-    outcomes = check([caught, survives, caught], jobs=1)
-    assert [outcome.caught_by for outcome in outcomes] == ["test_sums.py::test_add", None, "test_sums.py::test_add"]
+    again = Fault("minus again", *(getattr(CAUGHT, name) for name in ("file", "right", "wrong", "tests")))
+    outcomes = outcomes_of(CAUGHT, SURVIVES, again)
+    assert [outcome.caught_by for outcome in outcomes.values()] == [
+        "test_sums.py::test_add",
+        None,
+        "test_sums.py::test_add",
+    ]
     assert (small_tree / "sums.py").read_text() == before
-    page = document(outcomes, "the command")
-    assert "2 of 3 faults are caught" in page
+    later = Fault("later", "sums.py", "2 * a", "4 * a", ("test_sums.py",))
+    page = document([CAUGHT, SURVIVES, again, later], outcomes, "the command")
+    assert "2 of 3 faults are caught. Not tried: 1." in page
     assert "| thrice | `2 * a` → `3 * a` | **nothing** |" in page
+    assert "| later | `2 * a` → `4 * a` | not tried | |" in page
+
+
+def test_results_are_kept_until_the_fault_its_file_or_its_tests_change(small_tree, tmp_path):
+    results = Results(tmp_path / "results.json")
+    faults = [CAUGHT, SURVIVES]
+    assert results.of(faults) == {}
+    results.add(Outcome(CAUGHT, "test_sums.py::test_add", 1.0))
+    results.add(Outcome(SURVIVES, None, 2.0))
+    assert results.of(faults) == {
+        "minus": Outcome(CAUGHT, "test_sums.py::test_add", 1.0),
+        "thrice": Outcome(SURVIVES, None, 2.0),
+    }
+    changed = Fault("minus", "sums.py", "a + b", "a * b", ("test_sums.py",))
+    assert list(results.of([changed, SURVIVES])) == ["thrice"]
+    for name in ("sums.py", "test_sums.py"):
+        text = (small_tree / name).read_text()
+        (small_tree / name).write_text(text + "\n")
+        assert results.of(faults) == {}
+        (small_tree / name).write_text(text)
+    assert len(results.of(faults)) == 2
 
 
 def test_tests_that_fail_without_a_fault_or_do_not_run_are_errors(small_tree):
-    fault = Fault("minus", "sums.py", "a + b", "a - b", ("test_gone.py",))
-    with pytest.raises(CheckError, match="did not run to their end"):
-        check([fault], jobs=1)
+    with pytest.raises(CheckError, match="there are no such tests"):
+        outcomes_of(Fault("minus", "sums.py", "a + b", "a - b", ("test_gone.py",)))
     crash = Fault("crash", "sums.py", "return a + b", "import os; os.abort()", ("test_sums.py",))
     with pytest.raises(CheckError, match=r"did not run to their end \(code -6\)"):
-        check([crash], jobs=2)
+        outcomes_of(crash, jobs=2)
     (small_tree / "test_sums.py").write_text("def test_add():\n    assert False\n")
     with pytest.raises(CheckError, match=r"test_sums\.py::test_add fails without any fault"):
-        check([Fault("minus", "sums.py", "a + b", "a - b", ("test_sums.py",))], jobs=1)
+        outcomes_of(CAUGHT)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -61,19 +59,14 @@ def test_stopped_run_saves_exits_130_and_goes_on_to_the_same_weights(command, ti
     expected = weights(tmp_path)
     (tmp_path / "runs" / "tiny").rename(tmp_path / "runs" / "whole")
 
-    arguments = [sys.executable, str(ROOT / "train_autoencoder.py"), "--config", str(tiny_config), long]
-    process = subprocess.Popen(arguments, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 130, said
-    assert "run the same command again to continue" in said
+    training = ROOT / "train_autoencoder.py"
+    stopped = command("tests/faults/train_and_signal.py", "SIGTERM", "2", training, "--config", tiny_config, long)
+    assert stopped.returncode == 130, stopped.stderr
+    assert "stopped after step 3; run the same command again to continue" in stopped.stderr
     resumed = command("train_autoencoder.py", "--config", tiny_config, long)
     assert resumed.returncode == 0, resumed.stderr
     torch.testing.assert_close(weights(tmp_path), expected, rtol=0, atol=0)
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if "gradient" in line]
     assert steps == list(range(1, 13))
 

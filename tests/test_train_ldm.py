@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ def test_a_finished_run_holds_all_that_samples_need(tmp_path_factory):
     assert checkpoint["latent_scale"] == metadata["latent_scale"]
 
 
-def test_killed_and_resumed_equals_uninterrupted_to_the_bit(prepared, tmp_path):
+def test_killed_and_resumed_equals_uninterrupted_to_the_bit(prepared, command):
     overrides = ["ldm.training.max_steps=6", "ldm.training.gradient_accumulation_steps=2", "ldm.training.save_every=1"]
     overrides += ["ldm.sampling.num_previews=0"]
     train_ldm(prepared, *overrides)
@@ -59,13 +58,10 @@ def test_killed_and_resumed_equals_uninterrupted_to_the_bit(prepared, tmp_path):
         path.unlink()
     Path("runs/tiny/metrics.jsonl").unlink()
 
-    arguments = [sys.executable, str(ROOT / "train_ldm.py"), "--config", str(prepared), *overrides]
-    process = subprocess.Popen(arguments, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    deadline = time.monotonic() + 120
-    while not list(Path("runs/tiny/checkpoints").glob("ldm_step_00000002*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    training = ROOT / "train_ldm.py"
+    killed = command("tests/faults/train_and_signal.py", "SIGKILL", "3", training, "--config", prepared, *overrides)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert list(Path("runs/tiny/checkpoints").glob("ldm_step_00000003*"))
     assert not Path("runs/tiny/ldm.safetensors").exists()
     train_ldm(prepared, *overrides)
     resumed = load_file("runs/tiny/ldm.safetensors")

@@ -15,6 +15,7 @@ import torch
 from settings import CheckpointError, TrainingError
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 from storage.atomic import put_in_place, temporary_beside
+from storage.reading import check_regular, reason
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class Checkpoints:
             for p in self.folder.iterdir()
             if (m := _NAME.match(p.name)) and m["stage"] == self.stage
         ]
-        by_age = sorted(found, key=lambda entry: (entry[0], entry[1].stat().st_mtime_ns), reverse=True)
+        by_age = sorted(found, key=lambda entry: (entry[0], entry[1].lstat().st_mtime_ns), reverse=True)
         return [path for _, path in by_age]
 
     def _remove_old(self, newest: Path) -> None:
@@ -131,14 +132,13 @@ def _is_whole(path: Path) -> bool:
     match = _NAME.match(path.name)
     assert match is not None, f"{path.name} is not the name of a checkpoint"
     try:
+        check_regular(path)
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest().startswith(match["digest"])
     except OSError as error:
         if error.errno == errno.EIO:  # a bad sector: the file is damaged
             return False
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}); make it readable, or move it away"
-        ) from error
+        raise CheckpointError(f"{path}: cannot be read ({reason(error)}); make it readable, or move it away") from error
 
 
 def _set_aside(damaged: list[Path]) -> None:

@@ -10,12 +10,18 @@ from typing import Any
 
 from torch import nn
 
-from models.weight_files import load_into, save_weights
-from settings import Settings
+from models.weight_files import load_into, load_weights, save_weights
+from settings import AutoencoderSettings, Settings
 from storage.run_folder import RunFolder
 from training.step import TrainingStep
 
 log = logging.getLogger(__name__)
+
+
+def ensure_pretrained(autoencoder: AutoencoderSettings) -> None:
+    """Raise `CheckpointError` if the weights to start from cannot be read, before anything slow happens."""
+    if autoencoder.pretrained is not None:
+        load_weights(Path(autoencoder.pretrained))
 
 
 def load_pretrained(networks: dict[str, nn.Module], path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from runtime.processes import Process
 from settings import TrainingError
-from storage.names import printable
+from storage.names import counted, printable
 
 NOWHERE = -1
 FilesOf = Callable[[int, int], Sequence[str]]
@@ -117,7 +117,7 @@ class Guard:
             )
         elif self.skips_overflows and (skipped := int(self._skipped_in_row)) >= self.max_skipped_steps:
             error = TrainingError(
-                f"{skipped} steps in a row overflowed in float16; allowed: fewer than max_skipped_steps "
+                f"{counted(skipped, 'step')} in a row overflowed in float16; allowed: fewer than max_skipped_steps "
                 f"({self.max_skipped_steps}); set device.amp_dtype: bfloat16 or device.mixed_precision: false"
             )
         self.process.raise_first(error, urgency=(step, int(micro_batch == NOWHERE)))

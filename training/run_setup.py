@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
                 check_trackers(settings.logging)
                 _lock(folder, stack)
                 _remove_leftovers(folder)
+                _check_metrics(folder.metrics)
         yield folder
 
 
@@ -75,6 +77,16 @@ def _remove_leftovers(folder: RunFolder) -> None:
     leftovers = [path for target in targets for path in folder.path.glob(f".{target.name}.*.tmp")]
     for path in (*leftovers, *folder.previews.rglob(".*.png.*.tmp")):
         path.unlink(missing_ok=True)
+
+
+def _check_metrics(path: Path) -> None:
+    """Raise `UserError` if what is there cannot be read to its end: a device may have none."""
+    try:
+        check_regular(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{path}: cannot be used ({reason(error)}); move it away") from None
 
 
 def describe_run(folder: RunFolder, settings: Settings, process: Process, volumes: DataSplit | None = None) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from models import build_autoencoder, build_discriminator, build_unet
 from settings import Settings, TrainingSettings
+from storage.names import counted
 
 
 def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int = 1) -> str:
@@ -26,7 +27,7 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
     if stage == "autoencoder":
         latent = [axis // factor for axis in grid]
     lines = {
-        "run": f"runs/{settings.name}, stage {stage}, {training.max_steps} steps",
+        "run": f"runs/{settings.name}, stage {stage}, {counted(training.max_steps, 'step')}",
         "grid -> latent": f"{settings.autoencoder.in_channels} x {_axes(grid)} -> {channels} x {_axes(latent)}",
         "parameters": ", ".join(f"{name} {_count(network):,}" for name, network in networks.items()),
         "effective batch": f"{training.batch_size} x {training.gradient_accumulation_steps} accumulated"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from settings import CheckpointError
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
+from storage.reading import check_regular
 
 State = dict[str, Tensor]
 _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, *AMBIGUOUS_READ_ERRORS, SafetensorError)
@@ -44,8 +45,11 @@ _GENERATIVE_RENAMES = (
 
 def read_foreign_weights(path: Path) -> Any:
     """Return the content of a safetensors file or a torch checkpoint; refuse pickled code without running it."""
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; give a .safetensors file or a torch checkpoint")
+    try:
+        check_regular(path)
+    except OSError as error:
+        found = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+        raise CheckpointError(f"{path}: {found}; give a .safetensors file or a torch checkpoint") from None
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

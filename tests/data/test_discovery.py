@@ -194,7 +194,7 @@ def test_classes_of_thousands_of_digits_are_names() -> None:
     assert set(class_names_of([Found(Path(name), name, name) for name in names])) == names
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("name", "make"),
     [
@@ -219,7 +219,7 @@ def test_source_that_is_neither_folder_nor_listing_is_refused(
         discover(source, False)
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(120)
 def test_label_table_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "labels.csv")
     with pytest.raises(DataError, match=r"labels\.csv cannot be read \(not a regular file\)"):

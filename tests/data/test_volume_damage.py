@@ -136,7 +136,7 @@ def test_an_affine_that_is_no_matrix_of_numbers_is_refused(tmp_path: Path, affin
         read_volume(tmp_path / "v.npz")
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize(
     ("make", "text"),

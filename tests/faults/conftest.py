@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import pytest
 import yaml
 
 from dev.warm_start import Command, WarmStart
-from tests.conftest import TINY
+from tests.conftest import ROOT, TINY
+from tests.faults.runs import free_port
 
 NUM_STEPS = 8
 
@@ -33,12 +33,21 @@ def values() -> dict[str, Any]:
 
 @pytest.fixture
 def start(warm: WarmStart, tmp_path: Path) -> Callable[..., Command]:
-    """Start a stage in the test's folder, with overrides and environment."""
+    """Start a stage in the test's folder; `signalled` names a signal that it sends to itself."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values()))
 
-    def begin(stage: str, *overrides: str, said: str = "said.log", **environment: str) -> Command:
-        script = {"autoencoder": "train_autoencoder.py", "ldm": "train_ldm.py"}[stage]
-        return warm(tmp_path, script, "--config", "tiny.yaml", *overrides, said=tmp_path / said, **environment)
+    def begin(
+        stage: str,
+        *overrides: str,
+        said: str = "said.log",
+        signalled: str | None = None,
+        moment: str = "4",
+        **environment: str,
+    ) -> Command:
+        script = [f"train_{stage}.py"]
+        if signalled is not None:
+            script = ["tests/faults/train_and_signal.py", signalled, moment, str(ROOT / script[0])]
+        return warm(tmp_path, *script, "--config", "tiny.yaml", *overrides, said=tmp_path / said, **environment)
 
     return begin
 
@@ -47,14 +56,21 @@ def start(warm: WarmStart, tmp_path: Path) -> Callable[..., Command]:
 def start_two(start: Callable[..., Command]) -> Callable[..., list[Command]]:
     """Start a stage as two processes that train together, as srun would; each accumulates one micro-batch."""
 
-    def begin(stage: str, *overrides: str) -> list[Command]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+    def begin(stage: str, *overrides: str, signalled: str | None = None) -> list[Command]:
+        port = str(free_port())
         together = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         single = f"{stage}.training.gradient_accumulation_steps=1"
         return [
-            start(stage, single, *overrides, said=f"said_{rank}.log", RANK=str(rank), LOCAL_RANK=str(rank), **together)
+            start(
+                stage,
+                single,
+                *overrides,
+                said=f"said_{rank}.log",
+                signalled=signalled,
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                **together,
+            )
             for rank in range(2)
         ]
 

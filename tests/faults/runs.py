@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from dev.warm_start import Command
+
+
+def free_port() -> int:
+    """Return a port that nobody uses, below those that the system hands out by itself.
+
+    One of the latter could be handed to somebody else before the process that it is meant for takes it.
+    """
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("a hundred ports are all in use")
 
 
 def losses(folder: Path, stage: str, name: str) -> list[float]:
@@ -22,7 +37,7 @@ def num_lines(folder: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-def wait_for(condition: Callable[[], bool], *commands: Command, seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], *commands: Command, seconds: float = 300) -> None:
     """Wait until something is so, while none of the commands has ended."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -36,12 +34,9 @@ def test_killed_process_ends_the_other_and_one_process_goes_on_with_the_same_los
 ):
     if stage == "ldm":
         adopt_stage_one(undisturbed, tmp_path)
-    first, second = start_two(stage)
-    wait_for(lambda: num_lines(tmp_path) >= 4, first, second)
-    killed = time.monotonic()
-    second.send(signal.SIGKILL)
-    assert first.wait(60) == 2, first.said
-    assert time.monotonic() - killed < 60
+    first, second = start_two(stage, signalled="SIGKILL")
+    assert second.wait() == -signal.SIGKILL, second.said
+    assert first.wait() == 2, first.said
     assert "another process of this run ended" in first.said
     assert "run the same command again to resume from the last checkpoint" in first.said
     assert "Traceback" not in first.said
@@ -63,7 +58,7 @@ def test_another_effective_batch_is_refused_once_by_all(start_two, start, tmp_pa
     alone = start("autoencoder", "autoencoder.training.max_steps=2")
     assert alone.wait() == 0, alone.said
     commands = start_two("autoencoder", "autoencoder.training.batch_size=2")
-    assert [command.wait(60) for command in commands] == [2, 2]
+    assert [command.wait() for command in commands] == [2, 2]
     said = commands[0].said + commands[1].said
     assert said.count("volumes per update (batch_size x gradient_accumulation_steps x processes): 2 -> 4") == 1
     assert "Traceback" not in said
@@ -73,7 +68,7 @@ def test_signal_to_one_process_stops_both_after_the_same_step(start_two, tmp_pat
     commands = start_two("autoencoder", "autoencoder.training.max_steps=500")
     wait_for(lambda: num_lines(tmp_path) >= 3, *commands)
     commands[1].send(signal.SIGUSR1)
-    assert [command.wait(60) for command in commands] == [130, 130], commands[0].said
+    assert [command.wait() for command in commands] == [130, 130], commands[0].said
     saved = int(checkpoints(tmp_path, "autoencoder")[-1].name.split("_")[2])
     assert all(f"stopped after step {saved};" in command.said for command in commands)
 
@@ -90,7 +85,7 @@ def test_file_that_one_process_cannot_read_is_told_once_and_ends_both(start_two,
     wait_for(lambda: num_lines(tmp_path) >= 3, *commands)
     for path in source.iterdir():
         path.write_bytes(b"")
-    assert [command.wait(60) for command in commands] == [2, 2]
+    assert [command.wait() for command in commands] == [2, 2]
     said = commands[0].said + commands[1].said
     assert "case_" in said
     assert "Traceback" not in said
@@ -104,7 +99,6 @@ def test_out_of_memory_in_one_process_ends_both_with_the_same_code_and_says_what
     together = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     together["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     arguments = [rank, str(ROOT / "train_autoencoder.py"), "--config", "tiny.yaml", "--on-oom", "next-rung"]
-    began = time.monotonic()
     commands = [
         warm(
             tmp_path,
@@ -115,8 +109,7 @@ def test_out_of_memory_in_one_process_ends_both_with_the_same_code_and_says_what
         )
         for each in ("0", "1")
     ]
-    assert [command.wait(100) for command in commands] == [3, 3], [command.said for command in commands]
-    assert time.monotonic() - began < 100
+    assert [command.wait() for command in commands] == [3, 3], [command.said for command in commands]
     said = commands[0].said + commands[1].said
     assert said.count("step 3, training: out of memory; the last checkpoint is good (step 2)") == 1
     assert "--on-oom next-rung does this automatically, but only for a single process" in said
@@ -129,7 +122,7 @@ def test_out_of_memory_in_one_process_ends_both_with_the_same_code_and_says_what
 def test_wrong_environment_is_told(start, missing):
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}
     command = start("autoencoder", **environment | {missing: ""})
-    assert command.wait(60) == 2, command.said
+    assert command.wait() == 2, command.said
     assert "start" in command.said
     assert "torchrun" in command.said
     assert "Traceback" not in command.said
@@ -138,22 +131,18 @@ def test_wrong_environment_is_told(start, missing):
 def test_torchrun_restarts_after_a_killed_process_and_finishes_the_run(undisturbed, tmp_path):
     (tmp_path / "tiny.yaml").write_text((undisturbed / "tiny.yaml").read_text())
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
-    script = [str(ROOT / "train_autoencoder.py"), "--config", "tiny.yaml"]
+    launcher = [str(ROOT / "tests/faults/train_and_signal.py"), "SIGKILL", "4", str(ROOT / "train_autoencoder.py")]
     single = "autoencoder.training.gradient_accumulation_steps=1"
     with (tmp_path / "said.log").open("w") as said:
-        agent = subprocess.Popen(
-            [*torchrun, *script, single],
+        done = subprocess.run(
+            [*torchrun, *launcher, "--config", "tiny.yaml", single],
             cwd=tmp_path,
             stderr=said,
             stdout=said,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            timeout=500,
         )
-    deadline = time.monotonic() + 180
-    while num_lines(tmp_path) < 4 and time.monotonic() < deadline:
-        time.sleep(0.002)
-    ranks = {process.environ().get("RANK"): process for process in psutil.Process(agent.pid).children()}
-    ranks["1"].kill()
-    assert agent.wait(240) == 0, (tmp_path / "said.log").read_text()
+    assert done.returncode == 0, (tmp_path / "said.log").read_text()
     text = (tmp_path / "said.log").read_text()
     assert "another process of this run ended" in text
     assert "resuming autoencoder after step" in text

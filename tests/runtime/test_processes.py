@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import socket
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import yaml
 
 from dev.warm_start import WarmStart
 from tests.conftest import TINY
+from tests.faults.runs import free_port
 
 SCRIPT = "tests/runtime/two_ranks.py"
 
@@ -21,9 +21,7 @@ def found(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     """What one process and what two found, each process its own."""
     values = copy.deepcopy(TINY)
     values["ldm"]["training"]["batch_size"] = 1
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     start, result = WarmStart(), {}
     for name, world_size, accumulation in (("one", 1, 4), ("two", 2, 2)):
         folder = tmp_path_factory.mktemp(name)
@@ -44,7 +42,7 @@ def found(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
             for rank in range(world_size)
         ]
         for command in commands:
-            assert command.wait(120) == 0, command.said
+            assert command.wait() == 0, command.said
         result[name] = [torch.load(folder / f"found_{rank}.pt", weights_only=True) for rank in range(world_size)]
     return result
 

@@ -28,7 +28,7 @@ def project(tmp_path: Path) -> Path:
 
 def bash(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": str(project / "bin"), "HOME": str(project), "PYENV_ROOT": str(project / "no-pyenv")}
-    return subprocess.run([*command], cwd=project, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run([*command], cwd=project, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def fake_python(project: Path, name: str, text: str) -> None:

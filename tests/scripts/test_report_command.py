@@ -62,7 +62,7 @@ CONTENTS: tuple[bytes, ...] = (
 )
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_file_of_a_run_is_said_and_the_rest_is_shown(tmp_path, capsys, name):
     run = make_run(tmp_path / "runs", with_volumes=False)
@@ -87,7 +87,7 @@ def test_damaged_lines_of_metrics_are_counted_but_not_the_one_that_was_cut_off(t
     assert "metrics.jsonl: 2 damaged lines; left out of the report" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_file_in_a_run_is_left_out(tmp_path, make: Callable[[Path], None]):
     run = make_run(tmp_path / "runs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -272,3 +273,27 @@ def test_identical_held_out_volumes_and_a_thin_axis_give_valid_json(tmp_path, mo
 def test_feature_weights_that_are_none_are_told_in_words(run, suffix, capsys):
     Path(f"features{suffix}").write_text("not weights\n" * 20)
     refused(capsys, [*COMMANDS["evaluate"], "--fid-weights", f"features{suffix}"], "cannot be read as a state dict")
+
+
+def test_more_steps_than_the_schedule_has_are_refused_by_the_name_of_the_option(run, capsys):
+    refused(capsys, [*COMMANDS["sample"], "--steps", "100000"], "error: --steps: 100,000 is more than", "1 to 1,000")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (os.mkfifo, "not a regular file"),
+        (os.mkdir, "a folder, not a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+        (lambda path: None, "no such file"),
+    ],
+)
+def test_weights_that_are_no_file_are_said_to_be_what_they_are(tmp_path, capsys, monkeypatch, tiny_config, make, words):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "w.safetensors")
+    weights = ["--weights", "w.safetensors", "--config", tiny_config, "--out", "out"]
+    refused(capsys, ["scripts/import_checkpoint.py", "--from", "monai", *weights], f"w.safetensors: {words}; give a")
+    # The volumes are not there either, but are looked for later.
+    chosen = ["data.source=nowhere", "autoencoder.pretrained=w.safetensors"]
+    refused(capsys, ["train_autoencoder.py", "--config", tiny_config, *chosen], "w.safetensors: ", words)

@@ -10,7 +10,7 @@ import pytest
 
 from settings import ConfigError, load_settings
 
-pytestmark = pytest.mark.timeout(10)
+pytestmark = pytest.mark.timeout(120)
 
 
 def answer(path: Path, *overrides: str) -> str:

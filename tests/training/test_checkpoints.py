@@ -121,3 +121,21 @@ def test_a_full_disk_is_told_in_words_and_the_last_checkpoint_stays(tmp_path, mo
         found.save(2, {"weight": torch.zeros(4)})
     assert found.read(newest(found))["step"] == 1
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path.symlink_to("gone"), "No such file or directory"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+        (os.mkfifo, "not a regular file"),
+        (os.mkdir, "a folder, not a file"),
+    ],
+)
+def test_what_is_no_file_under_the_name_of_a_checkpoint_is_told(tmp_path, make, words):
+    found = saved(tmp_path, 1)
+    strange = tmp_path / f"autoencoder_step_00000002_{'0' * 16}.pt"
+    make(strange)
+    with pytest.raises(CheckpointError, match=rf"{strange.name}: cannot be read \({words}\); make it readable"):
+        found.newest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -142,3 +143,14 @@ def test_lines_after_the_checkpoint_are_dropped_before_they_are_written_again(tm
     path.write_text("\n".join(json.dumps(line) for line in lines) + '\n{"stage": "autoenc')
     drop_later_lines(path, "autoencoder", 1)
     assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:2]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_metrics_that_cannot_be_read_to_their_end_are_told(tmp_path, monkeypatch, make):
+    monkeypatch.chdir(tmp_path)
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    make(metrics)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be used \(.*\); move it away"):
+        open_run(Settings(), CPU).__enter__()

@@ -1,0 +1,52 @@
+"""Runs a training script that sends itself a signal at a given moment, so that no test has to catch it.
+
+python train_and_signal.py SIGNAL MOMENT SCRIPT ARGUMENT ...
+
+MOMENT is the number of the step that it begins, counted from 0, or `save`: while it writes its second checkpoint. Of
+several processes the one of rank 1 gets the signal, and only before torchrun restarts them.
+"""
+
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import training.checkpoints
+from training.step import TrainingStep
+
+
+def signal_at_step(number: int, chosen: int) -> None:
+    accumulate = TrainingStep.accumulate
+    is_meant = os.environ.get("RANK", "1") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+    def signalled(self, micro_batches, step, run):
+        if step == chosen and is_meant:
+            os.kill(os.getpid(), number)
+        return accumulate(self, micro_batches, step, run)
+
+    TrainingStep.accumulate = signalled  # type: ignore[method-assign]
+
+
+def signal_at_second_save(number: int) -> None:
+    put_in_place = training.checkpoints.put_in_place
+    saves = 0
+
+    def signalled(temporary: Path, path: Path) -> None:
+        nonlocal saves
+        saves += 1
+        if saves == 2:
+            os.kill(os.getpid(), number)
+        put_in_place(temporary, path)
+
+    training.checkpoints.put_in_place = signalled
+
+
+if __name__ == "__main__":
+    _, name, moment, script, *arguments = sys.argv
+    if moment == "save":
+        signal_at_second_save(signal.Signals[name])
+    else:
+        signal_at_step(signal.Signals[name], int(moment))
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
