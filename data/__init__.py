@@ -1,4 +1,4 @@
-"""From files to tensors: discovery and checking, transforms, step-addressed batches, phantoms.
+"""From files to tensors: discovery, preparation, transforms, step-addressed batches, phantoms.
 
 Names from modules that need torch are imported on first use, so that finding and checking volumes works without it.
 """
@@ -13,7 +13,7 @@ from data.volumes import DataSplit, VolumeFile, prepare_volumes
 
 if TYPE_CHECKING:
     from data.batches import Batch, BatchPlan, training_batches, validation_batches
-    from data.transforms import LoadedVolume, from_unit, load_volume, restore, to_unit
+    from data.transforms import LoadedVolume, from_unit, load_file, load_volume, restore, to_unit
 
 __all__ = [
     "NETWORK_RANGE",
@@ -23,6 +23,7 @@ __all__ = [
     "LoadedVolume",
     "VolumeFile",
     "from_unit",
+    "load_file",
     "load_volume",
     "prepare_volumes",
     "restore",

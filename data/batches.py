@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.cache import VolumeCache
-from data.transforms import load_volume, random_part
+from data.preparation.memory import VolumeMemory
+from data.transforms import load_file, random_part
 from data.volumes import VolumeFile
-from data.workers import Failure, make_loader, start
+from data.workers import Failure, make_loader, num_workers, start
 from settings import DataError, TrainingSettings
 from settings.data import DataSettings
 
@@ -122,7 +122,8 @@ def training_batches(
         for step in range(first_step, last_step)
         for micro_batch in range(plan.accumulation)
     )
-    batches = start(make_loader(samples, s, chunks, s.num_workers, _collate))
+    workers = num_workers(s, partial(samples.__getitem__, plan.positions(first_step, 0)[0]), plan.batch_size)
+    batches = start(make_loader(samples, s, chunks, workers, _collate))
     return _steps(batches, first_step, last_step, plan.accumulation)
 
 
@@ -134,8 +135,7 @@ def _steps(batches: Iterator[Batch], first: int, last: int, accumulation: int) -
 class ValidationBatches:
     """Whole volumes, one at a time, in a fixed order; can be iterated any number of times.
 
-    Rank r of w gets files r, r + w, ...; `positions` are indices into `files`. The share `data.cache_rate` of the
-    volumes stays in memory between iterations.
+    Rank r of w gets files r, r + w, ...; `positions` are indices into `files`.
     """
 
     def __init__(self, files: Sequence[VolumeFile], s: DataSettings, rank: int = 0, world_size: int = 1) -> None:
@@ -152,7 +152,7 @@ class ValidationBatches:
             return iter(())
         if self._loader is None or not self._settings.persistent_workers:
             chunks = [(place,) for place in range(len(self._mine))]
-            workers = min(self._settings.num_workers, len(self._mine))
+            workers = min(num_workers(self._settings, partial(self._samples.__getitem__, 0), 1), len(self._mine))
             self._loader = make_loader(self._samples, self._settings, chunks, workers, _collate)
         return start(self._loader)
 
@@ -171,27 +171,24 @@ class _Sample:
     file: VolumeFile
 
 
-class _CachedReader:
-    """Loads volumes through the cache, up to the point where randomness begins."""
+class _Reader:
+    """Loads volumes up to the point where randomness begins; with `prepared: memory` it keeps them."""
 
-    def __init__(self, files: Sequence[VolumeFile], s: DataSettings, is_shared: bool) -> None:
+    def __init__(self, files: Sequence[VolumeFile], s: DataSettings) -> None:
         self.files = tuple(files)
         self.settings = s
-        self.cache: VolumeCache | None = None
-        number = math.ceil(s.cache_rate * len(self.files))
-        if number:
-            identity = [s.model_dump_json(), *(str(file.path) for file in self.files)] if is_shared else None
-            self.cache = VolumeCache(number, (self.files[0].num_channels, *s.voxel_size), identity)
+        self.memory: VolumeMemory | None = None
+        if s.prepared == "memory":
+            self.memory = VolumeMemory(len(self.files), (self.files[0].num_channels, *s.voxel_size))
 
     def read(self, index: int) -> tuple[Tensor, np.ndarray]:
-        """Return a volume on the network's grid and its spacing; the tensor may be a view of the cache."""
-        cached = self.cache.get(index) if self.cache is not None else None
-        if cached is not None:
-            return cached
-        file = self.files[index]
-        loaded = load_volume(file.path, self.settings, file.num_channels)
-        if self.cache is not None:
-            self.cache.put(index, loaded.image, loaded.geometry.spacing_mm)
+        """Return a volume on the network's grid and its spacing; the tensor may be a view: do not write to it."""
+        kept = self.memory.get(index) if self.memory is not None else None
+        if kept is not None:
+            return kept
+        loaded = load_file(self.files[index], self.settings)
+        if self.memory is not None:
+            self.memory.put(index, loaded.image, loaded.geometry.spacing_mm)
         return loaded.image, loaded.geometry.spacing_mm
 
 
@@ -199,7 +196,7 @@ class _TrainingSamples(Dataset):
     """The run's samples; sample k depends on (seed, k) only."""
 
     def __init__(self, files: Sequence[VolumeFile], s: DataSettings, plan: BatchPlan) -> None:
-        self.reader = _CachedReader(files, s, is_shared=True)
+        self.reader = _Reader(files, s)
         self.plan = plan
         self.order = VolumeOrder(plan.seed, len(files))
 
@@ -219,8 +216,7 @@ class _ValidationSamples(Dataset):
     """Whole volumes without augmentation, each with its position in the full list of files."""
 
     def __init__(self, files: Sequence[VolumeFile], s: DataSettings, positions: Sequence[int]) -> None:
-        # Ranks validate different volumes, so their caches have nothing to share.
-        self.reader = _CachedReader(files, s, is_shared=False)
+        self.reader = _Reader(files, s)
         self.positions = positions
 
     def __getitem__(self, place: int) -> _Sample | Failure:
@@ -238,7 +234,7 @@ def _collate(samples: list[_Sample | Failure]) -> Batch | Failure:
     loaded = [sample for sample in samples if isinstance(sample, _Sample)]
     labels = [sample.file.label for sample in loaded]
     return Batch(
-        # `stack` always copies, so training cannot modify the cache through a batch.
+        # `stack` always copies: training cannot modify a kept volume, and a patch reads only its own pages of a file.
         image=torch.stack([sample.image for sample in loaded]),
         positions=tuple(sample.position for sample in loaded),
         labels=None if None in labels else torch.tensor(labels, dtype=torch.long),

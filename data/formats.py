@@ -7,6 +7,7 @@ import math
 import os
 import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import nibabel as nib
@@ -14,7 +15,8 @@ import numpy as np
 import psutil
 from nibabel.filebasedimages import ImageFileError
 
-from data.readers import HEADER_READERS, VOXEL_READERS, DamagedError, Header, UnsuitableError
+from data.files import arrays, itk, nifti
+from data.files.header import DamagedError, Header, Stored, UnsuitableError
 from settings import DataError
 from storage.atomic import replacing
 from storage.names import printable
@@ -25,8 +27,23 @@ SUFFIXES = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd")
 # Deflate cannot compress by more than 1032:1, so a header that promises more voxels than that is wrong.
 LARGEST_COMPRESSION = 1032
 
-# As stored, as float32, and once more while percentiles are computed.
+# The most memory that reading a volume needs, in sizes of the volume as float32.
 COPIES_WHILE_READING = 3
+
+HEADER_READERS: dict[str, Callable[[Path], Header]] = {
+    ".nii": nifti.read_header,
+    ".npy": arrays.read_npy_header,
+    ".npz": arrays.read_npz_header,
+    ".mha": itk.read_header,
+    ".nrrd": itk.read_header,
+}
+VOXEL_READERS: dict[str, Callable[[Path, Header], Stored]] = {
+    ".nii": nifti.read_voxels,
+    ".npy": arrays.read_npy_voxels,
+    ".npz": arrays.read_npz_voxels,
+    ".mha": itk.read_voxels,
+    ".nrrd": itk.read_voxels,
+}
 
 
 def suffix_of(name: str) -> str | None:
@@ -46,20 +63,37 @@ def read_header(path: Path) -> Header:
     return _plausible(path, header, size)
 
 
-def read_volume(path: Path) -> tuple[np.ndarray, Header]:
-    """Read a volume as float32, channels first, axes as stored; raise DataError, naming the file, if that fails."""
+def read_stored(path: Path) -> tuple[Stored, Header]:
+    """Read a volume as it is stored; raise DataError, naming the file, if that fails."""
     header = read_header(path)
     try:
         with np.errstate(all="ignore"):
-            voxels = VOXEL_READERS[_reader_of(path)](path, header)
-            voxels = voxels.astype(np.float32, copy=False)
+            stored = VOXEL_READERS[_reader_of(path)](path, header)
     except (MemoryError, UnsuitableError, DamagedError) as error:
         raise DataError(f"{printable(path)}: {_reason(path, error)}") from error
-    if voxels.shape != (header.num_channels, *header.shape):
+    if stored.array.shape != (header.num_channels, *header.shape):
         raise DataError(
-            f"{printable(path)}: voxels of shape {voxels.shape} do not fit its own header; write the file again"
+            f"{printable(path)}: voxels of shape {stored.array.shape} do not fit its own header; write the file again"
         )
-    return voxels, header
+    return stored, header
+
+
+def read_volume(path: Path) -> tuple[np.ndarray, Header]:
+    """Read a volume as float32, channels first, axes as stored; raise DataError, naming the file, if that fails."""
+    stored, header = read_stored(path)
+    return stored.values(stored.array), header
+
+
+def signature(path: Path) -> str:
+    """Return a text that changes whenever the file does, as far as that can be known without reading it.
+
+    It includes ctime, which programs cannot set: ctime reveals new content even if size and mtime are the same.
+    """
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return "missing"
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ino} {status.st_ctime_ns}"
 
 
 def write_nifti(path: Path, voxels: np.ndarray, affine: np.ndarray) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import nibabel as nib
 import numpy as np
 from scipy import sparse
 
+from data.files.header import Header
 from data.intensity import NETWORK_RANGE
-from data.readers import Header
 from settings.data import DataSettings
 
 Grid = tuple[int, ...]
+Planes = Callable[[slice], np.ndarray]
+"""Returns some planes of the third axis as float32 (C, X, Y, planes), in any memory layout."""
+
+# Planes read and scaled at a time.
+PLANES = 8
 
 
 @dataclass(frozen=True)
@@ -38,16 +44,21 @@ class Geometry:
         """Return the distance between neighbouring voxels of the network's grid."""
         return np.linalg.norm(self.grid_affine[:3, :3], axis=0)
 
-    def to_network_grid(self, voxels: np.ndarray) -> np.ndarray:
-        """Bring voxels, already oriented and scaled to the network's range, to the network's grid."""
-        spaced = _resampled(voxels, self.spaced_shape)
-        return _crop_or_pad(spaced, self.grid) if self.crops_or_pads else _resampled(spaced, self.grid)
+    def to_network_grid(self, num_channels: int, planes: Planes) -> np.ndarray:
+        """Bring a volume, already oriented and scaled to the network's range, to the network's grid."""
+        turned = tuple(self.shape[axis] for axis in self.axes)
+        if self.crops_or_pads or self.spaced_shape != turned:
+            spaced = _resampled(num_channels, planes, turned, self.spaced_shape)
+            if self.crops_or_pads:
+                return _crop_or_pad(spaced, self.grid)
+            turned, planes = self.spaced_shape, lambda part: spaced[..., part]
+        return _resampled(num_channels, planes, turned, self.grid)
 
     def to_file_grid(self, voxels: np.ndarray) -> np.ndarray:
         """Undo `oriented` and `to_network_grid`; voxels that were cropped away come back as the lower end."""
         spaced = self.spaced_shape
-        voxels = _crop_or_pad(voxels, spaced) if self.crops_or_pads else _resampled(voxels, spaced)
-        voxels = _resampled(voxels, tuple(self.shape[axis] for axis in self.axes))
+        voxels = _crop_or_pad(voxels, spaced) if self.crops_or_pads else _regridded(voxels, spaced)
+        voxels = _regridded(voxels, tuple(self.shape[axis] for axis in self.axes))
         return self._flipped(voxels).transpose(0, *(1 + int(axis) for axis in np.argsort(self.axes)))
 
     def oriented(self, voxels: np.ndarray) -> np.ndarray:
@@ -108,15 +119,27 @@ def _regridding(old: Grid, new: Grid, crops_or_pads: bool) -> np.ndarray:
     return matrix
 
 
-def _resampled(image: np.ndarray, grid: Grid) -> np.ndarray:
-    """Resample linearly to another grid over the same extent; average where voxels become larger."""
-    for axis, (old, new) in enumerate(zip(image.shape[1:], grid, strict=True), start=1):
-        if old == new:
-            continue
-        lines = np.moveaxis(image, axis, 0)
-        resampled = _interpolation(old, new) @ np.ascontiguousarray(lines).reshape(old, -1)
-        image = np.moveaxis(resampled.reshape(new, *lines.shape[1:]), 0, axis)
-    return np.ascontiguousarray(image)
+def _regridded(image: np.ndarray, grid: Grid) -> np.ndarray:
+    return _resampled(len(image), lambda part: image[..., part], image.shape[1:], grid)
+
+
+def _resampled(num_channels: int, planes: Planes, old: Grid, new: Grid) -> np.ndarray:
+    """Resample linearly to another grid over the same extent; average where voxels become larger.
+
+    A few planes of the third axis at a time are resampled along the first two axes. Only that smaller volume is held.
+    """
+    along_x, along_y, along_z = (None if a == b else _interpolation(a, b) for a, b in zip(old, new, strict=True))
+    flat = np.empty((old[2], num_channels, new[0], new[1]), np.float32)
+    for start in range(0, old[2], PLANES):
+        part = planes(slice(start, start + PLANES))
+        for number in range(part.shape[-1]):
+            for channel in range(num_channels):
+                plane = part[channel, :, :, number]
+                plane = plane if along_x is None else along_x @ plane
+                flat[start + number, channel] = plane if along_y is None else (along_y @ plane.T).T
+    if along_z is not None:
+        flat = (along_z @ flat.reshape(old[2], -1)).reshape(new[2], *flat.shape[1:])
+    return np.ascontiguousarray(np.moveaxis(flat, 0, -1))
 
 
 def _interpolation(old: int, new: int) -> sparse.csr_array:

@@ -14,15 +14,6 @@ from settings.data import IntensitySettings
 NETWORK_RANGE = (-1.0, 1.0)
 
 
-def intensity_range(voxels: np.ndarray, s: IntensitySettings) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return, for each channel, the intensities that map to the lower and the upper end of the network's range."""
-    if s.mode == "window":
-        return (s.lower,) * len(voxels), (s.upper,) * len(voxels)
-    with np.errstate(all="ignore"):
-        ends = [np.percentile(channel, (s.lower, s.upper)) for channel in voxels]
-    return tuple(float(low) for low, _ in ends), tuple(float(high) for _, high in ends)
-
-
 def scale_to_network(channel: np.ndarray, lower: float, upper: float) -> None:
     """Clip one channel and map it to the network's range, in place."""
     low, high = NETWORK_RANGE

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from data.formats import channels_text, read_volume
+from data.formats import channels_text
 from data.geometry import Geometry, geometry_of
-from data.intensity import NETWORK_RANGE, flat_text, intensity_range, scale_to_network
+from data.intensity import NETWORK_RANGE
+from data.preparation.store import PreparedError, PreparedFolder, missing_text
+from data.reading import VolumeFacts, measure, on_grid, unusable
+from data.volumes import VolumeFile
 from settings import DataError
 from settings.data import DataSettings
 from storage.names import printable
@@ -29,13 +32,14 @@ class LoadedVolume:
     """A volume on the network's grid, in the network's range, with what `restore` needs.
 
     `image` is float32 (C, D, H, W); its spatial axes are those of `data.voxel_size`. `lower` and `upper` are the
-    intensities of each channel that map to the ends of the network's range.
+    intensities of each channel that map to the ends of the network's range. `digest` is the hash of the file's bytes.
     """
 
     image: Tensor
     geometry: Geometry
     lower: tuple[float, ...]
     upper: tuple[float, ...]
+    digest: str = ""
 
 
 def to_unit(image: Tensor) -> Tensor:
@@ -57,20 +61,37 @@ def load_volume(path: str | Path, s: DataSettings, num_channels: int | None = No
     not have `num_channels` channels.
     """
     path = Path(path)
-    voxels, header = read_volume(path)
-    if num_channels is not None and header.num_channels != num_channels:
-        raise DataError(channels_text(path, header, num_channels))
-    lower, upper = intensity_range(voxels, s.intensity)
-    if not np.isfinite([lower, upper]).all() or not np.isfinite(voxels.sum(dtype=np.float64)):
-        raise DataError(f"{printable(path)}: it holds NaN or infinite voxels; replace them")
-    if any(low >= high for low, high in zip(lower, upper, strict=True)):
-        raise DataError(f"{printable(path)}: {flat_text(lower, upper, s.intensity)}")
-    geometry = geometry_of(header, s)
-    image = np.array(geometry.oriented(voxels), order="C")
-    for channel, low, high in zip(image, lower, upper, strict=True):
-        scale_to_network(channel, low, high)
-    image = geometry.to_network_grid(image)
-    return LoadedVolume(torch.from_numpy(np.ascontiguousarray(image)), geometry, lower, upper)
+    stored, facts = measure(path, s)
+    if num_channels is not None and facts.num_channels != num_channels:
+        raise DataError(channels_text(path, facts.header, num_channels))
+    reason = unusable(path, facts, s)
+    if reason is not None:
+        raise DataError(reason)
+    return _loaded(on_grid(stored, facts, s), facts, s)
+
+
+def load_file(file: VolumeFile, s: DataSettings) -> LoadedVolume:
+    """Return a checked volume: the prepared one if `data.prepared` is disk, else as `load_volume` does.
+
+    The image may be a view of the prepared file; writing to it does not change the file. Raises DataError, naming the
+    volume, if it can no longer be read or is not the one that was checked.
+    """
+    if s.prepared == "disk" and file.digest:
+        folder = PreparedFolder(s)
+        try:
+            prepared = folder.read(file.digest, file.num_channels)
+        except PreparedError as error:
+            raise missing_text(folder.path_of(file.digest), file.name, str(error)) from None
+        return _loaded(prepared.image, prepared.facts, s)
+    loaded = load_volume(file.path, s, file.num_channels)
+    if file.digest and loaded.digest != file.digest:
+        raise DataError(f"{printable(file.path)}: changed since it was checked; run the same command again")
+    return loaded
+
+
+def _loaded(image: np.ndarray, facts: VolumeFacts, s: DataSettings) -> LoadedVolume:
+    geometry = geometry_of(facts.header, s)
+    return LoadedVolume(torch.from_numpy(image), geometry, facts.lower, facts.upper, facts.digest)
 
 
 def restore(image: Tensor, loaded: LoadedVolume) -> tuple[np.ndarray, np.ndarray]:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.checking import Checked, check_files
 from data.discovery import Found, class_names_of, discover, with_labels
 from data.phantoms import phantom_files, phantom_root
+from data.preparation.checking import Checked, check_files
 from settings import DataError
 from settings.data import DataSettings
 from storage import run_folder
@@ -70,10 +70,11 @@ class Source:
 
 
 def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> DataSplit:
-    """Find the volumes, check each by reading it once, and split them.
+    """Find the volumes, check and prepare each in one pass, and split them.
 
-    Raises one DataError that lists every problem of every file. Results are kept in runs/checks, so only new or changed
-    files are read again. Under torchrun one process per node reads while the others wait.
+    Raises one DataError that lists every problem of every file. Results are kept in runs/checks and, if `data.prepared`
+    is disk, in runs/prepared, so only new or changed files are read again. Under torchrun one process per node reads
+    while the others wait.
     """
     source = check_source(s, seed, in_channels)
     if source.problems:
@@ -97,8 +98,8 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> DataSplit:
     return DataSplit(tuple(files[item] for item in train), tuple(files[item] for item in val), class_names)
 
 
-def check_source(s: DataSettings, seed: int, in_channels: int, reread: bool = False) -> Source:
-    """Find and check the volumes of a source; `reread` ignores earlier results and reads every file."""
+def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
+    """Find, check and prepare the volumes of a source."""
     if s.source == PHANTOMS:
         paths = phantom_files(run_folder.PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
         root = phantom_root(run_folder.PHANTOMS, s.voxel_size, in_channels, seed)
@@ -108,7 +109,7 @@ def check_source(s: DataSettings, seed: int, in_channels: int, reread: bool = Fa
     unlabelled: list[str] = []
     if s.labels is not None:
         found, unlabelled = with_labels(found, s.labels)
-    checked = check_files([item.path for item in found], s, in_channels, run_folder.CHECKS, reread)
+    checked = check_files([item.path for item in found], s, in_channels, run_folder.CHECKS)
     return Source(tuple(found), tuple(checked), tuple(unlabelled))
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import math
+import os
 import signal
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -15,6 +19,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from settings import DataError, TrainingError
 from settings.data import DataSettings
+
+log = logging.getLogger(__name__)
+
+# A step on a GPU takes 50 ms and more, so this many micro-batches a second keep it from waiting.
+BATCHES_PER_SECOND = 20
+MOST_WORKERS = 8
 
 _workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
@@ -26,6 +36,26 @@ class Failure:
     text: str
 
 
+def num_workers(s: DataSettings, read_sample: Callable[[], Any], batch_size: int) -> int:
+    """Return the number of workers: the one that is set, or for auto enough to finish `BATCHES_PER_SECOND`.
+
+    The second of two samples is timed, because the first may open files and fill caches. Training on the CPU gets one
+    worker, because more would compete with it.
+    """
+    if s.num_workers != "auto":
+        return s.num_workers
+    if not torch.cuda.is_available():
+        return 1
+    read_sample()
+    began = time.perf_counter()
+    read_sample()
+    needed = math.ceil(BATCHES_PER_SECOND * batch_size * (time.perf_counter() - began))
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    workers = max(1, min(needed, cores - 1, MOST_WORKERS))
+    log.info("data: %d %s for loading (data.num_workers: auto)", workers, "worker" if workers == 1 else "workers")
+    return workers
+
+
 def make_loader(dataset: Dataset, s: DataSettings, chunks: Iterable[Any], num_workers: int, collate: Any) -> DataLoader:
     """Return a loader that collates one batch from each chunk of sample indices."""
     has_workers = num_workers > 0
@@ -35,10 +65,11 @@ def make_loader(dataset: Dataset, s: DataSettings, chunks: Iterable[Any], num_wo
         collate_fn=collate,
         num_workers=num_workers,
         prefetch_factor=s.prefetch_factor if has_workers else None,
-        pin_memory=s.pin_memory and torch.cuda.is_available(),
+        # auto pins as well: without a GPU there is nothing to copy to.
+        pin_memory=bool(s.pin_memory) and torch.cuda.is_available(),
         persistent_workers=s.persistent_workers and has_workers,
         worker_init_fn=_start_worker if has_workers else None,
-        # Forked workers share the cache's memory.
+        # Forked workers share the memory of `prepared: memory`.
         multiprocessing_context="fork" if has_workers else None,
     )
 
@@ -98,7 +129,7 @@ def _worker_error(error: Exception, workers: Sequence[BaseProcess]) -> Exception
     ends = ", ".join(f"process {worker.pid} {_how_it_ended(worker.exitcode or 0)}" for worker in dead) or str(error)
     return TrainingError(
         f"data.num_workers: a DataLoader worker died ({ends}), most likely because memory ran out; "
-        "lower data.num_workers, data.prefetch_factor or data.cache_rate, or raise --shm-size in a container"
+        "lower data.num_workers or data.prefetch_factor, set data.prepared: disk, or raise --shm-size in a container"
     )
 
 

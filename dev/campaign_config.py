@@ -12,7 +12,7 @@ _TRAINING = {"max_steps": NUM_STEPS, "log_every": 1, "validate_every": 8, "save_
 CONFIG: dict[str, Any] = {
     "name": "campaign",
     "seed": 3,
-    "data": {"voxel_size": [16, 16, 16], "num_phantoms": 6, "val_fraction": 0.2, "cache_rate": 0.5, "num_workers": 0},
+    "data": {"voxel_size": [16, 16, 16], "num_phantoms": 6, "val_fraction": 0.2, "num_workers": 0},
     "autoencoder": {
         "num_channels": [8, 16],
         "num_res_blocks": 1,

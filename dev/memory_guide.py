@@ -230,9 +230,11 @@ def _host_memory() -> list[str]:
     return [
         "## Host memory and the allocator",
         "",
-        "**`data.cache_rate`** (rule of thumb: do not cache large volumes). One 256x256x64 volume in float32 is "
-        f"{mib:.0f} MiB; the cache holds that times the number of volumes times the rate, once per machine however "
-        "many workers and processes read it. It is host memory and never shows on the GPU.",
+        "**`data.prepared`** (rule of thumb: do not cache large volumes in memory). Each volume is brought to the grid "
+        f"once. With `disk` it stays as a file, {mib:.0f} MiB for 256x256x64 in float32, which all workers, processes, "
+        "runs and both stages read through a memory map: the system's file cache holds it while memory is free, and "
+        "gives the memory back when something needs it. With `memory` each process holds all its volumes. Neither "
+        "shows on the GPU.",
         "",
         "**`data.num_workers`, `data.prefetch_factor`, `data.pin_memory`, `data.persistent_workers`** (rule of thumb: "
         f"fewer workers, about 2 GB less). Each worker holds up to `prefetch_factor` micro-batches of {mib:.0f} MiB "
@@ -252,9 +254,11 @@ def _host_memory() -> list[str]:
 
 def _workers() -> str:
     presets = [load_settings(path) for path in sorted((ROOT / "configs").glob("*.yaml"))]
-    counts = [preset.data.num_workers for preset in presets]
-    pinned = [f"`{preset.name}`" for preset in presets if preset.data.pin_memory]
-    return f"Presets have {min(counts)} to {max(counts)} workers; memory is pinned by {', '.join(pinned) or 'none'}."
+    fixed = [f"`{preset.name}` {preset.data.num_workers}" for preset in presets if preset.data.num_workers != "auto"]
+    return (
+        "With `auto` the number follows from how long a sample takes, and memory is pinned if there is a GPU; "
+        f"presets with a fixed number of workers: {', '.join(fixed) or 'none'}."
+    )
 
 
 def _times(path: Path) -> list[str]:

@@ -18,15 +18,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, load_volume, training_batches
-from data.checking import content_digest
+from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, load_file, training_batches
 from diffusion.frozen_autoencoder import weights_digest
 from diffusion.latent_batches import LatentBatch, collate, latent_batches
 from diffusion.latent_files import LatentFacts, LatentFolder, Moments, facts_of, latent_key
 from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
-from settings import CheckpointError, DataError, DataSettings, Settings
-from storage.names import printable
+from settings import CheckpointError, DataSettings, Settings
 from storage.run_folder import LATENTS
 
 log = logging.getLogger(__name__)
@@ -66,7 +64,7 @@ class Latents:
             if self.read is not None:
                 return self.read(offset + index)
             file = files[index]
-            return encode(load_volume(file.path, self.settings, file.num_channels).image)
+            return encode(load_file(file, self.settings).image)
 
         for index in range(process.rank, len(files), process.world_size):
             yield collate(read, files, [index], [index])
@@ -161,24 +159,16 @@ def _load_ahead(
     files: Sequence[VolumeFile], indices: Sequence[int], data: DataSettings, process: Process
 ) -> Iterator[tuple[int, LoadedVolume]]:
     """Yield volumes in order, with a progress bar, while threads read the next ones."""
-    threads = max(1, data.num_workers)
-
-    def load(index: int) -> LoadedVolume:
-        file = files[index]
-        loaded = load_volume(file.path, data, file.num_channels)
-        # The latent is stored under the hash from the check, so the bytes read here must be the same.
-        if content_digest(file.path) != file.digest:
-            raise DataError(f"{printable(file.path)}: changed since it was checked; run the same command again")
-        return loaded
+    threads = 1 if data.num_workers == "auto" else max(1, data.num_workers)
 
     # Passed only to hide the bar, because an explicit disable=False would override --quiet.
     hidden: dict[str, Any] = {} if process.is_first and indices else {"disable": True}
     bar = tqdm(total=len(indices), desc="encoding latents", unit="volume", **hidden)
     with ThreadPoolExecutor(threads, thread_name_prefix="volumes") as readers, bar:
-        waiting = [readers.submit(load, index) for index in indices[: threads + 1]]
+        waiting = [readers.submit(load_file, files[index], data) for index in indices[: threads + 1]]
         for place, index in enumerate(indices):
             loaded = waiting.pop(0).result()
             if place + threads + 1 < len(indices):
-                waiting.append(readers.submit(load, indices[place + threads + 1]))
+                waiting.append(readers.submit(load_file, files[indices[place + threads + 1]], data))
             yield index, loaded
             bar.update(1)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data import VolumeFile, load_volume, to_unit
+from data import VolumeFile, load_file, to_unit
 from diffusion.volume_codec import VolumeCodec
 from evaluation.pair_metrics import ms_ssim, psnr, ssim
 from settings import DataSettings
@@ -19,7 +19,7 @@ def evaluate_reconstructions(codec: VolumeCodec, files: Sequence[VolumeFile], da
     names: list[str] = []
     rows: list[dict[str, float]] = []
     for file in tqdm(files, desc="reconstructions", unit="volume"):
-        image = load_volume(file.path, data, file.num_channels).image[None].to(codec.precision.device)
+        image = load_file(file, data).image[None].to(codec.precision.device)
         mean, _ = codec.encode(image[0])
         reconstruction = codec.decode(mean)[None]
         names.append(file.name)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import VolumeFile, load_volume, to_unit
+from data import VolumeFile, load_file, to_unit
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
 from evaluation.fid import PLANES, frechet_distance, slice_features
@@ -38,7 +38,7 @@ def load_reference(train: Sequence[VolumeFile], val: Sequence[VolumeFile], data:
     """Read every volume once, and keep only the summary vectors of the training volumes."""
 
     def read(file: VolumeFile) -> Tensor:
-        return to_unit(load_volume(file.path, data, file.num_channels).image)
+        return to_unit(load_file(file, data).image)
 
     held_out = [read(file) for file in tqdm(val, desc="held-out volumes", unit="volume")]
     training = [summary_vector(read(file)) for file in tqdm(train, desc="training volumes", unit="volume")]
@@ -60,7 +60,7 @@ def reconstruction_discrepancy(
     chosen = [train[number * len(train) // min(num, len(train))] for number in range(min(num, len(train)))]
     vectors = []
     for file in tqdm(chosen, desc="reconstructed training volumes", unit="volume"):
-        mean, _ = codec.encode(load_volume(file.path, data, file.num_channels).image)
+        mean, _ = codec.encode(load_file(file, data).image)
         vectors.append(summary_vector(to_unit(codec.decode(mean))))
     return maximum_mean_discrepancy(torch.stack(vectors), reference.held_out_vectors)
 

@@ -31,7 +31,7 @@ def main(options: argparse.Namespace) -> int:
     settings = load_settings(options.config, options.overrides)
     from data.volumes import check_source, prepare_volumes
 
-    source = check_source(settings.data, settings.seed, settings.autoencoder.in_channels, reread=True)
+    source = check_source(settings.data, settings.seed, settings.autoencoder.in_channels)
     rows = [_row(found, checked) for found, checked in zip(source.found, source.checked, strict=True)]
     _print_table([COLUMNS, *rows])
     print()

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-packages="numpy scipy nibabel SimpleITK pydantic pyyaml tqdm psutil pytest pytest-timeout hypothesis"
+packages="numpy scipy nibabel SimpleITK pydicom isal pydantic pyyaml tqdm psutil pytest pytest-timeout hypothesis"
 tests="tests/settings tests/command_line tests/storage tests/data/test_volume_formats.py tests/data/test_volume_damage.py"
 current="$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true)"
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
 
 from settings.section import FREE, SAME, PathText, Section, Triple, TripleMm, key, section
+
+Workers = Annotated[int, Field(ge=0, le=256)]
 
 
 class IntensitySettings(Section):
@@ -34,11 +38,32 @@ class DataSettings(Section):
     patch_size: Triple | None = key(None, "Train on random crops of this size; null: on whole volumes.")
     val_fraction: float = key(0.1, "Fraction of the volumes held out for validation.", gt=0, lt=1)
     use_augmentation: bool = key(False, "Random flips, small rotations, scaling and intensity changes.")
-    cache_rate: float = key(0.0, "Fraction of the volumes kept in host memory after loading.", SAME, ge=0, le=1)
-    num_workers: int = key(1, "Worker processes for loading; 0: load in the training process.", SAME, ge=0, le=256)
+    prepared: Literal["disk", "memory", "none"] = key(
+        "disk",
+        "Where volumes on the grid are kept: in files that all runs share, in host memory, or nowhere, so that each "
+        "use reads the source again. cache_rate above 0, an older key, means memory.",
+        SAME,
+    )
+    num_workers: Workers | Literal["auto"] = key(
+        "auto",
+        "Worker processes for loading; 0: load in the training process; auto: as many as measured samples need.",
+        SAME,
+    )
     prefetch_factor: int = key(2, "Micro-batches that each worker prepares in advance.", SAME, ge=1, le=1024)
-    pin_memory: bool = key(False, "Use page-locked host memory: faster copies to the GPU, more host memory.", SAME)
+    pin_memory: bool | Literal["auto"] = key(
+        "auto", "Page-locked host memory: faster copies to the GPU, more host memory; auto: with a GPU.", SAME
+    )
     persistent_workers: bool = key(False, "Keep the workers alive between validations.", SAME)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older_keys(cls, values: Any) -> Any:
+        """Give `cache_rate` of older configs its meaning; a value that never was one stays, and is reported."""
+        rate = values.get("cache_rate") if isinstance(values, dict) else None
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+            return values
+        older = {"prepared": "memory"} if rate > 0 else {}
+        return older | {name: value for name, value in values.items() if name != "cache_rate"}
 
     @property
     def training_grid(self) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ PHANTOMS = RUNS / "phantoms"
 """Generated volumes."""
 CHECKS = RUNS / "checks"
 """Results of checking volumes, so that unchanged files are not read again."""
+PREPARED = RUNS / "prepared"
+"""Volumes on the network's grid. All runs share them; each subfolder's key covers everything that they depend on."""
 LATENTS = RUNS / "latents"
 """Encoded volumes. All runs share them; the key of each subfolder covers everything that the latents depend on."""
 

@@ -20,7 +20,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 TINY: dict[str, Any] = {
     "name": "tiny",
     "seed": 7,
-    "data": {"voxel_size": [16, 16, 16], "num_phantoms": 6, "num_workers": 0, "val_fraction": 0.2, "cache_rate": 1.0},
+    "data": {"voxel_size": [16, 16, 16], "num_phantoms": 6, "num_workers": 0, "val_fraction": 0.2},
     "autoencoder": {
         "num_channels": [8, 16],
         "num_res_blocks": 1,

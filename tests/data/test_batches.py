@@ -73,9 +73,9 @@ def test_each_pass_sees_every_volume_once_in_another_order() -> None:
     assert passes[0] != [VolumeOrder(2, 13)(k) for k in range(13)]
 
 
-@pytest.mark.parametrize("values", [{}, {"cache_rate": 1.0}, {"cache_rate": 0.5, "persistent_workers": True}])
+@pytest.mark.parametrize("values", [{}, {"prepared": "memory"}, {"prepared": "none", "persistent_workers": True}])
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_batches_do_not_depend_on_workers_or_cache(folder: Path, values: dict, num_workers: int) -> None:
+def test_batches_do_not_depend_on_workers_or_preparation(folder: Path, values: dict, num_workers: int) -> None:
     volumes, settings = prepared(folder, **PATCHES)
     plan = BatchPlan(5, 2, 2)
     plain = flat(training_batches(volumes.train, settings, plan, 0, 6))
@@ -136,7 +136,7 @@ def test_labels_travel_with_their_volumes() -> None:
         assert named == [name.split("/")[0] for name in batch.files]
 
 
-@pytest.mark.parametrize("values", [{}, {"cache_rate": 1.0}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize("values", [{}, {"prepared": "memory"}, {"num_workers": 2, "persistent_workers": True}])
 def test_validation_sees_whole_volumes_in_a_fixed_order_as_often_as_asked(folder: Path, values: dict) -> None:
     volumes, settings = prepared(folder, **{**PATCHES, **values})
     batches = validation_batches(volumes.train, settings)
@@ -156,8 +156,9 @@ def test_validation_is_shared_among_ranks(folder: Path) -> None:
     assert list(validation_batches(volumes.val[:1], settings, 2, 3)) == []
 
 
-def test_changing_a_batch_does_not_change_the_cache(folder: Path) -> None:
-    volumes, settings = prepared(folder, cache_rate=1.0)
+@pytest.mark.parametrize("kept", ["disk", "memory"])
+def test_changing_a_batch_does_not_change_the_kept_volume(folder: Path, kept: str) -> None:
+    volumes, settings = prepared(folder, prepared=kept)
     files = volumes.train[:1]
     steps = training_batches(files, settings, BatchPlan(0, 1, 1), 0, 3)
     images = []
@@ -168,8 +169,8 @@ def test_changing_a_batch_does_not_change_the_cache(folder: Path) -> None:
     assert images[2].abs().max() > 0
 
 
-def test_cached_volumes_are_read_once_by_all_workers(folder: Path) -> None:
-    volumes, settings = prepared(folder, cache_rate=1.0, num_workers=2)
+def test_volumes_kept_in_memory_are_read_once_by_all_workers(folder: Path) -> None:
+    volumes, settings = prepared(folder, prepared="memory", num_workers=2)
     steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 60)
     # Two whole passes: whichever worker loaded a volume, both now find it.
     first = [next(steps) for _ in range(2 * len(volumes.train) + 8)]
@@ -180,7 +181,7 @@ def test_cached_volumes_are_read_once_by_all_workers(folder: Path) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_file_that_disappears_stops_training_in_its_name(folder: Path, num_workers: int) -> None:
-    volumes, settings = prepared(folder, num_workers=num_workers)
+    volumes, settings = prepared(folder, prepared="none", num_workers=num_workers)
     before = children()
     steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 100)
     next(steps)
@@ -193,7 +194,7 @@ def test_a_file_that_disappears_stops_training_in_its_name(folder: Path, num_wor
 
 
 def test_a_file_that_turns_unreadable_stops_validation_in_its_name(folder: Path) -> None:
-    volumes, settings = prepared(folder, num_workers=1)
+    volumes, settings = prepared(folder, prepared="none", num_workers=1)
     volumes.val[0].path.write_bytes(volumes.val[0].path.read_bytes()[:900])
     with pytest.raises(DataError, match=rf"{volumes.val[0].path.name}: truncated or damaged"):
         list(validation_batches(volumes.val, settings))
@@ -249,8 +250,9 @@ raise SystemExit(5)
     assert result.returncode == 5
 
 
-def test_loading_from_the_cache_costs_little(folder: Path) -> None:
-    volumes, settings = prepared(folder, cache_rate=1.0, voxel_size=[64, 64, 32])
+@pytest.mark.parametrize("kept", ["disk", "memory"])
+def test_loading_a_kept_volume_costs_little(folder: Path, kept: str) -> None:
+    volumes, settings = prepared(folder, prepared=kept, voxel_size=[64, 64, 32])
     steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 120)
     for _ in range(20):
         next(steps)

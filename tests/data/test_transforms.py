@@ -157,7 +157,7 @@ def test_loading_names_the_file_that_is_not_as_it_was(make_volume: Make) -> None
         load_volume(make_volume("v.nii.gz", voxels * 0), build_settings())
     voxels[0, 0, 0, 0] = np.nan
     for intensity in (WIDE, {"mode": "window", "lower": 0.0, "upper": 1.0}):
-        with pytest.raises(DataError, match=r"v\.nii\.gz: it holds NaN or infinite voxels"):
+        with pytest.raises(DataError, match=r"v\.nii\.gz: 1 voxel is NaN or infinite"):
             load_volume(make_volume("v.nii.gz", voxels), build_settings(intensity=intensity))
 
 

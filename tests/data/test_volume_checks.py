@@ -11,14 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import checking
+import data
 from data.discovery import Found
+from data.files.header import Stored
+from data.preparation import checking
 from data.volumes import prepare_volumes, split
 from settings import DataError, DataSettings
 from tests.data.small_volumes import build_settings, random_voxels
 
 Make = Callable[..., Path]
-ROOT = Path(checking.__file__).parent.parent
+ROOT = Path(data.__file__).parent.parent
 
 
 def test_every_problem_of_every_file_is_in_one_report(make_volume: Make, tmp_path: Path) -> None:
@@ -80,13 +82,13 @@ def test_only_new_and_changed_files_are_read_again(
 ) -> None:
     settings = build_settings(source=str(folder))
     read: list[str] = []
-    examine = checking.examine
+    measure = checking.measure
 
-    def noted(path: Path, s: DataSettings) -> checking.VolumeFacts:
+    def noted(path: Path, s: DataSettings) -> tuple[Stored, checking.VolumeFacts]:
         read.append(path.name)
-        return examine(path, s)
+        return measure(path, s)
 
-    monkeypatch.setattr(checking, "examine", noted)
+    monkeypatch.setattr(checking, "measure", noted)
     first = prepare_volumes(settings, seed=0, in_channels=1)
     assert len(read) == 8
     read.clear()
@@ -104,7 +106,7 @@ def test_configs_that_share_files_do_not_forget_for_each_other(folder: Path, mon
     checking.check_files(paths, settings, 1, Path("memory"))
     (folder / "v2.nii.gz").write_bytes((folder / "v1.nii.gz").read_bytes())
     checking.check_files(paths[:4], settings, 1, Path("memory"))
-    monkeypatch.setattr(checking, "examine", None)
+    monkeypatch.setattr(checking, "measure", None)
     assert all(not item.problems for item in checking.check_files(paths, settings, 1, Path("memory")))
 
 
@@ -122,15 +124,18 @@ def test_problems_are_not_remembered(folder: Path) -> None:
 def test_a_damaged_memory_of_checks_is_ignored(folder: Path) -> None:
     settings = build_settings(source=str(folder))
     first = prepare_volumes(settings, seed=0, in_channels=1)
-    for content in ("", "[]", "{}", '{"a": 1}', '{"a": {"affine": 3}}', "\0"):
-        for store in Path("runs/checks").glob("*.json"):
+    for content in ("", "[]", "{}", '["a", 1]', '["a", {"affine": 3}]', "\0", "[" * 100_000):
+        for store in Path("runs/checks").glob("*.jsonl"):
             store.write_text(content)
         assert prepare_volumes(settings, seed=0, in_channels=1) == first
 
 
 def test_without_a_place_to_remember_the_volumes_are_still_checked(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file where the folder should be")
-    assert len(prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1).train) == 7
+    volumes = prepare_volumes(build_settings(source=str(folder), prepared="none"), seed=0, in_channels=1)
+    assert len(volumes.train) == 7
+    with pytest.raises(DataError, match=r"data\.prepared|cannot be written .* set data\.prepared to memory or none"):
+        prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
 
 
 def found(*names: str) -> list[Found]:

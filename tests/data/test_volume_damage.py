@@ -15,7 +15,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from data import readers
+from data.files import arrays, itk, nifti
 from data.formats import read_header, read_volume
 from settings import DataError
 from tests.data.small_volumes import random_voxels
@@ -165,7 +165,8 @@ def test_mistakes_of_our_own_are_not_told_as_damaged_files(
     def wrong(*_: Any, **__: Any) -> None:
         raise mistake("a mistake")
 
-    monkeypatch.setattr(readers, "_spatial", wrong)
+    for module in (nifti, arrays, itk):
+        monkeypatch.setattr(module, "spatial", wrong)
     with pytest.raises(mistake, match="a mistake"):
         read_header(path)
 

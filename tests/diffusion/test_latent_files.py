@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_written_is_told_in_words(folder, tmp_path):
 
 def test_the_key_follows_weights_precision_and_reading_and_nothing_else():
     key = latent_key(build_settings(), "weights", "float32")
-    assert key == latent_key(build_settings(cache_rate=1.0, num_workers=3, val_fraction=0.5), "weights", "float32")
+    assert key == latent_key(build_settings(prepared="memory", num_workers=3, val_fraction=0.5), "weights", "float32")
     others = [
         latent_key(build_settings(), "other weights", "float32"),
         latent_key(build_settings(), "weights", "bfloat16"),

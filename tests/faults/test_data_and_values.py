@@ -18,7 +18,7 @@ def test_file_that_turns_unreadable_stops_the_run_with_its_name_and_keeps_the_ch
     source.mkdir()
     for number, path in enumerate(sorted((undisturbed / "runs" / "phantoms").rglob("*.nii.gz"))):
         (source / f"case\x1b[31m{number}.nii.gz").write_bytes(path.read_bytes())
-    command = start("autoencoder", f"data.source={source}", "data.cache_rate=0", LONG)
+    command = start("autoencoder", f"data.source={source}", "data.prepared=none", LONG)
     wait_for(lambda: len(checkpoints(tmp_path, "autoencoder")) == 2, command)
     for path in source.iterdir():
         if fault == "gone":
@@ -40,7 +40,7 @@ def test_file_that_turns_unreadable_stops_the_run_with_its_name_and_keeps_the_ch
 
 
 def test_killed_worker_is_reported_as_such(start, tmp_path):
-    command = start("autoencoder", "data.num_workers=1", "data.cache_rate=0", LONG)
+    command = start("autoencoder", "data.num_workers=1", "data.prepared=none", LONG)
     wait_for(lambda: num_lines(tmp_path) >= 3, command)
     workers = psutil.Process(command.pid).children()
     worker = min(workers, key=lambda process: process.create_time())

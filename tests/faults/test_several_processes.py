@@ -80,7 +80,7 @@ def test_file_that_one_process_cannot_read_is_told_once_and_ends_both(start_two,
     for number, path in enumerate(phantoms):
         (source / f"case_{number}.nii.gz").write_bytes(path.read_bytes())
     commands = start_two(
-        "autoencoder", f"data.source={source}", "data.cache_rate=0", "autoencoder.training.max_steps=500"
+        "autoencoder", f"data.source={source}", "data.prepared=none", "autoencoder.training.max_steps=500"
     )
     wait_for(lambda: num_lines(tmp_path) >= 3, *commands)
     for path in source.iterdir():

@@ -142,6 +142,11 @@ def test_latents_of_replaced_content_are_not_used_and_change_during_encoding_is_
     assert "3 of 4 found" in said
     for path in Path("runs/latents").rglob("*.safetensors"):
         path.unlink()
+    # The prepared volume still has the content that was checked; the file itself does not.
+    assert torch.equal(latents(checked)[0], before)
+    settings = settings.with_overrides({"data.prepared": "none"})
+    for path in Path("runs/latents").rglob("*.safetensors"):
+        path.unlink()
     with pytest.raises(DataError, match=r"v2\.nii: changed since it was checked"):
         latents(checked)
 

@@ -1,0 +1,141 @@
+"""What every reader returns, the checks that all formats share, and how damaged files differ from our own errors."""
+
+from __future__ import annotations
+
+import lzma
+import math
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from nibabel.filebasedimages import ImageFileError
+from nibabel.spatialimages import HeaderDataError
+from nibabel.volumeutils import apply_read_scaling
+from nibabel.wrapstruct import WrapStructError
+
+from data.files.itk_headers import HeaderError
+
+# What the libraries raise for damaged files, found by damaging files of every format at random and field by field. Only
+# calls into a library are guarded, so that a bug of ours is never reported as a damaged file.
+_NUMPY = (OSError, EOFError, ValueError, TypeError, OverflowError, SyntaxError, MemoryError, tokenize.TokenError)
+DAMAGE: dict[str, tuple[type[Exception], ...]] = {
+    "nifti": (
+        *(OSError, EOFError, ValueError, OverflowError, MemoryError, zlib.error),
+        *(ImageFileError, HeaderDataError, WrapStructError),
+    ),
+    "npy": _NUMPY,
+    # RuntimeError: a feature zipfile does not support, such as encryption. KeyError: an array missing from the archive.
+    "npz": (*_NUMPY, RuntimeError, KeyError, zlib.error, lzma.LZMAError, struct.error, zipfile.BadZipFile),
+    "itk": (OSError, RuntimeError, MemoryError, HeaderError),
+}
+
+
+class DamagedError(Exception):
+    """A file that its library could not read; `__cause__` is the library's error."""
+
+
+class UnsuitableError(Exception):
+    """A file that can be read but not used; the text says why and what to do."""
+
+
+@contextmanager
+def library(name: str) -> Iterator[None]:
+    """Turn what a library raises for a damaged file into `DamagedError`."""
+    try:
+        yield
+    except DAMAGE[name] as error:
+        raise DamagedError from error
+
+
+@dataclass(frozen=True)
+class Header:
+    """The shape, type and geometry of a volume, read without its voxels.
+
+    `affine` maps voxel indices to millimetres (RAS+). `has_spacing` is False for numpy arrays, which store no spacing.
+    `axes` is the shape of the stored array, for messages.
+    """
+
+    shape: tuple[int, int, int]
+    num_channels: int
+    affine: np.ndarray
+    dtype: str
+    has_spacing: bool
+    axes: tuple[int, ...]
+
+    @property
+    def spacing_mm(self) -> tuple[float, float, float]:
+        """Return the distance between neighbouring voxels along each stored axis."""
+        x, y, z = np.linalg.norm(self.affine[:3, :3], axis=0).tolist()
+        return x, y, z
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the volume as float32."""
+        return 4 * self.num_channels * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Voxels as they are stored, channels first in any memory layout; intensity = slope * stored + intercept.
+
+    They stay in the file's own type: converting part by part needs no second copy of the whole volume. `owner` is
+    whatever must live as long as the array.
+    """
+
+    array: np.ndarray
+    slope: float = 1.0
+    intercept: float = 0.0
+    owner: Any = None
+
+    def values(self, part: np.ndarray) -> np.ndarray:
+        """Return the intensities of part of `array` as float32, in the memory layout of the part."""
+        with np.errstate(all="ignore"):
+            if (self.slope, self.intercept) != (1.0, 0.0):
+                part = apply_read_scaling(part, np.asarray(self.slope), np.asarray(self.intercept))
+            return np.asarray(part).astype(np.float32, order="K")
+
+    def channel(self, number: int) -> Stored:
+        """Return one channel alone."""
+        return replace(self, array=self.array[number : number + 1])
+
+
+def spatial(axes: tuple[int, ...], channel_axis: int | None) -> tuple[tuple[int, int, int], int]:
+    """Split an array's shape into its three spatial axes and the number of channels."""
+    if any(n < 1 for n in axes):
+        raise UnsuitableError(
+            f"an axis without voxels ({' x '.join(map(str, axes))}); every axis needs some; write it again"
+        )
+    num_channels = 1
+    if len(axes) == 4 and channel_axis is not None:
+        num_channels = axes[channel_axis]
+        axes = axes[1:] if channel_axis == 0 else axes[:3]
+    if len(axes) == 2 or (len(axes) == 3 and 1 in axes):
+        raise UnsuitableError(
+            f"a 2D image ({' x '.join(map(str, axes))}); a volume has three axes of 2 or more voxels; "
+            "stack the slices or remove it"
+        )
+    if len(axes) != 3:
+        raise UnsuitableError(
+            f"{len(axes)} axes ({' x '.join(map(str, axes))}); 3, or 4 with channels, are allowed; split it"
+        )
+    return (axes[0], axes[1], axes[2]), num_channels
+
+
+def numeric(dtype: np.dtype) -> str:
+    """Return the name of a numeric type; refuse any other."""
+    if dtype.kind not in "biuf":
+        raise UnsuitableError(f"voxels of type {dtype}; integers or real numbers are allowed; convert it")
+    return dtype.str
+
+
+def shaped(voxels: np.ndarray, *shape: int) -> np.ndarray:
+    """Reshape voxels to fit a header read earlier; the file may have been replaced in between."""
+    if voxels.size != math.prod(shape):
+        raise UnsuitableError(f"voxels of shape {voxels.shape} do not fit its own header; write the file again")
+    return voxels.reshape(shape)

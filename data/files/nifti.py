@@ -1,0 +1,71 @@
+"""Reads NIfTI-1 and NIfTI-2, plain and gzipped."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import nibabel.imageglobals
+import numpy as np
+
+from data.files.header import Header, Stored, UnsuitableError, library, numeric, spatial
+from data.files.inflate import inflate
+
+# nibabel logs header repairs of files whose problems we report ourselves.
+nibabel.imageglobals.logger.setLevel("CRITICAL")
+
+COLOURS = (("R", "G", "B"), ("R", "G", "B", "A"))
+
+
+def read_header(path: Path) -> Header:
+    """Read the header; colours (RGB) are channels."""
+    image = _image(path)
+    axes = tuple(int(n) for n in image.shape)
+    colours = _num_colours(image.get_data_dtype())
+    if colours and len(axes) == 3:
+        shape, _ = spatial(axes, channel_axis=None)
+        return Header(shape, colours, _affine(image), np.dtype(np.uint8).str, True, (*axes, colours))
+    # NIfTI stores vector components on the fifth axis, after a time axis of length 1.
+    axes = (*axes[:3], axes[4]) if len(axes) == 5 and axes[3] == 1 else axes
+    shape, num_channels = spatial(axes, channel_axis=-1)
+    return Header(shape, num_channels, _affine(image), numeric(image.get_data_dtype()), True, axes)
+
+
+def read_voxels(path: Path, header: Header) -> Stored:
+    """Read the voxels without a second copy of them."""
+    image = _image(path)
+    proxy = image.dataobj
+    dtype = proxy.dtype
+    is_colour = bool(_num_colours(dtype))
+    if is_colour:
+        dtype = np.dtype(np.uint8)
+    count = header.num_channels * math.prod(header.shape)
+    with library("nifti"):
+        size = proxy.offset + count * dtype.itemsize
+        # The suffix decides and not the content, as in nibabel.
+        raw = inflate(path, size) if path.name.lower().endswith(".gz") else np.fromfile(path, np.uint8, size)
+        if raw.size < size:
+            raise OSError(f"Expected {size} bytes, got {raw.size} bytes from the file")
+        flat = raw[proxy.offset : size].view(dtype)
+    if is_colour:
+        return Stored(flat.reshape((header.num_channels, *header.shape), order="F"))
+    array = np.moveaxis(flat.reshape((*header.shape, header.num_channels), order="F"), -1, 0)
+    return Stored(array, float(proxy.slope), float(proxy.inter))
+
+
+def _image(path: Path) -> Any:
+    with library("nifti"):
+        image = nib.load(path)
+    if not isinstance(image, nib.Nifti1Image):
+        raise UnsuitableError(f"it holds {type(image).__name__}; NIfTI-1 or 2 is allowed; convert it")
+    return image
+
+
+def _affine(image: Any) -> np.ndarray:
+    return np.asarray(image.affine, dtype=np.float64)
+
+
+def _num_colours(dtype: np.dtype) -> int:
+    return len(dtype.names) if dtype.names in COLOURS else 0

@@ -1,0 +1,171 @@
+"""Prepared volumes on disk: one file per volume, read through a memory map that all processes share.
+
+A file is a line of JSON, padded to whole pages, and then the voxels as float32 in C order. Its name is the hash of the
+source's bytes and its folder a hash of the settings that decide the result, so neither can be stale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.formats import signature
+from data.reading import VolumeFacts
+from settings import DataError
+from settings.data import DataSettings
+from storage.atomic import replacing
+from storage.names import printable
+from storage.reading import check_regular, reason
+from storage.run_folder import PREPARED
+
+# Part of the key: change it whenever the same file and settings would be stored differently.
+VERSION = 1
+
+PAGE = 4096
+LONGEST_HEADER = 1 << 20
+NUMBER = np.dtype("<f4")
+SUFFIX = ".volume"
+
+# The settings that decide what is stored. Random crops and augmentation come after.
+DECISIVE = {"orientation", "spacing", "voxel_size", "resize", "intensity"}
+
+
+class PreparedError(Exception):
+    """A prepared file that is missing, damaged or of another volume; the text says which."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared volume: a view of its voxels (float32, C, D, H, W) and what was measured in its source."""
+
+    image: np.ndarray
+    facts: VolumeFacts
+
+
+class PreparedFolder:
+    """The prepared volumes of one way of preparing them."""
+
+    def __init__(self, s: DataSettings, root: Path = PREPARED) -> None:
+        decisive = json.dumps([VERSION, s.model_dump(mode="json", include=DECISIVE)], sort_keys=True)
+        self.folder = root / hashlib.sha256(decisive.encode()).hexdigest()[:24]
+        self.grid = tuple(s.voxel_size)
+        self._seals = self.folder / "checked.json"
+
+    def path_of(self, digest: str) -> Path:
+        """Return the path of a volume's prepared file."""
+        return self.folder / f"{digest[:32]}{SUFFIX}"
+
+    def num_bytes(self, num_channels: int) -> int:
+        """Return the size of one prepared file, without the rest of its header if that is longer than a page."""
+        return PAGE + NUMBER.itemsize * num_channels * math.prod(self.grid)
+
+    def write(self, image: np.ndarray, facts: VolumeFacts) -> None:
+        """Write one prepared volume atomically; raise OSError if that fails."""
+        voxels = np.ascontiguousarray(image, NUMBER)
+        header = {"version": VERSION, "shape": voxels.shape, "checksum": _checksum(voxels), "facts": asdict(facts)}
+        text = json.dumps(header).encode()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self.path_of(facts.digest)) as temporary, temporary.open("wb") as file:
+            file.write(text.ljust(_pages(len(text) + 1) - 1) + b"\n")
+            file.write(voxels.data.cast("B"))
+
+    def read(self, digest: str, num_channels: int, is_checked: bool = False) -> Prepared:
+        """Map one prepared volume; raise `PreparedError` unless it is complete and what it claims to be.
+
+        With `is_checked` its voxels are compared with their checksum too, which reads all of them.
+        """
+        path = self.path_of(digest)
+        shape = (num_channels, *self.grid)
+        try:
+            size = check_regular(path)
+            with path.open("rb") as file:
+                line = file.readline(LONGEST_HEADER)
+            header = json.loads(line)
+            if header["version"] != VERSION or tuple(header["shape"]) != shape or header["facts"]["digest"] != digest:
+                raise PreparedError("it holds another volume")
+            expected = len(line) + NUMBER.itemsize * math.prod(shape)
+            if size != expected:
+                raise PreparedError(f"it has {size:,} bytes instead of {expected:,}")
+            # Copy on write: nobody can change the file through the array.
+            image = np.memmap(path, NUMBER, "c", len(line), shape)
+            facts = facts_from(header["facts"])
+        except FileNotFoundError:
+            raise PreparedError("it is missing") from None
+        except OSError as error:
+            raise PreparedError(f"it cannot be read ({reason(error)})") from None
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            raise PreparedError("its header is damaged") from None
+        if is_checked and _checksum(image) != header.get("checksum"):
+            raise PreparedError("its voxels are not the ones that were written")
+        return Prepared(image, facts)
+
+    def seals(self) -> dict[str, str]:
+        """Return the signatures of the files whose checksums were right, by name; a changed file has another one."""
+        try:
+            content = json.loads(self._seals.read_text(encoding="utf-8"))
+            return {str(name): str(value) for name, value in content.items()}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+    def seal(self, digests: set[str]) -> None:
+        """Note that the checksums of these files were right just now."""
+        known = {name: value for name, value in self.seals().items() if (self.folder / name).exists()}
+        known |= {self.path_of(digest).name: signature(self.path_of(digest)) for digest in digests}
+        with replacing(self._seals) as temporary:
+            temporary.write_text(json.dumps(known), encoding="utf-8")
+
+
+def facts_from(values: dict[str, Any]) -> VolumeFacts:
+    """Return facts from the dictionary that JSON gives back.
+
+    Raises TypeError, ValueError, LookupError or AttributeError if that is not what was written.
+    """
+    x, y, z = (int(n) for n in values["shape"])
+    facts = VolumeFacts(
+        axes=tuple(int(n) for n in values["axes"]),
+        shape=(x, y, z),
+        num_channels=int(values["num_channels"]),
+        affine=tuple(tuple(float(number) for number in row) for row in values["affine"]),
+        dtype=np.dtype(values["dtype"]).str,
+        has_spacing=bool(values["has_spacing"]),
+        minimum=float(values["minimum"]),
+        maximum=float(values["maximum"]),
+        num_not_finite=int(values["num_not_finite"]),
+        lower=tuple(float(number) for number in values["lower"]),
+        upper=tuple(float(number) for number in values["upper"]),
+        low=float(values["low"]),
+        median=float(values["median"]),
+        high=float(values["high"]),
+        num_values=int(values["num_values"]),
+        is_whole=bool(values["is_whole"]),
+        digest=bytes.fromhex(values["digest"]).hex(),
+    )
+    if [len(row) for row in facts.affine] != [4] * 4 or len(facts.digest) != 64:
+        raise ValueError("an affine or a hash of another size")
+    if not len(facts.lower) == len(facts.upper) == facts.num_channels:
+        raise ValueError("another number of channels")
+    return facts
+
+
+def missing_text(path: Path, name: str, reason: str) -> DataError:
+    """Return the error for a prepared file that went wrong while a run uses it."""
+    return DataError(
+        f"{printable(path)}: the prepared volume of {printable(name)} cannot be used, {reason}; "
+        "run the same command again to prepare it anew"
+    )
+
+
+def _pages(num_bytes: int) -> int:
+    """Round up to whole pages, so that the voxels start at one."""
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def _checksum(voxels: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(voxels).data.cast("B"))

@@ -1,0 +1,129 @@
+"""Reads one volume: measures its intensities, and brings it to the network's grid and range."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data.files.header import Header, Stored
+from data.formats import read_stored, signature
+from data.geometry import geometry_of
+from data.intensity import flat_text, scale_to_network
+from data.ranking import rank
+from settings import DataError
+from settings.data import DataSettings
+from storage.names import printable
+
+
+@dataclass(frozen=True)
+class VolumeFacts:
+    """What reading one whole file found.
+
+    `lower` and `upper` are the ends of each channel's intensity range, `low`, `median` and `high` the 1st, 50th and
+    99th percentile of the first channel. `num_values` is the number of different values of all channels, or 0 if there
+    are many; `is_whole` says whether they are few and whole. `digest` is the hash of the file's bytes.
+    """
+
+    axes: tuple[int, ...]
+    shape: tuple[int, int, int]
+    num_channels: int
+    affine: tuple[tuple[float, ...], ...]
+    dtype: str
+    has_spacing: bool
+    minimum: float
+    maximum: float
+    num_not_finite: int
+    lower: tuple[float, ...]
+    upper: tuple[float, ...]
+    low: float
+    median: float
+    high: float
+    num_values: int
+    is_whole: bool
+    digest: str
+
+    @property
+    def header(self) -> Header:
+        """Return the header of the file."""
+        affine = np.array(self.affine)
+        return Header(self.shape, self.num_channels, affine, self.dtype, self.has_spacing, self.axes)
+
+
+def measure(path: Path, s: DataSettings) -> tuple[Stored, VolumeFacts]:
+    """Read one whole file and measure it; raise DataError, naming it, if it cannot be read."""
+    before = signature(path)
+    stored, header = read_stored(path)
+    digest = content_digest(path)
+    if signature(path) != before:
+        raise DataError(f"{printable(path)}: it changed while it was read; run the same command again")
+    channels = [rank(stored.channel(number)) for number in range(header.num_channels)]
+    num_not_finite = sum(channel.num_not_finite for channel in channels)
+    ends = (s.intensity.lower, s.intensity.upper)
+    is_window = s.intensity.mode == "window"
+    asked = (0.0, 1.0, 50.0, 99.0, 100.0, *(() if is_window else ends))
+    # One call for all of them, because each call may be a pass over the volume.
+    found = [channel.percentiles(asked) if channel.count else [float("nan")] * len(asked) for channel in channels]
+    if num_not_finite:
+        ranges = [(0.0, 0.0)] * len(channels)
+    else:
+        ranges = [ends if is_window else (values[5], values[6]) for values in found]
+    counts = [channel.num_values for channel in channels]
+    known = [values for values, channel in zip(found, channels, strict=True) if channel.count] or found
+    facts = VolumeFacts(
+        axes=header.axes,
+        shape=header.shape,
+        num_channels=header.num_channels,
+        affine=tuple(tuple(row) for row in header.affine.tolist()),
+        dtype=header.dtype,
+        has_spacing=header.has_spacing,
+        minimum=min(values[0] for values in known),
+        maximum=max(values[4] for values in known),
+        num_not_finite=num_not_finite,
+        lower=tuple(low for low, _ in ranges),
+        upper=tuple(high for _, high in ranges),
+        low=found[0][1],
+        median=found[0][2],
+        high=found[0][3],
+        num_values=max(counts) if all(counts) else 0,
+        is_whole=all(channel.is_whole for channel in channels),
+        digest=digest,
+    )
+    return stored, facts
+
+
+def on_grid(stored: Stored, facts: VolumeFacts, s: DataSettings) -> np.ndarray:
+    """Return a measured volume on the network's grid and in its range, as float32 (C, D, H, W)."""
+    geometry = geometry_of(facts.header, s)
+    oriented = geometry.oriented(stored.array)
+
+    def planes(part: slice) -> np.ndarray:
+        values = stored.values(oriented[..., part])
+        for channel, low, high in zip(values, facts.lower, facts.upper, strict=True):
+            scale_to_network(channel, low, high)
+        return values
+
+    return geometry.to_network_grid(facts.num_channels, planes)
+
+
+def unusable(path: Path, facts: VolumeFacts, s: DataSettings) -> str | None:
+    """Return why a measured volume cannot be scaled, or None if it can."""
+    if facts.num_not_finite:
+        return (
+            f"{printable(path)}: {facts.num_not_finite:,} {'voxel is' if facts.num_not_finite == 1 else 'voxels are'} "
+            "NaN or infinite; finite numbers are needed; replace them"
+        )
+    if any(low >= high for low, high in zip(facts.lower, facts.upper, strict=True)):
+        return f"{printable(path)}: {flat_text(facts.lower, facts.upper, s.intensity)}"
+    return None
+
+
+def content_digest(path: Path) -> str:
+    """Return the hash of a file's bytes, which identifies its volume; raise DataError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{printable(path)}: cannot be read ({error.strerror}); check the file") from error

@@ -1,0 +1,224 @@
+"""Prepared volumes equal the ones read anew, are complete after kills, and are noticed when they are damaged."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data import BatchPlan, load_file, load_volume, prepare_volumes, training_batches
+from data.formats import write_nifti
+from data.preparation import checking
+from data.preparation.memory import VolumeMemory
+from data.preparation.store import PreparedFolder
+from settings import ConfigError, DataError, Settings
+from tests.data.small_volumes import AFFINE, build_settings, random_voxels
+
+ROOT = Path(__file__).resolve().parents[2]
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"orientation": "LPS"},
+    {"spacing": [1.5, 1.5, 2.0]},
+    {"voxel_size": [8, 8, 8]},
+    {"resize": "crop_or_pad"},
+    {"intensity": {"mode": "window", "lower": 0.0, "upper": 200.0}},
+]
+
+
+def files_of(settings) -> list[Path]:
+    return sorted(PreparedFolder(settings).folder.glob("*.volume"))
+
+
+@pytest.mark.parametrize("values", WAYS)
+def test_prepared_volume_equals_the_one_that_is_read(folder: Path, values: dict[str, Any]) -> None:
+    settings = build_settings(source=str(folder), **values)
+    volumes = prepare_volumes(settings, seed=0, in_channels=1)
+    for file in (*volumes.train, *volumes.val):
+        kept, read = load_file(file, settings), load_volume(file.path, settings)
+        assert torch.equal(kept.image, read.image)
+        assert (kept.lower, kept.upper, kept.digest) == (read.lower, read.upper, read.digest)
+        np.testing.assert_array_equal(kept.geometry.grid_affine, read.geometry.grid_affine)
+
+
+def test_settings_that_change_the_result_have_a_place_of_their_own() -> None:
+    places = [PreparedFolder(build_settings(**values)).folder for values in WAYS]
+    assert len(set(places)) == len(WAYS)
+    later = {"patch_size": [4, 4, 4], "use_augmentation": True, "num_workers": 3, "val_fraction": 0.5}
+    assert PreparedFolder(build_settings(**later)).folder == places[0]
+
+
+def test_a_volume_is_read_once_for_all_runs_and_a_changed_one_is_prepared_anew(folder: Path) -> None:
+    settings = build_settings(source=str(folder))
+    prepare_volumes(settings, seed=0, in_channels=1)
+    before = {path: path.stat().st_mtime_ns for path in files_of(settings)}
+    assert len(before) == 8
+    write_nifti(folder / "v3.nii.gz", random_voxels(99), AFFINE)
+    volumes = prepare_volumes(settings, seed=5, in_channels=1)
+    after = files_of(settings)
+    assert len(after) == 9
+    assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in before.items())
+    changed = next(file for file in (*volumes.train, *volumes.val) if file.name == "v3.nii.gz")
+    assert torch.equal(load_file(changed, settings).image, load_volume(changed.path, settings).image)
+
+
+def zeroed(content: bytes) -> bytes:
+    return content[:-400] + bytes(400)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        zeroed,
+        lambda content: content[:-1],
+        lambda content: content + b"\0",
+        lambda content: b"",
+        lambda content: b"{}\n" + content[3:],
+        lambda content: content.replace(b'"shape": [1, 12, 10, 8]', b'"shape": [1, 10, 12, 8]', 1),
+        lambda content: content.replace(b'"affine": [[', b'"affine": [["x", ', 1),
+    ],
+)
+def test_damaged_prepared_file_is_noticed_at_the_next_start_and_prepared_anew(
+    folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
+    settings = build_settings(source=str(folder))
+    prepare_volumes(settings, seed=0, in_channels=1)
+    victim = files_of(settings)[2]
+    content = victim.read_bytes()
+    victim.write_bytes(damage(content))
+    prepare_volumes(settings, seed=0, in_channels=1)
+    assert victim.read_bytes() == content
+    assert "it is prepared anew" in caplog.text
+
+
+def test_a_prepared_file_swapped_for_another_is_noticed(folder: Path) -> None:
+    settings = build_settings(source=str(folder))
+    prepare_volumes(settings, seed=0, in_channels=1)
+    one, other = files_of(settings)[:2]
+    content = one.read_bytes()
+    shutil.copy(other, one)
+    prepare_volumes(settings, seed=0, in_channels=1)
+    assert one.read_bytes() == content
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_or_a_missing_prepared_file_stops_the_run_with_words(folder: Path) -> None:
+    settings = build_settings(source=str(folder))
+    volumes = prepare_volumes(settings, seed=0, in_channels=1)
+    steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 100)
+    for path in files_of(settings):
+        path.unlink()
+        os.mkfifo(path)
+    with pytest.raises(DataError, match=r"prepared volume of v\d\.nii\.gz cannot be used, it cannot be read"):
+        list(steps)
+    for path in files_of(settings):
+        path.unlink()
+    with pytest.raises(DataError, match=r"cannot be used, it is missing; run the same command again"):
+        load_file(volumes.val[0], settings)
+
+
+def test_a_disk_without_room_is_said_before_anything_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 5000))
+    monkeypatch.setattr(checking, "measure", None)
+    with pytest.raises(DataError, match=r"preparing 8 volumes needs .* GiB in runs/prepared/.* is free; make room, or"):
+        prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
+
+
+def test_what_will_be_prepared_is_said_with_its_size(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
+    assert "preparing 8 volumes once, in runs/prepared/" in caplog.text
+    caplog.clear()
+    prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
+    assert "preparing" not in caplog.text
+
+
+def test_equal_files_are_prepared_once(folder: Path) -> None:
+    shutil.copy(folder / "v0.nii.gz", folder / "copy.nii.gz")
+    settings = build_settings(source=str(folder))
+    prepare_volumes(settings, seed=0, in_channels=1)
+    assert len(files_of(settings)) == 8
+
+
+PREPARE = """
+import sys, time
+sys.path.insert(0, {root!r})
+from data.preparation import checking
+from data import prepare_volumes
+from settings import DataSettings
+measure, slow = checking.measure, {slow}
+def counted(path, s):
+    time.sleep(slow)
+    with open("read.txt", "a") as file:
+        file.write(path.name + chr(10))
+    return measure(path, s)
+checking.measure = counted
+prepare_volumes(DataSettings(source={source!r}, voxel_size=(12, 10, 8)), 0, 1)
+"""
+
+
+def start_preparing(folder: Path, slow: float) -> subprocess.Popen:
+    code = PREPARE.format(root=str(ROOT), slow=slow, source=str(folder))
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.timeout(300)
+def test_killed_ten_times_while_preparing_it_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
+    for i in range(8, 26):
+        write_nifti(folder / f"v{i}.nii.gz", random_voxels(i), AFFINE)
+    settings = build_settings(source=str(folder))
+    for kill in range(10):
+        process = start_preparing(folder, 0.05)
+        deadline = time.monotonic() + 60
+        while len(files_of(settings)) < 2 * (kill + 1) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert 20 <= len(files_of(settings)) <= 26
+    volumes = prepare_volumes(settings, seed=0, in_channels=1)
+    assert len(files_of(settings)) == 26
+    for file in (*volumes.train, *volumes.val):
+        assert torch.equal(load_file(file, settings).image, load_volume(file.path, settings).image)
+    # Besides what was under way when it was killed, nothing is read twice.
+    assert len((tmp_path / "read.txt").read_text().splitlines()) <= 26 + 10 * len(os.sched_getaffinity(0))
+
+
+@pytest.mark.timeout(120)
+def test_two_processes_prepare_each_volume_once(folder: Path, tmp_path: Path) -> None:
+    processes = [start_preparing(folder, 0.02) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert sorted((tmp_path / "read.txt").read_text().split()) == [f"v{i}.nii.gz" for i in range(8)]
+
+
+def test_older_configs_with_a_cache_rate_keep_their_meaning() -> None:
+    for rate, meaning in ((0, "disk"), (0.0, "disk"), (0.5, "memory"), (1, "memory")):
+        assert Settings.model_validate({"data": {"cache_rate": rate}}).data.prepared == meaning
+    assert Settings.model_validate({"data": {"cache_rate": 1.0, "prepared": "none"}}).data.prepared == "none"
+    with pytest.raises(ValueError, match="cache_rate"):
+        Settings.model_validate({"data": {"cache_rate": 7}})
+
+
+def test_memory_is_shared_with_forked_processes_and_refused_when_too_large() -> None:
+    memory = VolumeMemory(2, (1, 4, 4, 4))
+    arguments = (0, torch.full((1, 4, 4, 4), 3.0), np.array([1.0, 2.0, 3.0]))
+    process = multiprocessing.get_context("fork").Process(target=memory.put, args=arguments)
+    process.start()
+    process.join()
+    found = memory.get(0)
+    assert found is not None
+    assert torch.equal(found[0], torch.full((1, 4, 4, 4), 3.0))
+    assert found[1].tolist() == [1.0, 2.0, 3.0]
+    assert memory.get(1) is None
+    with pytest.raises(ConfigError, match=r"data\.prepared: memory: 1000000 volumes need .* at most \d+ volumes fit"):
+        VolumeMemory(1_000_000, (1, 512, 512, 512))

@@ -1,0 +1,54 @@
+"""Counting gives the ranks and percentiles that sorting gives, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from data.files.header import Stored
+from data.ranking import MOST_VALUES, rank
+
+KINDS = {
+    "float": lambda rng, n: rng.normal(0, 100, n).astype(np.float32),
+    "wide float": lambda rng, n: (rng.normal(0, 1, n) ** 5).astype(np.float64),
+    "half empty": lambda rng, n: np.where(rng.random(n) < 0.5, 0, rng.normal(0, 1e-3, n)).astype(np.float32),
+    "labels": lambda rng, n: rng.integers(0, 3, n).astype(np.float32),
+    "int16": lambda rng, n: rng.integers(-3000, 3000, n).astype(np.int16),
+    "uint8": lambda rng, n: rng.integers(0, 255, n).astype(np.uint8),
+    "big-endian": lambda rng, n: rng.integers(0, 60000, n).astype(">u2"),
+    "int32": lambda rng, n: rng.integers(-(10**8), 10**8, n).astype(np.int32),
+    "bool": lambda rng, n: rng.random(n) < 0.3,
+}
+
+
+@pytest.mark.parametrize("scale", [(1.0, 0.0), (0.37, -12.0), (-2.1, 3.0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_percentiles_equal_those_of_numpy(kind: str, scale: tuple[float, float]) -> None:
+    rng = np.random.default_rng(0)
+    for number in (1, 2, 3, 100, 2500):
+        stored = Stored(KINDS[kind](rng, number).reshape(1, number, 1, 1), *scale)
+        values = stored.values(stored.array)
+        ranking = rank(stored)
+        percents = (0, 0.5, 1, 37.3, 50, 99.5, 100)
+        assert ranking.percentiles(percents) == np.percentile(values, percents).tolist()
+        assert ranking.at([0, number - 1]).tolist() == [values.min(), values.max()]
+        different = np.unique(values)
+        assert ranking.num_values == (len(different) if len(different) <= MOST_VALUES else 0)
+        assert ranking.is_whole == (ranking.num_values > 0 and bool((different == different.round()).all()))
+        assert (ranking.count, ranking.num_not_finite) == (number, 0)
+
+
+def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
+    values = np.array([1, np.nan, np.inf, -np.inf, 2, -5], np.float32).reshape(1, 6, 1, 1)
+    ranking = rank(Stored(values))
+    assert (ranking.count, ranking.num_not_finite) == (3, 3)
+    assert ranking.at([0, 1, 2]).tolist() == [-5, 1, 2]
+    overflowing = rank(Stored(np.array([0, 1, 2], np.int16).reshape(1, 3, 1, 1), slope=3e38))
+    assert (overflowing.count, overflowing.num_not_finite) == (2, 1)
+    assert rank(Stored(np.full((1, 2, 2, 2), np.nan, np.float32))).count == 0
+
+
+def test_channels_that_are_interleaved_are_told_apart() -> None:
+    both = np.arange(24, dtype=np.uint8).reshape((2, 3, 2, 2), order="F")
+    stored = Stored(both)
+    assert [rank(stored.channel(c)).at([0]).item() for c in range(2)] == [0, 1]
