@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 READMES = ("README.md", "README.zh-CN.md")
 BEGIN, END = "<!-- presets: begin (dev/preset_table.py) -->", "<!-- presets: end -->"
 HEADER = re.compile(r"^# Predicted peak: .*$", re.MULTILINE)
+GPU = "RTX 4090"
 COLUMNS = (
     "preset",
     "grid",
@@ -30,6 +31,8 @@ COLUMNS = (
     "batch x accumulation",
     "stage 1 needs",
     "stage 2 needs",
+    "beside the steps",
+    f"hours on {GPU}",
     "memory knobs on",
     "rungs left",
     "as far as the same mathematics goes",
@@ -151,10 +154,26 @@ def _row(preset: Preset) -> list[str]:
         f"{training.batch_size} x {training.gradient_accumulation_steps}",
         _gib(preset.first.required_bytes),
         _gib(preset.second.required_bytes),
+        _beside(preset),
+        _hours(preset),
         _knobs(settings),
         str(preset.rungs_left),
         _gib(preset.floor.required_bytes),
     ]
+
+
+def _beside(preset: Preset) -> str:
+    """Return what validation of both stages, encoding the latents and sampling reserve."""
+    second = preset.second.run_peaks
+    parts = {"validation": preset.first.run_peaks.get("validation"), "encoding": second.get("encoding the latents")}
+    parts["sampling"] = second.get("sampling")
+    return ", ".join(f"{name} {_gib(peak['reserved_bytes'])}" for name, peak in parts.items() if peak is not None)
+
+
+def _hours(preset: Preset) -> str:
+    from memory.kernels.gpus import check_gpu
+
+    return " + ".join(f"{stage.hours(check_gpu(GPU)):.1f}" for stage in (preset.first, preset.second))
 
 
 def _knobs(settings: Settings) -> str:

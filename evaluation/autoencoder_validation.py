@@ -29,14 +29,12 @@ def validate_autoencoder(
     """
     totals = torch.zeros(4, dtype=torch.float64)  # PSNR, SSIM, mean absolute error, number of volumes
     preview = _PreviewOfPairs(step.settings.data, files)
-    network, codec = step.autoencoder.eval(), step.codec
+    network = step.autoencoder.eval()
     with step.average.swapped_in() if step.average is not None else nullcontext():
         for batch in batches:
             image = batch.image.to(step.process.device, non_blocking=True)
-            reconstruction = torch.stack([codec.decode(codec.encode(volume)[0]) for volume in image])
-            error = absolute_error(reconstruction, image)
-            values = [psnr(reconstruction, image), ssim(reconstruction, image), error, torch.ones_like(error)]
-            totals += torch.stack([value.double().sum() for value in values]).cpu()
+            reconstruction, values = reconstruct_and_measure(step, image)
+            totals += values.cpu()
             preview.add(batch, image[0], reconstruction[0])
     network.train()
     psnr_sum, ssim_sum, error_sum, count = step.process.sum(totals).tolist()
@@ -44,6 +42,15 @@ def validate_autoencoder(
         return {}, None
     means = {"val_psnr": psnr_sum / count, "val_ssim": ssim_sum / count, "val_l1": error_sum / count}
     return means, preview.finished()
+
+
+def reconstruct_and_measure(step: AutoencoderStep, image: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the reconstructions of a batch, and its sums of PSNR, SSIM, absolute error and number of volumes."""
+    codec = step.codec
+    reconstruction = torch.stack([codec.decode(codec.encode(volume)[0]) for volume in image])
+    error = absolute_error(reconstruction, image)
+    values = [psnr(reconstruction, image), ssim(reconstruction, image), error, torch.ones_like(error)]
+    return reconstruction, torch.stack([value.double().sum() for value in values])
 
 
 class _PreviewOfPairs:

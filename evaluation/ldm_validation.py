@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from data import to_unit
+from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import predict_padded
 from diffusion.sampling import draw_volumes
@@ -39,25 +41,33 @@ def validate_ldm(
 @torch.no_grad()
 def _held_out_loss(step: LatentDiffusionStep, latents: Latents) -> dict[str, float]:
     totals = torch.zeros(len(NOISE_LEVELS) + 1, dtype=torch.float64)
-    conditioning = step.settings.ldm.conditioning
     for batch in latents.validation_batches(step.codec.encode, step.process):
-        # The mean of the latent distribution, so that the only noise is the fixed noise below.
-        clean = batch.mean.to(step.process.device) * step.latent_scale
-        labels = None if conditioning.type == "none" or batch.labels is None else batch.labels.to(step.process.device)
-        for number, level in enumerate(NOISE_LEVELS):
-            noise = step.noise.normal(f"validation {level}", batch.positions, clean.shape[1:])
-            times = step.noise_process.times(torch.full((1,), level, device=step.process.device))
-            noisy = step.noise_process.add_noise(clean, noise, times)
-            with step.precision.autocast():
-                prediction = predict_padded(step.unet, noisy, times, labels, step.settings.ldm.unet.downsampling)
-            target = step.noise_process.target(clean, noise, times)
-            totals[number] += F.mse_loss(prediction.float(), target).double().cpu()
+        totals[:-1] += held_out_losses(step, batch).cpu()
         totals[-1] += 1
     *losses, count = step.process.sum(totals).tolist()
     if not count:  # a data set of one volume has no held-out volumes
         return {}
     by_level = {f"val_diffusion_{level:g}": loss / count for level, loss in zip(NOISE_LEVELS, losses, strict=True)}
     return {"val_diffusion": sum(by_level.values()) / len(by_level), **by_level}
+
+
+@torch.no_grad()
+def held_out_losses(step: LatentDiffusionStep, batch: LatentBatch) -> Tensor:
+    """Return the diffusion loss of a batch of one latent at each noise level."""
+    conditioning = step.settings.ldm.conditioning
+    # The mean of the latent distribution, so that the only noise is the fixed noise below.
+    clean = batch.mean.to(step.process.device) * step.latent_scale
+    labels = None if conditioning.type == "none" or batch.labels is None else batch.labels.to(step.process.device)
+    losses = []
+    for level in NOISE_LEVELS:
+        noise = step.noise.normal(f"validation {level}", batch.positions, clean.shape[1:])
+        times = step.noise_process.times(torch.full((1,), level, device=step.process.device))
+        noisy = step.noise_process.add_noise(clean, noise, times)
+        with step.precision.autocast():
+            prediction = predict_padded(step.unet, noisy, times, labels, step.settings.ldm.unet.downsampling)
+        target = step.noise_process.target(clean, noise, times)
+        losses.append(F.mse_loss(prediction.float(), target).double())
+    return torch.stack(losses)
 
 
 def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolumes | None = None) -> Preview:

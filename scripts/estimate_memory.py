@@ -1,4 +1,4 @@
-"""Predict the memory of one training step, without a GPU and without running it."""
+"""Predict the memory and the time of a training run, without a GPU and without running it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import add_config, check_output_file, parser, run, write_output
-from settings import load_settings
+from settings import ConfigError, Problem, load_settings
+
+LARGEST_GPUS = 4096
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -22,11 +24,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "python scripts/estimate_memory.py --config configs/high_res.yaml",
             "python scripts/estimate_memory.py --config configs/quality.yaml --stage ldm --json estimate.json",
             "python scripts/estimate_memory.py --config configs/high_res.yaml autoencoder.training.slab_rows=8",
+            'python scripts/estimate_memory.py --config configs/balanced.yaml --gpu "RTX 4090" --gpus 4',
         ],
     )
     add_config(result)
     result.add_argument("--stage", choices=("autoencoder", "ldm"), default="autoencoder", help="default: autoencoder")
     result.add_argument("--json", metavar="FILE", help="also write the prediction as JSON; -: only to standard output")
+    result.add_argument(
+        "--gpu", metavar="NAME", help='for the time, such as "RTX 4090"; default: this machine\'s, or A100'
+    )
+    result.add_argument("--gpus", type=int, default=1, metavar="N", help="how many GPUs train together; default: 1")
     return result.parse_intermixed_args(arguments)
 
 
@@ -34,15 +41,28 @@ def main(options: argparse.Namespace) -> int:
     """Predict the memory and print it."""
     if options.json not in (None, "-"):
         check_output_file(options.json, "--json", [options.config])
+    if not 1 <= options.gpus <= LARGEST_GPUS:
+        problem = Problem("--gpus", f"found {options.gpus}", f"allowed: 1 to {LARGEST_GPUS}", "for example 4")
+        raise ConfigError([problem])
+    from memory.kernels.gpus import chosen_gpu
     from memory.predict import predict
     from memory.predict.text import describe_prediction
     from memory.watch.calibration import corrected
 
     start = time.perf_counter()
     settings = load_settings(options.config, options.overrides, stage=options.stage)
+    gpu = chosen_gpu(options.gpu)
     prediction = corrected(predict(settings, options.stage))
     if options.json is not None:
-        values = {**prediction.to_json(), "seconds": round(time.perf_counter() - start, 2)}
+        values = {
+            **prediction.to_json(),
+            "required_bytes": prediction.needed_bytes(options.gpus),
+            "gpu": gpu.name,
+            "gpus": options.gpus,
+            "seconds_per_step": prediction.seconds_per_step(gpu),
+            "hours": prediction.hours(gpu),
+            "seconds": round(time.perf_counter() - start, 2),
+        }
         text = json.dumps(values, indent=2) + "\n"
         if options.json == "-":
             sys.stdout.write(text)
@@ -50,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
         write_output(options.json, text)
     if not options.quiet:
         print(f"{settings.name}, {options.stage}: one training step\n")
-        print(describe_prediction(prediction))
+        print(describe_prediction(prediction, gpu, options.gpus))
     return 0
 
 

@@ -42,6 +42,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default="lossless-first",
         help="lossless-first (default): first the changes that keep the mathematics; guide: as in the memory guide",
     )
+    result.add_argument(
+        "--gpu", metavar="NAME", help='for the time, such as "RTX 4090"; default: this machine\'s, or A100'
+    )
     result.add_argument("--json", metavar="FILE", help="also write the rungs and the recommendation as JSON")
     result.add_argument("--write-config", metavar="FILE", help="write the recommended config, with reasons as comments")
     result.add_argument("--measure", action="store_true", help="CUDA only: also run a real step of each rung")
@@ -55,13 +58,15 @@ def main(options: argparse.Namespace) -> int:
             check_output_file(path, option, [options.config])
     settings = load_settings(options.config, options.overrides, stage=options.stage)
     _check(options)
+    from memory.kernels.gpus import chosen_gpu
     from memory.ladder.text import config_with_reasons, describe_ladder
     from memory.ladder.walk import walk
     from memory.watch.calibration import corrected
 
     budget_bytes = round(options.budget_gb * GIB)
     with _ProgressBar(options.quiet) as bar:
-        ladder = walk(settings, options.stage, budget_bytes, options.order, bar.advance, corrected)
+        gpu = chosen_gpu(options.gpu)
+        ladder = walk(settings, options.stage, budget_bytes, options.order, bar.advance, corrected, gpu)
         measured = _measure(ladder, bar) if options.measure else None
     if options.json is not None:
         values = ladder.to_json()

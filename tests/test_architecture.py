@@ -16,7 +16,8 @@ ARROWS: list[tuple[str, ...]] = [
     ("models", "losses", "data", "runtime"),
     ("diffusion",),
     ("training",),
-    ("memory", "evaluation"),
+    ("evaluation",),
+    ("memory",),
     ("report",),
     ("benchmarks",),
     ("scripts",),
@@ -31,7 +32,7 @@ MAY_IMPORT = {
     for number, line in enumerate(ARROWS)
     for room in line
 }
-WITHIN = {"memory": ("predict", "ladder", "watch"), "models": ("lean", "", "exchange")}
+WITHIN = {"memory": ("kernels", "predict", "ladder", "watch"), "models": ("lean", "", "exchange")}
 """The same inside two rooms; "" stands for the files at the top of the room."""
 NO_TORCH = ("storage", "settings", "command_line")
 SOURCES = sorted(p for p in (*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py")) if p.relative_to(ROOT).parts[0] != "runs")

@@ -80,7 +80,7 @@ def test_predictions_of_the_documents_are_current():
     with Predictor(2) as predictor:
         asked = [predictor.submit(settings, stage) for _, settings, stage in chosen]
         for (section, settings, stage), answer in zip(chosen, asked, strict=True):
-            found = kept(answer.result().to_json())
+            found = kept(answer.result().to_json(), section)
             wanted = read(section)[question(settings, stage)]
             assert {name: found[name] for name in wanted} == wanted, f"{section}: write the documents again"
 

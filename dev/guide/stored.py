@@ -26,7 +26,14 @@ VALUES = (
     "phase",
     "margin",
     "flops",
+    "workspace_bytes",
+    "traffic_bytes",
+    "kernels",
+    "run_peaks",
+    "max_steps",
 )
+WITH_WORK = ("presets",)
+"""Sections whose documents show times and therefore keep the work of a step, too."""
 Answers = dict[str, dict[str, Any]]
 
 
@@ -43,10 +50,11 @@ def question(settings: Settings, stage: Stage, has_matrix: bool = False) -> str:
     return json.dumps({"stage": stage, **({"attention": "matrix"} if has_matrix else {}), **values}, sort_keys=True)
 
 
-def kept(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept of an answer; of the compute only the sum."""
+def kept(answer: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Return what a section keeps of an answer; of the compute only the sum."""
     flops = answer["flops"]["total"] if isinstance(answer["flops"], Mapping) else answer["flops"]
-    return {name: answer[name] for name in VALUES if name in answer} | {"flops": flops}
+    values = (*VALUES, "work") if section in WITH_WORK else VALUES
+    return {name: answer[name] for name in values if name in answer} | {"flops": flops}
 
 
 def read(section: str) -> Answers:
@@ -62,7 +70,7 @@ def write(section: str, answers: Mapping[str, Mapping[str, Any]]) -> None:
 def updated(section: str, answers: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the file's text with one section replaced, a line for each question and each answer."""
     sections = json.loads(PATH.read_text(encoding="utf-8")) if PATH.is_file() else {}
-    sections[section] = {name: kept(answer) for name, answer in answers.items()}
+    sections[section] = {name: kept(answer, section) for name, answer in answers.items()}
     blocks = [f"{json.dumps(name)}: {_block(sections[name])}" for name in sorted(sections)]
     return "{\n" + ",\n".join(blocks) + "\n}\n"
 

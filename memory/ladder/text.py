@@ -7,7 +7,7 @@ from typing import Any
 from memory.ladder.rungs import Rung
 from memory.ladder.walk import Ladder, PredictedRung
 from memory.predict.prediction import GIB
-from memory.predict.text import gib, table
+from memory.predict.text import dominant_text, gib, hours_text, table
 from settings import dump_yaml, known_keys, look_up
 
 
@@ -18,7 +18,7 @@ def promise(same_mathematics: bool) -> str:
 
 def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> str:
     """Return a table of the rungs, then which one to take; `measured` maps rung names to reserved bytes."""
-    head = ["rung", "promise", "allocated", "needed", "host", "compute", "fits"]
+    head = ["rung", "promise", "allocated", "needed", "host", "moved", "time", "fits"]
     rows = [head + (["measured"] if measured is not None else [])]
     for predicted in ladder.rungs:
         rung, prediction = predicted.rung, predicted.prediction
@@ -28,14 +28,23 @@ def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> s
             gib(prediction.peak_allocated_bytes),
             gib(prediction.required_bytes),
             gib(prediction.host_bytes),
-            f"{predicted.relative_flops:.2f}x",
+            f"{prediction.traffic_bytes / GIB:.0f} GiB",
+            hours_text(prediction.hours(predicted.gpu)),
             _fits(predicted, ladder.budget_bytes),
         ]
         if measured is not None:
             row.append(gib(measured[rung.name]) if rung.name in measured else "failed")
         rows.append(row)
-    parts = [table(rows, right=(2, 3, 4, 5)), *_without_effect(ladder), _verdict(ladder)]
+    parts = [table(rows, right=(2, 3, 4, 5, 6)), _time_note(ladder), *_without_effect(ladder), _verdict(ladder)]
     return "\n\n".join(parts)
+
+
+def _time_note(ladder: Ladder) -> str:
+    given = ladder.rungs[0].prediction
+    return (
+        f"Time: the least for {given.max_steps:,} updates on {ladder.gpu.name}, from bytes moved and operations."
+        + dominant_text(given, ladder.gpu)
+    )
 
 
 def _without_effect(ladder: Ladder) -> list[str]:
@@ -97,7 +106,7 @@ def config_with_reasons(ladder: Ladder, source: str) -> str:
     lines = [
         f"{source} changed to fit {budget:g} GiB: rung '{chosen.rung.name}' of the {ladder.order} order.",
         f"Predicted for {ladder.stage}: {peak:.2f} GiB with the CUDA context, peak in {chosen.prediction.phase};",
-        f"as configured {given.prediction.required_bytes / GIB:.2f} GiB. Compute: {chosen.relative_flops:.2f} times.",
+        f"as configured {given.prediction.required_bytes / GIB:.2f} GiB. Time: {_times(chosen, given):.2f} times.",
     ]
     fields = dict(known_keys())
     for key, value in chosen.rung.all_changes.items():
@@ -108,6 +117,10 @@ def config_with_reasons(ladder: Ladder, source: str) -> str:
     if not chosen.rung.all_changes:
         lines.append("Nothing had to change.")
     return "".join(f"# {line}\n" for line in lines) + "\n" + dump_yaml(chosen.rung.settings)
+
+
+def _times(chosen: PredictedRung, given: PredictedRung) -> float:
+    return chosen.seconds / given.seconds if given.seconds else 1.0
 
 
 def _plain(value: Any) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from memory.kernels.gpus import Gpu, chosen_gpu
 from memory.ladder.rungs import Order, Rung, build_rungs
 from memory.predict.prediction import Prediction, Predictor, Stage
 from settings import Settings, look_up
@@ -24,12 +25,16 @@ class PredictedRung:
     prediction: Prediction
     fits: bool
     relative_flops: float
+    gpu: Gpu
+
+    @property
+    def seconds(self) -> float:
+        """Return the least time of an update."""
+        return self.prediction.seconds_per_step(self.gpu)
 
     @property
     def margin_bytes(self) -> int:
-        """Return by how much steps of this tier may exceed their prediction; 0 if a measurement has corrected it."""
-        if self.prediction.correction_source:
-            return 0
+        """Return by how much steps of this tier may exceed their prediction."""
         return round(self.prediction.margin * self.prediction.peak_reserved_bytes)
 
     def fits_with_margin(self, budget_bytes: int) -> bool:
@@ -52,6 +57,9 @@ class PredictedRung:
             "phase": self.prediction.phase,
             "flops": self.prediction.flops["total"],
             "relative_flops": round(self.relative_flops, 3),
+            "traffic_bytes": self.prediction.traffic_bytes,
+            "seconds_per_step": self.seconds,
+            "hours": self.prediction.hours(self.gpu),
             "margin": self.prediction.margin,
             "fits": self.fits,
         }
@@ -65,6 +73,7 @@ class Ladder:
     order: Order
     budget_bytes: int
     rungs: tuple[PredictedRung, ...]
+    gpu: Gpu
 
     @property
     def first(self) -> PredictedRung | None:
@@ -73,14 +82,14 @@ class Ladder:
 
     @property
     def fastest(self) -> PredictedRung | None:
-        """Return the rung that fits with the least compute; prefer those with the same mathematics."""
-        return _least_compute([rung for rung in self.rungs if rung.fits])
+        """Return the rung that fits and takes the least time; prefer those with the same mathematics."""
+        return _least_time([rung for rung in self.rungs if rung.fits])
 
     @property
     def recommended(self) -> PredictedRung | None:
         """Return the fastest rung that fits with its margin, else the fastest that fits; `--write-config` writes it."""
         roomy = [row for row in self.rungs if row.fits_with_margin(self.budget_bytes) and row.rung.same_mathematics]
-        return _least_compute(roomy) or self.fastest
+        return _least_time(roomy) or self.fastest
 
     @property
     def without_effect(self) -> list[PredictedRung]:
@@ -102,6 +111,7 @@ class Ladder:
             "stage": self.stage,
             "order": self.order,
             "budget_bytes": self.budget_bytes,
+            "gpu": self.gpu.name,
             "rungs": [rung.to_json() for rung in self.rungs],
             "first": self.first.rung.name if self.first else None,
             "fastest": self.fastest.rung.name if self.fastest else None,
@@ -109,8 +119,8 @@ class Ladder:
         }
 
 
-def _least_compute(rungs: list[PredictedRung]) -> PredictedRung | None:
-    return min(rungs, key=lambda rung: (not rung.rung.same_mathematics, rung.relative_flops), default=None)
+def _least_time(rungs: list[PredictedRung]) -> PredictedRung | None:
+    return min(rungs, key=lambda rung: (not rung.rung.same_mathematics, rung.seconds), default=None)
 
 
 def walk(
@@ -120,12 +130,14 @@ def walk(
     order: Order = "lossless-first",
     progress: Progress | None = None,
     correct: Callable[[Prediction], Prediction] = lambda prediction: prediction,
+    gpu: Gpu | None = None,
 ) -> Ladder:
     """Predict the rungs, two at a time, until the remaining ones cannot change the choice.
 
     Thinner slabs are skipped once thicker ones fit, and changes to the mathematics once any rung fits without one.
-    correct: scales a prediction by earlier measurements on this machine.
+    correct: scales a prediction by earlier measurements on this machine. gpu: the card whose time counts.
     """
+    card = gpu or chosen_gpu(None)
     rungs = build_rungs(settings, stage, order)
     predicted: list[PredictedRung] = []
     waiting: list[tuple[Rung, Future[Prediction]]] = []
@@ -135,7 +147,7 @@ def walk(
         prediction = correct(future.result())
         base = predicted[0].prediction if predicted else prediction
         relative = prediction.flops["total"] / max(1, base.flops["total"])
-        predicted.append(PredictedRung(rung, prediction, prediction.fits(budget_bytes), relative))
+        predicted.append(PredictedRung(rung, prediction, prediction.fits(budget_bytes), relative, card))
         if progress is not None:
             progress(len(predicted), len(rungs), rung.name)
 
@@ -146,7 +158,7 @@ def walk(
                 collect()
         while waiting:
             collect()
-    return Ladder(stage, order, budget_bytes, tuple(predicted))
+    return Ladder(stage, order, budget_bytes, tuple(predicted), card)
 
 
 def _still_wanted(rungs: list[Rung], predicted: list[PredictedRung], order: Order) -> Iterator[Rung]:

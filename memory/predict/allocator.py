@@ -6,7 +6,9 @@ Reserved memory is what `nvidia-smi` shows and what has to fit a budget.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,6 +26,28 @@ LARGE_ROUNDING = 2 * MIB
 def round_up(nbytes: int, unit: int) -> int:
     """Return `nbytes` rounded up to a multiple of `unit`."""
     return -(-nbytes // unit) * unit
+
+
+@dataclass(frozen=True)
+class AllocatorLimits:
+    """What `PYTORCH_CUDA_ALLOC_CONF` says; `max_split_bytes` protects large blocks from being split."""
+
+    expandable_segments: bool = False
+    max_split_bytes: float = math.inf
+
+    @classmethod
+    def parse(cls, text: str) -> AllocatorLimits:
+        """Read the value of `device.allocator`."""
+        options = dict(part.split(":", 1) for part in text.replace(" ", "").split(",") if ":" in part)
+        split = options.get("max_split_size_mb")
+        is_expandable = options.get("expandable_segments", "").lower() == "true"
+        return cls(is_expandable, int(split) * MIB if split and split.isdigit() else math.inf)
+
+    def allow(self, size: int, block_size: int) -> bool:
+        """Return whether a request may take a free block: none below the limit takes one above it, none wastes much."""
+        if size < self.max_split_bytes:
+            return block_size < self.max_split_bytes
+        return block_size < size + LARGE_SEGMENT
 
 
 @dataclass(slots=True, eq=False)
@@ -51,16 +75,20 @@ class _Pool:
         block.is_free = False
         del self.free[bisect_left(self.free, (block.size, block.number))]
 
-    def best_fit(self, size: int) -> _Block | None:
+    def best_fit(self, size: int, limits: AllocatorLimits) -> _Block | None:
         position = bisect_left(self.free, (size,))
-        return self.free[position][2] if position < len(self.free) else None
+        found = self.free[position][2] if position < len(self.free) else None
+        if found is not None and found is self.last and position + 1 < len(self.free):
+            # The block at the end of an expandable segment counts as all that the segment can still become.
+            found = self.free[position + 1][2]
+        return found if found is not None and limits.allow(size, found.size) else None
 
 
 class CachingAllocator:
     """A caching allocator that only counts: `allocated` bytes in use after rounding, `reserved` bytes of segments."""
 
-    def __init__(self, expandable_segments: bool = False) -> None:
-        self.expandable_segments = expandable_segments
+    def __init__(self, limits: AllocatorLimits) -> None:
+        self.limits, self.expandable_segments = limits, limits.expandable_segments
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._pools = {True: _Pool(is_small=True), False: _Pool(is_small=False)}
         self._numbers = count()
@@ -71,7 +99,7 @@ class CachingAllocator:
             return None
         size = round_up(nbytes, ALIGNMENT)
         pool = self._pools[size <= SMALL_REQUEST]
-        block = pool.best_fit(size)
+        block = pool.best_fit(size, self.limits)
         if block is not None:
             pool.remove(block)
         else:
@@ -125,7 +153,10 @@ class CachingAllocator:
 
     def _split(self, pool: _Pool, block: _Block, size: int) -> None:
         rest = block.size - size
-        is_worth_it = rest >= ALIGNMENT if pool.is_small or self.expandable_segments else rest > SMALL_REQUEST
+        if pool.is_small or self.expandable_segments:
+            is_worth_it = rest >= ALIGNMENT
+        else:
+            is_worth_it = rest > SMALL_REQUEST and size < self.limits.max_split_bytes
         if not is_worth_it:
             return
         remainder = _Block(rest, next(self._numbers), before=block, after=block.after)
@@ -146,12 +177,33 @@ class CachingAllocator:
         return first
 
 
-def replay(trace: Iterable[int], sizes: Sequence[int], expandable_segments: bool) -> CachingAllocator:
+class PinnedAllocator:
+    """Pinned host memory as torch hands it out: blocks of powers of two, kept for the next request of their size."""
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._free: Counter[int] = Counter()
+
+    def allocate(self, nbytes: int) -> int:
+        """Return the size of the block for `nbytes`."""
+        size = 1 << max(0, nbytes - 1).bit_length()
+        if self._free[size]:
+            self._free[size] -= 1
+        else:
+            self.reserved += size
+        return size
+
+    def release(self, size: int) -> None:
+        """Keep a block for later."""
+        self._free[size] += 1
+
+
+def replay(trace: Iterable[int], sizes: Sequence[int], limits: AllocatorLimits) -> CachingAllocator:
     """Run a trace through the allocator and return the allocator.
 
     trace: an allocation is its index into `sizes`, a release the complement of that index; sizes of 0 are skipped.
     """
-    allocator = CachingAllocator(expandable_segments)
+    allocator = CachingAllocator(limits)
     blocks: dict[int, _Block | None] = {}
     for event in trace:
         if event >= 0:
@@ -159,3 +211,15 @@ def replay(trace: Iterable[int], sizes: Sequence[int], expandable_segments: bool
         else:
             allocator.release(blocks.pop(~event), sizes[~event])
     return allocator
+
+
+def replay_pinned(trace: Iterable[int], sizes: Sequence[int]) -> int:
+    """Run a trace through the allocator of pinned memory and return the bytes that it takes from the host."""
+    allocator = PinnedAllocator()
+    blocks: dict[int, int] = {}
+    for event in trace:
+        if event >= 0 and sizes[event]:
+            blocks[event] = allocator.allocate(sizes[event])
+        elif event < 0 and ~event in blocks:
+            allocator.release(blocks.pop(~event))
+    return allocator.reserved

@@ -23,7 +23,6 @@ def emulated(fake: bool = True, cuda: bool = True) -> Iterator[FakeTensorMode | 
         mode = None
         if fake:
             mode = stack.enter_context(FakeTensorMode())
-            mode.cache_enabled = False  # `FakeShortcuts` caches the same results at a tenth of the cost
         if cuda:
             stack.enter_context(cuda_autocast_rules())
         yield mode

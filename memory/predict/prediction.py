@@ -12,11 +12,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
+from memory.kernels.gpus import Gpu
+from memory.kernels.timing import Dominant, WorkPart, dominant_part, least_seconds
 from settings import Settings
 
 Stage = Literal["autoencoder", "ldm"]
@@ -25,10 +27,17 @@ CONTEXT_BYTES = GIB // 2
 """Assumed size of the CUDA context and its libraries, which the allocator does not count: 0.3 to 0.6 GiB by GPU and
 driver."""
 
-NOT_PREDICTED = ("convolution workspaces", "the CUDA context (0.5 GiB is assumed)", "other programs on the GPU")
+NOT_PREDICTED = (
+    "workspaces of fp32 convolutions",
+    "the CUDA context (0.5 GiB is assumed)",
+    "other programs on the GPU",
+)
 MARGINS = {"stock": 0.10, "plain": 0.10, "checkpointed": 0.20, "offload": 0.30, "slabs": 0.30}
-"""By how much a real step may exceed its prediction, by tier. The leaner a step, the larger the share of convolution
-workspaces. Taken from real CPU steps; the first measured step on a machine replaces it."""
+"""By how much a real step may exceed its prediction, by tier: the leaner a step, the more it matters what kernels take
+for themselves. Taken from real CPU steps; it shrinks with every full step measured on a machine."""
+TRAINING_STEP = "training step"
+NCCL_BYTES = GIB // 4
+"""Assumed for NCCL's own buffers, which no machine without GPUs can show."""
 
 
 class PredictionError(RuntimeError):
@@ -55,15 +64,56 @@ class Prediction:
     attention: list[dict[str, Any]]
     margin: float
     seconds: float
+    workspace_bytes: int = 0
+    traffic_bytes: int = 0
+    kernels: int = 0
+    work: list[dict[str, Any]] = field(default_factory=list)
+    run_peaks: dict[str, dict[str, int]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    max_steps: int = 0
+    bucket_bytes: int = 0
+    config: str = ""
+    time_correction: float = 1.0
     correction: float = 1.0
     correction_source: str = ""
     context_bytes: int = CONTEXT_BYTES
     not_predicted: Sequence[str] = field(default=NOT_PREDICTED)
 
     @property
+    def needing_phase(self) -> str:
+        """Return the part of the run that needs the most memory: the training step, or what runs beside it."""
+        others = {name: peak["reserved_bytes"] for name, peak in self.run_peaks.items()}
+        return max({TRAINING_STEP: self.peak_reserved_bytes, **others}.items(), key=lambda item: item[1])[0]
+
+    @property
     def required_bytes(self) -> int:
-        """Return the memory a device must have: the reserved peak, corrected by measurements, plus the context."""
-        return round(self.peak_reserved_bytes * self.correction) + self.context_bytes
+        """Return the memory a device must have for the whole run: its largest reserved peak, and the context.
+
+        Measurements correct the training step only.
+        """
+        peaks = [peak["reserved_bytes"] for peak in self.run_peaks.values()]
+        return max(round(self.peak_reserved_bytes * self.correction), *peaks, 0) + self.context_bytes
+
+    def needed_bytes(self, num_gpus: int) -> int:
+        """Return the memory that each of `num_gpus` devices must have."""
+        return self.required_bytes + (self.bucket_bytes + NCCL_BYTES if num_gpus > 1 else 0)
+
+    @property
+    def work_parts(self) -> list[WorkPart]:
+        """Return the work of one update."""
+        return [WorkPart(**part) for part in self.work]
+
+    def seconds_per_step(self, gpu: Gpu) -> float:
+        """Return the least time of an update on a GPU, or what measured steps make of it."""
+        return least_seconds(self.work_parts, gpu) * self.time_correction
+
+    def hours(self, gpu: Gpu) -> float:
+        """Return the least time of all updates on a GPU."""
+        return self.seconds_per_step(gpu) * self.max_steps / 3600
+
+    def dominant(self, gpu: Gpu) -> Dominant | None:
+        """Return what takes most of an update's time on a GPU."""
+        return dominant_part(self.work_parts, gpu)
 
     def fits(self, budget_bytes: float) -> bool:
         """Return whether the step fits into `budget_bytes`, ignoring the margin."""
@@ -71,12 +121,14 @@ class Prediction:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""
-        return {**asdict(self), "not_predicted": list(self.not_predicted), "required_bytes": self.required_bytes}
+        derived = {"required_bytes": self.required_bytes, "needing_phase": self.needing_phase}
+        return {**asdict(self), "not_predicted": list(self.not_predicted), **derived}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Prediction:
         """Return the prediction that `to_json` wrote."""
-        return cls(**{name: value for name, value in values.items() if name != "required_bytes"})
+        known = {known.name for known in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
 
     def corrected(self, factor: float, source: str) -> Prediction:
         """Return the prediction scaled by a factor measured on this machine."""

@@ -1,25 +1,35 @@
 """Run the real training step under the tracker and summarise its peak."""
 
+from __future__ import annotations
+
+import hashlib
+import json
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memory.predict.allocator import replay
+from memory.kernels.timing import WorkPart
+from memory.predict.allocator import AllocatorLimits, replay, replay_pinned
 from memory.predict.emulation import emulated, tracked
-from memory.predict.fake_shortcuts import CPU
+from memory.predict.known_results import CPU
 from memory.predict.prediction import MARGINS, Prediction, Stage, tier_of
-from memory.predict.tracker import Allocation, MemoryTracker
+from memory.predict.run import VALIDATION, other_programs, peaks, run_validation
+from memory.predict.tracker import WORKSPACE, Allocation, Flops, MemoryTracker, Work, WorkKey
 from runtime.processes import Process
 from settings import Settings
 
 NUM_LARGEST = 12
 MAX_KERNEL_VOXELS = 64  # tells volumes from 16-bit copies of convolution weights, which have five axes too
-CATEGORIES = ("parameters", "gradients", "optimizer", "ema", "inputs")
+CATEGORIES = (
+    *("parameters", "gradients", "optimizer", "ema", "inputs"),
+    *("convolution workspaces", "library workspaces"),
+)
 
 
 def build_step(settings: Settings, stage: Stage, device: torch.device = CPU) -> Any:
@@ -41,8 +51,9 @@ def track_step(
     fake: bool = True,
     cuda: bool = True,
     build: Callable[[Settings, Stage], Any] = build_step,
+    after: Callable[[Any, MemoryTracker], None] | None = None,
 ) -> MemoryTracker:
-    """Run the micro-batch that needs the most memory and return its tracker.
+    """Run the micro-batch that needs the most memory and return its tracker; then call `after` with the step, if given.
 
     The optimizer states exist, the adversarial term is active and, with accumulation, the gradients of earlier
     micro-batches exist too. So this peak is the peak of the whole training. With fake=False, run on real CPU tensors.
@@ -64,34 +75,86 @@ def track_step(
             tracker.adopt(_tensors(_fields(batch)), "inputs")
             tracker.reset()
             step([batch], fullest_step(settings, stage))
+            if after is not None:
+                del batch
+                after(step, tracker)
     return tracker
 
 
-def predict_step(settings: Settings, stage: Stage) -> Prediction:
-    """Predict in this process; use `memory.predict.predict` to do it in a worker."""
+@dataclass(frozen=True)
+class _StepEnd:
+    """What the tracker had counted when the step was over and validation began."""
+
+    events: int
+    allocated: int
+    host: int
+    phase_peaks: dict[str, int]
+    alive: list[Allocation]
+    flops: Flops
+    work: dict[WorkKey, Work]
+
+    @classmethod
+    def of(cls, tracker: MemoryTracker) -> _StepEnd:
+        """Copy the counts."""
+        return cls(
+            len(tracker.trace),
+            tracker.peak["device"],
+            tracker.peak["host"],
+            dict(tracker.phase_peaks),
+            tracker.alive_at_peak(),
+            tracker.flops,
+            tracker.work,
+        )
+
+
+def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Prediction:
+    """Predict in this process; use `memory.predict.predict` to do it in a worker.
+
+    whole_run: also what validation and the programs around training need.
+    """
     start = time.perf_counter()
     is_cuda = settings.device.type != "cpu"
-    tracker = track_step(settings, stage, cuda=is_cuda)
-    sizes = [record.nbytes if record.place == "device" else 0 for record in tracker.allocations]
-    plain, expandable = (replay(tracker.trace, sizes, expandable_segments=flag).peak_reserved for flag in (False, True))
-    uses_expandable = "expandable_segments:True" in settings.device.allocator
-    reserved = expandable if uses_expandable else plain
-    alive = tracker.alive_at_peak()
+    ends: list[_StepEnd] = []
+
+    def after(step: Any, tracker: MemoryTracker) -> None:
+        ends.append(_StepEnd.of(tracker))
+        tracker.reset()
+        if whole_run:
+            run_validation(step, settings, stage)
+
+    tracker = track_step(settings, stage, cuda=is_cuda, after=after)
+    end, limits = ends[0], AllocatorLimits.parse(settings.device.allocator)
+    run_peaks = {}
+    if whole_run:
+        run_peaks = {VALIDATION: peaks(tracker, limits, is_cuda)}
+        run_peaks |= {
+            name: peaks(t, limits, is_cuda) for name, t in other_programs(_on_cpu(settings), stage, is_cuda).items()
+        }
+    on_device = [record.nbytes if record.place == "device" else 0 for record in tracker.allocations]
+    on_host = [record.nbytes if record.place == "host" else 0 for record in tracker.allocations]
+    trace = tracker.trace[: end.events]
+    reserved = {
+        name: replay(trace, on_device, chosen).peak_reserved
+        for name, chosen in (
+            ("chosen", limits),
+            ("default", AllocatorLimits()),
+            ("expandable", AllocatorLimits(expandable_segments=True)),
+        )
+    }
     grid = settings.training_grid if stage == "autoencoder" else settings.latent_shape[1:]
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
     updates = training.gradient_accumulation_steps
-    flops = tracker.flops
-    tier = tier_of(settings, stage)
+    tier, flops, alive = tier_of(settings, stage), end.flops, end.alive
     return Prediction(
         stage=stage,
         tier=tier,
-        peak_allocated_bytes=tracker.peak["device"],
-        peak_reserved_bytes=reserved if is_cuda else tracker.peak["device"],
-        peak_reserved_default_bytes=plain,
-        peak_reserved_expandable_bytes=expandable,
-        host_bytes=tracker.peak["host"],
-        phase=max(tracker.phase_peaks, key=lambda name: tracker.phase_peaks[name]),
-        phase_peaks=tracker.phase_peaks,
+        peak_allocated_bytes=end.allocated,
+        peak_reserved_bytes=reserved["chosen"] if is_cuda else end.allocated,
+        peak_reserved_default_bytes=reserved["default"],
+        peak_reserved_expandable_bytes=reserved["expandable"],
+        host_bytes=replay_pinned(trace, on_host) if is_cuda else end.host,
+        phase=max(end.phase_peaks, key=lambda name: end.phase_peaks[name]),
+        phase_peaks=end.phase_peaks | {name: peak["allocated_bytes"] for name, peak in run_peaks.items()},
         breakdown=_breakdown(alive),
         activations=_by_module_and_level(alive, grid),
         largest=[_describe(record) for record in sorted(alive, key=lambda record: -record.nbytes)[:NUM_LARGEST]],
@@ -105,8 +168,60 @@ def predict_step(settings: Settings, stage: Stage) -> Prediction:
         attention=attention_growth(settings, stage),
         margin=MARGINS[tier],
         seconds=round(time.perf_counter() - start, 2),
+        workspace_bytes=tracker.workspace,
+        traffic_bytes=sum(work.nbytes for key, work in end.work.items() if key[2] != WORKSPACE) * updates,
+        kernels=sum(work.kernels for work in end.work.values()) * updates,
+        work=[part.to_json() for part in _work_parts(end.work, grid, updates)],
+        run_peaks=run_peaks,
+        warnings=_warnings(tracker),
+        max_steps=training.max_steps,
+        bucket_bytes=_bucket_bytes(end.alive),
+        config=fingerprint(settings, stage),
         context_bytes=Prediction.context_bytes if is_cuda else 0,
     )
+
+
+def fingerprint(settings: Settings, stage: Stage) -> str:
+    """Return a short name of everything that decides what a step of this config needs."""
+    values = settings.model_dump(mode="json", exclude={"name", "seed"})
+    data = {name: values["data"][name] for name in ("voxel_size", "patch_size")}
+    parts = [stage, data, values["autoencoder"], values["ldm"] if stage == "ldm" else None, values["device"]]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _bucket_bytes(alive: list[Allocation]) -> int:
+    """Return what the buckets of several processes add: room for all gradients; those at the peak live in them."""
+    parameters = sum(record.nbytes for record in alive if record.category == "parameters")
+    gradients = sum(record.nbytes for record in alive if record.category == "gradients")
+    return max(0, parameters - gradients)
+
+
+def _work_parts(work: dict[WorkKey, Work], grid: tuple[int, ...], updates: int) -> list[WorkPart]:
+    """Return the work of one update by kind, level and precision."""
+    sums: dict[tuple[str, int | None, bool], Work] = {}
+    for (kind, shape, dtype), done in work.items():
+        total = sums.setdefault((kind, level_of(shape, grid), dtype in ("torch.bfloat16", "torch.float16")), Work())
+        total.nbytes += done.nbytes * updates
+        total.flops += done.flops * updates
+        total.kernels += done.kernels * updates
+    return [WorkPart(*key, total.nbytes, total.flops, total.kernels) for key, total in sums.items()]
+
+
+def _warnings(tracker: MemoryTracker) -> list[str]:
+    """Return what a config crosses, or nearly crosses, that makes convolutions many times larger."""
+    way_out = "use slabs (autoencoder.training.slab_rows), patches (data.patch_size) or a smaller grid"
+    texts = []
+    if tracker.unfolded[True]:
+        texts.append(
+            f"cuDNN {tracker.cudnn} does not compute these convolutions; torch unfolds them into copies of up to "
+            f"{tracker.unfolded[True] / 2**30:.1f} GiB; {way_out}, device.memory_format=channels_last, or another cuDNN"
+        )
+    if tracker.unfolded[False]:
+        texts.append(
+            "a sample has 2^31 elements or more; with a cuDNN before 9.3 torch would unfold it into a copy of "
+            f"{tracker.unfolded[False] / 2**30:.1f} GiB; {way_out}"
+        )
+    return texts
 
 
 def attention_growth(settings: Settings, stage: Stage) -> list[dict[str, Any]]:

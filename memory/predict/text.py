@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from memory.predict.prediction import GIB, Prediction
+from memory.kernels.gpus import Gpu
+from memory.predict.prediction import GIB, NCCL_BYTES, Prediction
 
 
 def gib(nbytes: float) -> str:
@@ -23,25 +24,76 @@ def table(rows: list[list[str]], right: tuple[int, ...] = ()) -> str:
     return "\n".join([line(rows[0]), "  ".join("-" * width for width in widths), *map(line, rows[1:])])
 
 
-def describe_prediction(prediction: Prediction) -> str:
-    """Return the whole prediction as tables."""
-    return "\n\n".join(
-        [_totals(prediction), _breakdown(prediction), _largest(prediction), _compute(prediction), _notes(prediction)]
+def describe_prediction(prediction: Prediction, gpu: Gpu, num_gpus: int = 1) -> str:
+    """Return the whole prediction as tables; times are for `num_gpus` of `gpu`."""
+    parts = [
+        _totals(prediction, num_gpus),
+        _breakdown(prediction),
+        _largest(prediction),
+        _compute(prediction),
+        describe_time(prediction, gpu, num_gpus),
+        *(f"Warning: {text}." for text in prediction.warnings),
+        _notes(prediction),
+    ]
+    return "\n\n".join(parts)
+
+
+def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1) -> str:
+    """Return how long an update and all updates take at least, and what takes most of it."""
+    seconds = p.seconds_per_step(gpu)
+    cards = gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}"
+    text = (
+        f"Time on {cards}: at least {seconds:.3g} s an update, {hours_text(p.hours(gpu))} for {p.max_steps:,} updates "
+        f"({p.traffic_bytes / GIB:,.1f} GiB moved by {p.kernels:,} kernels; bandwidth and half the peak: {gpu.source})."
     )
+    if num_gpus > 1:
+        text += f" Each update sees {num_gpus} times as many volumes; exchanging gradients is not in the time."
+    if p.time_correction != 1.0:
+        text += f" Corrected by measured steps: {p.time_correction:.2f} times."
+    return text + dominant_text(p, gpu)
 
 
-def _totals(p: Prediction) -> str:
+def dominant_text(p: Prediction, gpu: Gpu) -> str:
+    """Return a sentence about what takes most of the time; empty if nothing takes more than half."""
+    dominant = p.dominant(gpu)
+    if dominant is None or dominant.share < 0.5:
+        return ""
+    text = f" {dominant.share:.0%} of it is {dominant.place}"
+    if dominant.kind == "attention" and dominant.level is not None:
+        section = "autoencoder" if p.stage == "autoencoder" else "ldm.unet"
+        text += (
+            f"; {section}.attention_levels without level {dominant.level} makes the update "
+            f"{dominant.times_cheaper:.1f} times cheaper, which is different mathematics"
+        )
+    return text + "."
+
+
+def hours_text(hours: float) -> str:
+    """Return a duration as people say it."""
+    if hours >= 48:
+        return f"{hours / 24:.1f} days"
+    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
+
+
+def _totals(p: Prediction, num_gpus: int) -> str:
     rows = [
         ["peak", "", ""],
         ["allocated by tensors", gib(p.peak_allocated_bytes), f"in: {p.phase}"],
         ["reserved, default allocator", gib(p.peak_reserved_default_bytes), ""],
         ["reserved, expandable segments", gib(p.peak_reserved_expandable_bytes), ""],
+        *([name, gib(peak["reserved_bytes"]), "reserved"] for name, peak in p.run_peaks.items()),
         ["CUDA context (assumed)", gib(p.context_bytes), ""],
-        ["needed on the device", gib(p.required_bytes), f"margin of this tier ({p.tier}): +{p.margin:.0%}"],
-        ["host memory for offload", gib(p.host_bytes), ""],
     ]
+    if num_gpus > 1:
+        rows.append(["gradient buckets", gib(p.bucket_bytes), "on each GPU"])
+        rows.append(["NCCL (assumed)", gib(NCCL_BYTES), "on each GPU"])
     if p.correction != 1.0:
-        rows.insert(6, ["corrected by measurement", f"x {p.correction:.2f}", p.correction_source])
+        rows.append(["corrected by measurement", f"x {p.correction:.2f}", p.correction_source])
+    margin = f"most in: {p.needing_phase}; margin of this tier ({p.tier}): +{p.margin:.0%}"
+    rows.append(
+        ["needed on the device" if num_gpus == 1 else "needed on each GPU", gib(p.needed_bytes(num_gpus)), margin]
+    )
+    rows.append(["host memory for offload", gib(p.host_bytes), "pinned, in blocks of powers of two"])
     return table(rows, right=(1,))
 
 

@@ -20,12 +20,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from memory.predict.fake_shortcuts import CPU, FakeShortcuts
-from memory.predict.flops import count_flops
+from memory.kernels import operators
+from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version
+from memory.kernels.flops import count_flops
+from memory.predict.known_results import CPU, KnownResults
 from runtime.phases import current_phase
 
 Place = Literal["device", "host"]
 aten = torch.ops.aten
+
+WORKSPACE = "workspace"  # where a tensor has its dtype
+CUBLAS_WORKSPACE_BYTES = 32 << 20
+"""Allocated by the first matrix product of the thread that runs forward, and again by the one that runs backward, and
+kept. MONAI asks for this size by setting CUBLAS_WORKSPACE_CONFIG."""
 
 
 @dataclass(slots=True)
@@ -40,8 +47,21 @@ class Allocation:
     module: str
     in_backward: bool
     place: Place
-    category: str = ""  # parameters, gradients, optimizer, ema or inputs; "" for temporary tensors of the step
+    category: str = ""  # parameters, gradients, optimizer, ema, inputs or workspaces; "" for tensors of the step
     released: bool = False
+
+
+@dataclass(slots=True)
+class Work:
+    """What the kernels of one kind did on tensors of one shape: bytes moved, FLOPs and calls."""
+
+    nbytes: int = 0
+    flops: int = 0
+    kernels: int = 0
+
+
+WorkKey = tuple[str, tuple[int, ...], str]
+"""The kind of an operator, and the shape and dtype of its first tensor."""
 
 
 @dataclass(slots=True)
@@ -67,10 +87,11 @@ class MemoryTracker(TorchDispatchMode):
     created earlier to `adopt`; otherwise they are not counted.
     """
 
-    def __init__(self, cuda: bool = True, fake: FakeTensorMode | None = None) -> None:
+    def __init__(self, cuda: bool = True, fake: FakeTensorMode | None = None, cudnn: int | None = None) -> None:
         super().__init__()
         self.cuda = cuda
-        self._execute: Callable[..., Any] = FakeShortcuts(fake) if fake is not None else _call
+        self.cudnn = cudnn_version() if cudnn is None else cudnn
+        self._execute: Callable[..., Any] = KnownResults(fake) if fake is not None else _call
         self.allocations: list[Allocation] = []
         self.trace: list[int] = []
         self.live: dict[Place, int] = {"device": 0, "host": 0}
@@ -78,6 +99,11 @@ class MemoryTracker(TorchDispatchMode):
         self.peak_event = 0
         self.phase_peaks: dict[str, int] = {}
         self.flops = Flops()
+        self.work: dict[WorkKey, Work] = {}
+        self.workspace = 0  # the largest that one convolution takes
+        self.unfolded: dict[bool, int] = {True: 0, False: 0}  # by whether cuDNN refuses the call or an older one would
+        self._threads_with_cublas: set[bool] = set()
+        self._kept: set[int] = set()
         self._place: Place = "device"
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -144,15 +170,16 @@ class MemoryTracker(TorchDispatchMode):
                 parameter.register_post_accumulate_grad_hook(mark)
 
     def reset(self) -> None:
-        """Reset peaks and FLOPs; live storages stay counted."""
+        """Reset peaks and counts; live storages stay counted."""
         self.flops = Flops()
+        self.work = {}
         self.phase_peaks = {}
         self.peak = dict(self.live)
         self.peak_event = len(self.trace)
 
     def alive_at_peak(self) -> list[Allocation]:
         """Return the device storages that were alive at the peak."""
-        alive: set[int] = set()
+        alive = set(self._kept)
         for event in self.trace[: self.peak_event]:
             if event >= 0:
                 alive.add(event)
@@ -176,14 +203,27 @@ class MemoryTracker(TorchDispatchMode):
             # An operator's autograd node is created just before it runs, so the newest number is this operator's.
             self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._modules[-1]
         self._count(func, args, kwargs, out, in_backward)
+        if self.cuda and operators.kind_of(func) == "matrix product" and in_backward not in self._threads_with_cublas:
+            self._threads_with_cublas.add(in_backward)
+            self._keep_from_the_start(CUBLAS_WORKSPACE_BYTES, "cuBLAS", in_backward)
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self._alive:
                     self._allocate(leaf, storage, str(func), in_backward)
-        if self.cuda and (nbytes := _kernel_workspace(func, args)):
-            self._pass_through(nbytes, str(func), in_backward)
+        if self.cuda:
+            if (memory := convolution_memory(func, args, out, self.cudnn)) is not None:
+                self._convolve(memory, str(func), in_backward)
+            elif nbytes := _attention_workspace(func, args):
+                self._pass_through(nbytes, str(func), in_backward, "library workspaces")
         return out
+
+    def _convolve(self, memory: ConvolutionMemory, op: str, in_backward: bool) -> None:
+        for nbytes in memory.passes:
+            if nbytes:
+                self._pass_through(nbytes, op, in_backward, "convolution workspaces")
+        self.workspace = max(self.workspace, *memory.passes, 0)
+        self.unfolded[memory.is_unfolded] = max(self.unfolded[memory.is_unfolded], memory.unfolded)
 
     def _allocate(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, op: str, in_backward: bool = False
@@ -192,9 +232,23 @@ class MemoryTracker(TorchDispatchMode):
         key = storage._cdata
         self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
 
-    def _pass_through(self, nbytes: int, op: str, in_backward: bool) -> None:
-        """Count memory that a kernel allocates and frees before it returns."""
-        self._record_release(self._record(nbytes, (nbytes,), "workspace", op, in_backward))
+    def _pass_through(self, nbytes: int, op: str, in_backward: bool, category: str) -> None:
+        """Count memory that a kernel allocates and frees before it returns; it costs a write and a read."""
+        index = self._record(nbytes, (nbytes,), WORKSPACE, op, in_backward)
+        self.allocations[index].category = category
+        self._record_release(index)
+        self._add_work("copy", (nbytes,), WORKSPACE, Work(2 * nbytes, 0, 0))
+
+    def _keep_from_the_start(self, nbytes: int, op: str, in_backward: bool) -> None:
+        """Count memory that a library takes once and keeps, as if an earlier step had taken it."""
+        index, here = len(self.allocations), current_phase()
+        record = Allocation(nbytes, (nbytes,), WORKSPACE, op, here, "", in_backward, "device", "library workspaces")
+        self.allocations.append(record)
+        self.trace.append(index)
+        self._kept.add(index)
+        self.live["device"] += nbytes
+        self.peak["device"] += nbytes
+        self.phase_peaks = {name: peak + nbytes for name, peak in self.phase_peaks.items()}
 
     def _record(self, nbytes: int, shape: tuple[int, ...], dtype: str, op: str, in_backward: bool) -> int:
         index = len(self.allocations)
@@ -240,7 +294,14 @@ class MemoryTracker(TorchDispatchMode):
         return self._module_of_node.get(node._sequence_nr(), "") if node is not None else ""
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, in_backward: bool) -> None:
+        if not operators.is_kernel(func):
+            return
         flops = count_flops(func, args, kwargs, out)
+        first = next(operators.tensors_in((*args, out)), None)
+        if first is not None:
+            moved = operators.traffic_bytes(func, args, kwargs, out)
+            shape, dtype = tuple(first.shape), str(first.dtype)
+            self._add_work(operators.kind_of(func), shape, dtype, Work(moved, flops, operators.passes(func)))
         if not flops:
             return
         if "scaled_dot_product" in func._overloadpacket.__name__:
@@ -252,6 +313,12 @@ class MemoryTracker(TorchDispatchMode):
             self.flops.recompute += flops
         else:
             self.flops.backward += flops
+
+    def _add_work(self, kind: str, shape: tuple[int, ...], dtype: str, more: Work) -> None:
+        done = self.work.setdefault((kind, shape, dtype), Work())
+        done.nbytes += more.nbytes
+        done.flops += more.flops
+        done.kernels += more.kernels
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -265,8 +332,8 @@ def _plausible_value(dtype: torch.dtype) -> bool | float | int:
     return 0.0 if dtype.is_floating_point else 0
 
 
-def _kernel_workspace(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes of workspace that the CUDA kernel of `func` allocates, as far as known.
+def _attention_workspace(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes of workspace that attention's CUDA kernel allocates; 0 for other operators.
 
     The backward of flash attention accumulates the gradient of the query in fp32, with the channels of a head rounded
     up to 32 and the tokens to 128, plus one fp32 number per token and head.

@@ -7,10 +7,11 @@ from concurrent.futures import Future
 
 import torch
 
+from memory.kernels.gpus import Gpu, chosen_gpu, find_gpu
 from memory.ladder.text import as_overrides
 from memory.ladder.walk import next_same_mathematics_rung
 from memory.predict.prediction import Prediction, PredictionError, Predictor, Stage
-from memory.predict.text import gib
+from memory.predict.text import describe_time, gib
 from memory.watch.calibration import corrected, record
 from memory.watch.readings import MemoryReadings, device_bytes
 from settings import Settings
@@ -46,6 +47,7 @@ class BackgroundPrediction:
         prediction = self.result()
         if prediction is not None:
             _announce(prediction, self.settings, self.stage, device_bytes(device))
+            log.info("time: %s", describe_time(prediction, _card(device)))
         return prediction
 
     def close(self) -> None:
@@ -55,15 +57,25 @@ class BackgroundPrediction:
             self._predictor = None
 
 
+def _card(device: torch.device) -> Gpu:
+    """Return the card that a run uses, or, if the table does not know it, the one that estimates are made for."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return find_gpu(name) or chosen_gpu(None)
+
+
 def _announce(prediction: Prediction, settings: Settings, stage: Stage, available: int) -> None:
     log.info(
-        "memory: predicted peak %s (%s in tensors), the device has %s; peak in: %s; a real step may need %d %% more",
+        "memory: the run needs %s, most in its %s; the device has %s; a step has %s in tensors, peak in: %s; "
+        "a real step may need %d %% more",
         gib(prediction.required_bytes),
-        gib(prediction.peak_allocated_bytes),
+        prediction.needing_phase,
         gib(available),
+        gib(prediction.peak_allocated_bytes),
         prediction.phase,
         round(100 * prediction.margin),
     )
+    for text in prediction.warnings:
+        log.warning("memory: %s", text)
     if prediction.fits(available):
         return
     rung = next_same_mathematics_rung(settings, stage)

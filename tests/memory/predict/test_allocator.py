@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from memory.predict.allocator import CachingAllocator, replay
+from memory.predict.allocator import AllocatorLimits, CachingAllocator, replay
 from memory.predict.prediction import MIB
 
 
 def test_small_requests_share_one_segment_of_two_mebibytes():
-    allocator = replay([0, 1, 2], [1, 513, MIB], expandable_segments=False)
+    allocator = replay([0, 1, 2], [1, 513, MIB], AllocatorLimits())
     assert allocator.peak_allocated == 512 + 1024 + MIB
     assert allocator.peak_reserved == 2 * MIB
 
@@ -18,13 +18,13 @@ def test_small_requests_share_one_segment_of_two_mebibytes():
     ("request_mib", "reserved_mib"), [(1.5, 20), (9.9, 20), (10, 10), (11, 12), (100, 100), (100.5, 102)]
 )
 def test_large_requests_get_segments_by_their_size(request_mib, reserved_mib):
-    allocator = replay([0], [int(request_mib * MIB)], expandable_segments=False)
+    allocator = replay([0], [int(request_mib * MIB)], AllocatorLimits())
     assert allocator.peak_reserved == reserved_mib * MIB
 
 
 def test_released_block_is_reused_and_best_fit_wins():
     sizes = [64 * MIB, 32 * MIB, 30 * MIB]
-    allocator = replay([0, 1, ~0, ~1, 2], sizes, expandable_segments=False)
+    allocator = replay([0, 1, ~0, ~1, 2], sizes, AllocatorLimits())
     assert allocator.peak_reserved == 96 * MIB
     # The remainder of the 32 MiB block stays usable, the 64 MiB block is untouched.
     allocator.allocate(64 * MIB)
@@ -32,21 +32,21 @@ def test_released_block_is_reused_and_best_fit_wins():
 
 
 def test_remainder_up_to_one_mebibyte_is_not_split_off():
-    allocator = replay([0, ~0, 1], [32 * MIB, 31 * MIB], expandable_segments=False)
+    allocator = replay([0, ~0, 1], [32 * MIB, 31 * MIB], AllocatorLimits())
     assert allocator.allocated == 32 * MIB
 
 
 def test_fragments_of_two_segments_cannot_hold_what_one_expandable_segment_can():
     sizes = [64 * MIB, 64 * MIB, 128 * MIB]
     trace = [0, 1, ~0, ~1, 2]
-    assert replay(trace, sizes, expandable_segments=False).peak_reserved == 256 * MIB
+    assert replay(trace, sizes, AllocatorLimits()).peak_reserved == 256 * MIB
     # 7 pieces of 20 MiB hold the first two, and grow for the third.
-    assert replay(trace, sizes, expandable_segments=True).peak_reserved == 140 * MIB
+    assert replay(trace, sizes, AllocatorLimits(expandable_segments=True)).peak_reserved == 140 * MIB
 
 
 def test_neighbours_merge_in_any_order_of_release():
     for order in ([0, 1, 2], [2, 1, 0], [0, 2, 1], [1, 0, 2]):
-        allocator = CachingAllocator(expandable_segments=True)
+        allocator = CachingAllocator(AllocatorLimits(expandable_segments=True))
         blocks = [allocator.allocate(20 * MIB) for _ in range(3)]
         for index in order:
             allocator.release(blocks[index], 20 * MIB)
@@ -57,7 +57,7 @@ def test_neighbours_merge_in_any_order_of_release():
 @pytest.mark.parametrize("expandable", [False, True])
 def test_random_trace_keeps_the_books_straight(expandable):
     rng = random.Random(0)
-    allocator = CachingAllocator(expandable)
+    allocator = CachingAllocator(AllocatorLimits(expandable))
     alive: list[tuple] = []
     for _ in range(3000):
         if alive and rng.random() < 0.5:

@@ -1,0 +1,112 @@
+"""What a convolution allocates on a GPU besides its results: copies, cuDNN's workspace, or an unfolded input.
+
+cuDNN computes 16-bit convolutions in channels-last order. For contiguous tensors it copies the input and the output
+into that order, in a workspace of their size; figures that others read from GPUs agree with that to the percent. For
+channels-last tensors and for fp32 no workspace is known. Where torch does not use cuDNN, it unfolds the input: a copy
+of channels x kernel x output voxels, one sample at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHIPPED_CUDNN = 92000
+"""The cuDNN that comes with the pinned torch; assumed where torch was built without cuDNN."""
+
+LARGEST_SAMPLE = 2**31 - 1
+"""Beyond this many elements a sample needs 64-bit indices, which cuDNN has from version 9.3 on."""
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ConvolutionMemory:
+    """Bytes that the passes of one call hold, one pass after the other, and what they are.
+
+    unfolded: the size of the unfolded input if this call is, or with an older cuDNN would be, computed without cuDNN.
+    """
+
+    passes: tuple[int, ...]
+    is_unfolded: bool = False
+    unfolded: int = 0
+
+
+@functools.cache
+def cudnn_version() -> int:
+    """Return the version of the cuDNN that torch would use."""
+    return torch.backends.cudnn.version() or SHIPPED_CUDNN
+
+
+def convolution_memory(func: Any, args: tuple[Any, ...], out: Any, cudnn: int) -> ConvolutionMemory | None:
+    """Return what one call of a convolution or of its backward allocates; None for other operators."""
+    packet = func._overloadpacket
+    if packet is aten.convolution:
+        x, weight, _, _, _, _, is_transposed, _, groups = args
+        return _memory([(x, out)], x, weight, out, is_transposed, groups, cudnn)
+    if packet is aten.convolution_backward:
+        grad, x, weight, *_, is_transposed, _, groups, needs = args
+        wanted = [part for part, is_needed in zip(((grad, x), (x, grad)), needs[:2], strict=True) if is_needed]
+        return _memory(wanted, x, weight, grad, is_transposed, groups, cudnn)
+    return None
+
+
+def _memory(
+    wanted: list[tuple[Tensor, Tensor]],
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    is_transposed: bool,
+    groups: int,
+    cudnn: int,
+) -> ConvolutionMemory:
+    last = is_channels_last(x) or is_channels_last(weight)
+    is_large = max(x.numel() // x.shape[0], y.numel() // y.shape[0]) > LARGEST_SAMPLE
+    is_low = x.dtype in _LOW_PRECISION
+    if _cudnn_refuses(weight, last, is_low, is_large, cudnn):
+        nbytes = _unfolded_bytes(x, weight, y, is_transposed, groups)
+        return ConvolutionMemory((nbytes,) * len(wanted), is_unfolded=True, unfolded=nbytes)
+    copies = _copied_bytes(x, last) + (_copied_bytes(y, last) if wanted and wanted[0][0] is y else 0)
+    workspaces = (
+        copies + (nbytes_of(source) + nbytes_of(result) if is_low and not last else 0) for source, result in wanted
+    )
+    return ConvolutionMemory(
+        tuple(workspaces), unfolded=_unfolded_bytes(x, weight, y, is_transposed, groups) if is_large else 0
+    )
+
+
+def _cudnn_refuses(weight: Tensor, last: bool, is_low: bool, is_large: bool, cudnn: int) -> bool:
+    """Return whether torch computes without cuDNN, following the conditions in ATen's Convolution.cpp."""
+    if is_large and cudnn < 90300:
+        return True
+    has_wrong_results = 90800 <= cudnn < 91500
+    return has_wrong_results and is_low and not last and weight.dim() == 5 and math.prod(weight.shape[2:]) > 1
+
+
+def _unfolded_bytes(x: Tensor, weight: Tensor, y: Tensor, is_transposed: bool, groups: int) -> int:
+    channels, voxels = (y.shape[1], x.shape[2:]) if is_transposed else (x.shape[1], y.shape[2:])
+    return channels // groups * math.prod(weight.shape[2:]) * math.prod(voxels) * x.element_size()
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Return whether torch reads the strides of `x` as channels-last."""
+    return x.dim() in (4, 5) and x.stride(1) == 1 and x.stride(-1) >= x.shape[1]
+
+
+def _copied_bytes(x: Tensor, last: bool) -> int:
+    """Return the size of the copy that torch makes if `x` is not dense in the layout of the call; 0 if it is."""
+    layout = torch.contiguous_format
+    if last:
+        layout = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
+    return 0 if x.is_contiguous(memory_format=layout) else nbytes_of(x)
+
+
+def nbytes_of(x: Tensor) -> int:
+    """Return the bytes of the elements of `x`."""
+    return x.numel() * x.element_size()

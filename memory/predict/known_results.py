@@ -1,0 +1,97 @@
+"""Answer operators on fake tensors that a step repeats thousands of times without asking torch's fake kernels again.
+
+An operator that only writes to its first argument returns it. An operator whose results are new tensors returns fake
+tensors of the shapes, strides and dtypes that it returned for the same arguments before. Everything else, such as
+views, goes through `FakeTensorMode`.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+
+How = Literal["in place", "remembered", "asked"]
+CPU = torch.device("cpu")
+
+# In-place operators that change the sizes, strides or storage of their argument.
+_RESHAPING = {"resize_", "set_", "as_strided_", "squeeze_", "unsqueeze_", "transpose_", "t_", "resize_as_", "swapaxes_"}
+# The types of arguments other than tensors and lists.
+_PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format}
+
+
+class KnownResults:
+    """Call this instead of `func(*args, **kwargs)` in a dispatch mode that was entered after `mode`."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._results: dict[Any, list[Any] | None] = {}
+
+    def __call__(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the operator returns."""
+        how = _how(func)
+        if how == "in place":
+            return args[0] if func._schema.returns else None
+        key = _key(func, args, kwargs) if how == "remembered" else None
+        if key is None:
+            return func(*args, **kwargs)
+        if key not in self._results:
+            out = func(*args, **kwargs)
+            self._results[key] = _shapes(out)
+            return out
+        shapes = self._results[key]
+        if shapes is None:
+            return func(*args, **kwargs)
+        made = [None if shape is None else self._make(*shape) for shape in shapes]
+        return made[0] if len(func._schema.returns) == 1 else tuple(made)
+
+    def _make(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> FakeTensor:
+        with no_dispatch():
+            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(self.mode, meta, CPU)
+
+
+def _shapes(out: Any) -> list[Any] | None:
+    parts = list(out) if isinstance(out, tuple) else [out]
+    if not all(part is None or type(part) is FakeTensor for part in parts):
+        return None
+    return [None if part is None else (tuple(part.shape), part.stride(), part.dtype) for part in parts]
+
+
+@functools.cache
+def _how(func: torch._ops.OpOverload) -> How:
+    schema, name = func._schema, func._overloadpacket.__name__
+    if func.namespace == "lean" and schema.is_mutable:
+        return "in place"
+    if func.namespace not in ("aten", "lean") or any(argument.is_out for argument in schema.arguments):
+        return "asked"
+    if schema.is_mutable:
+        writes_first = name.endswith("_") and name not in _RESHAPING and not name.startswith("_foreach")
+        return "in place" if writes_first and len(schema.returns) <= 1 else "asked"
+    is_new = all(result.alias_info is None and str(result.type) == "Tensor" for result in schema.returns)
+    is_pure = bool(schema.returns) and torch.Tag.data_dependent_output not in func.tags and name != "_unsafe_view"
+    return "remembered" if is_new and is_pure else "asked"
+
+
+def _key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return a key that determines the metadata of the results; None if an argument prevents that."""
+    parts: list[Any] = [func]
+    is_complete = _collect(args, parts) and (
+        not kwargs or _collect([part for pair in kwargs.items() for part in pair], parts)
+    )
+    return tuple(parts) if is_complete else None
+
+
+def _collect(values: Sequence[Any], parts: list[Any]) -> bool:
+    parts.append(len(values))
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor or kind is torch.nn.Parameter:
+            parts += (value.shape, value.stride(), value.dtype)
+        elif kind in _PLAIN:
+            parts += (kind, value)  # with its type, because 1, 1.0 and True are equal
+        elif not (isinstance(value, (list, tuple)) and _collect(value, parts)):
+            return False
+    return True

@@ -1,0 +1,93 @@
+"""The parts of a run besides its training step: validation, encoding the latents, sampling, reconstructing.
+
+Whole volumes go through the codec, which turns to slabs when memory is short. What is predicted of them is therefore
+what they need in slabs, unless the blocks are MONAI's, which have none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diffusion.latent_batches import LatentBatch
+from diffusion.sampling import draw_volumes
+from diffusion.volume_codec import VolumeCodec, frozen_codec
+from evaluation.autoencoder_validation import reconstruct_and_measure
+from evaluation.ldm_validation import held_out_losses
+from memory.predict.allocator import AllocatorLimits, replay
+from memory.predict.emulation import emulated, tracked
+from memory.predict.known_results import CPU
+from memory.predict.prediction import Stage
+from memory.predict.tracker import MemoryTracker
+from models import build_unet
+from runtime.phases import phase
+from settings import Settings
+
+VALIDATION, ENCODING, SAMPLING, RECONSTRUCTION = "validation", "encoding the latents", "sampling", "reconstruct.py"
+
+
+def run_validation(step: Any, settings: Settings, stage: Stage) -> None:
+    """Validate one volume as training does, right after a step."""
+    with phase(VALIDATION), torch.no_grad():
+        if stage == "autoencoder":
+            image = torch.zeros(1, settings.autoencoder.in_channels, *settings.data.voxel_size)
+            reconstruct_and_measure(step, image)
+            return
+        step.codec.budget_bytes = 0
+        step.unet.eval()
+        labels = None if settings.ldm.conditioning.type == "none" else torch.zeros(1, dtype=torch.long)
+        zeros = torch.zeros(1, *settings.latent_shape)
+        held_out_losses(step, LatentBatch(zeros, zeros, (0,), labels, ("",)))
+        if settings.ldm.sampling.num_previews:
+            _sample(step.unet, step.codec, settings)
+
+
+def other_programs(settings: Settings, stage: Stage, cuda: bool) -> dict[str, MemoryTracker]:
+    """Return the trackers of what runs before or after training, in memory of its own."""
+    if stage == "autoencoder":
+        return {RECONSTRUCTION: _track(lambda: _reconstruct(_codec(settings), settings), cuda)}
+    programs = {SAMPLING: _track(lambda: _sample(_unet(settings), _codec(settings), settings), cuda)}
+    if settings.ldm.latents.cache != "none":
+        programs[ENCODING] = _track(lambda: _codec(settings).encode(_volume(settings)), cuda)
+    return programs
+
+
+def peaks(tracker: MemoryTracker, limits: AllocatorLimits, is_cuda: bool) -> dict[str, int]:
+    """Return the allocated and the reserved peak of everything that a tracker saw."""
+    sizes = [record.nbytes if record.place == "device" else 0 for record in tracker.allocations]
+    reserved = replay(tracker.trace, sizes, limits).peak_reserved if is_cuda else tracker.peak["device"]
+    return {"allocated_bytes": tracker.peak["device"], "reserved_bytes": reserved}
+
+
+def _track(program: Any, cuda: bool) -> MemoryTracker:
+    with emulated(cuda=cuda) as mode, tracked(mode, cuda) as tracker, torch.no_grad():
+        program()
+    return tracker
+
+
+def _codec(settings: Settings) -> VolumeCodec:
+    codec = frozen_codec(settings, CPU, load_weights=False)
+    codec.budget_bytes = 0
+    return codec
+
+
+def _unet(settings: Settings) -> torch.nn.Module:
+    return build_unet(settings.ldm, settings.autoencoder.latent_channels)
+
+
+def _volume(settings: Settings) -> torch.Tensor:
+    return torch.zeros(settings.autoencoder.in_channels, *settings.data.voxel_size)
+
+
+def _reconstruct(codec: VolumeCodec, settings: Settings) -> None:
+    mean, _ = codec.encode(_volume(settings))
+    codec.decode(mean)
+
+
+def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> None:
+    """Draw one batch of samples; all denoising steps need the same memory, so two are enough."""
+    short = settings.with_overrides({"ldm.sampling.num_inference_steps": 2})
+    batch = min(settings.ldm.training.batch_size, max(1, settings.ldm.sampling.num_previews))
+    for _ in draw_volumes(unet, codec, short, 1.0, 0, range(batch), batch_size=batch):
+        pass
