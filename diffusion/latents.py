@@ -132,7 +132,7 @@ def prepare_latents(codec: VolumeCodec, volumes: DataSplit, settings: Settings, 
         tuple(np.median([getattr(row, name) for row in train], axis=0)) for name in ("spacing_mm", "lower", "upper")
     ]
     spacing_mm, lower, upper = (tuple(map(float, values)) for values in middle)
-    pin_memory = data.pin_memory and process.device.type == "cuda"
+    pin_memory = bool(data.pin_memory) and process.device.type == "cuda"
     return Latents(volumes, data, read, scale, spacing_mm, lower, upper, autoencoder, pin_memory)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memory.predict.step import build_step
-from settings import Settings
+from settings import Settings, TrainingError
 from tests.models.gradients import small_work_counts
 
 pytestmark = pytest.mark.gpu
@@ -74,13 +74,13 @@ def gradients(step: Any, number: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
-@pytest.mark.usefixtures("exact_arithmetic")
-def test_offloaded_activations_come_back_unchanged(tiny_values, stage):
+def test_offloaded_activations_come_back_unchanged(tiny_values, stage, exact_arithmetic):
     # Large enough for copies to take a while, and repeated, because a race is not lost every time.
     tiny_values["data"]["voxel_size"] = [64, 64, 64]
     kept = step_of(tiny_values, stage, use_gradient_checkpointing=True)
     moved = step_of(tiny_values, stage, use_gradient_checkpointing=True, use_gradient_checkpointing_offload=True)
     moved.network.load_state_dict(kept.network.state_dict())
+    exact_arithmetic()
     with small_work_counts():
         for number in range(4):
             expected, found = gradients(kept, number), gradients(moved, number)
@@ -116,6 +116,6 @@ def test_a_value_that_is_not_finite_is_found_and_no_weight_moves(tiny_values):
     before = [parameter.detach().clone() for parameter in step.network.parameters()]
     batches[1].image[0, 0, 0, 0, 0] = torch.nan
     step(batches, 0)
-    with pytest.raises(Exception, match="is not finite"):
+    with pytest.raises(TrainingError, match="is not finite"):
         step.guard.raise_if_bad()
     assert all(torch.equal(one, other) for one, other in zip(before, step.network.parameters(), strict=True))
