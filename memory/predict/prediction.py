@@ -147,6 +147,14 @@ def tier_of(settings: Settings, stage: Stage) -> str:
     return "stock" if stage == "autoencoder" and settings.autoencoder.implementation == "monai" else "plain"
 
 
+def fullest_step(settings: Settings, stage: Stage) -> int:
+    """Return the number of a step in which every loss term is active."""
+    if stage == "ldm":
+        return 0
+    training = settings.autoencoder.training
+    return min(training.adversarial_start_step, training.max_steps - 1)
+
+
 class Predictor:
     """A pool of prediction workers; use it as a context manager."""
 

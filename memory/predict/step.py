@@ -18,7 +18,7 @@ from memory.kernels.timing import WorkPart
 from memory.predict.allocator import AllocatorLimits, replay, replay_pinned
 from memory.predict.emulation import emulated, tracked
 from memory.predict.known_results import CPU
-from memory.predict.prediction import MARGINS, Prediction, Stage, tier_of
+from memory.predict.prediction import MARGINS, Prediction, Stage, fullest_step, tier_of
 from memory.predict.run import VALIDATION, other_programs, peaks, run_validation
 from memory.predict.tracker import WORKSPACE, Allocation, Flops, MemoryTracker, Work, WorkKey
 from runtime.processes import Process
@@ -257,14 +257,6 @@ def _on_cpu(settings: Settings) -> Settings:
     """Return the settings that make the step run on CPU tensors in the precision that a current GPU chooses."""
     dtype = "bfloat16" if settings.device.amp_dtype == "auto" else settings.device.amp_dtype
     return settings.with_overrides({"device.type": "cpu", "device.amp_dtype": dtype})
-
-
-def fullest_step(settings: Settings, stage: Stage) -> int:
-    """Return the number of a step in which every loss term is active."""
-    if stage == "ldm":
-        return 0
-    training = settings.autoencoder.training
-    return min(training.adversarial_start_step, training.max_steps - 1)
 
 
 def _adopt_step(tracker: MemoryTracker, step: Any) -> None:

@@ -1,9 +1,10 @@
-"""Predict a run in the background, announce the result before the first step, and calibrate by that step."""
+"""Predict a run in the background, announce the result before the first step, and calibrate by full steps."""
 
 from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +13,7 @@ from memory.ladder.text import as_overrides
 from memory.ladder.walk import next_same_mathematics_rung
 from memory.predict.prediction import Prediction, PredictionError, Predictor, Stage
 from memory.predict.text import describe_time, gib
-from memory.watch.calibration import corrected, record
+from memory.watch.calibration import corrected, record, record_time
 from memory.watch.readings import MemoryReadings, device_bytes
 from settings import Settings
 
@@ -47,7 +48,7 @@ class BackgroundPrediction:
         prediction = self.result()
         if prediction is not None:
             _announce(prediction, self.settings, self.stage, device_bytes(device))
-            log.info("time: %s", describe_time(prediction, _card(device)))
+            log.info("%s", describe_time(prediction, card_of(device)))
         return prediction
 
     def close(self) -> None:
@@ -57,7 +58,7 @@ class BackgroundPrediction:
             self._predictor = None
 
 
-def _card(device: torch.device) -> Gpu:
+def card_of(device: torch.device) -> Gpu:
     """Return the card that a run uses, or, if the table does not know it, the one that estimates are made for."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return find_gpu(name) or chosen_gpu(None)
@@ -83,10 +84,16 @@ def _announce(prediction: Prediction, settings: Settings, stage: Stage, availabl
     log.warning("memory: this will probably not fit%s; scripts/oom_ladder.py shows all rungs", advice)
 
 
-def record_first_step(prediction: Prediction | None, readings: MemoryReadings) -> None:
-    """Calibrate later predictions on this machine by the first real step; call this once, after that step."""
-    if prediction is None:
-        return
-    factor = record(prediction, readings.measured_bytes())
-    if factor is not None:
-        log.info("memory: the first step needed %.2f times its prediction; later predictions use this factor", factor)
+def record_full_step(prediction: Prediction, readings: MemoryReadings) -> None:
+    """Calibrate later predictions on this machine by a full step; call this once, right after that step."""
+    ratio = record(prediction, readings.measured_bytes())
+    if ratio is not None:
+        log.info("memory: a full step allocated %.2f times its prediction; later predictions know that", ratio)
+
+
+def record_step_time(prediction: Prediction, seconds: float, device: torch.device) -> None:
+    """Calibrate later times on this machine by the mean time of full steps."""
+    least = replace(prediction, time_correction=1.0).seconds_per_step(card_of(device))
+    ratio = record_time(prediction, seconds, least)
+    if ratio is not None:
+        log.info("time: an update takes %.3g s, %.1f times its least; later predictions know that", seconds, ratio)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from memory.predict.prediction import MIB, Prediction, Stage
-from memory.watch.announcement import BackgroundPrediction, record_first_step
+from memory.predict.prediction import MIB, Prediction, Stage, fullest_step
+from memory.watch.announcement import BackgroundPrediction, record_full_step, record_step_time
 from memory.watch.diagnosis import (
     TrainingOutOfMemoryError,
     is_out_of_memory,
@@ -29,6 +30,7 @@ from settings import Settings
 log = logging.getLogger(__name__)
 OnOom = Literal["stop", "next-rung"]
 TINY_ACTIVATION_BYTES = 16 * MIB
+TIMED_STEPS = 50  # without a pause between them, so that kernels still queued at the end hardly count
 
 
 class MemoryWatch:
@@ -42,7 +44,9 @@ class MemoryWatch:
         self.settings, self.stage, self.process = settings, stage, process
         self.prediction: Prediction | None = None
         self.readings = MemoryReadings(process.device)
-        self._is_first_step = True
+        self._full_steps = 0
+        self._ends: list[float] = []
+        self._is_timed = False
         self._pending: BackgroundPrediction | None = None
         if process.is_first and not (process.device.type == "cpu" and is_tiny(settings, stage)):
             self._pending = BackgroundPrediction(_for_device(settings, process.device), stage)
@@ -71,6 +75,9 @@ class MemoryWatch:
         `activity` names the phase until the code inside names a finer one; `saved` is the step of the last checkpoint,
         or 0.
         """
+        is_full = activity == "training" and step >= fullest_step(self.settings, self.stage)
+        if is_full and self._full_steps == 1:
+            self.readings.start_step()
         try:
             with phase(activity):
                 yield
@@ -88,10 +95,24 @@ class MemoryWatch:
                 saved,
                 self.process.world_size,
             ) from error
-        # A validation would inflate the allocator's peak, and on the CPU the resident memory also contains the data.
-        if self._is_first_step and activity == "training" and self.process.device.type == "cuda":
-            record_first_step(self.prediction, self.readings)
-        self._is_first_step = False
+        self._calibrate(is_full)
+
+    def _calibrate(self, is_full: bool) -> None:
+        """Record the second full step, which has every optimizer state, and the time of the steps after it.
+
+        Not on the CPU, whose resident memory also contains the data.
+        """
+        self._full_steps += is_full
+        if self.prediction is None or self.process.device.type != "cuda":
+            return
+        if is_full and self._full_steps == 2:
+            record_full_step(self.prediction, self.readings)
+        self._ends = [*self._ends, time.perf_counter()] if is_full else []
+        if len(self._ends) == TIMED_STEPS + 1 and not self._is_timed:
+            self._is_timed = True
+            seconds = (self._ends[-1] - self._ends[0]) / TIMED_STEPS
+            record_step_time(self.prediction, seconds, self.process.device)
+        self._ends = self._ends[-TIMED_STEPS:]
 
     def read(self) -> dict[str, float]:
         """Return the readings since the last call, in GiB, by metric name."""

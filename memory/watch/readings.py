@@ -19,6 +19,7 @@ class MemoryReadings:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.start_bytes = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
+        self._earlier_peak = 0
         self._reset()
 
     def read(self) -> dict[str, float]:
@@ -39,16 +40,23 @@ class MemoryReadings:
     def peak_bytes(self) -> int:
         """Return the peak since the last reading: allocated memory on CUDA, resident memory on the CPU."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            return max(self._earlier_peak, torch.cuda.max_memory_allocated(self.device))
         return resident_peak_bytes()
 
-    def measured_bytes(self) -> int:
-        """Return the figure to compare with a prediction: reserved on CUDA, growth since the start on the CPU."""
+    def start_step(self) -> None:
+        """Let `measured_bytes` count from here; the readings keep the peak from before."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self.device)
+            self._earlier_peak = self.peak_bytes()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def measured_bytes(self) -> int:
+        """Return the figure to compare with a prediction: peak allocated since `start_step`, on the CPU the growth."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
         return resident_peak_bytes() - self.start_bytes
 
     def _reset(self) -> None:
+        self._earlier_peak = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:

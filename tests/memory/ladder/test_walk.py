@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import yaml
 
+from memory.kernels.timing import WorkPart
 from memory.ladder.rungs import build_rungs, look_up
 from memory.ladder.text import config_with_reasons, describe_ladder
 from memory.ladder.walk import PredictedRung, next_same_mathematics_rung, walk
@@ -154,7 +155,12 @@ class InventedPredictor:
         size /= 2 if settings.device.mixed_precision else 1
         flops = 100 + 10 * training.checkpoints_blocks + 10 * training.nests_checkpoints + training.slab_rows // 32
         prediction = replace(
-            BLANK, peak_allocated_bytes=round(size * GIB), peak_reserved_bytes=round(size * GIB), flops={"total": flops}
+            BLANK,
+            peak_allocated_bytes=round(size * GIB),
+            peak_reserved_bytes=round(size * GIB),
+            flops={"total": flops},
+            work=[WorkPart("convolution", 0, True, nbytes=GIB, flops=flops * 10**12, kernels=1).to_json()],
+            max_steps=1000,
         )
 
         class Done:
@@ -174,7 +180,7 @@ def test_walk_names_the_first_and_the_fastest_and_stops_before_changing_the_math
     progress = []
     ladder = walk(heavy(), "autoencoder", 6 * GIB, progress=lambda *values: progress.append(values))
     assert found(ladder.first).rung.name == "checkpointing, 1 of 3 levels"
-    assert found(ladder.fastest).relative_flops == min(step.relative_flops for step in ladder.rungs if step.fits)
+    assert found(ladder.fastest).seconds == min(step.seconds for step in ladder.rungs if step.fits)
     assert all(step.rung.same_mathematics for step in ladder.rungs)
     assert [done for done, _, _ in progress] == list(range(1, len(ladder.rungs) + 1))
 
@@ -231,6 +237,8 @@ def test_json_has_what_programs_need():
         "peak_allocated_bytes",
         "peak_reserved_bytes",
         "relative_flops",
+        "seconds_per_step",
+        "hours",
         "fits",
     }
     assert all(keys <= set(rung) for rung in values["rungs"])

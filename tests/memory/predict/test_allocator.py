@@ -71,3 +71,39 @@ def test_random_trace_keeps_the_books_straight(expandable):
     assert allocator.allocated == 0
     free = sum(size for pool in allocator._pools.values() for size, _, _ in pool.free)
     assert free == allocator.reserved
+
+
+def test_a_limit_on_splitting_keeps_large_blocks_from_small_requests():
+    limits = AllocatorLimits.parse("max_split_size_mb:128")
+    trace, sizes = [0, ~0, 1], [200 * MIB, 50 * MIB]
+    assert replay(trace, sizes, limits).peak_reserved == 250 * MIB
+    assert replay(trace, sizes, AllocatorLimits()).peak_reserved == 200 * MIB
+    # A large request takes a large block only if hardly anything of it is wasted.
+    assert replay(trace, [200 * MIB, 150 * MIB], limits).peak_reserved == 350 * MIB
+    assert replay(trace, [200 * MIB, 190 * MIB], limits).peak_reserved == 200 * MIB
+
+
+def test_the_end_of_an_expandable_segment_is_taken_last():
+    """It counts as all that the segment can still become, so a larger block inside the segment fits better."""
+    sizes = [60 * MIB, 20 * MIB, 40 * MIB, 40 * MIB, 50 * MIB]
+    limits = AllocatorLimits(expandable_segments=True)
+    # Block 0 (60 MiB) and the end (40 MiB) are free: 40 MiB go into block 0, so 50 MiB grow the end by 20.
+    assert replay([0, 1, 2, ~0, ~2, 3, 4], sizes, limits).peak_reserved == 140 * MIB
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", AllocatorLimits()),
+        ("expandable_segments:True", AllocatorLimits(expandable_segments=True)),
+        ("expandable_segments:False,max_split_size_mb:64", AllocatorLimits(max_split_bytes=64 * MIB)),
+        (" max_split_size_mb:64 , expandable_segments:true", AllocatorLimits(True, 64 * MIB)),
+    ],
+)
+def test_settings_of_the_allocator_are_read_as_torch_reads_them(text, expected):
+    assert AllocatorLimits.parse(text) == expected
+
+
+def test_pinned_blocks_are_powers_of_two_and_used_again():
+    sizes = [3 * MIB, 4 * MIB, 5 * MIB, 0]
+    assert replay_pinned([0, ~0, 1, 3, 2], sizes) == 4 * MIB + 8 * MIB

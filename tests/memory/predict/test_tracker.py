@@ -168,7 +168,7 @@ def test_fake_step_makes_and_releases_the_storages_of_the_real_step():
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_shortcuts_change_nothing_but_the_time(monkeypatch, channels_last):
+def test_remembered_results_change_nothing_but_the_time(monkeypatch, channels_last):
     def run(tracker):
         layers = nn.Sequential(nn.Conv3d(2, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Upsample(scale_factor=2))
         x = torch.zeros(2, 2, 8, 8, 8)
@@ -177,7 +177,7 @@ def test_shortcuts_change_nothing_but_the_time(monkeypatch, channels_last):
         torch.cat([part * 2 for part in parts], dim=2).add_(1).mean().backward()
 
     short = measure_peak(run)
-    monkeypatch.setattr("memory.predict.tracker.FakeShortcuts", lambda mode: _call)
+    monkeypatch.setattr("memory.predict.tracker.KnownResults", lambda mode: _call)
     long = measure_peak(run)
     assert [(r.op, r.nbytes) for r in short.allocations] == [(r.op, r.nbytes) for r in long.allocations]
     assert short.trace == long.trace

@@ -1,0 +1,127 @@
+"""Full steps measured on a machine correct its predictions: of their own config fully, of others only upwards."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memory.kernels.gpus import check_gpu
+from memory.kernels.timing import WorkPart
+from memory.predict.prediction import GIB, fullest_step
+from memory.predict.step import predict_step, track_step
+from memory.watch import calibration
+from memory.watch.memory_watch import MemoryWatch
+from runtime.processes import Process
+from settings import Settings
+from tests.memory.ladder.test_walk import BLANK
+
+TRAINING = "autoencoder.training"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def made(**values):
+    standard = {"peak_allocated_bytes": 4 * GIB, "peak_reserved_bytes": 4 * GIB, "config": "this"}
+    return replace(BLANK, **{**standard, **values})
+
+
+def test_a_measured_step_corrects_its_own_config_and_the_margin_shrinks_but_stays():
+    prediction = made()
+    assert calibration.corrected(prediction) == prediction
+    margins = [prediction.margin]
+    for _ in range(3):
+        assert calibration.record(prediction, 5 * GIB) == pytest.approx(1.25)
+        again = calibration.corrected(prediction)
+        assert again.required_bytes == 5 * GIB + prediction.context_bytes
+        margins.append(again.margin)
+    assert torch.__version__ in again.correction_source
+    assert margins == sorted(margins, reverse=True)
+    assert len(set(margins)) == 4
+    assert margins[-1] > 0
+
+
+def test_other_configs_are_raised_within_the_tier_and_never_lowered():
+    calibration.record(made(), 5 * GIB)
+    other = made(config="other")
+    assert calibration.corrected(other).correction == pytest.approx(1.25)
+    assert calibration.corrected(other).margin == other.margin
+    for unlike in (made(config="other", tier="slabs"), made(config="other", stage="ldm")):
+        assert calibration.corrected(unlike) == unlike
+    calibration.calibration_file().unlink()
+    calibration.record(made(), 3 * GIB)
+    assert calibration.corrected(other) == other
+
+
+def test_no_measurement_takes_a_prediction_below_its_tensors():
+    prediction = made(peak_allocated_bytes=4 * GIB, peak_reserved_bytes=5 * GIB)
+    calibration.record(prediction, 3 * GIB)
+    assert calibration.corrected(prediction).required_bytes == 4 * GIB + prediction.context_bytes
+
+
+def test_measured_times_replace_the_lower_bound():
+    gpu = check_gpu("RTX 4090")
+    work = [WorkPart("copy", None, True, nbytes=round(gpu.bandwidth_gbs * 1e9), flops=0, kernels=1).to_json()]
+    prediction = made(work=work, max_steps=3600)
+    assert prediction.hours(gpu) == pytest.approx(1.0)
+    calibration.record_time(prediction, 1.5, 1.0)
+    assert calibration.corrected(prediction).hours(gpu) == pytest.approx(1.5)
+    assert calibration.corrected(prediction).correction == 1.0
+    assert calibration.record_time(prediction, 1e4, 1.0) is None
+
+
+def test_what_is_implausible_cannot_be_saved_or_is_damaged_corrects_nothing(tmp_path, monkeypatch, caplog):
+    prediction = made()
+    # Another program's memory on the same GPU is no measurement of ours.
+    assert calibration.record(prediction, 40 * GIB) is None
+    calibration.record(prediction, 5 * GIB)
+    for damage in ("{damaged", "[]", '{"cpu": 3}', '{"cpu": [{"ratio": "much"}]}'):
+        calibration.calibration_file().write_text(damage)
+        assert calibration.corrected(prediction) == prediction
+    # A folder that cannot be written costs the correction, not the run.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(calibration.calibration_file()))
+    caplog.clear()
+    assert calibration.record(prediction, 5 * GIB) is None
+    [warning] = caplog.messages
+    assert "cannot be saved for later predictions" in warning
+
+
+SMALL = {
+    "data.voxel_size": (16, 16, 16),
+    "autoencoder.num_channels": (8, 16),
+    "autoencoder.attention_levels": (False, True),
+    "autoencoder.num_res_blocks": 1,
+    "device.type": "cpu",
+    "device.mixed_precision": False,
+}
+
+
+def test_a_calibrated_prediction_is_never_below_what_a_full_step_then_takes():
+    """On real tensors of three configs, the last of which was never measured."""
+    plain = Settings().with_overrides({**SMALL, f"{TRAINING}.use_gradient_checkpointing": False})
+    configs = [plain, plain.with_overrides({f"{TRAINING}.batch_size": 2})]
+    for settings in configs:
+        real = track_step(settings, "autoencoder", fake=False, cuda=False).peak["device"]
+        calibration.record(predict_step(settings, "autoencoder", whole_run=False), real)
+    for settings in [*configs, plain.with_overrides({"autoencoder.num_channels": (16, 16)})]:
+        real = track_step(settings, "autoencoder", fake=False, cuda=False).peak["device"]
+        prediction = calibration.corrected(predict_step(settings, "autoencoder", whole_run=False))
+        assert prediction.required_bytes * (1 + prediction.margin) >= real
+        assert prediction.required_bytes >= 0.99 * real
+
+
+def test_only_the_second_full_step_is_recorded(tmp_path, monkeypatch):
+    """The first has no optimizer states before it ends; steps before the adversarial term lack that term."""
+    settings = Settings().with_overrides({**SMALL, f"{TRAINING}.adversarial_start_step": 3})
+    assert fullest_step(settings, "autoencoder") == 3
+    recorded = []
+    monkeypatch.setattr("memory.watch.memory_watch.record_full_step", lambda *_: recorded.append(step))
+    with MemoryWatch(settings, "autoencoder", Process(torch.device("cpu"))) as watch:
+        watch.prediction = made()
+        monkeypatch.setattr(watch, "process", Process(torch.device("cuda")))
+        for step in range(8):
+            with watch.guard(tmp_path, step):
+                pass
+    assert recorded == [4]
