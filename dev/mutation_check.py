@@ -204,9 +204,9 @@ class Results:
             if (entry := known.get(fault.name)) is not None and entry["key"] == fault.key()
         }
 
-    def add(self, outcome: Outcome) -> None:
-        """Keep an outcome, whatever else happens."""
-        entry = {"key": outcome.fault.key(), "caught_by": outcome.caught_by, "seconds": round(outcome.seconds, 1)}
+    def add(self, outcome: Outcome, key: str) -> None:
+        """Keep an outcome, whatever else happens; `key` is that of the fault when the tree was copied."""
+        entry = {"key": key, "caught_by": outcome.caught_by, "seconds": round(outcome.seconds, 1)}
         with self._lock:
             known = self._read() | {outcome.fault.name: entry}
             temporary = self.path.with_suffix(".tmp")
@@ -214,7 +214,7 @@ class Results:
             os.replace(temporary, self.path)
 
 
-def check(faults: Sequence[Fault], jobs: int, on_outcome: Callable[[Outcome], None]) -> None:
+def check(faults: Sequence[Fault], jobs: int, on_outcome: Callable[[Outcome, str], None]) -> None:
     """Try each fault, several at a time, each in its own tree.
 
     A test that notices a fault must pass without it, or the fault was not what it noticed: raise `CheckError`.
@@ -225,6 +225,7 @@ def check(faults: Sequence[Fault], jobs: int, on_outcome: Callable[[Outcome], No
             raise CheckError(f"{fault.file}: no such file; it is named by the fault {fault.name!r}")
         fault.seeded(path.read_text(encoding="utf-8"))
     os.environ["OMP_NUM_THREADS"] = "1"
+    keys = {fault.name: fault.key() for fault in faults}
     sound: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="mutation_check_") as temporary, ThreadPoolExecutor(jobs) as threads:
         trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
@@ -243,7 +244,7 @@ def check(faults: Sequence[Fault], jobs: int, on_outcome: Callable[[Outcome], No
             finally:
                 trees.put(tree)
             print(f"{outcome.seconds:6.1f} s  {fault.name}: {outcome.caught_by or 'SURVIVED'}", file=sys.stderr)
-            on_outcome(outcome)
+            on_outcome(outcome, keys[fault.name])
 
         try:
             list(threads.map(meets, faults))

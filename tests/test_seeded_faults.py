@@ -54,7 +54,7 @@ SURVIVES = Fault("thrice", "sums.py", "2 * a", "3 * a", ("test_sums.py",))
 
 def outcomes_of(*faults: Fault, jobs: int = 1) -> dict[str, Outcome]:
     outcomes: dict[str, Outcome] = {}
-    check(faults, jobs, lambda outcome: outcomes.update({outcome.fault.name: outcome}))
+    check(faults, jobs, lambda outcome, key: outcomes.update({outcome.fault.name: outcome}))
     return outcomes
 
 
@@ -79,8 +79,8 @@ def test_results_are_kept_until_the_fault_its_file_or_its_tests_change(small_tre
     results = Results(tmp_path / "results.json")
     faults = [CAUGHT, SURVIVES]
     assert results.of(faults) == {}
-    results.add(Outcome(CAUGHT, "test_sums.py::test_add", 1.0))
-    results.add(Outcome(SURVIVES, None, 2.0))
+    results.add(Outcome(CAUGHT, "test_sums.py::test_add", 1.0), CAUGHT.key())
+    results.add(Outcome(SURVIVES, None, 2.0), SURVIVES.key())
     assert results.of(faults) == {
         "minus": Outcome(CAUGHT, "test_sums.py::test_add", 1.0),
         "thrice": Outcome(SURVIVES, None, 2.0),
