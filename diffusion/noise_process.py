@@ -27,8 +27,10 @@ class NoiseProcess:
         self.prediction = "flow" if self.is_flow else s.prediction
         self.num_timesteps = s.num_train_timesteps
         self.device = device
+        self.time_sampling = s.time_sampling
         kept = np.ones(1) if self.is_flow else _kept_variance(s)
-        self.num_usable = int((np.sqrt(kept) >= SMALLEST_SIGNAL).sum())
+        # A schedule that ends in pure noise is sampled from there: v needs no division by the signal.
+        self.num_usable = len(kept) if s.zero_terminal_snr else int((np.sqrt(kept) >= SMALLEST_SIGNAL).sum())
         self._signal = torch.tensor(np.sqrt(kept), dtype=torch.float32).to(device)
         self._noise_level = torch.tensor(np.sqrt(1 - kept), dtype=torch.float32).to(device)
 
@@ -37,6 +39,17 @@ class NoiseProcess:
         if self.is_flow:
             return uniform * self.num_timesteps
         return (uniform * self.num_timesteps).long().clamp_max(self.num_timesteps - 1)
+
+    def training_times(self, uniform: Tensor) -> Tensor:
+        """Map uniform numbers in [0, 1) to the times that training draws.
+
+        With `time_sampling: logit_normal` the middle of the process comes most often (Esser et al. 2024, equation 19,
+        with mean 0 and standard deviation 1).
+        """
+        if self.time_sampling == "uniform":
+            return self.times(uniform)
+        # Single precision has no number between 1 - 2^-24 and 1, where the normal quantile is infinite.
+        return self.times(torch.special.ndtri(uniform.clamp(2**-24, 1 - 2**-24)).sigmoid())
 
     def coefficients(self, times: Tensor) -> tuple[Tensor, Tensor]:
         """Return the signal and noise level at each time, shaped to broadcast over (B, C, D, H, W)."""
@@ -75,6 +88,17 @@ class NoiseProcess:
         signal, level = self.coefficients(times)
         return level / signal if self.prediction == "epsilon" else level
 
+    def loss_weights(self, times: Tensor, gamma: float) -> Tensor:
+        """Return the min-SNR weight of each sample's squared error (Hang et al. 2023), for any prediction.
+
+        The error of the implied clean latent counts min(SNR, gamma) times; its slope turns that into a weight on the
+        error of the prediction.
+        """
+        signal, level = self.coefficients(times)
+        # Where there is no noise the ratio is infinite, and gamma is the smaller.
+        ratio = (signal / level).square().clamp_max(gamma)
+        return (ratio * self.clean_slope(times).square()).flatten()
+
     def sampling_times(self, num_steps: int) -> list[float]:
         """Return the times of the sampler's steps, from noise to clean; the last step ends at the clean latent."""
         if self.is_flow:
@@ -82,21 +106,17 @@ class NoiseProcess:
         last = self.num_usable - 1
         return np.linspace(last, 0, num_steps).round().tolist() if num_steps > 1 else [float(last)]
 
-    def step(self, clean: Tensor, noise: Tensor, time: Tensor, after: Tensor | None, fresh: Tensor | None) -> Tensor:
-        """Return the latent at the time `after` (None: clean) from the clean latent and noise predicted at `time`.
+    def sampling_times_by_angle(self, num_steps: int) -> list[float]:
+        """Return times between which the angle atan(noise level / signal) falls by equal amounts, the last to clean.
 
-        Without `fresh` noise this is a DDIM step, which for rectified flow is an Euler step. With it, this is the DDPM
-        posterior between the two times (equations 12 and 16 of the DDIM paper with eta = 1), for any stride.
+        They are closer together near the clean latent than equal steps in time, so a second-order sampler needs fewer.
         """
-        if after is None:
-            return clean
-        signal, level = self.coefficients(time)
-        next_signal, next_level = self.coefficients(after)
-        if fresh is None:
-            return next_signal * clean + next_level * noise
-        variance = (next_level / level).square() * (1 - (signal / next_signal).square())
-        kept = (next_level.square() - variance).clamp_min(0).sqrt()
-        return next_signal * clean + kept * noise + variance.sqrt() * fresh
+        if self.is_flow:
+            angles = np.pi / 2 * np.arange(num_steps, 0, -1) / num_steps
+            return (self.num_timesteps * np.sin(angles) / (np.sin(angles) + np.cos(angles))).tolist()
+        every = np.arctan2(self._noise_level.cpu().double().numpy(), self._signal.cpu().double().numpy())
+        angles = every[self.num_usable - 1] * np.arange(num_steps, 0, -1) / num_steps
+        return np.interp(angles, every, np.arange(len(every))).round().tolist()
 
 
 def _kept_variance(s: SchedulerSettings) -> np.ndarray:
@@ -110,7 +130,14 @@ def _kept_variance(s: SchedulerSettings) -> np.ndarray:
         betas = np.linspace(s.beta_start, s.beta_end, s.num_train_timesteps)
     else:
         betas = np.linspace(s.beta_start**0.5, s.beta_end**0.5, s.num_train_timesteps) ** 2
-    return np.cumprod(1 - betas)
+    kept = np.cumprod(1 - betas)
+    return _ending_in_noise(kept) if s.zero_terminal_snr else kept
+
+
+def _ending_in_noise(kept: np.ndarray) -> np.ndarray:
+    """Shift and stretch the signal so that it starts as before and ends at 0 (Lin et al. 2024, algorithm 1)."""
+    signal = np.sqrt(kept)
+    return ((signal - signal[-1]) * (signal[0] / (signal[0] - signal[-1]))) ** 2
 
 
 def predict_padded(network: nn.Module, noisy: Tensor, times: Tensor, labels: Tensor | None, multiple: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.noise_process import NoiseProcess, predict_padded
+from diffusion.samplers import SAMPLERS
 from diffusion.volume_codec import VolumeCodec
 from runtime.randomness import SampleNoise
 from settings import Settings
@@ -20,16 +21,19 @@ def guided(network: nn.Module, s: LdmSettings, labels: Tensor | None) -> Predict
     """Return a function that predicts from noisy latents and times, with guidance if the settings ask for it.
 
     `labels` are the classes of the samples, None for an unconditional network. A guidance scale of 1 gives the plain
-    conditional prediction, 0 the unconditional one.
+    conditional prediction, 0 the unconditional one. Outside `guidance_interval` the prediction is the conditional one.
     """
     multiple, scale = s.unet.downsampling, s.sampling.guidance_scale
+    lowest, highest = (share * s.scheduler.num_train_timesteps for share in s.sampling.guidance_interval)
     if labels is None:
         return lambda noisy, times: predict_padded(network, noisy, times, None, multiple)
     hidden = torch.full_like(labels, s.conditioning.num_classes)
 
     def predict(noisy: Tensor, times: Tensor) -> Tensor:
-        if scale in (0.0, 1.0):
-            return predict_padded(network, noisy, times, labels if scale else hidden, multiple)
+        # All latents of a batch are at the same time.
+        is_guided = scale != 1.0 and lowest <= float(times[0]) <= highest
+        if not is_guided or scale == 0.0:
+            return predict_padded(network, noisy, times, hidden if is_guided else labels, multiple)
         both = predict_padded(
             network, torch.cat([noisy, noisy]), torch.cat([times, times]), torch.cat([labels, hidden]), multiple
         )
@@ -47,25 +51,32 @@ def sample_latents(
     positions: Sequence[int],
     shape: Sequence[int],
     num_steps: int,
-    is_stochastic: bool = False,
+    sampler: str = "ddim",
     on_step: Callable[[], object] = lambda: None,
 ) -> Tensor:
     """Draw one scaled latent of `shape` for each position, independent of the other positions.
 
-    `is_stochastic` adds fresh noise at each step (the ddpm sampler). `on_step` is called after each step.
+    `on_step` is called when the network reaches a new time, so `num_steps` times.
     """
-    assert not (is_stochastic and process.is_flow), "rectified flow is sampled without fresh noise"
     latents = noise.normal("sample", positions, shape)
     dtype = torch.float32 if process.is_flow else torch.int64
+    follow, choose_times = SAMPLERS[sampler]
     times = [
-        torch.full((len(positions),), t, dtype=dtype, device=latents.device) for t in process.sampling_times(num_steps)
+        torch.full((len(positions),), t, dtype=dtype, device=latents.device) for t in choose_times(process, num_steps)
     ]
-    for number, (time, after) in enumerate(zip(times, [*times[1:], None], strict=True)):
-        clean, implied = process.clean_and_noise(predict(latents, time).float(), latents, time)
-        fresh = noise.normal(f"sample step {number}", positions, shape) if is_stochastic and after is not None else None
-        latents = process.step(clean, implied, time, after, fresh)
-        on_step()
-    return latents
+    reached: Tensor | None = None
+
+    def denoise(noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal reached
+        result = process.clean_and_noise(predict(noisy, time).float(), noisy, time)
+        if time is not reached:
+            reached = time
+            on_step()
+        return result
+
+    return follow(
+        process, denoise, latents, times, lambda number: noise.normal(f"sample step {number}", positions, shape)
+    )
 
 
 def draw_volumes(
@@ -93,11 +104,9 @@ def draw_volumes(
         part = positions[start : start + batch_size]
         labels = _labels(ldm, part, label, device)
         predict = guided(network, ldm, labels)
-        steps, is_stochastic = ldm.sampling.num_inference_steps, ldm.sampling.sampler == "ddpm"
+        steps, sampler = ldm.sampling.num_inference_steps, ldm.sampling.sampler
         with torch.autocast(device.type, enabled=False):
-            latents = sample_latents(
-                predict, process, noise, part, settings.latent_shape, steps, is_stochastic, on_step
-            )
+            latents = sample_latents(predict, process, noise, part, settings.latent_shape, steps, sampler, on_step)
         for latent in latents:
             yield codec.decode(latent / latent_scale)
     network.train(was_training)

@@ -3,7 +3,7 @@
 from settings.autoencoder import AutoencoderSettings, AutoencoderTraining, PerceptualSettings
 from settings.data import DataSettings
 from settings.device import DeviceSettings
-from settings.dotted import look_up
+from settings.dotted import has_key, look_up
 from settings.errors import CheckpointError, ConfigError, DataError, Problem, TrainingError, UserError
 from settings.ldm import LdmSettings, LdmTraining
 from settings.load import dump_yaml, known_keys, load_settings, validate
@@ -29,6 +29,7 @@ __all__ = [
     "TrainingSettings",
     "UserError",
     "dump_yaml",
+    "has_key",
     "known_keys",
     "load_settings",
     "look_up",

@@ -17,6 +17,13 @@ def look_up(values: Any, dotted: str) -> Any:
     return values
 
 
+def has_key(values: dict[str, Any], dotted: str) -> bool:
+    """Return whether nested dictionaries have a dotted key."""
+    parent, _, last = dotted.rpartition(".")
+    section = look_up(values, parent) if parent else values
+    return isinstance(section, dict) and last in section
+
+
 def assign(values: dict[str, Any], dotted: str, value: Any) -> None:
     """Set a dotted key in nested dictionaries, adding missing sections; raise `KeyError` if a parent holds a value."""
     *parents, last = dotted.split(".")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from settings.section import (
     FREE,
@@ -84,6 +86,12 @@ class SchedulerSettings(Section):
     )
     beta_start: float = key(0.0015, "ddpm only: noise variance at the first timestep.", gt=0, lt=1)
     beta_end: float = key(0.0195, "ddpm only: noise variance at the last timestep.", gt=0, lt=1)
+    zero_terminal_snr: bool = key(
+        False, "ddpm with prediction v: rescale the schedule so that the last timestep is pure noise."
+    )
+    time_sampling: Literal["uniform", "logit_normal"] = key(
+        "uniform", "rflow only: training draws all times alike, or those in the middle most often."
+    )
 
 
 class ConditioningSettings(Section):
@@ -120,6 +128,10 @@ class LdmTraining(TrainingSettings):
     use_gradient_checkpointing_offload: bool = key(
         False, "Keep block inputs in host memory until the backward pass; implies checkpointing.", SAME
     )
+    loss_weighting: Literal["none", "min_snr"] = key(
+        "none", "Count every noise level alike, or those with little noise less (min-SNR)."
+    )
+    min_snr_gamma: float = key(5.0, "min_snr only: signal-to-noise ratio above which weights stop growing.", gt=0)
     pixel_loss: PixelLossSettings = section(PixelLossSettings, "The pixel loss.")
 
     @property
@@ -128,12 +140,20 @@ class LdmTraining(TrainingSettings):
         return self.use_gradient_checkpointing or self.use_gradient_checkpointing_offload
 
 
+Interval = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False, min_length=2, max_length=2)]
+
+
 class SamplingSettings(Section):
     """Sampling."""
 
-    sampler: Literal["ddpm", "ddim", "rflow"] = key("ddim", "rflow for rectified flow, else ddpm or ddim.", FREE)
+    sampler: Literal["ddpm", "ddim", "dpmpp_2m", "rflow", "heun"] = key(
+        "ddim", "ddpm, ddim or dpmpp_2m; for rectified flow rflow (Euler), heun or dpmpp_2m.", FREE
+    )
     num_inference_steps: Count = key(50, "Number of steps from noise to latent.", FREE)
     guidance_scale: float = key(1.0, "Values above 1 make samples follow their class more closely.", FREE, ge=0)
+    guidance_interval: Interval = key(
+        (0.0, 1.0), "Times at which guidance acts, as shares of the noise process: 0 is clean, 1 is noise.", FREE
+    )
     num_previews: int = key(4, "Samples to draw at each validation.", FREE, ge=0, le=1024)
 
 

@@ -11,6 +11,7 @@ from storage.names import counted
 from storage.run_folder import SHARED_NAMES
 
 if TYPE_CHECKING:
+    from settings.ldm import LdmSettings
     from settings.root import Settings
 
 Grid = tuple[int, ...]
@@ -232,17 +233,18 @@ def _heads(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
 
 def _sampling(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
     ldm = settings.ldm
-    if (ldm.scheduler.type == "rflow") != (ldm.sampling.sampler == "rflow"):
-        fits = "rflow" if ldm.scheduler.type == "rflow" else "ddim or ddpm"
+    fits = ("rflow", "heun", "dpmpp_2m") if ldm.scheduler.type == "rflow" else ("ddim", "ddpm", "dpmpp_2m")
+    if ldm.sampling.sampler not in fits:
         yield (
             Problem(
                 "ldm.sampling.sampler",
                 f"{ldm.sampling.sampler} cannot sample from scheduler type {ldm.scheduler.type}",
-                f"allowed: {fits}",
-                f"set {fits.split()[0]}",
+                f"allowed: {', '.join(fits)}",
+                f"set {fits[0]}",
             ),
             ("ldm.scheduler.type",),
         )
+    yield from _noise_levels(ldm)
     if ldm.sampling.num_inference_steps > ldm.scheduler.num_train_timesteps:
         most = ldm.scheduler.num_train_timesteps
         yield (
@@ -264,6 +266,32 @@ def _sampling(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
             Problem("ldm.conditioning.num_classes", found, "allowed: 2 or more", remedy),
             ("ldm.conditioning.type",),
         )
+
+
+def _noise_levels(ldm: LdmSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    """Check the keys that say which noise levels are reached, drawn, weighted and guided."""
+    scheduler = ldm.scheduler
+    if scheduler.zero_terminal_snr and (scheduler.type == "rflow" or scheduler.prediction != "v"):
+        found = "true with rflow, which ends in pure noise anyway"
+        if scheduler.type == "ddpm":
+            found = "true with prediction epsilon, which cannot tell the clean latent from pure noise"
+        remedy = "set false" if scheduler.type == "rflow" else "set prediction: v, or zero_terminal_snr: false"
+        sources = ("ldm.scheduler.type", "ldm.scheduler.prediction")
+        yield Problem("ldm.scheduler.zero_terminal_snr", found, "", remedy), sources
+    if scheduler.time_sampling != "uniform" and scheduler.type != "rflow":
+        found = f"{scheduler.time_sampling} with scheduler type ddpm"
+        yield (
+            Problem("ldm.scheduler.time_sampling", found, "allowed: uniform", "set uniform, or type: rflow"),
+            ("ldm.scheduler.type",),
+        )
+    if ldm.training.loss_weighting == "min_snr" and scheduler.zero_terminal_snr:
+        found = "min_snr with zero_terminal_snr, so pure noise would have no weight"
+        remedy = "set none, or zero_terminal_snr: false"
+        yield Problem("ldm.training.loss_weighting", found, "", remedy), ("ldm.scheduler.zero_terminal_snr",)
+    lowest, highest = ldm.sampling.guidance_interval
+    if lowest >= highest:
+        found = f"{lowest:g} is not below {highest:g}"
+        yield Problem("ldm.sampling.guidance_interval", found, "", "swap the two"), ()
 
 
 def _latents(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:

@@ -79,6 +79,12 @@ class TrainingSettings(Section):
     weight_decay: float = key(0.0, "Decoupled weight decay (AdamW); 0 is plain Adam.", ge=0)
     max_grad_norm: float = key(1.0, "Gradient norm above which gradients are clipped; 0: no clipping.", ge=0)
     ema_decay: float = key(0.0, "Decay of the exponential moving average of the weights; 0: no average.", ge=0, lt=1)
+    ema_length: float | None = key(
+        None,
+        "Mean age of the averaged weights as a share of the steps so far, in place of ema_decay; null: ema_decay.",
+        gt=0,
+        lt=1,
+    )
     log_every: Count = key(10, "Steps between lines in metrics.jsonl.", FREE)
     validate_every: Count = key(500, "Steps between validations.", FREE)
     save_every: Count = key(500, "Steps between checkpoints.", FREE)
@@ -87,6 +93,11 @@ class TrainingSettings(Section):
         20, "float16 only: consecutive updates that may overflow before the run stops.", FREE
     )
     use_gradient_checkpointing: bool = key(False, "Recompute each block's activations in the backward pass.", SAME)
+
+    @property
+    def averages_weights(self) -> bool:
+        """Return whether an average of the weights is kept."""
+        return self.ema_length is not None or self.ema_decay > 0
 
     @property
     def samples_per_rank(self) -> int:

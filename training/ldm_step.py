@@ -82,14 +82,14 @@ class LatentDiffusionStep(TrainingStep):
         with phase("latents"), torch.no_grad():
             clean = self.draw_clean(batch)
             noise = self.noise.normal("diffusion", batch.positions, clean.shape[1:])
-            times = self.noise_process.times(self._spread(batch.positions))
+            times = self.noise_process.training_times(self._spread(batch.positions))
             noisy = self.noise_process.add_noise(clean, noise, times)
             target = self.noise_process.target(clean, noise, times)
             labels = self._labels(batch)
         with phase("forward"), self.precision.autocast():
             multiple = self.settings.ldm.unet.downsampling
             prediction = predict_padded(self._parallel_unet, noisy, times, labels, multiple).float()
-            terms = {"diffusion": F.mse_loss(prediction, target)}
+            terms = {"diffusion": self._diffusion_loss(prediction, target, times)}
         outputs = [self.precision.scaler.scale(share * terms["diffusion"])]
         gradients: list[Tensor | None] = [None]
         norm = None
@@ -103,6 +103,12 @@ class LatentDiffusionStep(TrainingStep):
             # One backward pass through the U-Net serves both terms.
             torch.autograd.backward(outputs, gradients)
         return {name: term.detach() for name, term in terms.items()}, norm
+
+    def _diffusion_loss(self, prediction: Tensor, target: Tensor, times: Tensor) -> Tensor:
+        if self.settings.ldm.training.loss_weighting == "none":
+            return F.mse_loss(prediction, target)
+        weights = self.noise_process.loss_weights(times, self.settings.ldm.training.min_snr_gamma)
+        return ((prediction - target).square().flatten(1).mean(dim=1) * weights).mean()
 
     def draw_clean(self, batch: LatentBatch | Batch) -> Tensor:
         """Draw latents from the batch's means and sigmas, with noise fixed by each position; return them scaled."""

@@ -69,10 +69,15 @@ class Updater:
 
 
 class AveragedWeights:
-    """An exponential moving average (EMA) of a network's parameters."""
+    """An exponential moving average (EMA) of a network's parameters.
 
-    def __init__(self, network: nn.Module, decay: float) -> None:
+    With a `length`, the average grows with the run: the mean age of the weights in it is this share of the steps so far
+    (the power function of Karras et al. 2024, section 3.1), and `decay` is not used.
+    """
+
+    def __init__(self, network: nn.Module, decay: float, length: float | None = None) -> None:
         self.decay = decay
+        self.length = length
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.names = [name for name, p in network.named_parameters() if p.requires_grad]
         self.averages = [p.detach().clone() for p in self.parameters]
@@ -80,7 +85,11 @@ class AveragedWeights:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Move the averages towards the weights; faster at first, so that the initial weights fade quickly."""
-        decay = min(self.decay, (1 + step) / (10 + step))
+        if self.length is None:
+            decay = min(self.decay, (1 + step) / (10 + step))
+        else:
+            # After the first step this is 0, so the initial weights are forgotten at once.
+            decay = (1 - 1 / (1 + step)) ** (1 / self.length - 1)
         torch._foreach_lerp_(self.averages, [p.detach() for p in self.parameters], 1 - decay)
 
     @contextmanager

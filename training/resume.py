@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from data import DataSplit
-from settings import CheckpointError, Settings, known_keys, look_up
+from settings import CheckpointError, Settings, has_key, known_keys, look_up
 from training.checkpoints import Checkpoints
 from training.step import TrainingStep
 
@@ -139,15 +139,18 @@ def check_resumable(stage: str, before: dict[str, Any], settings: Settings, samp
 
 
 def changed_settings(stage: str, before: dict[str, Any], settings: Settings) -> tuple[list[str], list[str]]:
-    """Return one line per changed setting of a stage: first those that change the result, then those that do not."""
+    """Return one line per changed setting of a stage: first those that change the result, then those that do not.
+
+    A key that is newer than `before` had the effect of its default.
+    """
     changed: list[str] = []
     allowed: list[str] = []
-    after = settings.model_dump(mode="json")
+    defaults, after = Settings().model_dump(mode="json"), settings.model_dump(mode="json")
     for dotted, field in known_keys():
         extra = field.json_schema_extra
         if not isinstance(extra, dict) or dotted.split(".")[0] not in _STAGE_SECTIONS[stage]:
             continue
-        old, new = look_up(before, dotted), look_up(after, dotted)
+        old, new = look_up(before if has_key(before, dotted) else defaults, dotted), look_up(after, dotted)
         if old == new:
             continue
         line = f"{dotted}: {json.dumps(old)} -> {json.dumps(new)}"

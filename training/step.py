@@ -35,7 +35,6 @@ class TrainingStep(ABC):
         self.networks: dict[str, nn.Module] = {}
         self.updaters: dict[str, Updater] = {}
         self.average: AveragedWeights | None = None
-        self._ema_decay = training.ema_decay
         self._files_of = files_of
         self._guard: Guard | None = None
         torch.manual_seed(settings.seed)
@@ -45,8 +44,8 @@ class TrainingStep(ABC):
         move(network, self.process.device).train()
         self.networks[name] = network
         self.updaters[name] = Updater(name, network, learning_rate, self.training, self.precision)
-        if name == self.stage and self._ema_decay:
-            self.average = AveragedWeights(network, self._ema_decay)
+        if name == self.stage and self.training.averages_weights:
+            self.average = AveragedWeights(network, self.training.ema_decay, self.training.ema_length)
         return self.process.wrap(network)
 
     @property

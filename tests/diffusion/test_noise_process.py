@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+
 import pytest
 import torch
 from monai.networks.schedulers import DDPMScheduler, RFlowScheduler
+from torch import Tensor
 
 from diffusion.noise_process import SMALLEST_SIGNAL, NoiseProcess
+from diffusion.samplers import ddpm
 from settings.ldm import SchedulerSettings
 
 CPU = torch.device("cpu")
@@ -15,6 +20,18 @@ SHAPE = (3, 2, 4, 4, 4)
 
 def process(**values) -> NoiseProcess:
     return NoiseProcess(SchedulerSettings(**values), CPU)
+
+
+def step_of_ddpm(ours: NoiseProcess, implied, now: Tensor, after: Tensor, fresh: Tensor) -> Tensor:
+    """Return the latent that the ddpm sampler hands to the network at the time `after`."""
+    seen: list[Tensor] = []
+
+    def denoise(latents: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(latents)
+        return implied
+
+    ddpm(ours, denoise, torch.zeros(SHAPE), [now, after], lambda number: fresh)
+    return seen[1]
 
 
 @pytest.mark.parametrize("schedule", ["linear_beta", "scaled_linear_beta", "cosine"])
@@ -36,10 +53,10 @@ def test_ddpm_noises_and_steps_as_monai_does(schedule, prediction):
     for t in (1, 500, 960):
         now, after = torch.full((3,), t), torch.full((3,), t - 1)
         implied = ours.clean_and_noise(output, noisy, now)
-        mean = ours.step(*implied, now, after, torch.zeros(SHAPE))
+        mean = step_of_ddpm(ours, implied, now, after, torch.zeros(SHAPE))
         expected = stock._get_mean(t, implied[0], noisy)
         torch.testing.assert_close(mean, expected, rtol=2e-4, atol=2e-4)
-        spread = ours.step(*implied, now, after, torch.ones(SHAPE)) - mean
+        spread = step_of_ddpm(ours, implied, now, after, torch.ones(SHAPE)) - mean
         assert spread.mean().item() == pytest.approx(stock._get_variance(t).sqrt().item(), rel=2e-3)
 
 
@@ -87,3 +104,63 @@ def test_the_cosine_schedule_is_sampled_from_where_there_is_signal():
     first = torch.tensor([int(ours.sampling_times(10)[0])])
     assert 980 < first.item() < 999
     assert ours.coefficients(first)[0].item() >= SMALLEST_SIGNAL
+
+
+@pytest.mark.parametrize("schedule", ["linear_beta", "scaled_linear_beta", "cosine"])
+def test_a_schedule_to_zero_snr_starts_as_before_ends_in_pure_noise_and_is_stretched_evenly(schedule):
+    plain = process(schedule=schedule, prediction="v")
+    ending = process(schedule=schedule, prediction="v", zero_terminal_snr=True)
+    every = torch.arange(1000)
+    before, after = plain.coefficients(every)[0].flatten().double(), ending.coefficients(every)[0].flatten().double()
+    assert after[0].item() == pytest.approx(before[0].item(), rel=1e-6)
+    assert after[-1] == 0
+    assert ending.coefficients(every)[1].flatten()[-1] == 1
+    # One factor and one offset for all timesteps.
+    factor = before[0] / (before[0] - before[-1])
+    torch.testing.assert_close(after, (before - before[-1]) * factor, rtol=1e-4, atol=1e-6)
+    signal, level = (part.flatten().double() for part in ending.coefficients(every))
+    torch.testing.assert_close(signal.square() + level.square(), torch.ones(1000).double(), rtol=1e-5, atol=1e-6)
+    assert ending.sampling_times(10)[0] == 999
+
+
+def test_at_pure_noise_the_network_is_asked_for_the_clean_latent_and_gives_it_back():
+    ours = process(prediction="v", zero_terminal_snr=True)
+    clean, noise, last = torch.full(SHAPE, 7.0), torch.full(SHAPE, -2.0), torch.full((3,), 999)
+    noisy, target = ours.add_noise(clean, noise, last), ours.target(clean, noise, last)
+    assert torch.equal(noisy, noise)
+    assert torch.equal(target, -clean)
+    assert all(map(torch.equal, ours.clean_and_noise(target, noisy, last), (clean, noise)))
+
+
+def test_logit_normal_times_have_the_quartiles_of_the_logistic_of_a_normal():
+    ours = process(type="rflow", time_sampling="logit_normal")
+    uniform = (torch.arange(10_000) + 0.5) / 10_000
+    drawn = ours.training_times(uniform) / 1000
+    for share in (0.1, 0.25, 0.5, 0.75, 0.9):
+        expected = 1 / (1 + math.exp(-statistics.NormalDist().inv_cdf(share)))
+        assert drawn.quantile(share).item() == pytest.approx(expected, abs=1e-3)
+    ends = ours.training_times(torch.tensor([0.0, 1 - 2**-24]))
+    assert bool(((ends > 0) & (ends < 1000)).all())
+    # Validation measures at given noise levels, whatever training draws.
+    torch.testing.assert_close(ours.times(torch.tensor([0.25])), torch.tensor([250.0]))
+
+
+def test_uniform_times_of_training_are_those_of_validation():
+    for ours in (process(), process(type="rflow")):
+        uniform = torch.linspace(0, 0.999, 50)
+        assert torch.equal(ours.training_times(uniform), ours.times(uniform))
+
+
+@pytest.mark.parametrize("values", [{"prediction": "epsilon"}, {"prediction": "v"}, {"type": "rflow"}])
+def test_min_snr_counts_the_error_of_the_clean_latent_by_the_limited_ratio(values):
+    """A weighted error of the prediction is min(SNR, gamma) times the error of the clean latent that it implies."""
+    ours, gamma = process(**values), 5.0
+    times = ours.times(torch.tensor([0.05, 0.5, 0.9]))
+    clean, noise = torch.full(SHAPE, 0.3), torch.full(SHAPE, -1.2)
+    noisy = ours.add_noise(clean, noise, times)
+    wrong = ours.target(clean, noise, times) + 0.1
+    of_clean = (ours.clean_and_noise(wrong, noisy, times)[0] - clean).square().flatten(1).mean(dim=1)
+    signal, level = (part.flatten() for part in ours.coefficients(times))
+    expected = torch.minimum((signal / level).square(), torch.tensor(gamma)) * of_clean
+    assert (signal / level).square()[0] > gamma > (signal / level).square()[1]
+    torch.testing.assert_close(ours.loss_weights(times, gamma) * 0.1**2, expected, rtol=1e-3, atol=1e-6)

@@ -112,7 +112,7 @@ def test_ddim_and_ddpm_take_the_steps_of_the_ddim_paper(schedule, prediction, et
         x = math.sqrt(after) * x0 + math.sqrt(max(0.0, 1 - after - sigma**2)) * e
         if eta:
             x = x + sigma * noise.normal(f"sample step {i}", POSITIONS, SHAPE)
-    found = sample_latents(network, process, noise, POSITIONS, SHAPE, STEPS, is_stochastic=bool(eta))
+    found = sample_latents(network, process, noise, POSITIONS, SHAPE, STEPS, "ddpm" if eta else "ddim")
     torch.testing.assert_close(found, x, rtol=2e-3, atol=2e-3)
 
 
@@ -138,7 +138,7 @@ def test_fresh_noise_is_new_at_every_step():
         return drawn[-1]
 
     noise.normal = listening  # type: ignore[method-assign]
-    sample_latents(network, process, noise, POSITIONS, SHAPE, STEPS, is_stochastic=True)
+    sample_latents(network, process, noise, POSITIONS, SHAPE, STEPS, "ddpm")
     assert len(asked) == len(set(asked)) == STEPS
     assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
 
@@ -203,7 +203,7 @@ def test_volumes_are_drawn_with_the_sampler_and_the_guidance_of_the_config(tiny_
         return plain + 3.0 * (step.unet(noisy, times, class_labels=labels) - plain)
 
     latents = sample_latents(
-        predict, step.noise_process, SampleNoise(6, CPU), [0, 5], step.settings.latent_shape, 4, sampler == "ddpm"
+        predict, step.noise_process, SampleNoise(6, CPU), [0, 5], step.settings.latent_shape, 4, sampler
     )
     step.unet.train()
     found = list(draw_volumes(step.unet, step.codec, step.settings, 0.5, 6, [0, 5], label=1, batch_size=2))

@@ -21,12 +21,20 @@ from training.ldm_step import LatentDiffusionStep
 
 CPU = Process(torch.device("cpu"))
 SHAPE = (1, 2, 2, 2)
-SAMPLERS = [("epsilon", "ddpm"), ("epsilon", "ddim"), ("v", "ddpm"), ("v", "ddim"), ("flow", "rflow")]
+PROCESSES = {
+    "epsilon": {"prediction": "epsilon"},
+    "v": {"prediction": "v"},
+    "v to pure noise": {"prediction": "v", "zero_terminal_snr": True},
+    "flow": {"type": "rflow"},
+}
+SAMPLERS = [
+    *((name, sampler) for name in ("epsilon", "v", "v to pure noise") for sampler in ("ddpm", "ddim", "dpmpp_2m")),
+    *(("flow", sampler) for sampler in ("rflow", "heun", "dpmpp_2m")),
+]
 
 
-def make_process(prediction: str) -> NoiseProcess:
-    values = {"type": "rflow"} if prediction == "flow" else {"prediction": prediction}
-    return NoiseProcess(SchedulerSettings.model_validate(values), CPU.device)
+def make_process(name: str) -> NoiseProcess:
+    return NoiseProcess(SchedulerSettings.model_validate(PROCESSES[name]), CPU.device)
 
 
 @pytest.mark.parametrize(("prediction", "sampler"), SAMPLERS)
@@ -43,7 +51,7 @@ def test_with_the_exact_denoiser_every_sample_is_one_of_two_point_masses(predict
         noise = (noisy - signal * clean) / level.clamp_min(1e-6)
         return process.target(clean, noise, times)
 
-    drawn = sample_latents(predict, process, SampleNoise(0, CPU.device), range(400), SHAPE, 50, sampler == "ddpm")
+    drawn = sample_latents(predict, process, SampleNoise(0, CPU.device), range(400), SHAPE, 50, sampler)
     distance = (drawn.flatten(1)[:, :, None] - points).abs().amax(dim=1)
     assert distance.amin(dim=1).max() < 0.02
     assert 0.42 < (distance.argmin(dim=1) == 0).double().mean() < 0.58
@@ -82,7 +90,12 @@ def train_on_two_points(values, **scheduler) -> LatentDiffusionStep:
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "samplers"), [({"prediction": "v"}, ["ddpm", "ddim"]), ({"type": "rflow"}, ["rflow"])]
+    ("scheduler", "samplers"),
+    [
+        ({"prediction": "v"}, ["ddpm", "ddim", "dpmpp_2m"]),
+        ({"prediction": "v", "zero_terminal_snr": True}, ["ddpm", "ddim", "dpmpp_2m"]),
+        ({"type": "rflow"}, ["rflow", "heun", "dpmpp_2m"]),
+    ],
 )
 def test_training_on_two_points_far_from_unit_scale_draws_both_at_the_datas_scale(tiny_values, scheduler, samplers):
     step = train_on_two_points(tiny_values, **scheduler)
@@ -93,7 +106,7 @@ def test_training_on_two_points_far_from_unit_scale_draws_both_at_the_datas_scal
             predict = guided(step.unet, step.settings.ldm, None)
             shape = step.settings.latent_shape
             noise = SampleNoise(1, CPU.device)
-            drawn = sample_latents(predict, step.noise_process, noise, range(64), shape, 25, sampler == "ddpm")
+            drawn = sample_latents(predict, step.noise_process, noise, range(64), shape, 25, sampler)
             values = (drawn / step.latent_scale).flatten(1).mean(dim=1)
             is_high = values > (LOW + HIGH) / 2
             assert 0.3 < is_high.double().mean() < 0.7, sampler
@@ -132,7 +145,7 @@ def draw(step: LatentDiffusionStep, positions, batch_size: int, seed: int = 5, *
     return torch.stack(list(volumes))
 
 
-@pytest.mark.parametrize("sampler", ["ddim", "ddpm"])
+@pytest.mark.parametrize("sampler", ["ddim", "ddpm", "dpmpp_2m"])
 def test_a_sample_is_a_function_of_seed_and_position_whatever_the_batch_size(tiny_values, sampler):
     step = make_step(tiny_values, sampling={"sampler": sampler})
     one_by_one = draw(step, range(5), 1)

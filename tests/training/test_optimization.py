@@ -146,6 +146,25 @@ def test_averaged_weights_are_the_moving_average_of_a_hand_loop(decay):
     torch.testing.assert_close(restored.state_dict(), average.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("length", [0.05, 0.2])
+def test_an_average_by_length_weighs_steps_by_a_power_and_its_mean_age_follows_the_run(length):
+    """The weights of step t are t in one parameter and its square in another, so their averages are moments of t."""
+    network = nn.Linear(2, 1, bias=False).double()
+    average = AveragedWeights(network, decay=0.5, length=length)
+    for step in range(2000):
+        with torch.no_grad():
+            network.weight.copy_(torch.tensor([[step + 1.0, (step + 1.0) ** 2]]))
+        average.update(step)
+        if step == 0:
+            assert average.averages[0].tolist() == [[1.0, 1.0]]
+        if step + 1 in (500, 2000):
+            mean, square = (average.averages[0] / torch.tensor([[step + 1.0, (step + 1.0) ** 2]])).flatten().tolist()
+            assert 1 - mean == pytest.approx(length, rel=0.02)
+            # The moments of the density proportional to t^(1/length - 2) on [0, 1].
+            power = 1 / length - 2
+            assert square == pytest.approx((power + 1) / (power + 3), rel=0.01)
+
+
 def test_averaged_weights_follow_and_can_be_swapped_in():
     network = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(network.weight)

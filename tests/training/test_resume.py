@@ -16,7 +16,7 @@ from settings import CheckpointError, Settings
 from training.autoencoder_step import AutoencoderStep
 from training.checkpoints import Checkpoints
 from training.ldm_step import LatentDiffusionStep
-from training.resume import resume, save
+from training.resume import changed_settings, resume, save
 from training.step import TrainingStep
 
 CPU = Process(torch.device("cpu"))
@@ -117,6 +117,19 @@ def test_other_volumes_or_another_mathematics_are_refused(settings, tmp_path):
     with pytest.raises(CheckpointError, match=r"autoencoder\.training\.kl_weight"):
         resume(step, checkpoints, other, volumes)
     assert resume(step, checkpoints, settings, volumes) == 1
+
+
+def test_keys_newer_than_a_checkpoint_had_the_effect_of_their_defaults(settings):
+    before = settings.model_dump(mode="json")
+    del before["ldm"]["scheduler"]["zero_terminal_snr"]
+    del before["ldm"]["sampling"]
+    assert changed_settings("ldm", before, settings)[0] == []
+    other = settings.with_overrides({"ldm.scheduler.zero_terminal_snr": True, "ldm.scheduler.prediction": "v"})
+    changed, _ = changed_settings("ldm", before, other)
+    assert changed == [
+        'ldm.scheduler.prediction: "epsilon" -> "v"',
+        "ldm.scheduler.zero_terminal_snr: false -> true",
+    ]
 
 
 def test_latents_come_in_the_order_in_which_their_volumes_would(settings):
