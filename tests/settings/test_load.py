@@ -182,7 +182,7 @@ def test_problems_of_an_override_are_not_blamed_on_a_line_of_the_file(tmp_path):
     found = answer(tmp_path, text, "data.num_workers=-1")
     assert found.splitlines() == [
         "1 problem in the overrides:",
-        "  data.num_workers: found -1; allowed: at least 0; for example 1",
+        "  data.num_workers: found -1; allowed: at least 0 or auto; for example auto",
     ]
     both = answer(tmp_path, text.replace("0.1", "7"), "data.num_workers=-1").splitlines()
     assert both[0].startswith("2 problems in ")

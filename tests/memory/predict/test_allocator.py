@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from memory.predict.allocator import AllocatorLimits, CachingAllocator, replay
+from memory.predict.allocator import AllocatorLimits, CachingAllocator, replay, replay_pinned
 from memory.predict.prediction import MIB
 
 
