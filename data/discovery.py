@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data.files import dicom
 from data.formats import SUFFIXES, suffix_of
+from data.survey.names import class_folder, label_files
 from settings import DataError
 from storage.names import printable
 from storage.reading import read_text, reason
@@ -35,10 +37,15 @@ class Found:
 
 
 def discover(source: str, allow_outside_root: bool) -> list[Found]:
-    """Return the volumes of a source, sorted by name; raise DataError if there are none.
+    """Return the volumes of a source, sorted by name; raise DataError if there are none."""
+    return find(source, allow_outside_root)[0]
+
+
+def find(source: str, allow_outside_root: bool) -> tuple[list[Found], list[str]]:
+    """Return the volumes of a source, sorted by name, and a line for each file that was left out.
 
     If a folder has a dataset.json at its top, only the volumes listed there count, because such folders also hold
-    segmentations and test images.
+    segmentations and test images. Raises DataError if there is no volume.
     """
     place = _expanded(source)
     # os.path, not Path: for a name that no file system can hold it returns False instead of raising.
@@ -49,7 +56,7 @@ def discover(source: str, allow_outside_root: bool) -> list[Found]:
         log.info("data: %s lists the volumes of %s", listing, place)
         place = listing
     if place.suffix.lower() == ".json" and os.path.exists(place):
-        return _in_dataset_json(place, allow_outside_root)
+        return _in_dataset_json(place, allow_outside_root), []
     if os.path.exists(place):
         raise DataError(
             f"data.source: {printable(source)} is a single file; a folder, a dataset.json or phantoms is allowed; "
@@ -98,17 +105,60 @@ def class_names_of(found: Sequence[Found]) -> tuple[str, ...]:
     return tuple(sorted(known, key=(lambda name: (int(name), name)) if is_number else None))
 
 
-def _in_folder(root: Path) -> list[Found]:
-    names = sorted(path.relative_to(root).as_posix() for path in _walk(root) if suffix_of(path.name))
+def _in_folder(root: Path) -> tuple[list[Found], list[str]]:
+    paths, dicom_folders = [], set()
+    for path in _walk(root):
+        if dicom.is_dicom(path):
+            dicom_folders.add(path.parent)
+        elif suffix_of(path.name):
+            paths.append(path)
+    names = {path.relative_to(root).as_posix(): path for path in paths}
+    left_out = []
+    for name, why in label_files(list(names)).items():
+        left_out.append(f"{printable(name)}: left out, {why}")
+        del names[name]
+    for folder in sorted(dicom_folders):
+        series, unused = _series(root, folder)
+        names |= series
+        left_out += unused
     if not names:
         raise DataError(
             f"data.source: {printable(root)} holds no volume; {' '.join(SUFFIXES)} are read, in subfolders too; "
             "check the folder"
         )
-    folders = [name.split("/")[0] if "/" in name else None for name in names]
+    ordered = sorted(names)
+    folders = [class_folder(name) for name in ordered]
     # Folder names are classes only if every volume lies in a subfolder.
-    classes: list[str] | list[None] = [f for f in folders if f is not None] if all(folders) else [None] * len(names)
-    return [Found(root / name, name, class_name) for name, class_name in zip(names, classes, strict=True)]
+    classes: list[str] | list[None] = [f for f in folders if f is not None] if all(folders) else [None] * len(ordered)
+    found = [Found(names[name], name, class_name) for name, class_name in zip(ordered, classes, strict=True)]
+    return found, left_out
+
+
+def _series(root: Path, folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Return the DICOM series in a folder by name, each as its first file, and what is no volume."""
+    try:
+        scanned = dicom.scan(folder)
+    except OSError as error:
+        raise DataError(f"data.source: {printable(folder)} cannot be read ({reason(error)}); check it") from error
+    place = folder.relative_to(root).as_posix()
+    place = root.resolve().name if place == "." else place
+    volumes = {uid: images for uid, images in scanned.series.items() if not all(i.is_localizer for i in images)}
+    names, left_out = {}, []
+    for uid, images in scanned.series.items():
+        localizers = [image.path.name for image in images if image.is_localizer]
+        if localizers:
+            count = f"{len(localizers)} {'image' if len(localizers) == 1 else 'images'}"
+            where = printable(f"{place}/{localizers[0]}")
+            left_out.append(f"{where}: left out, a localizer ({count}), not a volume")
+        if uid in volumes:
+            first = next(image.path for image in images if not image.is_localizer)
+            names[place if len(volumes) == 1 else f"{place}/{first.name}"] = first
+    for path in scanned.others:
+        left_out.append(f"{printable(f'{place}/{path.name}')}: left out, DICOM without an image")
+    if not volumes:
+        # Named as a problem, because it may have been a slice.
+        names |= {f"{place}/{path.name}": path for path in scanned.unreadable}
+    return names, left_out
 
 
 def _walk(root: Path) -> Iterator[Path]:

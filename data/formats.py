@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import math
 import os
 import re
@@ -15,14 +16,14 @@ import numpy as np
 import psutil
 from nibabel.filebasedimages import ImageFileError
 
-from data.files import arrays, itk, nifti
+from data.files import arrays, dicom, itk, nifti
 from data.files.header import DamagedError, Header, Stored, UnsuitableError
 from settings import DataError
 from storage.atomic import replacing
 from storage.names import printable
 from storage.reading import check_regular
 
-SUFFIXES = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd")
+SUFFIXES = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd", ".dcm")
 
 # Deflate cannot compress by more than 1032:1, so a header that promises more voxels than that is wrong.
 LARGEST_COMPRESSION = 1032
@@ -36,6 +37,7 @@ HEADER_READERS: dict[str, Callable[[Path], Header]] = {
     ".npz": arrays.read_npz_header,
     ".mha": itk.read_header,
     ".nrrd": itk.read_header,
+    ".dcm": dicom.read_header,
 }
 VOXEL_READERS: dict[str, Callable[[Path, Header], Stored]] = {
     ".nii": nifti.read_voxels,
@@ -43,6 +45,7 @@ VOXEL_READERS: dict[str, Callable[[Path, Header], Stored]] = {
     ".npz": arrays.read_npz_voxels,
     ".mha": itk.read_voxels,
     ".nrrd": itk.read_voxels,
+    ".dcm": dicom.read_voxels,
 }
 
 
@@ -56,8 +59,9 @@ def read_header(path: Path) -> Header:
     """Read shape, channels and geometry without the voxels; raise DataError, naming the file, if that fails."""
     try:
         # Opening a pipe would block.
-        size = check_regular(path)
+        check_regular(path)
         header = HEADER_READERS[_reader_of(path)](path)
+        size = sum(part.stat().st_size for part in parts_of(path))
     except (OSError, UnsuitableError, DamagedError) as error:
         raise DataError(f"{printable(path)}: {_reason(path, error)}") from error
     return _plausible(path, header, size)
@@ -89,11 +93,34 @@ def signature(path: Path) -> str:
 
     It includes ctime, which programs cannot set: ctime reveals new content even if size and mtime are the same.
     """
-    try:
-        status = path.stat()
-    except (OSError, ValueError):
-        return "missing"
-    return f"{status.st_size} {status.st_mtime_ns} {status.st_ino} {status.st_ctime_ns}"
+    texts = []
+    for part in parts_of(path):
+        try:
+            status = part.stat()
+            texts.append(f"{status.st_size} {status.st_mtime_ns} {status.st_ino} {status.st_ctime_ns}")
+        except (OSError, ValueError):
+            return "missing"
+    return texts[0] if len(texts) == 1 else hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Return the files of a volume: the slices of a DICOM series, or the file itself."""
+    return dicom.files_of(path) if dicom.is_dicom(path) else [path]
+
+
+def content_digest(path: Path) -> str:
+    """Return the hash of a volume's bytes, which identifies it; raise DataError if it cannot be read.
+
+    That of a DICOM series is the hash of the hashes of its files, whatever their names and order.
+    """
+    digests = []
+    for part in parts_of(path):
+        try:
+            with part.open("rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+        except OSError as error:
+            raise DataError(f"{printable(part)}: cannot be read ({error.strerror}); check the file") from error
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()
 
 
 def write_nifti(path: Path, voxels: np.ndarray, affine: np.ndarray) -> None:
@@ -123,6 +150,8 @@ def channels_text(path: Path, header: Header, num_channels: int) -> str:
 
 def _reader_of(path: Path) -> str:
     suffix = suffix_of(path.name)
+    if dicom.is_dicom(path):
+        return ".dcm"
     if suffix is None:
         raise UnsuitableError(f"unknown file type; {' '.join(SUFFIXES)} are read; rename or convert it")
     return {".nii.gz": ".nii"}.get(suffix, suffix)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from data.files.header import Header, Stored
-from data.formats import read_stored, signature
+from data.formats import content_digest, read_stored, signature
 from data.geometry import geometry_of
 from data.intensity import flat_text, scale_to_network
 from data.ranking import rank
@@ -118,12 +117,3 @@ def unusable(path: Path, facts: VolumeFacts, s: DataSettings) -> str | None:
     if any(low >= high for low, high in zip(facts.lower, facts.upper, strict=True)):
         return f"{printable(path)}: {flat_text(facts.lower, facts.upper, s.intensity)}"
     return None
-
-
-def content_digest(path: Path) -> str:
-    """Return the hash of a file's bytes, which identifies its volume; raise DataError if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{printable(path)}: cannot be read ({error.strerror}); check the file") from error

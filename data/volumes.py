@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.discovery import Found, class_names_of, discover, with_labels
+from data.discovery import Found, class_names_of, find, with_labels
 from data.phantoms import phantom_files, phantom_root
 from data.preparation.checking import Checked, check_files
 from settings import DataError
@@ -62,6 +62,7 @@ class Source:
     found: tuple[Found, ...]
     checked: tuple[Checked, ...]
     unlabelled: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def problems(self) -> list[str]:
@@ -100,17 +101,20 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> DataSplit:
 
 def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
     """Find, check and prepare the volumes of a source."""
+    left_out: list[str] = []
     if s.source == PHANTOMS:
         paths = phantom_files(run_folder.PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
         root = phantom_root(run_folder.PHANTOMS, s.voxel_size, in_channels, seed)
         found = [Found(path, path.relative_to(root).as_posix(), path.parent.name) for path in paths]
     else:
-        found = discover(s.source, s.allow_outside_root)
+        found, left_out = find(s.source, s.allow_outside_root)
+    for line in left_out:
+        log.info("data: %s", line)
     unlabelled: list[str] = []
     if s.labels is not None:
         found, unlabelled = with_labels(found, s.labels)
     checked = check_files([item.path for item in found], s, in_channels, run_folder.CHECKS)
-    return Source(tuple(found), tuple(checked), tuple(unlabelled))
+    return Source(tuple(found), tuple(checked), tuple(unlabelled), tuple(left_out))
 
 
 def split(found: Sequence[Found], val_fraction: float, seed: int) -> tuple[list[Found], list[Found]]:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data.reading import content_digest
+from data.formats import content_digest
 from data.volumes import VolumeFile
 from settings import DataError, DataSettings
 from storage.atomic import replacing

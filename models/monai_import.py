@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-EXTRAS = ("matplotlib", "pandas", "scipy.optimize", "scipy.signal", "scipy.stats", "sklearn")
+EXTRAS = ("matplotlib", "pandas", "pydicom", "scipy.optimize", "scipy.signal", "scipy.stats", "sklearn")
 
 
 def import_monai() -> None:

@@ -18,6 +18,7 @@ from nibabel.filebasedimages import ImageFileError
 from nibabel.spatialimages import HeaderDataError
 from nibabel.volumeutils import apply_read_scaling
 from nibabel.wrapstruct import WrapStructError
+from pydicom.errors import InvalidDicomError
 
 from data.files.itk_headers import HeaderError
 
@@ -32,6 +33,11 @@ DAMAGE: dict[str, tuple[type[Exception], ...]] = {
     "npy": _NUMPY,
     # RuntimeError: a feature zipfile does not support, such as encryption. KeyError: an array missing from the archive.
     "npz": (*_NUMPY, RuntimeError, KeyError, zlib.error, lzma.LZMAError, struct.error, zipfile.BadZipFile),
+    # pydicom raises AttributeError for elements that are missing, and NotImplementedError for unknown compressions.
+    "dicom": (
+        *(OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError),
+        *(MemoryError, struct.error, InvalidDicomError),
+    ),
     "itk": (OSError, RuntimeError, MemoryError, HeaderError),
 }
 

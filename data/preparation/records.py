@@ -76,11 +76,11 @@ class Records:
 
 def record_key(path: Path) -> str:
     """Return the key under which a file's facts are remembered; it changes when the file does."""
-    return f"{os.path.abspath(path)} {signature(path)}"
+    return f"{os.path.abspath(path)}\n{signature(path)}"
 
 
 def _file_of(key: str) -> str:
-    return key.rsplit(" ", 4)[0]
+    return key.rsplit("\n", 1)[0]
 
 
 def _line(key: str, facts: VolumeFacts) -> str:

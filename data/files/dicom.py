@@ -1,0 +1,302 @@
+"""Reads DICOM series: the images of one series in one folder are one volume, named by its first file."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydicom
+from pydicom.config import IGNORE
+
+from data.files.header import DAMAGE, DamagedError, Header, Stored, UnsuitableError, library
+from data.files.itk import LPS_TO_RAS
+from storage.names import printable
+
+SUFFIXES = (".dcm", ".dicom", ".ima")
+
+# Values that break the standard's rules are common; the ones that matter are checked here.
+pydicom.config.settings.reading_validation_mode = IGNORE
+
+TAGS = [
+    *("SOPClassUID", "SeriesInstanceUID", "ImageType", "Modality", "Rows", "Columns", "NumberOfFrames"),
+    *("ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing", "RescaleSlope", "RescaleIntercept"),
+    *("SamplesPerPixel", "BitsAllocated", "PixelRepresentation", "ModalityLUTSequence"),
+]
+
+# Modalities of files that hold no image.
+WITHOUT_IMAGE = {"SR", "PR", "KO", "DOC", "RTSTRUCT", "RTPLAN", "RTRECORD", "REG", "FID", "AU", "ECG", "PLAN", "RWV"}
+
+# Relative to the distance between slices.
+LARGEST_IRREGULARITY = 0.05
+LARGEST_TILT_DEGREES = 1.0
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One image of a series: its file and the elements of its header that place and scale it."""
+
+    path: Path
+    series: str
+    is_localizer: bool
+    values: Any
+    """The header without its pixels."""
+
+    def get(self, name: str) -> Any:
+        """Return an element, None if it is missing, or its text if it is not of its own type."""
+        try:
+            return self.values.get(name)
+        except DAMAGE["dicom"]:
+            raw = self.values.get_item(name).value
+            return raw.decode("latin-1") if isinstance(raw, bytes) else str(raw)
+
+    def numbers(self, name: str, count: int) -> np.ndarray:
+        """Return an element as `count` finite numbers; raise UnsuitableError if it is not that."""
+        value = self.get(name)
+        try:
+            found = np.array(value, dtype=np.float64).reshape(-1)
+        except (TypeError, ValueError):
+            found = np.empty(0)
+        if found.size != count or not np.isfinite(found).all():
+            raise UnsuitableError(
+                f"{printable(self.path.name)} has {name} {printable(value)[:40]}; {count} finite "
+                f"{'number is' if count == 1 else 'numbers are'} needed; export the series again"
+            )
+        return found
+
+    def scale(self) -> tuple[float, float]:
+        """Return slope and intercept; 1 and 0 where the header gives none."""
+        slope = self.numbers("RescaleSlope", 1)[0] if self.get("RescaleSlope") is not None else 1.0
+        shift = self.numbers("RescaleIntercept", 1)[0] if self.get("RescaleIntercept") is not None else 0.0
+        if slope == 0:
+            raise UnsuitableError(f"{printable(self.path.name)} has RescaleSlope 0; export the series again")
+        return float(slope), float(shift)
+
+
+@dataclass(frozen=True)
+class FolderOfImages:
+    """The images of a folder by series, and the files that look like DICOM but cannot be read."""
+
+    series: dict[str, tuple[Slice, ...]]
+    unreadable: tuple[Path, ...]
+    others: tuple[Path, ...]
+    """Readable DICOM files without pixels, such as reports."""
+
+
+def is_dicom(path: Path) -> bool:
+    """Return whether a file is DICOM by its suffix or, if it has none, by its first bytes."""
+    if path.suffix.lower() in SUFFIXES:
+        return True
+    if path.suffix and not path.suffix[1:].isdigit():
+        return False
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(132)[128:] == b"DICM"
+    except OSError:
+        return False
+
+
+def scan(folder: Path) -> FolderOfImages:
+    """Read the headers of all DICOM files in a folder; unchanged folders are not read twice."""
+    entries = []
+    with os.scandir(folder) as found:
+        for entry in found:
+            if entry.is_file() and not entry.name.startswith("."):
+                status = entry.stat()
+                entries.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns))
+    return _scan(folder, tuple(sorted(entries)))
+
+
+@lru_cache(maxsize=4096)
+def _scan(folder: Path, entries: tuple[tuple[Any, ...], ...]) -> FolderOfImages:
+    series: dict[str, list[Slice]] = {}
+    unreadable: list[Path] = []
+    others: list[Path] = []
+    for name, *_ in entries:
+        path = folder / name
+        if not is_dicom(path):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                values = pydicom.dcmread(path, stop_before_pixels=True, specific_tags=TAGS)
+                uid, kinds = str(values.get("SeriesInstanceUID", "")), values.get("ImageType") or ()
+                has_image = bool(values.get("Rows")) and bool(values.get("Columns"))
+                is_other = name.upper() == "DICOMDIR" or str(values.get("Modality")) in WITHOUT_IMAGE
+        except DAMAGE["dicom"]:
+            unreadable.append(path)
+            continue
+        if not has_image:
+            # The header of an image may be cut before it says how large the image is.
+            (others if is_other else unreadable).append(path)
+            continue
+        is_localizer = "LOCALIZER" in [str(kind).upper() for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+        series.setdefault(uid, []).append(Slice(path, uid, is_localizer, values))
+    return FolderOfImages({uid: tuple(found) for uid, found in series.items()}, tuple(unreadable), tuple(others))
+
+
+def slices_of(path: Path) -> tuple[Slice, ...]:
+    """Return the images of the series that a file belongs to, without localizers unless there is nothing else."""
+    folder = scan(path.parent)
+    found = next((images for images in folder.series.values() if any(image.path == path for image in images)), None)
+    if found is None:
+        with library("dicom"):
+            pydicom.dcmread(path, stop_before_pixels=True)
+        raise UnsuitableError("a DICOM file without an image; remove it")
+    images = tuple(image for image in found if not image.is_localizer)
+    if not images:
+        raise UnsuitableError("a localizer, not a volume; remove it")
+    if folder.unreadable:
+        names = ", ".join(printable(bad.name) for bad in folder.unreadable[:3])
+        raise UnsuitableError(
+            f"{names} beside it cannot be read as DICOM and may be one of its slices; copy the folder again, or remove "
+            "the file"
+        )
+    return images
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of the series that a file belongs to, or the file alone if that is not known."""
+    try:
+        folder = scan(path.parent)
+    except OSError:
+        return [path]
+    for images in folder.series.values():
+        if any(image.path == path for image in images):
+            # A damaged neighbour makes the series unusable, so its repair must count as a change.
+            return [image.path for image in images] + list(folder.unreadable)
+    return [path]
+
+
+def read_header(path: Path) -> Header:
+    """Check that a series is one regular volume, and return its geometry."""
+    images = ordered(slices_of(path))
+    first = images[0]
+    rows, columns = (int(first.numbers(name, 1)[0]) for name in ("Rows", "Columns"))
+    row_mm, column_mm = first.numbers("PixelSpacing", 2)
+    along_row, along_column = first.numbers("ImageOrientationPatient", 6).reshape(2, 3)
+    positions = [image.numbers("ImagePositionPatient", 3) for image in images]
+    affine = np.eye(4)
+    step = (positions[-1] - positions[0]) / (len(images) - 1)
+    affine[:3, :3] = LPS_TO_RAS @ np.column_stack([along_row * column_mm, along_column * row_mm, step])
+    affine[:3, 3] = LPS_TO_RAS @ positions[0]
+    shape = (columns, rows, len(images))
+    return Header(shape, 1, affine, _dtype(images), True, shape)
+
+
+def read_voxels(path: Path, header: Header) -> Stored:
+    """Read the images of a series in the order of their positions."""
+    images = ordered(slices_of(path))
+    scales = {image.scale() for image in images}
+    columns, rows, number = header.shape
+    if number != len(images):
+        raise UnsuitableError("it changed while it was read; run the same command again")
+    # Slices with scales of their own become intensities one by one; otherwise they stay as they are stored.
+    array = np.empty((number, rows, columns), np.dtype(header.dtype) if len(scales) == 1 else np.float32)
+    for place, image in zip(array, images, strict=True):
+        place[...] = _pixels(image, (rows, columns), len(scales) > 1)
+    slope, intercept = scales.pop() if len(scales) == 1 else (1.0, 0.0)
+    return Stored(array.T[None], slope, intercept)
+
+
+def ordered(images: Sequence[Slice]) -> list[Slice]:
+    """Return images in the order of their positions; raise UnsuitableError unless they are one regular stack."""
+    _require_plain(images)
+    if len(images) < 2:
+        raise UnsuitableError("a single image; a volume needs two slices or more; remove it")
+    for name, count in (("Rows", 1), ("Columns", 1), ("PixelSpacing", 2), ("ImageOrientationPatient", 6)):
+        kinds = Counter(tuple(image.numbers(name, count).round(3).tolist()) for image in images)
+        if len(kinds) > 1:
+            usual = kinds.most_common(1)[0][0]
+            odd = next(i for i in images if tuple(i.numbers(name, count).round(3).tolist()) != usual)
+            what = "orientations" if name == "ImageOrientationPatient" else f"values of {name}"
+            raise UnsuitableError(
+                f"its {len(images)} slices have {len(kinds)} {what}, for example {printable(odd.path.name)}; one is "
+                "allowed; separate them or remove the odd ones"
+            )
+    along_row, along_column = images[0].numbers("ImageOrientationPatient", 6).reshape(2, 3)
+    normal = np.cross(along_row, along_column)
+    places = {image.path: float(normal @ image.numbers("ImagePositionPatient", 3)) for image in images}
+    result = sorted(images, key=lambda image: (places[image.path], image.path.name))
+    _require_regular(result, [places[image.path] for image in result])
+    step = result[-1].numbers("ImagePositionPatient", 3) - result[0].numbers("ImagePositionPatient", 3)
+    tilt = np.degrees(np.arccos(min(1.0, abs(float(normal @ step)) / float(np.linalg.norm(step)))))
+    if tilt > LARGEST_TILT_DEGREES:
+        raise UnsuitableError(
+            f"its slices are shifted against each other (gantry tilt of {tilt:.0f} degrees); straight stacks are "
+            "allowed; resample it first"
+        )
+    return result
+
+
+def _require_plain(images: Sequence[Slice]) -> None:
+    for image in images:
+        name = printable(image.path.name)
+        if image.get("NumberOfFrames") is not None and image.numbers("NumberOfFrames", 1)[0] > 1:
+            raise UnsuitableError(
+                f"{name} holds many frames in one file; one image per file is read; convert it to NIfTI"
+            )
+        if image.get("SamplesPerPixel") is not None and image.numbers("SamplesPerPixel", 1)[0] > 1:
+            raise UnsuitableError(f"{name} is a colour image; single intensities are read; remove it")
+        if image.get("ModalityLUTSequence"):
+            raise UnsuitableError(f"{name} is scaled by a table (ModalityLUTSequence); convert it to NIfTI")
+
+
+def _require_regular(images: Sequence[Slice], places: Sequence[float]) -> None:
+    """Raise UnsuitableError, naming the slices, unless all distances are equal."""
+    gaps = np.diff(places)
+    usual = float(np.median(gaps))
+    for gap, (one, two) in zip(gaps.tolist(), pairwise(images), strict=True):
+        names = f"{printable(one.path.name)} and {printable(two.path.name)}"
+        if gap <= LARGEST_IRREGULARITY * max(usual, 1e-6):
+            raise UnsuitableError(
+                f"two slices at one place, {names}; one is allowed; remove the doubled one, or separate the phases of "
+                "a 4D series"
+            )
+        missing = round(gap / usual) - 1
+        if missing >= 1:
+            raise UnsuitableError(
+                f"{missing} {'slice is' if missing == 1 else 'slices are'} missing between {names} ({gap:.3g} mm "
+                f"apart, the others {usual:.3g} mm); copy or export the series again"
+            )
+        if abs(gap - usual) > LARGEST_IRREGULARITY * usual:
+            raise UnsuitableError(
+                f"the distance between slices varies ({gap:.3g} mm between {names}, usually {usual:.3g} mm); equal "
+                "distances are needed; resample it first"
+            )
+
+
+def _dtype(images: Sequence[Slice]) -> str:
+    """Return the smallest type that holds the pixels of all slices."""
+    kinds = []
+    for image in images:
+        bits = int(image.numbers("BitsAllocated", 1)[0])
+        if bits not in (8, 16, 32):
+            raise UnsuitableError(f"{printable(image.path.name)} has pixels of {bits} bits; 8, 16 or 32 are allowed")
+        kinds.append(np.dtype(f"{'i' if image.get('PixelRepresentation') else 'u'}{bits // 8}"))
+    return np.result_type(*kinds).str
+
+
+def _pixels(image: Slice, shape: tuple[int, int], is_scaled: bool) -> np.ndarray:
+    try:
+        with library("dicom"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pixels = pydicom.dcmread(image.path).pixel_array
+    except DamagedError as error:
+        raise UnsuitableError(
+            f"its slice {printable(image.path.name)} cannot be read ({printable(error.__cause__)[:120]}); copy it "
+            "again, or export it without compression"
+        ) from error
+    if pixels.shape != shape:
+        raise UnsuitableError(f"{printable(image.path.name)} has other pixels than its header says; export it again")
+    slope, intercept = image.scale()
+    return (pixels * slope + intercept).astype(np.float32) if is_scaled else pixels

@@ -1,0 +1,65 @@
+"""What file names say: which files are labels of others, and which folder is a class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from data.formats import suffix_of
+
+IMAGE_FOLDERS = {"images", "image", "imagestr", "imagests", "images_tr", "images_ts", "imgs", "img", "scans"}
+LABEL_FOLDERS = {
+    *("labels", "label", "labelstr", "labelsts", "labels_tr", "labels_ts", "labelmaps", "masks", "mask"),
+    *("segmentations", "segmentation", "segs", "seg", "annotations", "rois"),
+}
+LABEL_ENDINGS = ("seg", "segmentation", "mask", "label", "labels", "labelmap", "gt", "roi")
+
+
+def label_files(names: Sequence[str]) -> dict[str, str]:
+    """Return the files that are labels of other files, each with the reason.
+
+    A folder such as labels/ counts only beside one such as images/, and a name such as a_seg.nii.gz only beside another
+    file whose name begins with a.
+    """
+    folders = {parent for name in names for parent in PurePosixPath(name).parents}
+    stems: dict[PurePosixPath, list[str]] = {}
+    for name in names:
+        stems.setdefault(PurePosixPath(name).parent, []).append(_stem(name))
+    result = {}
+    for name in names:
+        beside = next((p for p in PurePosixPath(name).parents if p.name.lower() in LABEL_FOLDERS), None)
+        images = next((f.name for f in sorted(folders) if beside and f.parent == beside.parent and is_images(f)), None)
+        if beside is not None and images is not None:
+            result[name] = f"labels of {images}/ by its folder"
+            continue
+        start = _labelled(_stem(name))
+        if start is not None and any(
+            other.startswith(start) and _labelled(other) is None for other in stems[PurePosixPath(name).parent]
+        ):
+            result[name] = "a label map by its name"
+    return result
+
+
+def class_folder(name: str) -> str | None:
+    """Return the top folder of a name as its class; folders such as images/ say nothing about a class."""
+    parents = [part for part in PurePosixPath(name).parts[:-1] if part.lower() not in IMAGE_FOLDERS]
+    return parents[0] if parents else None
+
+
+def is_images(folder: PurePosixPath) -> bool:
+    """Return whether a folder holds images by its name."""
+    return folder.name.lower() in IMAGE_FOLDERS
+
+
+def _stem(name: str) -> str:
+    file_name = PurePosixPath(name).name
+    return file_name[: len(file_name) - len(suffix_of(file_name) or "")].lower()
+
+
+def _labelled(stem: str) -> str | None:
+    """Return what comes before an ending such as _seg, or None if there is no such ending."""
+    for mark in "_-.":
+        start, found, ending = stem.rpartition(mark)
+        if found and start and ending in LABEL_ENDINGS:
+            return start
+    return None

@@ -1,0 +1,176 @@
+"""A DICOM series equals the same volume as NIfTI; what is wrong with a series is said, and hides no other."""
+
+from __future__ import annotations
+
+import locale
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydicom
+import pytest
+import torch
+from pydicom.dataset import FileMetaDataset
+from pydicom.uid import UID, ExplicitVRLittleEndian, generate_uid
+
+from data import load_volume
+from data.discovery import discover, find
+from data.formats import content_digest, read_header, read_volume, signature, write_nifti
+from data.volumes import check_source, prepare_volumes
+from settings import DataError
+from tests.data.small_volumes import build_settings
+
+CT = UID("1.2.840.10008.5.1.4.1.1.2")
+SHAPE = (12, 10, 8)
+INTERCEPT = -1024
+
+
+def voxels_of(seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.integers(-1000, 2000, SHAPE) // 2 + np.arange(8) * 20).astype(np.int16)
+
+
+def write_series(folder: Path, voxels: np.ndarray, **changes: Any) -> list[Path]:
+    """Write one file per slice, in an order of names that is not that of positions; return them by position."""
+    folder.mkdir(parents=True, exist_ok=True)
+    series = generate_uid()
+    paths = []
+    for k in range(voxels.shape[2]):
+        file = pydicom.Dataset()
+        file.file_meta = FileMetaDataset()
+        file.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+        file.file_meta.MediaStorageSOPClassUID = CT
+        file.file_meta.MediaStorageSOPInstanceUID = generate_uid()
+        file.SOPClassUID, file.SOPInstanceUID, file.SeriesInstanceUID = CT, generate_uid(), series
+        file.Modality, file.ImageType = "CT", ["ORIGINAL", "PRIMARY", "AXIAL"]
+        file.Columns, file.Rows = voxels.shape[:2]
+        file.ImageOrientationPatient = [1, 0, 0, 0, 1, 0]
+        file.ImagePositionPatient = [-10, -20, 5 + 3 * k]
+        file.PixelSpacing = [2.5, 2.0]
+        file.RescaleSlope, file.RescaleIntercept = 1, INTERCEPT
+        file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
+        file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = 16, 16, 15, 0
+        file.PixelData = (voxels[:, :, k].T.astype(np.int32) - INTERCEPT).astype(np.uint16).tobytes()
+        for name, value in changes.items():
+            setattr(file, name, value(k) if callable(value) else value)
+        paths.append(folder / f"{(k * 5) % voxels.shape[2]:02d}_{series[-6:]}.dcm")
+        file.save_as(paths[-1], enforce_file_format=True)
+    return paths
+
+
+def as_nifti(path: Path, voxels: np.ndarray) -> Path:
+    affine = np.diag([-2.0, -2.5, 3.0, 1.0])
+    affine[:3, 3] = [10, 20, 5]
+    write_nifti(path, voxels[None], affine)
+    return path
+
+
+def said(folder: Path) -> str:
+    with pytest.raises(DataError) as refusal:
+        read_header(next(iter(discover(str(folder), False))).path)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("values", [{}, {"spacing": [1.5, 1.5, 2.0]}, {"orientation": "LPI"}])
+def test_series_equals_the_same_volume_as_nifti(tmp_path: Path, values: dict[str, Any]) -> None:
+    voxels = voxels_of(0)
+    write_series(tmp_path / "scan", voxels)
+    settings = build_settings(**values)
+    (found,) = discover(str(tmp_path / "scan"), False)
+    ours, theirs = load_volume(found.path, settings), load_volume(as_nifti(tmp_path / "v.nii.gz", voxels), settings)
+    assert torch.equal(ours.image, theirs.image)
+    np.testing.assert_allclose(ours.geometry.affine, theirs.geometry.affine, atol=1e-6)
+
+
+def test_good_series_is_found_beside_broken_ones_and_each_of_them_is_named(tmp_path: Path) -> None:
+    good, broken = voxels_of(0), voxels_of(1)
+    write_series(tmp_path / "all/a", good)
+    write_series(tmp_path / "all/b", broken)[3].unlink()
+    write_series(tmp_path / "all/c", broken[:, :, :2], ImageType=["ORIGINAL", "PRIMARY", "LOCALIZER"])
+    source = check_source(build_settings(source=str(tmp_path / "all")), 0, 1)
+    assert [item.name for item in source.found] == ["a", "b"]
+    assert [bool(item.problems) for item in source.checked] == [False, True]
+    assert "1 slice is missing between" in source.problems[0]
+    assert any(line.startswith("c/") and "a localizer (2 images)" in line for line in source.left_out)
+
+
+def test_two_series_in_one_folder_are_two_volumes_with_a_localizer_left_out_of_one(tmp_path: Path) -> None:
+    one, two = voxels_of(0), voxels_of(1)
+    write_series(tmp_path / "scan", one)
+    kinds = [["ORIGINAL", "PRIMARY", "AXIAL"], ["ORIGINAL", "PRIMARY", "LOCALIZER"]]
+    turned = {"ImageOrientationPatient": lambda k: [0, 1, 0, 0, 0, -1] if k == 0 else [1, 0, 0, 0, 1, 0]}
+    write_series(tmp_path / "scan", two, ImageType=lambda k: kinds[k == 0], **turned)
+    found, left_out = find(str(tmp_path / "scan"), False)
+    assert sorted(read_header(item.path).shape for item in found) == [(12, 10, 7), (12, 10, 8)]
+    assert ["a localizer (1 image)" in line for line in left_out] == [True]
+    prepare_volumes(build_settings(source=str(tmp_path / "scan")), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"ImagePositionPatient": lambda k: [-10, -20, 5 + 3 * max(k, 1)]}, "two slices at one place"),
+        ({"ImagePositionPatient": lambda k: [-10, -20, 5 + 3 * k + 0.7 * (k == 3)]}, "distance between slices varies"),
+        ({"ImagePositionPatient": lambda k: [-10, -20 + k, 5 + 3 * k]}, "gantry tilt of 18 degrees"),
+        ({"ImageOrientationPatient": lambda k: [1, 0, 0, 0, 1, 0] if k else [0, 1, 0, 0, 0, 1]}, "have 2 orientations"),
+        ({"PixelSpacing": lambda k: [2.5, 2.0 + (k == 2)]}, "have 2 values of PixelSpacing"),
+        ({"RescaleSlope": 0}, "has RescaleSlope 0"),
+        ({"NumberOfFrames": 3}, "many frames in one file"),
+        ({"SamplesPerPixel": 3}, "a colour image"),
+    ],
+)
+def test_what_is_wrong_with_a_series_is_said(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    write_series(tmp_path / "scan", voxels_of(0), **changes)
+    with pytest.raises(DataError, match=text):
+        read_volume(next(iter(discover(str(tmp_path / "scan"), False))).path)
+
+
+def test_scale_that_is_no_number_is_said(tmp_path: Path) -> None:
+    for path in write_series(tmp_path / "scan", voxels_of(0)):
+        path.write_bytes(path.read_bytes().replace(b"-1024", b"-nine"))
+    with pytest.raises(DataError, match="has RescaleIntercept -nine"):
+        read_volume(next(iter(discover(str(tmp_path / "scan"), False))).path)
+
+
+def test_scales_that_leave_the_stored_type_do_not_wrap(tmp_path: Path) -> None:
+    voxels = voxels_of(0)
+    write_series(tmp_path / "same", voxels, RescaleSlope=40, RescaleIntercept=-30000)
+    write_series(tmp_path / "other", voxels, RescaleSlope=lambda k: 40 + k, RescaleIntercept=0)
+    stored = voxels.astype(np.float64) - INTERCEPT
+    same, other = (read_volume(discover(str(tmp_path / name), False)[0].path)[0][0] for name in ("same", "other"))
+    np.testing.assert_array_equal(same, (stored * 40 - 30000).astype(np.float32))
+    np.testing.assert_array_equal(other, (stored * (40 + np.arange(8))).astype(np.float32))
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+@pytest.mark.parametrize("size", [0, 100, 600])
+def test_a_damaged_slice_is_noticed_wherever_it_is(tmp_path: Path, place: int, size: int) -> None:
+    path = write_series(tmp_path / "scan", voxels_of(0))[place]
+    path.write_bytes(path.read_bytes()[:size])
+    settings = build_settings(source=str(tmp_path / "scan"))
+    (checked,) = check_source(settings, 0, 1).checked
+    assert path.name in checked.problems[0]
+
+
+def test_content_follows_the_slices_and_not_their_names(tmp_path: Path) -> None:
+    paths = write_series(tmp_path / "scan", voxels_of(0))
+    first = discover(str(tmp_path / "scan"), False)[0].path
+    digest, before = content_digest(first), signature(first)
+    paths[2].rename(tmp_path / "scan/zz.dcm")
+    assert content_digest(first) == digest
+    other = write_series(tmp_path / "other", voxels_of(1))[4]
+    file = pydicom.dcmread(tmp_path / "scan/zz.dcm")
+    file.PixelData = pydicom.dcmread(other).PixelData
+    file.save_as(tmp_path / "scan/zz.dcm")
+    assert content_digest(first) != digest
+    assert signature(first) != before
+
+
+def test_files_without_a_suffix_are_recognised_and_the_locale_stays(tmp_path: Path) -> None:
+    before = locale.setlocale(locale.LC_ALL)
+    for path in write_series(tmp_path / "scan", voxels_of(0)):
+        path.rename(path.with_name(f"IM{path.name[:2]}"))
+    (tmp_path / "scan/notes").write_text("not an image")
+    (found,) = discover(str(tmp_path / "scan"), False)
+    assert read_volume(found.path)[0].shape == (1, *SHAPE)
+    assert locale.setlocale(locale.LC_ALL) == before
