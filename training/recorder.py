@@ -25,7 +25,7 @@ _THROUGHPUT = "volumes_per_second"
 class Recorder:
     """Collects metrics on the device and writes their means at each `log`, in the first process only."""
 
-    def __init__(self, run: RunFolder, stage: str, first_step: int, last_step: int, process: Process) -> None:
+    def __init__(self, run: RunFolder, stage: str, first_step: int, last_step: int | None, process: Process) -> None:
         self.run, self.stage, self.process = run, stage, process
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
