@@ -10,7 +10,7 @@ import logging
 import sys
 from functools import partial
 
-from command_line import INTERRUPTED, add_config, add_training, parser, run
+from command_line import INTERRUPTED, add_config, add_training, overrides_of, parser, run
 from settings import Settings, load_settings
 
 log = logging.getLogger("train_autoencoder")
@@ -18,7 +18,7 @@ log = logging.getLogger("train_autoencoder")
 
 def main(options: argparse.Namespace) -> int:
     """Check the config before the slow imports, then train; with --on-oom, retry with less memory."""
-    settings = load_settings(options.config, options.overrides, stage="autoencoder")
+    settings = load_settings(options.config, overrides_of(options, "autoencoder"), stage="autoencoder")
     from memory.watch import train_with_rungs
 
     return train_with_rungs(lambda rung: train(rung, options.dry_run), settings, "autoencoder", options.on_oom)
@@ -61,7 +61,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
             watch.record(run_folder.path)
 
             # The volumes of step n depend on the seed and n alone, so a resumed run sees the same batches.
-            batches = training_batches(volumes.train, settings.data, plan, first_step, step.training.max_steps)
+            batches = training_batches(volumes.train, settings.data, plan, first_step, step.training.last_step)
             held_out = validation_batches(volumes.val, settings.data, process.rank, process.world_size)
             validate = partial(validate_autoencoder, step, held_out, volumes.val)
             save_at = partial(save, step, checkpoints, settings, volumes)

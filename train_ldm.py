@@ -10,7 +10,7 @@ import logging
 import sys
 from functools import partial
 
-from command_line import INTERRUPTED, add_config, add_training, parser, run
+from command_line import INTERRUPTED, add_config, add_training, overrides_of, parser, run
 from settings import Settings, load_settings
 
 log = logging.getLogger("train_ldm")
@@ -18,7 +18,7 @@ log = logging.getLogger("train_ldm")
 
 def main(options: argparse.Namespace) -> int:
     """Check the config before the slow imports, then train; with --on-oom, retry with less memory."""
-    settings = load_settings(options.config, options.overrides, stage="ldm")
+    settings = load_settings(options.config, overrides_of(options, "ldm"), stage="ldm")
     from memory.watch import train_with_rungs
 
     return train_with_rungs(lambda rung: train(rung, options.dry_run), settings, "ldm", options.on_oom)
@@ -58,19 +58,20 @@ def train(settings: Settings, is_dry_run: bool) -> int:
             with watch.guard(run_folder.path, 0, "encoding the latents"):
                 latents = prepare_latents(codec, volumes, settings, process)
             plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
-            step = LatentDiffusionStep(settings, process, True, codec, latents.scale, plan.names(volumes.train))
+            names = plan.names(volumes.train)
+            step = LatentDiffusionStep(settings, process, codec=codec, latents=latents, files_of=names)
             checkpoints = Checkpoints(run_folder.checkpoints, "ldm", step.training.keep_checkpoints)
             first_step = resume(step, checkpoints, settings, volumes)
             describe_run(run_folder, settings, process, volumes)
             watch.record(run_folder.path)
 
             # The latents of step n depend on the seed and n alone, so a resumed run sees the same batches.
-            batches = latents.training_batches(plan, first_step, step.training.max_steps)
+            batches = latents.training_batches(plan, first_step, step.training.last_step)
             validate = partial(validate_ldm, step, latents, RealVolumes(volumes, latents.settings))
             save_at = partial(save, step, checkpoints, settings, volumes)
             if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate, show_validation):
                 return INTERRUPTED
-            export(step, run_folder, settings, latent_scale=step.latent_scale, **latents.metadata)
+            export(step, run_folder, settings)
             publish(run_folder, process)
     return 0
 

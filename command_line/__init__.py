@@ -1,6 +1,6 @@
 """What all commands share: arguments, checks of output paths, exit codes, logging and errors. Imports no torch."""
 
-from command_line.arguments import above_zero, add_config, add_training, at_least, parser
+from command_line.arguments import above_zero, add_config, add_training, at_least, overrides_of, parser
 from command_line.execution import INTERRUPTED, OUT_OF_MEMORY, run
 from command_line.outputs import check_output_file, check_output_folder, write_output
 
@@ -13,6 +13,7 @@ __all__ = [
     "at_least",
     "check_output_file",
     "check_output_folder",
+    "overrides_of",
     "parser",
     "run",
     "write_output",

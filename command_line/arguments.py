@@ -27,6 +27,11 @@ def add_training(target: argparse.ArgumentParser) -> None:
     target.add_argument(
         "--dry-run", action="store_true", help="print what would be trained and the memory it needs, then stop"
     )
+    limit = target.add_mutually_exclusive_group()
+    limit.add_argument(
+        "--hours", type=above_zero, help="train for this long instead of max_steps; the learning rate decays over it"
+    )
+    limit.add_argument("--minutes", type=above_zero, help="the same in minutes")
     target.add_argument(
         "--on-oom",
         choices=("stop", "next-rung"),
@@ -34,6 +39,12 @@ def add_training(target: argparse.ArgumentParser) -> None:
         help="when memory runs out: stop with a report (default), or continue with the next memory knob that leaves the"
         " mathematics unchanged",
     )
+
+
+def overrides_of(options: argparse.Namespace, stage: str) -> list[str]:
+    """Return the overrides of a train script; --hours and --minutes are an override of the stage's `max_hours`."""
+    hours = options.hours if options.minutes is None else options.minutes / 60
+    return [*options.overrides, *([] if hours is None else [f"{stage}.training.max_hours={hours!r}"])]
 
 
 def at_least(smallest: float) -> Callable[[str], float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models import StockAutoencoder, build_autoencoder
 from models.weight_files import load_weights
@@ -37,7 +37,13 @@ def load_autoencoder(settings: Settings, path: Path) -> StockAutoencoder:
             f"{path}: no trained autoencoder; train stage 1 with train_autoencoder.py under the same name, or "
             "set ldm.autoencoder to the path of its weights"
         )
-    state, metadata = load_weights(path)
+    return autoencoder_of(settings, *load_weights(path), path)
+
+
+def autoencoder_of(
+    settings: Settings, state: dict[str, Tensor], metadata: dict[str, Any], path: Path
+) -> StockAutoencoder:
+    """Build the config's autoencoder with weights read from `path`, and freeze it."""
     is_own = settings.ldm.autoencoder is None
     if metadata.get("stage") != "autoencoder" or not isinstance(metadata.get("settings"), dict):
         raise CheckpointError(

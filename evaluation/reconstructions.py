@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from data import VolumeFile, load_file, to_unit
 from diffusion.volume_codec import VolumeCodec
 from evaluation.pair_metrics import ms_ssim, psnr, ssim
+from evaluation.sharpness import compare_sharpness, sharpness_of
 from settings import DataSettings
+
+NORMAL_95 = 1.96
+"""Standard errors on each side of a 95 % interval."""
 
 
 def evaluate_reconstructions(codec: VolumeCodec, files: Sequence[VolumeFile], data: DataSettings) -> dict[str, Any]:
-    """Return PSNR, SSIM and MS-SSIM of each volume's reconstruction, and their means."""
+    """Return PSNR, SSIM and MS-SSIM of each volume's reconstruction, their means with 95 % intervals, and sharpness."""
     names: list[str] = []
+    found: list[Tensor] = []
+    wanted: list[Tensor] = []
     rows: list[dict[str, float]] = []
     for file in tqdm(files, desc="reconstructions", unit="volume"):
         image = load_file(file, data).image[None].to(codec.precision.device)
         mean, _ = codec.encode(image[0])
         reconstruction = codec.decode(mean)[None]
         names.append(file.name)
+        found.append(sharpness_of(to_unit(reconstruction[0])))
+        wanted.append(sharpness_of(to_unit(image[0])))
         rows.append(
             {
                 "psnr": float(psnr(reconstruction, image)),
@@ -30,5 +40,20 @@ def evaluate_reconstructions(codec: VolumeCodec, files: Sequence[VolumeFile], da
                 "ms_ssim": float(ms_ssim(to_unit(reconstruction), to_unit(image))),
             }
         )
-    means = {name: statistics.fmean(row[name] for row in rows) for name in ("psnr", "ssim", "ms_ssim")}
-    return {"mean": means, "volumes": [{"volume": name, **row} for name, row in zip(names, rows, strict=True)]}
+    names_of_metrics = ("psnr", "ssim", "ms_ssim")
+    means = {name: statistics.fmean(row[name] for row in rows) for name in names_of_metrics}
+    intervals = {name: mean_interval([row[name] for row in rows]) for name in names_of_metrics}
+    return {
+        "mean": means,
+        "interval": intervals,
+        "sharpness": compare_sharpness(found, wanted),
+        "volumes": [{"volume": name, **row} for name, row in zip(names, rows, strict=True)],
+    }
+
+
+def mean_interval(values: Sequence[float]) -> list[float]:
+    """Return the 95 % interval of a mean over volumes, by the normal approximation; NaN for a single volume."""
+    if len(values) < 2:
+        return [math.nan, math.nan]
+    middle, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    return [middle - NORMAL_95 * error, middle + NORMAL_95 * error]

@@ -16,7 +16,16 @@ from data import VolumeFile, load_file, to_unit
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
 from evaluation.fid import PLANES, frechet_distance, slice_features
-from evaluation.set_metrics import maximum_mean_discrepancy, mean_pairwise_ms_ssim, nearest, summary_vector
+from evaluation.reconstructions import NORMAL_95
+from evaluation.set_metrics import (
+    maximum_mean_discrepancy,
+    mean_pairwise_ms_ssim,
+    nearest,
+    precision_and_recall,
+    squared_discrepancy,
+    summary_vector,
+)
+from evaluation.sharpness import compare_sharpness, sharpness_of
 from settings import DataSettings, Settings
 
 MEMORISED_RATIO = 0.5
@@ -65,6 +74,36 @@ def reconstruction_discrepancy(
     return maximum_mean_discrepancy(torch.stack(vectors), reference.held_out_vectors)
 
 
+def anchors(reference: Reference, num: int, seed: int) -> dict[str, dict[str, Any]]:
+    """Return what `evaluate_samples` says of three sets of `num` that everyone can judge: what is good, and what bad.
+
+    They are training volumes, copies of the mean training volume, and uniform noise.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    count = len(reference.training_vectors)
+    chosen = torch.randperm(count, generator=generator)[:num]
+    shape = reference.held_out[0].shape
+    noise = torch.stack([summary_vector(torch.rand(shape, generator=generator)) for _ in range(num)])
+    sets = {
+        "training volumes": reference.training_vectors[chosen],
+        "mean training volume": reference.training_vectors.mean(dim=0).expand(num, -1),
+        "noise": noise,
+    }
+    return {name: _distances(vectors, reference) for name, vectors in sets.items() if len(vectors) > 1}
+
+
+def _distances(vectors: Tensor, reference: Reference) -> dict[str, Any]:
+    squared, error = squared_discrepancy(vectors, reference.held_out_vectors)
+    precision, recall = precision_and_recall(vectors, reference.held_out_vectors)
+    return {
+        "mmd": maximum_mean_discrepancy(vectors, reference.held_out_vectors),
+        "mmd_squared": squared,
+        "mmd_squared_interval": [squared - NORMAL_95 * error, squared + NORMAL_95 * error],
+        "precision": precision,
+        "recall": recall,
+    }
+
+
 def draw_samples(
     network: nn.Module,
     codec: VolumeCodec,
@@ -86,11 +125,15 @@ def draw_samples(
 def evaluate_samples(
     samples: Sequence[Tensor], reference: Reference, features: Callable[[Tensor], Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return MMD, diversity and nearest training volumes of the samples, and their FID if `features` is given."""
+    """Return MMD, precision and recall, sharpness, diversity and nearest training volumes of the samples.
+
+    Also their FID if `features` is given.
+    """
     vectors = torch.stack([summary_vector(sample) for sample in samples])
     result: dict[str, Any] = {
         "num": len(samples),
-        "mmd": maximum_mean_discrepancy(vectors, reference.held_out_vectors),
+        **_distances(vectors, reference),
+        "sharpness": compare_sharpness(list(map(sharpness_of, samples)), list(map(sharpness_of, reference.held_out))),
         "pairwise_ms_ssim": mean_pairwise_ms_ssim(samples),
         "held_out_pairwise_ms_ssim": mean_pairwise_ms_ssim(reference.held_out),
     }

@@ -1,4 +1,4 @@
-"""Metrics of sets of volumes: maximum mean discrepancy, diversity and nearest neighbours.
+"""Metrics of sets of volumes: maximum mean discrepancy, precision and recall, diversity and nearest neighbours.
 
 Volumes are (C, D, H, W) with values in [0, 1].
 """
@@ -23,6 +23,9 @@ BANDWIDTHS = (0.5, 1.0, 2.0)
 
 MAX_PAIRS = 64
 
+NEIGHBOUR = 3
+"""Precision and recall reach as far as this nearest neighbour."""
+
 
 def summary_vector(volume: Tensor) -> Tensor:
     """Return the block means of a volume as a vector; the blocks are coarse, so noise hardly affects distances."""
@@ -37,22 +40,53 @@ def maximum_mean_discrepancy(samples: Tensor, reference: Tensor) -> float:
     scaled to the median distance within the reference, so values for one reference are comparable. Return NaN when
     that median is 0.
     """
+    squared, _ = squared_discrepancy(samples, reference)
+    return math.nan if math.isnan(squared) else math.sqrt(max(0.0, squared))
+
+
+def squared_discrepancy(samples: Tensor, reference: Tensor) -> tuple[float, float]:
+    """Return the unbiased estimate of the squared discrepancy, which may be negative, and its standard error.
+
+    The error is the jackknife's over samples and over reference volumes; NaN for sets of two, which leave no rest.
+    """
     assert len(samples) > 1, f"MMD needs at least two samples, not {len(samples)}"
     assert len(reference) > 1, f"MMD needs at least two reference volumes, not {len(reference)}"
     typical = torch.pdist(reference).median()
     if typical == 0:
-        return math.nan
+        return math.nan, math.nan
 
     def kernel(first: Tensor, second: Tensor) -> Tensor:
         squared = torch.cdist(first, second).square()
         return torch.stack([torch.exp(-squared / (2 * (width * typical) ** 2)) for width in BANDWIDTHS]).mean(dim=0)
 
-    def among(vectors: Tensor) -> Tensor:
-        matrix = kernel(vectors, vectors)
-        return (matrix.sum() - matrix.trace()) / (len(vectors) * (len(vectors) - 1))
+    cross = kernel(samples, reference)
 
-    squared = among(samples) + among(reference) - 2 * kernel(samples, reference).mean()
-    return float(squared.clamp_min(0).sqrt())
+    def among(vectors: Tensor, across: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean kernel within a set, and the variance of the estimate when one of the set is left out."""
+        number, matrix = len(vectors), kernel(vectors, vectors).fill_diagonal_(0)
+        within = matrix.sum() / (number * (number - 1))
+        rest = (matrix.sum() - 2 * matrix.sum(dim=1)) / ((number - 1) * (number - 2))
+        left_out = rest - 2 * (across.sum() - across.sum(dim=1)) / ((number - 1) * across.shape[1])
+        return within, (number - 1) * left_out.var(correction=0)
+
+    of_samples, variance = among(samples, cross)
+    of_reference, other_variance = among(reference, cross.T)
+    return float(of_samples + of_reference - 2 * cross.mean()), float((variance + other_variance).sqrt())
+
+
+def precision_and_recall(samples: Tensor, reference: Tensor) -> tuple[float, float]:
+    """Return the share of samples among the reference, and of reference volumes among the samples.
+
+    A vector is among a set if it is no further from one of the set than that one's third nearest neighbour in the set
+    (Kynkäänniemi et al. 2019); sets of fewer than four use the furthest.
+    """
+
+    def share_inside(vectors: Tensor, others: Tensor) -> float:
+        nearest_first = torch.cdist(others, others).sort(dim=1).values
+        radius = nearest_first[:, min(NEIGHBOUR, len(others) - 1)]
+        return float((torch.cdist(vectors, others) <= radius).any(dim=1).double().mean())
+
+    return share_inside(samples, reference), share_inside(reference, samples)
 
 
 def mean_pairwise_ms_ssim(volumes: Sequence[Tensor]) -> float:

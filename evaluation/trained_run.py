@@ -1,4 +1,4 @@
-"""A finished run opened for use: its settings, its networks and the metadata of its samples."""
+"""A run opened for use: its settings, its networks, finished or not, and the metadata of its samples."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
-from diffusion.frozen_autoencoder import autoencoder_path, load_autoencoder, weights_digest
+from diffusion.frozen_autoencoder import autoencoder_of, autoencoder_path, load_autoencoder, weights_digest
 from diffusion.volume_codec import VolumeCodec
 from models import DiffusionUNet, StockAutoencoder, build_unet
 from models.weight_files import load_state, load_weights
@@ -18,6 +19,7 @@ from runtime.precision import Precision
 from runtime.processes import choose_device
 from settings import CheckpointError, Settings, load_settings
 from storage.run_folder import RunFolder
+from training.checkpoints import Checkpoints
 from training.resume import changed_settings
 
 log = logging.getLogger(__name__)
@@ -51,21 +53,56 @@ class SampleFrame(BaseModel):
 
 
 class TrainedRun:
-    """The folder of a run with a finished stage 1 and, for sampling, a finished stage 2."""
+    """The folder of a run with a trained stage 1 and, for sampling, a trained stage 2.
 
-    def __init__(self, path: str | Path, budget_gb: float | None = None) -> None:
+    Of a stage that is not finished, the newest checkpoint is used, with a warning. `best` names a stage whose weights
+    at its best validation are used instead.
+    """
+
+    def __init__(self, path: str | Path, budget_gb: float | None = None, best: str | None = None) -> None:
         self.folder = RunFolder(Path(path))
         if not self.folder.config.is_file():
             raise CheckpointError(
                 f"{self.folder.path}: not a run folder, because it has no config.yaml; give one such as runs/quickstart"
             )
+        self.best = best
         self.settings = load_settings(self.folder.config)
         self.precision = Precision(self.settings.device, choose_device(self.settings.device))
         self.budget_bytes = None if budget_gb is None else round(budget_gb * 2**30)
 
     @functools.cached_property
     def _autoencoder(self) -> StockAutoencoder:
-        return load_autoencoder(self.settings, autoencoder_path(self.settings, self.folder)).to(self.precision.device)
+        path = autoencoder_path(self.settings, self.folder)
+        if self.settings.ldm.autoencoder is not None or not self.has_weights("autoencoder"):
+            return load_autoencoder(self.settings, path).to(self.precision.device)
+        return autoencoder_of(self.settings, *self._weights("autoencoder")).to(self.precision.device)
+
+    def has_weights(self, stage: str) -> bool:
+        """Return whether a stage has finished weights or a checkpoint."""
+        return self.folder.weights(stage).is_file() or any(self.folder.checkpoints.glob(f"{stage}_step_*.pt"))
+
+    def _weights(self, stage: str) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
+        """Return a stage's weights, averaged if there is an average, with their metadata and their path."""
+        path = self.folder.best_weights(stage) if self.best == stage else self.folder.weights(stage)
+        if self.best == stage and not path.is_file():
+            raise CheckpointError(f"{path}: not found, because no validation is finished yet; leave out --best")
+        if path.is_file():
+            return *load_weights(path), path
+        checkpoints = Checkpoints(self.folder.checkpoints, stage, keep=2)
+        newest = checkpoints.newest()
+        assert newest is not None, f"stage {stage} has no checkpoint"
+        state = checkpoints.read(newest)
+        if not {"networks", "average", "settings", "metadata"} <= state.keys():
+            raise CheckpointError(f"{newest}: not a checkpoint of this version; finish the run, then use its weights")
+        log.warning(
+            "%s: stage %s is not finished; using its %s weights after step %d",
+            newest,
+            stage,
+            "averaged" if state["average"] else "newest",
+            state["step"],
+        )
+        metadata = {"stage": stage, "settings": state["settings"], **state["metadata"]}
+        return state["networks"][stage] | state["average"], metadata, newest
 
     def codec(self) -> VolumeCodec:
         """Return the frozen autoencoder on the device, ready to encode and decode single volumes."""
@@ -76,10 +113,10 @@ class TrainedRun:
 
         Raise `CheckpointError` if it was trained with other settings or on another autoencoder.
         """
-        path = self.folder.weights("ldm")
-        if not path.is_file():
+        if not self.has_weights("ldm"):
+            path = self.folder.weights("ldm")
             raise CheckpointError(f"{path}: not found, so there is no trained diffusion model; run train_ldm.py first")
-        state, metadata = load_weights(path)
+        state, metadata, path = self._weights("ldm")
         frame = self._check(path, metadata)
         network = self.untrained_unet()
         load_state(network, state, path)

@@ -17,8 +17,13 @@ from settings import DataError
 
 log = logging.getLogger("evaluate")
 
-NEED_DISTANCES = ("mmd", "mmd_ratio", "ratio", "num_memorised")
 IDENTICAL = "the held-out volumes are identical or copies of training volumes, so there is no distance to compare with"
+NOT_FINITE = "not a finite number"
+REASONS = {
+    **dict.fromkeys(("mmd", "mmd_squared", "mmd_ratio", "ratio", "num_memorised"), IDENTICAL),
+    **dict.fromkeys(("interval", "mmd_squared_interval"), "an interval needs three volumes or more that differ"),
+    "sharpness": "the held-out volumes have no detail of this size",
+}
 
 FID_NETWORKS = ("squeezenet1_1", "alexnet", "vgg16", "resnet18", "resnet50")
 
@@ -61,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
     from diffusion.latents import stage_two_data
     from evaluation.fid import load_features
     from evaluation.reconstructions import evaluate_reconstructions
-    from evaluation.samples import draw_samples, evaluate_samples, load_reference, reconstruction_discrepancy
+    from evaluation.samples import anchors, draw_samples, evaluate_samples, load_reference, reconstruction_discrepancy
     from evaluation.trained_run import TrainedRun
     from report import write_report
     from storage.atomic import write_text
@@ -69,7 +74,7 @@ def main(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_output_file(options.json)
     finished = TrainedRun(options.run)
-    has_stage_two = finished.folder.weights("ldm").is_file()
+    has_stage_two = finished.has_weights("ldm")
     if has_stage_two:
         network, frame = finished.unet()
     codec = finished.codec()
@@ -90,6 +95,7 @@ def main(options: argparse.Namespace) -> int:
         reference = load_reference(volumes.train, volumes.val, data)
         drawn = (settings, frame.latent_scale, options.seed, options.num, options.batch_size)
         results["samples"] = evaluate_samples(draw_samples(network, codec, *drawn), reference, features)
+        results["anchors"] = anchors(reference, options.num, options.seed)
         if len(volumes.train) > 1:
             allowed = reconstruction_discrepancy(codec, volumes.train, data, reference, options.num)
             results["reconstruction"]["mmd"] = allowed
@@ -125,7 +131,7 @@ def _without_nan(results: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, list):
             return [clean(item, f"{where}.{number}") for number, item in enumerate(value)]
         if isinstance(value, float) and not math.isfinite(value):
-            undefined[where] = IDENTICAL if where.split(".")[-1] in NEED_DISTANCES else "not a finite number"
+            undefined[where] = next((why for name, why in REASONS.items() if name in where.split(".")), NOT_FINITE)
             return None
         return value
 
@@ -139,12 +145,23 @@ def _table(results: dict[str, Any]) -> str:
     width = max(len(str(row["volume"])) for row in rows)
     lines = [f"{'reconstruction':<{width}}   PSNR dB     SSIM  MS-SSIM"]
     lines += [f"{row['volume']:<{width}}  {row['psnr']:8.2f} {row['ssim']:8.4f} {row['ms_ssim']:8.4f}" for row in rows]
+    lines += [
+        f"{'95 % low':<{width}}  " + _ends(results["reconstruction"]["interval"], 0),
+        f"{'95 % high':<{width}}  " + _ends(results["reconstruction"]["interval"], 1),
+        f"sharpness of reconstructions: {_sharpness(results['reconstruction']['sharpness'])}",
+    ]
     for name in ("samples", "untrained"):
         if name in results:
             lines += [
                 "",
                 *_sample_lines("samples" if name == "samples" else "samples of an untrained U-Net", results[name]),
             ]
+    if "anchors" in results:
+        lines += ["", "for comparison                  MMD   precision  recall"]
+        lines += [
+            f"  {name:<26} {values['mmd']:8.4f} {values['precision']:11.2f} {values['recall']:7.2f}"
+            for name, values in results["anchors"].items()
+        ]
     if "mmd" in results["reconstruction"]:
         lines += ["", f"MMD of reconstructed training volumes: {results['reconstruction']['mmd']:.4f}"]
     if "mmd_ratio" in results:
@@ -152,10 +169,23 @@ def _table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _ends(intervals: dict[str, list[float]], end: int) -> str:
+    psnr, ssim, ms_ssim = (intervals[name][end] for name in ("psnr", "ssim", "ms_ssim"))
+    return f"{psnr:8.2f} {ssim:8.4f} {ms_ssim:8.4f}"
+
+
+def _sharpness(values: dict[str, Any]) -> str:
+    finest = ", ".join(f"{plane} {powers[-1]:.2f}" for plane, powers in values["spectrum"].items())
+    return f"gradients {values['gradient_magnitude']:.2f} of real ones; power of the finest detail: {finest}"
+
+
 def _sample_lines(title: str, values: dict[str, Any]) -> list[str]:
     lines = [
         f"{values['num']} {title}",
-        f"  MMD to held-out volumes       {values['mmd']:.4f}",
+        f"  MMD to held-out volumes       {values['mmd']:.4f} (squared {values['mmd_squared']:.4f}, 95 % between "
+        f"{values['mmd_squared_interval'][0]:.4f} and {values['mmd_squared_interval'][1]:.4f})",
+        f"  precision and recall          {values['precision']:.2f} and {values['recall']:.2f}",
+        f"  sharpness                     {_sharpness(values['sharpness'])}",
         f"  MS-SSIM between samples       {values['pairwise_ms_ssim']:.4f}"
         f" (between held-out volumes {values['held_out_pairwise_ms_ssim']:.4f})",
     ]

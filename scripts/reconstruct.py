@@ -23,7 +23,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         __doc__ or "",
         ["python scripts/reconstruct.py --run runs/quickstart --input volume.nii.gz --out reconstructions"],
     )
-    result.add_argument("--run", required=True, metavar="DIR", help="the folder of a run with a trained autoencoder")
+    result.add_argument(
+        "--best", action="store_true", help="use the weights of the best validation (default: the last weights)"
+    )
+    result.add_argument("--run", required=True, metavar="DIR", help="the folder of a run; an unfinished one will do")
     result.add_argument("--input", required=True, metavar="PATH", help="a volume, or a folder of volumes")
     result.add_argument("--out", required=True, metavar="DIR", help="folder for the reconstructions")
     result.add_argument(
@@ -46,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
     from storage.names import printable
 
     check_output_folder(options.out)
-    finished = TrainedRun(options.run, options.budget_gb)
+    finished = TrainedRun(options.run, options.budget_gb, best="autoencoder" if options.best else None)
     source = Path(options.input)
     if not source.exists():
         raise DataError(f"--input: {printable(source)} does not exist; give a volume or a folder of volumes")

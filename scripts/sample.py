@@ -26,7 +26,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "python scripts/sample.py --run runs/ct --num 8 --steps 100 --seed 7 --class lesion --out samples",
         ],
     )
-    result.add_argument("--run", required=True, metavar="DIR", help="the folder of a finished run")
+    result.add_argument(
+        "--best", action="store_true", help="use the weights of the best validation (default: the last weights)"
+    )
+    result.add_argument("--run", required=True, metavar="DIR", help="the folder of a run; an unfinished one will do")
     result.add_argument("--num", type=at_least(1), default=8, help="number of volumes (default: 8)")
     result.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as configured)")
     result.add_argument("--seed", type=at_least(0), default=0, help="seed of the volumes (default: 0)")
@@ -57,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
     from evaluation.pictures import Row, picture_of, save_picture
     from evaluation.trained_run import TrainedRun
 
-    finished = TrainedRun(options.run, options.budget_gb)
+    finished = TrainedRun(options.run, options.budget_gb, best="ldm" if options.best else None)
     out = finished.folder.path / "samples" if options.out is None else Path(options.out)
     check_output_folder(out if options.out is None else options.out)
     changes = {
@@ -101,7 +104,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _title(options: argparse.Namespace) -> str:
     """Return all options of the samples for file names, so that different samples never share a name."""
-    parts = [f"seed{options.seed}"]
+    parts = [f"seed{options.seed}", *(["best"] if options.best else [])]
     if options.class_name is not None:
         parts.append(options.class_name.replace("/", "%2F"))
     if options.steps is not None:

@@ -51,7 +51,7 @@ def find_problems(settings: Settings, stage: str | None) -> Iterator[tuple[Probl
         ("autoencoder.training", settings.autoencoder.training),
         ("ldm.training", settings.ldm.training),
     ):
-        if training.warmup_steps >= training.max_steps:
+        if training.num_warmup_steps >= training.last_step:
             yield (
                 Problem(
                     f"{where}.warmup_steps",

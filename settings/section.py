@@ -35,6 +35,7 @@ LARGEST_AXIS = 2**16
 LARGEST_CHANNELS = 2**16
 MOST_LEVELS = 12
 MOST_BLOCKS = 64
+MOST_STEPS = 2**31 - 1
 
 # YAML has lists and frozen settings hold tuples, so the container is converted; its elements are checked strictly.
 _OfLevels = Field(strict=False, min_length=1, max_length=MOST_LEVELS)
@@ -73,8 +74,17 @@ class TrainingSettings(Section):
     max_steps: Count = key(
         20000, "Number of updates; a run whose learning rate decays resumes only with the same number.", FREE
     )
+    max_hours: float | None = key(
+        None,
+        "Hours of training after which the run ends, in place of max_steps; the learning rate decays over them.",
+        FREE,
+        gt=0,
+    )
     learning_rate: float = key(1e-4, "Adam's step size; never scaled by the number of GPUs.", gt=0)
-    warmup_steps: CountOrZero = key(0, "Steps over which the learning rate rises linearly from zero.")
+    warmup_steps: CountOrZero | Literal["auto"] = key(
+        0,
+        "Steps over which the learning rate rises linearly from zero; auto: a twentieth of max_steps, at most 200.",
+    )
     learning_rate_decay: Literal["none", "cosine"] = key("none", "Constant after the warm-up, or cosine decay to zero.")
     weight_decay: float = key(0.0, "Decoupled weight decay (AdamW); 0 is plain Adam.", ge=0)
     max_grad_norm: float = key(1.0, "Gradient norm above which gradients are clipped; 0: no clipping.", ge=0)
@@ -93,6 +103,16 @@ class TrainingSettings(Section):
         20, "float16 only: consecutive updates that may overflow before the run stops.", FREE
     )
     use_gradient_checkpointing: bool = key(False, "Recompute each block's activations in the backward pass.", SAME)
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Return the number of steps over which the learning rate rises."""
+        return min(200, self.max_steps // 20) if self.warmup_steps == "auto" else self.warmup_steps
+
+    @property
+    def last_step(self) -> int:
+        """Return the number of steps that the run does not exceed."""
+        return self.max_steps if self.max_hours is None else MOST_STEPS
 
     @property
     def averages_weights(self) -> bool:

@@ -35,6 +35,10 @@ class RunFolder:
         self.evaluation = path / "evaluation.json"
         self.report = path / "report.html"
 
+    def best_weights(self, stage: str) -> Path:
+        """Return the path of a stage's weights at its best validation so far."""
+        return self.path / f"{stage}_best.safetensors"
+
     def weights(self, stage: str) -> Path:
         """Return the path of a stage's finished weights."""
         return self.path / f"{stage}.safetensors"

@@ -1,4 +1,4 @@
-"""Finished weights: safetensors files with the settings that they were trained with."""
+"""Weights for use: safetensors files with the settings that they were trained with, at the end and at the best step."""
 
 from __future__ import annotations
 
@@ -35,23 +35,50 @@ def load_pretrained(networks: dict[str, nn.Module], path: Path) -> None:
         log.info("%s: the %s starts from these weights", file, name)
 
 
-def export(step: TrainingStep, run: RunFolder, settings: Settings, **metadata: Any) -> None:
+def export(step: TrainingStep, run: RunFolder, settings: Settings) -> None:
     """Write the stage's main network, with averaged weights if there are any, and its settings.
 
     Log the path and the next command.
     """
     if not step.process.is_first:
         return
-    with step.average.swapped_in() if step.average is not None else nullcontext():
-        path = run.weights(step.stage)
-        save_weights(
-            path,
-            step.network.state_dict(),
-            {"stage": step.stage, "settings": settings.model_dump(mode="json"), **metadata},
-        )
+    path = run.weights(step.stage)
+    _write(step, path, settings, {})
     log.info("%s: finished weights of stage %s", path, step.stage)
     following = {
         "autoencoder": f"python train_ldm.py --config {shlex.quote(str(run.config))}",
         "ldm": f"python scripts/sample.py --run {shlex.quote(str(run.path))}",
     }
     log.info("next: %s", following[step.stage])
+
+
+class BestWeights:
+    """Writes the weights again whenever a validation is better than all before it: by PSNR, or by diffusion loss.
+
+    The best value is kept in the file, so a resumed run goes on from there; a run that starts anew removes the file.
+    """
+
+    def __init__(self, step: TrainingStep, run: RunFolder, first_step: int) -> None:
+        self.step = step
+        self.path = run.best_weights(step.stage)
+        self.name, self.sign = {"autoencoder": ("val_psnr", 1), "ldm": ("val_diffusion", -1)}[step.stage]
+        self.best: float | None = None
+        if step.process.is_first and first_step == 0:
+            self.path.unlink(missing_ok=True)
+        elif step.process.is_first and self.path.is_file():
+            self.best = load_weights(self.path)[1].get(self.name)
+
+    def __call__(self, done: int, metrics: dict[str, float]) -> None:
+        """Keep the weights if the metrics of the validation after `done` steps are the best so far."""
+        value = metrics.get(self.name)
+        if value is None or not self.step.process.is_first:
+            return
+        if self.best is None or self.sign * value > self.sign * self.best:
+            self.best = value
+            _write(self.step, self.path, self.step.settings, {"step": done, self.name: value})
+
+
+def _write(step: TrainingStep, path: Path, settings: Settings, facts: dict[str, Any]) -> None:
+    with step.average.swapped_in() if step.average is not None else nullcontext():
+        own = {"stage": step.stage, "settings": settings.model_dump(mode="json")}
+        save_weights(path, step.network.state_dict(), own | step.metadata | facts)

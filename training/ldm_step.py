@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from data import Batch
 from diffusion.frozen_autoencoder import weights_digest
 from diffusion.latent_batches import LatentBatch
+from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict_padded
 from diffusion.pixel_loss import PixelLoss
 from diffusion.volume_codec import VolumeCodec, frozen_codec
@@ -31,7 +32,8 @@ class LatentDiffusionStep(TrainingStep):
     """The U-Net, its optimizer, the frozen autoencoder, and the update.
 
     `codec` is the frozen autoencoder, loaded here when it is not given; `load_weights=False` builds it without its
-    weights, which is enough for a memory prediction. `load_state_dict` overrides `latent_scale`.
+    weights, which is enough for a memory prediction. `latents` are those to train on; without them the scale is 1.
+    `load_state_dict` overrides the scale.
     """
 
     stage = "ldm"
@@ -43,7 +45,7 @@ class LatentDiffusionStep(TrainingStep):
         process: Process,
         load_weights: bool = True,
         codec: VolumeCodec | None = None,
-        latent_scale: float = 1.0,
+        latents: Latents | None = None,
         files_of: FilesOf = no_names,
     ) -> None:
         training = settings.ldm.training
@@ -53,7 +55,8 @@ class LatentDiffusionStep(TrainingStep):
         self.codec = codec or frozen_codec(settings, process.device, load_weights)
         self.autoencoder = self.codec.autoencoder
         self.noise_process = NoiseProcess(settings.ldm.scheduler, process.device)
-        self.latent_scale = latent_scale
+        self.latent_scale = 1.0 if latents is None else latents.scale
+        self._facts = {} if latents is None else latents.metadata
         self.pixel_loss: PixelLoss | None = None
         if training.pixel_loss.weight:
             self.pixel_loss = PixelLoss(training.pixel_loss, self.autoencoder, self.precision)
@@ -62,6 +65,11 @@ class LatentDiffusionStep(TrainingStep):
             self.autoencoder.train()
             if not settings.autoencoder.training.checkpoints_blocks:
                 self.autoencoder.gradient_checkpointing_enable()
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Return what sampling needs besides the weights and the settings."""
+        return {"latent_scale": self.latent_scale, **self._facts}
 
     def backward(self, micro_batches: Sequence[LatentBatch | Batch], step: int) -> dict[str, Tensor]:
         """Leave the update's gradients on the U-Net and return the loss terms and the pixel loss's gradient norm."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from settings import TrainingSettings
 from storage.run_folder import RunFolder
+from training.finished_weights import BestWeights
 from training.progress import RunClock
 from training.recorder import Recorder
 from training.step import TrainingStep
@@ -45,27 +46,36 @@ def run_loop(
     """Train on `batches`, which start at `first_step`; return False when stopped by a signal before the last step.
 
     `save` gets the number of finished steps; `show` also gets the metrics and the preview that `validate` returned.
+    The weights of the best validation are kept.
     Every validation follows a checkpoint of the same step. If the last run was interrupted before it finished that
     validation, the loop starts with it.
     """
     training, process, saved = step.training, step.process, first_step
+    keep = BestWeights(step, run, first_step)
+    last_step = None if training.max_hours is not None else training.max_steps
 
     def run_validation(done: int) -> None:
         with watch.guard(run.path, done - 1, "validation", saved), recorder.paused("validation"):
-            show(recorder, done, *validate())
+            metrics, preview = validate()
+            keep(done, metrics)
+            show(recorder, done, metrics, preview)
 
-    clock = RunClock(first_step, training.max_steps, training.validate_every, training.save_every)
+    clock = RunClock(first_step, last_step, training.validate_every, training.save_every, step.schedule.seconds_left)
     trackers = open_trackers(step.settings, run, step.stage, first_step) if process.is_first else []
-    recording = Recorder(run, step.stage, first_step, training.max_steps, process, clock, trackers)
+    recording = Recorder(run, step.stage, first_step, last_step, process, clock, trackers)
     with recording as recorder, StopSignal() as stop:
-        if _is_validated_at(first_step, training) and not process.from_first(recorder.has_validation(first_step)):
+        step.schedule.start()
+        is_end = step.schedule.is_over(first_step)
+        is_validated = _is_validated_at(first_step, training, is_end)
+        if is_validated and not process.from_first(recorder.has_validation(first_step)):
             run_validation(first_step)
 
-        for done, micro_batches in enumerate(batches, first_step + 1):
+        for done, micro_batches in enumerate(() if is_end else batches, first_step + 1):
             with watch.guard(run.path, done - 1, "training", saved):
                 recorder.add(step(micro_batches, done - 1), training.samples_per_rank)
-            is_end = done == training.max_steps
-            is_validated = _is_validated_at(done, training)
+            step.schedule.read_clock(process)
+            is_end = step.schedule.is_over(done)
+            is_validated = _is_validated_at(done, training, is_end)
             must_stop = process.any(bool(stop))
             is_saved = done % training.save_every == 0 or is_validated or must_stop
             is_logged = done % training.log_every == 0 or is_end
@@ -90,8 +100,10 @@ def run_loop(
 
             if is_validated:
                 run_validation(done)
+            if is_end:
+                break
     return True
 
 
-def _is_validated_at(done: int, training: TrainingSettings) -> bool:
-    return done > 0 and (done % training.validate_every == 0 or done >= training.max_steps)
+def _is_validated_at(done: int, training: TrainingSettings, is_end: bool) -> bool:
+    return done > 0 and (done % training.validate_every == 0 or is_end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.precision import Precision
+from runtime.processes import Process
 from settings import TrainingSettings
 from training.guard import Guard
 
@@ -20,24 +22,73 @@ def build_optimizer(network: nn.Module, learning_rate: float, weight_decay: floa
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
 
 
-def learning_rate_factor(step: int, settings: TrainingSettings) -> float:
-    """Return the factor on the learning rate at `step`: linear warm-up, then constant or cosine decay."""
-    if step < settings.warmup_steps:
-        return (step + 1) / settings.warmup_steps
+def learning_rate_factor(step: int, settings: TrainingSettings, progress: float | None = None) -> float:
+    """Return the factor on the learning rate at `step`: linear warm-up, then constant or cosine decay.
+
+    `progress` is the share of the run that is over, for a run that is limited by time instead of steps.
+    """
+    if step < settings.num_warmup_steps:
+        return (step + 1) / settings.num_warmup_steps
     if settings.learning_rate_decay == "none":
         return 1.0
-    progress = (step - settings.warmup_steps) / max(1, settings.max_steps - settings.warmup_steps)
+    if progress is None:
+        progress = (step - settings.num_warmup_steps) / max(1, settings.max_steps - settings.num_warmup_steps)
     return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+class Schedule:
+    """How far a run is: by its steps or, with `max_hours`, by the seconds since its start over all its sessions."""
+
+    def __init__(self, settings: TrainingSettings) -> None:
+        self.settings = settings
+        self.seconds = 0.0
+        self._resumed_at = time.monotonic()
+
+    def start(self, seconds: float | None = None) -> None:
+        """Start the clock, for a resumed run at the seconds of its checkpoint."""
+        self.seconds = self.seconds if seconds is None else seconds
+        self._resumed_at = time.monotonic() - self.seconds
+
+    def read_clock(self, process: Process) -> None:
+        """Take the time of the first process, so that the learning rate is the same in all of them."""
+        if self.settings.max_hours is not None:
+            self.seconds = process.from_first(time.monotonic() - self._resumed_at)
+
+    @property
+    def progress(self) -> float | None:
+        """Return the share of the run's time that is over, None for a run that is limited by steps."""
+        return None if self.settings.max_hours is None else self.seconds / (3600 * self.settings.max_hours)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the run's time is over, None for a run that is limited by steps."""
+        hours = self.settings.max_hours
+        return None if hours is None else max(0.0, 3600 * hours - self.seconds)
+
+    def is_over(self, done: int) -> bool:
+        """Return whether the run ends after `done` steps."""
+        return done >= self.settings.last_step if self.progress is None else self.progress >= 1
+
+    def factor(self, step: int) -> float:
+        """Return the factor on the learning rate at a step."""
+        return learning_rate_factor(step, self.settings, self.progress)
 
 
 class Updater:
     """The optimizer of one network, with everything that happens between backward and the next step."""
 
     def __init__(
-        self, name: str, network: nn.Module, learning_rate: float, settings: TrainingSettings, precision: Precision
+        self,
+        name: str,
+        network: nn.Module,
+        learning_rate: float,
+        settings: TrainingSettings,
+        precision: Precision,
+        schedule: Schedule | None = None,
     ) -> None:
         self.name = name
         self.settings = settings
+        self.schedule = schedule or Schedule(settings)
         self.learning_rate = learning_rate
         self.precision = precision
         self.optimizer = build_optimizer(network, learning_rate, settings.weight_decay)
@@ -55,7 +106,7 @@ class Updater:
         if self.settings.max_grad_norm > 0:
             nn.utils.clip_grads_with_norm_(self.parameters, self.settings.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate * learning_rate_factor(step, self.settings)
+            group["lr"] = self.learning_rate * self.schedule.factor(step)
         # Fused AdamW skips the update on the device when this is 1. The scaler's own step would not do: it sees only
         # overflows in this network's gradient.
         self.optimizer.found_inf = guard.holds(norm)  # type: ignore[attr-defined]

@@ -18,19 +18,21 @@ class RunClock:
     """Measures steps, saves and validations, and predicts the rest of the run from them.
 
     Steps are timed between calls of `mark`, at which the device has finished its work. The first step is left out,
-    because it also chooses kernels and fills caches.
+    because it also chooses kernels and fills caches. A run that is given a time has no `last_step`; its `seconds` are
+    those that were left at the start.
     """
 
     def __init__(
         self,
         first_step: int,
-        last_step: int,
+        last_step: int | None,
         validate_every: int = 0,
         save_every: int = 0,
+        seconds: float | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._last_step, self._validate_every, self._save_every = last_step, validate_every, save_every
-        self._now = now
+        self._seconds, self._now = seconds, now
         self._start = self._marked_at = now()
         self._marked_step = first_step
         self._intervals: deque[tuple[int, float]] = deque(maxlen=INTERVALS)
@@ -71,7 +73,7 @@ class RunClock:
 
     def validations_left(self, step: int) -> int:
         """Return the number of validations after `step`; the last step always has one."""
-        if not self._validate_every or step >= self._last_step:
+        if not self._validate_every or self._last_step is None or step >= self._last_step:
             return 0
         return (self._last_step - 1) // self._validate_every - step // self._validate_every + 1
 
@@ -79,6 +81,8 @@ class RunClock:
         """Return the predicted time of the rest of the run, with the saves and validations whose time is known."""
         if self.seconds_per_step is None:
             return None
+        if self._last_step is None:
+            return None if self._seconds is None else max(0.0, self._seconds - self.elapsed)
         saves = (self._last_step - step) // self._save_every if self._save_every else 0
         left = {"save": max(saves, self.validations_left(step)), "validation": self.validations_left(step)}
         pauses = sum(left[kind] * sum(seconds) / len(seconds) for kind, seconds in self._pauses.items() if seconds)
@@ -99,10 +103,11 @@ class RunClock:
     def announcement(self, step: int) -> str:
         """Return the time left as a sentence: once when steps have been timed, once more when a validation has."""
         known = 0 if self.seconds_per_step is None else 1 + self.has_validated
-        if known <= self._announced or step >= self._last_step:
+        left = self.seconds_left(step)
+        if known <= self._announced or not left:
             return ""
         self._announced = known
-        finish = time.strftime("%a %H:%M", time.localtime(time.time() + (self.seconds_left(step) or 0)))
+        finish = time.strftime("%a %H:%M", time.localtime(time.time() + left))
         return f"time left: {self.text(step)} at {self.seconds_per_step:.3g} s per step (until about {finish})"
 
 

@@ -22,6 +22,7 @@ from training.trackers import Tracker
 
 # tqdm's own estimate knows nothing of validations, so the bar shows the clock's.
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+_TIMED_BAR = "{desc}: step {n_fmt} [{elapsed}{postfix}]"
 
 # Lines of training steps have this key; lines of validations do not.
 _THROUGHPUT = "volumes_per_second"
@@ -35,7 +36,7 @@ class Recorder:
         run: RunFolder,
         stage: str,
         first_step: int,
-        last_step: int,
+        last_step: int | None,
         process: Process,
         clock: RunClock | None = None,
         trackers: Sequence[Tracker] = (),
@@ -57,9 +58,8 @@ class Recorder:
             drop_later_lines(run.metrics, stage, first_step)
             self._lines = run.metrics.open("a", encoding="utf-8")
             self._board = SummaryWriter(str(run.tensorboard / stage), purge_step=first_step + 1 if first_step else None)
-            self._bar = tqdm(
-                total=last_step, initial=first_step, desc=stage, unit="step", dynamic_ncols=True, bar_format=_BAR
-            )
+            style = _TIMED_BAR if last_step is None else _BAR
+            self._bar = tqdm(total=last_step, initial=first_step, desc=stage, dynamic_ncols=True, bar_format=style)
 
     def __enter__(self) -> Recorder:
         return self
@@ -108,7 +108,7 @@ class Recorder:
                 shown["peak GiB"] = peak
             words = {name: f"{value:.4g}" for name, value in shown.items()}
             left = self.clock.text(step)
-            self._bar.set_postfix({"left": left, **words} if left and step < self._last_step else words)
+            self._bar.set_postfix({"left": left, **words} if left and step != self._last_step else words)
         return line
 
     def write(self, step: int, values: dict[str, float]) -> None:

@@ -48,6 +48,7 @@ def save(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volum
                 "settings": settings.model_dump(mode="json"),
                 "samples_per_update": step.samples_per_update,
                 "volumes": _identity(volumes),
+                "metadata": step.metadata,
             }
             checkpoints.save(done, step.state_dict() | extra)
 
@@ -119,11 +120,14 @@ def check_resumable(stage: str, before: dict[str, Any], settings: Settings, samp
     """
     changed, allowed = changed_settings(stage, before, settings)
     training = getattr(settings, stage).training
-    if training.learning_rate_decay != "none":
-        # With decay, the learning rate of every step depends on the number of steps.
-        ends = [line for line in allowed if line.startswith(f"{stage}.training.max_steps: ")]
+    if training.learning_rate_decay != "none" or training.warmup_steps == "auto":
+        # Then the learning rate depends on the number of steps.
+        ends = [line for line in allowed if line.startswith(_ends(stage))]
         allowed = [line for line in allowed if line not in ends]
-        changed += [f"{line} (learning_rate_decay {training.learning_rate_decay} ends there)" for line in ends]
+        why = f"learning_rate_decay {training.learning_rate_decay} ends there"
+        if training.learning_rate_decay == "none":
+            why = "warmup_steps auto depends on it"
+        changed += [f"{line} ({why})" for line in ends]
     if samples_before != samples:
         changed.append(
             f"volumes per update (batch_size x gradient_accumulation_steps x processes): {samples_before} -> {samples}"
@@ -136,6 +140,10 @@ def check_resumable(stage: str, before: dict[str, Any], settings: Settings, samp
         )
     for line in allowed:
         log.info("resuming with a changed setting that does not affect the result: %s", line)
+
+
+def _ends(stage: str) -> tuple[str, ...]:
+    return tuple(f"{stage}.training.{name}: " for name in ("max_steps", "max_hours"))
 
 
 def changed_settings(stage: str, before: dict[str, Any], settings: Settings) -> tuple[list[str], list[str]]:

@@ -73,7 +73,8 @@ def _lock(folder: RunFolder, stack: ExitStack) -> None:
 
 def _remove_leftovers(folder: RunFolder) -> None:
     """Remove temporary files of a killed process; `Checkpoints.save` removes those of checkpoints."""
-    targets = (folder.config, folder.environment, folder.metrics, folder.weights("autoencoder"), folder.weights("ldm"))
+    weights = [path(stage) for path in (folder.weights, folder.best_weights) for stage in ("autoencoder", "ldm")]
+    targets = (folder.config, folder.environment, folder.metrics, *weights)
     leftovers = [path for target in targets for path in folder.path.glob(f".{target.name}.*.tmp")]
     for path in (*leftovers, *folder.previews.rglob(".*.png.*.tmp")):
         path.unlink(missing_ok=True)

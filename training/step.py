@@ -16,7 +16,7 @@ from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import Settings, TrainingSettings
 from training.guard import FilesOf, Guard, no_names
-from training.optimization import AveragedWeights, Updater
+from training.optimization import AveragedWeights, Schedule, Updater
 
 
 class TrainingStep(ABC):
@@ -33,6 +33,7 @@ class TrainingStep(ABC):
         self.precision = Precision(settings.device, process.device)
         self.noise = SampleNoise(settings.seed, process.device)
         self.networks: dict[str, nn.Module] = {}
+        self.schedule = Schedule(training)
         self.updaters: dict[str, Updater] = {}
         self.average: AveragedWeights | None = None
         self._files_of = files_of
@@ -43,10 +44,15 @@ class TrainingStep(ABC):
         """Move a network to the device and give it an optimizer; return it wrapped for distributed training."""
         move(network, self.process.device).train()
         self.networks[name] = network
-        self.updaters[name] = Updater(name, network, learning_rate, self.training, self.precision)
+        self.updaters[name] = Updater(name, network, learning_rate, self.training, self.precision, self.schedule)
         if name == self.stage and self.training.averages_weights:
             self.average = AveragedWeights(network, self.training.ema_decay, self.training.ema_length)
         return self.process.wrap(network)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Return what is stored with the trained weights besides the settings."""
+        return {}
 
     @property
     def network(self) -> nn.Module:
@@ -112,7 +118,8 @@ class TrainingStep(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""
-        return {
+        timed = {} if self.training.max_hours is None else {"seconds": self.schedule.seconds}
+        return timed | {
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
             "optimizers": {name: updater.optimizer.state_dict() for name, updater in self.updaters.items()},
             "precision": self.precision.state_dict(),
@@ -128,3 +135,4 @@ class TrainingStep(ABC):
         self.precision.load_state_dict(state["precision"])
         if self.average is not None:
             self.average.load_state_dict(state["average"])
+        self.schedule.start(state.get("seconds", 0.0))

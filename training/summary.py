@@ -27,7 +27,7 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
     if stage == "autoencoder":
         latent = [axis // factor for axis in grid]
     lines = {
-        "run": f"runs/{settings.name}, stage {stage}, {counted(training.max_steps, 'step')}",
+        "run": f"runs/{settings.name}, stage {stage}, {_length(training)}",
         "grid -> latent": f"{settings.autoencoder.in_channels} x {_axes(grid)} -> {channels} x {_axes(latent)}",
         "parameters": ", ".join(f"{name} {_count(network):,}" for name, network in networks.items()),
         "effective batch": f"{training.batch_size} x {training.gradient_accumulation_steps} accumulated"
@@ -35,6 +35,10 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
         "steps per pass": f"{math.ceil(num_volumes / samples)} over {num_volumes} training volumes",
     }
     return "\n".join(f"{name + ':':<17}{text}" for name, text in lines.items())
+
+
+def _length(training: TrainingSettings) -> str:
+    return counted(training.max_steps, "step") if training.max_hours is None else f"{training.max_hours:g} hours"
 
 
 def _axes(grid: tuple[int, ...] | list[int]) -> str:

@@ -152,7 +152,7 @@ def fullest_step(settings: Settings, stage: Stage) -> int:
     if stage == "ldm":
         return 0
     training = settings.autoencoder.training
-    return min(training.adversarial_start_step, training.max_steps - 1)
+    return min(training.adversarial_start_step, training.last_step - 1)
 
 
 class Predictor:

@@ -10,8 +10,16 @@ from monai.metrics.fid import get_fid_score
 
 from evaluation.fid import frechet_distance, load_features, slice_features
 from evaluation.pair_metrics import _scales_and_window, ms_ssim
-from evaluation.samples import Reference, evaluate_samples
-from evaluation.set_metrics import maximum_mean_discrepancy, mean_pairwise_ms_ssim, nearest, summary_vector
+from evaluation.samples import Reference, anchors, evaluate_samples
+from evaluation.set_metrics import (
+    maximum_mean_discrepancy,
+    mean_pairwise_ms_ssim,
+    nearest,
+    precision_and_recall,
+    squared_discrepancy,
+    summary_vector,
+)
+from evaluation.sharpness import band_powers, compare_sharpness, sharpness_of
 from losses.torchvision_import import import_torchvision
 from settings import CheckpointError
 
@@ -142,3 +150,104 @@ def test_weights_of_another_network_are_refused(squeezenet, tmp_path):
         load_features("resnet18", squeezenet)
     with pytest.raises(CheckpointError, match="there is no file"):
         load_features("resnet18", tmp_path / "gone.pth")
+
+
+def test_the_squared_discrepancy_is_unbiased_and_its_interval_covers_the_truth():
+    """Two sets of one distribution, again and again: the mean is 0, and about 95 of 100 intervals hold it."""
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randn((2, 24, 6), generator=generator, dtype=torch.float64) for _ in range(200)]
+    values = [squared_discrepancy(*pair) for pair in draws]
+    assert abs(sum(value for value, _ in values)) / 200 < 0.002
+    inside = sum(abs(value) < 1.96 * error for value, error in values)
+    assert 170 <= inside <= 200
+    assert min(value for value, _ in values) < 0
+    far, error = squared_discrepancy(draws[0][0] + 2, draws[0][1])
+    assert far > 5 * error
+    assert maximum_mean_discrepancy(draws[0][0] + 2, draws[0][1]) == pytest.approx(math.sqrt(far))
+
+
+def test_the_standard_error_is_that_of_leaving_out_one_vector_at_a_time():
+    generator = torch.Generator().manual_seed(1)
+    samples, reference = (torch.randn((n, 3), generator=generator, dtype=torch.float64) for n in (7, 5))
+    typical = torch.pdist(reference).median()
+
+    def estimate(first: torch.Tensor, second: torch.Tensor) -> float:
+        def kernel(a: torch.Tensor, b: torch.Tensor) -> float:
+            squared = float((a - b).square().sum())
+            return sum(math.exp(-squared / (2 * (width * float(typical)) ** 2)) for width in (0.5, 1.0, 2.0)) / 3
+
+        def within(rows: torch.Tensor) -> float:
+            pairs = [kernel(rows[i], rows[j]) for i in range(len(rows)) for j in range(len(rows)) if i != j]
+            return sum(pairs) / len(pairs)
+
+        across = sum(kernel(a, b) for a in first for b in second) / (len(first) * len(second))
+        return within(first) + within(second) - 2 * across
+
+    def jackknife(values: list[float]) -> float:
+        middle = sum(values) / len(values)
+        return (len(values) - 1) / len(values) * sum((value - middle) ** 2 for value in values)
+
+    def without(rows: torch.Tensor, place: int) -> torch.Tensor:
+        return torch.cat([rows[:place], rows[place + 1 :]])
+
+    value, error = squared_discrepancy(samples, reference)
+    variance = jackknife([estimate(without(samples, i), reference) for i in range(7)])
+    variance += jackknife([estimate(samples, without(reference, i)) for i in range(5)])
+    assert value == pytest.approx(estimate(samples, reference), rel=1e-9)
+    assert error == pytest.approx(math.sqrt(variance), rel=1e-9)
+
+
+def test_precision_falls_with_strange_samples_and_recall_with_missing_ones():
+    reference = torch.arange(20, dtype=torch.float64)[:, None]
+    assert precision_and_recall(reference + 0.5, reference) == (1.0, 1.0)
+    half_strange = torch.cat([reference[::2], reference[::2] + 1000])
+    assert precision_and_recall(half_strange, reference)[0] == 0.5
+    # Ten samples around the first five: they reach their third neighbours and no further.
+    narrow = torch.linspace(0, 4, 10, dtype=torch.float64)[:, None]
+    precision, recall = precision_and_recall(narrow, reference)
+    assert precision == 1.0
+    assert 0.2 <= recall <= 0.35
+    assert precision_and_recall(reference[:2], reference[:2]) == (1.0, 1.0)
+
+
+def test_sharpness_is_one_for_equals_and_falls_with_blur_most_in_the_finest_band():
+    generator = torch.Generator().manual_seed(0)
+    volumes = [torch.rand((1, 24, 20, 16), generator=generator) for _ in range(3)]
+    blurred = [torch.nn.functional.avg_pool3d(volume[None], 3, 1, 1)[0] for volume in volumes]
+    wanted = [sharpness_of(volume) for volume in volumes]
+    same = compare_sharpness(wanted, wanted)
+    assert same["gradient_magnitude"] == pytest.approx(1.0)
+    assert all(power == pytest.approx([1.0] * 4) for power in same["spectrum"].values())
+    soft = compare_sharpness([sharpness_of(volume) for volume in blurred], wanted)
+    assert soft["gradient_magnitude"] < 0.5
+    for powers in soft["spectrum"].values():
+        assert powers == sorted(powers, reverse=True)
+        assert powers[-1] < 0.1
+
+
+def test_a_wave_has_its_power_in_the_band_of_its_frequency_and_only_in_planes_that_show_it():
+    place = torch.arange(32)
+    wave = 0.5 + 0.5 * torch.cos(2 * math.pi * 10 / 32 * place)
+    powers = band_powers(wave.view(1, 1, 32, 1).expand(1, 32, 32, 32))
+    # 10 of 32 cycles per voxel lie in the third of four bands up to 0.5; slices across the second axis are constant.
+    assert powers.argmax(dim=1)[[0, 2]].tolist() == [2, 2]
+    assert float(powers[1].sum()) < 1e-6 * float(powers[0].sum())
+    assert torch.isnan(band_powers(torch.rand(1, 1, 1, 8))[1:]).any()
+
+
+def test_anchors_stand_in_their_order():
+    held_out, training = blobs(12, seed=1, offset=0.3), blobs(30, seed=2, offset=0.3)
+    reference = Reference(
+        held_out,
+        torch.stack([summary_vector(volume) for volume in held_out]),
+        torch.stack([summary_vector(volume) for volume in training]),
+        tuple(map(str, range(30))),
+    )
+    found = anchors(reference, 10, seed=0)
+    assert list(found) == ["training volumes", "mean training volume", "noise"]
+    good, mean, noise = (values["mmd_squared"] for values in found.values())
+    assert abs(good) < 0.05 < mean < noise
+    assert found["noise"]["precision"] == 0
+    assert found["mean training volume"]["recall"] == 0
+    low, high = found["training volumes"]["mmd_squared_interval"]
+    assert low < good < high

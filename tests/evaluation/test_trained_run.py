@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import shutil
 
 import nibabel as nib
 import numpy as np
@@ -15,15 +16,17 @@ from safetensors.torch import load_file
 
 from diffusion.noise_process import NoiseProcess
 from diffusion.sampling import sample_latents
-from evaluation.trained_run import SampleFrame
+from evaluation.trained_run import SampleFrame, TrainedRun
 from models import build_autoencoder, build_unet
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
-from settings import Settings, load_settings
+from settings import CheckpointError, Settings, load_settings
 from storage.run_folder import RunFolder
 from tests.finished_run import finished_run, run_here
 from training.autoencoder_step import AutoencoderStep
-from training.finished_weights import export
+from training.checkpoints import Checkpoints
+from training.finished_weights import BestWeights, export
+from training.ldm_step import LatentDiffusionStep
 
 CPU = torch.device("cpu")
 
@@ -91,3 +94,75 @@ def test_a_written_sample_is_the_decoded_unscaled_latent_in_the_datas_intensitie
         lower, upper = metadata["lower"][0], metadata["upper"][0]
         found = nib.load(tmp_path / f"sample_seed3_{position:04d}.nii.gz").get_fdata()
         np.testing.assert_allclose(found, lower + share * (upper - lower), atol=1e-3 * (upper - lower))
+
+
+def test_an_unfinished_run_is_used_with_the_averaged_weights_of_its_newest_checkpoint(
+    tmp_path_factory, tmp_path, caplog
+):
+    run = tmp_path / "unfinished"
+    shutil.copytree(finished_run(tmp_path_factory), run)
+    expected = {stage: load_file(run / f"{stage}.safetensors") for stage in ("autoencoder", "ldm")}
+    content = {
+        "networks": {"autoencoder": expected["autoencoder"]},
+        "average": {},
+        "settings": load_settings(run / "config.yaml").model_dump(mode="json"),
+        "metadata": {},
+    }
+    Checkpoints(run / "checkpoints", "autoencoder", 2).save(3, content)
+    for stage in expected:
+        (run / f"{stage}.safetensors").unlink()
+    opened = TrainedRun(run)
+    network, frame = opened.unet()
+    torch.testing.assert_close(dict(network.state_dict()), expected["ldm"], rtol=0, atol=0)
+    torch.testing.assert_close(dict(opened.codec().autoencoder.state_dict()), expected["autoencoder"], rtol=0, atol=0)
+    assert frame == TrainedRun(finished_run(tmp_path_factory)).unet()[1]
+    said = [record.getMessage() for record in caplog.records if "not finished" in record.getMessage()]
+    assert len(said) == 2
+    assert "stage ldm is not finished; using its averaged weights after step 4" in said[0]
+    assert "stage autoencoder is not finished; using its newest weights after step 3" in said[1]
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"ldm\.safetensors: not found"):
+        TrainedRun(run).unet()
+
+
+def test_the_best_weights_are_those_of_the_best_validation(tmp_path_factory, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(finished_run(tmp_path_factory), run)
+    # The only validation is that of the last step.
+    best, _ = TrainedRun(run, best="ldm").unet()
+    torch.testing.assert_close(dict(best.state_dict()), load_file(run / "ldm.safetensors"), rtol=0, atol=0)
+    with safe_open(run / "ldm_best.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["step"]) == 4
+    (run / "ldm_best.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no validation is finished yet; leave out --best"):
+        TrainedRun(run, best="ldm").unet()
+
+
+@pytest.mark.parametrize(("stage", "metric", "kept"), [("autoencoder", "val_psnr", 2), ("ldm", "val_diffusion", 3)])
+def test_weights_are_kept_when_a_validation_is_better_than_all_before_it_even_of_an_earlier_session(
+    tiny_values, tmp_path, stage, metric, kept
+):
+    settings = Settings.model_validate(tiny_values)
+    make = AutoencoderStep if stage == "autoencoder" else LatentDiffusionStep
+    step, folder = make(settings, Process(CPU), load_weights=False), RunFolder(tmp_path)
+    first = next(step.network.parameters())
+
+    def validate(keep: BestWeights, done: int, value: float) -> None:
+        with torch.no_grad():
+            first.fill_(done)
+            if step.average is not None:
+                step.average.averages[0].fill_(done)
+        keep(done, {metric: value})
+
+    keep = BestWeights(step, folder, first_step=0)
+    keep(0, {})
+    assert not keep.path.exists()
+    for done, value in ((1, 0.5), (2, 0.7), (3, 0.3)):
+        validate(keep, done, value)
+    resumed = BestWeights(step, folder, first_step=3)
+    validate(resumed, 4, 0.4)
+    name = next(iter(dict(step.network.named_parameters())))
+    assert load_file(keep.path)[name].unique().tolist() == [kept]
+    # A run that starts again under the same name has no best step yet.
+    BestWeights(step, folder, first_step=0)
+    assert not keep.path.exists()

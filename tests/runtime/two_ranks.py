@@ -76,7 +76,7 @@ def stage_two(settings: Settings, process: Process, volumes: DataSplit, found: d
     codec = frozen_codec(settings, process.device)
     latents = prepare_latents(codec, volumes, settings, process)
     found["latent scale"] = latents.scale
-    step = LatentDiffusionStep(settings, process, codec=codec, latent_scale=latents.scale)
+    step = LatentDiffusionStep(settings, process, codec=codec, latents=latents)
     found["reductions"].append(count_reductions(step._parallel_unet))
     plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
     step.backward(next(iter(latents.training_batches(plan, STEP, STEP + 1))), STEP)

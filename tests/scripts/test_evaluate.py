@@ -27,6 +27,13 @@ def test_both_stages_are_measured_beside_an_untrained_unet(command, tmp_path, tm
     for name in ("samples", "untrained"):
         assert values[name]["num"] == 3
         assert len(values[name]["nearest_training"]) == 3
+    assert list(values["anchors"]) == ["training volumes", "mean training volume", "noise"]
+    for name in (*values["anchors"], "sharpness", "precision and recall", "95 % low"):
+        assert name in result.stdout
+    for stage in ("reconstruction", "samples"):
+        assert values[stage]["sharpness"]["gradient_magnitude"] > 0
+    low, high = values["reconstruction"]["interval"]["psnr"]
+    assert low < values["reconstruction"]["mean"]["psnr"] < high
     assert f"MMD of reconstructed training volumes: {values['reconstruction']['mmd']:.4f}" in result.stdout
     assert values["mmd_ratio"] == pytest.approx(values["samples"]["mmd"] / values["untrained"]["mmd"])
     assert f"MMD, trained / untrained: {values['mmd_ratio']:.3f}" in result.stdout
@@ -42,6 +49,7 @@ def test_without_stage_two_only_reconstructions_are_measured(tmp_path, tmp_path_
     run = tmp_path / "runs" / "half"
     shutil.copytree(finished_run(tmp_path_factory), run)
     (run / "ldm.safetensors").unlink()
+    shutil.rmtree(run / "checkpoints")
     assert run_here("scripts/evaluate.py", "--run", run, "--json", "e.json") == 0
     assert "only reconstructions are evaluated" in capsys.readouterr().err
     assert "samples" not in json.loads((tmp_path / "e.json").read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 import evaluation.autoencoder_validation
 import evaluation.ldm_validation
+import training.optimization
 from command_line import INTERRUPTED, OUT_OF_MEMORY
 from tests.finished_run import export_autoencoder, run_here
 from training.step import TrainingStep
@@ -69,6 +71,18 @@ def fail_in_validation(monkeypatch: pytest.MonkeyPatch, stage: str, calls: tuple
         return validate(*arguments)
 
     monkeypatch.setattr(place, name, failing)
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Ask the run to stop during this step, counted from 1."""
+    accumulate = TrainingStep.accumulate
+
+    def interrupted(self: TrainingStep, micro_batches: Any, step: int, run: Any) -> Any:
+        if step + 1 == number:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return accumulate(self, micro_batches, step, run)
+
+    monkeypatch.setattr(TrainingStep, "accumulate", interrupted)
 
 
 def lines(stage: str) -> list[dict[str, Any]]:
@@ -143,15 +157,8 @@ def test_killed_in_validation_and_resumed_equals_undisturbed(train, made, monkey
 
 
 def test_run_asked_to_stop_saves_without_validating_and_makes_up_for_it(train, made, monkeypatch):
-    accumulate = TrainingStep.accumulate
-
-    def interrupted(self: TrainingStep, micro_batches: Any, step: int, run: Any) -> Any:
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return accumulate(self, micro_batches, step, run)
-
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingStep, "accumulate", interrupted)
+        stop_after(patch, 3)
         fail_in_validation(patch, "autoencoder", (1,), AssertionError("validated although asked to stop"))
         assert train("autoencoder") == INTERRUPTED
     assert [path.name[:25] for path in (RUN / "checkpoints").iterdir()] == ["autoencoder_step_00000003"]
@@ -175,3 +182,41 @@ def test_out_of_memory_before_the_first_checkpoint_says_that_there_is_none(train
     assert "there is no checkpoint yet; starting again with" in said
     assert "checkpoint is good" not in said
     assert made == [1, 2, 3, 4, 5, 6]
+
+
+class Clock:
+    """Stands for the module `time` in training.optimization: every look at the clock takes ten seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        self.seconds += 10
+        return self.seconds
+
+
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+def test_a_run_with_a_time_ends_there_with_its_learning_rate_and_goes_on_where_it_was_stopped(
+    train, made, monkeypatch, stage
+):
+    monkeypatch.setattr(training.optimization, "time", Clock())
+    decay = f"{stage}.training.learning_rate_decay=cosine"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4)
+        assert train(stage, decay, "--minutes", "1.5") == INTERRUPTED
+    assert made == [1, 2, 3, 4]
+    assert train(stage, decay, "--minutes", "1.5") == 0
+    # Ninety seconds, ten a step, whatever max_steps is.
+    assert made == list(range(1, 10))
+    rates = [line[f"{stage}_learning_rate"] for line in lines(stage) if f"{stage}_learning_rate" in line]
+    assert rates == pytest.approx([rates[0] * 0.5 * (1 + math.cos(math.pi * number / 9)) for number in range(9)])
+    assert steps_of(stage, METRIC[stage])[-1] == 9
+    # Finished: the same command makes no further step, and another time would be another schedule.
+    assert train(stage, decay, "--minutes", "1.5") == 0
+    assert len(made) == 9
+    assert train(stage, decay, "--hours", "2") == 2
+
+
+def test_a_time_is_hours_or_minutes_not_both(train):
+    assert train("autoencoder", "--hours", "1", "--minutes", "5") == 2
+    assert train("autoencoder", "--hours", "0") == 2

@@ -43,6 +43,14 @@ def test_learning_rate_is_the_formula_at_every_step(warmup, decay):
         assert learning_rate_factor(step, settings) == pytest.approx(expected, rel=1e-12), step
 
 
+@pytest.mark.parametrize(("max_steps", "expected"), [(4, 0), (500, 25), (4000, 200), (50_000, 200)])
+def test_an_automatic_warm_up_is_a_twentieth_of_the_run_and_at_most_200_steps(max_steps, expected):
+    settings = TrainingSettings(max_steps=max_steps, warmup_steps="auto")
+    assert settings.num_warmup_steps == expected
+    factors = [learning_rate_factor(step, settings) for step in range(min(max_steps, 300))]
+    assert sum(factor < 1 for factor in factors) == max(0, expected - 1)
+
+
 def small_network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()

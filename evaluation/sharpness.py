@@ -1,0 +1,65 @@
+"""Are volumes as sharp as others? Gradient magnitudes, and power spectra of slices in all three planes.
+
+Volumes are (C, D, H, W) with values in [0, 1].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evaluation.fid import PLANES
+
+NUM_BANDS = 4
+"""Bands of equal width from 0 to 0.5 cycles per voxel; the last holds the finest detail that the grid can show."""
+
+_SLICES_AT_ONCE = 16
+
+
+def sharpness_of(volume: Tensor) -> Tensor:
+    """Return the mean length of the intensity gradient, then the powers of all bands, plane by plane."""
+    return torch.cat([gradient_magnitude(volume)[None], band_powers(volume).flatten()])
+
+
+def gradient_magnitude(volume: Tensor) -> Tensor:
+    """Return the mean length of the intensity gradient; an axis of one voxel has none."""
+    squared = torch.zeros_like(volume, dtype=torch.float32)
+    for axis in (1, 2, 3):
+        if volume.shape[axis] > 1:
+            squared += torch.gradient(volume.float(), dim=axis)[0].square()
+    return squared.sqrt().mean(dtype=torch.float64).cpu()
+
+
+def band_powers(volume: Tensor) -> Tensor:
+    """Return the mean power (3 planes, NUM_BANDS) of slices, by the distance of their frequencies from zero.
+
+    A slice's mean is left out, and so are frequencies in the corners, above 0.5 cycles per voxel. Bands that a plane is
+    too thin to have are NaN.
+    """
+    rows = []
+    for plane in (1, 2, 3):
+        slices = volume.float().movedim(plane, 1).flatten(0, 1)
+        # In parts, so that a large volume needs no complex copy of its size.
+        power = sum(torch.fft.fft2(part).abs().square().sum(dim=0) for part in slices.split(_SLICES_AT_ONCE))
+        assert isinstance(power, Tensor), "a volume has slices"
+        frequencies = [torch.fft.fftfreq(size, device=power.device) for size in power.shape]
+        radius = torch.linalg.vector_norm(torch.stack(torch.meshgrid(*frequencies, indexing="ij")), dim=0)
+        band = (radius * 2 * NUM_BANDS).ceil().long() - 1
+        rows.append(torch.stack([power[band == number].double().mean() for number in range(NUM_BANDS)]).cpu())
+        rows[-1] /= slices.numel()
+    return torch.stack(rows)
+
+
+def compare_sharpness(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> dict[str, Any]:
+    """Return gradient magnitude and band powers, as shares of what is wanted; below 1 is softer.
+
+    Both are results of `sharpness_of`, one for each volume. NaN where real volumes have no such detail.
+    """
+    gradient, *powers = (torch.stack([*found]).mean(dim=0) / torch.stack([*wanted]).mean(dim=0)).tolist()
+    finite = [value if math.isfinite(value) else math.nan for value in powers]
+    by_plane = {plane: finite[place * NUM_BANDS :][:NUM_BANDS] for place, plane in enumerate(PLANES)}
+    return {"gradient_magnitude": gradient if math.isfinite(gradient) else math.nan, "spectrum": by_plane}
