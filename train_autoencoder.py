@@ -39,13 +39,14 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from training.loop import run_loop
     from training.resume import resume, save
     from training.run_setup import describe_run, open_run
-    from training.summary import summarise
+    from training.summary import summarise, warn_of_stage_two
 
     with processes(settings.device) as process, MemoryWatch(settings, "autoencoder", process) as watch:
         # Check everything that the run needs, and say what it will do.
         ensure_perceptual_weights(settings.autoencoder.training)
         ensure_pretrained(settings.autoencoder)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+        warn_of_stage_two(settings, volumes, process)
         log.info(summarise(settings, "autoencoder", len(volumes.train), process.world_size))
         watch.announce()
         if is_dry_run:

@@ -17,6 +17,9 @@ from settings import DataSettings
 MAX_COMPARED = 64
 """How many training volumes the samples of a validation are compared with; scripts/evaluate.py compares all."""
 
+MAX_SHOWN = 2 * MAX_COPIES
+"""How many held-out volumes stand beside the samples: one row beside these, and one beside their neighbours."""
+
 
 def spacing_of(file: VolumeFile, data: DataSettings) -> tuple[float, ...]:
     """Return the distance of neighbouring voxels, in mm, once a volume is on the network's grid."""
@@ -31,7 +34,7 @@ class RealVolumes:
         chosen = min(len(train), MAX_COMPARED)
         self._train = [train[number * len(train) // chosen] for number in range(chosen)]
         self._num_training = len(train)
-        self._val, self._data, self._class_names = volumes.val[:MAX_COPIES], data, volumes.class_names
+        self._val, self._data, self._class_names = volumes.val[:MAX_SHOWN], data, volumes.class_names
         self._vectors: Tensor | None = None
         self._held_out: list[ViewerVolume] = []
 

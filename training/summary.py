@@ -1,14 +1,21 @@
-"""The summary that a run logs before it starts."""
+"""The summary that a run logs before it starts, and warnings of what comes after it."""
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
 
+from data import DataSplit
+from diffusion.conditioning import check_classes
 from models import build_autoencoder, build_discriminator, build_unet
-from settings import Settings, TrainingSettings
+from runtime.processes import Process
+from settings import Settings, TrainingSettings, UserError
+from settings.rules import find_problems
 from storage.names import counted
+
+log = logging.getLogger(__name__)
 
 
 def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int = 1) -> str:
@@ -35,6 +42,19 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
         "steps per pass": f"{math.ceil(num_volumes / samples)} over {num_volumes} training volumes",
     }
     return "\n".join(f"{name + ':':<17}{text}" for name, text in lines.items())
+
+
+def warn_of_stage_two(settings: Settings, volumes: DataSplit, process: Process) -> None:
+    """Warn in stage 1 of what stage 2 would refuse after it, when the grid can no longer change."""
+    if not process.is_first:
+        return
+    problems = [str(problem) for problem, _ in find_problems(settings, "ldm")]
+    try:
+        check_classes(settings.ldm.conditioning, volumes)
+    except UserError as error:
+        problems.append(str(error))
+    for problem in problems:
+        log.warning("stage 2 will refuse this config: %s", problem)
 
 
 def _length(training: TrainingSettings) -> str:

@@ -208,7 +208,8 @@ function drawGallery(place, groups) {
     const block = make(place, "div", { class: "group" });
     if (group.title) make(block, "h3", {}, group.title);
     const grid = make(block, "div", { class: "columns" });
-    grid.style.setProperty("--columns", group.columns.length);
+    // The first group sets the number of columns for all, so that samples and real volumes have one size.
+    grid.style.setProperty("--columns", groups[0].columns.length);
     for (const column of group.columns) {
       const strip = make(grid, "div", { class: "column" });
       for (const picture of column.pictures) addTile(strip, picture, view.axis, TALLEST.gallery, column.choice);

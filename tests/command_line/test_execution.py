@@ -1,0 +1,20 @@
+"""What a command sets up before its slow imports."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import pytest
+
+from command_line import run
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_openmp_threads_wait_without_spinning_unless_the_user_decides(monkeypatch, given, expected):
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    found: list[str | None] = []
+    assert run(lambda _: found.append(os.environ.get("OMP_WAIT_POLICY")), argparse.Namespace(quiet=False)) == 0
+    assert found == [expected]
