@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dev.tiny_config import TINY
 from evaluation.previews import MAX_VOXELS, ViewerVolume, save_viewer_volumes, shown_grid
 from memory.watch.run_record import ladder_position, write_memory_record
 from report import write_comparison, write_report
@@ -20,7 +21,6 @@ from report.volumes import stored_volumes
 from settings import Settings, UserError
 from storage.run_folder import RunFolder
 from tests.browser import Browser
-from tests.conftest import TINY
 from tests.report_run import make_run, volume_with_gradient
 
 
