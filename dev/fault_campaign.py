@@ -14,7 +14,6 @@ import os
 import platform
 import random
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import at_least, check_output_file, parser, run
-from dev.campaign_config import CONFIG, NUM_STEPS, write_config
+from dev.campaign import CONFIG, NUM_STEPS, add_campaign, conclude, num_jobs, write_config
 from dev.warm_start import PATIENCE_SECONDS, Command, WarmStart
 from settings import UserError
 
@@ -302,19 +301,12 @@ def main(options: argparse.Namespace) -> int:
         check_output_file(options.write, "--write")
     from tqdm import tqdm
 
-    jobs = options.jobs or len(os.sched_getaffinity(0))
     folder = Path(tempfile.mkdtemp(prefix="fault_campaign_"))
     log.info("runs and their logs: %s", folder)
     with tqdm(total=options.kills, desc="kills", unit="kill", dynamic_ncols=True) as bar:
-        tally = campaign(folder, options.kills, options.seed, jobs, bar.update)
+        tally = campaign(folder, options.kills, options.seed, num_jobs(options), bar.update)
     text = document(tally, f"python dev/fault_campaign.py --kills {options.kills} --seed {options.seed}")
-    print(text)
-    if options.write is not None:
-        Path(options.write).write_text(text, encoding="utf-8")
-    if tally.failures:
-        return 1
-    shutil.rmtree(folder, ignore_errors=True)
-    return 0
+    return conclude(text, tally.failures, folder, options)
 
 
 if __name__ == "__main__":
@@ -323,7 +315,5 @@ if __name__ == "__main__":
         ["python dev/fault_campaign.py --kills 100 --write docs/fault_campaign.md"],
     )
     arguments.add_argument("--kills", type=at_least(1), default=100, help="commands to kill (100)")
-    arguments.add_argument("--seed", type=int, default=0, help="of the random moments")
-    arguments.add_argument("--jobs", type=at_least(0), default=0, help="runs at a time; 0: as many as there are cores")
-    arguments.add_argument("--write", metavar="FILE", help="also write the result there, as Markdown")
+    add_campaign(arguments, "runs")
     sys.exit(run(main, arguments.parse_args()))

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import at_least, check_output_file, parser, run
-from dev.campaign_config import write_config
+from dev.campaign import add_campaign, conclude, num_jobs, write_config
 from dev.warm_start import Command, WarmStart
 from settings import UserError
 
@@ -203,22 +203,15 @@ def main(options: argparse.Namespace) -> int:
 
     if options.write is not None:
         check_output_file(options.write, "--write")
-    jobs = options.jobs or len(os.sched_getaffinity(0))
     folder = Path(tempfile.mkdtemp(prefix="fuzz_campaign_"))
     log.info("cases that fail, and their logs: %s", folder)
     start = WarmStart()
     campaign = Campaign(folder, prepare(folder / "base", start), options.seed, start)
     numbers = options.only or range(options.cases)
     with tqdm(total=len(numbers), desc="cases", unit="case", dynamic_ncols=True) as bar:
-        tally = campaign.run(numbers, jobs, bar.update)
+        tally = campaign.run(numbers, num_jobs(options), bar.update)
     text = document(tally, f"python dev/fuzz_campaign.py --cases {options.cases} --seed {options.seed}")
-    print(text)
-    if options.write is not None:
-        Path(options.write).write_text(text, encoding="utf-8")
-    if tally.failures:
-        return 1
-    shutil.rmtree(folder, ignore_errors=True)
-    return 0
+    return conclude(text, tally.failures, folder, options)
 
 
 if __name__ == "__main__":
@@ -230,8 +223,6 @@ if __name__ == "__main__":
         ],
     )
     arguments.add_argument("--cases", type=at_least(1), default=1000, help="how many (1000)")
-    arguments.add_argument("--seed", type=int, default=0, help="of the cases")
     arguments.add_argument("--only", type=int, action="append", metavar="N", help="run only this case; may be repeated")
-    arguments.add_argument("--jobs", type=at_least(0), default=0, help="cases at a time; 0: as many as there are cores")
-    arguments.add_argument("--write", metavar="FILE", help="also write the result there, as Markdown")
+    add_campaign(arguments, "cases")
     sys.exit(run(main, arguments.parse_args()))

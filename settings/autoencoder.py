@@ -18,6 +18,7 @@ from settings.section import (
     TrainingSettings,
     key,
     largest_common_divisor,
+    per_level,
     section,
 )
 
@@ -113,9 +114,7 @@ class AutoencoderSettings(Section):
     @property
     def res_blocks(self) -> tuple[int, ...]:
         """Return the number of residual blocks of each level."""
-        if isinstance(self.num_res_blocks, int):
-            return (self.num_res_blocks,) * len(self.num_channels)
-        return self.num_res_blocks
+        return per_level(self.num_res_blocks, len(self.num_channels))
 
     @property
     def has_middle_attention(self) -> bool:

@@ -21,6 +21,7 @@ from settings.section import (
     TrainingSettings,
     key,
     largest_common_divisor,
+    per_level,
     section,
 )
 
@@ -54,9 +55,7 @@ class UNetSettings(Section):
     @property
     def res_blocks(self) -> tuple[int, ...]:
         """Return the number of residual blocks of each level."""
-        if isinstance(self.num_res_blocks, int):
-            return (self.num_res_blocks,) * len(self.num_channels)
-        return self.num_res_blocks
+        return per_level(self.num_res_blocks, len(self.num_channels))
 
     @property
     def head_channels(self) -> tuple[int, ...]:

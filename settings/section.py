@@ -66,6 +66,11 @@ def largest_common_divisor(channels: tuple[int, ...], at_most: int) -> int:
     return max(n for n in range(1, at_most + 1) if all(c % n == 0 for c in channels))
 
 
+def per_level(value: int | tuple[int, ...], num_levels: int) -> tuple[int, ...]:
+    """Return one number for each level, from one number for all levels or from a list."""
+    return (value,) * num_levels if isinstance(value, int) else value
+
+
 class TrainingSettings(Section):
     """Training keys that both stages share."""
 

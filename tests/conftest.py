@@ -12,45 +12,12 @@ from typing import Any
 
 import pytest
 
+from dev.tiny_config import TINY
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # AMX is an illegal instruction on some machines that announce it; users have choose_device for this.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-
-TINY: dict[str, Any] = {
-    "name": "tiny",
-    "seed": 7,
-    "data": {"voxel_size": [16, 16, 16], "num_phantoms": 6, "num_workers": 0, "val_fraction": 0.2},
-    "autoencoder": {
-        "num_channels": [8, 16],
-        "num_res_blocks": 1,
-        "norm_num_groups": 4,
-        "attention_levels": [False, True],
-        "training": {
-            "batch_size": 1,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 4,
-            "learning_rate": 1e-3,
-            "use_gradient_checkpointing": False,
-            "adversarial_start_step": 1,
-            "discriminator": {"num_layers_d": 2, "num_channels": 8},
-            "log_every": 1,
-            "validate_every": 4,
-            "save_every": 2,
-        },
-    },
-    "ldm": {
-        "unet": {
-            "num_channels": [16, 32],
-            "num_res_blocks": 1,
-            "attention_levels": [False, True],
-            "num_head_channels": 8,
-        },
-        "training": {"batch_size": 2, "max_steps": 4, "log_every": 1, "validate_every": 4, "save_every": 2},
-        "sampling": {"num_inference_steps": 4, "num_previews": 2},
-    },
-    "device": {"type": "cpu", "mixed_precision": False},
-}
 
 
 @pytest.fixture(autouse=True)

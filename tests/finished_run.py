@@ -14,8 +14,9 @@ import pytest
 import torch
 import yaml
 
+from dev.tiny_config import TINY
 from settings import Settings, load_settings
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT
 
 
 def export_autoencoder(values: dict[str, Any], latent_gain: float = 1.0) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import yaml
 
+from dev.tiny_config import TINY
 from evaluation.previews import ViewerVolume, save_viewer_volumes
 from memory.watch.run_record import ladder_position
 from settings import Settings, dump_yaml
 from storage.run_folder import RunFolder
-from tests.conftest import TINY
 
 PREDICTION = {
     "peak_allocated_bytes": 900 << 20,

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from dev.tiny_config import TINY
 from evaluation.previews import FACTS, MAX_VOXELS, ViewerVolume, save_viewer_volumes, shown_grid
 from memory.watch.run_record import ladder_position, write_memory_record
 from report import write_comparison, write_report
@@ -21,7 +22,6 @@ from report.run_data import MAX_POINTS, read_run
 from report.volumes import stored_volumes, viewer_data
 from settings import Settings, UserError
 from storage.run_folder import RunFolder
-from tests.conftest import TINY
 from tests.report_run import make_run, volume_with_gradient
 from training.progress import ELAPSED
 

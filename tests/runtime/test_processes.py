@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
+from dev.tiny_config import TINY
 from dev.warm_start import WarmStart
-from tests.conftest import TINY
 from tests.faults.runs import free_port
 
 SCRIPT = "tests/runtime/two_ranks.py"
