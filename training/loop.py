@@ -56,7 +56,7 @@ def run_loop(
         if _is_validated_at(first_step, training) and not process.from_first(recorder.has_validation(first_step)):
             run_validation(first_step)
 
-        for done, micro_batches in enumerate(batches, first_step + 1):
+        for done, micro_batches in enumerate(recorder.timed(batches), first_step + 1):
             with watch.guard(run.path, done - 1, "training", saved):
                 recorder.add(step(micro_batches, done - 1), training.samples_per_rank)
             is_end = done == training.max_steps
