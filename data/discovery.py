@@ -249,16 +249,38 @@ def _cut(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _read_label_table(table: Path) -> dict[str, str]:
-    where = f"data.labels: {printable(table)}"
+def column_of(table: str, column: str, key: str) -> dict[str, str]:
+    """Return one column of a CSV by the names in its column file; `key` is the setting that asks for it."""
+    columns, rows = _read_table(_expanded(table), key)
+    wanted = column.lower()
+    if columns.count("file") != 1 or columns.count(wanted) != 1:
+        raise DataError(
+            f"{key}: {printable(table)} has the columns {_cut(printable(', '.join(columns))) or '(none)'}; file and "
+            f"{printable(wanted)} are needed, once each; change one of the two"
+        )
+    values: dict[str, str] = {}
+    for _, row in rows:
+        name, value = (row[n].strip() if n < len(row) else "" for n in (columns.index("file"), columns.index(wanted)))
+        values[os.path.normpath(name).replace(os.sep, "/")] = value
+    return values
+
+
+def _read_table(table: Path, key: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Return the column names of a CSV in lower case, and its other rows with their line numbers."""
+    where = f"{key}: {printable(table)}"
     try:
         reader = csv.reader(io.StringIO(read_text(table), newline=""), strict=True)
         columns = [name.strip().lower() for name in next(reader, [])]
-        rows = [(reader.line_num, row) for row in reader if row]
+        return columns, [(reader.line_num, row) for row in reader if row]
     except OSError as error:
         raise DataError(f"{where} cannot be read ({reason(error)}); give a CSV of file,label") from error
     except csv.Error as error:
         raise DataError(f"{where} line {reader.line_num} cannot be read ({error}); repair it") from error
+
+
+def _read_label_table(table: Path) -> dict[str, str]:
+    where = f"data.labels: {printable(table)}"
+    columns, rows = _read_table(table, "data.labels")
     if columns.count("file") != 1 or columns.count("label") != 1:
         raise DataError(
             f"{where} has the columns {_cut(printable(', '.join(columns))) or '(none)'}; "

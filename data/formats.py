@@ -144,7 +144,11 @@ def channels_text(path: Path, header: Header, num_channels: int) -> str:
     return (
         f"{printable(path)}: {header.num_channels} channel{'s' if header.num_channels > 1 else ''} "
         f"({' x '.join(map(str, header.axes))}); autoencoder.in_channels is {num_channels}; "
-        "change one of the two"
+        + (
+            f"change one of the two, or set data.frame: 0 to {header.num_channels - 1} to read one of its volumes"
+            if header.num_channels > 1
+            else "change one of the two"
+        )
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +58,13 @@ def measure(path: Path, s: DataSettings) -> tuple[Stored, VolumeFacts]:
     digest = content_digest(path)
     if signature(path) != before:
         raise DataError(f"{printable(path)}: it changed while it was read; run the same command again")
+    if s.frame is not None and header.num_channels > 1:
+        if s.frame >= header.num_channels:
+            raise DataError(
+                f"{printable(path)}: data.frame is {s.frame}, and its fourth axis has {header.num_channels} volumes "
+                f"({' x '.join(map(str, header.axes))}); 0 to {header.num_channels - 1} is allowed; change it"
+            )
+        stored, header = stored.channel(s.frame), replace(header, num_channels=1)
     channels = [rank(stored.channel(number)) for number in range(header.num_channels)]
     num_not_finite = sum(channel.num_not_finite for channel in channels)
     ends = (s.intensity.lower, s.intensity.upper)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.discovery import Found, class_names_of, find, with_labels
 from data.phantoms import phantom_files, phantom_root
 from data.preparation.checking import Checked, check_files
+from data.survey.overview import looks_like_labels
+from data.survey.patients import groups_of, parted_patients
 from settings import DataError
 from settings.data import DataSettings
 from storage import run_folder
@@ -81,6 +83,8 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> DataSplit:
     if source.problems:
         lines = "\n".join(f"  {problem}" for problem in source.problems)
         raise DataError(f"data.source: {s.source} has {len(source.problems)} problems:\n{lines}")
+    for line in source.left_out:
+        log.warning("data: %s", line)
     found = source.found
     class_names = class_names_of(found)
     numbers = {name: number for number, name in enumerate(class_names)}
@@ -89,7 +93,16 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> DataSplit:
         for item, checked in zip(found, source.checked, strict=True)
         if checked.facts is not None
     }
-    train, val = split(found, s.val_fraction, seed)
+    groups = groups_of(found, s)
+    train, val = split(found, s.val_fraction, seed, groups)
+    if not val and groups is not None and len(found) > 1:
+        raise DataError(
+            f"data.group_by: {printable(s.group_by)} puts all {len(found)} volumes into one group; at least two are "
+            "needed, one to train on and one to validate with; change it"
+        )
+    warning = parted_patients(train, val) if groups is None and all(item.split is None for item in found) else None
+    if warning is not None:
+        log.warning("data: %s", warning)
     if not val:
         raise DataError(
             f"data.source: {s.source} has {len(found)} volume; at least two are needed, one to train on and one to "
@@ -108,31 +121,54 @@ def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
         found = [Found(path, path.relative_to(root).as_posix(), path.parent.name) for path in paths]
     else:
         found, left_out = find(s.source, s.allow_outside_root)
-    for line in left_out:
-        log.info("data: %s", line)
     unlabelled: list[str] = []
     if s.labels is not None:
         found, unlabelled = with_labels(found, s.labels)
     checked = check_files([item.path for item in found], s, in_channels, run_folder.CHECKS)
+    if not s.label_maps:
+        found, checked, maps = _without_label_maps(found, checked)
+        left_out += maps
     return Source(tuple(found), tuple(checked), tuple(unlabelled), tuple(left_out))
 
 
-def split(found: Sequence[Found], val_fraction: float, seed: int) -> tuple[list[Found], list[Found]]:
+def _without_label_maps(
+    found: Sequence[Found], checked: Sequence[Checked]
+) -> tuple[list[Found], list[Checked], list[str]]:
+    """Take out volumes that look like label maps, unless all do: then label maps are what is to be learned."""
+    pairs = list(zip(found, checked, strict=True))
+    maps = [pair for pair in pairs if pair[1].facts is not None and looks_like_labels(pair[1].facts)]
+    if not maps or len(maps) == len(pairs):
+        return list(found), list(checked), []
+    kept = [pair for pair in pairs if pair not in maps]
+    lines = [
+        f"{printable(item.name)}: left out, it looks like a label map ({result.facts.num_values} values from 0 to "
+        f"{result.facts.maximum:g}); set data.label_maps: true to train on it"
+        for item, result in maps
+        if result.facts is not None
+    ]
+    return [item for item, _ in kept], [result for _, result in kept], lines
+
+
+def split(
+    found: Sequence[Found], val_fraction: float, seed: int, groups: Mapping[Found, str] | None = None
+) -> tuple[list[Found], list[Found]]:
     """Split volumes by a hash of (seed, name), so adding or removing others does not move a volume.
 
-    Two or more volumes give at least one on each side. A volume moved only to ensure that may move back when others are
-    added. A dataset.json with a "validation" list decides the split itself. A single volume is for training.
+    With `groups`, volumes of one group stay together, by a hash of (seed, group). Two or more volumes or groups give at
+    least one on each side. One moved only to ensure that may move back when others are added. A dataset.json with a
+    "validation" list decides the split itself. A single volume or group is for training.
     """
     if any(item.split for item in found):
         sides = {side: [item for item in found if item.split == side] for side in ("training", "validation")}
         return sides["training"], sides["validation"]
-    draws = {item: _draw(seed, item.name) for item in found}
-    val = {item for item in found if draws[item] < val_fraction}
-    if len(found) > 1 and not val:
-        val = {min(found, key=draws.__getitem__)}
-    if len(val) == len(found):
-        val.discard(max(found, key=draws.__getitem__))
-    return [item for item in found if item not in val], [item for item in found if item in val]
+    names = {item: item.name if groups is None else groups[item] for item in found}
+    draws = {name: _draw(seed, name) for name in names.values()}
+    val = {name for name in draws if draws[name] < val_fraction}
+    if len(draws) > 1 and not val:
+        val = {min(draws, key=draws.__getitem__)}
+    if len(val) == len(draws):
+        val.discard(max(draws, key=draws.__getitem__))
+    return [item for item in found if names[item] not in val], [item for item in found if names[item] in val]
 
 
 def _draw(seed: int, name: str) -> float:

@@ -35,15 +35,22 @@ def main(options: argparse.Namespace) -> int:
     rows = [_row(found, checked) for found, checked in zip(source.found, source.checked, strict=True)]
     _print_table([COLUMNS, *rows])
     print()
+    if source.left_out:
+        print(f"left out, {_count(len(source.left_out), 'entry', 'entries')}:")
+        for line in source.left_out:
+            print(f"  {line}")
+        print()
     if options.json is not None:
-        _write_json(options.json, source)
+        _write_json(options.json, source, settings)
     if source.problems:
-        print(f"{len(source.problems)} problems in {len(rows)} volumes:")
+        problems = _count(len(source.problems), "problem", "problems")
+        print(f"{problems} in {_count(len(rows), 'volume', 'volumes')}:")
         for problem in source.problems:
             print(f"  {problem}")
         return UserError.exit_code
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
-    print(_summary(source, volumes, settings.data))
+    print(_summary(source, volumes, settings))
+    print(f"\nnext: python train_autoencoder.py --config {options.config} {' '.join(options.overrides)}".rstrip())
     return 0
 
 
@@ -68,7 +75,12 @@ def _row(found, checked) -> tuple[str, ...]:
     )
 
 
-def _write_json(path: str, source) -> None:
+def _write_json(path: str, source, settings) -> None:
+    from data.survey.grids import suggested_grid
+    from data.survey.overview import outlier_lines
+    from data.survey.patients import suspected_patients
+
+    names, usable = _usable(source)
     volumes = []
     for found, checked in zip(source.found, source.checked, strict=True):
         entry = {"volume": found.name, "class": found.class_name, "split": found.split, "problems": checked.problems}
@@ -79,7 +91,21 @@ def _write_json(path: str, source) -> None:
             spacing = facts.header.spacing_mm if facts.has_spacing else None
             entry |= {"shape": facts.axes, "spacing_mm": spacing, "type": facts.dtype, "minimum": low, "maximum": high}
         volumes.append(entry)
-    write_output(path, json.dumps({"volumes": volumes, "problems": source.problems}, indent=2) + "\n")
+    content = {
+        "volumes": volumes,
+        "problems": source.problems,
+        "left_out": source.left_out,
+        "unusual": outlier_lines(names, usable, settings.data),
+        "patients": suspected_patients(source.found),
+        "suggested_grid": suggested_grid(usable, settings) if usable else None,
+    }
+    write_output(path, json.dumps(content, indent=2) + "\n")
+
+
+def _usable(source) -> tuple[list[str], list]:
+    """Return the names and facts of the volumes without problems."""
+    pairs = [(f.name, c.facts) for f, c in zip(source.found, source.checked, strict=True) if c.facts and not c.problems]
+    return [name for name, _ in pairs], [facts for _, facts in pairs]
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
@@ -88,27 +114,43 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _summary(source, volumes, data) -> str:
-    facts = [checked.facts for checked in source.checked]
-    shapes = {fact.shape for fact in facts}
-    low, high = min(fact.minimum for fact in facts), max(fact.maximum for fact in facts)
-    smallest, largest = min(shapes, key=_num_voxels), max(shapes, key=_num_voxels)
+def _summary(source, volumes, settings) -> str:
+    from data.survey.grids import cost_text, stage_problems, suggested_grid
+    from data.survey.overview import outlier_lines, range_lines
+    from data.survey.patients import suspected_patients
+
+    data = settings.data
+    names, facts = _usable(source)
     lines = [
-        f"{len(facts)} volumes, no problem: {len(volumes.train)} for training, {len(volumes.val)} for validation",
-        f"shapes from {_times(smallest)} to {_times(largest)}, brought to {_times(data.voxel_size)} ({data.resize})",
-        f"intensities from {low:g} to {high:g}, scaled by {data.intensity.mode}",
+        f"{_count(len(facts), 'volume', 'volumes')}, no problem: "
+        f"{len(volumes.train)} for training, {len(volumes.val)} for validation",
+        *range_lines(facts, data),
+        f"brought to {_times(data.voxel_size)} ({data.resize}), intensities scaled by {data.intensity.mode}",
     ]
     if volumes.class_names:
         files = (*volumes.train, *volumes.val)
         counts = [sum(file.label == label for file in files) for label in range(len(volumes.class_names))]
         named = zip(volumes.class_names, counts, strict=True)
         lines.append("classes: " + ", ".join(f"{name} ({count})" for name, count in named))
+    unusual = outlier_lines(names, facts, data)
+    if unusual:
+        lines += ["", f"unusual, worth a look ({len(unusual)}):", *(f"  {line}" for line in unusual)]
+    patients = suspected_patients(source.found) if data.group_by is None else None
+    if patients is not None:
+        lines += ["", patients]
+    lines.append("")
+    refused = stage_problems(settings, data.voxel_size)
+    lines += [f"data.voxel_size {_times(data.voxel_size)} is refused by {problem}" for problem in refused]
+    grid = suggested_grid(facts, settings)
+    if grid is not None:
+        numbers = ",".join(map(str, grid))
+        lines.append(f"a grid that suits these volumes and both stages: data.voxel_size=[{numbers}]")
+        lines.append(f"it has {cost_text(grid, settings, len(facts))}")
     return "\n".join(lines)
 
 
-def _num_voxels(shape: tuple[int, ...]) -> int:
-    x, y, z = shape
-    return x * y * z
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def _times(shape: tuple[int, ...]) -> str:

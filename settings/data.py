@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from settings.section import FREE, SAME, PathText, Section, Triple, TripleMm, key, section
+from settings.section import FREE, SAME, WITHOUT_NUL, PathText, Section, Triple, TripleMm, key, section
 
 Workers = Annotated[int, Field(ge=0, le=256)]
 
@@ -28,6 +28,15 @@ class DataSettings(Section):
     num_phantoms: int = key(48, "Number of volumes to generate if the source is phantoms.", ge=2, le=100_000)
     labels: PathText | None = key(
         None, "A CSV file with columns file,label; null: labels come from dataset.json or folder names."
+    )
+    group_by: Annotated[str, Field(min_length=1, max_length=1000, pattern=WITHOUT_NUL)] | None = key(
+        None,
+        "What keeps volumes of one patient on one side of the split: folder, column:NAME of data.labels, or a pattern "
+        "(regular expression) in the name; null: each volume for itself.",
+    )
+    label_maps: bool = key(False, "Also train on files that look like label maps beside other volumes.", FREE)
+    frame: Annotated[int, Field(ge=0, lt=2**31)] | None = key(
+        None, "Which volume of 4D files to read, from 0; null: the fourth axis is channels."
     )
     allow_outside_root: bool = key(False, "Allow dataset.json to name files outside its folder.", FREE)
     orientation: str = key("RAS", "Axis codes to which each volume is reoriented.", pattern=r"^[RL][AP][SI]$")

@@ -70,7 +70,7 @@ def run_loop(
         if is_validated and not process.from_first(recorder.has_validation(first_step)):
             run_validation(first_step)
 
-        for done, micro_batches in enumerate(() if is_end else batches, first_step + 1):
+        for done, micro_batches in enumerate(recorder.timed(() if is_end else batches), first_step + 1):
             with watch.guard(run.path, done - 1, "training", saved):
                 recorder.add(step(micro_batches, done - 1), training.samples_per_rank)
             step.schedule.read_clock(process)

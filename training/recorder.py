@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +17,12 @@ from tqdm import tqdm
 from runtime.processes import Process
 from storage.atomic import write_text
 from storage.run_folder import RunFolder
+from training.data_wait import LARGEST_WAIT, WAITING, DataWait
 from training.progress import ELAPSED, RunClock
 from training.trackers import Tracker
+
+Batches = TypeVar("Batches")
+"""What a step gets; the recorder does not look at it."""
 
 # tqdm's own estimate knows nothing of validations, so the bar shows the clock's.
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
@@ -51,6 +55,8 @@ class Recorder:
         self._samples = 0
         self._bar: Any = None
         self._board: Any = None
+        self._waited = 0.0
+        self._data_wait = DataWait()
         if process.is_first:
             # Importing this takes a second, so only the process that writes does it.
             from torch.utils.tensorboard import SummaryWriter
@@ -95,6 +101,8 @@ class Recorder:
         now = time.perf_counter()
         line = {name: float(value) for name, value in zip(names, means, strict=True)}
         line[_THROUGHPUT] = self._samples * self.process.world_size / (now - self._since)
+        line[WAITING] = self._data_wait.share(self._waited, now - self._since)
+        self._waited = 0.0
         line |= extra
         self.clock.mark(step)
         line[ELAPSED] = round(self.clock.elapsed, 3)
@@ -103,6 +111,8 @@ class Recorder:
         if self._bar is not None:
             shown = {"loss": line.get("reconstruction", line.get("diffusion", float("nan")))}
             shown["vol/s"] = line[_THROUGHPUT]
+            if line[WAITING] > LARGEST_WAIT:
+                shown["waiting for data"] = line[WAITING]
             peak = line.get("memory_peak_gib", line.get("host_memory_peak_gib"))
             if peak is not None:
                 shown["peak GiB"] = peak
@@ -120,6 +130,18 @@ class Recorder:
                 self._board.add_scalar(name, value, step)
             for tracker in self._trackers:
                 tracker.log(step, {name: value for name, value in values.items() if name != ELAPSED})
+
+    def timed(self, batches: Iterable[Batches]) -> Iterator[Batches]:
+        """Yield the batches, and note how long each took to come."""
+        remaining = iter(batches)
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(remaining)
+            except StopIteration:
+                return
+            self._waited += time.perf_counter() - began
+            yield batch
 
     def has_validation(self, step: int) -> bool:
         """Return whether metrics.jsonl has the validation of a step; always False except in the first process."""

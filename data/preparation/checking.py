@@ -192,8 +192,8 @@ def _require_space(folder: PreparedFolder, number: int, num_channels: int) -> No
             f"{free / 2**30:.2f} GiB is free; make room, or set data.prepared to memory or none"
         )
     log.info(
-        "data: preparing %d volumes once, in %s (%.2f GiB of %.1f GiB free)",
-        number,
+        "data: preparing %s once, in %s (%.2f GiB of %.1f GiB free)",
+        "1 volume" if number == 1 else f"{number} volumes",
         folder.folder,
         needed / 2**30,
         free / 2**30,

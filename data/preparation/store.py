@@ -34,7 +34,7 @@ NUMBER = np.dtype("<f4")
 SUFFIX = ".volume"
 
 # The settings that decide what is stored. Random crops and augmentation come after.
-DECISIVE = {"orientation", "spacing", "voxel_size", "resize", "intensity"}
+DECISIVE = {"orientation", "spacing", "voxel_size", "resize", "intensity", "frame"}
 
 
 class PreparedError(Exception):

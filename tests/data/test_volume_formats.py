@@ -194,9 +194,9 @@ def test_an_affine_without_inverse_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_name_without_volume_suffix_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "v.dcm").write_bytes(b"x")
+    (tmp_path / "v.stl").write_bytes(b"x")
     with pytest.raises(DataError, match=r"unknown file type; .nii .nii.gz"):
-        read_volume(tmp_path / "v.dcm")
+        read_volume(tmp_path / "v.stl")
 
 
 def test_file_names_are_escaped_in_messages() -> None:

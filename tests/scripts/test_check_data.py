@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from data.formats import write_nifti
+from settings import load_settings
+from tests.data.test_dicom import write_series
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +60,7 @@ def test_good_volumes_are_listed_with_a_summary(
     assert lines[1].split()[:4] == ["ill/a.nii.gz", "ill", "10x12x14", "1x1x1"]
     assert "3 volumes, no problem" in output.out
     assert "classes: ill (2), well (1)" in output.out
-    assert "checking volumes" in output.err
+    assert "preparing volumes" in output.err
 
 
 def test_every_problem_is_listed_and_the_exit_code_is_2(tmp_path: Path) -> None:
@@ -137,6 +139,49 @@ def test_names_that_no_encoding_has_are_escaped_where_output_is_strict(tmp_path:
         assert rb"ill/\udcff\udce4.nii.gz" in result.stdout
     names = [volume["volume"] for volume in json.loads((tmp_path / "checks.json").read_text())["volumes"]]
     assert os.fsdecode(b"ill/\xff\xe4.nii.gz") in names
+
+
+def test_a_folder_as_people_have_them_is_understood(
+    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Five patients with two scans each and their labels, and one each: large, bright, 4D, DICOM, localizer."""
+    rng = np.random.default_rng(0)
+    for patient in range(5):
+        for scan in range(2):
+            name = f"sub-{patient}_scan{scan}.nii.gz"
+            voxels = rng.integers(0, 1900, (1, 32, 40, 36)).astype(np.int16)
+            write_nifti(tmp_path / f"all/images/{name}", voxels, np.eye(4))
+            write_nifti(tmp_path / f"all/labels/{name}", (voxels > 900).astype(np.uint8), np.eye(4))
+    large, bright = rng.integers(0, 1900, (1, 128, 40, 36)), rng.integers(0, 10**6, (1, 32, 40, 36))
+    write_nifti(tmp_path / "all/images/large.nii.gz", large.astype(np.int16), np.eye(4))
+    write_nifti(tmp_path / "all/images/bright.nii.gz", bright.astype(np.int32), np.eye(4))
+    one_mm = {"PixelSpacing": [1, 1], "ImagePositionPatient": lambda k: [0, 0, k]}
+    write_series(tmp_path / "all/images/series", rng.integers(0, 1900, (32, 40, 36)).astype(np.int16), **one_mm)
+    write_series(
+        tmp_path / "all/images/scout", large[0, :32, :, :1].astype(np.int16), ImageType=["ORIGINAL", "X", "LOCALIZER"]
+    )
+    four = rng.integers(0, 1900, (4, 32, 40, 36)).astype(np.int16)
+    write_nifti(tmp_path / "all/images/four.nii.gz", four, np.eye(4))
+    assert check_here("data.source=all") == 2
+    problem = capsys.readouterr().out
+    assert "1 problem in 14 volumes:" in problem
+    assert "four.nii.gz: 4 channels (32 x 40 x 36 x 4); autoencoder.in_channels is 1; change" in problem
+
+    assert check_here("data.source=all", "data.frame=0", "--json", "found.json") == 0
+    said = capsys.readouterr().out
+    lines = [line.strip() for line in said.splitlines()]
+    assert sum("left out, labels of images/ by its folder" in line for line in lines) == 10
+    assert sum("left out, a localizer (1 image), not a volume" in line for line in lines) == 1
+    assert "14 volumes, no problem" in said
+    unusual = [line.split(":")[0] for line in lines if ", median " in line]
+    assert unusual == ["images/bright.nii.gz", "images/large.nii.gz"]
+    assert any(line.startswith("images/series ") and " 32x40x36 " in line for line in lines)
+    assert sum("5 patients seem to have several scans" in line for line in lines) == 1
+    assert lines[-1].startswith("next: python train_autoencoder.py --config ")
+    grid = json.loads((tmp_path / "found.json").read_text())["suggested_grid"]
+    for stage in ("autoencoder", "ldm"):
+        load_settings(ROOT / "configs/quickstart.yaml", [f"data.voxel_size={grid}"], stage)
+    assert "\n".join(lines).count(f"data.voxel_size=[{','.join(map(str, grid))}]") == 1
 
 
 def test_help_needs_no_torch() -> None:

@@ -1,0 +1,48 @@
+"""Suggests a grid that suits the volumes and that both stages accept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from data.geometry import geometry_of
+from data.reading import VolumeFacts
+from settings import ConfigError, Settings
+
+
+def suggested_grid(facts: Sequence[VolumeFacts], settings: Settings) -> tuple[int, ...] | None:
+    """Return the median size of the volumes, rounded to what both stages accept, or None if nothing near it is.
+
+    It is the median after `data.orientation` and `data.spacing`.
+    """
+    sizes = np.median([geometry_of(fact.header, settings.data).spaced_shape for fact in facts], axis=0)
+    step = settings.autoencoder.downsampling * settings.ldm.unet.downsampling
+    nearest = tuple(max(step, step * round(float(size) / step)) for size in sizes)
+    for more in range(4):
+        grid = tuple(axis + more * step for axis in nearest)
+        if not stage_problems(settings, grid):
+            return grid
+    return None
+
+
+def stage_problems(settings: Settings, grid: Sequence[int]) -> list[str]:
+    """Return what each stage refuses about a grid."""
+    problems = []
+    for stage in ("autoencoder", "ldm"):
+        try:
+            settings.with_overrides({"data.voxel_size": list(grid)}, stage)
+        except ConfigError as error:
+            problems += [f"stage {stage}: {problem}" for problem in error.problems]
+    return problems
+
+
+def cost_text(grid: Sequence[int], settings: Settings, number: int) -> str:
+    """Return what a grid costs compared with the one that is set."""
+    ratio = math.prod(grid) / math.prod(settings.data.voxel_size)
+    disk = 4 * settings.autoencoder.in_channels * math.prod(grid) * number / 2**30
+    return (
+        f"{ratio:.2f} times the voxels of data.voxel_size, and about that much of its memory and time; "
+        f"{disk:.2f} GiB of prepared volumes"
+    )

@@ -1,0 +1,108 @@
+"""Ranges of size, spacing and intensity over all volumes, and the volumes that do not fit the others."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from data.geometry import geometry_of
+from data.reading import VolumeFacts
+from settings.data import DataSettings
+from storage.names import printable
+
+# A volume is an outlier if it differs from the median by this factor and by this many robust standard deviations.
+SIZE_FACTOR = 2.0
+INTENSITY_FACTOR = 5.0
+DEVIATIONS = 6.0
+FEWEST = 4
+
+AXES = "xyz"
+
+
+def looks_like_labels(facts: VolumeFacts) -> bool:
+    """Return whether a volume has few values, whole and from zero on, as label maps have."""
+    return facts.is_whole and facts.num_values >= 2 and facts.minimum == 0
+
+
+def modality_of(facts: VolumeFacts) -> str:
+    """Guess what kind of volume this is from its intensities."""
+    if -4096 <= facts.minimum <= -500 and facts.high > 0:
+        return "CT"
+    if facts.minimum < 0 and max(-facts.minimum, facts.maximum) < 100:
+        return "a map with both signs"
+    return "MR or another positive modality" if facts.minimum >= 0 else "of both signs"
+
+
+def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
+    """Return the ranges of all volumes, axis by axis, as they are turned to `data.orientation`."""
+    sizes = np.array([turned(fact, s)[0] for fact in facts])
+    spacings = np.array([turned(fact, s)[1] for fact in facts if fact.has_spacing])
+    lines = ["size:       " + _axes(sizes, "{:g}", " voxels")]
+    if len(spacings):
+        lines.append("spacing:    " + _axes(spacings, "{:.3g}", " mm"))
+    if len(spacings) < len(facts):
+        lines.append(f"spacing:    {len(facts) - len(spacings)} of {len(facts)} volumes store none")
+    for name, title in (("low", "1st percentile"), ("median", "median"), ("high", "99th percentile")):
+        values = np.array([getattr(fact, name) for fact in facts])
+        lines.append(f"intensity:  {title} {_range(values, '{:g}')}")
+    return lines
+
+
+def outlier_lines(names: Sequence[str], facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
+    """Return one line for each volume that does not fit the others by size, spacing, intensity or modality."""
+    if len(facts) < FEWEST:
+        return []
+    measures: list[tuple[str, float, list[float]]] = []
+    shapes = [turned(fact, s) for fact in facts]
+    for axis, letter in enumerate(AXES):
+        measures.append((f"size along {letter}", SIZE_FACTOR, [float(size[axis]) for size, _ in shapes]))
+        measures.append((f"spacing along {letter} in mm", SIZE_FACTOR, [spacing[axis] for _, spacing in shapes]))
+    largest = [max(abs(fact.maximum), abs(fact.minimum)) for fact in facts]
+    measures.append(("largest intensity", INTENSITY_FACTOR, largest))
+    measures.append(("range of intensities", INTENSITY_FACTOR, [fact.high - fact.low for fact in facts]))
+    found: dict[str, list[str]] = {}
+    for title, factor, values in measures:
+        for name, text in _far_from_median(names, values, factor):
+            found.setdefault(name, []).append(f"{title} {text}")
+    kinds = [modality_of(fact) for fact in facts]
+    usual, count = Counter(kinds).most_common(1)[0]
+    for name, kind in zip(names, kinds, strict=True):
+        if kind != usual and count > len(kinds) / 2:
+            found.setdefault(name, []).append(f"looks like {kind}, most others like {usual}")
+    lines = [f"{printable(name)}: {'; '.join(texts)}" for name, texts in sorted(found.items())]
+    if count <= len(kinds) / 2:
+        mixed = ", ".join(f"{number} look like {kind}" for kind, number in Counter(kinds).most_common())
+        lines.append(f"several modalities in one set: {mixed}")
+    return lines
+
+
+def turned(facts: VolumeFacts, s: DataSettings) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return the size and spacing of a volume with its axes in the order of `data.orientation`."""
+    axes = geometry_of(facts.header, s).axes
+    spacing = facts.header.spacing_mm
+    return tuple(facts.shape[axis] for axis in axes), tuple(spacing[axis] for axis in axes)
+
+
+def _far_from_median(names: Sequence[str], values: Sequence[float], factor: float) -> Iterator[tuple[str, str]]:
+    """Yield the names of values far from the median on a logarithmic scale, each with what is unusual."""
+    logs = np.array([math.log(value) if value > 0 and math.isfinite(value) else math.nan for value in values])
+    if np.isnan(logs).sum() > len(logs) / 2:
+        return
+    middle = float(np.nanmedian(logs))
+    deviation = 1.4826 * float(np.nanmedian(np.abs(logs - middle)))
+    for name, value, log_value in zip(names, values, logs, strict=True):
+        distance = abs(log_value - middle)
+        if math.isnan(distance) or (distance > math.log(factor) and distance > DEVIATIONS * deviation):
+            yield name, f"{value:.4g}, median {math.exp(middle):.4g}"
+
+
+def _axes(values: np.ndarray, form: str, unit: str) -> str:
+    return ", ".join(f"{AXES[axis]} {_range(values[:, axis], form)}" for axis in range(3)) + unit
+
+
+def _range(values: np.ndarray, form: str) -> str:
+    low, middle, high = (form.format(value) for value in (values.min(), float(np.median(values)), values.max()))
+    return low if low == high else f"{low} to {high} (median {middle})"

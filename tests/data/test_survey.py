@@ -1,0 +1,186 @@
+"""Labels, patients, frames and unusual volumes are recognised; the suggested grid suits both stages."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+
+from data import load_volume, prepare_volumes
+from data.discovery import Found, find
+from data.formats import write_nifti
+from data.preparation.store import PreparedFolder
+from data.survey.grids import stage_problems, suggested_grid
+from data.survey.names import class_folder, label_files
+from data.survey.overview import outlier_lines, range_lines
+from data.survey.patients import groups_of, parted_patients, suspected_patients
+from data.volumes import check_source, split
+from settings import DataError, Settings
+from tests.data.small_volumes import AFFINE, build_settings, random_voxels
+
+
+def found(*names: str) -> list[Found]:
+    return [Found(Path(name), name) for name in names]
+
+
+def test_labels_count_as_such_only_beside_what_they_label() -> None:
+    names = ["images/a.nii", "labels/a.nii", "images/b.nii"]
+    assert list(label_files(names)) == ["labels/a.nii"]
+    assert label_files(["labels/a.nii", "labels/b.nii"]) == {}
+    assert list(label_files(["p1/t1.nii.gz", "p1/t1_seg.nii.gz", "p2/only_seg.nii.gz"])) == ["p1/t1_seg.nii.gz"]
+    assert list(label_files(["ill/imagesTr/a.nii", "ill/labelsTr/a.nii"])) == ["ill/labelsTr/a.nii"]
+    assert [class_folder(name) for name in ("images/a.nii", "ill/images/a.nii", "a.nii")] == [None, "ill", None]
+
+
+def test_images_and_labels_are_pairs_and_no_classes(tmp_path: Path) -> None:
+    for name in ("images/a", "images/b", "labels/a", "labels/b"):
+        write_nifti(tmp_path / f"all/{name}.nii.gz", random_voxels(1), AFFINE)
+    volumes, left_out = find(str(tmp_path / "all"), False)
+    assert [(item.name, item.class_name) for item in volumes] == [("images/a.nii.gz", None), ("images/b.nii.gz", None)]
+    assert left_out == [f"labels/{name}.nii.gz: left out, labels of images/ by its folder" for name in "ab"]
+
+
+def test_label_maps_are_left_out_unless_asked_for_or_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for i in range(3):
+        write_nifti(tmp_path / f"all/v{i}.nii.gz", random_voxels(i), AFFINE)
+        write_nifti(tmp_path / f"maps/m{i}.nii.gz", (random_voxels(i) > 100).astype(np.uint8), AFFINE)
+    write_nifti(tmp_path / "all/odd.nii.gz", (random_voxels(7) // 100).clip(0, 3).round(), AFFINE)
+    volumes = prepare_volumes(build_settings(source=str(tmp_path / "all")), 0, 1)
+    assert len(volumes.train) + len(volumes.val) == 3
+    assert "odd.nii.gz: left out, it looks like a label map (4 values from 0 to 3)" in caplog.text
+    asked = prepare_volumes(build_settings(source=str(tmp_path / "all"), label_maps=True), 0, 1)
+    assert len(asked.train) + len(asked.val) == 4
+    alone = prepare_volumes(build_settings(source=str(tmp_path / "maps")), 0, 1)
+    assert len(alone.train) + len(alone.val) == 3
+
+
+def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path: Path) -> None:
+    volumes = found("a/sub-1_x.nii", "a/sub-1_y.nii", "b/sub-2_x.nii")
+
+    def groups(**values: object) -> list[str]:
+        result = groups_of(volumes, build_settings(**values))
+        assert result is not None
+        return [result[item] for item in volumes]
+
+    assert groups(group_by=r"sub-\d+") == ["sub-1", "sub-1", "sub-2"]
+    assert groups(group_by=r"sub-(\d+)") == ["1", "1", "2"]
+    assert groups(group_by="folder") == ["a", "a", "b"]
+    table = tmp_path / "table.csv"
+    table.write_text("file,label,patient\na/sub-1_x.nii,0,p\na/sub-1_y.nii,0,p\nsub-2_x.nii,1,q\n")
+    assert groups(group_by="column:patient", labels=str(table)) == ["p", "p", "q"]
+    for values, text in (
+        ({"group_by": "nothing"}, "matches 0 of 3 volumes, not a/sub-1_x.nii"),
+        ({"group_by": "("}, "is no pattern"),
+        ({"group_by": "column:patient"}, "without data.labels"),
+        ({"group_by": "column:age", "labels": str(table)}, "file and age are needed"),
+    ):
+        with pytest.raises(DataError, match=text):
+            groups(**values)
+
+
+@pytest.mark.parametrize("val_fraction", [0.01, 0.3, 0.99])
+def test_volumes_of_one_group_never_part(val_fraction: float) -> None:
+    volumes = found(*(f"sub-{i // 2:02d}_{i % 2}.nii" for i in range(40)))
+    groups = groups_of(volumes, build_settings(group_by=r"sub-\d+"))
+    assert groups is not None
+    train, val = split(volumes, val_fraction, 1, groups)
+    assert train
+    assert val
+    assert not {groups[item] for item in train} & {groups[item] for item in val}
+    fewer = split(volumes[10:], val_fraction, 1, groups)[1] if val_fraction == 0.3 else []
+    assert {*fewer} <= {*val}
+
+
+def test_one_group_alone_is_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.group_by: v puts all 8 volumes into one group"):
+        prepare_volumes(build_settings(source=str(folder), group_by="v"), 0, 1)
+
+
+def test_patients_that_part_are_said_once_and_not_with_groups(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for i in range(12):
+        write_nifti(tmp_path / f"all/sub-{i // 2}_{i % 2}.nii.gz", random_voxels(i), AFFINE)
+    caplog.set_level(logging.WARNING)
+    settings = build_settings(source=str(tmp_path / "all"), val_fraction=0.4)
+    prepare_volumes(settings, 1, 1)
+    assert caplog.text.count("names suggest that scans of the same patient") == 1
+    caplog.clear()
+    prepare_volumes(settings.model_copy(update={"group_by": "sub-[0-9]+"}), 1, 1)
+    assert "names suggest" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "is_suspected"),
+    [
+        (["p01_1.nii", "p01_2.nii", "p02_1.nii", "p02_2.nii"], True),
+        (["patient_1/a.nii", "patient_1/b.nii", "patient_2/a.nii"], True),
+        (["phantom_0001.nii", "phantom_0002.nii", "phantom_0003.nii"], False),
+        (["hippocampus_001.nii.gz", "hippocampus_002.nii.gz"], False),
+        (["v1.nii", "v2.nii"], False),
+    ],
+)
+def test_patients_are_suspected_by_names(names: list[str], is_suspected: bool) -> None:
+    assert (suspected_patients(found(*names)) is not None) == is_suspected
+    assert (parted_patients(found(*names[::2]), found(*names[1::2])) is not None) == is_suspected
+
+
+def test_one_volume_of_a_4d_file_can_be_chosen(tmp_path: Path) -> None:
+    voxels = np.concatenate([random_voxels(i) for i in range(3)])
+    write_nifti(tmp_path / "all/four.nii.gz", voxels, AFFINE)
+    write_nifti(tmp_path / "all/three.nii.gz", random_voxels(1), AFFINE)
+    (problem,) = check_source(build_settings(source=str(tmp_path / "all")), 0, 1).problems
+    assert "3 channels (12 x 10 x 8 x 3)" in problem
+    assert "or set data.frame: 0 to 2 to read one of its volumes" in problem
+    settings = build_settings(source=str(tmp_path / "all"), frame=1)
+    one, other = (load_volume(tmp_path / f"all/{name}.nii.gz", settings, 1).image for name in ("four", "three"))
+    assert torch.equal(one, other)
+    assert PreparedFolder(settings).folder != PreparedFolder(build_settings()).folder
+    with pytest.raises(DataError, match=r"data\.frame is 7, and its fourth axis has 3 volumes .* 0 to 2 is allowed"):
+        load_volume(tmp_path / "all/four.nii.gz", build_settings(frame=7))
+
+
+def test_colours_are_channels(tmp_path: Path) -> None:
+    colours = np.zeros((12, 10, 8), dtype=[("R", "u1"), ("G", "u1"), ("B", "u1")])
+    for number, name in enumerate("RGB"):
+        colours[name] = np.random.default_rng(number).integers(0, 255, (12, 10, 8))
+    nib.save(nib.Nifti1Image(colours, AFFINE), tmp_path / "v.nii.gz")
+    same = np.stack([colours[name] for name in "RGB"])
+    write_nifti(tmp_path / "w.nii.gz", same, AFFINE)
+    one, other = (load_volume(tmp_path / f"{name}.nii.gz", build_settings(), 3).image for name in "vw")
+    assert torch.equal(one, other)
+
+
+def test_unusual_volumes_are_named_and_ranges_are_per_axis(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(8):
+        shape = (1, 10 + i % 3, 12 - i % 2, 14)
+        write_nifti(tmp_path / f"all/v{i}.nii.gz", rng.integers(0, 1900 + i, shape).astype(np.int16), AFFINE)
+    write_nifti(tmp_path / "all/large.nii.gz", rng.integers(0, 1900, (1, 40, 11, 14)).astype(np.int16), AFFINE)
+    write_nifti(tmp_path / "all/bright.nii.gz", rng.integers(0, 10**6, (1, 10, 12, 14)).astype(np.int32), AFFINE)
+    write_nifti(tmp_path / "all/thick.nii.gz", rng.integers(0, 1900, (1, 10, 12, 14)).astype(np.int16), 3 * AFFINE)
+    write_nifti(tmp_path / "all/ct.nii.gz", rng.integers(-1024, 1900, (1, 10, 12, 14)).astype(np.int16), AFFINE)
+    settings = build_settings(source=str(tmp_path / "all"))
+    source = check_source(settings, 0, 1)
+    names, facts = [item.name for item in source.found], [c.facts for c in source.checked if c.facts is not None]
+    lines = {line.split(":")[0].removesuffix(".nii.gz"): line for line in outlier_lines(names, facts, settings)}
+    assert sorted(lines) == ["bright", "ct", "large", "thick"]
+    assert "size along x 40, median 1" in lines["large"]
+    assert "largest intensity 9.998e+05, median 19" in lines["bright"]
+    assert "spacing along x in mm 6, median 2" in lines["thick"]
+    assert "looks like CT" in lines["ct"]
+    first, second, *_ = range_lines(facts, settings)
+    assert " ".join(first.split()) == "size: x 10 to 40 (median 10.5), y 11 to 12 (median 12), z 14 voxels"
+    assert "x 2 to 6 (median 2), y 2.5 to 7.5" in second
+
+
+def test_suggested_grid_is_accepted_by_both_stages(folder: Path) -> None:
+    settings = Settings.model_validate({"data": {"source": str(folder), "voxel_size": [36, 36, 36]}})
+    facts = [c.facts for c in check_source(settings.data, 0, 1).checked if c.facts is not None]
+    assert any(problem.startswith("stage ldm") for problem in stage_problems(settings, (36, 36, 36)))
+    grid = suggested_grid(facts, settings)
+    assert grid is not None
+    assert stage_problems(settings, grid) == []
+    assert all(abs(axis - size) <= 16 for axis, size in zip(grid, (12, 10, 8), strict=True))
