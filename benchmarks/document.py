@@ -57,6 +57,7 @@ def document_text(results: dict[str, Any], pictures: str = "images/") -> str:
         ("quality", _quality),
         ("encoding", _encoding),
         ("start", _start),
+        ("recipe", _recipe),
     ):
         if part in results:
             lines += ["", *describe(results[part], pictures)]
@@ -169,6 +170,28 @@ def _encoding(rows: list[dict[str, Any]], pictures: str) -> list[str]:
 def _start(rows: list[dict[str, Any]], pictures: str) -> list[str]:
     lines = ["## Start-up", "", *_head(["", "CPU seconds"], right=1)]
     return lines + [_row([row["what"], f"{row['seconds']:.2f}"]) for row in rows]
+
+
+def _recipe(result: dict[str, Any], pictures: str) -> list[str]:
+    lines = [
+        "## Recipes after the same CPU seconds",
+        "",
+        f"{result['seconds']:g} CPU seconds a stage on given volumes, networks of {result['config']}. Means over "
+        "seeds, with the lowest and the highest. Sharpness is the gradient magnitude relative to held-out volumes; MMD "
+        f"is the unbiased estimate of the squared discrepancy between {result['num_samples']} samples and "
+        "held-out volumes.",
+    ]
+    for stage, metric, head in ((1, "psnr", "PSNR, dB"), (2, "mmd_squared", "MMD")):
+        lines += ["", *_head([f"stage {stage}", "steps", head, "sharpness"], right=3)]
+        rows = [row for row in result["rows"] if row["stage"] == stage]
+        for name in dict.fromkeys(row["recipe"] for row in rows):
+            mine = [row for row in rows if row["recipe"] == name]
+            values = [row[metric] for row in mine]
+            digits = 2 if stage == 1 else 4
+            spread = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
+            steps, mean, sharp = (sum(row[key] for row in mine) / len(mine) for key in ("steps", metric, "sharpness"))
+            lines.append(_row([name, f"{steps:.0f}", f"{mean:.{digits}f}{spread}", f"{sharp:.2f}"]))
+    return lines
 
 
 def _plot_peaks(rows: list[dict[str, Any]], path: Path) -> None:

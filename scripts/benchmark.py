@@ -12,12 +12,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import check_output_file, check_output_folder, parser, run, write_output
+from command_line import above_zero, at_least, check_output_file, check_output_folder, parser, run, write_output
 from settings import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 log = logging.getLogger("benchmark")
-PARTS = ("peaks", "steps", "quality", "encoding", "start")
+PARTS = ("peaks", "steps", "quality", "encoding", "start", "recipe")
 
 WHOLE: dict[str, Any] = {
     "peak_grids": [(64, 64, 64), (128, 128, 64), (256, 256, 64), (512, 512, 128)],
@@ -26,6 +26,7 @@ WHOLE: dict[str, Any] = {
     "quality": {"num_steps": 100, "size": 32, "channels": (16, 32, 64), "batch_size": 2},
     "encoding_rounds": 5,
     "start_rounds": 3,
+    "recipe_samples": 32,
 }
 QUICK: dict[str, Any] = {
     "peak_grids": [(64, 64, 64)],
@@ -34,6 +35,7 @@ QUICK: dict[str, Any] = {
     "quality": {"num_steps": 4, "size": 16, "channels": (8, 16), "batch_size": 1},
     "encoding_rounds": 1,
     "start_rounds": 1,
+    "recipe_samples": 2,
 }
 
 
@@ -45,6 +47,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "python scripts/benchmark.py --quick",
             "python scripts/benchmark.py --docs",
             "python scripts/benchmark.py --only steps --only start --json benchmark.json",
+            "python scripts/benchmark.py --only recipe --volumes /data/mr --cpu-seconds 460 --seeds 3",
         ],
     )
     result.add_argument("--quick", action="store_true", help="use tiny sizes, only to check that everything works")
@@ -61,6 +64,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument(
         "--out", default="runs/benchmark", metavar="DIR", help="folder for tables and plots (default: runs/benchmark)"
     )
+    result.add_argument("--volumes", metavar="DIR", help="volumes for the part recipe, which is left out without them")
+    result.add_argument("--config", default="configs/quickstart.yaml", metavar="FILE", help="config of the part recipe")
+    result.add_argument(
+        "--cpu-seconds", type=above_zero, default=120.0, help="recipe: training of each stage (default: 120)"
+    )
+    result.add_argument("--seeds", type=at_least(1), default=1, help="recipe: number of seeds (default: 1)")
     result.add_argument("--docs", action="store_true", help="also write docs/benchmarks.md and its pictures")
     return result.parse_args(arguments)
 
@@ -82,8 +91,10 @@ def main(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     start = time.perf_counter()
     results: dict[str, Any] = {"is_quick": options.quick, "machine": _machine()}
-    for part in options.only or PARTS:
-        results[part] = measure(part, sizes)
+    if options.volumes is None and "recipe" in (options.only or ()):
+        raise ConfigError("--volumes: missing; the part recipe trains on them; give a folder of volumes")
+    for part in options.only or [part for part in PARTS if part != "recipe" or options.volumes is not None]:
+        results[part] = measure(part, sizes, options)
         results["seconds"] = round(time.perf_counter() - start, 1)
         write_output(path, json.dumps(results, indent=1) + "\n")
     from benchmarks.document import write_document
@@ -107,11 +118,11 @@ def _update_docs(results: dict[str, Any]) -> None:
     log.info("%s", write_document(results, ROOT / "docs", ROOT / "docs" / "images"))
 
 
-def measure(part: str, sizes: dict[str, Any]) -> Any:
+def measure(part: str, sizes: dict[str, Any], options: argparse.Namespace) -> Any:
     """Return the results of one part."""
     from tqdm import tqdm
 
-    from benchmarks import peaks, quality, speed
+    from benchmarks import peaks, quality, recipe, speed
 
     with tqdm(desc=part, unit="", leave=False) as bar:
 
@@ -127,6 +138,15 @@ def measure(part: str, sizes: dict[str, Any]) -> Any:
             return quality.compare_quality(**sizes["quality"], progress=progress)
         if part == "encoding":
             return speed.encoding_rates(sizes["step_grid"], sizes["encoding_rounds"], progress)
+        if part == "recipe":
+            return recipe.compare_recipes(
+                options.volumes,
+                Path(options.config),
+                options.cpu_seconds,
+                options.seeds,
+                sizes["recipe_samples"],
+                progress,
+            )
         return speed.start_up(sizes["start_rounds"], progress)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -41,18 +41,19 @@ class Schedule:
 
     def __init__(self, settings: TrainingSettings) -> None:
         self.settings = settings
+        self.clock: Callable[[], float] = time.monotonic
         self.seconds = 0.0
-        self._resumed_at = time.monotonic()
+        self._resumed_at = self.clock()
 
     def start(self, seconds: float | None = None) -> None:
         """Start the clock, for a resumed run at the seconds of its checkpoint."""
         self.seconds = self.seconds if seconds is None else seconds
-        self._resumed_at = time.monotonic() - self.seconds
+        self._resumed_at = self.clock() - self.seconds
 
     def read_clock(self, process: Process) -> None:
         """Take the time of the first process, so that the learning rate is the same in all of them."""
         if self.settings.max_hours is not None:
-            self.seconds = process.from_first(time.monotonic() - self._resumed_at)
+            self.seconds = process.from_first(self.clock() - self._resumed_at)
 
     @property
     def progress(self) -> float | None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
 
-from benchmarks import peaks, quality, speed
+from benchmarks import peaks, quality, recipe, speed
 from benchmarks.document import document_text, write_document
 from benchmarks.reference_loop import ReferenceLoop
 from benchmarks.variants import STOCK, STOCK_CHECKPOINTED, base_settings, variants
 from data import Batch
 from memory.predict import Predictor
 from runtime.processes import Process
-from settings import Settings
+from settings import Settings, load_settings
+from tests.finished_run import run_here
 from training.autoencoder_step import AutoencoderStep
 
 pytest.importorskip("nilearn", reason="the real volumes come with nilearn (requirements-dev.txt)")
@@ -208,3 +211,36 @@ def test_document_says_where_we_are_behind(tmp_path):
     assert "a smoke test, not results" in text
     assert (tmp_path / "benchmark_memory.png").stat().st_size > 1000
     assert "(benchmark_time.png)" in text
+
+
+def test_recipes_train_for_the_same_cpu_seconds_on_given_volumes(tmp_path, monkeypatch, tiny_values, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, chosen in (("STAGE_ONE", ("as configured",)), ("STAGE_TWO", ("as configured", "epsilon"))):
+        monkeypatch.setattr(recipe, name, {key: getattr(recipe, name)[key] for key in chosen})
+    monkeypatch.setattr(recipe, "LOOP_RATES", (1e-3,))
+    generator = torch.Generator().manual_seed(0)
+    (tmp_path / "volumes").mkdir()
+    for number in range(12):
+        coarse = torch.rand((1, 1, 4, 4, 4), generator=generator)
+        volume = torch.nn.functional.interpolate(coarse, size=(16, 16, 16), mode="trilinear")[0, 0]
+        np.save(tmp_path / "volumes" / f"{number}.npy", volume.numpy())
+    tiny_values["data"] |= {"source": "volumes", "val_fraction": 0.4}
+    tiny_values["ldm"]["scheduler"] = {"prediction": "v"}
+    Path("tiny.yaml").write_text(yaml.safe_dump(tiny_values))
+    arguments = ["--only", "recipe", "--volumes", "volumes", "--config", "tiny.yaml", "--cpu-seconds", "0.05"]
+    assert run_here("scripts/benchmark.py", "--quick", *arguments) == 0
+    rows = json.loads(Path("runs/benchmark/benchmark.json").read_text())["recipe"]["rows"]
+    assert [row["recipe"] for row in rows if row["stage"] == 2] == list(recipe.STAGE_TWO)
+    assert len([row for row in rows if row["stage"] == 1]) == len(recipe.STAGE_ONE) + len(recipe.LOOP_RATES)
+    assert all(row["steps"] >= 1 and row["sharpness"] > 0 for row in rows)
+    shown = capsys.readouterr().out
+    assert "## Recipes after the same CPU seconds" in shown
+    assert all(f"| {name} |" in shown for name in (*recipe.STAGE_ONE, *recipe.STAGE_TWO))
+    assert run_here("scripts/benchmark.py", "--only", "recipe") == 2
+
+
+def test_every_recipe_fits_the_presets():
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        settings = load_settings(path)
+        for changes in (*recipe.STAGE_ONE.values(), *recipe.STAGE_TWO.values()):
+            settings.with_overrides(changes)

@@ -34,6 +34,7 @@ class TinyStep:
         self.process = Process(torch.device("cpu"))
         self.guard = self
         self.weight = torch.zeros(2)
+        self.metadata: dict[str, Any] = {}
 
     def raise_if_bad(self) -> None:
         """Nothing is bad."""
