@@ -23,6 +23,7 @@ def emulated(fake: bool = True, cuda: bool = True) -> Iterator[FakeTensorMode | 
         mode = None
         if fake:
             mode = stack.enter_context(FakeTensorMode())
+            mode.cache_enabled = False  # `KnownResults` remembers the same results at a fraction of the cost
         if cuda:
             stack.enter_context(cuda_autocast_rules())
         yield mode

@@ -1,8 +1,9 @@
 """Answer operators on fake tensors that a step repeats thousands of times without asking torch's fake kernels again.
 
-An operator that only writes to its first argument returns it. An operator whose results are new tensors returns fake
-tensors of the shapes, strides and dtypes that it returned for the same arguments before. Everything else, such as
-views, goes through `FakeTensorMode`.
+An operator that only writes to its first argument returns it. A view comes from the meta kernel, whose strides are
+those of a real view also along axes of one element. An operator whose results are new tensors returns fake tensors of
+the shapes, strides and dtypes that it returned for the same arguments before. Everything else goes through
+`FakeTensorMode`.
 """
 
 import functools
@@ -10,14 +11,19 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
 
-How = Literal["in place", "remembered", "asked"]
+How = Literal["in place", "view", "remembered", "asked"]
 CPU = torch.device("cpu")
 
 # In-place operators that change the sizes, strides or storage of their argument.
 _RESHAPING = {"resize_", "set_", "as_strided_", "squeeze_", "unsqueeze_", "transpose_", "t_", "resize_as_", "swapaxes_"}
+_VIEWS = {
+    *("view", "slice", "select", "expand", "transpose", "permute", "unsqueeze", "squeeze", "detach", "alias", "t"),
+    *("split", "split_with_sizes", "unbind", "as_strided", "_unsafe_view", "_reshape_alias", "unfold", "diagonal"),
+}
 # The types of arguments other than tensors and lists.
 _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.layout, torch.device, torch.memory_format}
 
@@ -34,6 +40,10 @@ class KnownResults:
         how = _how(func)
         if how == "in place":
             return args[0] if func._schema.returns else None
+        if how == "view":
+            with in_kernel_invocation_manager(self.mode):
+                out = func(*args, **kwargs)
+                return [self._wrap(part) for part in out] if isinstance(out, (list, tuple)) else self._wrap(out)
         key = _key(func, args, kwargs) if how == "remembered" else None
         if key is None:
             return func(*args, **kwargs)
@@ -52,6 +62,9 @@ class KnownResults:
             meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return FakeTensor(self.mode, meta, CPU)
 
+    def _wrap(self, view: Tensor) -> Tensor:
+        return view if isinstance(view, FakeTensor) else FakeTensor(self.mode, view, CPU)
+
 
 def _shapes(out: Any) -> list[Any] | None:
     parts = list(out) if isinstance(out, tuple) else [out]
@@ -67,11 +80,13 @@ def _how(func: torch._ops.OpOverload) -> How:
         return "in place"
     if func.namespace not in ("aten", "lean") or any(argument.is_out for argument in schema.arguments):
         return "asked"
+    if name in _VIEWS:
+        return "view"
     if schema.is_mutable:
         writes_first = name.endswith("_") and name not in _RESHAPING and not name.startswith("_foreach")
         return "in place" if writes_first and len(schema.returns) <= 1 else "asked"
     is_new = all(result.alias_info is None and str(result.type) == "Tensor" for result in schema.returns)
-    is_pure = bool(schema.returns) and torch.Tag.data_dependent_output not in func.tags and name != "_unsafe_view"
+    is_pure = bool(schema.returns) and torch.Tag.data_dependent_output not in func.tags
     return "remembered" if is_new and is_pure else "asked"
 
 

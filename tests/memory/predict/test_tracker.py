@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from monai.apps.generation.maisi.networks.diffusion_model_unet_maisi import DiffusionModelUNetMaisi
 from monai.networks.nets import AutoencoderKL
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memory.predict.emulation import emulated, measure_peak, tracked
-from memory.predict.tracker import MemoryTracker, _call
+from memory.predict.tracker import _call
 
 GIB = 1 << 30
 
@@ -132,7 +131,10 @@ def stock_peak(checkpoint, flash, amp, rules=True):
             reconstruction = model(x)[0]
         nn.functional.l1_loss(reconstruction.float(), x).backward()
 
-    return measure_peak(run, cuda=rules).peak["device"] / GIB
+    # Those figures were counted without workspaces, which the tracker adds for CUDA only.
+    with emulated(cuda=rules) as mode, tracked(mode, cuda=False) as tracker:
+        run(tracker)
+    return tracker.peak["device"] / GIB
 
 
 @pytest.mark.parametrize(
@@ -181,51 +183,3 @@ def test_remembered_results_change_nothing_but_the_time(monkeypatch, channels_la
     long = measure_peak(run)
     assert [(r.op, r.nbytes) for r in short.allocations] == [(r.op, r.nbytes) for r in long.allocations]
     assert short.trace == long.trace
-
-
-# NVIDIA's published training memory of MAISI's diffusion network (U-Net of 181 M parameters, batch 1, AMP); its "GB"
-# are those that nvidia-smi shows, so GiB.
-MAISI_ROWS = {
-    (256, 256, 128): 5,
-    (256, 256, 256): 8,
-    (512, 512, 128): 12,
-    (512, 512, 256): 21,
-    (512, 512, 512): 39,
-    (512, 512, 768): 58,
-}
-
-
-@pytest.mark.parametrize(("grid", "published_gib"), MAISI_ROWS.items(), ids=str)
-def test_published_maisi_rows_are_predicted_within_8_percent(grid, published_gib, monkeypatch):
-    # The network's only use of CUDA is to refuse flash attention without it.
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    num_parameters = 0
-
-    def run(tracker: MemoryTracker):
-        nonlocal num_parameters
-        unet = DiffusionModelUNetMaisi(
-            spatial_dims=3,
-            in_channels=4,
-            out_channels=4,
-            num_channels=(64, 128, 256, 512),
-            attention_levels=(False, False, True, True),
-            num_head_channels=(0, 0, 32, 32),
-            num_res_blocks=2,
-            use_flash_attention=True,
-            resblock_updown=True,
-            include_fc=True,
-            include_spacing_input=True,
-            num_class_embeds=128,
-        )
-        num_parameters = sum(p.numel() for p in unet.parameters())
-        tracker.adopt(unet.parameters(), "parameters")
-        x = torch.zeros(1, 4, *(axis // 4 for axis in grid))
-        with torch.autocast("cpu", torch.float16):
-            labels, spacing = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 3)
-            y = unet(x, torch.zeros(1), class_labels=labels, spacing_tensor=spacing)
-        nn.functional.mse_loss(y.float(), x).backward()
-
-    tracker = measure_peak(run)
-    # Adam's two states and the gradients; the parameters are in the peak.
-    predicted_gib = (tracker.peak["device"] + 12 * num_parameters) / GIB
-    assert predicted_gib == pytest.approx(published_gib, rel=0.08)

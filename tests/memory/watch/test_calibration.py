@@ -116,7 +116,8 @@ def test_only_the_second_full_step_is_recorded(tmp_path, monkeypatch):
     """The first has no optimizer states before it ends; steps before the adversarial term lack that term."""
     settings = Settings().with_overrides({**SMALL, f"{TRAINING}.adversarial_start_step": 3})
     assert fullest_step(settings, "autoencoder") == 3
-    step, recorded = 0, []
+    recorded: list[int] = []
+    step = 0
     monkeypatch.setattr("memory.watch.memory_watch.record_full_step", lambda *_: recorded.append(step))
     with MemoryWatch(settings, "autoencoder", Process(torch.device("cpu"))) as watch:
         watch.prediction = made()
