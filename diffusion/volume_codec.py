@@ -103,4 +103,5 @@ def frozen_codec(settings: Settings, device: torch.device, load_weights: bool = 
         autoencoder = load_autoencoder(settings, autoencoder_path(settings))
     else:
         autoencoder = freeze(build_autoencoder(settings.autoencoder))
-    return VolumeCodec(move(autoencoder, device), settings.autoencoder, Precision(settings.device, device))
+    move(autoencoder, device, settings.device.memory_format)
+    return VolumeCodec(autoencoder, settings.autoencoder, Precision(settings.device, device))

@@ -31,4 +31,6 @@ def kl_divergence(mu: Tensor, sigma: Tensor, num_voxels: int) -> Tensor:
         mu = mu.float()
         sigma = sigma.float().clamp_min(SMALLEST_SIGMA)
         per_element = 0.5 * (mu.square() + sigma.square() - 1.0) - sigma.log()
-        return per_element.flatten(1).sum(dim=1).mean() / num_voxels
+        # Over the axes rather than flattened, which would copy latents with channels last.
+        axes = tuple(range(1, per_element.dim()))
+        return per_element.sum(axes).mean() / num_voxels

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from models.arguments import autoencoder_arguments
 from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
+from models.lean.layout import CHANNELS_LAST, arranged
 from models.lean.slabs import Volume
 from models.stock import StockAutoencoder
 from settings import AutoencoderSettings
@@ -81,6 +82,7 @@ class LeanAutoencoder(StockAutoencoder):
     `encode`, `decode` and the state dict are the same as MONAI's. The memory settings change results only by rounding.
     """
 
+    fastest_layout = CHANNELS_LAST
     encoder: LeanCoder
     decoder: LeanCoder
 
@@ -93,13 +95,14 @@ class LeanAutoencoder(StockAutoencoder):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latent's mean and sigma."""
+        x = arranged(x, self.layout)
         h = gradient_checkpoint_forward(self.encoder, x, use_gradient_checkpointing=self.nested)
         mean, log_variance = self.quant_conv_mu(h), self.quant_conv_log_sigma(h)
         return mean, torch.exp(torch.clamp(log_variance, -30.0, 20.0) / 2)
 
     def decode(self, z: Tensor) -> Tensor:
         """Return the volume of a latent."""
-        return self.decoder(self.post_quant_conv(z))
+        return self.decoder(self.post_quant_conv(arranged(z, self.layout)))
 
     def gradient_checkpointing_enable(
         self, levels: int | str = "all", offload: bool = False, nested: bool = False

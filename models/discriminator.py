@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from monai.networks.nets import PatchDiscriminator
+from torch import Tensor, nn
 
 from models.arguments import discriminator_arguments
+from models.lean.layout import LaidOut, arranged
+from models.lean.norm import InstanceNorm
 from settings import AutoencoderSettings
 
 
-def build_discriminator(settings: AutoencoderSettings) -> PatchDiscriminator:
+class Discriminator(PatchDiscriminator, LaidOut):
+    """MONAI's `PatchDiscriminator` with the same parameters, and norms that keep the memory layout of their input."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        for module in list(self.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.InstanceNorm3d):
+                    setattr(module, name, InstanceNorm(child))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """Return the features of every layer, the logits last."""
+        return super().forward(arranged(x, self.layout))
+
+
+def build_discriminator(settings: AutoencoderSettings) -> Discriminator:
     """Build the discriminator; its forward returns the features of every layer, the logits last."""
-    return PatchDiscriminator(**discriminator_arguments(settings))
+    return Discriminator(**discriminator_arguments(settings))

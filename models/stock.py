@@ -12,11 +12,15 @@ from monai.networks.nets import AutoencoderKL
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
 
+from models.lean.layout import CONTIGUOUS, LaidOut, arranged
+
 log = logging.getLogger(__name__)
 
 
-class StockAutoencoder(AutoencoderKL):
+class StockAutoencoder(AutoencoderKL, LaidOut):
     """MONAI's `AutoencoderKL` with attention through SDPA and with optional noise from the caller."""
+
+    fastest_layout = CONTIGUOUS  # GroupNorm on CUDA copies everything else into it
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(use_flash_attention=True, **arguments)
@@ -26,8 +30,18 @@ class StockAutoencoder(AutoencoderKL):
     def forward(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the reconstruction, the latent's mean and its sigma; the latent is `mean + sigma * noise`."""
         mean, sigma = self.encode(x)
-        latent = mean + sigma * (torch.randn_like(sigma) if noise is None else noise)
-        return self.decode(latent), mean, sigma
+        if noise is None:
+            # Not `randn_like`, which draws in the order of memory, so that its numbers would depend on the layout.
+            noise = torch.randn(sigma.shape, dtype=sigma.dtype, device=sigma.device)
+        return self.decode(mean + sigma * noise), mean, sigma
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the latent's mean and sigma."""
+        return super().encode(arranged(x, self.layout))
+
+    def decode(self, z: Tensor) -> Tensor:
+        """Return the volume of a latent."""
+        return super().decode(arranged(z, self.layout))
 
     def gradient_checkpointing_enable(
         self, levels: int | str = "all", offload: bool = False, nested: bool = False

@@ -19,7 +19,9 @@ from torch.nn import functional as F
 
 from models.arguments import unet_arguments
 from models.lean.attention import AttentionBlock
+from models.lean.blocks import UpsampleBlock
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
+from models.lean.layout import LaidOut, arranged, layout_of
 from models.lean.norm import group_norm
 from settings import LdmSettings
 
@@ -35,7 +37,7 @@ class _OwnGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.clone(memory_format=torch.contiguous_format)
+        return grad.clone(memory_format=layout_of(grad))
 
 
 class TimeResidualBlock(nn.Module):
@@ -60,7 +62,7 @@ class TimeResidualBlock(nn.Module):
         return self.skip_connection(x) + h
 
 
-class DiffusionUNet(DiffusionModelUNet):
+class DiffusionUNet(DiffusionModelUNet, LaidOut):
     """MONAI's `DiffusionModelUNet` with self-attention only; every block can be checkpointed."""
 
     def __init__(self, **arguments: Any) -> None:
@@ -71,6 +73,8 @@ class DiffusionUNet(DiffusionModelUNet):
                 lean = TimeResidualBlock(module)
             elif isinstance(module, SpatialAttentionBlock):
                 lean = AttentionBlock(module)
+            elif isinstance(module, WrappedUpsample) and not name.endswith("upsample"):
+                lean = UpsampleBlock(module)
             if lean is not None:
                 parent, _, child = name.rpartition(".")
                 setattr(self.get_submodule(parent), child, lean)
@@ -92,7 +96,7 @@ class DiffusionUNet(DiffusionModelUNet):
                 use_gradient_checkpointing_offload=offload,
             )
 
-        h = self.conv_in(x)
+        h = self.conv_in(arranged(x, self.layout))
         skips = [h]
         for level in self.down_blocks:
             attentions = getattr(level, "attentions", [None] * len(level.resnets))
@@ -125,7 +129,7 @@ class DiffusionUNet(DiffusionModelUNet):
     def gradient_checkpointing_enable(self, offload: bool = False) -> None:
         """Recompute every block in backward instead of keeping its activations; acts in training with gradients on."""
         self.checkpointed, self.offload = True, offload
-        kinds = (TimeResidualBlock, AttentionBlock, DiffusionUnetDownsample, WrappedUpsample)
+        kinds = (TimeResidualBlock, AttentionBlock, DiffusionUnetDownsample, UpsampleBlock)
         covered = sum(isinstance(module, kinds) for module in self.modules())
         where = ", block inputs in host memory" if offload else ""
         log.info("gradient checkpointing on: %d blocks of the diffusion U-Net%s", covered, where)

@@ -1,4 +1,4 @@
-"""The precision of a step: float32, bfloat16, or float16 with a gradient scaler."""
+"""The precision of a step, float32, bfloat16, or float16 with a gradient scaler, and CUDA's choice of algorithms."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ log = logging.getLogger(__name__)
 
 
 class Precision:
-    """Autocast and gradient scaling for one device, chosen from the settings."""
+    """Autocast and gradient scaling for one device, from the settings; also sets CUDA's algorithms for the process."""
 
     def __init__(self, settings: DeviceSettings, device: torch.device) -> None:
         self.device = device
         self.dtype = _choose_dtype(settings, device)
+        torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = settings.tf32
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
 
     @property

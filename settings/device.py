@@ -15,6 +15,15 @@ class DeviceSettings(Section):
     amp_dtype: Literal["auto", "bfloat16", "float16"] = key(
         "auto", "auto: bfloat16 if the device supports it, else float16 with gradient scaling."
     )
+    tf32: bool = key(True, "Let float32 convolutions and matrix products round their inputs to TF32 on CUDA.")
+    memory_format: Literal["auto", "contiguous", "channels_last"] = key(
+        "auto", "Memory layout of volumes; auto: channels_last, and contiguous for MONAI's own autoencoder.", SAME
+    )
+    cudnn_benchmark: bool = key(
+        True,
+        "Time cuDNN's algorithms for each new shape and use the fastest; it may need more workspace than predicted.",
+        SAME,
+    )
     allocator: str = key(
         "expandable_segments:True",
         "Value of PYTORCH_CUDA_ALLOC_CONF, set before CUDA starts; empty: do not set it.",

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +114,17 @@ class Updater:
         self.optimizer.found_inf = guard.holds(norm)  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the optimizer, also from a run in another memory layout.
+
+        The fused update walks through parameters and states in the order of memory, so their strides must agree.
+        """
+        self.optimizer.load_state_dict(state)
+        for parameter, states in self.optimizer.state.items():
+            for name, values in states.items():
+                if values.shape == parameter.shape and values.stride() != parameter.stride():
+                    states[name] = torch.empty_like(parameter, requires_grad=False).copy_(values)
 
     @property
     def current_rate(self) -> float:

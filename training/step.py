@@ -42,7 +42,7 @@ class TrainingStep(ABC):
 
     def register(self, name: str, network: nn.Module, learning_rate: float) -> nn.Module:
         """Move a network to the device and give it an optimizer; return it wrapped for distributed training."""
-        move(network, self.process.device).train()
+        move(network, self.process.device, self.settings.device.memory_format).train()
         self.networks[name] = network
         self.updaters[name] = Updater(name, network, learning_rate, self.training, self.precision, self.schedule)
         if name == self.stage and self.training.averages_weights:
@@ -131,7 +131,7 @@ class TrainingStep(ABC):
         for name, network in self.networks.items():
             network.load_state_dict(state["networks"][name])
         for name, updater in self.updaters.items():
-            updater.optimizer.load_state_dict(state["optimizers"][name])
+            updater.load_state_dict(state["optimizers"][name])
         self.precision.load_state_dict(state["precision"])
         if self.average is not None:
             self.average.load_state_dict(state["average"])

@@ -90,7 +90,7 @@ class DownsampleBlock(LeanBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a volume of half the size along each axis."""
-        return downsample_conv(x, self.conv.conv, self.slab_rows)
+        return downsample_conv(x, self.conv.conv)
 
     @property
     def keeps_only_input(self) -> bool:

@@ -7,13 +7,37 @@ convolution respect them. Arguments that are already contiguous are not copied.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 aten = torch.ops.aten
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def first_order_only(backward: Backward) -> Backward:
+    """Make the backward of an autograd function refuse to be differentiated itself: raw kernels leave no graph.
+
+    torch's `once_differentiable` refuses only if the incoming gradient needs a gradient. Otherwise it leaves this
+    function out of the second derivative of a network without a word.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a lean block was differentiated with create_graph=True; it has first derivatives only; for second "
+                "ones build the network with autoencoder.implementation=monai"
+            )
+        return backward(ctx, *grads)
+
+    return checked
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
@@ -59,6 +83,36 @@ def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:
     return aten.silu_backward.grad_input(grad, x, grad_input=x)
 
 
+def transposed_convolution(x: Tensor, weight: Tensor, bias: Tensor, padding: Sequence[int]) -> Tensor:
+    """Return the transposed 3D convolution of stride two of `x`."""
+    if not _adds_in_low_precision(x):
+        return F.conv_transpose3d(x, weight, bias, stride=2, padding=tuple(padding))
+    return F.conv_transpose3d(x.float(), weight.float(), bias.float(), stride=2, padding=tuple(padding)).to(x.dtype)
+
+
+def transposed_convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool]
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `x` and weight of a `transposed_convolution` padded by one voxel."""
+    if _adds_in_low_precision(x):
+        grad, x, weight = grad.float(), x.float(), weight.float()
+    return convolution_backward(grad, x, weight, needs, 2, (1, 1, 1), transposed=True)
+
+
+def _adds_in_low_precision(x: Tensor) -> bool:
+    """Return whether ATen's own CPU kernel convolves `x`, which adds products up in the precision of its output.
+
+    cuDNN and oneDNN add in fp32. Fake tensors, which have no values to lose, stand for those of a GPU.
+    """
+    if not x.is_cpu or type(x) is not Tensor:
+        return False
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return x.dtype in supported and not supported[x.dtype]()
+
+
 def convolution_backward(
     grad: Tensor,
     x: Tensor,
@@ -66,9 +120,10 @@ def convolution_backward(
     needs: tuple[bool, bool],
     stride: int = 1,
     padding: Sequence[int] = (0, 0, 0),
+    transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of a 3D convolution's `x` and weight; `needs` says which of the two to compute."""
     grad_x, grad_weight, _ = aten.convolution_backward(
-        grad, x, weight, None, [stride] * 3, list(padding), [1] * 3, False, [0] * 3, 1, [*needs, False]
+        grad, x, weight, None, [stride] * 3, list(padding), [1] * 3, transposed, [0] * 3, 1, [*needs, False]
     )
     return grad_x, grad_weight

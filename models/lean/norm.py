@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from models.lean import norm_operators
+from models.lean import native, norm_operators
 
 FULL_PRECISION = (torch.float32, torch.float64)
 
@@ -42,7 +41,7 @@ class _GroupNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @native.first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, bias = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
@@ -53,3 +52,23 @@ class _GroupNorm(torch.autograd.Function):
 def group_norm(x: Tensor, norm: nn.GroupNorm, silu: bool = False) -> Tensor:
     """Apply `norm`, and SiLU if asked to; return the dtype that the next convolution runs in."""
     return _GroupNorm.apply(x, norm.weight, norm.bias, norm.num_groups, norm.eps, silu, compute_dtype(x))
+
+
+class InstanceNorm(nn.Module):
+    """`nn.InstanceNorm3d` without parameters: a GroupNorm whose groups are the channels."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, stock: nn.InstanceNorm3d) -> None:
+        super().__init__()
+        assert not stock.affine, "an instance norm with parameters has no lean counterpart"
+        assert not stock.track_running_stats, "an instance norm with running statistics has no lean counterpart"
+        self.channels, self.eps = stock.num_features, stock.eps
+        # Not in the state dict, which is MONAI's.
+        self.register_buffer("weight", torch.ones(self.channels), persistent=False)
+        self.register_buffer("bias", torch.zeros(self.channels), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised volume in the dtype of `x`."""
+        return _GroupNorm.apply(x, self.weight, self.bias, self.channels, self.eps, False, x.dtype)

@@ -91,6 +91,13 @@ def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     return mean, (variance + eps).rsqrt()
 
 
+def store_statistics(out: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, eps: float) -> None:
+    """Copy `x` into `out` and write the statistics of its groups, as many as `mean` has columns."""
+    out.copy_(x)
+    for target, values in zip((mean, rstd), statistics(x, mean.shape[1], eps), strict=True):
+        target.copy_(values)
+
+
 def _channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and variance of each channel, (batch, channels)."""
     if x.is_cpu:
@@ -130,20 +137,43 @@ def normalise(
 
 def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool) -> Tensor:
     """Return the sums of the gradient before SiLU and of its product with the standardised input."""
-    sums = mean.new_zeros((2, *x.shape[:2], 1, 1, 1))
+    sums = mean.new_empty((2, *x.shape[:2]))
+    store_norm_sums(None, sums, grad, x, mean, rstd, weight, bias, silu, False)
+    return sums
+
+
+def store_norm_sums(
+    out: Tensor | None,
+    sums: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    silu: bool,
+    before_silu: bool,
+) -> None:
+    """Write the sums of `norm_sums` into `sums`, and the gradient, before or after SiLU, into `out` if given."""
+    totals = mean.new_zeros((2, *x.shape[:2], 1, 1, 1))
     affine = _scale_and_shift(mean, rstd, weight, bias) if silu else ()
-    pieces = _pieces(x, grad, _of_channels(mean, x.shape[1]), *sums, *affine)
-    for part, product, centre, sum_grad, sum_product, *factor_and_offset in pieces:
+    targets = () if out is None else (out,)
+    pieces = _pieces(x, grad, _of_channels(mean, x.shape[1]), *totals, *affine, *targets)
+    for part, product, centre, sum_grad, sum_product, *others in pieces:
+        if out is not None and not before_silu:
+            others[-1].copy_(product)
         # Centred first, because sums of products with a large x would lose precision.
         centred = part - centre
         if silu:
-            factor, offset = factor_and_offset
+            factor, offset = others[:2]
             values = torch.addcmul(offset, part, factor)
             product = native.silu_backward_(product, values)
+        if out is not None and before_silu:
+            others[-1].copy_(product)
         sum_grad += product.sum((2, 3, 4), keepdim=True, dtype=mean.dtype)
         sum_product += centred.mul_(product).sum((2, 3, 4), keepdim=True)
-    sums[1] *= _of_channels(rstd, x.shape[1])
-    return sums.flatten(2)
+    totals[1] *= _of_channels(rstd, x.shape[1])
+    sums.copy_(totals.flatten(2))
 
 
 def norm_input_grad(
@@ -161,15 +191,15 @@ def norm_input_grad(
     """Write the gradient of `x`, and `plus` added to it, into `out`, which may be `grad` itself."""
     scale, shift = _scale_and_shift(mean, rstd, weight, bias)
     of_grad, of_product = group_means
-    of_x = -of_product * rstd.square()
-    constant = _of_channels(-of_grad * rstd - of_x * mean, x.shape[1])
-    of_x = _of_channels(of_x, x.shape[1])
-    pieces = _pieces(x, grad, out, scale, shift, of_x, constant, *(() if plus is None else (plus,)))
-    for part, product, target, factor, offset, of_part, fixed, *more in pieces:
+    constant, of_centred = -of_grad * rstd, -of_product * rstd.square()
+    of_groups = (_of_channels(values, x.shape[1]) for values in (mean, constant, of_centred))
+    pieces = _pieces(x, grad, out, scale, shift, *of_groups, *(() if plus is None else (plus,)))
+    for part, product, target, factor, offset, centre, fixed, of_part, *more in pieces:
         if silu:
             values = torch.addcmul(offset, part, factor)
             product = native.silu_backward_(product, values)
-        result = torch.addcmul(fixed, part, of_part).addcmul_(product, factor)
+        # Centred first: a large x would lose the digits in which its values differ.
+        result = (part - centre).mul_(of_part).add_(fixed).addcmul_(product, factor)
         target.copy_(result.add_(more[0]) if more else result)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from models.lean import norm_native
+from models.lean.layout import layout_of
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,11 @@ def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     return torch.ops.lean.statistics.default(x, groups, eps)
 
 
+def store_statistics(out: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, eps: float) -> None:
+    """Copy `x` into `out`, and write its statistics into `mean` and `rstd`, (batch, groups). One read, one write."""
+    torch.ops.lean.store_statistics.default(out, mean, rstd, x, eps)
+
+
 def normalise(
     x: Tensor,
     mean: Tensor,
@@ -68,6 +74,30 @@ def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tenso
     they are the gradients of bias and weight.
     """
     return torch.ops.lean.norm_sums.default(grad, x, mean, rstd, weight, bias, silu)
+
+
+def store_norm_sums(
+    out: Tensor,
+    sums: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    silu: bool,
+) -> None:
+    """Write what `norm_sums` returns into `sums`, and the gradient that `norm_input_grad` needs into `out`.
+
+    In full precision that is the gradient before SiLU, so that SiLU is not computed again. In low precision it would be
+    rounded once more, so it is the gradient as it came. Two reads, one write; `out` may be `grad` itself.
+    """
+    torch.ops.lean.store_norm_sums.default(out, sums, grad, x, mean, rstd, weight, bias, silu)
+
+
+def stores_before_silu(out: Tensor) -> bool:
+    """Return whether `store_norm_sums` writes the gradient before SiLU into `out`."""
+    return out.dtype in (torch.float32, torch.float64)
 
 
 def group_means(sums: Tensor, weight: Tensor, groups: int, count: int) -> Tensor:
@@ -136,10 +166,8 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
 def _empty_rows(x: Tensor, dtype: torch.dtype, more_rows: int) -> Tensor:
     """Return an uninitialised tensor for the rows of `x` and `more_rows` more, channels-last if `x` is."""
     batch, channels, rows, height, width = x.shape
-    last = channels > 1 and x.stride(1) == 1 and rows * height * width > 1
-    layout = torch.channels_last_3d if last else torch.contiguous_format
     shape = (batch, channels, rows + more_rows, height, width)
-    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout)
+    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout_of(x))
 
 
 def _backend(x: Tensor) -> Any:
@@ -158,6 +186,11 @@ def _statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
 def _fake_statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty((x.shape[0], groups), dtype=dtype), x.new_empty((x.shape[0], groups), dtype=dtype)
+
+
+def _store_statistics(out: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, eps: float) -> None:
+    _check(x, out)
+    _backend(x).store_statistics(out, mean, rstd, x, eps)
 
 
 def _normalise(x: Tensor, *norm: Any) -> Tensor:
@@ -182,12 +215,17 @@ def _fake_norm_sums(grad: Tensor, x: Tensor, *norm: Any) -> Tensor:
     return x.new_empty((2, *x.shape[:2]), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
+def _store_norm_sums(out: Tensor, sums: Tensor, grad: Tensor, x: Tensor, *norm: Any) -> None:
+    _check(x, out, grad)
+    _backend(x).store_norm_sums(out, sums, grad, x, *norm, stores_before_silu(out))
+
+
 def _norm_input_grad(out: Tensor, grad: Tensor, x: Tensor, *norm: Any) -> None:
     _check(x, out, grad, norm[-1])
     _backend(x).norm_input_grad(out, grad, x, *norm)
 
 
-def _fake_norm_input_grad(*tensors: Any) -> None:
+def _fake_writing(*tensors: Any) -> None:
     pass
 
 
@@ -210,7 +248,9 @@ def _fake_group_norm(
 def _group_norm_backward(grad: Tensor, x: Tensor, *norm: Any) -> tuple[Tensor, Tensor, Tensor]:
     mean, _, weight, _, silu = norm
     _check(x, grad)
-    if _backend(x) is norm_native and x.is_contiguous():
+    # torch's fused kernel does not centre its input. Its GroupNorm has that rounding, but not its instance norm.
+    is_instance_norm = mean.shape[1] == x.shape[1]
+    if _backend(x) is norm_native and x.is_contiguous() and not is_instance_norm:
         return norm_native.group_norm_backward(grad, x, *norm)
     sums = _norm_sums(grad, x, *norm)
     means = group_means(sums, weight, mean.shape[1], x.numel() // mean.numel())
@@ -232,16 +272,26 @@ def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any])
 
 _register("statistics(Tensor x, int groups, float eps) -> (Tensor, Tensor)", _statistics, _fake_statistics)
 _register(
+    "store_statistics(Tensor(a!) out, Tensor(b!) mean, Tensor(c!) rstd, Tensor x, float eps) -> ()",
+    _store_statistics,
+    _fake_writing,
+)
+_register(
     f"normalise(Tensor x, {_NORM}, bool silu, ScalarType dtype, int rows_before, int rows_after) -> Tensor",
     _normalise,
     _fake_normalise,
 )
 _register(f"norm_sums(Tensor grad, Tensor x, {_NORM}, bool silu) -> Tensor", _norm_sums, _fake_norm_sums)
 _register(
+    f"store_norm_sums(Tensor(a!) out, Tensor(b!) sums, Tensor grad, Tensor x, {_NORM}, bool silu) -> ()",
+    _store_norm_sums,
+    _fake_writing,
+)
+_register(
     f"norm_input_grad(Tensor(a!) out, Tensor grad, Tensor x, {_NORM}, Tensor group_means, bool silu, Tensor? plus) "
     "-> ()",
     _norm_input_grad,
-    _fake_norm_input_grad,
+    _fake_writing,
 )
 _register(
     "group_norm(Tensor x, Tensor weight, Tensor bias, int groups, float eps, bool silu, ScalarType dtype) "

@@ -71,12 +71,14 @@ def _before_silu(grad, normed):
 
 @triton.jit
 def _moments_kernel(
-    x_ptr, parts_ptr, channels, voxels, num_chunks, plane, x_b, x_c, x_v,
-    block_c: tl.constexpr, block_v: tl.constexpr,
+    x_ptr, out_ptr, parts_ptr, channels, voxels, num_chunks, plane, x_b, x_c, x_v, out_b, out_c, out_v,
+    has_out: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """Write each channel's mean over the tile, and the sum of squared distances from it."""
+    """Write each channel's mean over the tile, and the sum of squared distances from it; copy the tile if asked to."""
     b, c, v, chunk, mask = _tile(channels, voxels, num_chunks, block_c, block_v)
     x = _load(x_ptr, b, c, v, mask, x_b, x_c, x_v)
+    if has_out:
+        _store(out_ptr, x, b, c, v, mask, out_b, out_c, out_v)
     count = tl.minimum(voxels - chunk.to(tl.int64) * block_v, block_v).to(tl.float32)
     mean = tl.sum(x, 1) / count
     centred = tl.where(mask, x - mean[:, None], 0.0)
@@ -128,18 +130,25 @@ def _normalise_kernel(
 
 @triton.jit
 def _sums_kernel(
-    grad_ptr, x_ptr, parts_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, channels, groups, voxels, num_chunks, plane,
-    grad_b, grad_c, grad_v, x_b, x_c, x_v,
-    silu: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
+    grad_ptr, x_ptr, out_ptr, parts_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, channels, groups, voxels, num_chunks,
+    plane, grad_b, grad_c, grad_v, x_b, x_c, x_v, out_b, out_c, out_v, silu: tl.constexpr, has_out: tl.constexpr,
+    before_silu: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """Write each channel's sums over the tile of the gradient before SiLU, and of it times the standardised input."""
+    """Write each channel's sums over the tile of the gradient before SiLU, and of it times the standardised input.
+
+    If asked to, store the gradient as well, before or after SiLU.
+    """
     b, c, v, chunk, mask = _tile(channels, voxels, num_chunks, block_c, block_v)
     x = _load(x_ptr, b, c, v, mask, x_b, x_c, x_v)
     grad = _load(grad_ptr, b, c, v, mask, grad_b, grad_c, grad_v)
     mean, rstd = _of_groups(mean_ptr, b, c, channels, groups), _of_groups(rstd_ptr, b, c, channels, groups)
     x = (x - mean) * rstd
+    if has_out and not before_silu:
+        _store(out_ptr, grad, b, c, v, mask, out_b, out_c, out_v)
     if silu:
         grad = _before_silu(grad, x * _of_channels(weight_ptr, c, channels) + _of_channels(bias_ptr, c, channels))
+    if has_out and before_silu:
+        _store(out_ptr, grad, b, c, v, mask, out_b, out_c, out_v)
     place = parts_ptr + (b * channels + c) * num_chunks + chunk
     tl.store(place, tl.sum(grad, 1), mask=c < channels)
     tl.store(place + plane, tl.sum(grad * x, 1), mask=c < channels)
@@ -234,19 +243,27 @@ def failure(device: torch.device) -> str:
 
 def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and 1 / sqrt(variance + eps) of each group, (batch, groups)."""
+    mean, rstd = (x.new_empty((x.shape[0], groups), dtype=torch.float32) for _ in range(2))
+    store_statistics(None, mean, rstd, x, eps)
+    return mean, rstd
+
+
+def store_statistics(out: Tensor | None, mean: Tensor, rstd: Tensor, x: Tensor, eps: float) -> None:
+    """Write the statistics of groups, as many as `mean` has columns, and copy `x` into `out` if given."""
     x, x_strides = _readable(x)
-    batch, channels, voxels = x.shape[0], x.shape[1], x.shape[2:].numel()
+    (batch, groups), channels, voxels = mean.shape, x.shape[1], x.shape[2:].numel()
+    assert mean.stride() == rstd.stride() == (groups, 1), "statistics are written in order"
     programs, num_chunks, *block = _tiles(x, voxels)
     parts = x.new_empty((2, batch, channels, num_chunks), dtype=torch.float32)
-    mean, rstd = (x.new_empty((batch, groups), dtype=torch.float32) for _ in range(2))
+    target, out_strides = (x, x_strides) if out is None else (out, _writable(out))
     with _on(x.device):
         _moments_kernel[(programs,)](
-            x, parts, channels, voxels, num_chunks, parts.stride(0), *x_strides, *block, num_warps=NUM_WARPS
-        )
+            x, target, parts, channels, voxels, num_chunks, parts.stride(0), *x_strides, *out_strides, out is not None,
+            *block, num_warps=NUM_WARPS,
+        )  # fmt: skip
         _combine_kernel[(batch * groups,)](
             parts, mean, rstd, channels // groups, voxels, num_chunks, eps, block[1], COMBINE_BLOCK
         )
-    return mean, rstd
 
 
 def normalise(
@@ -265,15 +282,38 @@ def normalise(
 
 def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool) -> Tensor:
     """Return the sums of the gradient before SiLU and of its product with the standardised input."""
+    return _sums(None, grad, x, (mean, rstd, weight, bias), silu, False)
+
+
+def store_norm_sums(
+    out: Tensor,
+    sums: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    silu: bool,
+    before_silu: bool,
+) -> None:
+    """Write the sums of `norm_sums` into `sums`, and the gradient, before or after SiLU, into `out`."""
+    sums.copy_(_sums(out, grad, x, (mean, rstd, weight, bias), silu, before_silu))
+
+
+def _sums(
+    out: Tensor | None, grad: Tensor, x: Tensor, norm: tuple[Tensor, ...], silu: bool, before_silu: bool
+) -> Tensor:
     x, x_strides = _readable(x)
     grad, grad_strides = _readable(grad)
+    target, out_strides = (grad, grad_strides) if out is None else (out, _writable(out))
     batch, channels, voxels = x.shape[0], x.shape[1], x.shape[2:].numel()
     programs, num_chunks, *block = _tiles(x, voxels)
     parts = x.new_empty((2, batch, channels, num_chunks), dtype=torch.float32)
     with _on(x.device):
         _sums_kernel[(programs,)](
-            grad, x, parts, *_dense(mean, rstd, weight, bias), channels, mean.shape[1], voxels, num_chunks,
-            parts.stride(0), *grad_strides, *x_strides, silu, *block, num_warps=NUM_WARPS,
+            grad, x, target, parts, *_dense(*norm), channels, norm[0].shape[1], voxels, num_chunks, parts.stride(0),
+            *grad_strides, *x_strides, *out_strides, silu, out is not None, before_silu, *block, num_warps=NUM_WARPS,
         )  # fmt: skip
     return parts.squeeze(3) if num_chunks == 1 else parts.sum(3)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from models.lean import native, norm_operators
@@ -23,25 +22,33 @@ from models.lean.slabs import (
     bias_grad,
     convolve,
     convolve_backward,
+    empty,
+    read,
     rows_of,
     slabs,
 )
 
 Gradients = tuple[Tensor | None, ...]
 
+# What the residual block has gradients of, in the order of its arguments.
+_GRADIENTS = (
+    *("x", "scale1", "shift1", "weight1", "bias1", "scale2", "shift2", "weight2", "bias2"),
+    *("shortcut", "shortcut_bias"),
+)
 
-def _total(total: Tensor | None, part: Tensor) -> Tensor:
+
+def _add(total: Tensor | None, part: Tensor) -> Tensor:
     """Add `part` to a sum in full precision."""
-    part = full_precision(part)
-    return part if total is None else total.add_(part)
+    return full_precision(part) if total is None else total.add_(part)
 
 
 def _statistics(x: Volume, groups: int, eps: float, rows: int) -> tuple[Tensor, Tensor]:
     """Return mean and rstd of each group, (batch, groups); rows that are computed on demand are read in slabs."""
     if isinstance(x, Tensor):
         return norm_operators.statistics(x, groups, eps)
-    result = Statistics(groups, eps)
-    for start, end in slabs(x, rows, x.shape[1], x.dtype):
+    all_slabs = slabs(x, rows, x.shape[1], x.dtype)
+    result = Statistics(x, all_slabs, groups, eps)
+    for start, end in all_slabs:
         result.add(x.rows(start, end))
     return result.result()
 
@@ -55,7 +62,7 @@ def _norm_conv(
         mean, rstd = _statistics(x, groups, eps, rows)
         normed = NormedRows(x, mean, rstd, norm_weight, norm_bias, False, dtype)
         low_weight, low_bias = weight.to(dtype), bias.to(dtype)
-        out = torch.empty((x.shape[0], weight.shape[0], *x.shape[2:]), dtype=dtype, device=x.device)
+        out = empty(x, weight.shape[0], dtype)
         for start, end in slabs(x, rows, x.shape[1], dtype):
             out[:, :, start:end] = convolve(normed.rows(start - 1, end + 1), low_weight, low_bias)
     return out, (mean, rstd)
@@ -73,24 +80,25 @@ class _NormConv(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @native.first_order_only
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, norm_weight, norm_bias, weight, _, mean, rstd = ctx.saved_tensors
+        needs_weight, needs_bias = ctx.needs_input_grad[3:5]
         with torch.autocast(x.device.type, enabled=False):
             normed = NormedRows(x, mean, rstd, norm_weight, norm_bias, False, ctx.dtype)
-            low_weight, needs = weight.to(ctx.dtype), (True, ctx.needs_input_grad[3])
-            grad_x = torch.empty_like(x)
-            grad_weight = grad_bias = None
+            low_weight = weight.to(ctx.dtype)
+            grad_x, grad_weight = empty(x), None
             for start, end in slabs(x, ctx.rows, x.shape[1], ctx.dtype):
                 part = rows_of(grad, start - 1, end + 1).to(ctx.dtype)
-                grad_rows, grad_part = convolve_backward(part, normed.rows(start, end), low_weight, needs)
-                if needs[1]:
-                    grad_weight = _total(grad_weight, grad_part)
-                    grad_bias = _total(grad_bias, bias_grad(grad[:, :, start:end]))
-                grad_x[:, :, start:end] = normed.absorb(grad_rows, start, end)
+                grad_rows, grad_part = convolve_backward(
+                    part, normed.rows(start, end), low_weight, (True, needs_weight)
+                )
+                if needs_weight:
+                    grad_weight = _add(grad_weight, grad_part)
+                normed.absorb(grad_rows, start, end, store=grad_x[:, :, start:end])
             grad_norm = normed.finish()
-            for start, end in slabs(x, ctx.rows, x.shape[1], ctx.dtype):
-                normed.input_grad(grad_x[:, :, start:end], start, end)
+            normed.input_grad(grad_x, 0, x.shape[2])
+            grad_bias = bias_grad(grad) if needs_bias else None
         return grad_x, *grad_norm, grad_weight, grad_bias, None, None, None, None
 
 
@@ -114,13 +122,10 @@ def _residual(
             assert isinstance(x, Tensor), "rows that are computed on demand have no place for the output"
             out = x
         else:
-            out = h = torch.empty(convolved.shape, dtype=dtype, device=x.device)
-        statistics = Statistics(groups, eps)
+            out = h = empty(convolved)
+        statistics = Statistics(convolved, all_slabs, groups, eps)
         for start, end in all_slabs:
-            part = convolved.rows(start, end)
-            statistics.add(part)
-            if not overwrite:
-                out[:, :, start:end] = part
+            statistics.add(convolved.rows(start, end), store=None if overwrite else out[:, :, start:end])
         second = NormedRows(h, *statistics.result(), scale2, shift2, True, dtype)
         # The next slab still needs the last rows that this slab overwrites (one of h, two of x), so write them later.
         halo = 2 if overwrite else 1
@@ -129,11 +134,14 @@ def _residual(
             haloed = second.rows(start - 1, end + 1)
             late_place.copy_(late_rows)
             part = convolve(haloed, weight2, bias2)
-            source = rows_of(x, start, end).to(dtype)
-            part += source if shortcut is None else F.conv3d(source, shortcut, shortcut_bias)
+            del haloed
+            source = read(x, start, end).to(dtype)
+            if shortcut is not None:
+                source = F.conv3d(source, shortcut, shortcut_bias)
             split = max(start, end - halo)
-            out[:, :, start:split] = part[:, :, : split - start]
-            late_place, late_rows = out[:, :, split:end], part[:, :, split - start :].clone()
+            now = split - start
+            torch.add(part[:, :, :now], source[:, :, :now], out=out[:, :, start:split])
+            late_place, late_rows = out[:, :, split:end], part[:, :, now:] + source[:, :, now:]
         late_place.copy_(late_rows)
     return out, (first.mean, first.rstd, second.mean, second.rstd)
 
@@ -150,84 +158,83 @@ class _Residual(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @native.first_order_only
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         with torch.autocast(grad.device.type, enabled=False):
             return *_ResidualBackward(ctx, grad).run(), None, None, None, None
 
 
 class _ResidualBackward:
-    """Backward of the residual block: three sweeps over the slabs, because each norm needs sums over all voxels."""
+    """Backward of the residual block: two sweeps over the slabs, because each norm needs sums over all voxels."""
 
     def __init__(self, ctx: Any, grad: Tensor) -> None:
         x, *parameters, mean1, rstd1, mean2, rstd2 = ctx.saved_tensors
         scale1, shift1, weight1, bias1, scale2, shift2, weight2, _, shortcut, _ = parameters
         self.x, self.grad, self.dtype = x, grad, ctx.dtype
-        self.needs_weights = ctx.needs_input_grad[3]
+        self.needs = dict(zip(_GRADIENTS, ctx.needs_input_grad, strict=False))
         self.weight1, self.bias1, self.weight2 = (part.to(ctx.dtype) for part in (weight1, bias1, weight2))
         self.shortcut = None if shortcut is None else shortcut.to(ctx.dtype)
         self.slabs = slabs(x, ctx.rows, min(weight1.shape[:2]), ctx.dtype)
-        self.grad_x = torch.empty_like(x)
-        self.grad_h = torch.empty_like(grad, dtype=ctx.dtype, memory_format=torch.contiguous_format)
+        self.grad_x = empty(x)
+        # With a row of zeros on each side, so that slabs with their halo can be read where they lie.
+        self.haloed_grad_h = empty(x, weight1.shape[0], ctx.dtype, halo=1)
+        self.haloed_grad_h[:, :, :1] = 0
+        self.haloed_grad_h[:, :, -1:] = 0
+        self.grad_h = self.haloed_grad_h[:, :, 1:-1]
         # The gradient of x is written after the last use of h, so h can share its memory if it fits.
         fits = weight1.shape[0] <= weight1.shape[1] and x.dtype == ctx.dtype
-        self.h = self.grad_x[:, : weight1.shape[0]] if fits else torch.empty_like(self.grad_h)
+        self.h = self.grad_x[:, : weight1.shape[0]] if fits else empty(x, weight1.shape[0], ctx.dtype)
         self.first = NormedRows(x, mean1, rstd1, scale1, shift1, True, ctx.dtype)
         self.second = NormedRows(self.h, mean2, rstd2, scale2, shift2, True, ctx.dtype)
-        self.sums: dict[str, Tensor] = {}
 
     def run(self) -> Gradients:
-        self._sweep_conv2()
+        bias = bias_grad(self.grad) if self.needs["bias2"] or self.needs["shortcut_bias"] else None
+        weight2 = self._sweep_conv2()
         norm2 = self.second.finish()
-        self._sweep_conv1()
+        self.second.input_grad(self.grad_h, 0, self.x.shape[2])
+        bias1 = bias_grad(self.grad_h) if self.needs["bias1"] else None
+        weight1 = self._sweep_conv1()
         norm1 = self.first.finish()
-        del self.h, self.grad_h, self.second
-        self._sweep_input()
-        get = self.sums.get
-        shortcut_bias = get("bias2") if self.shortcut is not None else None
-        of_conv1, of_conv2 = (get("weight1"), get("bias1")), (get("weight2"), get("bias2"))
-        return self.grad_x, *norm1, *of_conv1, *norm2, *of_conv2, get("shortcut"), shortcut_bias
+        del self.h, self.grad_h, self.haloed_grad_h, self.second
+        shortcut = self._input_grad()
+        bias2, shortcut_bias = bias if self.needs["bias2"] else None, bias if self.needs["shortcut_bias"] else None
+        return self.grad_x, *norm1, weight1, bias1, *norm2, weight2, bias2, shortcut, shortcut_bias
 
-    def _add(self, name: str, part: Tensor) -> None:
-        if self.needs_weights:
-            self.sums[name] = _total(self.sums.get(name), part)
-
-    def _sweep_conv2(self) -> None:
-        """Recompute h, and go back through the second convolution and SiLU."""
+    def _sweep_conv2(self) -> Tensor | None:
+        """Recompute h, and go back through the second convolution; return the gradient of its weight."""
+        total, needs = None, (True, self.needs["weight2"])
         for start, end in self.slabs:
             self.h[:, :, start:end] = convolve(self.first.rows(start - 1, end + 1), self.weight1, self.bias1)
             grad = rows_of(self.grad, start - 1, end + 1).to(self.dtype)
-            needs = (True, self.needs_weights)
             grad_rows, grad_weight = convolve_backward(grad, self.second.rows(start, end), self.weight2, needs)
-            self._add("weight2", grad_weight)
-            self._add("bias2", bias_grad(self.grad[:, :, start:end]))
-            self.grad_h[:, :, start:end] = self.second.absorb(grad_rows, start, end)
+            del grad
+            total = _add(total, grad_weight) if self.needs["weight2"] else None
+            self.second.absorb(grad_rows, start, end, store=self.grad_h[:, :, start:end])
+        return total
 
-    def _sweep_conv1(self) -> None:
-        """Finish the gradient of h one row ahead of the slab, then go back through the first convolution and SiLU."""
-        done, total = 0, self.x.shape[2]
+    def _sweep_conv1(self) -> Tensor | None:
+        """Go back through the first convolution; return the gradient of its weight."""
+        total, needs = None, (True, self.needs["weight1"])
         for start, end in self.slabs:
-            ahead = min(end + 1, total)
-            if ahead > done:
-                self.second.input_grad(self.grad_h[:, :, done:ahead], done, ahead)
-                done = ahead
-            grad = rows_of(self.grad_h, start - 1, end + 1)
-            needs = (True, self.needs_weights)
+            grad = rows_of(self.haloed_grad_h, start, end + 2)
             grad_rows, grad_weight = convolve_backward(grad, self.first.rows(start, end), self.weight1, needs)
-            self._add("weight1", grad_weight)
-            self._add("bias1", bias_grad(self.grad_h[:, :, start:end]))
-            self.grad_x[:, :, start:end] = self.first.absorb(grad_rows, start, end)
+            del grad
+            total = _add(total, grad_weight) if self.needs["weight1"] else None
+            self.first.absorb(grad_rows, start, end, store=self.grad_x[:, :, start:end])
+        return total
 
-    def _sweep_input(self) -> None:
-        """Finish the gradient of x and add that of the shortcut."""
+    def _input_grad(self) -> Tensor | None:
+        """Finish the gradient of x and add that of the shortcut; return the gradient of the shortcut's weight."""
+        if self.shortcut is None:
+            self.first.input_grad(self.grad_x, 0, self.x.shape[2], plus=self.grad)
+            return None
+        total, needs = None, (True, self.needs["shortcut"])
         for start, end in self.slabs:
-            grad = rows_of(self.grad, start, end)
-            if self.shortcut is not None:
-                x = rows_of(self.x, start, end).to(self.dtype)
-                needs = (True, self.needs_weights)
-                grad, grad_weight = native.convolution_backward(grad.to(self.dtype), x, self.shortcut, needs)
-                self._add("shortcut", grad_weight)
+            x, grad = (rows_of(part, start, end).to(self.dtype) for part in (self.x, self.grad))
+            grad, grad_weight = native.convolution_backward(grad, x, self.shortcut, needs)
+            total = _add(total, grad_weight) if self.needs["shortcut"] else None
             self.first.input_grad(self.grad_x[:, :, start:end], start, end, plus=grad)
+        return total
 
 
 def norm_conv(x: Volume, norm: nn.GroupNorm, conv: nn.Conv3d, rows: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.lean import native, norm_operators
-from models.lean.norm import FULL_PRECISION
+from models.lean.layout import layout_of
 
 MIN_SLAB_VALUES = 20480
 """Smallest channels x rows x height for which torch uses its fast CPU kernel for an fp32 convolution of one volume.
@@ -29,6 +29,7 @@ class RowSource(ABC):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    layout: torch.memory_format
 
     @abstractmethod
     def rows(self, start: int, end: int) -> Tensor:
@@ -52,12 +53,23 @@ def read(x: Volume, start: int, end: int) -> Tensor:
     return x[:, :, start:end] if isinstance(x, Tensor) else x.rows(start, end)
 
 
+def empty(x: Volume, channels: int | None = None, dtype: torch.dtype | None = None, halo: int = 0) -> Tensor:
+    """Return an uninitialised volume on the grid and in the layout of `x`, with `halo` more rows on each side."""
+    batch, own_channels, rows, *face = x.shape
+    shape = (batch, own_channels if channels is None else channels, rows + 2 * halo, *face)
+    layout = layout_of(x) if isinstance(x, Tensor) else x.layout
+    return torch.empty(shape, dtype=dtype or x.dtype, device=x.device, memory_format=layout)
+
+
 def rows_of(x: Volume, start: int, end: int) -> Tensor:
-    """Return the rows from `start` to `end` as a contiguous tensor, with zeros outside `x`."""
+    """Return the rows from `start` to `end` as a dense tensor, with zeros outside `x`.
+
+    With channels last, the rows of a single volume are dense where they lie and are not copied.
+    """
     inside = read(x, max(start, 0), min(end, x.shape[2]))
     if start < 0 or end > x.shape[2]:
         inside = F.pad(inside, (0, 0, 0, 0, max(-start, 0), max(end - x.shape[2], 0)))
-    return inside.contiguous()
+    return inside.contiguous(memory_format=layout_of(inside))
 
 
 def convolve(haloed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -84,35 +96,44 @@ def bias_grad(grad: Tensor) -> Tensor:
 class Statistics:
     """Mean and 1 / sqrt(variance + eps) of each group, combined from the moments of slabs.
 
-    Squared distances are taken from each slab's own mean, so a large mean costs no precision.
+    Squared distances are taken from each slab's own mean, so a large mean costs no precision. All slabs but the last
+    have equally many rows.
     """
 
-    def __init__(self, groups: int, eps: float) -> None:
-        self.groups, self.eps = groups, eps
-        self._parts: list[tuple[int, Tensor, Tensor]] = []
+    def __init__(self, x: Volume, slabs: list[tuple[int, int]], groups: int, eps: float) -> None:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        self.eps, self._slabs = eps, slabs
+        self._parts = torch.empty((2, len(slabs), x.shape[0], groups), dtype=dtype, device=x.device)
+        self._next = 0
 
-    def add(self, slab: Tensor) -> None:
-        """Add the moments of one slab. All slabs but the last must have the same number of rows."""
-        mean, rstd = norm_operators.statistics(slab, self.groups, 0.0)
-        self._parts.append((slab.shape[2:].numel(), mean, rstd.pow(-2)))
+    def add(self, slab: Tensor, store: Tensor | None = None) -> None:
+        """Add the moments of the next slab and copy the slab to `store`, if given."""
+        mean, rstd = self._parts[:, self._next]
+        if store is None:
+            for target, values in zip((mean, rstd), norm_operators.statistics(slab, mean.shape[1], 0.0), strict=True):
+                target.copy_(values)
+        else:
+            norm_operators.store_statistics(store, mean, rstd, slab, 0.0)
+        self._next += 1
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return mean and rstd, both (batch, groups)."""
-        counts, means, variances = zip(*self._parts, strict=True)
-        each = torch.stack(means)
+        assert self._next == len(self._slabs), "result needs the moments of every slab"
+        counts = [end - start for start, end in self._slabs]
+        each, rstds = self._parts
         # Filled in place, because copying a list to a GPU would wait for it.
         share = each.new_full((len(counts), 1, 1), counts[0] / sum(counts))
         share[-1] = counts[-1] / sum(counts)
         mean = (share * each).sum(0)
-        variance = (share * (torch.stack(variances) + (each - mean).square())).sum(0)
+        variance = (share * (rstds.pow(-2) + (each - mean).square())).sum(0)
         return mean, (variance + self.eps).rsqrt()
 
 
 class NormedRows:
     """The rows of `x` after a norm and perhaps SiLU, and the backward pass from their gradient to that of `x`.
 
-    Backward visits each row twice. `absorb` adds the row's gradient to the sums and returns what to keep of it; after
-    `finish`, `input_grad` turns what was kept into the gradient of `x`.
+    Backward visits each row twice. `absorb` adds the row's gradient to the sums and stores what is to be kept of it;
+    after `finish`, `input_grad` turns what was kept into the gradient of `x`.
     """
 
     def __init__(
@@ -120,10 +141,7 @@ class NormedRows:
     ) -> None:
         self.x, self.mean, self.rstd, self.silu, self.dtype = x, mean, rstd, silu, dtype
         self._norm = (mean, rstd, weight, bias)
-        # In full precision the gradient before SiLU is kept, which saves computing SiLU's gradient a second time. In
-        # low precision it would be rounded once more, so the gradient is kept as it came.
-        self._keeps_grad_before_silu = silu and x.dtype in FULL_PRECISION
-        self._sums: Tensor | None = None
+        self._sums: list[Tensor] = []
         self._group_means: Tensor | None = None
 
     def rows(self, start: int, end: int) -> Tensor:
@@ -132,29 +150,27 @@ class NormedRows:
         x = read(self.x, first, last)
         return norm_operators.normalise(x, *self._norm, self.silu, self.dtype, first - start, end - last)
 
-    def absorb(self, grad: Tensor, start: int, end: int) -> Tensor:
-        """Add the gradient of `rows(start, end)` to the sums and return what `input_grad` needs of it."""
-        x, silu = read(self.x, start, end), self.silu
-        if self._keeps_grad_before_silu:
-            grad = native.silu_backward_(grad, norm_operators.normalise(x, *self._norm, False, x.dtype))
-            silu = False
-        sums = norm_operators.norm_sums(grad, x, *self._norm, silu)
-        self._sums = sums if self._sums is None else self._sums.add_(sums)
-        return grad
+    def absorb(self, grad: Tensor, start: int, end: int, store: Tensor) -> None:
+        """Add the gradient of `rows(start, end)` to the sums and write what `input_grad` needs of it to `store`."""
+        x = read(self.x, start, end)
+        sums = self.mean.new_empty((2, *x.shape[:2]))
+        norm_operators.store_norm_sums(store, sums, grad, x, *self._norm, self.silu)
+        self._sums.append(sums)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Close the sums and return the gradients of weight and bias."""
-        assert self._sums is not None, "finish needs the sums: call absorb for every slab first"
+        assert self._sums, "finish needs the sums: call absorb for every slab first"
         _, _, weight, _ = self._norm
         count = self.x.shape.numel() // self.mean.numel()
-        self._group_means = norm_operators.group_means(self._sums, weight, self.mean.shape[1], count)
-        grad_bias, grad_weight = self._sums.sum(1)
+        sums = torch.stack(self._sums).sum(0)
+        self._group_means = norm_operators.group_means(sums, weight, self.mean.shape[1], count)
+        grad_bias, grad_weight = sums.sum(1)
         return grad_weight, grad_bias
 
     def input_grad(self, kept: Tensor, start: int, end: int, plus: Tensor | None = None) -> None:
-        """Replace what `absorb` returned for these rows by the gradient of `x`, with `plus` added to it."""
+        """Replace what `absorb` stored for these rows by the gradient of `x`, with `plus` added to it."""
         assert self._group_means is not None, "input_grad needs the sums over all rows: call finish first"
-        silu = self.silu and not self._keeps_grad_before_silu
+        silu = self.silu and not norm_operators.stores_before_silu(kept)
         x = read(self.x, start, end)
         norm_operators.norm_input_grad(kept, kept, x, *self._norm, self._group_means, silu, plus)
 
@@ -165,6 +181,7 @@ class ConvolvedRows(RowSource):
     def __init__(self, source: NormedRows, weight: Tensor, bias: Tensor) -> None:
         self.source, self.weight, self.bias = source, weight, bias
         self.dtype, self.device = weight.dtype, weight.device
+        self.layout = layout_of(source.x) if isinstance(source.x, Tensor) else source.x.layout
         self.shape = torch.Size((source.x.shape[0], weight.shape[0], *source.x.shape[2:]))
 
     def rows(self, start: int, end: int) -> Tensor:

@@ -184,7 +184,7 @@ def test_out_of_memory_with_a_whole_volume_goes_on_in_slabs(values, caplog):
             raise torch.OutOfMemoryError("as a full GPU says")
         return decode(latent)
 
-    codec.autoencoder.decode = limited
+    codec.autoencoder.decode = limited  # type: ignore[method-assign]
     latent = torch.rand(3, 24, 8, 8)
     volume = codec.decode(latent)
     torch.testing.assert_close(volume, decode(latent[None])[0], rtol=1e-4, atol=1e-5)

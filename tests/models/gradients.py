@@ -130,7 +130,7 @@ class Problem:
     def __init__(self, stock: nn.Module, run: Run, inputs: Sequence[Tensor], cuda: bool = True) -> None:
         self.stock, self.run, self.inputs, self.cuda = stock, run, inputs, cuda
         self.truth = run_backward(copy.deepcopy(stock), run, inputs, torch.float64)
-        self._stock: dict[tuple[torch.dtype, bool], Distances] = {}
+        self._stock: dict[tuple[torch.dtype, bool, Arrange], Distances] = {}
 
     def found_by(self, ours: nn.Module, dtype: torch.dtype, arrange: Arrange, low_inputs: bool) -> Found:
         """Return what `ours` makes of the inputs."""
@@ -138,11 +138,16 @@ class Problem:
         with rules, small_work_counts():
             return run_backward(ours, self.run, self.inputs, dtype, arrange, low_inputs)
 
-    def stock_distances(self, dtype: torch.dtype, low_inputs: bool = False) -> Distances:
-        """Return how far MONAI's network is from the truth."""
-        key = (dtype, low_inputs)
+    def stock_distances(
+        self, dtype: torch.dtype, low_inputs: bool = False, arrange: Arrange = Tensor.contiguous
+    ) -> Distances:
+        """Return how far MONAI's network is from the truth, for inputs in the same memory layout.
+
+        oneDNN's weight gradients with channels last are up to 2.4 times as far from it in fp32 as contiguous ones.
+        """
+        key = (dtype, low_inputs, arrange)
         if key not in self._stock:
-            found = self.found_by(copy.deepcopy(self.stock), dtype, Tensor.contiguous, low_inputs)
+            found = self.found_by(copy.deepcopy(self.stock), dtype, arrange, low_inputs)
             self._stock[key] = distances(found, self.truth)
         return self._stock[key]
 
@@ -155,7 +160,7 @@ class Problem:
         """
         ours.load_state_dict(self.stock.state_dict())
         found = distances(self.found_by(ours, dtype, arrange, low_inputs), self.truth)
-        stock = self.stock_distances(dtype, low_inputs)
+        stock = self.stock_distances(dtype, low_inputs, arrange)
         apart = standing_out(found.each, stock, dtype)
         assert not apart, f"times as far as stock: {apart}"
         return found.total / max(stock.total, floor(dtype))

@@ -142,7 +142,7 @@ def test_the_chunk_halves_when_memory_runs_out_and_the_gradients_stay(tiny_value
             raise torch.OutOfMemoryError("as a full GPU says")
         return decode(latent)
 
-    step.autoencoder.decode = limited
+    step.autoencoder.decode = limited  # type: ignore[method-assign,assignment]
     with caplog.at_level(logging.WARNING):
         step.backward([batch], 0)
     assert_same_gradients(gradients(reference), gradients(step), 1e-5)
@@ -157,7 +157,7 @@ def test_without_adaptive_chunk_running_out_of_memory_stays_an_error(tiny_values
     def full(latent: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("as a full GPU says")
 
-    step.autoencoder.decode = full
+    step.autoencoder.decode = full  # type: ignore[method-assign,assignment]
     with pytest.raises(torch.OutOfMemoryError):
         step.backward(make_batches(step, 4), 0)
 

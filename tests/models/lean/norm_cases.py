@@ -42,6 +42,7 @@ class Truth(NamedTuple):
     y: Tensor
     sums: Tensor
     grad_x: Tensor
+    before: Tensor
 
 
 def laid_out(values: Tensor, layout: str) -> Tensor:
@@ -93,7 +94,7 @@ def truth(case: Case, given: Inputs) -> Truth:
     value = (normed * weight.view(1, -1, 1, 1, 1) + bias.view(1, -1, 1, 1, 1)).detach().requires_grad_()
     (before,) = torch.autograd.grad(F.silu(value) if case.silu else value * 1, value, grad)
     sums = torch.stack([before.sum((2, 3, 4)), (before * normed).sum((2, 3, 4))])
-    return Truth(mean, (variance + EPS).rsqrt(), y.detach(), sums, grad_x)
+    return Truth(mean, (variance + EPS).rsqrt(), y.detach(), sums, grad_x, before)
 
 
 def distances(case: Case, given: Inputs, backend: Any, group_means: Any) -> dict[str, float]:
@@ -109,6 +110,15 @@ def distances(case: Case, given: Inputs, backend: Any, group_means: Any) -> dict
     padded, grad_x, in_place = (laid_out(values, layout) for values in (room, x, grad))
     backend.normalise(padded, x, *norm, case.silu, before)
     sums = backend.norm_sums(grad, x, *norm, case.silu)
+    stored, kept, stored_statistics, stored_sums = (
+        grad_x.clone(),
+        grad_x.clone(),
+        torch.stack((mean, rstd)),
+        sums.clone(),
+    )
+    backend.store_statistics(stored, *stored_statistics.fill_(torch.nan), x, EPS)
+    before_silu = case.dtype in (torch.float32, torch.float64)
+    backend.store_norm_sums(kept, stored_sums.fill_(torch.nan), grad, x, *norm, case.silu, before_silu)
     means = group_means(sums, weight, case.groups, x.numel() // mean.numel())
     backend.norm_input_grad(grad_x, grad, x, *norm, means, case.silu, None)
     backend.norm_input_grad(in_place, in_place, x, *norm, means, case.silu, grad)
@@ -123,6 +133,10 @@ def distances(case: Case, given: Inputs, backend: Any, group_means: Any) -> dict
         # A sum of many values, which cancel by chance, is known to so many digits of the root of their number.
         "sums": _distance(sums / x[0, 0].numel() ** 0.5, expected.sums / x[0, 0].numel() ** 0.5),
         "grad_x": _distance(grad_x.cpu() / spread, expected.grad_x / spread),
+        "stored": _distance(stored, x.cpu().double())
+        + _distance(stored_statistics, torch.stack((mean, rstd)).cpu().double())
+        + _distance(stored_sums, sums.cpu().double()),
+        "kept": _distance(kept, expected.before if before_silu else grad.cpu().double()),
         "grad_x added in place": _distance(in_place, expected.grad_x + grad.cpu().double()),
     }
 

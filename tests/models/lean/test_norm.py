@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models.lean.norm import group_norm
+from models.lean.norm import InstanceNorm, group_norm
 from tests.models.gradients import BATCHES, LOW_PRECISION, direction
-from tests.models.layouts import LAYOUTS
+from tests.models.layouts import LAYOUTS, channels_last
 from tests.models.problems import volumes
 
 CHANNELS, GRID = 6, (3, 2, 5)
@@ -72,3 +72,20 @@ def test_only_the_gradients_asked_for_are_made():
     trained = nn.GroupNorm(2, CHANNELS)
     group_norm(x.detach(), trained, silu=True).float().square().sum().backward()
     assert trained.weight.grad is not None
+
+
+@pytest.mark.parametrize("arrange", [torch.Tensor.contiguous, channels_last])
+@pytest.mark.parametrize("mean", [0.0, 100.0, 1000.0])
+def test_instance_norm_is_as_close_to_the_truth_as_stock_at_a_large_mean(mean, arrange):
+    generator = torch.Generator().manual_seed(3)
+    values, grad = (torch.randn(2, 4, 6, 7, 8, generator=generator) for _ in range(2))
+    values = arrange(values + mean)
+
+    def gradient(norm, dtype):
+        x = values.to(dtype, copy=True).requires_grad_()
+        return torch.autograd.grad(norm(x), x, grad.to(dtype))[0].double()
+
+    stock = nn.InstanceNorm3d(4)
+    exact = gradient(stock, torch.float64)
+    ours, theirs = (float((gradient(norm, torch.float32) - exact).norm()) for norm in (InstanceNorm(stock), stock))
+    assert ours <= 2 * theirs

@@ -45,7 +45,8 @@ def test_lower_precisions_round_only_what_they_return(case):
     assert found["rstd"] < (1e-5 if case.wild else 1e-6)
     assert found["mean"] < 1e-6
     assert found["sums"] < (3e-4 if case.wild else 1e-5)
-    for name in ("y", "grad_x", "grad_x added in place"):
+    assert found["stored"] == 0
+    for name in ("y", "grad_x", "grad_x added in place", "kept"):
         assert found[name] <= (3e-4 if case.wild else rounded), name
 
 
@@ -195,6 +196,9 @@ def operator_calls():
         yield lean.statistics, (x, case.groups, EPS)
         yield lean.normalise, (x, *norm, case.silu, torch.bfloat16, 1, 2)
         yield lean.norm_sums, (grad, x, *norm, case.silu)
+        yield lean.store_statistics, (torch.empty_like(x), torch.empty_like(mean), torch.empty_like(rstd), x, EPS)
+        sums = torch.empty(2, *x.shape[:2])
+        yield lean.store_norm_sums, (torch.empty_like(x), sums, grad, x, *norm, case.silu)
         yield lean.norm_input_grad, (torch.empty_like(x), grad, x, *norm, means, case.silu, None)
         yield lean.group_norm, (x, weight, bias, case.groups, EPS, case.silu, torch.bfloat16)
         yield lean.group_norm_backward, (grad, x, *norm, case.silu)

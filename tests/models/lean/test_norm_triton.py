@@ -49,7 +49,8 @@ def test_kernels_compute_what_double_precision_does(interpreted, case):
     assert found["rstd"] < (1e-5 if case.wild else 3e-7)
     assert found["mean"] < 1e-7
     assert found["sums"] < exact
-    for name in ("y", "grad_x", "grad_x added in place"):
+    assert found["stored"] == 0
+    for name in ("y", "grad_x", "grad_x added in place", "kept"):
         assert found[name] <= rounded, name
 
 
@@ -93,7 +94,15 @@ ONE_OF_EACH = ("channels", "groups", "voxels", "out_voxels", "num_chunks", "batc
 
 
 def constants_of(kernel, block_c, block_v):
-    values = {"block_c": block_c, "block_v": block_v, "silu": True, "has_plus": True, "block": 2048}
+    values = {
+        "block_c": block_c,
+        "block_v": block_v,
+        "silu": True,
+        "has_plus": True,
+        "has_out": True,
+        "before_silu": False,
+        "block": 2048,
+    }
     constants = {name: values[name] for name in kernel.arg_names if name in values}
     if kernel is norm_triton._combine_kernel:
         del constants["block_v"]

@@ -1,0 +1,127 @@
+"""Networks in channels-last: the same gradients, the same noise, and no copy from one layout to the other in a step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memory.predict.step import build_step
+from models.lean.layout import CHANNELS_LAST, CONTIGUOUS, arranged, layout_of
+from settings import validate
+from tests.conftest import TINY
+from tests.models.gradients import DTYPES
+from tests.models.layouts import channels_last
+from tests.models.problems import ours, problem
+
+NETWORKS: dict[str, list[dict[str, Any]]] = {
+    "autoencoder": [{}, {"slab_rows": 3}, {"use_gradient_checkpointing": True, "slab_rows": 4}],
+    "frozen decoder": [{}, {"slab_rows": 3}],
+    "U-Net with classes": [{}, {"use_gradient_checkpointing": True}],
+    "discriminator": [{}],
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_channels_last_has_the_gradients_of_stock(network, dtype, batch):
+    for knobs in NETWORKS[network]:
+        model: Any = ours(network, knobs)
+        model.set_layout(CHANNELS_LAST)
+        problem(network, batch).assert_as_close_as_stock(model, dtype, arrange=channels_last)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3, 4, 5), (1, 1, 1, 4, 1), (2, 3, 2, 1, 4), (2, 3, 1, 1, 1), (2, 1, 1, 1, 1)])
+def test_volumes_are_arranged_without_changing_a_value(shape):
+    x = torch.randn(shape)
+    for layout in (CONTIGUOUS, CHANNELS_LAST):
+        found = arranged(x, layout)
+        assert torch.equal(found, x)
+        assert x[0, 0].numel() == 1 or layout_of(found) == layout
+        assert torch.equal(arranged(found, CONTIGUOUS), x)
+        assert shape[1] > 1 or found.data_ptr() == x.data_ptr()
+
+
+def test_one_channel_in_channels_last_is_convolved_into_channels_last():
+    out = torch.nn.Conv3d(1, 4, 3)(arranged(torch.randn(2, 1, 5, 5, 5), CHANNELS_LAST))
+    assert layout_of(out) == CHANNELS_LAST
+
+
+def test_setting_a_layout_keeps_weights_names_and_what_is_frozen():
+    model: Any = ours("autoencoder", {})
+    model.decoder.requires_grad_(False)
+    before, frozen = copy.deepcopy(model.state_dict()), {n for n, p in model.named_parameters() if not p.requires_grad}
+    model.set_layout(CHANNELS_LAST)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert {n for n, p in model.named_parameters() if not p.requires_grad} == frozen
+    volumes = [p for p in model.parameters() if p.dim() == 5 and p[0].numel() > 1]
+    assert volumes
+    assert all(p.is_contiguous(memory_format=CHANNELS_LAST) for p in volumes)
+
+
+@pytest.mark.parametrize("implementation", ["lean", "monai"])
+def test_noise_that_a_network_draws_itself_does_not_depend_on_the_layout(implementation):
+    model: Any = ours("autoencoder", {"implementation": implementation})
+    x = torch.randn(2, 2, 8, 4, 4)
+    found = []
+    for layout in (CONTIGUOUS, CHANNELS_LAST):
+        model.set_layout(layout)
+        torch.manual_seed(0)
+        found.append(model(x)[0])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+class LayoutWatch(TorchDispatchMode):
+    """Writes down operators that copy volumes into the other layout, or would have to because theirs are mixed."""
+
+    # Elementwise operators read and write any layouts in one pass; these either are copies or make hidden ones.
+    COPIES = ("aten::clone", "aten::_to_copy", "aten::copy_", "aten::contiguous")
+    NEED_ONE = ("aten::convolution", "lean::", "aten::cat", "aten::constant_pad_nd", "aten::upsample", "aten::native_")
+
+    def __init__(self):
+        super().__init__()
+        self.mixed, self.convolutions = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.name()
+        volumes = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor) and is_volume(t)]
+        self.convolutions += name.startswith("aten::convolution")
+        if len({layout_of(t) for t in volumes}) > 1 and name.startswith((*self.COPIES, *self.NEED_ONE)):
+            self.mixed.append((name, [tuple(t.shape) for t in volumes]))
+        return out
+
+
+def is_volume(tensor):
+    """Tell volumes, of more than one channel, from convolution weights, whose kernels are small."""
+    return tensor.dim() == 5 and tensor.shape[1] > 1 and tensor[0, 0].numel() > 64
+
+
+def values_of(memory_format, **training):
+    values = copy.deepcopy(TINY)
+    values["device"] = {**values.get("device", {}), "memory_format": memory_format}
+    values["autoencoder"]["training"] |= training
+    return validate(values)
+
+
+@pytest.mark.parametrize("training", [{}, {"use_gradient_checkpointing": True}, {"slab_rows": 4}], ids=str)
+@pytest.mark.parametrize("memory_format", ["auto", "channels_last", "contiguous"])
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+def test_no_volume_changes_its_layout_in_a_step(stage, memory_format, training):
+    step = build_step(values_of(memory_format, **training), stage)
+    # Two volumes, because torch convolves a single small one on the CPU by a kernel that knows one layout only.
+    with LayoutWatch() as watch:
+        step([step.example_batch(2)], 1)
+    assert watch.convolutions > 10
+    # Latents have several channels and arrive contiguous: one conversion.
+    converted = [name for name, _ in watch.mixed if name.startswith(watch.COPIES)]
+    assert len(converted) == (stage == "ldm" and memory_format != "contiguous")
+    assert len(watch.mixed) == len(converted), watch.mixed
