@@ -158,11 +158,11 @@ function redraw() {
 
 const TITLES = { sample: "sample", nearest: "nearest training", real: "real", input: "input", reconstruction: "reconstruction" };
 
-async function pictureOf(set, kind, place, prefix = "") {
+async function pictureOf(set, kind, place) {
   const volume = set.volumes[`${kind}_${place}`];
   if (!volume) return null;
   const bytes = await bytesOf(volume);
-  const title = kind === "sample" ? `${prefix}${volume.name || `sample ${place + 1}`}` : TITLES[kind];
+  const title = kind === "sample" ? volume.name || `sample ${place + 1}` : TITLES[kind];
   const note = kind === "sample" ? volume.note : [volume.name, volume.note].filter(Boolean).join(", ");
   return { role: kind, title, note, volume, read: (at) => bytes[at], isHeat: false };
 }
@@ -182,7 +182,7 @@ async function columnOf(set, place) {
     return [input, result, errorOf(input, result)].filter(Boolean);
   }
   const real = placesOf(set, "real"), partner = real.length ? real[place % real.length] : 0;
-  const pictures = [await pictureOf(set, "sample", place, set.label), await pictureOf(set, "nearest", place), await pictureOf(set, "real", partner)];
+  const pictures = [await pictureOf(set, "sample", place), await pictureOf(set, "nearest", place), await pictureOf(set, "real", partner)];
   return pictures.filter(Boolean);
 }
 
@@ -250,7 +250,7 @@ async function buildCloser() {
   tiles = tiles.filter((tile) => !area.contains(tile.canvas));
   area.textContent = "";
   const volume = pictures[0].volume;
-  byId("closer-name").textContent = `${pictures[0].title}${pictures[0].note ? `, ${pictures[0].note}` : ""}, step ${set.step.toLocaleString("en")}; click a volume above to see another`;
+  byId("closer-name").textContent = `${set.label}${pictures[0].title}${pictures[0].note ? `, ${pictures[0].note}` : ""}, step ${set.step.toLocaleString("en")}; click a volume above to see another`;
   for (const plane of PLANES) {
     const block = make(area, "div", { class: "plane", "data-axis": plane.axis });
     block.volume = volume;
