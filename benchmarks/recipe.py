@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.reference_loop import ReferenceLoop
-from data import Batch, BatchPlan, DataSplit, load_volume, prepare_volumes, to_unit, training_batches
+from data import Batch, BatchPlan, DataSplit, prepare_volumes, to_unit, training_batches, validation_batches
 from diffusion.frozen_autoencoder import freeze
 from diffusion.latents import prepare_latents, stage_two_data
 from diffusion.volume_codec import VolumeCodec
@@ -56,12 +56,7 @@ def compare_recipes(
     rows: list[dict[str, Any]] = []
     for seed in range(num_seeds):
         fixed = [f"data.source={volumes}", f"seed={seed}", "device.type=cpu", "device.mixed_precision=false"]
-        fixed += [
-            "data.cache_rate=1",
-            "data.num_workers=0",
-            "data.persistent_workers=false",
-            "ldm.latents.cache=memory",
-        ]
+        fixed += ["data.num_workers=0", "data.persistent_workers=false", "ldm.latents.cache=memory"]
         times = [f"{stage}.training.max_hours={seconds / 3600!r}" for stage in ("autoencoder", "ldm")]
         settings = load_settings(config, [*fixed, *times], stage="ldm")
         split = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
@@ -120,8 +115,8 @@ def _reconstructions(network: StockAutoencoder, split: DataSplit, settings: Sett
     """Return mean PSNR and relative sharpness of the held-out volumes, decoded from the means of their latents."""
     network.eval()
     ratios, found, wanted = [], [], []
-    for file in split.val:
-        image = load_volume(file.path, stage_two_data(settings.data), file.num_channels).image[None]
+    for batch in validation_batches(split.val, stage_two_data(settings.data), 0, 1):
+        image = batch.image
         decoded = network.decode(network.encode(image)[0]).clamp(-1, 1)
         ratios.append(float(psnr(decoded, image)))
         found.append(sharpness_of(to_unit(decoded[0])))
