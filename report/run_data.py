@@ -14,7 +14,7 @@ from report.records import Environment, Evaluation, MemoryRecord, OutOfMemoryRep
 from report.volumes import viewer_data
 from settings import ConfigError, Settings, UserError, load_settings
 from storage.run_folder import RunFolder
-from training.progress import ELAPSED
+from training.recording.progress import ELAPSED
 
 STAGES = ("autoencoder", "ldm")
 MAX_POINTS = 600

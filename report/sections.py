@@ -7,7 +7,7 @@ from typing import Any
 
 from report.charts import STAGE_TITLES, highest, last
 from report.markup import escaped, gib, table
-from training.progress import duration_text
+from training.recording.progress import duration_text
 
 _FIGURES = (
     ("val_psnr", "held-out PSNR", "{:.2f} dB"),

@@ -8,7 +8,7 @@ from evaluation.pictures import save_picture
 from evaluation.previews import Preview, save_viewer_volumes
 from report.charts import STAGE_TITLES
 from report.page import publish
-from training.recorder import Recorder
+from training.recording.recorder import Recorder
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeVar
 from settings import TrainingSettings
 from storage.run_folder import RunFolder
 from training.finished_weights import BestWeights
-from training.progress import RunClock
-from training.recorder import Recorder
+from training.recording.progress import RunClock
+from training.recording.recorder import Recorder
+from training.recording.trackers import open_trackers
 from training.step import TrainingStep
 from training.stop_signal import StopSignal
-from training.trackers import open_trackers
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from storage.atomic import write_text
 from storage.names import printable
 from storage.reading import check_regular, reason
 from storage.run_folder import RUNS, RunFolder
-from training.trackers import check_trackers
+from training.recording.trackers import check_trackers
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from report.volumes import stored_volumes, viewer_data
 from settings import Settings, UserError
 from storage.run_folder import RunFolder
 from tests.report_run import make_run, volume_with_gradient
-from training.progress import ELAPSED
+from training.recording.progress import ELAPSED
 
 
 def page_data(page: str) -> dict:

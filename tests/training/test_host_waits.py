@@ -15,7 +15,7 @@ from storage.run_folder import RunFolder
 from tests.training.host_waits import DEVICE, build, waits, without_values
 from training import optimization
 from training.guard import Guard
-from training.recorder import Recorder
+from training.recording.recorder import Recorder
 
 FP16 = {"mixed_precision": True, "amp_dtype": "float16"}
 ADVERSARIAL_START = 4

@@ -12,7 +12,7 @@ from data import BatchPlan, prepare_volumes, training_batches
 from runtime.processes import Process
 from settings import load_settings
 from training.autoencoder_step import AutoencoderStep
-from training.recorder import Recorder
+from training.recording.recorder import Recorder
 from training.run_setup import open_run
 
 ROOT = Path(__file__).resolve().parents[2]

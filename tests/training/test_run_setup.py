@@ -17,7 +17,7 @@ import torch
 
 from runtime.processes import Process
 from settings import CheckpointError, Settings, UserError, load_settings
-from training.recorder import drop_later_lines
+from training.recording.recorder import drop_later_lines
 from training.resume import check_resumable
 from training.run_setup import describe_run, open_run
 

@@ -18,7 +18,7 @@ from settings import LoggingSettings, Settings, UserError
 from storage.run_folder import RunFolder
 from tests.conftest import ROOT, TINY
 from tests.finished_run import run_here
-from training.trackers import check_trackers, open_trackers
+from training.recording.trackers import check_trackers, open_trackers
 
 # Stands in for both packages: it writes each call to calls.jsonl of the current folder.
 FAKE = """
@@ -150,7 +150,7 @@ def test_missing_package_is_named_before_training(name, monkeypatch, tmp_path, c
 
 
 def test_neither_package_is_imported_unless_asked_for():
-    code = "import sys, training.trackers; sys.exit(bool({'wandb', 'mlflow'} & sys.modules.keys()))"
+    code = "import sys, training.recording.trackers; sys.exit(bool({'wandb', 'mlflow'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

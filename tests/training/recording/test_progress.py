@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training.progress import RunClock, duration_text
+from training.recording.progress import RunClock, duration_text
 
 
 class FakeTime:

@@ -17,9 +17,9 @@ from tqdm import tqdm
 from runtime.processes import Process
 from storage.atomic import write_text
 from storage.run_folder import RunFolder
-from training.data_wait import LARGEST_WAIT, WAITING, DataWait
-from training.progress import ELAPSED, RunClock
-from training.trackers import Tracker
+from training.recording.data_wait import LARGEST_WAIT, WAITING, DataWait
+from training.recording.progress import ELAPSED, RunClock
+from training.recording.trackers import Tracker
 
 Batches = TypeVar("Batches")
 """What a step gets; the recorder does not look at it."""

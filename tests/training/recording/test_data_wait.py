@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from training.data_wait import DataWait
+from training.recording.data_wait import DataWait
 
 
 def test_waiting_is_told_once_after_the_start(caplog: pytest.LogCaptureFixture) -> None:
