@@ -37,7 +37,7 @@ def test_ten_decoded_images_are_within_1_percent_allocated_and_6_percent_reserve
 
 @pytest.mark.parametrize("size", [(512, 512), (768, 768), (2048, 2048)], ids=str)
 def test_decoded_images_come_out_again(size):
-    allocated, reserved = predict_qwen(*size, is_decode=True)
+    allocated, reserved = predict_qwen(size[0], size[1], is_decode=True)
     assert allocated == pytest.approx(QWEN_DECODE[size][0], rel=0.01)
     assert reserved == pytest.approx(QWEN_DECODE[size][1], rel=0.06)
 
