@@ -155,8 +155,9 @@ _INTRODUCTION = [
     "",
     "What each knob really does to one training step at 256x256x64. Every figure is predicted by executing the step",
     "that training executes on tensors without data, each followed from allocation to release, under the rules of CUDA",
-    "autocast: the peak is of tensors, without the CUDA context (0.5 GiB is assumed elsewhere) and without convolution",
-    "workspaces. None was read from a GPU. Compute counts convolutions, matrix products and attention.",
+    "autocast: the peak is of tensors and of the workspaces of cuDNN and cuBLAS, without the CUDA context (0.5 GiB is",
+    "assumed elsewhere). None was read from a GPU; [prediction.md](prediction.md) compares predictions with figures",
+    "that others read from GPUs. Compute counts convolutions, matrix products and attention.",
     "",
     "**Same mathematics** knobs leave every gradient as it is, to rounding, and may change when a run resumes.",
     "**Different mathematics** knobs change what is learned. For your own config and GPU:",
@@ -244,7 +245,8 @@ def _host_memory() -> list[str]:
         "",
         "**`device.allocator: expandable_segments:True`** (rule of thumb: less fragmentation). The two tables at the "
         "top replay the step's allocations through both kinds of allocator: the difference is what the setting is "
-        "worth.",
+        "worth. Leave out `max_split_size_mb` beside it: blocks above the limit are then never split for smaller "
+        "requests, which can double what is reserved.",
         "",
         "**`ldm.latents.cache`**: with `disk` or `memory` the encoder uses no GPU memory while stage 2 trains, "
         "and each volume is encoded once.",

@@ -134,7 +134,7 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
     on_host = [record.nbytes if record.place == "host" else 0 for record in tracker.allocations]
     trace = tracker.trace[: end.events]
     reserved = {
-        name: replay(trace, on_device, chosen).peak_reserved
+        name: max(replay(trace, on_device, chosen).peak_reserved, end.allocated)
         for name, chosen in (
             ("chosen", limits),
             ("default", AllocatorLimits()),

@@ -30,7 +30,8 @@ def test_estimate_prints_a_table_and_writes_json(tmp_path):
         assert part in done.stdout
     values = json.loads(path.read_text())
     keys = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "phase", "breakdown", "flops", "seconds")
-    assert all(key in values for key in keys)
+    more = ("required_bytes", "workspace_bytes", "traffic_bytes", "kernels", "seconds_per_step", "hours", "phase_peaks")
+    assert all(key in values for key in (*keys, *more))
     assert {"forward", "backward", "recompute"} <= set(values["flops"])
     assert {"parameters", "gradients", "optimizer", "activations", "other"} <= set(values["breakdown"])
     assert values["phase"] in done.stdout

@@ -64,7 +64,10 @@ def test_breakdown_adds_up_to_the_peak_and_names_what_trains():
     assert sum(part["bytes"] for part in prediction.activations) == prediction.breakdown["activations"]
     assert prediction.activations[0]["module"] in ("autoencoder.encoder", "autoencoder.decoder")
     assert prediction.phase in prediction.phase_peaks
-    assert max(prediction.phase_peaks.values()) == prediction.peak_allocated_bytes
+    assert prediction.phase_peaks[prediction.phase] == prediction.peak_allocated_bytes
+    assert {"validation", "reconstruct.py"} == set(prediction.run_peaks) <= set(prediction.phase_peaks)
+    assert prediction.required_bytes >= prediction.run_peaks["validation"]["reserved_bytes"]
+    assert prediction.traffic_bytes > 0 < prediction.kernels
     assert prediction.tier == "slabs"
     assert prediction.peak_allocated_bytes <= prediction.peak_reserved_expandable_bytes
     assert Prediction.from_json(json.loads(json.dumps(prediction.to_json()))).to_json() == prediction.to_json()
