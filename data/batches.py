@@ -123,7 +123,7 @@ def training_batches(
         for micro_batch in range(plan.accumulation)
     )
     workers = num_workers(s, partial(samples.__getitem__, plan.positions(first_step, 0)[0]), plan.batch_size)
-    batches = start(make_loader(samples, s, chunks, workers, _collate))
+    batches = start(make_loader(samples, s, chunks, workers, _collate, plan.accumulation))
     return _steps(batches, first_step, last_step, plan.accumulation)
 
 

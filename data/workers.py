@@ -56,15 +56,19 @@ def num_workers(s: DataSettings, read_sample: Callable[[], Any], batch_size: int
     return workers
 
 
-def make_loader(dataset: Dataset, s: DataSettings, chunks: Iterable[Any], num_workers: int, collate: Any) -> DataLoader:
-    """Return a loader that collates one batch from each chunk of sample indices."""
+def make_loader(
+    dataset: Dataset, s: DataSettings, chunks: Iterable[Any], num_workers: int, collate: Any, per_update: int = 1
+) -> DataLoader:
+    """Return a loader that collates one batch from each chunk of sample indices, of which an update uses several."""
     has_workers = num_workers > 0
+    # While one update is computed, the workers load all of the next.
+    ahead = math.ceil(per_update / max(num_workers, 1)) + 1
     return DataLoader(
         dataset,
         batch_sampler=chunks,
         collate_fn=collate,
         num_workers=num_workers,
-        prefetch_factor=s.prefetch_factor if has_workers else None,
+        prefetch_factor=(ahead if s.prefetch_factor == "auto" else s.prefetch_factor) if has_workers else None,
         # auto pins as well: without a GPU there is nothing to copy to.
         pin_memory=bool(s.pin_memory) and torch.cuda.is_available(),
         persistent_workers=s.persistent_workers and has_workers,

@@ -58,7 +58,9 @@ class DataSettings(Section):
         "Worker processes for loading; 0: load in the training process; auto: as many as measured samples need.",
         SAME,
     )
-    prefetch_factor: int = key(2, "Micro-batches that each worker prepares in advance.", SAME, ge=1, le=1024)
+    prefetch_factor: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = key(
+        "auto", "Micro-batches that each worker prepares in advance; auto: its share of one update and one more.", SAME
+    )
     pin_memory: bool | Literal["auto"] = key(
         "auto", "Page-locked host memory: faster copies to the GPU, more host memory; auto: with a GPU.", SAME
     )

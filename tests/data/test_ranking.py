@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from data.files.header import Stored
+from data.formats import COPIES_WHILE_READING, write_nifti
 from data.ranking import MOST_VALUES, rank
+from data.reading import measure, on_grid
+from tests.data.small_volumes import build_settings
 
 KINDS = {
     "float": lambda rng, n: rng.normal(0, 100, n).astype(np.float32),
@@ -52,3 +58,20 @@ def test_channels_that_are_interleaved_are_told_apart() -> None:
     both = np.arange(24, dtype=np.uint8).reshape((2, 3, 2, 2), order="F")
     stored = Stored(both)
     assert [rank(stored.channel(c)).at([0]).item() for c in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["int16", "float"])
+def test_reading_a_volume_needs_at_most_three_times_its_size(tmp_path: Path, kind: str) -> None:
+    shape = (128, 128, 96)
+    path = tmp_path / "v.nii.gz"
+    write_nifti(path, KINDS[kind](np.random.default_rng(0), np.prod(shape)).reshape(1, *shape), np.eye(4))
+    settings = build_settings(voxel_size=[64, 64, 32])
+    measure(path, settings)
+    tracemalloc.start()
+    try:
+        stored, facts = measure(path, settings)
+        on_grid(stored, facts, settings)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < COPIES_WHILE_READING * 4 * np.prod(shape)
