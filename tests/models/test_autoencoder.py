@@ -191,5 +191,5 @@ def test_discriminator_returns_features_and_ends_with_logits():
     assert len(features) == 4
     assert features[-1].shape[:2] == (2, 1)
     norms = {type(module).__name__ for module in build_discriminator(settings_of()).modules()}
-    assert "InstanceNorm3d" in norms
+    assert "InstanceNorm" in norms
     assert not any("BatchNorm" in name for name in norms)

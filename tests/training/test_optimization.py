@@ -199,3 +199,22 @@ def test_noise_of_a_sample_does_not_depend_on_its_batch():
     assert many.std().item() == pytest.approx(1, abs=0.03)
     uniform = noise.uniform("timestep", range(200))
     assert 0 <= float(uniform.min()) < 0.05 < 0.95 < float(uniform.max()) < 1
+
+
+def test_states_saved_in_one_memory_layout_are_used_in_another():
+    torch.manual_seed(0)
+    precision, settings = Precision(DeviceSettings(mixed_precision=False), CPU), TrainingSettings(max_grad_norm=0)
+    contiguous = nn.Conv3d(2, 3, 3)
+    before = Updater("net", contiguous, 0.1, settings, precision)
+    x = torch.randn(2, 2, 5, 5, 5)
+    contiguous(x).square().sum().backward()
+    before.optimizer.step()
+    other = copy.deepcopy(contiguous)
+    other.weight = nn.Parameter(contiguous.weight.detach().clone(memory_format=torch.channels_last_3d))
+    after = Updater("net", other, 0.1, settings, precision)
+    after.load_state_dict(copy.deepcopy(before.optimizer.state_dict()))
+    for network, updater in ((contiguous, before), (other, after)):
+        network.zero_grad()
+        network(x).square().sum().backward()
+        updater.optimizer.step()
+    torch.testing.assert_close(other.weight, contiguous.weight, rtol=1e-4, atol=1e-5)
