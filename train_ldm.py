@@ -58,8 +58,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
             with watch.guard(run_folder.path, 0, "encoding the latents"):
                 latents = prepare_latents(codec, volumes, settings, process)
             plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
-            names = plan.names(volumes.train)
-            step = LatentDiffusionStep(settings, process, codec=codec, latents=latents, files_of=names)
+            step = LatentDiffusionStep(settings, process, True, codec, latents, plan.names(volumes.train))
             checkpoints = Checkpoints(run_folder.checkpoints, "ldm", step.training.keep_checkpoints)
             first_step = resume(step, checkpoints, settings, volumes)
             describe_run(run_folder, settings, process, volumes)

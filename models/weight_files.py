@@ -22,10 +22,27 @@ def save_weights(path: Path, state: dict[str, Tensor], metadata: dict[str, Any])
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
             save_file(tensors, temporary, metadata={name: json.dumps(value) for name, value in metadata.items()})
+            if metadata:
+                _sort_metadata(Path(temporary))
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"{path}: the weights could not be written ({error}); make room, then run the same command again"
         ) from error
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sort the entries of the metadata, which safetensors writes in random order, so that equal runs write equal files.
+
+    The file starts with the length of its header (8 bytes, little-endian), followed by the header as JSON.
+    """
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        assert len(text) <= length, "sorting the metadata must not make the header longer"
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

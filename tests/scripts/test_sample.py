@@ -48,7 +48,7 @@ def test_samples_are_nifti_files_with_spacing_and_intensities_of_the_data(comman
     [
         (["--class", "tumour"], "'tumour' is not a class of the run; allowed: healthy, lesion, ventricles"),
         (["--run", "runs/nowhere"], "not a run folder"),
-        (["--steps", "2000"], "2000 is above num_train_timesteps (1000)"),
+        (["--steps", "2000"], "--steps: 2,000 is more than the run was trained with; allowed: 1 to 1,000"),
         (["--num", "0"], "'0' is not a whole number of at least 1"),
         (["--steps", "2.5"], "'2.5' is not a whole number of at least 1"),
         (["--guidance-scale", "nan"], "'nan' is not a number of at least 0"),

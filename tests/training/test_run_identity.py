@@ -220,3 +220,15 @@ def test_samples_and_evaluations_with_another_autoencoder_are_refused(tmp_path, 
     save_weights(weights, state, metadata)
     assert run_here(*sample) == 0
     assert "does not record which autoencoder it was trained on" in capsys.readouterr().err
+
+
+def test_equal_weights_and_metadata_make_equal_files(tmp_path):
+    metadata = {name: {"Größe": name} for name in ("stage", "settings", "latent_scale", "autoencoder", "frame")}
+    files = []
+    for number in range(8):
+        save_weights(tmp_path / f"{number}.safetensors", {"a": torch.arange(3.0)}, metadata)
+        files.append((tmp_path / f"{number}.safetensors").read_bytes())
+    assert len(set(files)) == 1
+    state, read = load_weights(tmp_path / "0.safetensors")
+    assert read == metadata
+    assert torch.equal(state["a"], torch.arange(3.0))
