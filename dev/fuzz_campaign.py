@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -159,7 +160,7 @@ def _what_is_wrong(code: int | None, said: str) -> str:
         return f"a traceback ({said.strip().splitlines()[-1][:100]})"
     if code not in EXIT_CODES:
         return f"exit code {code}"
-    if code == 2 and "error: " not in said and " problems in " not in said:
+    if code == 2 and "error: " not in said and not re.search(r"\d problems? in ", said):
         return "exit code 2 without a reason"
     return ""
 

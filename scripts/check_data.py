@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import add_config, check_output_file, parser, run, write_output
 from settings import UserError, load_settings
+from storage.names import counted, printable
 
 COLUMNS = ("volume", "class", "shape", "spacing mm", "type", "minimum", "maximum", "scaled from", "problems")
 
@@ -36,15 +37,15 @@ def main(options: argparse.Namespace) -> int:
     _print_table([COLUMNS, *rows])
     print()
     if source.left_out:
-        print(f"left out, {_count(len(source.left_out), 'entry', 'entries')}:")
+        print(f"left out, {counted(len(source.left_out), 'entry')}:")
         for line in source.left_out:
             print(f"  {line}")
         print()
     if options.json is not None:
         _write_json(options.json, source, settings)
     if source.problems:
-        problems = _count(len(source.problems), "problem", "problems")
-        print(f"{problems} in {_count(len(rows), 'volume', 'volumes')}:")
+        problems = counted(len(source.problems), "problem")
+        print(f"{problems} in {counted(len(rows), 'volume')}:")
         for problem in source.problems:
             print(f"  {problem}")
         return UserError.exit_code
@@ -55,8 +56,6 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _row(found, checked) -> tuple[str, ...]:
-    from storage.names import printable
-
     name, problems = printable(found.name), str(len(checked.problems) or "")
     facts = checked.facts
     if facts is None:
@@ -122,7 +121,7 @@ def _summary(source, volumes, settings) -> str:
     data = settings.data
     names, facts = _usable(source)
     lines = [
-        f"{_count(len(facts), 'volume', 'volumes')}, no problem: "
+        f"{counted(len(facts), 'volume')}, no problem: "
         f"{len(volumes.train)} for training, {len(volumes.val)} for validation",
         *range_lines(facts, data),
         f"brought to {_times(data.voxel_size)} ({data.resize}), intensities scaled by {data.intensity.mode}",
@@ -147,10 +146,6 @@ def _summary(source, volumes, settings) -> str:
         lines.append(f"a grid that suits these volumes and both stages: data.voxel_size=[{numbers}]")
         lines.append(f"it has {cost_text(grid, settings, len(facts))}")
     return "\n".join(lines)
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 def _times(shape: tuple[int, ...]) -> str:
