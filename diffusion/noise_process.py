@@ -33,6 +33,8 @@ class NoiseProcess:
         self.num_usable = len(kept) if s.zero_terminal_snr else int((np.sqrt(kept) >= SMALLEST_SIGNAL).sum())
         self._signal = torch.tensor(np.sqrt(kept), dtype=torch.float32).to(device)
         self._noise_level = torch.tensor(np.sqrt(1 - kept), dtype=torch.float32).to(device)
+        # Not from the tensors, which hold no data while memory is predicted.
+        self._angles = np.arctan2(np.sqrt(1 - kept), np.sqrt(kept))
 
     def times(self, uniform: Tensor) -> Tensor:
         """Map numbers in [0, 1) linearly to times."""
@@ -114,9 +116,8 @@ class NoiseProcess:
         if self.is_flow:
             angles = np.pi / 2 * np.arange(num_steps, 0, -1) / num_steps
             return (self.num_timesteps * np.sin(angles) / (np.sin(angles) + np.cos(angles))).tolist()
-        every = np.arctan2(self._noise_level.cpu().double().numpy(), self._signal.cpu().double().numpy())
-        angles = every[self.num_usable - 1] * np.arange(num_steps, 0, -1) / num_steps
-        return np.interp(angles, every, np.arange(len(every))).round().tolist()
+        angles = self._angles[self.num_usable - 1] * np.arange(num_steps, 0, -1) / num_steps
+        return np.interp(angles, self._angles, np.arange(len(self._angles))).round().tolist()
 
 
 def _kept_variance(s: SchedulerSettings) -> np.ndarray:

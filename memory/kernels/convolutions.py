@@ -41,6 +41,8 @@ class ConvolutionMemory:
 @functools.cache
 def cudnn_version() -> int:
     """Return the version of the cuDNN that torch would use."""
+    if torch.cuda.is_available() and not torch.cuda.device_count():
+        return SHIPPED_CUDNN  # torch compares the version with the GPUs it sees, and cannot do so without any
     return torch.backends.cudnn.version() or SHIPPED_CUDNN
 
 
@@ -55,6 +57,17 @@ def convolution_memory(func: Any, args: tuple[Any, ...], out: Any, cudnn: int) -
         wanted = [part for part, is_needed in zip(((grad, x), (x, grad)), needs[:2], strict=True) if is_needed]
         return _memory(wanted, x, weight, grad, is_transposed, groups, cudnn)
     return None
+
+
+def convolution_layout(func: Any, args: tuple[Any, ...]) -> torch.memory_format | None:
+    """Return the layout in which cuDNN returns what has the axes of its input; None for other operators."""
+    packet = func._overloadpacket
+    if packet not in (aten.convolution, aten.convolution_backward):
+        return None
+    x, weight = args[:2] if packet is aten.convolution else args[1:3]
+    if x.dim() not in (4, 5) or not (is_channels_last(x) or is_channels_last(weight)):
+        return torch.contiguous_format
+    return torch.channels_last_3d if x.dim() == 5 else torch.channels_last
 
 
 def _memory(

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
 
+from memory.kernels.convolutions import convolution_layout
+
 How = Literal["in place", "view", "remembered", "asked"]
 CPU = torch.device("cpu")
 
@@ -29,10 +31,14 @@ _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.layout, torch.de
 
 
 class KnownResults:
-    """Call this instead of `func(*args, **kwargs)` in a dispatch mode that was entered after `mode`."""
+    """Call this instead of `func(*args, **kwargs)` in a dispatch mode that was entered after `mode`.
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self.mode = mode
+    cuda: convolutions return the layouts of a GPU. Fake ones return those of this machine's CPU, whose instruction set
+    decides.
+    """
+
+    def __init__(self, mode: FakeTensorMode, cuda: bool) -> None:
+        self.mode, self.cuda = mode, cuda
         self._results: dict[Any, list[Any] | None] = {}
 
     def __call__(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,8 +55,10 @@ class KnownResults:
             return func(*args, **kwargs)
         if key not in self._results:
             out = func(*args, **kwargs)
-            self._results[key] = _shapes(out)
-            return out
+            layout = convolution_layout(func, args) if self.cuda else None
+            self._results[key] = _shapes(out, layout)
+            if layout is None:
+                return out
         shapes = self._results[key]
         if shapes is None:
             return func(*args, **kwargs)
@@ -66,11 +74,19 @@ class KnownResults:
         return view if isinstance(view, FakeTensor) else FakeTensor(self.mode, view, CPU)
 
 
-def _shapes(out: Any) -> list[Any] | None:
+def _shapes(out: Any, layout: torch.memory_format | None) -> list[Any] | None:
+    """Return shape, strides and dtype of every result; with a layout, volumes have it."""
     parts = list(out) if isinstance(out, tuple) else [out]
     if not all(part is None or type(part) is FakeTensor for part in parts):
         return None
-    return [None if part is None else (tuple(part.shape), part.stride(), part.dtype) for part in parts]
+    return [None if part is None else (tuple(part.shape), _strides(part, layout), part.dtype) for part in parts]
+
+
+def _strides(part: Tensor, layout: torch.memory_format | None) -> tuple[int, ...]:
+    if layout is None or part.dim() < 4:
+        return part.stride()
+    with no_dispatch():
+        return torch.empty(tuple(part.shape), device="meta", memory_format=layout).stride()
 
 
 @functools.cache

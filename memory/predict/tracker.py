@@ -91,7 +91,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.cuda = cuda
         self.cudnn = cudnn_version() if cudnn is None else cudnn
-        self._execute: Callable[..., Any] = KnownResults(fake) if fake is not None else _call
+        self._execute: Callable[..., Any] = KnownResults(fake, cuda) if fake is not None else _call
         self.allocations: list[Allocation] = []
         self.trace: list[int] = []
         self.live: dict[Place, int] = {"device": 0, "host": 0}

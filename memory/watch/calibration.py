@@ -114,7 +114,7 @@ def _read() -> dict[str, list[Any]]:
 def _key() -> str:
     import torch
 
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.cuda.device_count():
         device, cudnn = torch.cuda.get_device_name(), torch.backends.cudnn.version()
     else:
         device, cudnn = "cpu", "none"

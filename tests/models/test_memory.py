@@ -7,7 +7,9 @@ import torch
 from monai.networks.nets import DiffusionModelUNet
 
 from memory.predict.emulation import measure_peak
+from memory.predict.tracker import CUBLAS_WORKSPACE_BYTES
 from models import build_autoencoder, build_unet
+from runtime.placement import move
 from settings import Settings
 
 GIB = 2**30
@@ -20,12 +22,24 @@ def autoencoder_settings(implementation="lean", **training):
     ).autoencoder
 
 
+def laid_out(model):
+    """Return the network in the layout that training chooses, in which convolutions need no workspace."""
+    return move(model, torch.device("cpu"), "auto")
+
+
+def bytes_without_cublas(tracker):
+    """Return the peak on the device less what cuBLAS keeps: up to 64 MiB, whatever the network and the grid."""
+    cublas = sum(record.nbytes for record in tracker.alive_at_peak() if record.op == "cuBLAS")
+    assert cublas <= 2 * CUBLAS_WORKSPACE_BYTES
+    return tracker.peak["device"] - cublas
+
+
 @cache
 def training_peak(grid, **knobs):
     """Peak bytes of forward and backward at batch 1, and the bytes kept on the host."""
 
     def step(tracker):
-        model = build_autoencoder(autoencoder_settings(**knobs))
+        model = laid_out(build_autoencoder(autoencoder_settings(**knobs)))
         x = torch.zeros(1, 1, *grid)
         tracker.reset()
         with torch.autocast("cpu", torch.bfloat16):
@@ -35,7 +49,7 @@ def training_peak(grid, **knobs):
         loss.backward()
 
     tracker = measure_peak(step)
-    return tracker.peak["device"], tracker.peak["host"]
+    return bytes_without_cublas(tracker), tracker.peak["host"]
 
 
 STOCK = {"implementation": "monai", "use_gradient_checkpointing": False}
@@ -44,9 +58,10 @@ STOCK = {"implementation": "monai", "use_gradient_checkpointing": False}
 @pytest.mark.parametrize(
     ("knobs", "gib"),
     [
-        ({"use_gradient_checkpointing": True}, 2.05),
-        ({"use_gradient_checkpointing": True, "slab_rows": 16}, 1.1),
-        ({"use_gradient_checkpointing_offload": True, "slab_rows": 16}, 0.9),
+        ({"use_gradient_checkpointing": True}, 2.0),
+        # Two full-resolution volumes of 32 channels and two of 16 are 769 MiB; the rest is what coarser blocks save.
+        ({"use_gradient_checkpointing": True, "slab_rows": 16}, 1.02),
+        ({"use_gradient_checkpointing_offload": True, "slab_rows": 16}, 0.88),
     ],
     ids=["checkpointing", "slabs", "slabs and offload"],
 )
@@ -75,12 +90,12 @@ def test_peak_grows_linearly_with_voxels():
 @cache
 def decoding_peak(autocast, **knobs):
     def decode(tracker):
-        model = build_autoencoder(autoencoder_settings(**knobs)).eval()
+        model = laid_out(build_autoencoder(autoencoder_settings(**knobs))).eval()
         tracker.reset()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             model.decode(torch.zeros(1, 3, 64, 64, 16))
 
-    return measure_peak(decode).peak["device"]
+    return bytes_without_cublas(measure_peak(decode))
 
 
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "fp32"])
@@ -94,16 +109,15 @@ def test_decoding_in_slabs_needs_a_third_of_our_own_decoder_too():
 
 def test_frozen_decoder_needs_no_more_than_training():
     def frozen(tracker):
-        model = build_autoencoder(autoencoder_settings(slab_rows=16)).requires_grad_(False)
+        model = laid_out(build_autoencoder(autoencoder_settings(slab_rows=16))).requires_grad_(False)
         latent = torch.zeros(1, 3, 64, 64, 16, requires_grad=True)
         tracker.reset()
         with torch.autocast("cpu", torch.bfloat16):
             loss = model.decode(latent).mean()
         loss.backward()
 
-    assert (
-        measure_peak(frozen).peak["device"] <= training_peak(HIGH_RES, use_gradient_checkpointing=True, slab_rows=16)[0]
-    )
+    training, _ = training_peak(HIGH_RES, use_gradient_checkpointing=True, slab_rows=16)
+    assert bytes_without_cublas(measure_peak(frozen)) <= training
 
 
 def unet_peak(build):
@@ -114,7 +128,7 @@ def unet_peak(build):
             loss = model(torch.zeros(1, 4, 128, 128, 128), torch.zeros(1)).mean()
         loss.backward()
 
-    return measure_peak(step).peak["device"]
+    return bytes_without_cublas(measure_peak(step))
 
 
 def test_unet_of_maisis_shape_trains_a_512_cube_in_12_gib():
@@ -125,7 +139,7 @@ def test_unet_of_maisis_shape_trains_a_512_cube_in_12_gib():
         "resblock_updown": True,
     }
     settings = Settings.model_validate({"ldm": {"unet": shape, "training": {"use_gradient_checkpointing": True}}}).ldm
-    ours = unet_peak(lambda: build_unet(settings, latent_channels=4))
+    ours = unet_peak(lambda: laid_out(build_unet(settings, latent_channels=4)))
     levels = (64, 128, 256, 512), (False, False, True, True)
     heads = {"num_head_channels": (0, 0, 32, 32), "use_flash_attention": True, "resblock_updown": True}
     stock = unet_peak(lambda: DiffusionModelUNet(3, 4, 4, 2, *levels, 32, **heads))

@@ -26,9 +26,9 @@ def run(*arguments):
 
 def test_ladder_recommends_writes_and_its_config_is_read_back(tmp_path):
     report, config = tmp_path / "ladder.json", tmp_path / "fits.yaml"
-    # The context takes 0.5 GiB, so this leaves some ten MiB for the step.
+    # The context takes 0.5 GiB and validation 50 MiB; this leaves room for them, but not for the step as configured.
     done = run(
-        *("--config", "configs/quickstart.yaml", "--budget-gb", 0.535, "--json", report, "--write-config", config),
+        *("--config", "configs/quickstart.yaml", "--budget-gb", 0.565, "--json", report, "--write-config", config),
         *SMALL,
     )
     assert done.returncode == 0, done.stderr
@@ -39,7 +39,7 @@ def test_ladder_recommends_writes_and_its_config_is_read_back(tmp_path):
     assert not rungs["as configured"]["fits"]
     assert recommended["fits"]
     assert recommended["same_mathematics"]
-    assert recommended["peak_reserved_bytes"] + GIB // 2 <= 0.535 * GIB
+    assert recommended["peak_reserved_bytes"] + GIB // 2 <= 0.565 * GIB
     assert f"Recommended: {values['recommended']}" in done.stdout
     written = load_settings(config)
     assert (

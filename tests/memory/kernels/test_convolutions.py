@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memory.kernels.convolutions import SHIPPED_CUDNN
+from memory.kernels.convolutions import SHIPPED_CUDNN, cudnn_version
 from memory.predict.emulation import emulated
 from memory.predict.tracker import MemoryTracker
 
@@ -89,3 +89,10 @@ def test_a_tensor_that_is_not_dense_is_copied_first():
         with MemoryTracker(fake=mode) as tracker:
             torch.nn.functional.conv3d(x, weight, padding=1)
     assert tracker.workspace == rows.numel() * 4
+
+
+def test_hidden_gpus_leave_the_version_that_ships_with_torch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: min([]))  # what torch's own comes down to
+    assert cudnn_version.__wrapped__() == SHIPPED_CUDNN

@@ -126,3 +126,9 @@ def test_only_the_second_full_step_is_recorded(tmp_path, monkeypatch):
             with watch.guard(tmp_path, step):
                 pass
     assert recorded == [4]
+
+
+def test_hidden_gpus_do_not_keep_a_prediction_from_being_corrected(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert calibration.corrected(made()) == made()
