@@ -76,7 +76,8 @@ def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     row_step, channel_step = _steps(x)
     num_spans = -(-rows // row_step)
     if x.is_cpu and row_step == rows and channel_step == channels:
-        return _statistics_on_cpu(x, groups, eps)
+        mean, rstd = _statistics_on_cpu(x, groups, eps)
+        return _refined(x, mean, eps) if groups == channels else (mean, rstd)
     moments = x.new_empty((2, num_spans, batch, channels), dtype=torch.promote_types(x.dtype, torch.float32))
     for span, wide in enumerate(x.split(row_step, 2)):
         targets = moments[:, span].split(channel_step, 2)
@@ -87,8 +88,24 @@ def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     share[-1] = 1 - (num_spans - 1) * row_step / rows
     means, variances = moments.unflatten(3, (groups, -1))
     mean = (share * means).sum(0).mean(2)
+    if x.is_cpu and groups == channels:
+        return _refined(x, mean, eps)
     variance = (share * (variances + (means - mean.unsqueeze(2)).square())).sum(0).mean(2)
     return mean, (variance + eps).rsqrt()
+
+
+def _refined(x: Tensor, mean: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the statistics of channels from the distances to a mean that may be some roundings off.
+
+    torch's instance norm sums in double precision on a CPU, and its GroupNorm, where the mean comes from, does not.
+    """
+    sums = mean.new_zeros((2, *mean.shape, 1, 1, 1))
+    for part, centre, first, second in _pieces(x, _of_channels(mean, x.shape[1]), *sums):
+        centred = part - centre
+        first += centred.sum((2, 3, 4), keepdim=True)
+        second += centred.square_().sum((2, 3, 4), keepdim=True)
+    shift, square = sums.flatten(2) / x.shape[2:].numel()
+    return mean + shift, (square - shift.square()).clamp_(min=0).add_(eps).rsqrt_()
 
 
 def store_statistics(out: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, eps: float) -> None:

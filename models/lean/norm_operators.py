@@ -178,6 +178,14 @@ def _backend(x: Tensor) -> Any:
     return norm_triton
 
 
+def _uses_fused_kernel(x: Tensor, groups: int) -> bool:
+    """Return whether torch's GroupNorm kernels process `x`; not as an instance norm, which torch itself rounds less.
+
+    With a large mean their statistics are some roundings off, and their backward does not centre its input.
+    """
+    return _backend(x) is norm_native and x.is_contiguous() and groups != x.shape[1]
+
+
 def _statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     _check(x)
     return _backend(x).statistics(x, groups, eps)
@@ -233,7 +241,7 @@ def _group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(x)
-    if _backend(x) is norm_native and x.is_contiguous():
+    if _uses_fused_kernel(x, groups):
         return norm_native.group_norm(x, weight, bias, groups, eps, silu, dtype)
     mean, rstd = _statistics(x, groups, eps)
     return _normalise(x, mean, rstd, weight, bias, silu, dtype, 0, 0), mean, rstd
@@ -248,9 +256,7 @@ def _fake_group_norm(
 def _group_norm_backward(grad: Tensor, x: Tensor, *norm: Any) -> tuple[Tensor, Tensor, Tensor]:
     mean, _, weight, _, silu = norm
     _check(x, grad)
-    # torch's fused kernel does not centre its input. Its GroupNorm has that rounding, but not its instance norm.
-    is_instance_norm = mean.shape[1] == x.shape[1]
-    if _backend(x) is norm_native and x.is_contiguous() and not is_instance_norm:
+    if _uses_fused_kernel(x, mean.shape[1]):
         return norm_native.group_norm_backward(grad, x, *norm)
     sums = _norm_sums(grad, x, *norm)
     means = group_means(sums, weight, mean.shape[1], x.numel() // mean.numel())
