@@ -32,7 +32,7 @@ VALUES = (
     "run_peaks",
     "max_steps",
 )
-WITH_WORK = ("presets",)
+WITH_WORK = ("presets", "readme")
 """Sections whose documents show times and therefore keep the work of a step, too."""
 Answers = dict[str, dict[str, Any]]
 

@@ -183,3 +183,18 @@ def test_remembered_results_change_nothing_but_the_time(monkeypatch, channels_la
     long = measure_peak(run)
     assert [(r.op, r.nbytes) for r in short.allocations] == [(r.op, r.nbytes) for r in long.allocations]
     assert short.trace == long.trace
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+def test_convolutions_return_the_layout_of_a_gpu_whatever_the_cpu_can_do(dtype, layout):
+    def run(tracker):
+        x = torch.zeros(1, 8, 4, 4, 4, dtype=dtype).to(memory_format=layout).requires_grad_()
+        weight = torch.zeros(4, 8, 3, 3, 3, dtype=dtype, requires_grad=True)
+        for _ in range(2):  # the second time from memory
+            y = nn.functional.conv3d(x, weight, padding=1)
+            assert y.is_contiguous(memory_format=layout)
+            gradient, _ = torch.autograd.grad(y, (x, weight), torch.zeros_like(y))
+            assert gradient.is_contiguous(memory_format=layout)
+
+    measure_peak(run)
