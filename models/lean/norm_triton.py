@@ -119,8 +119,7 @@ def _normalise_kernel(
     silu: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
     b, c, v, _, mask = _tile(channels, out_voxels, num_chunks, block_c, block_v)
-    # `v` has 64 bits; the sum of two 32-bit arguments would not.
-    inside = (v >= voxels_before) & (v - voxels_before < voxels)
+    inside = (v >= voxels_before) & (v - voxels_before < voxels)  # `v` has 64 bits, their sum may not
     x = _load(x_ptr, b, c, v - voxels_before, mask & inside[None, :], x_b, x_c, x_v)
     scale = _of_groups(rstd_ptr, b, c, channels, groups) * _of_channels(weight_ptr, c, channels)
     y = (x - _of_groups(mean_ptr, b, c, channels, groups)) * scale + _of_channels(bias_ptr, c, channels)
@@ -233,15 +232,11 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-# Triton's driver asserts that it finds libcuda, and imports a helper that it has compiled for it.
-_FAILURES = (TritonError, RuntimeError, OSError, SubprocessError, ImportError, AssertionError)
-
-
 def failure(device: torch.device) -> str:
     """Return why the kernels do not run on `device`, or "" if they do; Triton needs a C compiler, for example."""
     try:
         statistics(torch.zeros((1, 1, 1, 1, 1), device=device), 1, 1e-5)
-    except _FAILURES as error:
+    except (TritonError, RuntimeError, OSError, SubprocessError, ImportError, AssertionError) as error:
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return ""
 
