@@ -96,7 +96,18 @@ def transposed_convolution_backward(
     """Return the gradients of `x` and weight of a `transposed_convolution` padded by one voxel."""
     if _adds_in_low_precision(x):
         grad, x, weight = grad.float(), x.float(), weight.float()
-    return convolution_backward(grad, x, weight, needs, 2, (1, 1, 1), transposed=True)
+    # oneDNN adds the 64 taps of all channels one after the other. In fp32 that rounds a decoder's gradient up to 2.8
+    # times as far from the truth as the unfolded convolution; with channels added in four parts, up to 1.6 times.
+    num_parts = 4 if x.is_cpu and type(x) is Tensor and x.dtype == torch.float32 else 1
+    parts = [
+        convolution_backward(some, x, taps, needs, 2, (1, 1, 1), transposed=True)
+        for some, taps in zip(grad.chunk(num_parts, 1), weight.chunk(num_parts, 1), strict=True)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    of_x, of_weight = zip(*parts, strict=True)
+    grad_x = functools.reduce(Tensor.add_, of_x) if needs[0] else of_x[0]
+    return grad_x, torch.cat(of_weight, 1) if needs[1] else of_weight[0]
 
 
 def _adds_in_low_precision(x: Tensor) -> bool:

@@ -101,9 +101,9 @@ def _refined(x: Tensor, mean: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """
     sums = mean.new_zeros((2, *mean.shape, 1, 1, 1))
     for part, centre, first, second in _pieces(x, _of_channels(mean, x.shape[1]), *sums):
-        centred = part - centre
-        first += centred.sum((2, 3, 4), keepdim=True)
-        second += centred.square_().sum((2, 3, 4), keepdim=True)
+        distance = part - centre
+        first += distance.sum((2, 3, 4), keepdim=True)
+        second += distance.square_().sum((2, 3, 4), keepdim=True)
     shift, square = sums.flatten(2) / x.shape[2:].numel()
     return mean + shift, (square - shift.square()).clamp_(min=0).add_(eps).rsqrt_()
 

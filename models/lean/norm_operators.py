@@ -159,6 +159,7 @@ def _reason_against_triton(device: torch.device) -> str:
 
 def _check(x: Tensor, *others: Tensor | None) -> None:
     assert x.dim() == 5, f"the norm operators take (batch, channels, rows, height, width), not {tuple(x.shape)}"
+    assert x.numel() > 0, f"a volume of shape {tuple(x.shape)} has no values to normalise"
     for other in others:
         assert other is None or other.shape == x.shape, f"{tuple(other.shape)} does not belong to {tuple(x.shape)}"
 

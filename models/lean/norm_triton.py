@@ -119,7 +119,7 @@ def _normalise_kernel(
     silu: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
     b, c, v, _, mask = _tile(channels, out_voxels, num_chunks, block_c, block_v)
-    inside = (v >= voxels_before) & (v < voxels_before + voxels)
+    inside = (v >= voxels_before) & (v - voxels_before < voxels)  # `v` has 64 bits, their sum may not
     x = _load(x_ptr, b, c, v - voxels_before, mask & inside[None, :], x_b, x_c, x_v)
     scale = _of_groups(rstd_ptr, b, c, channels, groups) * _of_channels(weight_ptr, c, channels)
     y = (x - _of_groups(mean_ptr, b, c, channels, groups)) * scale + _of_channels(bias_ptr, c, channels)
@@ -236,7 +236,7 @@ def failure(device: torch.device) -> str:
     """Return why the kernels do not run on `device`, or "" if they do; Triton needs a C compiler, for example."""
     try:
         statistics(torch.zeros((1, 1, 1, 1, 1), device=device), 1, 1e-5)
-    except (TritonError, RuntimeError, OSError, SubprocessError) as error:
+    except (TritonError, RuntimeError, OSError, SubprocessError, ImportError, AssertionError) as error:
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return ""
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models import LeanAutoencoder, build_autoencoder
+from models import LeanAutoencoder, build_autoencoder, build_discriminator
 from settings.autoencoder import AutoencoderSettings, AutoencoderTraining
 from settings.ldm import LdmTraining
 from settings.section import SAME
@@ -18,6 +18,7 @@ from tests.models.problems import (
     ours,
     problem,
     run_autoencoder,
+    stock_discriminator,
     volumes,
     with_lively_weights,
 )
@@ -26,6 +27,14 @@ from tests.models.problems import (
 @pytest.mark.parametrize(("network", "knob", "dtype", "batch"), list(cases()), ids=str)
 def test_gradients_are_as_close_to_the_truth_as_those_of_stock(network, knob, dtype, batch):
     problem(network, batch).assert_as_close_as_stock(ours(network, KNOBS[network][knob]), dtype)
+
+
+def test_discriminator_with_its_kinks_has_the_gradients_of_stock_in_double_precision():
+    torch.manual_seed(0)
+    given = Problem(
+        with_lively_weights(stock_discriminator()), lambda network, x: network(x), [volumes(2, 2, 20, 16, 16)]
+    )
+    given.assert_as_close_as_stock(build_discriminator(autoencoder_settings({})), torch.float64)
 
 
 def test_every_knob_of_the_same_mathematics_is_among_them():

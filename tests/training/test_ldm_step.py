@@ -52,7 +52,8 @@ def assert_same_gradients(first, second, tolerance: float) -> None:
         assert (second[name] - expected).norm() <= tolerance * expected.norm() or expected.norm() < 1e-6, name
 
 
-PIXEL = {"pixel_loss": {"weight": 0.5, "chunk_size": 1}}
+PIXEL_WEIGHT = 2.0
+PIXEL = {"pixel_loss": {"weight": PIXEL_WEIGHT, "chunk_size": 1}}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def plain_gradients(step: LatentDiffusionStep, batch: LatentBatch) -> tuple[dict
     decoded, target = (step.autoencoder.decode(latent / step.latent_scale) for latent in (predicted, clean))
     weights = process.coefficients(times)[0].square()
     pixel = ((decoded - target.detach()).square() * weights).mean()
-    (diffusion + 0.5 * pixel).backward()
+    (diffusion + PIXEL_WEIGHT * pixel).backward()
     return gradients(step), pixel.detach()
 
 

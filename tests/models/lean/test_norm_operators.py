@@ -314,6 +314,8 @@ def test_wrong_shapes_are_refused():
         norm_sums(grad[:, :, :1], x, mean, rstd, weight, bias, False)
     with pytest.raises(AssertionError, match="rows, height, width"):
         statistics(x[0], 2, EPS)
+    with pytest.raises(AssertionError, match="no values to normalise"):
+        norm_operators.statistics(torch.zeros(2, 4, 0, 3, 3), 2, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32], ids=str)

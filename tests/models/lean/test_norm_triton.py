@@ -124,7 +124,9 @@ def test_kernels_compile_for_every_gpu_since_turing(kernel, capability, dtype):
     ptx = binary.asm["ptx"]
     if "x_ptr" in kernel.arg_names:
         assert "ld.global.v4.b32" in ptx, "rows of voxels are read 16 bytes at a time"
-    if "out_ptr" in kernel.arg_names and capability >= 80 and dtype == "bf16":
+    # The others store copies of what they read, which need no rounding.
+    computes_volume = kernel in (norm_triton._normalise_kernel, norm_triton._input_grad_kernel)
+    if computes_volume and capability >= 80 and dtype == "bf16":
         assert "cvt.rn.bf16" in ptx, "results are rounded to nearest"
 
 
@@ -140,6 +142,15 @@ def test_kernels_compile_where_every_size_is_one(kernel):
     # Triton turns arguments that are 1 into plain numbers, which lack what its own integers can do.
     ones = [name for name in (*ONE_OF_EACH, *DENSE_VOXELS) if name in kernel.arg_names]
     assert compiled(kernel, 80, "fp16", ones, **constants_of(kernel, 1, 1)).asm["cubin"]
+
+
+@pytest.mark.parametrize("error", [ImportError, AssertionError, OSError, RuntimeError])
+def test_a_device_without_a_working_driver_is_told_in_one_line(monkeypatch, error):
+    def launch(*_):
+        raise error("libcuda.so cannot be found\nsecond line")
+
+    monkeypatch.setattr(norm_triton, "statistics", launch)
+    assert norm_triton.failure(torch.device("cpu")) == f"{error.__name__}: libcuda.so cannot be found"
 
 
 def test_uneven_voxels_are_copied_when_read_and_refused_when_written():
