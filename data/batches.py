@@ -9,12 +9,12 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from data.preparation.memory import VolumeMemory
 from data.transforms import load_file, random_part
 from data.volumes import VolumeFile
-from data.workers import Failure, make_loader, num_workers, start
+from data.workers import Failure, make_loader, num_workers, one_ahead, start
 from settings import DataError, TrainingSettings
 from settings.data import DataSettings
 
@@ -124,7 +124,9 @@ def training_batches(
     )
     workers = num_workers(s, partial(samples.__getitem__, plan.positions(first_step, 0)[0]), plan.batch_size)
     batches = start(make_loader(samples, s, chunks, workers, _collate, plan.accumulation))
-    return _steps(batches, first_step, last_step, plan.accumulation)
+    steps = _steps(batches, first_step, last_step, plan.accumulation)
+    # Without workers the run itself reads, when it needs the samples.
+    return one_ahead(steps) if workers else steps
 
 
 def _steps(batches: Iterator[Batch], first: int, last: int, accumulation: int) -> Iterator[list[Batch]]:
@@ -234,8 +236,9 @@ def _collate(samples: list[_Sample | Failure]) -> Batch | Failure:
     loaded = [sample for sample in samples if isinstance(sample, _Sample)]
     labels = [sample.file.label for sample in loaded]
     return Batch(
-        # `stack` always copies: training cannot modify a kept volume, and a patch reads only its own pages of a file.
-        image=torch.stack([sample.image for sample in loaded]),
+        # Always a copy, in a worker straight into the memory that it shares with the run: training cannot modify a
+        # kept volume, and a patch reads only its own pages of a file.
+        image=default_collate([sample.image for sample in loaded]),
         positions=tuple(sample.position for sample in loaded),
         labels=None if None in labels else torch.tensor(labels, dtype=torch.long),
         files=tuple(sample.file.name for sample in loaded),

@@ -10,9 +10,10 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -21,6 +22,8 @@ from settings import DataError, TrainingError
 from settings.data import DataSettings
 
 log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 # A step on a GPU takes 50 ms and more, so this many micro-batches a second keep it from waiting.
 BATCHES_PER_SECOND = 20
@@ -90,6 +93,15 @@ def start(loader: DataLoader) -> Iterator[Any]:
     if previous is not None and signal.getsignal(signal.SIGCHLD) is not previous:
         signal.signal(signal.SIGCHLD, previous)
     return _checked(batches)
+
+
+def one_ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """Yield the items; a thread gets the next one while the caller works on the current one."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data") as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield item
 
 
 def _start_worker(_: int) -> None:

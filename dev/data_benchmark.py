@@ -146,13 +146,14 @@ def measure_waiting(folder: Path, updates: int) -> None:
         files = prepare_volumes(settings.data, settings.seed, 1).train
         plan = BatchPlan.of(settings.autoencoder.training, settings.seed, 0, 1)
         steps = training_batches(files, settings.data, plan, 0, updates + 1)
-        next(steps)  # workers start with the run, not with its steps
-        waited, began = 0.0, time.perf_counter()
+        # The workers start with the run; while its first step is computed they load the second.
+        next(steps)
+        began, waited = time.perf_counter(), 0.0
         for _ in range(updates):
+            time.sleep(STEP_SECONDS)
             asked = time.perf_counter()
             next(steps)
             waited += time.perf_counter() - asked
-            time.sleep(STEP_SECONDS)
         share = waited / (time.perf_counter() - began)
         print(f"waiting, {path.stem}: {100 * share:.1f} % of the time, {plan.effective_batch} volumes an update")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from data.batches import BatchPlan, VolumeOrder
 from data.volumes import VolumeFile
+from data.workers import one_ahead
 from diffusion.latent_files import Moments
 
 
@@ -51,13 +51,7 @@ def latent_batches(
         batches = [collate(read, files, [order(position) for position in chunk], chunk) for chunk in chunks]
         return [batch.pin_memory() for batch in batches] if pin_memory else batches
 
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="latents") as reader:
-        waiting = [reader.submit(load, step) for step in range(first_step, min(first_step + 1, last_step))]
-        for step in range(first_step, last_step):
-            batches = waiting.pop().result()
-            if step + 1 < last_step:
-                waiting.append(reader.submit(load, step + 1))
-            yield batches
+    yield from one_ahead(map(load, range(first_step, last_step)))
 
 
 def collate(
