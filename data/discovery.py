@@ -15,7 +15,7 @@ from typing import Any
 
 from data.files import dicom
 from data.formats import SUFFIXES, suffix_of
-from data.survey.names import class_folder, label_files
+from data.survey.names import class_folder, folder_classes, label_files
 from settings import DataError
 from storage.names import printable
 from storage.reading import read_text, reason
@@ -50,6 +50,11 @@ def find(source: str, allow_outside_root: bool) -> tuple[list[Found], list[str]]
     place = _expanded(source)
     # os.path, not Path: for a name that no file system can hold it returns False instead of raising.
     if os.path.isdir(place):
+        if _is_of_the_kernel(place):
+            raise DataError(
+                f"data.source: {printable(source)} belongs to the operating system; a folder of volumes, "
+                "a dataset.json or phantoms is allowed; give the folder that holds your volumes"
+            )
         listing = place / "dataset.json"
         if not os.path.lexists(listing):
             return _in_folder(place)
@@ -72,6 +77,14 @@ def _expanded(path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError:  # a `~name` whose user does not exist
         return Path(path)
+
+
+def _is_of_the_kernel(folder: Path) -> bool:
+    """Return whether a folder holds processes and devices, whose links lead everywhere and whose files never end."""
+    place = Path(os.path.realpath(folder))
+    return place == Path("/") or any(
+        place.is_relative_to(top) and not place.is_relative_to("/dev/shm") for top in ("/proc", "/sys", "/dev")
+    )
 
 
 def with_labels(found: list[Found], table: str) -> tuple[list[Found], list[str]]:
@@ -127,10 +140,12 @@ def _in_folder(root: Path) -> tuple[list[Found], list[str]]:
             "check the folder"
         )
     ordered = sorted(names)
-    folders = [class_folder(name) for name in ordered]
-    # Folder names are classes only if every volume lies in a subfolder.
-    classes: list[str] | list[None] = [f for f in folders if f is not None] if all(folders) else [None] * len(ordered)
-    found = [Found(names[name], name, class_name) for name, class_name in zip(ordered, classes, strict=True)]
+    classes = folder_classes(ordered)
+    tops = sorted({top for name in ordered if (top := class_folder(name)) is not None})
+    if classes is None and tops:
+        some = ", ".join(printable(top) for top in tops[:3])
+        log.info("data: folders such as %s are not read as classes; data.labels can name classes", some)
+    found = [Found(names[name], name, classes[name] if classes else None) for name in ordered]
     return found, left_out
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -95,7 +95,7 @@ def start(loader: DataLoader) -> Iterator[Any]:
     return _checked(batches)
 
 
-def one_ahead(items: Iterator[Item]) -> Iterator[Item]:
+def one_ahead(items: Iterator[Item]) -> Generator[Item]:
     """Yield the items; a thread gets the next one while the caller works on the current one."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data") as thread:
         coming = thread.submit(next, items, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
@@ -12,6 +13,8 @@ LABEL_FOLDERS = {
     *("labels", "label", "labelstr", "labelsts", "labels_tr", "labels_ts", "labelmaps", "masks", "mask"),
     *("segmentations", "segmentation", "segs", "seg", "annotations", "rois"),
 }
+PATIENT = re.compile(r"(?i)(?:sub|subject|subj|patient|pat|case)[-_]?[a-z]*\d+")
+FEWEST_CASES = 2  # two folders with one volume each may still be two classes
 LABEL_ENDINGS = ("seg", "segmentation", "mask", "label", "labels", "labelmap", "gt", "roi")
 
 
@@ -44,6 +47,19 @@ def class_folder(name: str) -> str | None:
     """Return the top folder of a name as its class; folders such as images/ say nothing about a class."""
     parents = [part for part in PurePosixPath(name).parts[:-1] if part.lower() not in IMAGE_FOLDERS]
     return parents[0] if parents else None
+
+
+def folder_classes(names: Sequence[str]) -> dict[str, str] | None:
+    """Return the class of each volume by its top folder, or None where folders say nothing about classes.
+
+    They do only if every volume lies in one. Folders that are named after patients, and folders that hold one volume
+    each, are cases.
+    """
+    classes = {name: folder for name in names if (folder := class_folder(name)) is not None}
+    folders = set(classes.values())
+    if len(classes) < len(names) or all(PATIENT.fullmatch(folder) for folder in folders):
+        return None
+    return None if len(folders) == len(names) > FEWEST_CASES else classes
 
 
 def is_images(folder: PurePosixPath) -> bool:

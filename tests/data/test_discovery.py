@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data.discovery import Found, class_names_of, discover, with_labels
@@ -49,6 +50,12 @@ def test_linked_folders_are_followed_once(make_volume: Make, tmp_path: Path) -> 
     (tmp_path / "1.nii.gz").rename(elsewhere / "1.nii.gz")
     (tmp_path / "volumes/linked").symlink_to(elsewhere)
     assert [item.name for item in discover(str(tmp_path / "volumes"), False)] == ["linked/1.nii.gz"]
+
+
+@pytest.mark.parametrize("source", ["/", "/proc", "/proc/self/fd", "/sys", "/dev"])
+def test_folders_of_the_operating_system_are_refused_at_once(source):
+    with pytest.raises(DataError, match=r"belongs to the operating system .* give the folder that holds your volumes"):
+        discover(source, False)
 
 
 def test_sources_that_hold_nothing_are_refused(tmp_path: Path, make_volume: Make) -> None:
@@ -231,3 +238,22 @@ def test_names_longer_than_any_disk_takes_are_missing_files(tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"x\.nii\.gz: no such file; restore it") as refusal:
         prepare_volumes(build_settings(source=source), seed=0, in_channels=1)
     assert "y.npy: no such file" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("folders", "classes"),
+    [
+        (["sick", "sick", "well"], ("sick", "well")),
+        (["sick", "well"], ("sick", "well")),
+        (["sub-01", "sub-01", "sub-02"], ()),
+        (["Patient_7/ct", "Patient_7/mr", "Patient_8/ct"], ()),
+        (["anna", "berta", "carla"], ()),
+        (["images/sick", "images/sick", "images/well"], ("sick", "well")),
+    ],
+    ids=str,
+)
+def test_folders_of_patients_and_folders_of_one_volume_are_no_classes(tmp_path, folders, classes):
+    for number, folder in enumerate(folders):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        np.save(tmp_path / folder / f"{number}.npy", np.zeros((4, 4, 4), np.float32))
+    assert class_names_of(discover(str(tmp_path), False)) == classes
