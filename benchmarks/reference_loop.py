@@ -1,4 +1,4 @@
-"""A loop in the manner of MONAI's 3d_ldm tutorial, for comparison: stock networks, fp32, plain Adam, no accumulation.
+"""A loop written like MONAI's 3d_ldm tutorial, for comparison: stock networks, fp32, plain Adam, no accumulation.
 
 What it shares with the tutorial: L1, KL as a sum with a weight of 1e-7, MONAI's adversarial loss, the discriminator not
 frozen in the generator's step, no clipping. The tutorial's objective differs from ours in two places: an activation
@@ -20,7 +20,7 @@ ADVERSARIAL_WEIGHT = 0.01
 
 
 class ReferenceLoop:
-    """Two stock networks, two Adams, and the step that moves them."""
+    """Two stock networks, two Adam optimizers, and the step that updates them."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ReferenceLoop:
     def step(self, images: Tensor, is_adversarial: bool, noise: Tensor | None = None) -> float | None:
         """Make one update and return the reconstruction loss; None under fake tensors, which hold no value.
 
-        noise: the latent noise; drawn if None.
+        `noise` is the latent noise, drawn here if None.
         """
         self.generator_optimizer.zero_grad(set_to_none=True)
         reconstruction, reconstruction_loss = self.generator_pass(images, is_adversarial, noise)

@@ -1,4 +1,4 @@
-"""What a run is worth, and what it was trained on: the evaluation with its anchors, and the data."""
+"""The evaluation of a run beside its anchors, and a summary of its data."""
 
 from __future__ import annotations
 

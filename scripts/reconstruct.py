@@ -26,7 +26,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument(
         "--best", action="store_true", help="use the weights of the best validation (default: the last weights)"
     )
-    result.add_argument("--run", required=True, metavar="DIR", help="the folder of a run; an unfinished one will do")
+    result.add_argument("--run", required=True, metavar="DIR", help="folder of a run, finished or not")
     result.add_argument("--input", required=True, metavar="PATH", help="a volume, or a folder of volumes")
     result.add_argument("--out", required=True, metavar="DIR", help="folder for the reconstructions")
     result.add_argument(

@@ -29,7 +29,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument(
         "--best", action="store_true", help="use the weights of the best validation (default: the last weights)"
     )
-    result.add_argument("--run", required=True, metavar="DIR", help="the folder of a run; an unfinished one will do")
+    result.add_argument("--run", required=True, metavar="DIR", help="folder of a run, finished or not")
     result.add_argument("--num", type=at_least(1), default=8, help="number of volumes (default: 8)")
     result.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as configured)")
     result.add_argument("--seed", type=at_least(0), default=0, help="seed of the volumes (default: 0)")

@@ -90,9 +90,7 @@ class TrainingSettings(Section):
         0,
         "Steps over which the learning rate rises linearly from zero; auto: a twentieth of max_steps, at most 200.",
     )
-    learning_rate_decay: Literal["none", "cosine"] = key(
-        "none", "Constant after the warm-up, or cosine decay to zero."
-    )
+    learning_rate_decay: Literal["none", "cosine"] = key("none", "Constant after the warm-up, or cosine decay to zero.")
     weight_decay: float = key(0.0, "Decoupled weight decay (AdamW); 0 is plain Adam.", ge=0)
     max_grad_norm: float = key(1.0, "Gradient norm above which gradients are clipped; 0: no clipping.", ge=0)
     ema_decay: float = key(0.0, "Decay of the exponential moving average of the weights; 0: no average.", ge=0, lt=1)

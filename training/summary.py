@@ -1,4 +1,4 @@
-"""The summary that a run logs before it starts, and warnings of what comes after it."""
+"""What a run logs before it starts: a summary, and a warning if stage 2 would refuse the config."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
 
 
 def warn_of_stage_two(settings: Settings, volumes: DataSplit, process: Process) -> None:
-    """Warn in stage 1 of what stage 2 would refuse after it, when the grid can no longer change."""
+    """Warn in stage 1 if stage 2 would refuse the config, because afterwards the grid can no longer change."""
     if not process.is_first:
         return
     problems = [str(problem) for problem, _ in find_problems(settings, "ldm")]

@@ -58,7 +58,7 @@ def test_loss_that_is_not_finite_is_told_with_step_term_and_file(start, tmp_path
     assert message.startswith("error: step 2: ")
     assert "is not finite for" in message
     assert ".nii.gz" in message
-    assert "the weights were not moved and there is no checkpoint yet" in message
+    assert "the weights were not updated and there is no checkpoint yet" in message
     assert checkpoints(tmp_path, "autoencoder") == []
 
 

@@ -121,7 +121,7 @@ def test_run_folder_may_itself_be_a_link(run, tmp_path):
 def test_port_in_use_is_refused_in_words(run, server):
     with pytest.raises(UserError, match=r"--port: \d+ cannot be used \(.+\); give another, or 0 for any free one"):
         serve([run], server.server_port)
-    with pytest.raises(UserError, match="--port: 70000 is no port"):
+    with pytest.raises(UserError, match="--port: 70000 is not a port"):
         serve([run], 70_000)
 
 
