@@ -212,7 +212,7 @@ def test_mixed_precision_trains(tiny_values, amp_dtype):
     assert any((step.autoencoder.state_dict()[n] != before["autoencoder"][n]).any() for n in before["autoencoder"])
 
 
-def test_restored_step_goes_on_exactly(tiny_values):
+def test_restored_step_continues_exactly(tiny_values):
     whole = make_step(tiny_values, ema_decay=0.9)
     for number in range(2):
         whole(make_batches(whole, 2), number)
