@@ -72,7 +72,7 @@ def step_times(
 
 @torch.no_grad()
 def encoding_rates(grid: tuple[int, ...], rounds: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return volumes per CPU second from volume to latent, in turn, and how fast a kept latent is read."""
+    """Return how many volumes each variant encodes per CPU second, and how fast kept latents are read."""
     settings = base_settings(grid, mixed_precision=False).with_overrides({"device.type": "cpu"})
     volume = torch.rand(1, *grid, generator=torch.Generator().manual_seed(0)) * 2 - 1
     stock = settings.with_overrides({"autoencoder.implementation": "monai"})
@@ -115,7 +115,7 @@ _BROKEN = "autoencoder.training.batch_sise=2"
 
 
 def start_up(rounds: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the CPU seconds of a process up to its first answer, commands in turn."""
+    """Return the CPU seconds that each command needs until its first output; the commands take turns."""
     config = ["--config", "configs/quickstart.yaml"]
     commands = {
         "imports of a script in MONAI's manner": [sys.executable, "-c", _PEER_IMPORTS],

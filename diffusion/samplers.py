@@ -1,7 +1,7 @@
 """The samplers: each is one function that follows the times of a noise process from noise to a clean latent.
 
-A sampler gets `denoise`, which returns the clean latent and the noise that the network predicts for a latent at a time,
-and `fresh`, which draws new noise for a step. All samplers but ddpm are deterministic. Each calls the network once per
+A sampler gets `denoise`, which returns the clean latent and the noise that the network predicts for a noisy latent, and
+`fresh`, which draws new noise for a step. All samplers but ddpm are deterministic. Each calls the network once per
 step; heun calls it twice, except in the last step.
 """
 

@@ -1,4 +1,4 @@
-"""Serve the report of a run on this machine while training goes on.
+"""Serve the report of a run, to this machine only, while it trains.
 
 The server answers two fixed addresses and never opens a path from a request, so it cannot leak other files.
 """

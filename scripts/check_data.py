@@ -124,7 +124,7 @@ def _summary(source, volumes, settings) -> str:
         f"{counted(len(facts), 'volume')}, no problem: "
         f"{len(volumes.train)} for training, {len(volumes.val)} for validation",
         *range_lines(facts, data),
-        f"brought to {_times(data.voxel_size)} ({data.resize}), intensities scaled by {data.intensity.mode}",
+        f"resized to {_times(data.voxel_size)} ({data.resize}), intensities scaled by {data.intensity.mode}",
     ]
     if volumes.class_names:
         files = (*volumes.train, *volumes.val)

@@ -20,7 +20,7 @@ from training.stop_signal import StopSignal
 log = logging.getLogger(__name__)
 
 Preview = TypeVar("Preview")
-"""What `validate` hands on to `show`; the loop does not look at it."""
+"""What `validate` passes to `show`; the loop does not look at it."""
 
 
 class Watch(Protocol):
@@ -83,8 +83,8 @@ def run_loop(
                 step.guard.raise_if_bad(saved)
             if is_logged:
                 recorder.log(done, **step.learning_rates(done - 1), **watch.read())
-                if said := clock.announcement(done):
-                    log.info("%s", said)
+                if announcement := clock.announcement(done):
+                    log.info("%s", announcement)
 
             # Save before validating, so that a crash during validation repeats no step.
             if is_saved:
