@@ -13,6 +13,7 @@ from monai.losses.adversarial_loss import PatchAdversarialLoss
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.variants import use_default_attention
 from models import StockAutoencoder, build_autoencoder, build_discriminator
 from settings import Settings
 
@@ -35,9 +36,7 @@ class ReferenceLoop:
             {"autoencoder.implementation": "monai", "autoencoder.training.use_gradient_checkpointing": False}
         )
         self.autoencoder: StockAutoencoder = build_autoencoder(stock.autoencoder)
-        for block in self.autoencoder.modules():
-            if hasattr(block, "use_flash_attention"):
-                block.use_flash_attention = False
+        use_default_attention(self.autoencoder)
         self.discriminator = build_discriminator(settings.autoencoder)
         self.kl_weight = kl_weight
         self.generator_optimizer = torch.optim.Adam(self.autoencoder.parameters(), lr=learning_rate, fused=fused)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.peaks import predict_variants
-from benchmarks.variants import STOCK, base_settings, use_matrix_attention, variants
+from benchmarks.variants import STOCK, base_settings, use_default_attention, use_matrix_attention, variants
 from data import Batch
 from data.volumes import VolumeFile
 from diffusion.latent_files import LatentFacts, LatentFolder
@@ -77,9 +77,7 @@ def encoding_rates(grid: tuple[int, ...], rounds: int, progress: Callable[[str],
     volume = torch.rand(1, *grid, generator=torch.Generator().manual_seed(0)) * 2 - 1
     stock = settings.with_overrides({"autoencoder.implementation": "monai"})
     networks = {"stock MONAI, default attention": _network(stock), STOCK: _network(stock), "ours": _network(settings)}
-    for block in networks["stock MONAI, default attention"].modules():
-        if hasattr(block, "use_flash_attention"):
-            block.use_flash_attention = False
+    use_default_attention(networks["stock MONAI, default attention"])
     precision = Precision(settings.device, CPU)
     encoders = {name: VolumeCodec(net, settings.autoencoder, precision) for name, net in networks.items()}
     for name in list(encoders)[:2]:

@@ -1,4 +1,4 @@
-"""Read every volume of a config and report its shape, spacing, intensities and problems."""
+"""Check and prepare every volume of a config: report shapes, spacings, intensities and problems, and suggest a grid."""
 
 from __future__ import annotations
 

@@ -28,7 +28,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ],
     )
     add_config(result)
-    result.add_argument("--stage", choices=("autoencoder", "ldm"), default="autoencoder", help="default: autoencoder")
+    result.add_argument(
+        "--stage", choices=("autoencoder", "ldm"), default="autoencoder", help="stage to predict; default: autoencoder"
+    )
     result.add_argument("--json", metavar="FILE", help="also write the prediction as JSON; -: print only the JSON")
     result.add_argument(
         "--gpu",

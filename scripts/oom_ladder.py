@@ -35,7 +35,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument(
         "--budget-gb", type=float, required=True, metavar="N", help="memory of the GPU in GB, for example 24"
     )
-    result.add_argument("--stage", choices=("autoencoder", "ldm"), default="autoencoder", help="default: autoencoder")
+    result.add_argument(
+        "--stage", choices=("autoencoder", "ldm"), default="autoencoder", help="stage to predict; default: autoencoder"
+    )
     result.add_argument(
         "--order",
         choices=("lossless-first", "guide"),
