@@ -56,6 +56,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _row(found, checked) -> tuple[str, ...]:
+    import numpy as np
+
     name, problems = printable(found.name), str(len(checked.problems) or "")
     facts = checked.facts
     if facts is None:
@@ -66,7 +68,7 @@ def _row(found, checked) -> tuple[str, ...]:
         printable(found.class_name or ""),
         "x".join(map(str, facts.axes)),
         "x".join(f"{mm:.3g}" for mm in facts.header.spacing_mm) if facts.has_spacing else "none",
-        facts.dtype.lstrip("<>|="),
+        np.dtype(facts.dtype).name,
         f"{facts.minimum:g}",
         f"{facts.maximum:g}",
         "" if facts.num_not_finite else ", ".join(ends),
