@@ -38,7 +38,7 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
         "grid -> latent": f"{settings.autoencoder.in_channels} x {_axes(grid)} -> {channels} x {_axes(latent)}",
         "parameters": ", ".join(f"{name} {_count(network):,}" for name, network in networks.items()),
         "effective batch": f"{training.batch_size} x {training.gradient_accumulation_steps} accumulated"
-        f" x {world_size} process{'es' if world_size > 1 else ''} = {samples}",
+        f" x {counted(world_size, 'process')} = {samples}",
         "steps per pass": f"{math.ceil(num_volumes / samples)} over {num_volumes} training volumes",
     }
     return "\n".join(f"{name + ':':<17}{text}" for name, text in lines.items())

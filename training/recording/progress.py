@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from storage.names import counted
+
 INTERVALS = 20
 """Predictions use this many of the last intervals between log lines, because steps may become slower during a run."""
 
@@ -97,7 +99,7 @@ class RunClock:
         if left is None:
             return ""
         validations = self.validations_left(step)
-        unknown = f" + {validations} validation{'s' if validations > 1 else ''}"
+        unknown = f" + {counted(validations, 'validation')}"
         return f"{duration_text(left)}{unknown if validations and not self.has_validated else ''}"
 
     def announcement(self, step: int) -> str:
