@@ -75,7 +75,7 @@ class Guard:
         else:
             self._check((f"{network} gradient",), norm.detach().reshape(1))
 
-    def holds(self, norm: Tensor) -> Tensor:
+    def blocks_update(self, norm: Tensor) -> Tensor:
         """Return 1.0 if a network with this gradient norm must not be updated, else 0.0; a tensor on the device."""
         if self.skips_overflows:
             return torch.maximum(self.blocked, (~torch.isfinite(norm)).float())

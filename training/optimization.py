@@ -103,7 +103,7 @@ class Updater:
         guard.check_gradient(self.name, norm)
         return norm
 
-    def move(self, step: int, norm: Tensor, guard: Guard) -> None:
+    def update(self, step: int, norm: Tensor, guard: Guard) -> None:
         """Clip the gradients, update the weights unless the guard blocks that, and drop the gradients."""
         if self.settings.max_grad_norm > 0:
             nn.utils.clip_grads_with_norm_(self.parameters, self.settings.max_grad_norm, norm)
@@ -111,7 +111,7 @@ class Updater:
             group["lr"] = self.learning_rate * self.schedule.factor(step)
         # Fused AdamW skips the update on the device when this is 1. The scaler's own step would not do: it sees only
         # overflows in this network's gradient.
-        self.optimizer.found_inf = guard.holds(norm)  # type: ignore[attr-defined]
+        self.optimizer.found_inf = guard.blocks_update(norm)  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
