@@ -42,19 +42,20 @@ class Schedule:
 
     def __init__(self, settings: TrainingSettings) -> None:
         self.settings = settings
-        self.clock: Callable[[], float] = time.monotonic
+        self._clock: Callable[[], float] = time.monotonic
         self.seconds = 0.0
-        self._resumed_at = self.clock()
+        self._resumed_at = self._clock()
 
-    def start(self, seconds: float | None = None) -> None:
-        """Start the clock at `seconds`, which a resumed run takes from its checkpoint."""
+    def start(self, seconds: float | None = None, clock: Callable[[], float] | None = None) -> None:
+        """Start the clock at `seconds`, which a resumed run takes from its checkpoint; `clock` replaces wall time."""
+        self._clock = clock or self._clock
         self.seconds = self.seconds if seconds is None else seconds
-        self._resumed_at = self.clock() - self.seconds
+        self._resumed_at = self._clock() - self.seconds
 
     def read_clock(self, process: Process) -> None:
         """Take the time of the first process, so that the learning rate is the same in all of them."""
         if self.settings.max_hours is not None:
-            self.seconds = process.from_first(self.clock() - self._resumed_at)
+            self.seconds = process.from_first(self._clock() - self._resumed_at)
 
     @property
     def progress(self) -> float | None:
