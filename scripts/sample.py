@@ -69,7 +69,9 @@ def main(options: argparse.Namespace) -> int:
     }
     most = trained.settings.ldm.scheduler.num_train_timesteps
     if options.steps is not None and options.steps > most:
-        raise UserError(f"--steps: {options.steps:,} is more than the run was trained with; allowed: 1 to {most:,}")
+        raise UserError(
+            f"--steps: {options.steps:,} is more than the run was trained with; allowed: 1 to {most:,}; give fewer"
+        )
     settings = trained.settings.with_overrides({key: value for key, value in changes.items() if value is not None})
     network, frame = trained.unet()
     label = None if options.class_name is None else class_number(options.class_name, frame.class_names)
