@@ -46,7 +46,7 @@ def document_text(results: dict[str, Any], pictures: str = "images/") -> str:
         "",
         "Each name means the same setting in every table. All rows but the 3d_ldm-style loops make the same step and "
         f"optimise the same objective: {OUR_OBJECTIVE}. The tutorial that those loops follow optimises "
-        f"{TUTORIAL_OBJECTIVE}. No side has a perceptual term.",
+        f"{TUTORIAL_OBJECTIVE}. Neither side has a perceptual term.",
         "",
         f"Machine: {machine['processor']}, torch {machine['torch']}, Python {machine['python']}."
         + (" **Quick sizes: a smoke test, not results.**" if results["is_quick"] else ""),
@@ -74,9 +74,9 @@ def _peaks(rows: list[dict[str, Any]], pictures: str) -> list[str]:
     lines = [
         "## Peak memory of one training step, GiB",
         "",
-        "Under bf16 autocast but for the first row. Autoencoder [16, 32, 64] with attention at the lowest level, "
-        "discriminator, both Adams, batch 1; tensors only. The 3d_ldm-style loop optimises the tutorial's objective. "
-        f"Compute is relative to {STOCK} at {'x'.join(map(str, last))}.",
+        "Under bf16 autocast, except the first row. Autoencoder [16, 32, 64] with attention at the lowest level, "
+        "discriminator, both Adam optimizers, batch 1; tensors only. The 3d_ldm-style loop optimises the tutorial's "
+        f"objective. Compute is relative to {STOCK} at {'x'.join(map(str, last))}.",
         "",
         *_head(["", *heads, "compute"], right=len(heads) + 1),
     ]

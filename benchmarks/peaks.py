@@ -1,7 +1,7 @@
 """Peak memory of one whole training step on a GPU, predicted on fake tensors: every variant, every grid.
 
-As a program (`python -m benchmarks.peaks`) it predicts one variant that no config can express, in
-a process of its own, because a prediction installs autocast rules that must not stay.
+As a program (`python -m benchmarks.peaks`) it predicts one variant that no config can express, in a process of its own,
+because the prediction installs autocast rules that cannot be removed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _ask(kind: str, settings: Settings) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the question on standard input."""
+    """Predict the variant described by the JSON on standard input, and print the result as JSON."""
     question = json.loads(sys.stdin.read())
     settings = Settings.model_validate(question["settings"])
     tracker = _matrix_step(settings) if question["kind"] == "matrix" else _reference_step(settings)

@@ -91,8 +91,7 @@ def _volumes(settings: Settings, split: DataSplit) -> Iterator[list[Batch]]:
 
 def _train(step: TrainingStep, batches: Iterator[Sequence[Any]]) -> int:
     """Train until the CPU seconds are used up; return the number of steps."""
-    step.schedule.clock = time.process_time
-    step.schedule.start()
+    step.schedule.start(clock=time.process_time)
     done = 0
     while not step.schedule.is_over(done):
         step(next(batches), done)

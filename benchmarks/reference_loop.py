@@ -1,4 +1,4 @@
-"""A loop in the manner of MONAI's 3d_ldm tutorial, for comparison: stock networks, fp32, plain Adam, no accumulation.
+"""A loop written like MONAI's 3d_ldm tutorial, for comparison: stock networks, fp32, plain Adam, no accumulation.
 
 What it shares with the tutorial: L1, KL as a sum with a weight of 1e-7, MONAI's adversarial loss, the discriminator not
 frozen in the generator's step, no clipping. The tutorial's objective differs from ours in two places: an activation
@@ -13,6 +13,7 @@ from monai.losses.adversarial_loss import PatchAdversarialLoss
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.variants import use_default_attention
 from models import StockAutoencoder, build_autoencoder, build_discriminator
 from settings import Settings
 
@@ -20,7 +21,7 @@ ADVERSARIAL_WEIGHT = 0.01
 
 
 class ReferenceLoop:
-    """Two stock networks, two Adams, and the step that moves them."""
+    """Two stock networks, two Adam optimizers, and the step that updates them."""
 
     def __init__(
         self,
@@ -35,9 +36,7 @@ class ReferenceLoop:
             {"autoencoder.implementation": "monai", "autoencoder.training.use_gradient_checkpointing": False}
         )
         self.autoencoder: StockAutoencoder = build_autoencoder(stock.autoencoder)
-        for block in self.autoencoder.modules():
-            if hasattr(block, "use_flash_attention"):
-                block.use_flash_attention = False
+        use_default_attention(self.autoencoder)
         self.discriminator = build_discriminator(settings.autoencoder)
         self.kl_weight = kl_weight
         self.generator_optimizer = torch.optim.Adam(self.autoencoder.parameters(), lr=learning_rate, fused=fused)
@@ -48,7 +47,7 @@ class ReferenceLoop:
     def step(self, images: Tensor, is_adversarial: bool, noise: Tensor | None = None) -> float | None:
         """Make one update and return the reconstruction loss; None under fake tensors, which hold no value.
 
-        noise: the latent noise; drawn if None.
+        `noise` is the latent noise, drawn here if None.
         """
         self.generator_optimizer.zero_grad(set_to_none=True)
         reconstruction, reconstruction_loss = self.generator_pass(images, is_adversarial, noise)

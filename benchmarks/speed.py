@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.peaks import predict_variants
-from benchmarks.variants import STOCK, base_settings, use_matrix_attention, variants
+from benchmarks.variants import STOCK, base_settings, use_default_attention, use_matrix_attention, variants
 from data import Batch
 from data.volumes import VolumeFile
 from diffusion.latent_files import LatentFacts, LatentFolder
@@ -72,14 +72,12 @@ def step_times(
 
 @torch.no_grad()
 def encoding_rates(grid: tuple[int, ...], rounds: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return volumes per CPU second from volume to latent, in turn, and how fast a kept latent is read."""
+    """Return how many volumes each variant encodes per CPU second, and how fast kept latents are read."""
     settings = base_settings(grid, mixed_precision=False).with_overrides({"device.type": "cpu"})
     volume = torch.rand(1, *grid, generator=torch.Generator().manual_seed(0)) * 2 - 1
     stock = settings.with_overrides({"autoencoder.implementation": "monai"})
     networks = {"stock MONAI, default attention": _network(stock), STOCK: _network(stock), "ours": _network(settings)}
-    for block in networks["stock MONAI, default attention"].modules():
-        if hasattr(block, "use_flash_attention"):
-            block.use_flash_attention = False
+    use_default_attention(networks["stock MONAI, default attention"])
     precision = Precision(settings.device, CPU)
     encoders = {name: VolumeCodec(net, settings.autoencoder, precision) for name, net in networks.items()}
     for name in list(encoders)[:2]:
@@ -115,7 +113,7 @@ _BROKEN = "autoencoder.training.batch_sise=2"
 
 
 def start_up(rounds: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the CPU seconds of a process up to its first answer, commands in turn."""
+    """Return the CPU seconds that each command needs until its first output; the commands take turns."""
     config = ["--config", "configs/quickstart.yaml"]
     commands = {
         "imports of a script in MONAI's manner": [sys.executable, "-c", _PEER_IMPORTS],

@@ -71,10 +71,16 @@ def base_settings(grid: tuple[int, ...], mixed_precision: bool, channels: tuple[
     )
 
 
-def use_matrix_attention(step: Any) -> Any:
-    """Switch MONAI's attention blocks of a step's autoencoder to their default, which keeps the N x N matrix."""
-    blocks = [m for m in step.autoencoder.modules() if hasattr(m, "use_flash_attention")]
-    assert blocks, "there is no attention to switch"
+def use_default_attention(network: Any) -> int:
+    """Switch the attention blocks of a stock network to MONAI's default, which stores the N x N matrix; count them."""
+    blocks = [module for module in network.modules() if hasattr(module, "use_flash_attention")]
     for block in blocks:
         block.use_flash_attention = False
+    return len(blocks)
+
+
+def use_matrix_attention(step: Any) -> Any:
+    """Switch the autoencoder of a step to MONAI's default attention, and return the step."""
+    num_blocks = use_default_attention(step.autoencoder)
+    assert num_blocks > 0, "there is no attention to switch"
     return step

@@ -19,7 +19,7 @@ def parser(description: str, examples: Sequence[str] = ()) -> argparse.ArgumentP
 def add_config(target: argparse.ArgumentParser) -> None:
     """Add --config and the overrides that follow it."""
     target.add_argument("--config", required=True, metavar="FILE", help="a config, such as configs/high_res.yaml")
-    target.add_argument("overrides", nargs="*", metavar="section.key=value", help="override single keys of the config")
+    target.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the config")
 
 
 def add_training(target: argparse.ArgumentParser) -> None:
@@ -29,7 +29,9 @@ def add_training(target: argparse.ArgumentParser) -> None:
     )
     limit = target.add_mutually_exclusive_group()
     limit.add_argument(
-        "--hours", type=above_zero, help="train for this long instead of max_steps; the learning rate decays over it"
+        "--hours",
+        type=above_zero,
+        help="train for this long instead of max_steps; the learning rate decays over that time",
     )
     limit.add_argument("--minutes", type=above_zero, help="the same in minutes")
     target.add_argument(
@@ -42,7 +44,7 @@ def add_training(target: argparse.ArgumentParser) -> None:
 
 
 def overrides_of(options: argparse.Namespace, stage: str) -> list[str]:
-    """Return the overrides of a train script; --hours and --minutes are an override of the stage's `max_hours`."""
+    """Return the overrides of a train script; --hours and --minutes override the stage's `max_hours`."""
     hours = options.hours if options.minutes is None else options.minutes / 60
     return [*options.overrides, *([] if hours is None else [f"{stage}.training.max_hours={hours!r}"])]
 

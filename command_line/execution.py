@@ -35,8 +35,8 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
     Exit codes: 0 success, 2 wrong input, 3 out of memory, 130 interrupted.
     """
     _set_up_logging(options.quiet)
-    # OpenMP reads this when torch is imported, which happens later. By default its threads spin while they wait, which
-    # on a CPU shared with other processes takes time from those that compute: steps took twice as long.
+    # OpenMP reads this when torch is imported, which happens later. By default its idle threads spin, which takes time
+    # from other processes on a shared CPU: steps took twice as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return main(options) or 0
@@ -83,7 +83,7 @@ _LAYOUT = "\n\t"
 
 
 class _PrintableFormatter(logging.Formatter):
-    """Escapes control characters, because file names in messages may hold any."""
+    """Escapes control characters, which file names in messages may contain."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep=_LAYOUT)
@@ -91,7 +91,7 @@ class _PrintableFormatter(logging.Formatter):
 
 def _set_up_logging(quiet: bool) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Standard error does this by default; file names may hold bytes that no encoding can represent.
+        # File names may contain bytes that no encoding can represent; standard error escapes them by default.
         sys.stdout.reconfigure(errors="backslashreplace")
     is_first = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if is_first and not quiet else logging.WARNING

@@ -60,7 +60,7 @@ def _nearest_existing(path: str | Path, option: str) -> Path:
 
 
 def _check_writable(folder: Path, path: str | Path, option: str) -> None:
-    """Raise `UserError` unless `folder`, in which `path` will lie, is a folder that accepts new files."""
+    """Raise `UserError` unless `folder`, where `path` will be written, is a folder that accepts new files."""
     if not folder.is_dir():
         raise UserError(f"{option}: {path} cannot be written because {folder} is not a folder; give another path")
     try:

@@ -1,4 +1,4 @@
-"""What the fault and the fuzz campaign share: the config that they train, and how they report."""
+"""What the fault and fuzz campaigns share: the config that they train, and how they report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_STEPS = 24
 
 def _config(num_steps: int) -> dict[str, Any]:
     values = copy.deepcopy(TINY) | {"name": "campaign", "seed": 3}
-    # Both from memory and from the disk, and checkpoints at other steps than validations.
+    # Save at other steps than those that validate.
     for stage in ("autoencoder", "ldm"):
         values[stage]["training"] |= {"max_steps": num_steps, "validate_every": 8, "save_every": 3, "ema_decay": 0.9}
     values["autoencoder"]["training"]["adversarial_start_step"] = 4
@@ -37,7 +37,7 @@ def write_config(folder: Path, num_steps: int = NUM_STEPS) -> None:
 
 def add_campaign(target: argparse.ArgumentParser, unit: str) -> None:
     """Add the arguments that both campaigns take."""
-    target.add_argument("--seed", type=int, default=0, help="of everything random")
+    target.add_argument("--seed", type=int, default=0, help="seed of all random choices (0)")
     target.add_argument("--jobs", type=at_least(0), default=0, help=f"{unit} at a time; 0: as many as there are cores")
     target.add_argument("--write", metavar="FILE", help="also write the result there, as Markdown")
 
@@ -48,7 +48,7 @@ def num_jobs(options: argparse.Namespace) -> int:
 
 
 def conclude(text: str, failures: list[str], folder: Path, options: argparse.Namespace) -> int:
-    """Print and write the result and return the exit code; after a failure the folder stays, to be looked at."""
+    """Print and write the result and return the exit code; keep the folder after a failure, for inspection."""
     print(text)
     if options.write is not None:
         Path(options.write).write_text(text, encoding="utf-8")

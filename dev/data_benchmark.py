@@ -1,8 +1,8 @@
 """Measure reading, preparation and loading of volumes side by side with MONAI.
 
 The volume is a CT of hospital size (512x512x300, int16, gzipped), the grid 256x256x64. Parts: `reading` compares the
-first reading with MONAI's transforms, `samples` prepared samples with MONAI's PersistentDataset, and `waiting` says how
-much of its time a preset waits for data if an update takes 0.3 s.
+first reading with MONAI's transforms, `samples` prepared samples with MONAI's PersistentDataset, and `waiting` shows
+how much of its time a preset waits for data if an update takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    result.add_argument("--volumes", type=int, default=4, help="number of volumes of samples and waiting")
-    result.add_argument("--rounds", type=int, default=3, help="how often both sides of reading take turns")
-    result.add_argument("--updates", type=int, default=20, help="number of updates of waiting")
+    result.add_argument("--volumes", type=int, default=4, help="number of volumes, for samples and waiting")
+    result.add_argument("--rounds", type=int, default=3, help="rounds of reading, in which both sides take turns")
+    result.add_argument("--updates", type=int, default=20, help="updates per preset, for waiting")
     return result.parse_args(arguments)
 
 
@@ -96,7 +96,7 @@ def monai_reading(grid: tuple[int, ...] | None) -> Any:
 
 
 def compare_reading(scan: Path, rounds: int) -> None:
-    """Print time and memory of the first reading, ours and MONAI's in turns."""
+    """Print time and memory of the first reading, ours and MONAI's in turn."""
     ours = DataSettings(voxel_size=GRID)
     theirs = monai_reading(GRID)
     rows: dict[str, list[tuple[float, float]]] = {"ours": [], "MONAI": []}

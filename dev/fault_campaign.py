@@ -121,7 +121,7 @@ class DisturbedRun:
         )
 
     def _wait_for(self, moment: str, command: Command, stage: str) -> None:
-        """Return at a random time of the kind `moment`, or when the command has ended."""
+        """Wait until a random time of the kind `moment`, or until the command has ended."""
         if moment == START:
             time.sleep(self.rng.uniform(0, self.reference.starting[stage]))
             return
@@ -133,7 +133,7 @@ class DisturbedRun:
             time.sleep(self.rng.choice([0, self.rng.uniform(0, 0.01)]))
 
     def _check_start(self, stage: str, command: Command, before: list[int]) -> None:
-        """Compare where the command went on with what the disk held; it may have been killed before it said so."""
+        """Check that the command resumed from the newest checkpoint, unless it was killed before it could say so."""
         match = re.search(rf"resuming {stage} after step (\d+)", command.said)
         if match is not None:
             self.tally.resumed[stage] += 1
@@ -143,7 +143,7 @@ class DisturbedRun:
             self._fail(stage, "started from scratch despite existing checkpoints")
 
     def _check_checkpoints(self, stage: str, before: list[int]) -> None:
-        """After a kill at least as much is on the disk as before it, and nothing that looks whole is damaged."""
+        """Check that the kill lost no checkpoint, and that none with a final name is damaged."""
         after = _whole_checkpoints(self.checkpoints, stage)
         named = list(self.checkpoints.glob(f"{stage}_step_*.pt"))
         if len(after) != len(named):
@@ -152,7 +152,7 @@ class DisturbedRun:
             self._fail(stage, f"checkpoints {before} before the kill, {after} after it")
 
     def _check_result(self, stage: str) -> None:
-        """Weights, complete state and the list of logged steps equal those of the undisturbed run."""
+        """Check that weights, complete state and logged steps equal those of the undisturbed run."""
         mine, reference = (place / "runs" / CONFIG["name"] for place in (self.folder, self.reference.folder))
         name = f"{stage}.safetensors"
         is_same = _weights(mine / name) == _weights(reference / name)
@@ -269,8 +269,8 @@ def document(tally: Tally, command: str) -> str:
         "",
         f"Written by `{command}`.",
         "",
-        "Short runs of both stages are ended by SIGKILL at random moments and started again by the same command until",
-        "they finish. Every second run reads its volumes in a worker process.",
+        "Short runs of both stages are killed with SIGKILL at random moments and restarted with the same command",
+        "until they finish. Every second run reads its volumes in a worker process.",
         "",
         "| stage | " + " | ".join(f"killed {moment}" for moment in (START, RUNNING, SAVING)) + " | of these with a "
         "half-written checkpoint | resumed from a checkpoint | runs finished bit-identical |",
@@ -285,18 +285,18 @@ def document(tally: Tally, command: str) -> str:
         f"{tally.num_kills} kills in {tally.seconds / 60:.1f} minutes on {len(os.sched_getaffinity(0))} cores "
         f"({platform.machine()}); failures: {len(tally.failures)}.",
         "",
-        "After every kill the checkpoints on the disk are hashed: none under a final name may be damaged, none that",
-        "was there may be missing, and the next start must go on from the newest. A finished run must equal the",
-        "undisturbed one bit for bit: exported weights; networks, optimizers and averages in the last checkpoint; and",
-        "each step once in `metrics.jsonl`. Commands start as forks of a process that has done the imports, so that",
-        "the kills hit runs.",
+        "After every kill the checkpoints on disk are hashed: none with a final name may be damaged, none may be lost,",
+        "and the next start must resume from the newest. A finished run must equal the undisturbed one bit for bit:",
+        "exported weights; networks, optimizers and averages in the last checkpoint; and each step once in",
+        "`metrics.jsonl`. Commands are forked from a process that has already done the imports, so that kills hit",
+        "training.",
     ]
     lines += ["", *(f"- {failure}" for failure in tally.failures)] if tally.failures else []
     return "\n".join(lines) + "\n"
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the campaign; 1 when anything was lost, and then the folder of the runs stays."""
+    """Run the campaign; return 1, and keep the folder of the runs, if anything was lost."""
     if options.write is not None:
         check_output_file(options.write, "--write")
     from tqdm import tqdm

@@ -34,7 +34,7 @@ log = logging.getLogger("fuzz_campaign")
 EXIT_CODES = (0, 2, 3, 130)
 PROCESSOR_SECONDS = 10.0
 CLOCK_SECONDS = 150.0
-"""A hanging case may use no processor time; on a busy machine a working case takes longer in wall time."""
+"""A hanging case may use no processor time, so the clock limits it too, generously because the machine may be busy."""
 
 MEMORY_BYTES = 6 << 30
 NUM_STEPS = 4
@@ -86,14 +86,14 @@ def _write_volumes(folder: Path, phantoms: list[Path]) -> None:
 
 
 class Campaign:
-    """Runs cases, each in a folder of its own, and notes those that were not answered as they must be."""
+    """Runs cases, each in a folder of its own, and records those that fail."""
 
     def __init__(self, folder: Path, base: Path, seed: int, start: WarmStart) -> None:
         self.folder, self.base, self.seed, self.start = folder, base, seed, start
         self.tally = Tally()
 
     def run(self, numbers: Iterable[int], jobs: int, on_case: Callable[[], Any] = lambda: None) -> Tally:
-        """Run these cases, some at a time."""
+        """Run these cases, `jobs` at a time."""
         began = time.monotonic()
 
         def attempt(number: int) -> None:
@@ -106,7 +106,7 @@ class Campaign:
         return self.tally
 
     def attempt(self, number: int) -> None:
-        """Run one case; its folder stays when it fails."""
+        """Run one case; keep its folder if it fails."""
         from dev.fuzz_cases import make_case
 
         folder = self.folder / f"case_{number:04d}"
@@ -132,7 +132,7 @@ class Campaign:
 
 
 def _wait(command: Command) -> int | None:
-    """Return the exit code; None for a command that had to be ended, with all that it had started."""
+    """Return the exit code; None if the command had to be killed, together with its child processes."""
     import psutil
 
     deadline = time.monotonic() + CLOCK_SECONDS
@@ -140,7 +140,7 @@ def _wait(command: Command) -> int | None:
         seconds, memory = 0.0, 0
         with contextlib.suppress(psutil.Error):
             family = [psutil.Process(command.pid), *psutil.Process(command.pid).children(recursive=True)]
-            # Its own: predictions are made in a process that has to import torch first.
+            # The command's own time only: predictions run in a child process, which has to import torch first.
             seconds = sum(family[0].cpu_times()[:2])
             memory = sum(process.memory_info().rss for process in family)
         if seconds > PROCESSOR_SECONDS or memory > MEMORY_BYTES or time.monotonic() > deadline:
@@ -199,13 +199,13 @@ def document(tally: Tally, command: str) -> str:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the campaign; 1 when a case was not answered as it must be, and then its folder stays."""
+    """Run the campaign; return 1, and keep the folders of the failed cases, if any failed."""
     from tqdm import tqdm
 
     if options.write is not None:
         check_output_file(options.write, "--write")
     folder = Path(tempfile.mkdtemp(prefix="fuzz_campaign_"))
-    log.info("cases that fail, and their logs: %s", folder)
+    log.info("failed cases and their logs: %s", folder)
     start = WarmStart()
     campaign = Campaign(folder, prepare(folder / "base", start), options.seed, start)
     numbers = options.only or range(options.cases)
@@ -217,7 +217,7 @@ def main(options: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     arguments = parser(
-        "Give every command damaged files and senseless arguments, and check that each is answered in words.",
+        "Give every command damaged files and invalid arguments, and check that each gets a readable error.",
         [
             "python dev/fuzz_campaign.py --cases 1000 --write docs/fuzz_campaign.md",
             "python dev/fuzz_campaign.py --only 17 --only 230",

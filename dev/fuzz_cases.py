@@ -110,7 +110,7 @@ def _of_data(rng: random.Random) -> list[str]:
 
 
 def _of_config(rng: random.Random, config: str = "campaign.yaml") -> list[str]:
-    """Return a command that reads a config and ends soon."""
+    """Return a command that reads a config and ends quickly."""
     stage = rng.choice(("autoencoder", "ldm"))
     commands = (
         [f"train_{stage}.py", "--dry-run"],
@@ -119,7 +119,7 @@ def _of_config(rng: random.Random, config: str = "campaign.yaml") -> list[str]:
         # Refused, but only after the config has been read; a whole walk would be legitimately slow.
         ["scripts/oom_ladder.py", "--budget-gb", "0", "--stage", stage],
     )
-    # Not phantoms, which a config without a grid would make in full size.
+    # Not phantoms, which would be generated at the default grid if the config has none.
     return [*rng.choice(commands), "--config", config, "data.source=volumes"]
 
 
@@ -226,7 +226,7 @@ def _volume(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
 
 def _run_folder(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
     files = sorted(path for path in (folder / RUN).rglob("*") if path.is_file() and "tensorboard" not in path.parts)
-    # Each kind of file as often as any other, however many there are of it.
+    # Choose the kind first, so that every kind is equally likely however many files it has.
     suffix = rng.choice(sorted({path.suffix for path in files}))
     path = rng.choice([path for path in files if path.suffix == suffix])
     what = damage_file(path, rng)
@@ -253,7 +253,7 @@ def _arguments(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
 
 
 def _odd_file(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
-    """A file that has nothing to do with what the command wants."""
+    """Give a file that has nothing to do with what the command expects."""
     path = folder / rng.choice((STRANGE_NAME, "odd", "odd.yaml", "odd.json", "odd.pt", "odd.safetensors", "odd.nii.gz"))
     path.write_bytes(rng.choice((*ODD_TEXTS, rng.randbytes(1000), (folder / "campaign.yaml").read_bytes())))
     stage = rng.choice(("autoencoder", "ldm"))

@@ -25,7 +25,7 @@ ODD_TEXTS = (
 
 
 def damage_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Return content that was cut, changed, lost a piece, was doubled or overwritten."""
+    """Return content that was cut, changed, doubled, overwritten or has lost a piece."""
     result = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 6))):
         # Headers are at the front, and most of what a reader decides is in them.
@@ -67,7 +67,7 @@ def damage_values(values: Any, rng: random.Random) -> Any:
 
 
 def damage_json(content: bytes, rng: random.Random) -> bytes:
-    """Return JSON, or lines of it, in which something is of another kind."""
+    """Return JSON, or JSON lines, in which one value has another type."""
     lines = content.decode().splitlines() if content.count(b"\n{") > 1 else [content.decode()]
     place = rng.randrange(len(lines))
     lines[place] = json.dumps(damage_values(json.loads(lines[place]), rng))
@@ -82,7 +82,7 @@ def damage_safetensors(content: bytes, rng: random.Random) -> bytes:
 
 
 def damage_yaml(content: bytes, rng: random.Random) -> bytes:
-    """Return YAML with one line changed, doubled, moved or indented otherwise."""
+    """Return YAML with one line changed, doubled, moved or indented differently."""
     lines = content.splitlines()
     place = rng.randrange(len(lines))
     kind = rng.randrange(5)
@@ -139,7 +139,7 @@ STRUCTURED = {
 
 
 def damage_file(path: Path, rng: random.Random) -> str:
-    """Damage a file where it is, and say how in a word."""
+    """Damage a file in place, and say how in a few words."""
     draw = rng.random()
     if draw < 0.2:
         change = rng.choice(PLACES)

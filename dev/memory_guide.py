@@ -1,4 +1,4 @@
-"""Write docs/memory_guide.md: every memory technique with its rule of thumb and what it does, predicted exactly."""
+"""Write docs/memory_guide.md: every memory technique with its rule of thumb and its predicted effect."""
 
 from __future__ import annotations
 
@@ -153,13 +153,13 @@ _INTRODUCTION = [
     "",
     "Written by `python dev/memory_guide.py`; do not edit by hand.",
     "",
-    "What each knob really does to one training step at 256x256x64. Every figure is predicted by executing the step",
-    "that training executes on tensors without data, each followed from allocation to release, under the rules of CUDA",
-    "autocast: the peak is of tensors and of the workspaces of cuDNN and cuBLAS, without the CUDA context (0.5 GiB is",
-    "assumed elsewhere). None was read from a GPU; [prediction.md](prediction.md) compares predictions with figures",
-    "that others read from GPUs. Compute counts convolutions, matrix products and attention.",
+    "What each knob does to one training step at 256x256x64. Every figure is a prediction: the real training step runs",
+    "on tensors without data, under the rules of CUDA autocast, and each tensor is followed until its release.",
+    "The peak covers tensors and the workspaces of cuDNN and cuBLAS, but not the CUDA context (0.5 GiB is assumed",
+    "elsewhere). Nothing was measured on a GPU; [prediction.md](prediction.md) compares predictions with figures that",
+    "others have published. Compute counts convolutions, matrix products and attention.",
     "",
-    "**Same mathematics** knobs leave every gradient as it is, to rounding, and may change when a run resumes.",
+    "**Same mathematics** knobs leave every gradient unchanged up to rounding, and may change when a run resumes.",
     "**Different mathematics** knobs change what is learned. For your own config and GPU:",
     "`python scripts/oom_ladder.py --config configs/high_res.yaml --budget-gb 8`.",
     "",
@@ -170,7 +170,7 @@ def _cumulative_table(title: str, points: tuple[Point, ...], answers: list[Any])
     lines = [
         f"## {title}",
         "",
-        "Cumulative: each row keeps what the rows above it changed.",
+        "Cumulative: each row keeps the changes of the rows above it.",
         "",
         "| knob | peak GiB | change | reserved GiB, default / expandable | host GiB | compute | peak in |",
         "|---|---:|---:|---:|---:|---:|---|",
@@ -231,22 +231,22 @@ def _host_memory() -> list[str]:
     return [
         "## Host memory and the allocator",
         "",
-        "**`data.prepared`** (rule of thumb: do not cache large volumes in memory). Each volume is brought to the grid "
-        f"once. With `disk` it stays as a file, {mib:.0f} MiB for 256x256x64 in float32, which all workers, processes, "
-        "runs and both stages read through a memory map: the system's file cache holds it while memory is free, and "
-        "gives the memory back when something needs it. With `memory` each process holds all its volumes. Neither "
-        "shows on the GPU.",
+        "**`data.prepared`** (rule of thumb: do not cache large volumes in memory). Each volume is resampled to the "
+        f"grid once. With `disk` it stays as a file, {mib:.0f} MiB for 256x256x64 in float32, which all workers, "
+        "processes, runs and both stages read through a memory map: the system's file cache holds it while memory is "
+        "free, and gives the memory back when something needs it. With `memory` each process holds all its volumes. "
+        "Neither uses GPU memory.",
         "",
         "**`data.num_workers`, `data.prefetch_factor`, `data.pin_memory`, `data.persistent_workers`** (rule of thumb: "
         f"fewer workers, about 2 GB less). Each worker holds up to `prefetch_factor` micro-batches of {mib:.0f} MiB "
         f"times the batch size, besides its own process. {_workers()}",
         "",
-        "**`data.use_augmentation`** (rule of thumb: off while the autoencoder trains). It works on the host.",
+        "**`data.use_augmentation`** (rule of thumb: off while the autoencoder trains). It uses no GPU memory.",
         "",
         "**`device.allocator: expandable_segments:True`** (rule of thumb: less fragmentation). The two tables at the "
-        "top replay the step's allocations through both kinds of allocator: the difference is what the setting is "
-        "worth. Leave out `max_split_size_mb` beside it: blocks above the limit are then never split for smaller "
-        "requests, which can double what is reserved.",
+        "top replay the step's allocations through both kinds of allocator; the difference is what the setting saves. "
+        "Do not combine it with `max_split_size_mb`: blocks above that limit are never split for smaller requests, "
+        "which can double what is reserved.",
         "",
         "**`ldm.latents.cache`**: with `disk` or `memory` the encoder uses no GPU memory while stage 2 trains, "
         "and each volume is encoded once.",

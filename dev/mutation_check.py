@@ -2,8 +2,8 @@
 
 python dev/mutation_check.py --out docs/mutations.md
 
-Each result is kept in `docs/mutations.json` as soon as it is known, until the fault, its file or its tests change. So a
-run that was interrupted goes on where it stopped, and `--only` runs a part.
+Each result is kept in `docs/mutations.json` as soon as it is known, until the fault, its file or its tests change. An
+interrupted run therefore continues where it stopped, and `--only` runs a part.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Fault:
         return changed
 
     def key(self) -> str:
-        """Return a hash of the fault, of its file and of its tests: all that a result depends on at first hand."""
+        """Return a hash of the fault, of its file and of its tests: all that a result directly depends on."""
         files = [self.file, *(name.split("::")[0] for test in self.tests for name in named_files(ROOT, test))]
         parts = [self.name, self.right, self.wrong, *self.tests]
         parts += [text for name in files for text in (name, (ROOT / name).read_text(encoding="utf-8"))]
@@ -98,13 +98,13 @@ class Outcome:
 
 
 def named_files(folder: Path, test: str) -> list[str]:
-    """Return the test files that a path, perhaps with a `*`, names; each with the test in it that may follow `::`."""
+    """Return the test files that match a path, which may contain `*`; a test named after `::` is kept."""
     path, *inside = test.split("::")
     return ["::".join([str(file.relative_to(folder)), *inside]) for file in sorted(folder.glob(path))]
 
 
 def _run_tests(folder: Path, tests: Sequence[str], said: Path) -> None:
-    """Run tests in a copy of the tree, in a fork that has imported nothing of the project."""
+    """Run tests in a copy of the tree, in a fork that has not imported any of the project."""
     import pytest
 
     descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -112,7 +112,7 @@ def _run_tests(folder: Path, tests: Sequence[str], said: Path) -> None:
     os.dup2(descriptor, 2)
     os.chdir(folder)
     sys.path[0] = str(folder)
-    sys.dont_write_bytecode = False  # whatever the environment says: most files are the same in the next run
+    sys.dont_write_bytecode = False  # overrides the environment: most files are the same in the next run
     options = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", f"--basetemp={folder}-tests"]
     code = pytest.main([*options, f"--timeout={TEST_SECONDS}", *tests])
     sys.stdout.flush()
@@ -180,7 +180,7 @@ class Tree:
 
     def _write(self, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
-        # Python tells stale bytecode by the length of a file and its time in whole seconds: each version has its own.
+        # Python recognises stale bytecode by a file's length and time in seconds, so each version gets a new time.
         self.time += 1
         os.utime(path, (self.time, self.time))
 

@@ -17,17 +17,17 @@ _INTRODUCTION = """# Predictions against published figures
 
 Written by `python dev/prediction_table.py`; do not edit by hand.
 
-Nothing here was measured by this project: each figure was read from a real GPU by others and published. Each is
-predicted without a GPU by the code that predicts training, from a network that allocates what the published one does.
-Ratios are predicted / published.
+Nothing here was measured by this project: others measured each figure on a real GPU and published it. The code that
+predicts training predicts it without a GPU, from a network that allocates what the published one does. Ratios are
+predicted / published.
 """
 
 _QWEN = """## An image VAE in fp16
 
 The VAE of Qwen-Image (`AutoencoderKLQwenImage` of diffusers), one image, RTX 4090, torch 2.7.1, default allocator,
-[published here]({source}). Allocated contains the weights. Reserved counts from the moment when the weights are loaded:
-for encoding it is below what is allocated, so it cannot contain them. Contiguous tensors: each convolution takes a
-workspace of its input and its output.
+[published here]({source}). Allocated includes the weights. Reserved does not: for encoding it is below
+allocated, so it must count from the moment when the weights were loaded. The tensors are contiguous, so each
+convolution takes a workspace of the size of its input and its output.
 """
 
 _FALLBACK = """## Convolutions that cuDNN refuses
@@ -40,17 +40,17 @@ version that is installed.
 
 _MAISI = """## Training a volumetric diffusion network
 
-The U-Net of MAISI (181 million parameters, batch 1, fp16 autocast, Adam), [published here]({source}) as whole GB. Which
-figure NVIDIA read is not said; predicted is what tensors and workspaces allocate.
+The U-Net of MAISI (181 million parameters, batch 1, fp16 autocast, Adam), [published here]({source}) as whole GB.
+NVIDIA does not say which figure this is; predicted is what tensors and workspaces allocate.
 """
 
 _UNKNOWN = """## What is not known
 
-- Workspaces of fp32 convolutions, with and without TF32, and of channels-last convolutions: no published figure was
-  found that shows one.
+- Workspaces of fp32 convolutions, with and without TF32, and of channels-last convolutions: we found no published
+  figure that shows one.
 - The CUDA context (0.5 GiB is assumed) and NCCL's buffers (0.25 GiB are assumed).
-- Times: they are lower bounds from data sheets. No published time of a volumetric training step was found that says
-  enough about the step.
+- Times: they are lower bounds from data sheets. We found no published time of a volumetric training step with enough
+  detail about the step.
 """
 
 

@@ -31,11 +31,11 @@ COLUMNS = (
     "batch x accumulation",
     "stage 1 needs",
     "stage 2 needs",
-    "beside the steps",
+    "validation / encoding / sampling",
     f"hours on {GPU}",
     "memory knobs on",
     "rungs left",
-    "as far as the same mathematics goes",
+    "stage 1 on the last rung",
 )
 
 
@@ -154,7 +154,7 @@ def _row(preset: Preset) -> list[str]:
         f"{training.batch_size} x {training.gradient_accumulation_steps}",
         _gib(preset.first.required_bytes),
         _gib(preset.second.required_bytes),
-        _beside(preset),
+        _outside_steps(preset),
         _hours(preset),
         _knobs(settings),
         str(preset.rungs_left),
@@ -162,12 +162,11 @@ def _row(preset: Preset) -> list[str]:
     ]
 
 
-def _beside(preset: Preset) -> str:
-    """Return what validation of both stages, encoding the latents and sampling reserve."""
+def _outside_steps(preset: Preset) -> str:
+    """Return what validation of stage 1, encoding the latents and sampling reserve."""
     second = preset.second.run_peaks
-    parts = {"validation": preset.first.run_peaks.get("validation"), "encoding": second.get("encoding the latents")}
-    parts["sampling"] = second.get("sampling")
-    return ", ".join(f"{name} {_gib(peak['reserved_bytes'])}" for name, peak in parts.items() if peak is not None)
+    peaks = (preset.first.run_peaks["validation"], second["encoding the latents"], second["sampling"])
+    return " / ".join(_gib(peak["reserved_bytes"]).removesuffix(" GiB") for peak in peaks) + " GiB"
 
 
 def _hours(preset: Preset) -> str:

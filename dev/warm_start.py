@@ -29,19 +29,15 @@ class WarmStart:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
             [
-                *(
-                    "memory.watch.memory_watch",
-                    "evaluation.autoencoder_validation",
-                    "evaluation.ldm_validation",
-                    "torch.utils.tensorboard",
-                ),
-                *(
-                    "evaluation.trained_run",
-                    "evaluation.reconstructions",
-                    "evaluation.samples",
-                    "report",
-                    "models.exchange.weights",
-                ),
+                "memory.watch.memory_watch",
+                "evaluation.autoencoder_validation",
+                "evaluation.ldm_validation",
+                "torch.utils.tensorboard",
+                "evaluation.trained_run",
+                "evaluation.reconstructions",
+                "evaluation.samples",
+                "report",
+                "models.exchange.weights",
             ]
         )
         # Killed processes leak their semaphores; silence the resource tracker's warning about that.

@@ -88,7 +88,10 @@ def _check_settings(settings: Settings, trained: dict[str, Any], path: Path, is_
     try:
         before = validate(trained)
     except ConfigError as error:
-        raise CheckpointError(f"{path}: its settings do not belong to this version of the program: {error}") from None
+        raise CheckpointError(
+            f"{path}: its settings do not belong to this version of the program; use the version that wrote them, or "
+            f"train stage 1 again: {error}"
+        ) from None
     changed = list(_differences("autoencoder", _architecture(before.autoencoder), _architecture(settings.autoencoder)))
     reading = list(_differences("data", _reading(before), _reading(settings)))
     if is_own:

@@ -16,7 +16,7 @@ from diffusion.latent_files import Moments
 
 @dataclass(frozen=True)
 class LatentBatch:
-    """One micro-batch of latents: like `Batch`, but with mean and sigma (B, C, D, H, W) instead of the image."""
+    """One micro-batch of latents: a `Batch` with mean and sigma (B, C, D, H, W) instead of the image."""
 
     mean: Tensor
     sigma: Tensor

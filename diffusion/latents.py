@@ -1,7 +1,7 @@
 """Prepares the latents that stage 2 trains on: encodes each volume once, keeps it, and finds one scale for all.
 
-Latents are of whole volumes without augmentation: `data.patch_size` and `data.use_augmentation` apply to stage 1 only.
-Therefore `ldm.latents.cache` disk, memory and none give the same training.
+Whole volumes are encoded, without augmentation: `data.patch_size` and `data.use_augmentation` apply to stage 1 only.
+Therefore training is the same with `ldm.latents.cache` disk, memory and none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Latents:
     """The latents of a run: how to read one (None if they are not kept), and facts about the training set.
 
     `spacing_mm`, `lower` and `upper` are medians over the training volumes. `autoencoder` is the hash of the weights
-    that encoded them. `pin_memory`: training batches lie in page-locked memory.
+    that encoded them. With `pin_memory`, training batches are in page-locked memory.
     """
 
     volumes: DataSplit

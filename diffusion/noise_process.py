@@ -29,7 +29,7 @@ class NoiseProcess:
         self.device = device
         self.time_sampling = s.time_sampling
         kept = np.ones(1) if self.is_flow else _kept_variance(s)
-        # A schedule that ends in pure noise is sampled from there: v needs no division by the signal.
+        # A schedule that ends in pure noise is sampled from its end: v needs no division by the signal.
         self.num_usable = len(kept) if s.zero_terminal_snr else int((np.sqrt(kept) >= SMALLEST_SIGNAL).sum())
         self._signal = torch.tensor(np.sqrt(kept), dtype=torch.float32).to(device)
         self._noise_level = torch.tensor(np.sqrt(1 - kept), dtype=torch.float32).to(device)
@@ -97,7 +97,7 @@ class NoiseProcess:
         error of the prediction.
         """
         signal, level = self.coefficients(times)
-        # Where there is no noise the ratio is infinite, and gamma is the smaller.
+        # Without noise the ratio is infinite, and gamma caps it.
         ratio = (signal / level).square().clamp_max(gamma)
         return (ratio * self.clean_slope(times).square()).flatten()
 

@@ -1,8 +1,8 @@
 """The samplers: each is one function that follows the times of a noise process from noise to a clean latent.
 
-A sampler gets `denoise`, which returns the clean latent and the noise that the network sees in a latent at a time, and
+A sampler gets `denoise`, which returns the clean latent and the noise that the network predicts for a noisy latent, and
 `fresh`, which draws new noise for a step. All samplers but ddpm are deterministic. Each calls the network once per
-step, heun twice in all steps but the last.
+step; heun calls it twice, except in the last step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Sampler = Callable[[NoiseProcess, Denoise, Tensor, Sequence[Tensor], Fresh], Ten
 
 
 def ddim(process: NoiseProcess, denoise: Denoise, latents: Tensor, times: Sequence[Tensor], fresh: Fresh) -> Tensor:
-    """Keep the noise that the network sees (Song et al. 2021, equation 12); for rectified flow this is Euler's rule."""
+    """Keep the noise that the network predicts (Song et al. 2021, equation 12); Euler's rule for rectified flow."""
     for time, after in pairwise(times):
         clean, noise = denoise(latents, time)
         signal, level = process.coefficients(after)
@@ -44,8 +44,8 @@ def ddpm(process: NoiseProcess, denoise: Denoise, latents: Tensor, times: Sequen
 def dpmpp_2m(process: NoiseProcess, denoise: Denoise, latents: Tensor, times: Sequence[Tensor], fresh: Fresh) -> Tensor:
     """Extrapolate the clean latent from two steps: DPM-Solver++(2M) (Lu et al. 2022, algorithm 2).
 
-    The first step and the last, which ends at the clean latent, are of first order. Equal steps in time would leave
-    most of the way to the last one.
+    The first and the last step are of first order. With equally spaced times, the last step would have to go most of
+    the way to the clean latent.
     """
     before, stride_before = None, None
     for time, after in pairwise(times):

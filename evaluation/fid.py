@@ -18,7 +18,7 @@ PLANES = ("first axis", "second axis", "third axis")
 
 # The networks were trained on ImageNet, normalised with these.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_SMALLEST_SIDE = 64  # the networks' strides leave nothing of smaller slices, so those are enlarged
+_SMALLEST_SIDE = 64  # smaller slices would vanish in the networks' strides, so they are enlarged
 _KEPT_SLICES = (0.2, 0.8)  # the outer slices of a volume are often empty
 _CHUNK = 32  # slices per forward pass
 

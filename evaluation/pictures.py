@@ -16,7 +16,7 @@ from storage.atomic import replacing
 from storage.names import printable
 
 PLANE_NAMES = ("sagittal", "coronal", "axial")
-"""The planes in the order of the axis that they cut, for volumes whose axes are turned to R or L, A or P, S or I."""
+"""Names of the planes, in the order of the axis that they cut, for volumes in an orientation such as RAS."""
 
 PLANE_PIXELS = 240
 """Length of the longest side of a plane."""
@@ -35,7 +35,7 @@ class Row:
 
     @classmethod
     def of(cls, label: str, volume: Tensor, spacing_mm: Sequence[float]) -> Row:
-        """Cut the three middle planes of a (D, H, W) volume and bring them to a size that shows them well."""
+        """Cut the three middle planes of a (D, H, W) volume and scale them to a size that is easy to see."""
         return cls(label, middle_planes(volume, spacing_mm))
 
 
@@ -88,7 +88,7 @@ def _pad(plane: Tensor, height: int, width: int) -> Tensor:
 
 
 def _text_line(text: str, width: int) -> Tensor:
-    """Return a line of light text on black; long text loses its beginning, because names differ at their end."""
+    """Return a line of light text on black; long text is cut at the start, because names differ at the end."""
     font = ImageFont.load_default(13)
     line = Image.new("L", (width, LINE))
     shown = text = printable(text)

@@ -43,8 +43,8 @@ ROLE = re.compile(r"(?P<kind>input|reconstruction|sample|nearest|real)(_(?P<plac
 class ViewerVolume:
     """One channel as bytes (D, H, W), downsampled from `grid` if that is too large.
 
-    `spacing_mm` is the distance of neighbouring voxels on `grid`, `orientation` says where its axes point. `name` tells
-    which volume this is, and `note` what to know about it, such as its class.
+    `spacing_mm` is the distance between neighbouring voxels of `grid`, and `orientation` says where its axes point.
+    `name` says which volume this is, and `note` adds to it, for example its class.
     """
 
     voxels: np.ndarray
@@ -66,7 +66,7 @@ class ViewerVolume:
         return cls((shown * 255).round().to(torch.uint8).cpu().numpy(), tuple(channel.shape))
 
     def described(self, spacing_mm: tuple[float, ...], orientation: str, name: str, note: str = "") -> ViewerVolume:
-        """Return the volume with its spacing and orientation, the name it is shown under and what to know about it."""
+        """Return the volume with its spacing, its orientation, the name it is shown under and a note."""
         return replace(self, spacing_mm=spacing_mm, orientation=orientation, name=printable(name), note=printable(note))
 
     @property
@@ -105,7 +105,7 @@ def save_viewer_volumes(run: RunFolder, stage: str, step: int, volumes: Mapping[
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for role, volume in volumes.items():
-        assert ROLE.fullmatch(role), f"{role} is no role of a volume"
+        assert ROLE.fullmatch(role), f"{role} is not a role of a volume"
         facts = PngInfo()
         facts.add_text(FACTS, json.dumps(volume.facts))
         path = folder / f"{stage}_{step:08d}_{role}.png"

@@ -18,16 +18,16 @@ MAX_COMPARED = 64
 """How many training volumes the samples of a validation are compared with; scripts/evaluate.py compares all."""
 
 MAX_SHOWN = 2 * MAX_COPIES
-"""How many held-out volumes stand beside the samples: one row beside these, and one beside their neighbours."""
+"""How many held-out volumes are shown: one row beside the samples, and one beside their nearest training volumes."""
 
 
 def spacing_of(file: VolumeFile, data: DataSettings) -> tuple[float, ...]:
-    """Return the distance of neighbouring voxels, in mm, once a volume is on the network's grid."""
+    """Return the distance between neighbouring voxels, in mm, once a volume is on the network's grid."""
     return tuple(map(float, geometry_of(read_header(file.path), data).spacing_mm))
 
 
 class RealVolumes:
-    """Reads held-out and training volumes when they are first asked for, and remembers what it needs of them."""
+    """Reads held-out and training volumes on first use, and keeps what it needs of them."""
 
     def __init__(self, volumes: DataSplit, data: DataSettings) -> None:
         train = volumes.train
@@ -45,7 +45,7 @@ class RealVolumes:
         return self._held_out
 
     def nearest_to(self, samples: Sequence[Tensor]) -> list[ViewerVolume]:
-        """Return for each (C, D, H, W) sample in [0, 1] the training volume with the smallest distance to it."""
+        """Return the training volume nearest to each (C, D, H, W) sample in [0, 1]."""
         if self._vectors is None:
             self._vectors = torch.stack([summary_vector(to_unit(self._read(file))) for file in self._train])
         vectors = torch.stack([summary_vector(sample) for sample in samples])

@@ -64,7 +64,7 @@ def reconstruction_discrepancy(
 ) -> float:
     """Return the MMD between reconstructions of at most `num` training volumes and the held-out volumes.
 
-    The autoencoder alone causes this discrepancy, so samples can hardly score lower.
+    The autoencoder alone causes this discrepancy, so samples rarely score lower.
     """
     chosen = [train[number * len(train) // min(num, len(train))] for number in range(min(num, len(train)))]
     vectors = []
@@ -75,9 +75,9 @@ def reconstruction_discrepancy(
 
 
 def anchors(reference: Reference, num: int, seed: int) -> dict[str, dict[str, Any]]:
-    """Return what `evaluate_samples` says of three sets of `num` that everyone can judge: what is good, and what bad.
+    """Return the metrics of three sets of `num` volumes that show what good and bad values look like.
 
-    They are training volumes, copies of the mean training volume, and uniform noise.
+    The sets are training volumes, copies of the mean training volume, and uniform noise.
     """
     generator = torch.Generator().manual_seed(seed)
     count = len(reference.training_vectors)

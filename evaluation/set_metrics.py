@@ -24,7 +24,7 @@ BANDWIDTHS = (0.5, 1.0, 2.0)
 MAX_PAIRS = 64
 
 NEIGHBOUR = 3
-"""Precision and recall reach as far as this nearest neighbour."""
+"""Precision and recall use the distance to this nearest neighbour, counted from 1."""
 
 
 def summary_vector(volume: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def maximum_mean_discrepancy(samples: Tensor, reference: Tensor) -> float:
 def squared_discrepancy(samples: Tensor, reference: Tensor) -> tuple[float, float]:
     """Return the unbiased estimate of the squared discrepancy, which may be negative, and its standard error.
 
-    The error is the jackknife's over samples and over reference volumes; NaN for sets of two, which leave no rest.
+    The error is the jackknife's over samples and over reference volumes; NaN for sets of two.
     """
     assert len(samples) > 1, f"MMD needs at least two samples, not {len(samples)}"
     assert len(reference) > 1, f"MMD needs at least two reference volumes, not {len(reference)}"
@@ -62,7 +62,7 @@ def squared_discrepancy(samples: Tensor, reference: Tensor) -> tuple[float, floa
     cross = kernel(samples, reference)
 
     def among(vectors: Tensor, across: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean kernel within a set, and the variance of the estimate when one of the set is left out."""
+        """Return the mean kernel within a set, and the variance of the estimate when one member is left out."""
         number, matrix = len(vectors), kernel(vectors, vectors).fill_diagonal_(0)
         within = matrix.sum() / (number * (number - 1))
         rest = (matrix.sum() - 2 * matrix.sum(dim=1)) / ((number - 1) * (number - 2))
@@ -75,10 +75,10 @@ def squared_discrepancy(samples: Tensor, reference: Tensor) -> tuple[float, floa
 
 
 def precision_and_recall(samples: Tensor, reference: Tensor) -> tuple[float, float]:
-    """Return the share of samples among the reference, and of reference volumes among the samples.
+    """Return the share of samples that lie within the reference, and of reference vectors that lie within the samples.
 
-    A vector is among a set if it is no further from one of the set than that one's third nearest neighbour in the set
-    (Kynkäänniemi et al. 2019); sets of fewer than four use the furthest.
+    A vector lies within a set if it is no further from one of its members than that member's third nearest neighbour in
+    the set (Kynkäänniemi et al. 2019); sets of fewer than four use the furthest.
     """
 
     def share_inside(vectors: Tensor, others: Tensor) -> float:
@@ -101,7 +101,7 @@ def mean_pairwise_ms_ssim(volumes: Sequence[Tensor]) -> float:
 
 
 def nearest(vectors: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the root-mean-square distance from each vector to the nearest of the others, and the index of that one."""
+    """Return the root-mean-square distance from each vector to the nearest of the others, and its index."""
     distances = torch.cdist(vectors, others) / vectors.shape[1] ** 0.5
     smallest = distances.min(dim=1)
     return smallest.values, smallest.indices

@@ -1,4 +1,4 @@
-"""Are volumes as sharp as others? Gradient magnitudes, and power spectra of slices in all three planes.
+"""Sharpness of volumes: gradient magnitudes, and power spectra of slices in all three planes.
 
 Volumes are (C, D, H, W) with values in [0, 1].
 """
@@ -35,15 +35,15 @@ def gradient_magnitude(volume: Tensor) -> Tensor:
 
 
 def band_powers(volume: Tensor) -> Tensor:
-    """Return the mean power (3 planes, NUM_BANDS) of slices, by the distance of their frequencies from zero.
+    """Return the mean power of slices (3 planes, NUM_BANDS) by spatial frequency.
 
-    A slice's mean is left out, and so are frequencies in the corners, above 0.5 cycles per voxel. Bands that a plane is
-    too thin to have are NaN.
+    The mean of a slice is left out, and so are frequencies above 0.5 cycles per voxel, in the corners of the spectrum.
+    Bands that a plane is too small to have are NaN.
     """
     rows = []
     for plane in (1, 2, 3):
         slices = volume.float().movedim(plane, 1).flatten(0, 1)
-        # In parts, so that a large volume needs no complex copy of its size.
+        # In parts, because the transform of a whole volume would be a complex copy of it.
         power = sum(torch.fft.fft2(part).abs().square().sum(dim=0) for part in slices.split(_SLICES_AT_ONCE))
         assert isinstance(power, Tensor), "a volume has slices"
         frequencies = [torch.fft.fftfreq(size, device=power.device) for size in power.shape]
@@ -55,9 +55,9 @@ def band_powers(volume: Tensor) -> Tensor:
 
 
 def compare_sharpness(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> dict[str, Any]:
-    """Return gradient magnitude and band powers, as shares of what is wanted; below 1 is softer.
+    """Return the mean gradient magnitude and band powers of one set relative to another; below 1 is softer.
 
-    Both are results of `sharpness_of`, one for each volume. NaN where real volumes have no such detail.
+    Both sets hold one result of `sharpness_of` per volume. NaN where the volumes in `wanted` have no such detail.
     """
     gradient, *powers = (torch.stack([*found]).mean(dim=0) / torch.stack([*wanted]).mean(dim=0)).tolist()
     finite = [value if math.isfinite(value) else math.nan for value in powers]

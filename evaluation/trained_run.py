@@ -55,8 +55,8 @@ class SampleFrame(BaseModel):
 class TrainedRun:
     """The folder of a run with a trained stage 1 and, for sampling, a trained stage 2.
 
-    Of a stage that is not finished, the newest checkpoint is used, with a warning. `best` names a stage whose weights
-    at its best validation are used instead.
+    A stage that is not finished gives the weights of its newest checkpoint, with a warning. `best` names a stage that
+    gives those of its best validation instead.
     """
 
     def __init__(self, path: str | Path, budget_gb: float | None = None, best: str | None = None) -> None:

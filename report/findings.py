@@ -1,4 +1,4 @@
-"""What a run is worth, and what it was trained on: the evaluation with its anchors, and the data."""
+"""The evaluation of a run beside its anchors, and a summary of its data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from report.markup import escaped, table
+from storage.names import counted
 
 _RECONSTRUCTION = (("psnr", "PSNR", "{:.2f} dB"), ("ssim", "SSIM", "{:.4f}"), ("ms_ssim", "MS-SSIM", "{:.4f}"))
 
@@ -31,7 +32,7 @@ def _scores(evaluation: dict[str, Any]) -> str:
         [
             f"{words} of reconstructions",
             _number(mean.get(key), form),
-            f"mean of {held_out} held-out volume{'' if held_out == 1 else 's'}",
+            f"mean of {counted(held_out, 'held-out volume')}",
         ]
         for key, words, form in _RECONSTRUCTION
     ]

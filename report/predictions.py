@@ -1,4 +1,4 @@
-"""Add memory predictions to runs that were made without."""
+"""Adds memory predictions to runs that have none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Serve the report of a run on this machine while training goes on.
+"""Serve the report of a run, to this machine only, while it trains.
 
-The server answers three addresses and reads nothing that a request names, so no file can be asked for.
+The server answers two fixed addresses and never opens a path from a request, so it cannot leak other files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LARGEST_PORT = 65_535
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Answers / with the page of the runs as they are now, and /version with a mark that changes when they do."""
+    """Serves the current page at / and, at /version, a hash that changes when the runs change."""
 
     daemon_threads = True
 
@@ -39,7 +39,7 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/"
 
     def version(self) -> str:
-        """Return a mark of the files that the page shows; raise `UserError` if one lies outside its run folder."""
+        """Return a hash of the state of all shown files; raise `UserError` if one is outside its run folder."""
         marks = []
         for run in self.runs:
             root = run.path.resolve()
@@ -51,14 +51,14 @@ class ReportServer(ThreadingHTTPServer):
         return hashlib.sha256("\n".join(marks).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
     def page(self) -> str:
-        """Return the page of the runs as they are now."""
-        # The version comes first: what is written while the page is read makes the next version.
+        """Return the current page of the runs."""
+        # Take the version first, so that whatever is written while the page is built changes the next version.
         version = self.version()
         return page_of([run.path for run in self.runs], version)
 
 
 def _files(run: RunFolder) -> Iterator[Path]:
-    """Yield the files of a run that the page is made from, as far as they exist."""
+    """Return the existing files of a run that the page is made from."""
     records = (run.config, run.environment, run.metrics, run.evaluation, run.path / "oom_report.json")
     memory = (run.path / f"memory_{stage}.json" for stage in ("autoencoder", "ldm"))
     weights = (run.weights(stage) for stage in ("autoencoder", "ldm"))
@@ -67,14 +67,14 @@ def _files(run: RunFolder) -> Iterator[Path]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD; everything else, and every other address, is refused."""
+    """Handles GET and HEAD; refuses all other methods and addresses."""
 
     server: ReportServer
     server_version, sys_version = "report", ""
 
     def do_GET(self) -> None:
-        """Answer the page, or its version."""
-        # A page of another site could reach this server under a name that it points at 127.0.0.1.
+        """Send the page or its version."""
+        # Another site could point a name of its own at 127.0.0.1 and read this server through the browser.
         allowed = {f"{name}:{self.server.server_port}" for name in (LOOPBACK, "localhost")}
         if self.headers.get("Host") not in allowed:
             self.send_error(HTTPStatus.NOT_FOUND)
@@ -90,14 +90,14 @@ class _Handler(BaseHTTPRequestHandler):
             log.warning("%s", error)
             self.send_error(HTTPStatus.NOT_FOUND)
         except FileNotFoundError as error:
-            # Old previews and temporary files disappear while training goes on; the page asks again.
+            # Old previews and temporary files may disappear during training; the page will ask again.
             log.debug("%s", error)
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True  # the browser went away
 
     def do_HEAD(self) -> None:
-        """Answer the headers alone."""
+        """Send the headers alone."""
         self.do_GET()
 
     def _answer(self, text: str, kind: str) -> None:
@@ -112,13 +112,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Stay quiet: the page asks every two seconds."""
+        """Log nothing, because the page asks every two seconds."""
 
 
 def serve(run_folders: Sequence[Path], port: int) -> None:
     """Serve the page of one or several runs on the loopback interface until the command is interrupted."""
     if port > LARGEST_PORT:
-        raise UserError(f"--port: {port} is no port; allowed: 0 to {LARGEST_PORT}; give another, or 0 for any free one")
+        raise UserError(
+            f"--port: {port} is not a port; allowed: 0 to {LARGEST_PORT}; give another, or 0 for any free one"
+        )
     try:
         server = ReportServer(run_folders, port)
     except OSError as error:

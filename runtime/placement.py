@@ -1,4 +1,4 @@
-"""Where networks live."""
+"""Moves networks to their device and memory layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channe
 def move(network: Network, device: torch.device, memory_format: MemoryFormat | None = None) -> Network:
     """Move a network to `device` in place, unless it is already there, and return it.
 
-    With a memory format, which only our own networks take, bring it into that layout; `auto` is its fastest one.
+    A memory format, which only our own networks take, also sets its layout; `auto` is the fastest one.
     `Module.to` replaces every parameter even if none has to move. Memory prediction builds networks from fake
     parameters, and torch cannot replace those.
     """

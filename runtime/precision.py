@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Precision:
-    """Autocast and gradient scaling for one device, from the settings; also sets CUDA's algorithms for the process."""
+    """Autocast and gradient scaling for one device, from the settings; also chooses CUDA's algorithms."""
 
     def __init__(self, settings: DeviceSettings, device: torch.device) -> None:
         self.device = device

@@ -118,9 +118,8 @@ def synchronised(network: nn.Module, is_last: bool) -> Any:
 def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device:
     """Return the device to train on; raise `ConfigError` if the settings ask for a GPU that does not exist."""
     if settings.type == "cpu" or (settings.type == "auto" and not torch.cuda.is_available()):
-        # oneDNN's 16-bit CPU kernels cannot be trusted: AMX is an illegal instruction on some machines that report it,
-        # and the AVX-512 weight gradient of a one-channel convolution reads uninitialised memory. AVX2 has no 16-bit
-        # kernels.
+        # Avoid oneDNN's 16-bit kernels, of which AVX2 has none: AMX is an illegal instruction on some machines that
+        # report it, and the AVX-512 weight gradient of a one-channel convolution reads uninitialised memory.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2" if settings.mixed_precision else "AVX512_CORE_BF16")
         if settings.mixed_precision:
             log.warning("mixed precision is many times slower than fp32 on a CPU; set device.mixed_precision=false")
@@ -188,7 +187,8 @@ def number_of_processes() -> int:
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
-        raise ConfigError([Problem(name, f"{text!r} in the environment", "a whole number", "start with torchrun")])
+        found = f"{text!r} in the environment"
+        raise ConfigError([Problem(name, found, "allowed: a whole number", "start with torchrun")])
     return int(text)
 
 

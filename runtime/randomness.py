@@ -16,7 +16,7 @@ def derive_seed(seed: int, purpose: str, position: int) -> int:
 
 
 class SampleNoise:
-    """Noise that belongs to a sample, not to a batch, so batch size and number of ranks do not change it."""
+    """Noise that depends on the sample alone, so batch size and number of ranks do not change it."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed

@@ -64,10 +64,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument(
         "--out", default="runs/benchmark", metavar="DIR", help="folder for tables and plots (default: runs/benchmark)"
     )
-    result.add_argument("--volumes", metavar="DIR", help="volumes for the part recipe, which is left out without them")
-    result.add_argument("--config", default="configs/quickstart.yaml", metavar="FILE", help="config of the part recipe")
     result.add_argument(
-        "--cpu-seconds", type=above_zero, default=120.0, help="recipe: training of each stage (default: 120)"
+        "--volumes", metavar="DIR", help="recipe: volumes to train on; without them, this part is left out"
+    )
+    result.add_argument("--config", default="configs/quickstart.yaml", metavar="FILE", help="recipe: config to train")
+    result.add_argument(
+        "--cpu-seconds", type=above_zero, default=120.0, help="recipe: CPU seconds of training per stage (default: 120)"
     )
     result.add_argument("--seeds", type=at_least(1), default=1, help="recipe: number of seeds (default: 1)")
     result.add_argument("--docs", action="store_true", help="also write docs/benchmarks.md and its pictures")
@@ -84,7 +86,9 @@ def main(options: argparse.Namespace) -> int:
     path = out / "benchmark.json" if options.json is None else Path(options.json)
     sizes = QUICK if options.quick else WHOLE
     if options.docs and options.quick:
-        raise ConfigError("--docs: found with --quick; allowed: one of them; quick figures are not for reading")
+        raise ConfigError(
+            "--docs: given with --quick, whose figures mean nothing; allowed: one of them; leave out --quick"
+        )
     import torch
 
     # CPU seconds of several threads include the time that they wait for each other.

@@ -1,4 +1,4 @@
-"""Read every volume of a config and report its shape, spacing, intensities and problems."""
+"""Check and prepare every volume of a config: report shapes, spacings, intensities and problems, and suggest a grid."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _row(found, checked) -> tuple[str, ...]:
+    import numpy as np
+
     name, problems = printable(found.name), str(len(checked.problems) or "")
     facts = checked.facts
     if facts is None:
@@ -66,7 +68,7 @@ def _row(found, checked) -> tuple[str, ...]:
         printable(found.class_name or ""),
         "x".join(map(str, facts.axes)),
         "x".join(f"{mm:.3g}" for mm in facts.header.spacing_mm) if facts.has_spacing else "none",
-        facts.dtype.lstrip("<>|="),
+        np.dtype(facts.dtype).name,
         f"{facts.minimum:g}",
         f"{facts.maximum:g}",
         "" if facts.num_not_finite else ", ".join(ends),
@@ -124,7 +126,7 @@ def _summary(source, volumes, settings) -> str:
         f"{counted(len(facts), 'volume')}, no problem: "
         f"{len(volumes.train)} for training, {len(volumes.val)} for validation",
         *range_lines(facts, data),
-        f"brought to {_times(data.voxel_size)} ({data.resize}), intensities scaled by {data.intensity.mode}",
+        f"resized to {_times(data.voxel_size)} ({data.resize}), intensities scaled by {data.intensity.mode}",
     ]
     if volumes.class_names:
         files = (*volumes.train, *volumes.val)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up the environment, runs the tests that need a CUDA device, and prints tables of what was measured on it: peaks
-# beside their predictions, and times beside stock MONAI's. Takes some minutes. Works from any directory.
+# beside their predictions, and times beside stock MONAI's. Takes a few minutes. Works from any directory.
 # Arguments go to pytest, for example: bash scripts/check_gpu.sh -k peak
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,4 +1,4 @@
-"""Evaluate a finished run: reconstructions of held-out volumes, and samples against held-out and training volumes."""
+"""Evaluate a trained run: reconstructions of held-out volumes, and samples against held-out and training volumes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "python scripts/evaluate.py --run runs/ct --num 64 --fid-network resnet50 --fid-weights resnet50.pth",
         ],
     )
-    result.add_argument("--run", required=True, metavar="DIR", help="the folder of a finished run")
+    result.add_argument("--run", required=True, metavar="DIR", help="folder of a run, finished or not")
     result.add_argument("--json", metavar="FILE", help="also write all numbers as JSON")
     result.add_argument("--num", type=at_least(2), default=16, help="number of samples (default: 16)")
     result.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as configured)")
@@ -73,14 +73,14 @@ def main(options: argparse.Namespace) -> int:
 
     if options.json is not None:
         check_output_file(options.json)
-    finished = TrainedRun(options.run)
-    has_stage_two = finished.has_weights("ldm")
+    trained = TrainedRun(options.run)
+    has_stage_two = trained.has_weights("ldm")
     if has_stage_two:
-        network, frame = finished.unet()
-    codec = finished.codec()
+        network, frame = trained.unet()
+    codec = trained.codec()
     features = load_features(options.fid_network, options.fid_weights) if options.fid_weights is not None else None
     changes = {} if options.steps is None else {"ldm.sampling.num_inference_steps": options.steps}
-    settings = finished.settings.with_overrides(changes)
+    settings = trained.settings.with_overrides(changes)
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
     data = stage_two_data(settings.data)
     if len(volumes.val) < 2:
@@ -88,7 +88,7 @@ def main(options: argparse.Namespace) -> int:
             f"data.val_fraction: {len(volumes.val)} held-out volumes; evaluation needs at least 2; increase it"
         )
     results: dict[str, Any] = {
-        "run": str(finished.folder.path),
+        "run": str(trained.folder.path),
         "reconstruction": evaluate_reconstructions(codec, volumes.val, data),
     }
     if has_stage_two:
@@ -101,11 +101,11 @@ def main(options: argparse.Namespace) -> int:
             results["reconstruction"]["mmd"] = allowed
         if options.untrained_baseline:
             torch.manual_seed(settings.seed)
-            samples = draw_samples(finished.untrained_unet(), codec, *drawn)
+            samples = draw_samples(trained.untrained_unet(), codec, *drawn)
             results["untrained"] = evaluate_samples(samples, reference, features)
             results["mmd_ratio"] = results["samples"]["mmd"] / max(results["untrained"]["mmd"], 1e-12)
     else:
-        log.warning("%s: no such file, so only reconstructions are evaluated", finished.folder.weights("ldm"))
+        log.warning("%s: no such file, so only reconstructions are evaluated", trained.folder.weights("ldm"))
     print(_table(results))
     valid = _without_nan(results)
     for reason in sorted(set(valid.get("undefined", {}).values())):
@@ -114,8 +114,8 @@ def main(options: argparse.Namespace) -> int:
     if options.json is not None:
         write_output(options.json, text)
     try:
-        write_text(finished.folder.evaluation, text)
-        log.info("next: open %s", write_report(finished.folder.path))
+        write_text(trained.folder.evaluation, text)
+        log.info("next: open %s", write_report(trained.folder.path))
     except OSError as error:
         log.warning("%s: cannot be written (%s), so the report lacks this evaluation", error.filename, error.strerror)
     return 0

@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> None:
     except RuntimeError as error:
         raise CheckpointError(
             f"{source}: MONAI's {CLASSES[network]} rejects these weights ({str(error).splitlines()[-1].strip()});"
-            " MONAI has no levels with num_res_blocks 0 that change the number of channels"
+            " levels with num_res_blocks 0 that change the number of channels exist only here and cannot be exported"
         ) from None
     arguments = monai_arguments(network, settings)
     destination.parent.mkdir(parents=True, exist_ok=True)

@@ -35,15 +35,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument(
         "--budget-gb", type=float, required=True, metavar="N", help="memory of the GPU in GB, for example 24"
     )
-    result.add_argument("--stage", choices=("autoencoder", "ldm"), default="autoencoder", help="default: autoencoder")
+    result.add_argument(
+        "--stage", choices=("autoencoder", "ldm"), default="autoencoder", help="stage to predict; default: autoencoder"
+    )
     result.add_argument(
         "--order",
         choices=("lossless-first", "guide"),
         default="lossless-first",
-        help="lossless-first (default): first the changes that keep the mathematics; guide: as in the memory guide",
+        help="lossless-first (default): changes that keep the mathematics come first; guide: as in the memory guide",
     )
     result.add_argument(
-        "--gpu", metavar="NAME", help='for the time, such as "RTX 4090"; default: this machine\'s, or A100'
+        "--gpu",
+        metavar="NAME",
+        help='GPU to predict the time for, such as "RTX 4090"; default: this machine\'s, or A100',
     )
     result.add_argument("--json", metavar="FILE", help="also write the rungs and the recommendation as JSON")
     result.add_argument("--write-config", metavar="FILE", help="write the recommended config, with reasons as comments")

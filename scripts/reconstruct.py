@@ -26,7 +26,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument(
         "--best", action="store_true", help="use the weights of the best validation (default: the last weights)"
     )
-    result.add_argument("--run", required=True, metavar="DIR", help="the folder of a run; an unfinished one will do")
+    result.add_argument("--run", required=True, metavar="DIR", help="folder of a run, finished or not")
     result.add_argument("--input", required=True, metavar="PATH", help="a volume, or a folder of volumes")
     result.add_argument("--out", required=True, metavar="DIR", help="folder for the reconstructions")
     result.add_argument(
@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
     from storage.names import printable
 
     check_output_folder(options.out)
-    finished = TrainedRun(options.run, options.budget_gb, best="autoencoder" if options.best else None)
+    trained = TrainedRun(options.run, options.budget_gb, best="autoencoder" if options.best else None)
     source = Path(options.input)
     if not source.exists():
         raise DataError(f"--input: {printable(source)} does not exist; give a volume or a folder of volumes")
@@ -59,11 +59,11 @@ def main(options: argparse.Namespace) -> int:
     for target in targets.values():
         if target.resolve() in inputs:
             raise DataError(f"--out: {printable(target)} is one of the input volumes; give another folder")
-    codec = finished.codec()
-    device = finished.precision.device
+    codec = trained.codec()
+    device = trained.precision.device
 
     for path, target in tqdm(targets.items(), desc="reconstructing", unit="volume"):
-        loaded = load_volume(path, finished.settings.data, finished.settings.autoencoder.in_channels)
+        loaded = load_volume(path, trained.settings.data, trained.settings.autoencoder.in_channels)
         mean, _ = codec.encode(loaded.image)
         volume = codec.decode(mean)
         voxels, affine = restore(volume, loaded)

@@ -41,7 +41,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     result.add_argument("--predict", action="store_true", help="predict the memory of stages without a prediction")
     result.add_argument(
-        "--serve", action="store_true", help="show the page on this machine and refresh it while training goes on"
+        "--serve", action="store_true", help="show the page on this machine and refresh it during training"
     )
     result.add_argument("--port", type=at_least(0), default=8008, help="port of --serve; 0: any (default: 8008)")
     return result.parse_args(arguments)

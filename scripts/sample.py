@@ -1,4 +1,4 @@
-"""Sample volumes from a finished run and write them as NIfTI files, with a montage of all of them."""
+"""Sample volumes from a trained run and write them as NIfTI files, with a montage of all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument(
         "--best", action="store_true", help="use the weights of the best validation (default: the last weights)"
     )
-    result.add_argument("--run", required=True, metavar="DIR", help="the folder of a run; an unfinished one will do")
+    result.add_argument("--run", required=True, metavar="DIR", help="folder of a run, finished or not")
     result.add_argument("--num", type=at_least(1), default=8, help="number of volumes (default: 8)")
     result.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as configured)")
     result.add_argument("--seed", type=at_least(0), default=0, help="seed of the volumes (default: 0)")
@@ -60,20 +60,22 @@ def main(options: argparse.Namespace) -> int:
     from evaluation.pictures import Row, picture_of, save_picture
     from evaluation.trained_run import TrainedRun
 
-    finished = TrainedRun(options.run, options.budget_gb, best="ldm" if options.best else None)
-    out = finished.folder.path / "samples" if options.out is None else Path(options.out)
+    trained = TrainedRun(options.run, options.budget_gb, best="ldm" if options.best else None)
+    out = trained.folder.path / "samples" if options.out is None else Path(options.out)
     check_output_folder(out if options.out is None else options.out)
     changes = {
         "ldm.sampling.num_inference_steps": options.steps,
         "ldm.sampling.guidance_scale": options.guidance_scale,
     }
-    most = finished.settings.ldm.scheduler.num_train_timesteps
+    most = trained.settings.ldm.scheduler.num_train_timesteps
     if options.steps is not None and options.steps > most:
-        raise UserError(f"--steps: {options.steps:,} is more than the run was trained with; allowed: 1 to {most:,}")
-    settings = finished.settings.with_overrides({key: value for key, value in changes.items() if value is not None})
-    network, frame = finished.unet()
+        raise UserError(
+            f"--steps: {options.steps:,} is more than the run was trained with; allowed: 1 to {most:,}; give fewer"
+        )
+    settings = trained.settings.with_overrides({key: value for key, value in changes.items() if value is not None})
+    network, frame = trained.unet()
     label = None if options.class_name is None else class_number(options.class_name, frame.class_names)
-    codec = finished.codec()
+    codec = trained.codec()
     title = _title(options)
     num_batches = -(-options.num // options.batch_size)
 
@@ -96,7 +98,7 @@ def main(options: argparse.Namespace) -> int:
             write_nifti(path, frame.intensities(unit.numpy()), frame.affine(settings))
             rows.append(Row.of(path.name, unit[0], frame.spacing_mm))
     picture = out / f"montage_{title}.png"
-    save_picture(picture, picture_of(rows), f"{finished.settings.name}, {options.num} samples")
+    save_picture(picture, picture_of(rows), f"{trained.settings.name}, {options.num} samples")
     log.info("%s written to %s, montage %s", counted(options.num, "volume"), out, picture)
     log.info("next: python scripts/evaluate.py --run %s", shlex.quote(options.run))
     return 0

@@ -28,9 +28,9 @@ PerceptualNetwork = Literal["lpips-squeeze", "lpips-alex", "lpips-vgg", "medical
 class PerceptualSettings(Section):
     """The network behind the perceptual loss, and how much it compares per step."""
 
-    network: PerceptualNetwork = key("lpips-squeeze", "structural needs no weights; the others compare features.")
-    weights: PathText | None = key(None, "File with the network's weights; null: the torch cache, else a download.")
-    slice_fraction: float = key(0.2, "Fraction of the slices along each axis that one step compares.", gt=0, le=1)
+    network: PerceptualNetwork = key("lpips-squeeze", "What compares the volumes; structural needs no weights file.")
+    weights: PathText | None = key(None, "File with the network's weights; null: torch's cache, or a download.")
+    slice_fraction: float = key(0.2, "Fraction of the slices along each axis that each step compares.", gt=0, le=1)
     chunk_size: Count = key(8, "Slices per forward pass of the network.", SAME)
 
 
@@ -50,16 +50,18 @@ class AutoencoderTraining(TrainingSettings):
         False, "Keep block inputs in host memory until the backward pass; implies checkpointing.", SAME
     )
     use_nested_checkpointing: bool | Literal["auto"] = key(
-        "auto", "Checkpoint the whole encoder around its blocks; auto: with slabs and without offload.", SAME
+        "auto", "Checkpoint the whole encoder as well as its blocks; auto: with slabs and without offload.", SAME
     )
     checkpoint_levels: Count | Literal["all"] = key(
-        "all", "all, or the number of highest-resolution levels to checkpoint.", SAME
+        "all", "How many levels to checkpoint, highest resolution first.", SAME
     )
-    slab_rows: CountOrZero = key(0, "Rows per slab of the highest-resolution blocks; exact; 0: no slabs.", SAME)
+    slab_rows: CountOrZero = key(
+        0, "Run the highest-resolution blocks this many rows at a time, with the same result; 0: whole.", SAME
+    )
     reconstruction_loss: Literal["l1", "l2"] = key("l1", "Mean absolute or mean squared error.")
     kl_weight: float = key(1e-6, "Weight of the KL term, in nats per voxel.", ge=0)
     adversarial_weight: float = key(0.01, "Weight of the adversarial term; 0: no discriminator.", ge=0)
-    adversarial_start_step: CountOrZero = key(1000, "First step with a discriminator and an adversarial term.")
+    adversarial_start_step: CountOrZero = key(1000, "Step at which the discriminator and the adversarial term start.")
     discriminator_learning_rate: float = key(1e-4, "Adam's step size for the discriminator.", gt=0)
     discriminator: DiscriminatorSettings = section(DiscriminatorSettings, "The patch discriminator.")
     use_perceptual_loss: bool = key(False, "Add a perceptual loss to the voxel loss.")
@@ -98,7 +100,7 @@ class AutoencoderSettings(Section):
     )
     latent_channels: Channels = key(3, "Channels of the latent.")
     norm_num_groups: Count | Literal["auto"] = key(
-        "auto", "GroupNorm groups; auto: the largest fitting number up to 8."
+        "auto", "GroupNorm groups; auto: the largest number up to 8 that divides every entry of num_channels."
     )
     attention_levels: Flags = key((False, False, True), "Which levels have attention.")
     use_nonlocal_attention: bool | Literal["auto"] = key(

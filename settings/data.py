@@ -31,17 +31,17 @@ class DataSettings(Section):
     )
     group_by: Annotated[str, Field(min_length=1, max_length=1000, pattern=WITHOUT_NUL)] | None = key(
         None,
-        "What keeps volumes of one patient on one side of the split: folder, column:NAME of data.labels, or a pattern "
-        "(regular expression) in the name; null: each volume for itself.",
+        "How to tell which volumes are of one patient, so that the split keeps them together: folder, column:NAME of "
+        "data.labels, or a regular expression found in the file name; null: split volumes one by one.",
     )
-    label_maps: bool = key(False, "Also train on files that look like label maps beside other volumes.", FREE)
+    label_maps: bool = key(False, "Also train on files that look like label maps.", FREE)
     frame: Annotated[int, Field(ge=0, lt=2**31)] | None = key(
-        None, "Which volume of 4D files to read, from 0; null: the fourth axis is channels."
+        None, "Which volume of a 4D file to read, counted from 0; null: the fourth axis holds channels."
     )
     allow_outside_root: bool = key(False, "Allow dataset.json to name files outside its folder.", FREE)
-    orientation: str = key("RAS", "Axis codes to which each volume is reoriented.", pattern=r"^[RL][AP][SI]$")
+    orientation: str = key("RAS", "Axis codes that each volume is reoriented to.", pattern=r"^[RL][AP][SI]$")
     spacing: TripleMm | None = key(None, "Spacing to resample to first, in mm; null: keep each volume's spacing.")
-    voxel_size: Triple = key((256, 256, 64), "Grid to which each volume is resized, in voxels.")
+    voxel_size: Triple = key((256, 256, 64), "Grid that each volume is resized to, in voxels.")
     resize: Literal["resample", "crop_or_pad"] = key("resample", "How volumes are resized to the grid.")
     intensity: IntensitySettings = section(IntensitySettings, "Intensity scaling.")
     patch_size: Triple | None = key(None, "Train on random crops of this size; null: on whole volumes.")
@@ -49,27 +49,27 @@ class DataSettings(Section):
     use_augmentation: bool = key(False, "Random flips, small rotations, scaling and intensity changes.")
     prepared: Literal["disk", "memory", "none"] = key(
         "disk",
-        "Where volumes on the grid are kept: in files that all runs share, in host memory, or nowhere, so that each "
-        "use reads the source again. cache_rate above 0, an older key, means memory.",
+        "Where volumes are kept once they are on the grid: in files that all runs share, in host memory, or nowhere, "
+        "so that each use reads the source again. The older key cache_rate is still read; above 0 it means memory.",
         SAME,
     )
     num_workers: Workers | Literal["auto"] = key(
         "auto",
-        "Worker processes for loading; 0: load in the training process; auto: as many as measured samples need.",
+        "Worker processes for loading; 0: load in the training process; auto: chosen from how long a sample takes.",
         SAME,
     )
     prefetch_factor: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = key(
-        "auto", "Micro-batches that each worker prepares in advance; auto: its share of one update and one more.", SAME
+        "auto", "Micro-batches that each worker loads ahead; auto: its share of one update, plus one.", SAME
     )
     pin_memory: bool | Literal["auto"] = key(
-        "auto", "Page-locked host memory: faster copies to the GPU, more host memory; auto: with a GPU.", SAME
+        "auto", "Page-locked host memory: faster copies to the GPU, more host memory; auto: if there is a GPU.", SAME
     )
     persistent_workers: bool = key(False, "Keep the workers alive between validations.", SAME)
 
     @model_validator(mode="before")
     @classmethod
     def _read_older_keys(cls, values: Any) -> Any:
-        """Give `cache_rate` of older configs its meaning; a value that never was one stays, and is reported."""
+        """Translate `cache_rate` of older configs; an invalid value stays, so that it is reported."""
         rate = values.get("cache_rate") if isinstance(values, dict) else None
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
             return values

@@ -17,7 +17,7 @@ class DeviceSettings(Section):
     )
     tf32: bool = key(True, "Let float32 convolutions and matrix products round their inputs to TF32 on CUDA.")
     memory_format: Literal["auto", "contiguous", "channels_last"] = key(
-        "auto", "Memory layout of volumes; auto: channels_last, and contiguous for MONAI's own autoencoder.", SAME
+        "auto", "Memory layout of volumes; auto: channels_last, but contiguous for MONAI's stock autoencoder.", SAME
     )
     cudnn_benchmark: bool = key(
         True,

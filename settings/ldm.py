@@ -38,7 +38,8 @@ class UNetSettings(Section):
     resblock_updown: bool = key(False, "Resample inside residual blocks, as in MAISI's U-Net.")
     norm_num_groups: Count | Literal["auto"] = key(
         "auto",
-        "GroupNorm groups; auto: the largest fitting number up to 32, with at least 4 channels per group.",
+        "GroupNorm groups; auto: the largest number up to 32 that divides every entry of num_channels, with at "
+        "least 4 channels per group.",
     )
 
     @property
@@ -89,14 +90,14 @@ class SchedulerSettings(Section):
         False, "ddpm with prediction v: rescale the schedule so that the last timestep is pure noise."
     )
     time_sampling: Literal["uniform", "logit_normal"] = key(
-        "uniform", "rflow only: training draws all times alike, or those in the middle most often."
+        "uniform", "rflow only: train on all times equally often, or more often on those in the middle."
     )
 
 
 class ConditioningSettings(Section):
     """Class conditioning."""
 
-    type: Literal["none", "class"] = key("none", "none, or condition on the volume's class.")
+    type: Literal["none", "class"] = key("none", "What samples are conditioned on.")
     num_classes: int = key(0, "Number of classes in the data; required if the type is class.", ge=0, le=65_536)
     dropout: float = key(0.1, "Fraction of labels dropped in training; guidance needs it.", ge=0, lt=1)
 
@@ -104,7 +105,7 @@ class ConditioningSettings(Section):
 class LatentSettings(Section):
     """Caching and padding of latents."""
 
-    cache: Literal["disk", "memory", "none"] = key("disk", "Where each latent's mean and sigma are cached.", SAME)
+    cache: Literal["disk", "memory", "none"] = key("disk", "Where the mean and sigma of each latent are kept.", SAME)
     pad: bool = key(False, "Pad latents to a multiple of the U-Net's downsampling, and crop the result.")
 
 
@@ -128,9 +129,9 @@ class LdmTraining(TrainingSettings):
         False, "Keep block inputs in host memory until the backward pass; implies checkpointing.", SAME
     )
     loss_weighting: Literal["none", "min_snr"] = key(
-        "none", "Count every noise level alike, or those with little noise less (min-SNR)."
+        "none", "Weigh all noise levels equally, or low noise less (min-SNR)."
     )
-    min_snr_gamma: float = key(5.0, "min_snr only: signal-to-noise ratio above which weights stop growing.", gt=0)
+    min_snr_gamma: float = key(5.0, "min_snr only: signal-to-noise ratio at which the weights are capped.", gt=0)
     pixel_loss: PixelLossSettings = section(PixelLossSettings, "The pixel loss.")
 
     @property
@@ -151,7 +152,7 @@ class SamplingSettings(Section):
     num_inference_steps: Count = key(50, "Number of steps from noise to latent.", FREE)
     guidance_scale: float = key(1.0, "Values above 1 make samples follow their class more closely.", FREE, ge=0)
     guidance_interval: Interval = key(
-        (0.0, 1.0), "Times at which guidance acts, as shares of the noise process: 0 is clean, 1 is noise.", FREE
+        (0.0, 1.0), "Range of times in which guidance acts; 0 is clean, 1 is pure noise.", FREE
     )
     num_previews: int = key(4, "Samples to draw at each validation.", FREE, ge=0, le=1024)
 

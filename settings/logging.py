@@ -12,5 +12,5 @@ Mode = Literal["none", "offline", "online"]
 class LoggingSettings(Section):
     """The `logging` section."""
 
-    wandb: Mode = key("none", "Weights & Biases; offline: into the run folder, for wandb sync.", FREE)
-    mlflow: Mode = key("none", "MLflow; offline: mlflow.db in the run folder; online: MLFLOW_TRACKING_URI.", FREE)
+    wandb: Mode = key("none", "Weights & Biases; offline: files in the run folder, to upload with wandb sync.", FREE)
+    mlflow: Mode = key("none", "MLflow; offline: mlflow.db in the run folder; online: at MLFLOW_TRACKING_URI.", FREE)

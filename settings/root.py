@@ -21,7 +21,14 @@ from settings.section import FREE, Section, key, section
 class Settings(Section):
     """A validated configuration: one run, both stages."""
 
-    name: str = key("run", "Outputs go to runs/<name>.", FREE, pattern=r"^[\w][\w.-]*$", min_length=1, max_length=100)
+    name: str = key(
+        "run",
+        "Outputs go to the folder of this name in runs/.",
+        FREE,
+        pattern=r"^[\w][\w.-]*$",
+        min_length=1,
+        max_length=100,
+    )
     seed: int = key(42, "Determines the initial weights, the batch order and the noise.", ge=0, lt=2**32)
     data: DataSettings = section(DataSettings, "The volumes to train on.")
     autoencoder: AutoencoderSettings = section(AutoencoderSettings, "Stage 1: the autoencoder.")

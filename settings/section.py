@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Promise = Literal["same mathematics", "different mathematics", "free"]
-"""The effect of changing a key: only memory and time change; the trained weights change; neither does."""
+"""What changing a key affects: only memory and time; what is learned; neither."""
 
 SAME: Promise = "same mathematics"
 DIFFERENT: Promise = "different mathematics"
@@ -30,7 +30,7 @@ def section(kind: type[Section], description: str) -> Any:
     return Field(default_factory=kind, description=description)
 
 
-# Far above any real network. They reject obvious mistakes early, before these exhaust the memory.
+# Far above any real network: an obvious mistake is rejected before it exhausts the memory.
 LARGEST_AXIS = 2**16
 LARGEST_CHANNELS = 2**16
 MOST_LEVELS = 12
@@ -62,7 +62,7 @@ def is_section(field: Any) -> bool:
 
 
 def largest_common_divisor(channels: tuple[int, ...], at_most: int) -> int:
-    """Return the largest divisor of all channel counts that is not above `at_most`."""
+    """Return the largest number up to `at_most` that divides every channel count."""
     return max(n for n in range(1, at_most + 1) if all(c % n == 0 for c in channels))
 
 
@@ -81,7 +81,7 @@ class TrainingSettings(Section):
     )
     max_hours: float | None = key(
         None,
-        "Hours of training after which the run ends, in place of max_steps; the learning rate decays over them.",
+        "Train for this many hours instead of max_steps; the learning rate decays over them.",
         FREE,
         gt=0,
     )
@@ -96,7 +96,7 @@ class TrainingSettings(Section):
     ema_decay: float = key(0.0, "Decay of the exponential moving average of the weights; 0: no average.", ge=0, lt=1)
     ema_length: float | None = key(
         None,
-        "Mean age of the averaged weights as a share of the steps so far, in place of ema_decay; null: ema_decay.",
+        "Mean age of the averaged weights, as a share of the steps so far; replaces ema_decay unless null.",
         gt=0,
         lt=1,
     )
@@ -105,7 +105,7 @@ class TrainingSettings(Section):
     save_every: Count = key(500, "Steps between checkpoints.", FREE)
     keep_checkpoints: int = key(2, "Number of newest checkpoints to keep, at least 2.", FREE, ge=2)
     max_skipped_steps: Count = key(
-        20, "float16 only: consecutive updates that may overflow before the run stops.", FREE
+        20, "float16 only: how many updates in a row may overflow before the run stops.", FREE
     )
     use_gradient_checkpointing: bool = key(False, "Recompute each block's activations in the backward pass.", SAME)
 
@@ -116,7 +116,7 @@ class TrainingSettings(Section):
 
     @property
     def last_step(self) -> int:
-        """Return the number of steps that the run does not exceed."""
+        """Return the step after which the run ends in any case."""
         return self.max_steps if self.max_hours is None else MOST_STEPS
 
     @property

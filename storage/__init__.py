@@ -1,1 +1,1 @@
-"""Where files lie, and how they are read and written: atomically, under locks, with printable names."""
+"""Where files are kept, and how they are read and written: atomically, under locks, with printable names."""

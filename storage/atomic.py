@@ -38,7 +38,7 @@ def temporary_beside(path: Path) -> Iterator[Path]:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Flush a written file to disk and rename it to `path` in the same folder, so that a power cut undoes neither."""
+    """Flush a written file to disk and rename it to `path` in the same folder; both survive a power cut."""
     _flush(temporary)
     os.replace(temporary, path)
     _flush(path.parent)

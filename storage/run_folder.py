@@ -1,4 +1,4 @@
-"""Where things lie below runs/ in the working folder: the runs themselves, generated volumes and caches.
+"""The layout of runs/ in the working folder: the runs themselves, generated volumes and caches.
 
 Nothing is written beside the user's volumes, because their folder may be read-only.
 """
@@ -13,9 +13,9 @@ PHANTOMS = RUNS / "phantoms"
 CHECKS = RUNS / "checks"
 """Results of checking volumes, so that unchanged files are not read again."""
 PREPARED = RUNS / "prepared"
-"""Volumes on the network's grid. All runs share them; each subfolder's key covers everything that they depend on."""
+"""Volumes on the network's grid. All runs share them; the key of each subfolder covers everything they depend on."""
 LATENTS = RUNS / "latents"
-"""Encoded volumes. All runs share them; the key of each subfolder covers everything that the latents depend on."""
+"""Encoded volumes. All runs share them; the key of each subfolder covers everything they depend on."""
 
 SHARED_NAMES = ("phantoms", "checks", "latents", "prepared")
 """Names below runs/ that no run may have."""

@@ -1,1 +1,1 @@
-"""Mirrors the tree. A package, so that the one some library installs under this name does not hide it."""
+"""Mirrors the tree. A package, so that a library that installs its own `tests` does not hide it."""

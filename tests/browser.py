@@ -103,7 +103,7 @@ class Browser:
             time.sleep(0.05)
 
     def errors(self) -> list[str]:
-        """Return what the console was told that is worse than information."""
+        """Return the warnings and errors of the console."""
         entries = self._call("POST", f"/session/{self._session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 

@@ -17,13 +17,13 @@ from dev.tiny_config import TINY
 ROOT = Path(__file__).resolve().parent.parent
 
 # oneDNN's 16-bit kernels cannot be trusted: AMX is an illegal instruction on some machines that announce it, and
-# AVX-512 without bfloat16 returns uninitialised memory as weight gradients. Users have choose_device for this.
+# AVX-512 without bfloat16 returns uninitialised memory as weight gradients. For users, choose_device does this.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
-    """Take back what a command run inside a test did to the root logger."""
+    """Restore the root logger after a test that ran a command."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield

@@ -22,7 +22,7 @@ from tests.conftest import ROOT
 def export_autoencoder(values: dict[str, Any], latent_gain: float = 1.0) -> None:
     """Write the autoencoder that a run would begin with, as if stage 1 were finished, into runs/ of this folder.
 
-    `latent_gain` multiplies what the encoder gives out, and divides what the decoder takes in.
+    `latent_gain` multiplies the encoder's output and divides the decoder's input.
     """
     from runtime.processes import Process, processes
     from training.autoencoder_step import AutoencoderStep

@@ -1,4 +1,4 @@
-"""The shape of the project: who imports whom, how long files are, and that no drawer without a label appears."""
+"""The shape of the project: who imports whom, how long files are, and that no module is called utils or the like."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARROWS: list[tuple[str, ...]] = [
     ("dev",),
     ("tests",),
 ]
-"""Every room may import from the rooms above it; the rooms of one line know nothing of each other."""
+"""Every room may import from the rooms above it; the rooms of one line do not import each other."""
 TRAIN_SCRIPTS = {"train_autoencoder", "train_ldm"}
 PACKAGES = tuple(room for line in ARROWS for room in line)
 MAY_IMPORT = {
@@ -41,7 +41,7 @@ CODE = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "tests"]
 
 def package_of(path: Path) -> str:
     first = path.relative_to(ROOT).parts[0]
-    return first if first in PACKAGES else "scripts"  # the train scripts stand where the scripts stand
+    return first if first in PACKAGES else "scripts"  # the train scripts count as scripts
 
 
 def imported_modules(source: str) -> set[str]:
@@ -52,7 +52,7 @@ def imported_modules(source: str) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide who imports whom"
-            # An imported name may be a module or something inside one, so both readings count.
+            # An imported name may be a module or something inside one, so count both.
             names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
 
@@ -112,22 +112,22 @@ def test_rooms_that_check_input_import_neither_torch_nor_monai(room):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_stay_readable(path):
+def test_files_and_functions_stay_short(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 350
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 75, f"{node.name} asks to be two"
+            assert (node.end_lineno or 0) - node.lineno < 75, f"{node.name} is too long; split it"
 
 
 @pytest.mark.parametrize("name", ["train_autoencoder.py", "train_ldm.py"])
-def test_train_scripts_read_like_prose(name):
+def test_train_scripts_stay_below_90_lines(name):
     assert len((ROOT / name).read_text().splitlines()) < 90
 
 
-def test_there_are_no_drawers_without_a_label():
-    drawers = {"utils", "helpers", "misc", "common"}
-    assert [p for p in SOURCES if p.stem in drawers or drawers & set(p.relative_to(ROOT).parts)] == []
+def test_no_module_is_called_utils_or_helpers():
+    vague = {"utils", "helpers", "misc", "common"}
+    assert [p for p in SOURCES if p.stem in vague or vague & set(p.relative_to(ROOT).parts)] == []
 
 
 def test_git_ignores_no_code():

@@ -1,4 +1,4 @@
-"""Generated documents say what their figures say, and every command answers --help at once without torch."""
+"""Generated documents match their stored figures, and every command's --help is quick and needs no torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_help_is_quick_has_examples_and_needs_no_torch(command):
     assert not imported & {"torch", "monai", "numpy", "scipy", "matplotlib"}
     assert "--quiet" in done.stdout
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    # Processor time, and three times the bar: a machine that runs other tests at the same time is no reason to fail.
+    # Processor time, and three times the limit, because the machine may be running other tests.
     assert used < 3 * HELP_SECONDS
 
 
@@ -57,8 +57,8 @@ def test_every_command_in_documents_presets_and_help_is_read_by_its_script():
         read_by_its_script(words)
 
 
-def test_memory_guide_is_made_of_its_predictions():
-    """To the letter: every technique, figure and sentence, from the predictions in docs/predictions.json."""
+def test_memory_guide_shows_the_stored_predictions():
+    """Verbatim: every technique, figure and sentence, from the predictions in docs/predictions.json."""
     text = memory_guide.document(memory_guide.Asker(StoredPredictor("guide"), bar=None))
     assert text == (ROOT / "docs" / "memory_guide.md").read_text(encoding="utf-8"), (
         "run python dev/memory_guide.py, with --stored if only words have changed"
@@ -66,7 +66,7 @@ def test_memory_guide_is_made_of_its_predictions():
 
 
 def test_predictions_of_the_documents_are_current():
-    """One of each section afresh; stage 1 of every preset is predicted by the tests of preset_table."""
+    """Predict one entry of each section again; the tests of preset_table predict stage 1 of every preset."""
     quickstart = load_settings(ROOT / "configs" / "quickstart.yaml")
     small = base_settings().with_overrides(
         {**AMP, **LEAN, **CHECKPOINTED, "data.patch_size": (64, 64, 64)}, "autoencoder"
@@ -105,7 +105,7 @@ def test_memory_guide_shows_that_the_same_mathematics_needs_less_row_by_row():
     assert peaks[0] / peaks[9] > 5, "the rungs before other mathematics are worth more than a factor of five"
 
 
-def test_documents_are_linked_and_without_dangling_links():
+def test_links_of_documents_exist():
     for document in (ROOT / "docs").glob("*.md"):
         for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text(encoding="utf-8")):
             assert (document.parent / link).exists(), f"{document.name} points at {link}"

@@ -1,4 +1,4 @@
-"""What README says exists: commands, options, files, config keys, exit codes; and its translation says the same."""
+"""What README mentions exists: commands, options, files, config keys, exit codes; and its translation matches."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def test_every_command_is_read_by_its_script(words):
         "python scripts/no_such_script.py",
     ],
 )
-def test_a_wrong_command_would_be_noticed(line, capsys):
+def test_a_wrong_command_is_noticed(line, capsys):
     with pytest.raises((SystemExit, ConfigError, AssertionError)):
         read_by_its_script(tuple(shlex.split(line)))
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_every_option_in_the_text_is_an_option(name):
+def test_every_option_in_the_text_exists(name):
     known = "".join(help_of(script) for script in sorted({script_of(words) for words in ALL}) if script.endswith(".py"))
     for option in set(re.findall(r"`(--[a-z-]+)(?: [^`]*)?`", TEXTS[name])):
         assert re.search(rf"(^|[\s\[]){option}\b", known), f"no command has {option}"
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_every_file_that_is_named_exists(name):
+def test_every_file_in_the_text_exists(name):
     text = TEXTS[name]
     links = re.findall(r"\]\(([^)#]+)\)", text)
     quoted = re.findall(r"`([\w./-]+\.(?:py|sh|yaml|json|md|txt))`", text)
@@ -81,7 +81,7 @@ def test_every_file_that_is_named_exists(name):
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_every_key_that_is_named_is_a_key(name):
+def test_every_key_in_the_text_exists(name):
     keys = {dotted for dotted, _ in known_keys()}
     named = re.findall(r"`((?:data|autoencoder|ldm|device)\.[a-z_.]+)`", TEXTS[name])
     assert named
@@ -104,7 +104,7 @@ def test_translation_has_the_same_commands_links_and_headings():
 
 @pytest.mark.parametrize("name", READMES)
 def test_shown_output_is_what_the_command_prints(name, monkeypatch, capsys):
-    """To the letter, from the predictions in docs/predictions.json; the walk, its choice and the words are new."""
+    """Verbatim, from the predictions in docs/predictions.json; the ladder's choice and its text are computed again."""
     monkeypatch.setattr("memory.ladder.walk.Predictor", lambda workers: StoredPredictor("readme"))
     monkeypatch.setattr("memory.kernels.gpus._present_name", str)  # as on a machine without a GPU
     blocks = list(readme_output.BLOCK.finditer(TEXTS[name]))
@@ -118,8 +118,8 @@ def test_shown_output_is_what_the_command_prints(name, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_preset_table_is_that_of_the_predictions(name):
-    """To the letter, from the predictions in docs/predictions.json, and so are the headers of the presets."""
+def test_preset_table_shows_the_stored_predictions(name):
+    """Verbatim, from the predictions in docs/predictions.json, and so are the headers of the presets."""
     presets = preset_table.predict_presets(StoredPredictor("presets"))
     assert preset_table.with_table(TEXTS[name], presets) == TEXTS[name], "run python dev/preset_table.py"
     for preset in presets:
@@ -142,7 +142,7 @@ def test_every_preset_points_editors_at_the_schema():
         assert preset.read_text().startswith("# yaml-language-server: $schema=schema.json\n"), preset.name
 
 
-def test_exit_codes_are_the_programs():
+def test_exit_codes_are_those_of_the_program():
     from command_line import INTERRUPTED, OUT_OF_MEMORY
 
     for text in TEXTS.values():
@@ -151,7 +151,7 @@ def test_exit_codes_are_the_programs():
 
 
 def argparse_exit() -> int:
-    """Users' mistakes share argparse's code."""
+    """Return argparse's exit code, which user errors share."""
     with pytest.raises(SystemExit) as ended:
         argparse.ArgumentParser(exit_on_error=True).parse_args(["--nonsense"])
     return int(str(ended.value.code))

@@ -21,7 +21,7 @@ def test_each_fault_fits_exactly_one_place_and_names_tests_that_exist(fault):
         assert named_files(ROOT, test), test
 
 
-def test_a_stale_fault_and_one_that_is_not_python_are_errors():
+def test_stale_faults_and_faults_that_are_not_python_are_errors():
     fault = Fault("f", "a.py", "x = 1", "x = 2", ())
     assert fault.seeded("x = 1\n") == "x = 2\n"
     for text in ("x = 3\n", "x = 1\nx = 1\n"):
@@ -58,7 +58,7 @@ def outcomes_of(*faults: Fault, jobs: int = 1) -> dict[str, Outcome]:
     return outcomes
 
 
-def test_faults_are_seeded_into_a_copy_and_told_apart(small_tree):
+def test_faults_are_seeded_into_a_copy_and_caught_or_survive(small_tree):
     before = (small_tree / "sums.py").read_text()
     again = Fault("minus again", *(getattr(CAUGHT, name) for name in ("file", "right", "wrong", "tests")))
     outcomes = outcomes_of(CAUGHT, SURVIVES, again)

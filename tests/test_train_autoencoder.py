@@ -28,7 +28,7 @@ def test_dry_run_says_what_would_happen_and_leaves_no_run(command, tiny_config, 
     assert not (tmp_path / "runs" / "tiny").exists()
 
 
-def test_run_leaves_everything_behind_and_the_same_command_finds_it_finished(command, tiny_config, tmp_path):
+def test_run_writes_all_its_files_and_the_same_command_finds_it_finished(command, tiny_config, tmp_path):
     warm_up = ("autoencoder.training.learning_rate=1e-4", "autoencoder.training.warmup_steps=2")
     done = command("train_autoencoder.py", "--config", tiny_config, *warm_up)
     assert done.returncode == 0, done.stderr
@@ -52,7 +52,7 @@ def test_run_leaves_everything_behind_and_the_same_command_finds_it_finished(com
     torch.testing.assert_close(weights(tmp_path), before, rtol=0, atol=0)
 
 
-def test_stopped_run_saves_exits_130_and_goes_on_to_the_same_weights(command, tiny_config, tmp_path):
+def test_stopped_run_saves_exits_130_and_resumes_to_the_same_weights(command, tiny_config, tmp_path):
     long = "autoencoder.training.max_steps=12"
     whole = command("train_autoencoder.py", "--config", tiny_config, long)
     assert whole.returncode == 0, whole.stderr

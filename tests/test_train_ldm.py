@@ -1,4 +1,4 @@
-"""Stage 2 as a user runs it: killed and resumed to the bit, from the right autoencoder, with errors in words."""
+"""Stage 2 as a user runs it: killed and resumed bit for bit, on the right autoencoder, with readable errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prepared(tmp_path, monkeypatch, tiny_config, tiny_values) -> Path:
     return tiny_config
 
 
-def test_a_finished_run_holds_all_that_samples_need(tmp_path_factory):
+def test_a_finished_run_has_everything_that_sampling_needs(tmp_path_factory):
     run = finished_run(tmp_path_factory)
     with safe_open(run / "ldm.safetensors", framework="pt") as file:
         metadata = {name: json.loads(text) for name, text in file.metadata().items()}

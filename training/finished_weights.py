@@ -1,4 +1,4 @@
-"""Weights for use: safetensors files with the settings that they were trained with, at the end and at the best step."""
+"""The weights that a run leaves for use, with their settings: those of its end and those of its best validation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ensure_pretrained(autoencoder: AutoencoderSettings) -> None:
 
 
 def load_pretrained(networks: dict[str, nn.Module], path: Path) -> None:
-    """Load the autoencoder from `path`, and the other networks from files beside it if those exist; log which."""
+    """Load the autoencoder from `path`, and the other networks from files beside it if those exist."""
     for name, network in networks.items():
         file = path if name == "autoencoder" else path.with_name(f"{name}.safetensors")
         if file != path and not file.exists():
@@ -55,7 +55,7 @@ def export(step: TrainingStep, run: RunFolder, settings: Settings) -> None:
 class BestWeights:
     """Writes the weights again whenever a validation is better than all before it: by PSNR, or by diffusion loss.
 
-    The best value is kept in the file, so a resumed run goes on from there; a run that starts anew removes the file.
+    The file also holds the best value, so a resumed run compares with it. A new run removes the file.
     """
 
     def __init__(self, step: TrainingStep, run: RunFolder, first_step: int) -> None:

@@ -75,7 +75,7 @@ class Guard:
         else:
             self._check((f"{network} gradient",), norm.detach().reshape(1))
 
-    def holds(self, norm: Tensor) -> Tensor:
+    def blocks_update(self, norm: Tensor) -> Tensor:
         """Return 1.0 if a network with this gradient norm must not be updated, else 0.0; a tensor on the device."""
         if self.skips_overflows:
             return torch.maximum(self.blocked, (~torch.isfinite(norm)).float())
@@ -111,7 +111,7 @@ class Guard:
             among = " one of" if len(names) > 1 else ""
             volumes = f" for{among} {', '.join(names)}" if names else ""
             error = TrainingError(
-                f"step {step + 1}: {self.terms[term]} is not finite{volumes}; the weights were not moved and "
+                f"step {step + 1}: {self.terms[term]} is not finite{volumes}; the weights were not updated and "
                 f"{checkpoint_state(saved)}; lower the learning rate, check the volumes with scripts/check_data.py, "
                 "or use bfloat16 or fp32 instead of float16"
             )

@@ -20,7 +20,7 @@ from training.stop_signal import StopSignal
 log = logging.getLogger(__name__)
 
 Preview = TypeVar("Preview")
-"""What `validate` hands on to `show`; the loop does not look at it."""
+"""What `validate` passes to `show`; the loop does not look at it."""
 
 
 class Watch(Protocol):
@@ -46,9 +46,8 @@ def run_loop(
     """Train on `batches`, which start at `first_step`; return False when stopped by a signal before the last step.
 
     `save` gets the number of finished steps; `show` also gets the metrics and the preview that `validate` returned.
-    The weights of the best validation are kept.
-    Every validation follows a checkpoint of the same step. If the last run was interrupted before it finished that
-    validation, the loop starts with it.
+    Every validation follows a checkpoint of the same step; if the previous run was interrupted in between, the loop
+    starts with that validation. The weights of the best validation are kept.
     """
     training, process, saved = step.training, step.process, first_step
     keep = BestWeights(step, run, first_step)
@@ -84,8 +83,8 @@ def run_loop(
                 step.guard.raise_if_bad(saved)
             if is_logged:
                 recorder.log(done, **step.learning_rates(done - 1), **watch.read())
-                if said := clock.announcement(done):
-                    log.info("%s", said)
+                if announcement := clock.announcement(done):
+                    log.info("%s", announcement)
 
             # Save before validating, so that a crash during validation repeats no step.
             if is_saved:

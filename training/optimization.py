@@ -26,7 +26,7 @@ def build_optimizer(network: nn.Module, learning_rate: float, weight_decay: floa
 def learning_rate_factor(step: int, settings: TrainingSettings, progress: float | None = None) -> float:
     """Return the factor on the learning rate at `step`: linear warm-up, then constant or cosine decay.
 
-    `progress` is the share of the run that is over, for a run that is limited by time instead of steps.
+    `progress` is the share of the run that has passed, if its time is limited instead of its steps.
     """
     if step < settings.num_warmup_steps:
         return (step + 1) / settings.num_warmup_steps
@@ -38,32 +38,33 @@ def learning_rate_factor(step: int, settings: TrainingSettings, progress: float 
 
 
 class Schedule:
-    """How far a run is: by its steps or, with `max_hours`, by the seconds since its start over all its sessions."""
+    """How far a run has got: in steps or, with `max_hours`, in seconds of training, earlier sessions included."""
 
     def __init__(self, settings: TrainingSettings) -> None:
         self.settings = settings
-        self.clock: Callable[[], float] = time.monotonic
+        self._clock: Callable[[], float] = time.monotonic
         self.seconds = 0.0
-        self._resumed_at = self.clock()
+        self._resumed_at = self._clock()
 
-    def start(self, seconds: float | None = None) -> None:
-        """Start the clock, for a resumed run at the seconds of its checkpoint."""
+    def start(self, seconds: float | None = None, clock: Callable[[], float] | None = None) -> None:
+        """Start the clock at `seconds`, which a resumed run takes from its checkpoint; `clock` replaces wall time."""
+        self._clock = clock or self._clock
         self.seconds = self.seconds if seconds is None else seconds
-        self._resumed_at = self.clock() - self.seconds
+        self._resumed_at = self._clock() - self.seconds
 
     def read_clock(self, process: Process) -> None:
         """Take the time of the first process, so that the learning rate is the same in all of them."""
         if self.settings.max_hours is not None:
-            self.seconds = process.from_first(self.clock() - self._resumed_at)
+            self.seconds = process.from_first(self._clock() - self._resumed_at)
 
     @property
     def progress(self) -> float | None:
-        """Return the share of the run's time that is over, None for a run that is limited by steps."""
+        """Return the share of the run's time that has passed; None if its steps are limited instead."""
         return None if self.settings.max_hours is None else self.seconds / (3600 * self.settings.max_hours)
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the seconds until the run's time is over, None for a run that is limited by steps."""
+        """Return the seconds left of the run's time; None if its steps are limited instead."""
         hours = self.settings.max_hours
         return None if hours is None else max(0.0, 3600 * hours - self.seconds)
 
@@ -103,15 +104,15 @@ class Updater:
         guard.check_gradient(self.name, norm)
         return norm
 
-    def move(self, step: int, norm: Tensor, guard: Guard) -> None:
-        """Clip the gradients, move the weights unless the guard blocks that, and drop the gradients."""
+    def update(self, step: int, norm: Tensor, guard: Guard) -> None:
+        """Clip the gradients, update the weights unless the guard blocks that, and drop the gradients."""
         if self.settings.max_grad_norm > 0:
             nn.utils.clip_grads_with_norm_(self.parameters, self.settings.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * self.schedule.factor(step)
         # Fused AdamW skips the update on the device when this is 1. The scaler's own step would not do: it sees only
         # overflows in this network's gradient.
-        self.optimizer.found_inf = guard.holds(norm)  # type: ignore[attr-defined]
+        self.optimizer.found_inf = guard.blocks_update(norm)  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -81,7 +81,7 @@ def _remove_leftovers(folder: RunFolder) -> None:
 
 
 def _check_metrics(path: Path) -> None:
-    """Raise `UserError` if what is there cannot be read to its end: a device may have none."""
+    """Raise `UserError` if metrics.jsonl is not a regular file: reading a device might never end."""
     try:
         check_regular(path)
     except FileNotFoundError:

@@ -100,12 +100,12 @@ class TrainingStep(ABC):
         return totals
 
     def update(self, step: int) -> dict[str, Tensor]:
-        """Move the networks that a step updates and return their gradient norms."""
+        """Update the networks that take part in a step and return their gradient norms."""
         with phase("optimizer"):
-            # The guard checks every gradient before any network moves.
+            # The guard checks every gradient before any network is updated.
             norms = {name: self.updaters[name].gradient_norm(self.guard) for name in self.updated_networks(step)}
             for name, norm in norms.items():
-                self.updaters[name].move(step, norm, self.guard)
+                self.updaters[name].update(step, norm, self.guard)
             self.precision.scaler.update()
             if self.average is not None:
                 self.average.update(step)

@@ -1,4 +1,4 @@
-"""The summary that a run logs before it starts, and warnings of what comes after it."""
+"""What a run logs before it starts: a summary, and a warning if stage 2 would refuse the config."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
         "grid -> latent": f"{settings.autoencoder.in_channels} x {_axes(grid)} -> {channels} x {_axes(latent)}",
         "parameters": ", ".join(f"{name} {_count(network):,}" for name, network in networks.items()),
         "effective batch": f"{training.batch_size} x {training.gradient_accumulation_steps} accumulated"
-        f" x {world_size} process{'es' if world_size > 1 else ''} = {samples}",
+        f" x {counted(world_size, 'process')} = {samples}",
         "steps per pass": f"{math.ceil(num_volumes / samples)} over {num_volumes} training volumes",
     }
     return "\n".join(f"{name + ':':<17}{text}" for name, text in lines.items())
 
 
 def warn_of_stage_two(settings: Settings, volumes: DataSplit, process: Process) -> None:
-    """Warn in stage 1 of what stage 2 would refuse after it, when the grid can no longer change."""
+    """Warn in stage 1 if stage 2 would refuse the config, because afterwards the grid can no longer change."""
     if not process.is_first:
         return
     problems = [str(problem) for problem, _ in find_problems(settings, "ldm")]

@@ -25,9 +25,9 @@ def configuration_reference() -> str:
         "Every key has a default, so a config may contain only what differs. Set keys in YAML, or as overrides at",
         "the end of a command: `python train_autoencoder.py --config configs/high_res.yaml data.num_workers=4`.",
         "",
-        "**same mathematics**: changes memory use and speed but no gradient; may change when a run resumes.",
-        "**different mathematics**: changes what is learned; a run refuses to resume after such a change.",
-        "**free**: changes neither, for example how long to train and what to log.",
+        "- **same mathematics**: affects memory and speed but no gradient; may change when a run resumes.",
+        "- **different mathematics**: affects what is learned; a run refuses to resume after such a change.",
+        "- **free**: affects neither, for example how long to train and what to log.",
     ]
     for dotted, field in known_keys():
         if is_section(field):
@@ -57,7 +57,8 @@ def _values(annotation: Any) -> str:
         return names[annotation]
     arguments = get_args(annotation)
     if get_origin(annotation) is tuple:
-        return f"list of {_values(arguments[0])}"
+        element = _values(arguments[0])
+        return f"list of {element}s" if element.endswith("number") else f"list of {element}"
     if hasattr(annotation, "__metadata__"):
         return _values(arguments[0])
     if all(isinstance(argument, str) for argument in arguments):

@@ -147,7 +147,7 @@ function drawAll() {
   const options = { log: document.getElementById("log").checked, smooth: document.getElementById("smooth").checked };
   for (const [id, charts] of [["curve-charts", data.curves], ["memory-charts", data.memory]]) {
     const place = document.getElementById(id);
-    // Charts come and go while a run is followed, so the cards are made anew whenever their titles change.
+    // Charts come and go while a run is followed, so the cards are rebuilt whenever their titles change.
     const titles = JSON.stringify(charts.map((chart) => [chart.group, chart.title]));
     if (place.dataset.titles !== titles) place.textContent = "";
     place.dataset.titles = titles;

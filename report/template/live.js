@@ -1,4 +1,4 @@
-// A served page asks for its version every two seconds and takes over what has changed, without losing what is chosen.
+// A served page asks for its version every two seconds and updates what has changed; the user's choices are kept.
 const PARTS = ["header", "figures", "evaluation", "memory-tables", "data-summary", "config", "environment"];
 let version = data.live;
 

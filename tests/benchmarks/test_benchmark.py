@@ -1,4 +1,4 @@
-"""The benchmark: fair contestants, real patches, and a document that says where we are not ahead."""
+"""The benchmark: a fair comparison, real patches, and a document that says where we are behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_patches_are_real_seeded_and_in_range():
     assert first.std() > 0.2, "a patch of background shows nothing"
 
 
-def test_all_loops_begin_alike_and_see_the_same():
+def test_all_loops_start_with_the_same_weights_and_see_the_same_batches():
     result = quality.compare_quality(num_steps=2, size=12, channels=(8, 16), batch_size=1, progress=QUIET)
     assert [entry["step"] for entry in result["history"]] == [1, 2]
     for entry in result["history"]:
@@ -77,7 +77,7 @@ def test_the_loop_with_our_objective_has_our_gradients():
 
 
 def test_the_tutorials_objective_is_another_one():
-    """Its discriminator has a hundredth of the gradient, and what lies between logits and squares bends the rest."""
+    """Its discriminator has a hundredth of our gradient, and the activation before the squares changes the rest."""
     ratios = [
         float(theirs.norm() / ours.norm())
         for network, name, ours, theirs in gradients_of_one_step(has_our_objective=False)
@@ -97,7 +97,7 @@ def test_reference_loop_has_the_gradient_of_its_objective():
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_variants_are_one_step_in_many_ways():
+def test_variants_make_the_same_step():
     names = [variant.name for variant in variants()]
     assert {STOCK, STOCK_CHECKPOINTED} <= set(names)
     base = base_settings((16, 16, 16), mixed_precision=False)
@@ -142,7 +142,7 @@ def test_a_name_is_one_setting_in_every_table():
     assert list(dict.fromkeys(row["variant"] for row in results["peaks"])) == [peaks.REFERENCE, *names]
 
 
-def test_the_document_is_made_of_its_figures():
+def test_the_document_shows_the_stored_figures():
     results = json.loads((ROOT / "docs" / "benchmarks.json").read_text())
     assert not results["is_quick"]
     assert document_text(results) == (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")

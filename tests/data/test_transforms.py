@@ -201,7 +201,7 @@ SPACING_MM = np.array([1.0, 1.5, 4.0])
 
 
 def test_an_augmented_patch_holds_the_voxels_where_its_matrix_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """scipy samples the same points: the patch's centre at its corner's place, turned about itself."""
+    """scipy samples the same points: the patch stays where it was cut, turned about its own centre."""
     image = torch.from_numpy(smooth((20, 18, 14)) / 200)
     settings = build_settings(voxel_size=[20, 18, 14], patch_size=[8, 6, 4], use_augmentation=True)
     drawn: list[np.ndarray] = []
@@ -221,7 +221,7 @@ def test_an_augmented_patch_holds_the_voxels_where_its_matrix_says(monkeypatch: 
         middle = (np.array([8, 6, 4]) - 1) / 2
         offsets = np.indices((8, 6, 4)).reshape(3, -1) - middle[:, None]
         points = drawn[-1] @ offsets + (corner + middle)[:, None]
-        # Outside lies the lower end of the range, so what is sampled is the distance from it.
+        # Outside the volume is the lower end of the range, -1, so sample the distance from it.
         sampled = ndimage.map_coordinates(image[0].numpy() + 1, points, order=1, mode="grid-constant") - 1
         expected = np.clip(sampled.reshape(8, 6, 4) * gain + shift, -1, 1)
         np.testing.assert_allclose(patch, expected, atol=1e-4)

@@ -60,7 +60,7 @@ def test_a_truncated_latent_counts_as_absent_and_reading_it_says_what_to_do(fold
         store.read(file)
 
 
-def test_a_folder_that_cannot_be_written_is_told_in_words(folder, tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported(folder, tmp_path):
     (tmp_path / "latents").write_text("in the way")
     with pytest.raises(DataError, match=r"v0\.nii\.gz could not be written"):
         LatentFolder(tmp_path / "latents").write(volumes(folder)[0], MOMENTS, FACTS)

@@ -1,4 +1,4 @@
-"""The way of a latent, written out: mean + sigma * noise, times the scale in training, divided by it in decoding."""
+"""The path of a latent, written out: mean + sigma * noise, times the scale in training, divided by it in decoding."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_every_volume_is_encoded_once_and_found_again(values):
     assert second.spacing_mm == first.spacing_mm
 
 
-def test_a_killed_encoding_goes_on_where_it_was(values):
+def test_a_killed_encoding_continues_where_it_stopped(values):
     with pytest.raises(KeyboardInterrupt):
         prepare(values, Counted(Settings.model_validate(values), limit=4))
     latents, codec = prepare(values)
@@ -175,7 +175,7 @@ def test_slabs_for_a_small_budget_change_nothing(values, budget_bytes):
     assert bool(slabs.slab_rows) == (budget_bytes is not None)
 
 
-def test_out_of_memory_with_a_whole_volume_goes_on_in_slabs(values, caplog):
+def test_out_of_memory_with_a_whole_volume_continues_in_slabs(values, caplog):
     codec = Counted(Settings.model_validate(values))
     decode = codec.autoencoder.decode
 

@@ -1,4 +1,4 @@
-"""Samplers, guidance and targets against a few lines written from the papers, without a word of ours."""
+"""Samplers, guidance and targets against a few lines written from the papers, without any of our code."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_guidance_acts_inside_its_interval_only_and_spares_the_second_half_of_th
         ({"sampling": {"sampler": "heun"}}, "heun cannot sample from scheduler type ddpm; allowed: ddim, ddpm"),
     ],
 )
-def test_noise_levels_that_do_not_go_together_are_refused(ldm, found):
+def test_noise_settings_that_contradict_each_other_are_refused(ldm, found):
     with pytest.raises(ConfigError) as caught:
         Settings.model_validate({"ldm": ldm})
     assert found in str(caught.value)

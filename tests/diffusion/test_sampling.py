@@ -40,7 +40,7 @@ def make_process(name: str) -> NoiseProcess:
 
 @pytest.mark.parametrize(("prediction", "sampler"), SAMPLERS)
 def test_with_the_exact_denoiser_every_sample_is_one_of_two_point_masses(prediction, sampler):
-    """The posterior mean of two point masses at -3 and 1 is known, so the sampler has no excuse."""
+    """The posterior mean of two point masses at -3 and 1 is known, so any error is the sampler's own."""
     process = make_process(prediction)
     points = torch.tensor([-3.0, 1.0])
 
@@ -157,7 +157,7 @@ def test_a_sample_is_a_function_of_seed_and_position_whatever_the_batch_size(tin
     assert (one_by_one[0] - one_by_one[1]).abs().mean() > 1e-3
 
 
-def test_every_step_of_every_batch_is_told_to_the_progress_bar(tiny_values):
+def test_every_step_of_every_batch_reaches_the_progress_bar(tiny_values):
     step = make_step(tiny_values)
     calls: list[int] = []
     draw(step, range(3), 2, on_step=lambda: calls.append(1))
@@ -178,7 +178,7 @@ def test_guidance_of_one_is_the_class_of_zero_no_class_and_beyond_extrapolates(t
     assert (found[1.0] - found[0.0]).abs().max() > 1e-4
 
 
-def test_classes_go_round_unless_one_is_asked_for(tiny_values):
+def test_classes_take_turns_unless_one_is_asked_for(tiny_values):
     step = make_step(tiny_values, conditioning={"type": "class", "num_classes": 3})
     in_turn = draw(step, range(3), 3)
     torch.testing.assert_close(draw(step, [1], 1, label=1), in_turn[1:2], rtol=0, atol=1e-5)

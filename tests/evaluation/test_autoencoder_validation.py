@@ -1,4 +1,4 @@
-"""Validation of whole volumes needs about what training on patches needs, and says what it said without slabs."""
+"""Validation of whole volumes needs about as much memory as training on patches, and slabs leave its figures alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics against answers that are known, and that they order what must be ordered."""
+"""The metrics against known answers, and that they rank better sets above worse ones."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_wave_has_its_power_in_the_band_of_its_frequency_and_only_in_planes_th
     assert torch.isnan(band_powers(torch.rand(1, 1, 1, 8))[1:]).any()
 
 
-def test_anchors_stand_in_their_order():
+def test_anchors_rank_as_they_should():
     held_out, training = blobs(12, seed=1, offset=0.3), blobs(30, seed=2, offset=0.3)
     reference = Reference(
         held_out,

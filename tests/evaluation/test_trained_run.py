@@ -1,4 +1,4 @@
-"""What leaves a finished run: averaged weights, and samples at the place and with the intensities of the data."""
+"""What users take from a run: averaged weights, and samples with the position and the intensities of the data."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from dev.warm_start import Command
 
 
 def free_port() -> int:
-    """Return a port that nobody uses, below those that the system hands out by itself.
+    """Return a free port below the range from which the system assigns ports.
 
-    One of the latter could be handed to somebody else before the process that it is meant for takes it.
+    A port in that range could be assigned to another process before the intended one opens it.
     """
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -38,7 +38,7 @@ def num_lines(folder: Path) -> int:
 
 
 def wait_for(condition: Callable[[], bool], *commands: Command, seconds: float = 300) -> None:
-    """Wait until something is so, while none of the commands has ended."""
+    """Wait until a condition holds; fail if a command ends first."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, [command.said for command in commands]

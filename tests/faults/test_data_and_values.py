@@ -51,14 +51,14 @@ def test_killed_worker_is_reported_as_such(start, tmp_path):
     assert checkpoints(tmp_path, "autoencoder")
 
 
-def test_loss_that_is_not_finite_is_told_with_step_term_and_file(start, tmp_path):
+def test_loss_that_is_not_finite_is_reported_with_step_term_and_file(start, tmp_path):
     command = start("autoencoder", "autoencoder.training.learning_rate=1e30", "autoencoder.training.max_grad_norm=0")
     assert command.wait() == 2, command.said
     *_, message = command.said.splitlines()
     assert message.startswith("error: step 2: ")
     assert "is not finite for" in message
     assert ".nii.gz" in message
-    assert "the weights were not moved and there is no checkpoint yet" in message
+    assert "the weights were not updated and there is no checkpoint yet" in message
     assert checkpoints(tmp_path, "autoencoder") == []
 
 

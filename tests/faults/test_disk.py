@@ -32,7 +32,7 @@ def small_disk(warm, undisturbed, tmp_path_factory) -> str:
     return command.said
 
 
-def test_full_disk_is_told_in_words_and_the_run_goes_on_when_there_is_room(small_disk, undisturbed):
+def test_full_disk_is_reported_and_the_run_resumes_when_there_is_room(small_disk, undisturbed):
     small, large = re.split("act: (?:large|read-only)", small_disk)[:2]
     assert "small ended with 2" in small, small
     assert "the disk is full" in small
@@ -45,7 +45,7 @@ def test_full_disk_is_told_in_words_and_the_run_goes_on_when_there_is_room(small
     assert bytes.fromhex(weights[1]) == (undisturbed / "runs" / "tiny" / "autoencoder.safetensors").read_bytes()
 
 
-def test_read_only_folder_is_told_in_words(small_disk):
+def test_read_only_folder_is_reported(small_disk):
     assert "runs/tiny: cannot be written (Read-only file system)" in small_disk
     assert "read-only ended with 2" in small_disk
 
@@ -59,7 +59,7 @@ def damaged_run(undisturbed: Path, folder: Path) -> Path:
     return max(target.iterdir())
 
 
-def test_truncated_newest_checkpoint_is_said_and_the_one_before_continues_to_the_same_weights(
+def test_truncated_newest_checkpoint_is_reported_and_the_previous_one_resumes_to_the_same_weights(
     start, undisturbed, tmp_path
 ):
     newest = damaged_run(undisturbed, tmp_path)
@@ -72,7 +72,7 @@ def test_truncated_newest_checkpoint_is_said_and_the_one_before_continues_to_the
     assert weights[0] == weights[1]
 
 
-def test_second_command_on_a_run_is_refused_and_the_first_goes_on(start, tmp_path):
+def test_second_command_on_a_run_is_refused_and_the_first_continues(start, tmp_path):
     first = start("autoencoder", "autoencoder.training.max_steps=2000", said="first.log")
     while not (tmp_path / "runs" / "tiny" / ".lock").exists():
         assert first.exit_code is None, first.said
@@ -84,7 +84,7 @@ def test_second_command_on_a_run_is_refused_and_the_first_goes_on(start, tmp_pat
     first.wait()
 
 
-def test_checkpoint_of_another_program_is_refused_in_words(start, undisturbed, tmp_path):
+def test_checkpoint_of_another_program_is_refused(start, undisturbed, tmp_path):
     newest = damaged_run(undisturbed, tmp_path)
     state = torch.load(newest, weights_only=True)
     del state["networks"]

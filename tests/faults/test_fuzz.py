@@ -1,4 +1,4 @@
-"""Whatever stands in a config, a volume's header or a checkpoint: an error in words, or success; never a traceback."""
+"""Whatever a config, a volume's header or a checkpoint contains: success or a readable error, never a traceback."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIKELY = st.sampled_from([0, 1, 2, 3, 16, 64, 0.5, -1, "auto", "all", "none", "c
 
 
 def fuzz(name: str) -> Any:
-    """Return the decorator of a test that meets that many inputs, the same in each run."""
+    """Return a decorator that runs a test on that many inputs, the same in each run."""
     shared = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     return settings(max_examples=NUM_INPUTS[name], deadline=None, derandomize=True, suppress_health_check=shared)
 
@@ -75,7 +75,7 @@ def test_any_value_of_any_key(tmp_path, monkeypatch, key, text):
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_key_refuses_what_it_cannot_be_in_words(tmp_path, key):
+def test_every_key_refuses_invalid_values_with_a_readable_error(tmp_path, key):
     path = tmp_path / "config.yaml"
     path.write_text("seed: 1\n")
     for text in ("!!python/object/apply:os.getcwd []", "&a [*a]", "{a: {b: [c]}}", "1e999"):

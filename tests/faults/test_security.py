@@ -1,4 +1,4 @@
-"""Nothing from outside is executed, and names of files cannot speak to the terminal."""
+"""No code from files is executed, and file names cannot control the terminal."""
 
 from __future__ import annotations
 

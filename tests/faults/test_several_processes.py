@@ -29,7 +29,7 @@ def adopt_stage_one(undisturbed: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
-def test_killed_process_ends_the_other_and_one_process_goes_on_with_the_same_losses(
+def test_killed_process_ends_the_other_and_one_process_resumes_with_the_same_losses(
     start, start_two, undisturbed, tmp_path, stage
 ):
     if stage == "ldm":
@@ -73,7 +73,7 @@ def test_signal_to_one_process_stops_both_after_the_same_step(start_two, tmp_pat
     assert all(f"stopped after step {saved};" in command.said for command in commands)
 
 
-def test_file_that_one_process_cannot_read_is_told_once_and_ends_both(start_two, tmp_path, undisturbed):
+def test_file_that_one_process_cannot_read_is_reported_once_and_ends_both(start_two, tmp_path, undisturbed):
     source = tmp_path / "volumes"
     phantoms = sorted((undisturbed / "runs" / "phantoms").rglob("*.nii.gz"))
     source.mkdir()
@@ -119,7 +119,7 @@ def test_out_of_memory_in_one_process_ends_both_with_the_same_code_and_says_what
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "WORLD_SIZE"])
-def test_wrong_environment_is_told(start, missing):
+def test_wrong_environment_is_refused(start, missing):
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}
     command = start("autoencoder", **environment | {missing: ""})
     assert command.wait() == 2, command.said

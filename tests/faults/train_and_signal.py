@@ -1,4 +1,4 @@
-"""Runs a training script that sends itself a signal at a given moment, so that no test has to catch it.
+"""Runs a training script that sends itself a signal at a given moment, so that tests need no timing.
 
 python train_and_signal.py SIGNAL MOMENT SCRIPT ARGUMENT ...
 

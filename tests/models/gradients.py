@@ -1,7 +1,7 @@
-"""How far the gradients of a network lie from the truth, beside those of MONAI's own with the same weights and inputs.
+"""Distances of gradients from the truth, compared with those of MONAI's network with the same weights and inputs.
 
-The truth is MONAI's network in double precision. What may be asked of another is that it be about as close to it as
-MONAI's is in the same dtype under the same autocast.
+The truth is MONAI's network in double precision. Ours must be about as close to it as MONAI's network is in the same
+dtype under the same autocast.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 BATCHES = (1, 2, 3, 4)
 
-# How many times as far as stock all gradients together may lie. In double precision stock is the truth, and its place
-# is taken by the floor.
+# How many times as far from the truth as stock all gradients together may be. In double precision, where stock is the
+# truth, the floor takes its place.
 LIMITS = {torch.float64: 1.0, torch.float32: 2.0, torch.bfloat16: 1.5, torch.float16: 1.5}
 
-# The same for one tensor, which has fewer values for rounding to average out over; a norm's few sums are the worst, and
-# in fp32 they are next to exact in stock. A wrong gradient is off by tens of per cent, beyond all of these.
+# The same for one tensor, where rounding averages out over fewer values. The few sums of a norm are the worst, and
+# stock computes them almost exactly in fp32. A wrong gradient is off by tens of per cent, far beyond these limits.
 LIMITS_OF_ONE = {torch.float64: 5.0, torch.float32: 20.0, torch.bfloat16: 8.0, torch.float16: 8.0}
 
-# A gradient whose norm is below this share of all is judged by that share: some are zero but for rounding.
+# A gradient with a norm below this share of the total is measured against that share: some are zero up to rounding.
 SMALL_SHARE = 1e-3
 
 Run = Callable[..., Sequence[Tensor]]

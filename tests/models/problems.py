@@ -107,7 +107,7 @@ def without_kinks(network: Network) -> Network:
 
 
 def with_lively_weights(network: Network) -> Network:
-    """Take weights away from special values: norms start at one and zero, and some of MONAI's convolutions at zero.
+    """Move weights away from special values: norms start at one and zero, and some of MONAI's convolutions at zero.
 
     Biases of this size give the groups of a norm means and scales of their own.
     """

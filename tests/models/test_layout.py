@@ -80,9 +80,9 @@ def test_noise_that_a_network_draws_itself_does_not_depend_on_the_layout(impleme
 
 
 class LayoutWatch(TorchDispatchMode):
-    """Writes down operators that copy volumes into the other layout, or would have to because theirs are mixed."""
+    """Records operators that copy volumes into the other layout, or that must because their inputs are mixed."""
 
-    # Elementwise operators read and write any layouts in one pass; these either are copies or make hidden ones.
+    # Elementwise operators read and write any layout in one pass; these are copies or make hidden ones.
     COPIES = ("aten::clone", "aten::_to_copy", "aten::copy_", "aten::contiguous")
     NEED_ONE = ("aten::convolution", "lean::", "aten::cat", "aten::constant_pad_nd", "aten::upsample", "aten::native_")
 
@@ -101,16 +101,16 @@ class LayoutWatch(TorchDispatchMode):
 
 
 def is_volume(tensor):
-    """Tell volumes from convolution weights, whose kernels are small, and from inputs and latents of few channels.
+    """Return whether a tensor is a volume, not a convolution weight with its small kernel, an input or a latent.
 
-    These are converted where they enter a network, and the gradient of the KL term arrives contiguous.
+    Inputs and latents are converted where they enter a network, and the gradient of the KL term arrives contiguous.
     """
     return tensor.dim() == 5 and tensor.shape[1] > 3 and tensor[0, 0].numel() > 64
 
 
 @pytest.fixture
 def two_threads():
-    """Torch has 1x1x1 convolutions on a single thread done by a kernel of its own, which knows one layout only."""
+    """Use two threads: on one, torch runs 1x1x1 convolutions in a kernel that knows one layout only."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

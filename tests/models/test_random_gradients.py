@@ -18,7 +18,7 @@ from tests.models.problems import (
     with_lively_weights,
 )
 
-# The same examples at every run, so that a failure is one of the code; no minutes of shrinking networks that are small.
+# The same examples in every run, so that a failure comes from the code; no shrinking, because the networks are small.
 examples = settings(
     phases=[Phase.generate],
     max_examples=12,

@@ -93,7 +93,7 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path):
     assert "not started" in write_report(folder).read_text()
 
 
-def test_running_out_of_memory_is_shown_until_the_run_goes_on(tmp_path):
+def test_running_out_of_memory_is_shown_until_the_run_has_passed_that_step(tmp_path):
     folder = make_run(tmp_path, with_volumes=False)
     rung = {"name": "offload", "promise": "same mathematics"}
     report = {"stage": "autoencoder", "phase": "generator backward", "step": 30, "next_rung": rung}
@@ -220,7 +220,7 @@ def test_peak_of_a_process_is_never_set_against_the_prediction_of_tensors(tmp_pa
     assert "predicted peak of the step&#x27;s tensors" in page
 
 
-def test_duration_adds_up_over_restarts_and_is_no_curve(tmp_path):
+def test_duration_adds_up_over_restarts_and_has_no_chart(tmp_path):
     folder = make_run(tmp_path, with_volumes=False)
     seconds = [10.0, 3600.0, 60.0, 120.0]
     lines = [{"stage": "autoencoder", "step": n + 1, "kl": 1.0, ELAPSED: s} for n, s in enumerate(seconds)]

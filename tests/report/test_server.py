@@ -1,4 +1,4 @@
-"""The live page: it follows a run, writes nothing, and reaches nothing but the page."""
+"""The live page: it follows a run, writes nothing, and serves nothing but the page."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_every_other_address_is_not_found(server, path):
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "MOVE"])
-def test_nothing_but_reading_is_answered(server, run, method):
+def test_methods_other_than_reading_are_refused(server, run, method):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     assert ask(server, "/", method)[0] == 501
     ask(server, "/")
@@ -99,7 +99,7 @@ def test_nothing_but_reading_is_answered(server, run, method):
 
 
 @pytest.mark.parametrize("host", ["", "example.com", "example.com:80", "127.0.0.1", "127.0.0.1.example.com:{port}"])
-def test_names_of_other_sites_are_not_answered(server, host):
+def test_requests_under_other_host_names_are_refused(server, host):
     assert ask(server, "/", host=host.format(port=server.server_port))[0] == 404
     assert ask(server, "/", host=f"localhost:{server.server_port}")[0] == 200
 
@@ -118,10 +118,10 @@ def test_run_folder_may_itself_be_a_link(run, tmp_path):
         assert server.version()
 
 
-def test_port_in_use_is_refused_in_words(run, server):
+def test_port_in_use_is_refused(run, server):
     with pytest.raises(UserError, match=r"--port: \d+ cannot be used \(.+\); give another, or 0 for any free one"):
         serve([run], server.server_port)
-    with pytest.raises(UserError, match="--port: 70000 is no port"):
+    with pytest.raises(UserError, match="--port: 70000 is not a port"):
         serve([run], 70_000)
 
 

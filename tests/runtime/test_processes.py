@@ -18,7 +18,7 @@ SCRIPT = "tests/runtime/two_ranks.py"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
-    """What one process and what two found, each process its own."""
+    """The results of one process, and of each of two."""
     values = copy.deepcopy(TINY)
     values["ldm"]["training"]["batch_size"] = 1
     port = str(free_port())
@@ -61,7 +61,7 @@ def test_gradients_of_two_processes_equal_those_of_one_with_twice_the_accumulati
     torch.testing.assert_close(first[stage], second[stage], rtol=0, atol=0)
 
 
-def test_gradients_travel_once_an_update(found):
+def test_gradients_are_exchanged_once_per_update(found):
     for process in found["two"]:
         for travelled in process["reductions"]:
             assert travelled, "gradients never travelled"
@@ -88,13 +88,13 @@ def test_latents_are_encoded_in_shares_and_scaled_as_one(found):
         torch.testing.assert_close(process["held-out loss"], one["held-out loss"], rtol=1e-5, atol=0)
 
 
-def test_processes_agree(found):
+def test_processes_agree_on_flags_values_and_errors(found):
     for rank, process in enumerate(found["two"]):
         assert process["any"] == (True, False)
         assert process["from first"] == "said by 0"
         assert process["together"] == ("volume.nii: gone", 2, rank == 0)
 
 
-def test_value_that_is_not_finite_is_told_with_the_volumes_of_the_process_that_met_it(found):
+def test_value_that_is_not_finite_is_reported_with_the_volumes_of_the_process_that_met_it(found):
     for process in found["two"]:
         assert process["not finite"].startswith("step 4: reconstruction is not finite for seen by 1;")

@@ -1,4 +1,4 @@
-"""Run by test_distributed.py as one or as two processes: makes one backward of each stage and validates.
+"""Run by test_processes.py as one or as two processes: makes one backward of each stage and validates.
 
 Writes what it found to found_<rank>.pt in the current folder.
 """
@@ -30,7 +30,7 @@ STEP = 3  # the discriminator takes part
 
 
 def count_reductions(network: nn.Module) -> list[int]:
-    """Return a list that gets an entry whenever gradients travel."""
+    """Return a list that gets an entry whenever gradients are exchanged."""
     travelled: list[int] = []
     if isinstance(network, DistributedDataParallel):
 
@@ -85,7 +85,7 @@ def stage_two(settings: Settings, process: Process, volumes: DataSplit, found: d
 
 
 def agreements(process: Process, found: dict[str, Any]) -> None:
-    """Meet errors in one process and see what all of them get."""
+    """Raise errors in one process and record what each process gets."""
     is_last = process.rank == process.world_size - 1
     found["any"] = (process.any(is_last), process.any(False))
     found["from first"] = process.from_first(f"said by {process.rank}")

@@ -84,7 +84,7 @@ def test_phantoms_are_checked_too(check_here: Callable[..., int], capsys: pytest
     assert "4 volumes, no problem" in capsys.readouterr().out
 
 
-def test_a_missing_source_is_said_in_words(check_here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_source_is_reported(check_here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert check_here("data.source=nowhere") == 2
     assert "data.source: nowhere does not exist" in capsys.readouterr().err
 

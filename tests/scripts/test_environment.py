@@ -1,4 +1,4 @@
-"""The shell scripts find a supported Python, or say in words that there is none."""
+"""The shell scripts find a supported Python, or say that there is none."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fake_python(project: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_a_machine_without_a_supported_python_is_told_which_are(project):
+def test_without_a_supported_python_the_supported_ones_are_named(project):
     fake_python(project, "python3", '[ "$1" = --version ] && echo "Python 3.10.1" || exit 1')
     done = bash(project, "bash", "-c", "source scripts/environment.sh requirements.txt")
     assert done.returncode == 2

@@ -79,7 +79,7 @@ def test_preset_table_without_markers_says_which_lines_to_write(tmp_path, capsys
         preset_table.main(preset_table.parse(["--readme", str(readme)]))
 
 
-def test_preset_table_of_a_missing_readme_is_refused_in_words(tmp_path):
+def test_preset_table_of_a_missing_readme_is_refused(tmp_path):
     with pytest.raises(preset_table.ConfigError, match=r"--readme: .*absent cannot be read \(No such file"):
         preset_table.main(preset_table.parse(["--readme", str(tmp_path / "absent")]))
 

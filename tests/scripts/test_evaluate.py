@@ -39,7 +39,7 @@ def test_both_stages_are_measured_beside_an_untrained_unet(command, tmp_path, tm
     assert f"MMD, trained / untrained: {values['mmd_ratio']:.3f}" in result.stdout
 
 
-def test_the_networks_that_help_names_are_those_that_there_are():
+def test_help_names_the_networks_that_exist():
     source = runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))
     assert source["FID_NETWORKS"] == NETWORKS
 

@@ -1,4 +1,4 @@
-"""The two commands from the outside: files in, files out, exit codes and words."""
+"""The two commands from the outside: files in, files out, exit codes and messages."""
 
 import argparse
 import subprocess

@@ -9,7 +9,7 @@ from data.formats import write_nifti
 from tests.finished_run import finished_run, run_here
 
 
-def test_volumes_come_back_on_their_own_grids(command, tmp_path, tmp_path_factory):
+def test_reconstructions_are_on_the_grids_of_their_volumes(command, tmp_path, tmp_path_factory):
     run = finished_run(tmp_path_factory)
     affine = np.array([[0, 0, -2.0, 5], [1.5, 0, 0, 6], [0, 3.0, 0, 7], [0, 0, 0, 1]])
     rng = np.random.default_rng(0)

@@ -38,7 +38,7 @@ def test_missing_prediction_is_added_on_request(command, tmp_path):
     assert "Predicted peak by category" in (run / "report.html").read_text()
 
 
-def test_folder_without_a_run_is_refused_in_words(command, tmp_path):
+def test_folder_without_a_run_is_refused(command, tmp_path):
     done = command("scripts/report.py", "--run", tmp_path)
     assert done.returncode == 2
     assert "no config.yaml; give the folder of a run" in done.stderr
@@ -64,7 +64,7 @@ CONTENTS: tuple[bytes, ...] = (
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FILES)
-def test_damaged_file_of_a_run_is_said_and_the_rest_is_shown(tmp_path, capsys, name):
+def test_damaged_file_of_a_run_is_reported_and_the_rest_is_shown(tmp_path, capsys, name):
     run = make_run(tmp_path / "runs", with_volumes=False)
     for content in CONTENTS:
         (run / name).write_bytes(content)
@@ -89,7 +89,7 @@ def test_damaged_lines_of_metrics_are_counted_but_not_the_one_that_was_cut_off(t
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_file_in_a_run_is_left_out(tmp_path, make: Callable[[Path], None]):
+def test_what_is_not_a_regular_file_in_a_run_is_left_out(tmp_path, make: Callable[[Path], None]):
     run = make_run(tmp_path / "runs")
     pictures = sorted((run / "previews" / "volumes").glob("*.png"))
     for path in [*(run / name for name in FILES), pictures[0]]:
@@ -110,7 +110,7 @@ def test_damaged_pictures_are_left_out(tmp_path):
     assert "data:image/png" not in page
 
 
-def test_damaged_config_of_a_run_is_refused_in_words(tmp_path, capsys):
+def test_damaged_config_of_a_run_is_refused(tmp_path, capsys):
     run = make_run(tmp_path / "runs", with_volumes=False)
     for content in (b"seed: [", b"\xff\xfe\0", b"seed: x", b"[" * 3000):
         (run / "config.yaml").write_bytes(content)
@@ -118,7 +118,7 @@ def test_damaged_config_of_a_run_is_refused_in_words(tmp_path, capsys):
         assert "config.yaml" in capsys.readouterr().err
 
 
-def test_run_of_an_impossible_name_is_refused_in_words(capsys):
+def test_run_of_an_impossible_name_is_refused(capsys):
     for name in ("x" * 300, "", "/dev/null"):
         assert run_here("scripts/report.py", "--run", name) == 2
         assert "no config.yaml; give the folder of a run" in capsys.readouterr().err

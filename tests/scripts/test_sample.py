@@ -1,4 +1,4 @@
-"""scripts/sample.py: files with a sensible place and intensity, the same for a seed, and errors in words."""
+"""scripts/sample.py: files with the position and intensities of the data, the same for a seed, and readable errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_samples_are_nifti_files_with_spacing_and_intensities_of_the_data(comman
         (["--guidance-scale", "nan"], "'nan' is not a number of at least 0"),
     ],
 )
-def test_wrong_arguments_are_told_in_words(run, arguments, text, capsys):
+def test_wrong_arguments_are_refused(run, arguments, text, capsys):
     assert run_here("scripts/sample.py", "--run", run, *arguments) == 2
     assert text in capsys.readouterr().err
 

@@ -85,7 +85,7 @@ def spoil(path: Path, how: str) -> None:
         ('settings={"seed": "x"}', "its settings do not belong to this version of the program"),
     ],
 )
-def test_a_wrong_autoencoder_is_told_in_words(run, how, sentence, capsys):
+def test_a_wrong_autoencoder_is_refused(run, how, sentence, capsys):
     write_nifti(Path("in/a.nii"), np.random.default_rng(0).normal(0, 1, (1, 16, 16, 16)).astype(np.float32), np.eye(4))
     spoil(run / "autoencoder.safetensors", how)
     for command in COMMANDS.values():
@@ -108,7 +108,7 @@ def test_a_wrong_autoencoder_is_told_in_words(run, how, sentence, capsys):
         ("settings=null", "not weights written by train_ldm.py"),
     ],
 )
-def test_a_wrong_diffusion_model_is_told_in_words(run, how, sentence, capsys):
+def test_a_wrong_diffusion_model_is_refused(run, how, sentence, capsys):
     spoil(run / "ldm.safetensors", how)
     for name in ("sample", "evaluate"):
         refused(capsys, [*COMMANDS[name]], "ldm.safetensors: ", sentence)
@@ -164,7 +164,7 @@ def test_what_is_not_weights_is_not_imported(run, content, suffix, capsys):
 
 
 @pytest.mark.parametrize("scale", ["0", "-0.5", "nan", "inf", "-inf", "much"])
-def test_a_latent_scale_that_cannot_be_is_refused(run, scale, capsys):
+def test_an_impossible_latent_scale_is_refused(run, scale, capsys):
     state, _ = load_weights(run / "ldm.safetensors")
     torch.save(state, "unet.pt")
     command = ["scripts/import_checkpoint.py", "--from", "monai", "--weights", "unet.pt", "--out", "imported"]
@@ -178,7 +178,7 @@ def test_a_latent_scale_that_cannot_be_is_refused(run, scale, capsys):
 
 @pytest.mark.parametrize("out", ["", "file", "file/deep", "/proc/out"])
 @pytest.mark.parametrize("name", ["sample", "reconstruct", "import_checkpoint"])
-def test_a_folder_that_cannot_be_written_is_told_before_the_work(run, name, out, capsys, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_reported_before_the_work(run, name, out, capsys, monkeypatch):
     Path("file").write_text("in the way")
     # Neither volumes nor weights are there to be worked on.
     (run / "autoencoder.safetensors").unlink()
@@ -193,7 +193,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(run, name, out,
 
 @pytest.mark.parametrize("out", ["", "file/e.json", "runs", "/proc/e.json"])
 @pytest.mark.parametrize("name", ["evaluate", "export_checkpoint"])
-def test_a_file_that_cannot_be_written_is_told_before_the_work(run, name, out, capsys):
+def test_a_file_that_cannot_be_written_is_reported_before_the_work(run, name, out, capsys):
     Path("file").write_text("in the way")
     (run / "autoencoder.safetensors").unlink()
     sentence = {"": "the path is empty", "runs": "is a folder"}.get(out, "cannot be written")
@@ -270,7 +270,7 @@ def test_identical_held_out_volumes_and_a_thin_axis_give_valid_json(tmp_path, mo
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_feature_weights_that_are_none_are_told_in_words(run, suffix, capsys):
+def test_files_that_are_not_feature_weights_are_refused(run, suffix, capsys):
     Path(f"features{suffix}").write_text("not weights\n" * 20)
     refused(capsys, [*COMMANDS["evaluate"], "--fid-weights", f"features{suffix}"], "cannot be read as a state dict")
 
@@ -289,7 +289,7 @@ def test_more_steps_than_the_schedule_has_are_refused_by_the_name_of_the_option(
         (lambda path: None, "no such file"),
     ],
 )
-def test_weights_that_are_no_file_are_said_to_be_what_they_are(tmp_path, capsys, monkeypatch, tiny_config, make, words):
+def test_weights_that_are_not_a_regular_file_are_refused(tmp_path, capsys, monkeypatch, tiny_config, make, words):
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "w.safetensors")
     weights = ["--weights", "w.safetensors", "--config", tiny_config, "--out", "out"]

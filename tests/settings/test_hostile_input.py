@@ -1,4 +1,4 @@
-"""Configs that nobody meant to write: each is answered at once and in words."""
+"""Configs that nobody meant to write: each gets a readable error at once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bomb(form: str) -> str:
         ("data: {source: ''}", "non-empty text"),
     ],
 )
-def test_file_is_refused_in_words(tmp_path, content, expected):
+def test_file_is_refused(tmp_path, content, expected):
     path = tmp_path / "config.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert expected in answer(path)
@@ -79,7 +79,7 @@ def test_file_is_refused_in_words(tmp_path, content, expected):
         ("data.spacing=[1e-300, 1.0, 1.0]", "each at least 1e-06"),
     ],
 )
-def test_override_is_refused_in_words(tmp_path, override, expected):
+def test_override_is_refused(tmp_path, override, expected):
     path = tmp_path / "config.yaml"
     path.write_text("seed: 1\n")
     assert expected in answer(path, override)
@@ -106,12 +106,12 @@ def loop(path: Path) -> None:
         (lambda path: path.symlink_to("nowhere"), "no such file"),
     ],
 )
-def test_config_that_is_no_file_is_refused_in_words(tmp_path, make: Callable[[Path], None], expected):
+def test_config_that_is_not_a_file_is_refused(tmp_path, make: Callable[[Path], None], expected):
     make(tmp_path / "config.yaml")
     assert expected in answer(tmp_path / "config.yaml")
 
 
-def test_config_of_an_impossible_name_is_refused_in_words(tmp_path):
+def test_config_of_an_impossible_name_is_refused(tmp_path):
     assert "File name too long" in answer(tmp_path / ("x" * 300))
 
 

@@ -1,4 +1,4 @@
-"""A config is accepted whole, or answered with everything that is wrong with it."""
+"""A config is accepted, or refused with everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_all_mistakes_are_reported_at_once_with_the_nearest_names(tmp_path):
     assert "device.amp_dtype: found 'fp8'; allowed: auto, bfloat16 or float16" in found
 
 
-def test_mistakes_are_answered_by_the_command_within_a_second_and_exit_code_2(tmp_path):
+def test_mistakes_are_reported_by_the_command_within_a_second_and_exit_code_2(tmp_path):
     path = write(tmp_path, FIVE_MISTAKES)
     # Processor time, and a few times what it takes, because the machine may be busy. Importing torch alone takes more.
     seconds = []
@@ -88,7 +88,7 @@ def test_a_key_given_twice_is_an_error_with_both_lines(tmp_path):
     ]
 
 
-def test_a_key_in_the_wrong_section_is_answered_with_the_right_ones(tmp_path):
+def test_for_a_key_in_the_wrong_section_the_right_ones_are_suggested(tmp_path):
     (problem,) = problems(tmp_path, "batch_size: 2\n")
     assert "did you mean autoencoder.training.batch_size or ldm.training.batch_size?" in problem
 
@@ -121,11 +121,11 @@ def test_a_key_in_the_wrong_section_is_answered_with_the_right_ones(tmp_path):
         ("seed: -1", "at least 0"),
     ],
 )
-def test_each_mistake_is_answered_in_words(tmp_path, text, expected):
+def test_each_mistake_gets_a_readable_error(tmp_path, text, expected):
     assert expected in "\n".join(problems(tmp_path, text))
 
 
-def test_a_missing_file_is_answered_with_the_files_that_are_there(tmp_path):
+def test_for_a_missing_file_the_existing_ones_are_listed(tmp_path):
     write(tmp_path, "seed: 1")
     with pytest.raises(ConfigError, match=r"no such file; this folder has: .*config\.yaml"):
         load_settings(tmp_path / "confg.yaml")
@@ -214,7 +214,7 @@ def test_a_run_cannot_take_the_name_of_a_folder_that_all_runs_share(tmp_path, na
 
 
 @pytest.mark.parametrize("override", ["=3", ".=3", "data.=3", ".x=3", "data..x=3"])
-def test_an_override_without_a_key_is_told_so(tmp_path, override):
+def test_an_override_without_a_key_is_refused(tmp_path, override):
     expected = f"  {override}: not an override; allowed: section.key=value; write a key before the ="
     assert expected in answer(tmp_path, "", override)
     assert "extra: not an override; allowed: section.key=value; add = and a value" in answer(tmp_path, "", "extra")

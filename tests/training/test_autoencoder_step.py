@@ -108,7 +108,7 @@ def test_non_finite_volume_stops_before_the_weights_move_and_names_term_step_and
     step(make_batches(step, 2), 2)  # good again, but the run is already lost: nothing may move
     torch.testing.assert_close(step.state_dict()["networks"], before["networks"], rtol=0, atol=0)
     torch.testing.assert_close(step.state_dict()["optimizers"], before["optimizers"], rtol=0, atol=0)
-    said = r"step 2: reconstruction is not finite for volume 1\.nii; the weights were not moved and "
+    said = r"step 2: reconstruction is not finite for volume 1\.nii; the weights were not updated and "
     with pytest.raises(TrainingError, match=said + r"the last checkpoint is good \(step 1\);"):
         step.guard.raise_if_bad(saved=1)
     with pytest.raises(TrainingError, match=said + "there is no checkpoint yet;"):
@@ -150,7 +150,7 @@ def test_discriminator_gradient_that_is_not_finite_keeps_both_networks_still(tin
     step.update(1)
     torch.testing.assert_close(step.state_dict()["networks"], before["networks"], rtol=0, atol=0)
     torch.testing.assert_close(step.state_dict()["optimizers"], before["optimizers"], rtol=0, atol=0)
-    with pytest.raises(TrainingError, match=r"discriminator gradient is not finite .* weights were not moved"):
+    with pytest.raises(TrainingError, match=r"discriminator gradient is not finite .* weights were not updated"):
         step.guard.raise_if_bad()
 
 
@@ -165,7 +165,7 @@ def test_float16_loss_that_is_not_finite_keeps_both_networks_still(tiny_values, 
         norms = step(make_batches(step, 2), 0)
     assert torch.isfinite(norms["autoencoder_gradient_norm"])
     torch.testing.assert_close(step.state_dict()["networks"], before, rtol=0, atol=0)
-    with pytest.raises(TrainingError, match=r"discriminator_real is not finite .* weights were not moved"):
+    with pytest.raises(TrainingError, match=r"discriminator_real is not finite .* weights were not updated"):
         step.guard.raise_if_bad()
 
 
@@ -212,7 +212,7 @@ def test_mixed_precision_trains(tiny_values, amp_dtype):
     assert any((step.autoencoder.state_dict()[n] != before["autoencoder"][n]).any() for n in before["autoencoder"])
 
 
-def test_restored_step_goes_on_exactly(tiny_values):
+def test_restored_step_continues_exactly(tiny_values):
     whole = make_step(tiny_values, ema_decay=0.9)
     for number in range(2):
         whole(make_batches(whole, 2), number)

@@ -109,7 +109,7 @@ def test_a_checkpoint_is_flushed_before_its_rename_and_the_folder_after_it(tmp_p
     assert calls == [f"{newest(found).stat().st_size} bytes", "rename", "folder"]
 
 
-def test_a_full_disk_is_told_in_words_and_the_last_checkpoint_stays(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(tmp_path, monkeypatch):
     found = saved(tmp_path, 1)
 
     class FullDisk(io.FileIO):
@@ -133,7 +133,7 @@ def test_a_full_disk_is_told_in_words_and_the_last_checkpoint_stays(tmp_path, mo
         (os.mkdir, "a folder, not a file"),
     ],
 )
-def test_what_is_no_file_under_the_name_of_a_checkpoint_is_told(tmp_path, make, words):
+def test_what_is_not_a_regular_file_under_the_name_of_a_checkpoint_is_reported(tmp_path, make, words):
     found = saved(tmp_path, 1)
     strange = tmp_path / f"autoencoder_step_00000002_{'0' * 16}.pt"
     make(strange)

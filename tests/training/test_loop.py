@@ -1,4 +1,4 @@
-"""A step is saved before it is validated: whatever happens to a validation, no step is lost and none is made twice."""
+"""A step is saved before it is validated: whatever happens to a validation, no step is lost or repeated."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ METRIC = {"autoencoder": "val_psnr", "ldm": "val_diffusion"}
 
 
 @pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
-def test_validation_without_memory_takes_rungs_and_makes_no_step_twice(train, made, monkeypatch, capsys, stage):
+def test_validation_that_runs_out_of_memory_takes_rungs_and_repeats_no_step(train, made, monkeypatch, capsys, stage):
     fail_in_validation(monkeypatch, stage, (1, 3), MemoryError())
     assert train(stage, "--on-oom", "next-rung", f"{stage}.training.batch_size=2") == 0
     assert made == [1, 2, 3, 4, 5, 6]
@@ -156,7 +156,7 @@ def test_killed_in_validation_and_resumed_equals_undisturbed(train, made, monkey
     assert results(here) == results(there)
 
 
-def test_run_asked_to_stop_saves_without_validating_and_makes_up_for_it(train, made, monkeypatch):
+def test_run_asked_to_stop_saves_and_postpones_its_validation(train, made, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
         fail_in_validation(patch, "autoencoder", (1,), AssertionError("validated although asked to stop"))
@@ -196,7 +196,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
-def test_a_run_with_a_time_ends_there_with_its_learning_rate_and_goes_on_where_it_was_stopped(
+def test_a_run_with_a_time_limit_ends_there_with_its_learning_rate_and_resumes_where_it_stopped(
     train, made, monkeypatch, stage
 ):
     monkeypatch.setattr(training.optimization, "time", Clock())

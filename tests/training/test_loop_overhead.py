@@ -1,4 +1,4 @@
-"""The loop costs nothing: almost all of a step's time is forward, backward and optimizer."""
+"""The loop costs almost nothing: nearly all of a step's time is forward, backward and optimizer."""
 
 from __future__ import annotations
 

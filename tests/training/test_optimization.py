@@ -101,7 +101,7 @@ def test_updates_are_clipped_adamw_at_the_schedules_rate(max_grad_norm, weight_d
         for parameter, gradient in zip(ours.parameters(), gradients_of_step(ours, step), strict=True):
             parameter.grad = gradient
         norm = updater.gradient_norm(guard)
-        updater.move(step, norm, guard)
+        updater.update(step, norm, guard)
         norms.append(float(norm))
         assert all(p.grad is None for p in ours.parameters()), "gradients must not reach the next update"
     assert norms == pytest.approx(adam_by_hand(by_hand, settings, 1e-2, 12), rel=1e-6)
@@ -125,7 +125,7 @@ def test_float16_gradients_are_clipped_at_their_true_size():
     assert held is not None
     assert held.norm() > 1e3 * true[0].norm()
     norm = updater.gradient_norm(guard)
-    updater.move(0, norm, guard)
+    updater.update(0, norm, guard)
     expected = torch.stack([g.norm() for g in true]).norm()
     assert expected > 1.5
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)

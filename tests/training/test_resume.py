@@ -1,4 +1,4 @@
-"""A run that stops and goes on equals one that does not: weights, optimizers, averages, scale, data and step count."""
+"""A resumed run equals an uninterrupted one: weights, optimizers, averages, scale, data and step count."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from training.resume import check_resumable, resume, save
 
 
 class TinyStep:
-    """As much of a training step as resuming looks at."""
+    """The part of a training step that resuming uses."""
 
     stage = "autoencoder"
     samples_per_update = 1
@@ -61,7 +61,7 @@ def write_volume(path: Path, seed: int) -> None:
 
 
 def replace_content(path: Path) -> None:
-    """Write another volume of the same size in the place of this one, and set its time back."""
+    """Replace this volume by another of the same size, and restore its time."""
     before = path.stat()
     other = path.parent.parent / "other.nii"
     write_volume(other, 99)
@@ -170,7 +170,7 @@ def test_another_number_of_steps_is_refused_where_the_learning_rate_decays_towar
 
 
 @pytest.mark.parametrize("error", [AttributeError, TypeError, AssertionError])
-def test_a_mistake_in_the_program_is_not_told_as_a_damaged_checkpoint(source, tiny_values, monkeypatch, error):
+def test_a_bug_is_not_reported_as_a_damaged_checkpoint(source, tiny_values, monkeypatch, error):
     settings = tiny(source, tiny_values)
     step: Any = TinyStep()
     checkpoints = Checkpoints(Path("checkpoints"), "autoencoder", 2)

@@ -1,4 +1,4 @@
-"""One process a run, and a run that goes on only with the settings it was started with."""
+"""One process per run, and a run that resumes only with the settings it was started with."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_changes_that_alter_the_result_are_refused_all_at_once():
     assert "4 -> 8" in text
 
 
-def test_memory_knobs_step_counts_and_logging_may_change_and_are_said(caplog):
+def test_memory_knobs_step_counts_and_logging_may_change_and_are_logged(caplog):
     caplog.set_level(logging.INFO)
     before = Settings()
     changes = {
@@ -147,7 +147,7 @@ def test_lines_after_the_checkpoint_are_dropped_before_they_are_written_again(tm
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_metrics_that_cannot_be_read_to_their_end_are_told(tmp_path, monkeypatch, make):
+def test_metrics_that_are_not_a_regular_file_are_refused(tmp_path, monkeypatch, make):
     monkeypatch.chdir(tmp_path)
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     metrics.parent.mkdir(parents=True)

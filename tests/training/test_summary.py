@@ -1,4 +1,4 @@
-"""Stage 1 says what stage 2 would refuse after it."""
+"""Stage 1 warns of a config that stage 2 would refuse."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_config_that_both_stages_accept_gives_no_warning(tiny_values, caplog):
     assert warnings(tiny_values, caplog) == []
 
 
-def test_grid_that_stage_two_will_refuse_is_said_in_stage_one(tiny_values, caplog):
+def test_grid_that_stage_two_will_refuse_is_reported_in_stage_one(tiny_values, caplog):
     tiny_values["data"]["voxel_size"] = [18, 16, 16]
     (said,) = warnings(tiny_values, caplog)
     assert said.startswith(
@@ -38,7 +38,7 @@ def test_grid_that_stage_two_will_refuse_is_said_in_stage_one(tiny_values, caplo
     assert warnings(tiny_values, caplog) == []
 
 
-def test_wrong_number_of_classes_is_said_in_stage_one(tiny_values, caplog):
+def test_wrong_number_of_classes_is_reported_in_stage_one(tiny_values, caplog):
     tiny_values["ldm"]["conditioning"] = {"type": "class", "num_classes": 3}
     (said,) = warnings(tiny_values, caplog)
     assert "ldm.conditioning.num_classes: 3, but the data has 2 (healthy, lesion)" in said

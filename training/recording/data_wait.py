@@ -1,4 +1,4 @@
-"""The share of time that a run waits for its data, and what to change if that is too much."""
+"""How much of its time a run spends waiting for data, and a warning if that is too much."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import logging
 log = logging.getLogger(__name__)
 
 WAITING = "data_wait_share"
-"""Key in metrics.jsonl: time spent waiting for batches, as a share of the time since the line before."""
+"""Key in metrics.jsonl: time spent waiting for batches, as a share of the time since the previous line."""
 
 LARGEST_WAIT = 0.1
 
-# Log lines that are counted before a run is told: the first, which is left out, includes the start of the workers.
+# Warn only after this many log lines. The first, which includes the start of the workers, is not counted.
 LINES = 3
 
 
 class DataWait:
-    """Adds up waiting over log lines and says once what to change."""
+    """Adds up the waiting time over log lines and warns once, with what to change."""
 
     def __init__(self) -> None:
         self._lines, self._waited, self._elapsed, self._is_told = 0, 0.0, 0.0, False

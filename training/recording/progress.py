@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from storage.names import counted
+
 INTERVALS = 20
 """Predictions use this many of the last intervals between log lines, because steps may become slower during a run."""
 
@@ -18,8 +20,8 @@ class RunClock:
     """Measures steps, saves and validations, and predicts the rest of the run from them.
 
     Steps are timed between calls of `mark`, at which the device has finished its work. The first step is left out,
-    because it also chooses kernels and fills caches. A run that is given a time has no `last_step`; its `seconds` are
-    those that were left at the start.
+    because it also chooses kernels and fills caches. A run with a time limit has no `last_step`; `seconds` is the time
+    it had left at the start.
     """
 
     def __init__(
@@ -49,14 +51,14 @@ class RunClock:
         self._marked_step, self._marked_at = self._marked_step + 1, self._now()
 
     def mark(self, step: int) -> None:
-        """Note that the device has finished all steps up to `step`."""
+        """Record that the device has finished all steps up to `step`."""
         if step > self._marked_step:
             now = self._now()
             self._intervals.append((step - self._marked_step, now - self._marked_at))
             self._marked_step, self._marked_at = step, now
 
     def pause(self, kind: str, seconds: float) -> None:
-        """Note a save or a validation, which counts as no part of the steps."""
+        """Record the time of a save or a validation, which belongs to no step."""
         self._pauses[kind].append(seconds)
         self._marked_at += seconds
 
@@ -91,13 +93,13 @@ class RunClock:
     def text(self, step: int) -> str:
         """Return the time left in words; empty before the first interval.
 
-        Until a validation has been timed, those that are left are counted instead.
+        Until a validation has been timed, the remaining validations are counted instead.
         """
         left = self.seconds_left(step)
         if left is None:
             return ""
         validations = self.validations_left(step)
-        unknown = f" + {validations} validation{'s' if validations > 1 else ''}"
+        unknown = f" + {counted(validations, 'validation')}"
         return f"{duration_text(left)}{unknown if validations and not self.has_validated else ''}"
 
     def announcement(self, step: int) -> str:

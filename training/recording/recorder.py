@@ -24,7 +24,7 @@ from training.recording.trackers import Tracker
 Batches = TypeVar("Batches")
 """What a step gets; the recorder does not look at it."""
 
-# tqdm's own estimate knows nothing of validations, so the bar shows the clock's.
+# tqdm's own estimate ignores validations, so the bar shows that of the clock.
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 _TIMED_BAR = "{desc}: step {n_fmt} [{elapsed}{postfix}]"
 
@@ -132,7 +132,7 @@ class Recorder:
                 tracker.log(step, {name: value for name, value in values.items() if name != ELAPSED})
 
     def timed(self, batches: Iterable[Batches]) -> Iterator[Batches]:
-        """Yield the batches, and note how long each took to come."""
+        """Yield the batches, and add up how long the loop waited for them."""
         remaining = iter(batches)
         while True:
             began = time.perf_counter()

@@ -51,7 +51,7 @@ def open_trackers(settings: Settings, run: RunFolder, stage: str, first_step: in
 
 
 class _Wandb:
-    """One Weights & Biases run per stage and start; offline runs lie in the run folder and `wandb sync` uploads them.
+    """One Weights & Biases run per stage and start; offline runs stay in the run folder until `wandb sync`.
 
     A resumed run is a new one in the same group, because Weights & Biases does not accept steps twice.
     """
@@ -96,7 +96,7 @@ class _MLflow:
         self._client.log_dict(self._id, settings.model_dump(mode="json"), "config.json")
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        # SQL databases hold no NaN; metrics.jsonl has them all.
+        # SQL databases cannot store NaN; metrics.jsonl has every value.
         for name, value in values.items():
             if math.isfinite(value):
                 self._client.log_metric(self._id, name, value, step=step)

@@ -1,4 +1,4 @@
-"""docs/prediction.md holds every published figure within its bar, and its rows come out of the code again."""
+"""Predictions in docs/prediction.md are within their limits of the published figures, and the code still gives them."""
 
 import re
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_ten_decoded_images_are_within_1_percent_allocated_and_6_percent_reserve
 
 
 @pytest.mark.parametrize("size", [(512, 512), (768, 768), (2048, 2048)], ids=str)
-def test_decoded_images_come_out_again(size):
+def test_decoded_images_are_predicted_as_the_document_says(size):
     allocated, reserved = predict_qwen(size[0], size[1], is_decode=True)
     assert allocated == pytest.approx(QWEN_DECODE[size][0], rel=0.01)
     assert reserved == pytest.approx(QWEN_DECODE[size][1], rel=0.06)
@@ -54,5 +54,5 @@ def test_all_rows_of_the_volumetric_network_are_within_8_percent():
 
 
 @pytest.mark.parametrize("grid", [(256, 256, 128), (512, 512, 768)], ids=str)
-def test_rows_of_the_volumetric_network_come_out_again(grid):
+def test_the_volumetric_network_is_predicted_as_the_document_says(grid):
     assert predict_maisi(grid) == pytest.approx(MAISI[grid], rel=0.08)

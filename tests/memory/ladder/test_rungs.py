@@ -1,4 +1,4 @@
-"""Every rung changes the step, and is called what it does."""
+"""Every rung changes the step, and its name says how."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -55,7 +55,7 @@ def test_neighbours_merge_in_any_order_of_release():
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_random_trace_keeps_the_books_straight(expandable):
+def test_random_trace_keeps_its_totals_consistent(expandable):
     rng = random.Random(0)
     allocator = CachingAllocator(AllocatorLimits(expandable))
     alive: list[tuple] = []

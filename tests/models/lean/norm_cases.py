@@ -104,7 +104,7 @@ def distances(case: Case, given: Inputs, backend: Any, group_means: Any) -> dict
     mean, rstd = backend.statistics(x, case.groups, EPS)
     norm = (mean, rstd, weight, bias)
     before, after = 1, 2
-    # What is written lies like x, or plainly where x lies as no result ever does.
+    # Results have the layout of x, or are contiguous where x has a layout that no result ever has.
     layout = case.layout.replace("transposed", "contiguous")
     room = x.new_full((*x.shape[:2], before + x.shape[2] + after, *x.shape[3:]), torch.nan)
     padded, grad_x, in_place = (laid_out(values, layout) for values in (room, x, grad))
@@ -124,13 +124,13 @@ def distances(case: Case, given: Inputs, backend: Any, group_means: Any) -> dict
     backend.norm_input_grad(in_place, in_place, x, *norm, means, case.silu, grad)
     rows = slice(before, before + x.shape[2])
     spread = expected.rstd.unsqueeze(2).expand(-1, -1, x.shape[1] // case.groups).flatten(1)[..., None, None, None]
-    # In units of each group's own spread: a wrong group must not hide behind a large one.
+    # In units of each group's own spread, so that an error in one group cannot hide behind a group of larger values.
     return {
         "mean": _distance(mean.cpu() * expected.rstd, expected.mean * expected.rstd),
         "rstd": float((rstd.cpu() / expected.rstd - 1).abs().max()),
         "y": _distance(padded[:, :, rows], expected.y),
         "halo": float(padded[:, :, :before].abs().sum() + padded[:, :, rows.stop :].abs().sum()),
-        # A sum of many values, which cancel by chance, is known to so many digits of the root of their number.
+        # The rounding error of a sum of n values that partly cancel grows with the root of n.
         "sums": _distance(sums / x[0, 0].numel() ** 0.5, expected.sums / x[0, 0].numel() ** 0.5),
         "grad_x": _distance(grad_x.cpu() / spread, expected.grad_x / spread),
         "stored": _distance(stored, x.cpu().double())

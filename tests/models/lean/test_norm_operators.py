@@ -213,7 +213,7 @@ def test_operators_are_registered_as_they_behave():
 
 
 class Watch(TorchDispatchMode):
-    """Writes down the operators it sees, and the largest full-precision tensor that one made."""
+    """Records the operators it sees, and the largest full-precision tensor that any of them made."""
 
     def __init__(self):
         super().__init__()

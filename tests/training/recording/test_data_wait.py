@@ -1,4 +1,4 @@
-"""A run that waits for its data is told once what to change."""
+"""A run that waits for its data gets one warning that says what to change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from training.recording.data_wait import DataWait
 
 
-def test_waiting_is_told_once_after_the_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_is_reported_once_and_not_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     wait = DataWait()
     assert wait.share(9.0, 10.0) == 0.9
     for _ in range(2):
@@ -20,7 +20,7 @@ def test_waiting_is_told_once_after_the_start(caplog: pytest.LogCaptureFixture) 
     assert caplog.text.count("waiting for data takes 20 % of the time; raise data.num_workers") == 1
 
 
-def test_a_run_that_hardly_waits_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_hardly_waits_gets_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     wait = DataWait()
     for share in (0.9, 0.05, 0.2, 0.0, 0.0, 0.05):

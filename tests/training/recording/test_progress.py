@@ -1,4 +1,4 @@
-"""The time that a run still takes, counted on a clock that the tests turn."""
+"""The time that a run still takes, on a clock that the tests control."""
 
 from __future__ import annotations
 
@@ -95,5 +95,5 @@ def test_time_left_is_announced_when_steps_and_when_a_validation_were_timed():
         *((3600, "1 h 0 min"), (12_030, "3 h 20 min"), (86_399, "1 d 0 h"), (187_200, "2 d 4 h")),
     ],
 )
-def test_durations_are_said_in_two_units(seconds, text):
+def test_durations_are_written_in_two_units(seconds, text):
     assert duration_text(seconds) == text
