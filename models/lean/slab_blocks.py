@@ -96,6 +96,7 @@ class _NormConv(torch.autograd.Function):
                 if needs_weight:
                     grad_weight = _add(grad_weight, grad_part)
                 normed.absorb(grad_rows, start, end, store=grad_x[:, :, start:end])
+                del grad_rows, grad_part
             grad_norm = normed.finish()
             normed.input_grad(grad_x, 0, x.shape[2])
             grad_bias = bias_grad(grad) if needs_bias else None
@@ -210,6 +211,7 @@ class _ResidualBackward:
             del grad
             total = _add(total, grad_weight) if self.needs["weight2"] else None
             self.second.absorb(grad_rows, start, end, store=self.grad_h[:, :, start:end])
+            del grad_rows, grad_weight
         return total
 
     def _sweep_conv1(self) -> Tensor | None:
@@ -221,6 +223,7 @@ class _ResidualBackward:
             del grad
             total = _add(total, grad_weight) if self.needs["weight1"] else None
             self.first.absorb(grad_rows, start, end, store=self.grad_x[:, :, start:end])
+            del grad_rows, grad_weight  # before the next slab needs the same room
         return total
 
     def _input_grad(self) -> Tensor | None:
