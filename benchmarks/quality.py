@@ -74,8 +74,8 @@ def start_alike(ours: AutoencoderStep, loop: ReferenceLoop) -> None:
 def latent_noise(ours: AutoencoderStep, batch: Batch) -> torch.Tensor:
     """Return the noise that our step draws for a batch's latents."""
     settings = ours.settings.autoencoder
-    axes = (axis // settings.downsampling for axis in batch.image.shape[2:])
-    return ours.noise.normal("latent", batch.positions, (settings.latent_channels, *axes))
+    grid = settings.latent_grid(batch.image.shape[2:])
+    return ours.noise.normal("latent", batch.positions, (settings.latent_channels, *grid))
 
 
 def _settings(num_steps: int, size: int, channels: tuple[int, ...], batch_size: int) -> Settings:

@@ -111,6 +111,7 @@ def _architecture(s: AutoencoderSettings) -> dict[str, Any]:
     return {
         "in_channels": s.in_channels,
         "num_channels": list(s.num_channels),
+        "strides": [list(strides) for strides in s.level_strides],
         "num_res_blocks": list(s.res_blocks),
         "latent_channels": s.latent_channels,
         "norm_num_groups": s.num_groups,

@@ -57,7 +57,8 @@ class VolumeCodec:
     @torch.no_grad()
     def decode(self, latent: Tensor) -> Tensor:
         """Return the volume, float32 (C, D, H, W), of one unscaled latent (C, D, H, W)."""
-        self._choose_slabs([axis * self.settings.downsampling for axis in latent.shape[1:]])
+        factors = self.settings.downsampling
+        self._choose_slabs([axis * factor for axis, factor in zip(latent.shape[1:], factors, strict=True)])
         return self._run(self.autoencoder.decode, latent)[0].float()
 
     def _run(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
@@ -67,7 +68,7 @@ class VolumeCodec:
                 with self.precision.autocast():
                     return function(tensor[None].to(self.precision.device, non_blocking=True))
             except torch.OutOfMemoryError:
-                rows = min(self.slab_rows or 4 * _SLAB_ROWS, tensor.shape[1] * self.settings.downsampling) // 2
+                rows = min(self.slab_rows or 4 * _SLAB_ROWS, tensor.shape[1] * self.settings.downsampling[0]) // 2
                 if not self.has_slabs or rows < _SMALLEST_SLAB_ROWS:
                     raise
                 log.warning("out of memory with a whole volume: continuing in slabs of %d rows", rows)

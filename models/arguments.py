@@ -8,7 +8,7 @@ from settings import AutoencoderSettings, LdmSettings
 
 
 def autoencoder_arguments(settings: AutoencoderSettings) -> dict[str, Any]:
-    """Return the arguments of `AutoencoderKL`."""
+    """Return the arguments of `AutoencoderKL`, which has no strides but 2."""
     return {
         "spatial_dims": 3,
         "in_channels": settings.in_channels,

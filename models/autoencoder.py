@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from models.arguments import autoencoder_arguments
-from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block
+from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block, resamples
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
 from models.lean.layout import CHANNELS_LAST, arranged
+from models.lean.resampling import Strides
 from models.lean.slabs import Volume
 from models.stock import StockAutoencoder
 from settings import AutoencoderSettings
@@ -21,11 +23,18 @@ log = logging.getLogger(__name__)
 
 
 class LeanCoder(nn.Module):
-    """Encoder or decoder: MONAI's list of blocks in their lean form, with optional checkpointing per block."""
+    """Encoder or decoder: MONAI's list of blocks in their lean form, with optional checkpointing per block.
 
-    def __init__(self, blocks: nn.ModuleList, first_level: int) -> None:
+    `strides` are those of the resampling blocks, in order.
+    """
+
+    def __init__(self, blocks: nn.ModuleList, first_level: int, strides: Iterable[Strides]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(lean_block(block) for block in blocks)
+        left = iter(strides)
+        self.blocks = nn.ModuleList(
+            lean_block(block, next(left)) if resamples(block) else lean_block(block) for block in blocks
+        )
+        assert next(left, None) is None, "there are more strides than resampling blocks"
         self.levels = _level_of_each(self.blocks, first_level)
         self.checkpointed_levels = 0
         self.offload = False
@@ -80,17 +89,21 @@ class LeanAutoencoder(StockAutoencoder):
     """MONAI's `AutoencoderKL` with lean blocks, checkpointing per block, offload and slabs.
 
     `encode`, `decode` and the state dict are the same as MONAI's. The memory settings change results only by rounding.
+    `strides` has the strides of each downsampling along the three axes; with others than 2, which MONAI does not have,
+    the weights keep their names and shapes. The decoder's upsampling mirrors the encoder's downsampling.
     """
 
     fastest_layout = CHANNELS_LAST
     encoder: LeanCoder
     decoder: LeanCoder
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, strides: Sequence[Strides] | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.num_levels = len(arguments["channels"])
-        self.encoder = LeanCoder(self.encoder.blocks, first_level=0)
-        self.decoder = LeanCoder(self.decoder.blocks, first_level=self.num_levels - 1)
+        strides = strides or ((2, 2, 2),) * (self.num_levels - 1)
+        assert len(strides) == self.num_levels - 1, f"{len(strides)} strides for {self.num_levels} levels"
+        self.encoder = LeanCoder(self.encoder.blocks, 0, strides)
+        self.decoder = LeanCoder(self.decoder.blocks, self.num_levels - 1, reversed(strides))
         self.nested = False
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,8 +160,12 @@ class LeanAutoencoder(StockAutoencoder):
 
 def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
     """Build the autoencoder that the settings describe, with their memory settings applied."""
-    kind = LeanAutoencoder if settings.implementation == "lean" else StockAutoencoder
-    model = kind(**autoencoder_arguments(settings))
+    arguments = autoencoder_arguments(settings)
+    model: StockAutoencoder
+    if settings.implementation == "lean":
+        model = LeanAutoencoder(strides=settings.level_strides, **arguments)
+    else:
+        model = StockAutoencoder(**arguments)
     training = settings.training
     model.set_slab_rows(training.slab_rows)
     if training.checkpoints_blocks:

@@ -10,4 +10,4 @@ if ! found="$(python -c 'import sys, torch; print(torch.__version__); sys.exit(n
     echo "error: torch ${found:-} sees no CUDA device; this check needs one; try nvidia-smi, and install torch built for your driver" >&2
     exit 2
 fi
-python -m pytest -m gpu tests/gpu tests/models/lean/test_norm_gpu.py "$@"
+python -m pytest -m gpu tests/gpu tests/models/lean/norm/test_norm_gpu.py "$@"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 from settings.section import (
@@ -15,6 +17,7 @@ from settings.section import (
     Flags,
     PathText,
     Section,
+    StridesPerLevel,
     TrainingSettings,
     key,
     largest_common_divisor,
@@ -95,6 +98,11 @@ class AutoencoderSettings(Section):
     )
     in_channels: Channels = key(1, "Channels of a volume.")
     num_channels: ChannelsPerLevel = key((16, 32, 64), "Channels of each level, highest resolution first.")
+    strides: Literal[2] | StridesPerLevel = key(
+        2,
+        "Factors by which each downsampling shrinks the axes: 2 for all of them, or a list of triples of 1 and 2, "
+        "such as [[2, 2, 1], [2, 2, 2]] for three levels and thick slices along the last axis.",
+    )
     num_res_blocks: BlocksOrZero | BlocksPerLevelOrZero = key(
         2, "Residual blocks per level: one number for all levels, or a list."
     )
@@ -124,6 +132,22 @@ class AutoencoderSettings(Section):
         return any(self.attention_levels) if self.use_nonlocal_attention == "auto" else self.use_nonlocal_attention
 
     @property
-    def downsampling(self) -> int:
-        """Return the factor by which each axis shrinks from volume to latent."""
-        return 2 ** (len(self.num_channels) - 1)
+    def level_strides(self) -> tuple[tuple[int, ...], ...]:
+        """Return the strides of each downsampling, which leads from one level to the next, along the three axes."""
+        return ((2, 2, 2),) * (len(self.num_channels) - 1) if self.strides == 2 else self.strides
+
+    @property
+    def downsampling(self) -> tuple[int, ...]:
+        """Return the factors by which the three axes shrink from volume to latent."""
+        return tuple(math.prod(strides[axis] for strides in self.level_strides) for axis in range(3))
+
+    def level_grids(self, grid: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the grids of all levels for a volume of `grid` voxels; the last one is the latent's."""
+        grids = [tuple(grid)]
+        for strides in self.level_strides:
+            grids.append(tuple(size // stride for size, stride in zip(grids[-1], strides, strict=True)))
+        return grids
+
+    def latent_grid(self, grid: Sequence[int]) -> tuple[int, ...]:
+        """Return the grid of the latent of a volume of `grid` voxels."""
+        return self.level_grids(grid)[-1]

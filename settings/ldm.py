@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -73,6 +74,10 @@ class UNetSettings(Section):
     def downsampling(self) -> int:
         """Return the factor by which each axis shrinks from the latent to the lowest level."""
         return 2 ** (len(self.num_channels) - 1)
+
+    def level_grids(self, grid: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the grids of all levels for a latent of `grid` voxels."""
+        return [tuple(size // 2**level for size in grid) for level in range(len(self.num_channels))]
 
 
 class SchedulerSettings(Section):

@@ -53,8 +53,7 @@ class Settings(Section):
     @property
     def latent_shape(self) -> tuple[int, ...]:
         """Return the shape of a whole volume's latent: channels, then axes."""
-        factor = self.autoencoder.downsampling
-        return (self.autoencoder.latent_channels, *(axis // factor for axis in self.data.voxel_size))
+        return (self.autoencoder.latent_channels, *self.autoencoder.latent_grid(self.data.voxel_size))
 
     @property
     def training_grid(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from settings.errors import Problem
@@ -11,6 +11,7 @@ from storage.names import counted
 from storage.run_folder import SHARED_NAMES
 
 if TYPE_CHECKING:
+    from settings.autoencoder import AutoencoderSettings
     from settings.ldm import LdmSettings
     from settings.root import Settings
 
@@ -27,9 +28,18 @@ def _text(values: tuple[int, ...]) -> str:
     return "[" + ", ".join(str(v) for v in values) + "]"
 
 
-def nearest_multiples(grid: Grid, factor: int) -> Grid:
-    """Return the grid nearest to `grid` whose axes are multiples of `factor`."""
-    return tuple(max(factor, factor * round(axis / factor)) for axis in grid)
+def nearest_multiples(grid: Sequence[float], factors: Sequence[int]) -> Grid:
+    """Return the grid nearest to `grid` whose axes are multiples of their `factors`."""
+    return tuple(max(factor, factor * round(axis / factor)) for axis, factor in zip(grid, factors, strict=True))
+
+
+def _is_divisible(grid: Grid, factors: Grid) -> bool:
+    return not any(axis % factor for axis, factor in zip(grid, factors, strict=True))
+
+
+def _factor_text(factors: Grid) -> str:
+    """Return one number for factors that are the same along each axis, else all three."""
+    return str(factors[0]) if len(set(factors)) == 1 else _text(factors)
 
 
 def find_problems(settings: Settings, stage: str | None) -> Iterator[tuple[Problem, tuple[str, ...]]]:
@@ -42,7 +52,10 @@ def find_problems(settings: Settings, stage: str | None) -> Iterator[tuple[Probl
         yield Problem("name", found, f"allowed: any name but {', '.join(SHARED_NAMES)}", "choose another"), ()
     yield from _data(settings)
     yield from _levels("autoencoder", settings.autoencoder)
-    yield from _grids(settings)
+    strides = list(_strides(settings.autoencoder))
+    yield from strides
+    if not strides:
+        yield from _grids(settings)
     yield from _memory_knobs(settings)
     yield from _levels("ldm.unet", settings.ldm.unet)
     yield from _heads(settings)
@@ -115,20 +128,37 @@ def _levels(where: str, network) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         )
 
 
+def _strides(autoencoder: AutoencoderSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    strides, needed = autoencoder.level_strides, len(autoencoder.num_channels) - 1
+    where, channels = "autoencoder.strides", "autoencoder.num_channels"
+    if len(strides) != needed:
+        found = f"{counted(len(strides), 'entry')} for {counted(needed + 1, 'level')}"
+        allowed = f"allowed: 2, or {needed}, one for each downsampling from one level to the next"
+        yield Problem(where, found, allowed, f"give {counted(needed, 'entry')} or 2"), (channels,)
+    for entry in strides:
+        if set(entry) == {1}:
+            found = f"{_text(entry)} shrinks no axis"
+            yield Problem(where, found, "allowed: a 2 along at least one axis", "set one, or remove the level"), ()
+            break
+    if autoencoder.implementation == "monai" and any(set(entry) != {2} for entry in strides):
+        found = f"{', '.join(map(_text, strides))} with implementation: monai, whose strides are all 2"
+        yield Problem(where, found, "", "set 2, or implementation: lean"), ("autoencoder.implementation",)
+
+
 def _grids(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    factor = settings.autoencoder.downsampling
-    levels = len(settings.autoencoder.num_channels)
+    factors = settings.autoencoder.downsampling
+    levels, multiple = len(settings.autoencoder.num_channels), _factor_text(factors)
     for name in ("voxel_size", "patch_size"):
         grid = getattr(settings.data, name)
-        if grid is not None and any(axis % factor for axis in grid):
+        if grid is not None and not _is_divisible(grid, factors):
             yield (
                 Problem(
                     f"data.{name}",
-                    f"{_text(grid)} is not divisible by {factor}, as the {levels} autoencoder levels require",
-                    f"allowed: multiples of {factor}",
-                    f"the nearest is {_text(nearest_multiples(grid, factor))}",
+                    f"{_text(grid)} is not divisible by {multiple}, as the {levels} autoencoder levels require",
+                    f"allowed: multiples of {multiple}",
+                    f"the nearest is {_text(nearest_multiples(grid, factors))}",
                 ),
-                ("autoencoder.num_channels",),
+                ("autoencoder.num_channels", "autoencoder.strides"),
             )
     training = settings.autoencoder.training
     largest = 4 * math.prod((training.batch_size, max(settings.autoencoder.num_channels), *settings.training_grid))
@@ -298,15 +328,15 @@ def _latents(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
     factor = settings.ldm.unet.downsampling
     latent = settings.latent_shape[1:]
     if not settings.ldm.latents.pad and any(axis % factor for axis in latent):
-        step = factor * settings.autoencoder.downsampling
-        grid = _text(nearest_multiples(settings.data.voxel_size, step))
+        steps = tuple(factor * shrunk for shrunk in settings.autoencoder.downsampling)
+        grid = _text(nearest_multiples(settings.data.voxel_size, steps))
         yield (
             Problem(
                 "ldm.unet.num_channels",
                 f"{len(settings.ldm.unet.num_channels)} levels need latents divisible by {factor}, "
                 f"but these are {_text(latent)}",
-                f"allowed: data.voxel_size in multiples of {step}, nearest {grid}",
+                f"allowed: data.voxel_size in multiples of {_factor_text(steps)}, nearest {grid}",
                 "change voxel_size, use fewer U-Net levels, or set ldm.latents.pad: true",
             ),
-            ("data.voxel_size", "autoencoder.num_channels"),
+            ("data.voxel_size", "autoencoder.num_channels", "autoencoder.strides"),
         )

@@ -94,9 +94,8 @@ class AutoencoderStep(TrainingStep):
         self, images: Tensor, positions: Sequence[int], step: int, share: float, is_adversarial: bool, is_last: bool
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Run forward and backward of the autoencoder; return the loss terms and the reconstruction, all detached."""
-        factor = self.settings.autoencoder.downsampling
-        latent_shape = (self.settings.autoencoder.latent_channels, *(axis // factor for axis in images.shape[2:]))
-        noise = self.noise.normal("latent", positions, latent_shape)
+        s = self.settings.autoencoder
+        noise = self.noise.normal("latent", positions, (s.latent_channels, *s.latent_grid(images.shape[2:])))
         with synchronised(self._parallel_autoencoder, is_last):
             with phase("generator forward"), self.precision.autocast():
                 reconstruction, mu, sigma = self._parallel_autoencoder(images, noise)

@@ -30,9 +30,8 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
     samples = training.samples_per_rank * world_size
     channels, *latent = settings.latent_shape
     grid = settings.training_grid if stage == "autoencoder" else settings.data.voxel_size
-    factor = settings.autoencoder.downsampling
     if stage == "autoencoder":
-        latent = [axis // factor for axis in grid]
+        latent = list(settings.autoencoder.latent_grid(grid))
     lines = {
         "run": f"runs/{settings.name}, stage {stage}, {_length(training)}",
         "grid -> latent": f"{settings.autoencoder.in_channels} x {_axes(grid)} -> {channels} x {_axes(latent)}",

@@ -10,6 +10,7 @@ import numpy as np
 from data.geometry import geometry_of
 from data.reading import VolumeFacts
 from settings import ConfigError, Settings
+from settings.rules import nearest_multiples
 
 
 def suggested_grid(facts: Sequence[VolumeFacts], settings: Settings) -> tuple[int, ...] | None:
@@ -18,10 +19,10 @@ def suggested_grid(facts: Sequence[VolumeFacts], settings: Settings) -> tuple[in
     It is the median after `data.orientation` and `data.spacing`.
     """
     sizes = np.median([geometry_of(fact.header, settings.data).spaced_shape for fact in facts], axis=0)
-    step = settings.autoencoder.downsampling * settings.ldm.unet.downsampling
-    nearest = tuple(max(step, step * round(float(size) / step)) for size in sizes)
+    steps = [settings.ldm.unet.downsampling * factor for factor in settings.autoencoder.downsampling]
+    nearest = nearest_multiples(sizes.tolist(), steps)
     for more in range(4):
-        grid = tuple(axis + more * step for axis in nearest)
+        grid = tuple(axis + more * step for axis, step in zip(nearest, steps, strict=True))
         if not stage_problems(settings, grid):
             return grid
     return None

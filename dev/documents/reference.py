@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from settings.load import default_text, known_keys
 from settings.root import Settings
@@ -61,6 +61,6 @@ def _values(annotation: Any) -> str:
         return f"list of {element}s" if element.endswith("number") else f"list of {element}"
     if hasattr(annotation, "__metadata__"):
         return _values(arguments[0])
-    if all(isinstance(argument, str) for argument in arguments):
-        return ", ".join(arguments)
+    if get_origin(annotation) is Literal:
+        return ", ".join(map(str, arguments))
     return " or ".join(_values(argument) for argument in arguments)

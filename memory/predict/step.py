@@ -236,14 +236,14 @@ def attention_growth(settings: Settings, stage: Stage) -> list[dict[str, Any]]:
     rows = []
     for level, (channels, attends) in enumerate(zip(network.num_channels, network.attention_levels, strict=True)):
         for factor in (1, 2) if attends else ():
-            shape = [axis * factor // 2**level for axis in grid]
+            shape = network.level_grids([axis * factor for axis in grid])[level]
             tokens = math.prod(shape)
             heads = channels // settings.ldm.unet.head_channels[level] if stage == "ldm" else 1
             rows.append(
                 {
                     "level": level,
                     "grid_factor": factor,
-                    "grid": shape,
+                    "grid": list(shape),
                     "tokens": tokens,
                     "kernel_bytes": tokens * (4 * channels * width + 4 * heads),
                     "matrix_bytes": heads * tokens**2 * width,
@@ -301,10 +301,11 @@ def _breakdown(alive: list[Allocation]) -> dict[str, int]:
 def level_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> int | None:
     """Return the resolution level of a tensor, 0 for the full grid; None for tensors without a grid.
 
-    Decided by the last axis, because slabs split the first one; rounding absorbs the rows that padding adds.
+    Decided by the last two axes, because slabs split the first one, and by the one that shrinks more, because strides
+    may be 1; rounding absorbs the rows that padding adds.
     """
     if len(shape) == 5 and math.prod(shape[2:]) > MAX_KERNEL_VOXELS:
-        return max(0, round(math.log2(grid[-1] / shape[-1])))
+        return max(0, round(math.log2(max(size / found for size, found in zip(grid[1:], shape[3:], strict=True)))))
     if len(shape) in (3, 4) and max(shape) > MAX_KERNEL_VOXELS:
         tokens = max(shape)
         return max(0, round(math.log2(math.prod(grid) / tokens) / 3))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from models.exchange.networks import has_other_strides
 from settings import Settings, look_up
 
 State = Mapping[str, Tensor]
@@ -61,6 +62,7 @@ def _autoencoder_settings(state: State) -> dict[str, Any]:
             levels[-1].append((kind, channels))
     blocks = tuple(sum(kind == "residual" for kind, _ in level) for level in levels)
     implied: dict[str, Any] = {
+        "autoencoder.strides": 2,  # MONAI has no others, and the weights would fit any
         "autoencoder.in_channels": state["encoder.blocks.0.conv.weight"].shape[1],
         "autoencoder.latent_channels": state["quant_conv_mu.conv.weight"].shape[0],
         "autoencoder.num_res_blocks": blocks,
@@ -139,7 +141,9 @@ def _middle_attention(state: State, coder: str) -> bool:
 
 
 def _configured(settings: Settings, key: str) -> Any:
+    strides = settings.autoencoder.level_strides
     resolved = {
+        "autoencoder.strides": strides if has_other_strides(settings.autoencoder) else 2,
         "autoencoder.num_res_blocks": settings.autoencoder.res_blocks,
         "autoencoder.use_nonlocal_attention": settings.autoencoder.has_middle_attention,
         "ldm.unet.num_res_blocks": settings.ldm.unet.res_blocks,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from models.lean.attention import AttentionBlock
 from models.lean.norm import compute_dtype, group_norm
-from models.lean.resampling import UpsampledRows, downsample_conv, upsample_conv
+from models.lean.resampling import Strides, UpsampledRows, downsample_conv, upsample_conv
 from models.lean.slab_blocks import norm_conv, residual
 from models.lean.slabs import Volume
 
@@ -59,21 +59,21 @@ class ResidualBlock(LeanBlock):
 
 
 class UpsampleBlock(LeanBlock):
-    """Nearest-neighbour upsampling by two, then a convolution."""
+    """Nearest-neighbour upsampling by `strides`, two along each axis in MONAI's block, then a convolution."""
 
-    def __init__(self, stock: Upsample) -> None:
+    def __init__(self, stock: Upsample, strides: Strides = (2, 2, 2)) -> None:
         super().__init__()
-        self.postconv = stock.postconv
+        self.postconv, self.strides = stock.postconv, tuple(strides)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a volume of twice the size along each axis."""
-        return upsample_conv(x, self.postconv.conv)
+        """Return the enlarged volume."""
+        return upsample_conv(x, self.postconv.conv, self.strides)
 
     def consume(self, x: Volume) -> UpsampledRows:
         """Return the upsampled volume as rows computed on demand, which the next block reads in slabs."""
         assert isinstance(x, Tensor), "two upsamplings never follow each other"
         conv = self.postconv.conv
-        return UpsampledRows(x, conv.weight, conv.bias, compute_dtype(x))
+        return UpsampledRows(x, conv.weight, conv.bias, self.strides, compute_dtype(x))
 
     @property
     def keeps_only_input(self) -> bool:
@@ -82,15 +82,18 @@ class UpsampleBlock(LeanBlock):
 
 
 class DownsampleBlock(LeanBlock):
-    """A convolution of stride two over the input padded by one at each axis' end."""
+    """A convolution with `strides`, two along each axis in MONAI's block.
 
-    def __init__(self, stock: AEKLDownsample) -> None:
+    The input is padded by one voxel, at the end of an axis of stride two and at both ends of one of stride one.
+    """
+
+    def __init__(self, stock: AEKLDownsample, strides: Strides = (2, 2, 2)) -> None:
         super().__init__()
-        self.conv = stock.conv
+        self.conv, self.strides = stock.conv, tuple(strides)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a volume of half the size along each axis."""
-        return downsample_conv(x, self.conv.conv)
+        """Return the shrunk volume."""
+        return downsample_conv(x, self.conv.conv, self.strides)
 
     @property
     def keeps_only_input(self) -> bool:
@@ -112,15 +115,23 @@ class Head(LeanBlock):
         return self.conv(group_norm(x, self.norm))
 
 
-def lean_block(stock: nn.Module) -> nn.Module:
-    """Return the lean counterpart of a stock block; blocks without one are returned as they are."""
+def resamples(block: nn.Module) -> bool:
+    """Return whether a block, stock or lean, leads from one level to the next."""
+    return isinstance(block, Upsample | AEKLDownsample | UpsampleBlock | DownsampleBlock)
+
+
+def lean_block(stock: nn.Module, strides: Strides = (2, 2, 2)) -> nn.Module:
+    """Return the lean counterpart of a stock block; blocks without one are returned as they are.
+
+    `strides` are those of a block that resamples.
+    """
     if isinstance(stock, AEKLResBlock):
         return ResidualBlock(stock)
     if isinstance(stock, SpatialAttentionBlock):
         return AttentionBlock(stock)
     if isinstance(stock, Upsample):
-        return UpsampleBlock(stock)
+        return UpsampleBlock(stock, strides)
     if isinstance(stock, AEKLDownsample):
-        return DownsampleBlock(stock)
+        return DownsampleBlock(stock, strides)
     assert isinstance(stock, Convolution | nn.GroupNorm), f"no lean counterpart for {type(stock).__name__}"
     return stock

@@ -83,15 +83,17 @@ def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:
     return aten.silu_backward.grad_input(grad, x, grad_input=x)
 
 
-def transposed_convolution(x: Tensor, weight: Tensor, bias: Tensor, padding: Sequence[int]) -> Tensor:
-    """Return the transposed 3D convolution of stride two of `x`."""
+def transposed_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor, strides: Sequence[int], padding: Sequence[int]
+) -> Tensor:
+    """Return the transposed 3D convolution of `x`."""
     if not _adds_in_low_precision(x):
-        return F.conv_transpose3d(x, weight, bias, stride=2, padding=tuple(padding))
-    return F.conv_transpose3d(x.float(), weight.float(), bias.float(), stride=2, padding=tuple(padding)).to(x.dtype)
+        return F.conv_transpose3d(x, weight, bias, tuple(strides), tuple(padding))
+    return F.conv_transpose3d(x.float(), weight.float(), bias.float(), tuple(strides), tuple(padding)).to(x.dtype)
 
 
 def transposed_convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool]
+    grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool], strides: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `x` and weight of a `transposed_convolution` padded by one voxel."""
     if _adds_in_low_precision(x):
@@ -100,7 +102,7 @@ def transposed_convolution_backward(
     # times as far from the truth as the unfolded convolution; with channels added in four parts, up to 1.6 times.
     num_parts = 4 if x.is_cpu and type(x) is Tensor and x.dtype == torch.float32 else 1
     parts = [
-        convolution_backward(some, x, taps, needs, 2, (1, 1, 1), transposed=True)
+        convolution_backward(some, x, taps, needs, strides, (1, 1, 1), transposed=True)
         for some, taps in zip(grad.chunk(num_parts, 1), weight.chunk(num_parts, 1), strict=True)
     ]
     if len(parts) == 1:
@@ -129,12 +131,12 @@ def convolution_backward(
     x: Tensor,
     weight: Tensor,
     needs: tuple[bool, bool],
-    stride: int = 1,
+    strides: Sequence[int] = (1, 1, 1),
     padding: Sequence[int] = (0, 0, 0),
     transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of a 3D convolution's `x` and weight; `needs` says which of the two to compute."""
     grad_x, grad_weight, _ = aten.convolution_backward(
-        grad, x, weight, None, [stride] * 3, list(padding), [1] * 3, transposed, [0] * 3, 1, [*needs, False]
+        grad, x, weight, None, list(strides), list(padding), [1] * 3, transposed, [0] * 3, 1, [*needs, False]
     )
     return grad_x, grad_weight

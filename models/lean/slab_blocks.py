@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.lean import native, norm_operators
-from models.lean.norm import compute_dtype, full_precision
+from models.lean import native
+from models.lean.norm import compute_dtype, full_precision, operators
+from models.lean.norm.affine import Norm
 from models.lean.slabs import (
     ConvolvedRows,
     NormedRows,
@@ -45,7 +46,7 @@ def _add(total: Tensor | None, part: Tensor) -> Tensor:
 def _statistics(x: Volume, groups: int, eps: float, rows: int) -> tuple[Tensor, Tensor]:
     """Return mean and rstd of each group, (batch, groups); rows that are computed on demand are read in slabs."""
     if isinstance(x, Tensor):
-        return norm_operators.statistics(x, groups, eps)
+        return operators.statistics(x, groups, eps)
     all_slabs = slabs(x, rows, x.shape[1], x.dtype)
     result = Statistics(x, all_slabs, groups, eps)
     for start, end in all_slabs:
@@ -60,7 +61,7 @@ def _norm_conv(
     norm_weight, norm_bias, weight, bias = parameters
     with torch.autocast(x.device.type, enabled=False):
         mean, rstd = _statistics(x, groups, eps, rows)
-        normed = NormedRows(x, mean, rstd, norm_weight, norm_bias, False, dtype)
+        normed = NormedRows(x, Norm(mean, rstd, norm_weight, norm_bias, silu=False), dtype)
         low_weight, low_bias = weight.to(dtype), bias.to(dtype)
         out = empty(x, weight.shape[0], dtype)
         for start, end in slabs(x, rows, x.shape[1], dtype):
@@ -85,7 +86,7 @@ class _NormConv(torch.autograd.Function):
         x, norm_weight, norm_bias, weight, _, mean, rstd = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[3:5]
         with torch.autocast(x.device.type, enabled=False):
-            normed = NormedRows(x, mean, rstd, norm_weight, norm_bias, False, ctx.dtype)
+            normed = NormedRows(x, Norm(mean, rstd, norm_weight, norm_bias, silu=False), ctx.dtype)
             low_weight = weight.to(ctx.dtype)
             grad_x, grad_weight = empty(x), None
             for start, end in slabs(x, ctx.rows, x.shape[1], ctx.dtype):
@@ -96,6 +97,7 @@ class _NormConv(torch.autograd.Function):
                 if needs_weight:
                     grad_weight = _add(grad_weight, grad_part)
                 normed.absorb(grad_rows, start, end, store=grad_x[:, :, start:end])
+                del grad_rows, grad_part
             grad_norm = normed.finish()
             normed.input_grad(grad_x, 0, x.shape[2])
             grad_bias = bias_grad(grad) if needs_bias else None
@@ -115,7 +117,7 @@ def _residual(
     shortcut, shortcut_bias = (None if part is None else part.to(dtype) for part in parameters[8:])
     all_slabs = slabs(x, rows, min(weight1.shape[:2]), dtype)
     with torch.autocast(x.device.type, enabled=False):
-        first = NormedRows(x, *_statistics(x, groups, eps, rows), scale1, shift1, True, dtype)
+        first = NormedRows(x, Norm(*_statistics(x, groups, eps, rows), scale1, shift1, silu=True), dtype)
         convolved = ConvolvedRows(first, weight1, bias1)
         h: Volume = convolved
         if overwrite:
@@ -126,7 +128,7 @@ def _residual(
         statistics = Statistics(convolved, all_slabs, groups, eps)
         for start, end in all_slabs:
             statistics.add(convolved.rows(start, end), store=None if overwrite else out[:, :, start:end])
-        second = NormedRows(h, *statistics.result(), scale2, shift2, True, dtype)
+        second = NormedRows(h, Norm(*statistics.result(), scale2, shift2, silu=True), dtype)
         # The next slab still needs the last rows that this slab overwrites (one of h, two of x), so write them later.
         halo = 2 if overwrite else 1
         late_place, late_rows = out[:, :, :0], out[:, :, :0]
@@ -143,7 +145,7 @@ def _residual(
             torch.add(part[:, :, :now], source[:, :, :now], out=out[:, :, start:split])
             late_place, late_rows = out[:, :, split:end], part[:, :, now:] + source[:, :, now:]
         late_place.copy_(late_rows)
-    return out, (first.mean, first.rstd, second.mean, second.rstd)
+    return out, (first.norm.mean, first.norm.rstd, second.norm.mean, second.norm.rstd)
 
 
 class _Residual(torch.autograd.Function):
@@ -184,8 +186,8 @@ class _ResidualBackward:
         # The gradient of x is written after the last use of h, so h can share its memory if it fits.
         fits = weight1.shape[0] <= weight1.shape[1] and x.dtype == ctx.dtype
         self.h = self.grad_x[:, : weight1.shape[0]] if fits else empty(x, weight1.shape[0], ctx.dtype)
-        self.first = NormedRows(x, mean1, rstd1, scale1, shift1, True, ctx.dtype)
-        self.second = NormedRows(self.h, mean2, rstd2, scale2, shift2, True, ctx.dtype)
+        self.first = NormedRows(x, Norm(mean1, rstd1, scale1, shift1, silu=True), ctx.dtype)
+        self.second = NormedRows(self.h, Norm(mean2, rstd2, scale2, shift2, silu=True), ctx.dtype)
 
     def run(self) -> Gradients:
         bias = bias_grad(self.grad) if self.needs["bias2"] or self.needs["shortcut_bias"] else None
@@ -210,6 +212,7 @@ class _ResidualBackward:
             del grad
             total = _add(total, grad_weight) if self.needs["weight2"] else None
             self.second.absorb(grad_rows, start, end, store=self.grad_h[:, :, start:end])
+            del grad_rows, grad_weight
         return total
 
     def _sweep_conv1(self) -> Tensor | None:
@@ -221,6 +224,7 @@ class _ResidualBackward:
             del grad
             total = _add(total, grad_weight) if self.needs["weight1"] else None
             self.first.absorb(grad_rows, start, end, store=self.grad_x[:, :, start:end])
+            del grad_rows, grad_weight  # before the next slab needs the same room
         return total
 
     def _input_grad(self) -> Tensor | None:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.lean import native, norm_operators
+from models.lean import native
 from models.lean.layout import layout_of
+from models.lean.norm import operators
+from models.lean.norm.affine import Norm
 
 MIN_SLAB_VALUES = 20480
 """Smallest channels x rows x height for which torch uses its fast CPU kernel for an fp32 convolution of one volume.
@@ -110,10 +112,10 @@ class Statistics:
         """Add the moments of the next slab and copy the slab to `store`, if given."""
         mean, rstd = self._parts[:, self._next]
         if store is None:
-            for target, values in zip((mean, rstd), norm_operators.statistics(slab, mean.shape[1], 0.0), strict=True):
+            for target, values in zip((mean, rstd), operators.statistics(slab, mean.shape[1], 0.0), strict=True):
                 target.copy_(values)
         else:
-            norm_operators.store_statistics(store, mean, rstd, slab, 0.0)
+            operators.store_statistics(store, mean, rstd, slab, 0.0)
         self._next += 1
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -136,11 +138,8 @@ class NormedRows:
     after `finish`, `input_grad` turns what was kept into the gradient of `x`.
     """
 
-    def __init__(
-        self, x: Volume, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool, dtype: torch.dtype
-    ) -> None:
-        self.x, self.mean, self.rstd, self.silu, self.dtype = x, mean, rstd, silu, dtype
-        self._norm = (mean, rstd, weight, bias)
+    def __init__(self, x: Volume, norm: Norm, dtype: torch.dtype) -> None:
+        self.x, self.norm, self.dtype = x, norm, dtype
         self._sums: list[Tensor] = []
         self._group_means: Tensor | None = None
 
@@ -148,31 +147,30 @@ class NormedRows:
         """Return the rows from `start` to `end`; rows outside the volume are zero, as in a padded convolution."""
         first, last = max(start, 0), min(end, self.x.shape[2])
         x = read(self.x, first, last)
-        return norm_operators.normalise(x, *self._norm, self.silu, self.dtype, first - start, end - last)
+        return operators.normalise(x, self.norm, self.dtype, first - start, end - last)
 
     def absorb(self, grad: Tensor, start: int, end: int, store: Tensor) -> None:
         """Add the gradient of `rows(start, end)` to the sums and write what `input_grad` needs of it to `store`."""
         x = read(self.x, start, end)
-        sums = self.mean.new_empty((2, *x.shape[:2]))
-        norm_operators.store_norm_sums(store, sums, grad, x, *self._norm, self.silu)
+        sums = self.norm.mean.new_empty((2, *x.shape[:2]))
+        operators.store_norm_sums(store, sums, grad, x, self.norm)
         self._sums.append(sums)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Close the sums and return the gradients of weight and bias."""
         assert self._sums, "finish needs the sums: call absorb for every slab first"
-        _, _, weight, _ = self._norm
-        count = self.x.shape.numel() // self.mean.numel()
+        count = self.x.shape.numel() // self.norm.mean.numel()
         sums = torch.stack(self._sums).sum(0)
-        self._group_means = norm_operators.group_means(sums, weight, self.mean.shape[1], count)
+        self._group_means = operators.group_means(sums, self.norm.weight, self.norm.groups, count)
         grad_bias, grad_weight = sums.sum(1)
         return grad_weight, grad_bias
 
     def input_grad(self, kept: Tensor, start: int, end: int, plus: Tensor | None = None) -> None:
         """Replace what `absorb` stored for these rows by the gradient of `x`, with `plus` added to it."""
         assert self._group_means is not None, "input_grad needs the sums over all rows: call finish first"
-        silu = self.silu and not norm_operators.stores_before_silu(kept)
+        norm = self.norm._replace(silu=self.norm.silu and not operators.stores_before_silu(kept))
         x = read(self.x, start, end)
-        norm_operators.norm_input_grad(kept, kept, x, *self._norm, self._group_means, silu, plus)
+        operators.norm_input_grad(kept, kept, x, norm, self._group_means, plus)
 
 
 class ConvolvedRows(RowSource):

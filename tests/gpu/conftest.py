@@ -74,7 +74,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     import torch
 
-    from models.lean.norm_operators import uses_triton
+    from models.lean.norm.operators import uses_triton
 
     gpu = torch.cuda.get_device_properties(0)
     norms = "Triton's kernels" if uses_triton(torch.device("cuda", 0)) else "torch's own kernels"

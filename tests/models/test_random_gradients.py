@@ -74,7 +74,7 @@ def test_autoencoder_has_the_gradients_of_stock(data, shape, conditions, in_chan
     torch.manual_seed(conditions["seed"])
     lean = autoencoder_settings(knobs, **network)
     stock, x = with_lively_weights(stock_like(lean)), volumes(conditions["batch"], in_channels, *grid)
-    noise = torch.randn(conditions["batch"], 3, *(size // lean.downsampling for size in grid))
+    noise = torch.randn(conditions["batch"], 3, *lean.latent_grid(grid))
     problem = Problem(stock, run_autoencoder, [x, noise], conditions["cuda"])
     for dtype in DTYPES:
         problem.assert_as_close_as_stock(build_autoencoder(lean), dtype)

@@ -51,7 +51,16 @@ def test_with_a_gpu_it_runs_the_tests_that_need_one(project):
     done = check_gpu(project, True, "-k", "peak")
     assert done.returncode == 0, done.stderr
     command = (project / "asked").read_text().splitlines()[-1].split()
-    assert command == ["-m", "pytest", "-m", "gpu", "tests/gpu", "tests/models/lean/test_norm_gpu.py", "-k", "peak"]
+    assert command == [
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "tests/gpu",
+        "tests/models/lean/norm/test_norm_gpu.py",
+        "-k",
+        "peak",
+    ]
     assert all((ROOT / word).exists() for word in command if word.startswith("tests/"))
 
 

@@ -6,7 +6,8 @@ from torch import nn
 
 from memory.kernels.operators import is_kernel, kind_of
 from memory.predict.emulation import measure_peak
-from models.lean import norm_operators
+from models.lean.norm import operators
+from models.lean.norm.affine import Norm
 
 aten = torch.ops.aten
 KIB = 1024
@@ -48,10 +49,10 @@ def test_a_norm_reads_its_volume_twice_forward_and_both_volumes_twice_backward()
     def run(tracker):
         x, weight = torch.zeros(1, 8, 16, 16, 16), torch.zeros(8)
         tracker.reset()
-        out, mean, rstd = norm_operators.group_norm(x, weight, weight, 4, 1e-5, True, torch.float32)
+        out, mean, rstd = operators.group_norm(x, weight, weight, 4, 1e-5, True, torch.float32)
         forward.append(sum(part.nbytes for part in tracker.work.values()))
         tracker.reset()
-        norm_operators.group_norm_backward(out, x, mean, rstd, weight, weight, True)
+        operators.group_norm_backward(out, x, Norm(mean, rstd, weight, weight, True))
 
     forward: list[int] = []
     volume = 8 * 16**3 * 4

@@ -27,6 +27,7 @@ STAGE_1 = {
     "stock": {"autoencoder.implementation": "monai"},
     "offload": {f"{TRAINING}.use_gradient_checkpointing_offload": True, f"{TRAINING}.batch_size": 2},
     "slabs": {f"{TRAINING}.slab_rows": 4},
+    "strides": {"autoencoder.strides": ((2, 2, 1),), f"{TRAINING}.slab_rows": 4},
 }
 STAGE_2 = {
     "plain": {"ldm.training.use_gradient_checkpointing": False},
@@ -121,6 +122,7 @@ def test_attention_grows_with_the_square_of_the_tokens_only_in_compute():
         ((1, 16, 256, 256, 64), 0),
         ((1, 16, 10, 256, 64), 0),
         ((1, 32, 129, 129, 33), 1),
+        ((1, 32, 8, 128, 64), 1),
         ((1, 1, 65536, 64), 2),
         ((16, 16, 3, 3, 3), None),
         ((8,), None),

@@ -5,20 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from models.lean.resampling import UpsampledRows, downsample_conv, upsample_conv
+from tests.models import strided
 from tests.models.layouts import channels_last
 
 SIZES = [(2, 3, 4), (5, 2, 3), (3, 5, 7), (4, 4, 1)]
 
 
-def upsampled(x, conv):
-    return F.conv3d(F.interpolate(x, scale_factor=2), conv.weight, conv.bias, padding=1)
+STRIDES = [(2, 2, 2), (2, 2, 1), (1, 2, 2), (2, 1, 1), (1, 1, 2)]
 
 
-def downsampled(x, conv):
-    return F.conv3d(F.pad(x, (0, 1) * 3), conv.weight, conv.bias, stride=2)
+def upsampled(x, conv, strides=(2, 2, 2)):
+    return strided.upsampled(x, conv.weight, conv.bias, strides)
+
+
+def downsampled(x, conv, strides=(2, 2, 2)):
+    return strided.downsampled(x, conv.weight, conv.bias, strides)
 
 
 def layer(dtype=torch.float64):
@@ -28,12 +31,13 @@ def layer(dtype=torch.float64):
 
 @pytest.mark.parametrize("arrange", [torch.Tensor.contiguous, channels_last])
 @pytest.mark.parametrize(("ours", "stock"), [(upsample_conv, upsampled), (downsample_conv, downsampled)])
+@pytest.mark.parametrize("strides", STRIDES, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_double_precision_is_exact(size, ours, stock, arrange):
-    if ours is downsample_conv and 1 in size:
+def test_double_precision_is_exact(size, strides, ours, stock, arrange):
+    if ours is downsample_conv and (1, 2) in zip(size, strides, strict=True):
         pytest.skip("an axis of one voxel cannot be halved")
     conv, x = layer(), arrange(torch.randn(2, 6, *size, dtype=torch.float64)).requires_grad_()
-    found, expected = ours(x, conv), stock(x, conv)
+    found, expected = ours(x, conv, strides), stock(x, conv, strides)
     direction = torch.randn_like(expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
     wanted = (x, conv.weight, conv.bias)
@@ -45,14 +49,15 @@ def test_double_precision_is_exact(size, ours, stock, arrange):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("ours", "stock"), [(upsample_conv, upsampled), (downsample_conv, downsampled)])
-def test_lower_precisions_are_as_close_to_the_truth_as_two_operators(ours, stock, dtype):
+@pytest.mark.parametrize("strides", STRIDES[:3], ids=str)
+def test_lower_precisions_are_as_close_to_the_truth_as_two_operators(ours, stock, dtype, strides):
     conv, x = layer(torch.float32), torch.randn(2, 6, 6, 8, 10).to(dtype)
-    exact = stock(x.double(), layer(torch.float32).double()).detach()
+    exact = stock(x.double(), layer(torch.float32).double(), strides).detach()
     low = nn.Conv3d(6, 4, 3).to(dtype)
     low.load_state_dict(conv.state_dict())
-    own = float((stock(x, low).detach().double() - exact).norm() / exact.norm())
+    own = float((stock(x, low, strides).detach().double() - exact).norm() / exact.norm())
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        found = ours(x, conv)
+        found = ours(x, conv, strides)
     assert found.dtype == dtype
     assert float((found.detach().double() - exact).norm() / exact.norm()) <= 1.5 * own
 
@@ -60,14 +65,15 @@ def test_lower_precisions_are_as_close_to_the_truth_as_two_operators(ours, stock
 def test_taps_are_added_before_they_are_rounded():
     weight = torch.zeros(1, 1, 3, 3, 3)
     weight[0, 0, 1, 1, 1], weight[0, 0, 1, 1, 2] = 1 + 2**-8, 2**-9 + 2**-8
-    rows = UpsampledRows(torch.ones(2, 1, 2, 2, 2), weight, torch.zeros(1), torch.bfloat16)
+    rows = UpsampledRows(torch.ones(2, 1, 2, 2, 2), weight, torch.zeros(1), (2, 2, 2), torch.bfloat16)
     # 1 + 2^-8 alone is rounded to 1; with the other tap it is 1 + 2^-7 + 2^-9, nearest to 1 + 2^-7.
     assert float(rows.rows(0, 4)[0, 0, 1, 1, 2]) == 1 + 2**-7
 
 
 @pytest.mark.parametrize("start", [0, 1, 2, 5])
 @pytest.mark.parametrize("end", [6, 7, 10])
-def test_rows_on_demand_are_those_of_the_whole(start, end):
-    conv, x = layer(), torch.randn(2, 6, 5, 3, 2, dtype=torch.float64)
-    rows = UpsampledRows(x, conv.weight, conv.bias, x.dtype).rows(start, end)
-    torch.testing.assert_close(rows, upsampled(x, conv)[:, :, start:end], rtol=0, atol=1e-13)
+@pytest.mark.parametrize("strides", STRIDES[:3], ids=str)
+def test_rows_on_demand_are_those_of_the_whole(start, end, strides):
+    conv, x = layer(), torch.randn(2, 6, 10 // strides[0], 3, 2, dtype=torch.float64)
+    rows = UpsampledRows(x, conv.weight, conv.bias, strides, x.dtype).rows(start, end)
+    torch.testing.assert_close(rows, upsampled(x, conv, strides)[:, :, start:end], rtol=0, atol=1e-13)

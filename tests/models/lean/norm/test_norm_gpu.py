@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models.lean import norm_native, norm_operators
-from models.lean.norm import group_norm
-from models.lean.norm_operators import group_means, uses_triton
-from tests.models.lean.norm_cases import EPS, Case, all_cases, distances, inputs, laid_out
+from models.lean.norm import group_norm, operators, torch_kernels
+from models.lean.norm.affine import Norm
+from models.lean.norm.operators import group_means, uses_triton
+from tests.models.lean.norm.norm_cases import EPS, Case, all_cases, distances, inputs, laid_out
 
 pytestmark = pytest.mark.gpu
 
@@ -24,9 +24,9 @@ LARGE = [
 def kernels():
     if not uses_triton(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("Triton does not run on this GPU")
-    from models.lean import norm_triton
+    from models.lean.norm import triton_launch
 
-    return norm_triton
+    return triton_launch
 
 
 def check(case, found):
@@ -45,7 +45,7 @@ def test_triton_kernels_compute_what_double_precision_does(kernels, case):
 
 @pytest.mark.parametrize("case", [*all_cases(), *LARGE], ids=str)
 def test_native_kernels_compute_what_double_precision_does(case):
-    check(case, distances(case, inputs(case, "cuda"), norm_native, group_means))
+    check(case, distances(case, inputs(case, "cuda"), torch_kernels, group_means))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels last"])
@@ -61,7 +61,7 @@ def test_triton_equals_native_through_autograd(kernels, dtype, layout, monkeypat
         y = group_norm(leaf, norm, True)
         y.backward(grad)
         results.append((y.detach(), leaf.grad, norm.weight.grad, norm.bias.grad))
-        monkeypatch.setattr(norm_operators, "uses_triton", lambda device: False)
+        monkeypatch.setattr(operators, "uses_triton", lambda device: False)
     for ours, native in zip(*results, strict=True):
         assert ours.dtype == native.dtype
         assert float((ours.double() - native.double()).norm() / native.double().norm()) < ROUNDING[dtype]
@@ -89,20 +89,20 @@ def test_same_input_gives_same_bits(kernels):
     x, grad, weight, bias = inputs(Case((2, 16, 40, 41, 42), 8, torch.bfloat16), "cuda")
     runs = []
     for _ in range(3):
-        y, mean, rstd = norm_operators.group_norm(x, weight, bias, 8, EPS, True, x.dtype)
-        runs.append((y, mean, rstd, *norm_operators.group_norm_backward(grad, x, mean, rstd, weight, bias, True)))
+        y, mean, rstd = operators.group_norm(x, weight, bias, 8, EPS, True, x.dtype)
+        runs.append((y, mean, rstd, *operators.group_norm_backward(grad, x, Norm(mean, rstd, weight, bias, True))))
     for other in runs[1:]:
         assert all(torch.equal(first, second) for first, second in zip(runs[0], other, strict=True))
 
 
 def test_no_copy_of_a_volume_is_made(kernels):
     x, grad, weight, bias = inputs(Case((1, 16, 64, 96, 96), 8, torch.bfloat16), "cuda")
-    norm_operators.group_norm(x, weight, bias, 8, EPS, True, x.dtype)  # what compiling takes is not counted
+    operators.group_norm(x, weight, bias, 8, EPS, True, x.dtype)  # what compiling takes is not counted
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    y, mean, rstd = norm_operators.group_norm(x, weight, bias, 8, EPS, True, x.dtype)
-    grad_x, *_ = norm_operators.group_norm_backward(grad, x, mean, rstd, weight, bias, True)
+    y, mean, rstd = operators.group_norm(x, weight, bias, 8, EPS, True, x.dtype)
+    grad_x, *_ = operators.group_norm_backward(grad, x, Norm(mean, rstd, weight, bias, True))
     assert y.nbytes == grad_x.nbytes == x.nbytes
     assert torch.cuda.max_memory_allocated() - before < 2.02 * x.nbytes
 
@@ -114,10 +114,10 @@ def test_volumes_beyond_32_bits(kernels):
         pytest.skip("needs 11 GB of free GPU memory")
     x = torch.zeros(shape, dtype=torch.float16, device="cuda")
     x[:, 2, -1] = torch.randn(900, 900, device="cuda")
-    mean, rstd = norm_operators.statistics(x, 3, EPS)
+    mean, rstd = operators.statistics(x, 3, EPS)
     exact = x[:, 2, -1].double().square().sum() / 900**3 - (x[:, 2, -1].double().sum() / 900**3).square()
     torch.testing.assert_close(rstd[0, 2].double(), (exact + EPS).rsqrt(), rtol=1e-5, atol=0)
     one, zero = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
-    y = norm_operators.normalise(x, mean, rstd, one, zero, False, x.dtype)
+    y = operators.normalise(x, Norm(mean, rstd, one, zero, False), x.dtype)
     expected = (x[:, 2, -1].float() - mean[0, 2]) * rstd[0, 2]
     torch.testing.assert_close(y[:, 2, -1].float(), expected, rtol=2**-10, atol=1e-6)

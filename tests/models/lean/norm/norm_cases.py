@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models.lean.norm.affine import Norm
+
 EPS = 1e-5
 MORE_ROWS = 3  # of the tensor that row slices are cut from
 
@@ -102,14 +104,14 @@ def distances(case: Case, given: Inputs, backend: Any, group_means: Any) -> dict
     x, grad, weight, bias = given
     expected = truth(case, given)
     mean, rstd = backend.statistics(x, case.groups, EPS)
-    norm = (mean, rstd, weight, bias)
+    norm = Norm(mean, rstd, weight, bias, case.silu)
     before, after = 1, 2
     # Results have the layout of x, or are contiguous where x has a layout that no result ever has.
     layout = case.layout.replace("transposed", "contiguous")
     room = x.new_full((*x.shape[:2], before + x.shape[2] + after, *x.shape[3:]), torch.nan)
     padded, grad_x, in_place = (laid_out(values, layout) for values in (room, x, grad))
-    backend.normalise(padded, x, *norm, case.silu, before)
-    sums = backend.norm_sums(grad, x, *norm, case.silu)
+    backend.normalise(padded, x, norm, before)
+    sums = backend.norm_sums(grad, x, norm)
     stored, kept, stored_statistics, stored_sums = (
         grad_x.clone(),
         grad_x.clone(),
@@ -118,10 +120,10 @@ def distances(case: Case, given: Inputs, backend: Any, group_means: Any) -> dict
     )
     backend.store_statistics(stored, *stored_statistics.fill_(torch.nan), x, EPS)
     before_silu = case.dtype in (torch.float32, torch.float64)
-    backend.store_norm_sums(kept, stored_sums.fill_(torch.nan), grad, x, *norm, case.silu, before_silu)
+    backend.store_norm_sums(kept, stored_sums.fill_(torch.nan), grad, x, norm, before_silu)
     means = group_means(sums, weight, case.groups, x.numel() // mean.numel())
-    backend.norm_input_grad(grad_x, grad, x, *norm, means, case.silu, None)
-    backend.norm_input_grad(in_place, in_place, x, *norm, means, case.silu, grad)
+    backend.norm_input_grad(grad_x, grad, x, norm, means, None)
+    backend.norm_input_grad(in_place, in_place, x, norm, means, grad)
     rows = slice(before, before + x.shape[2])
     spread = expected.rstd.unsqueeze(2).expand(-1, -1, x.shape[1] // case.groups).flatten(1)[..., None, None, None]
     # In units of each group's own spread, so that an error in one group cannot hide behind a group of larger values.

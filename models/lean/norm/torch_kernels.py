@@ -13,9 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.lean import native
+from models.lean.norm.affine import Norm
 
-PIECE_VALUES = {"cpu": 2**20, "cuda": 2**25}
-"""Values in a piece: on the CPU, 4 MiB of fp32, to make Python's overhead small; on a GPU, enough to keep it busy."""
+PIECE_VALUES = {"cpu": 2**20}
+"""Values in a piece on the CPU: 4 MiB of fp32, to make Python's overhead small."""
+
+PIECES_OF_A_GPU = 32
+"""A GPU converts up to this fraction of its memory at once: almost every volume that fits it is a single piece."""
 
 
 def group_norm(
@@ -38,36 +42,28 @@ def group_norm(
     return y, mean, rstd
 
 
-def group_norm_backward(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def group_norm_backward(grad: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a whole contiguous `x`, of weight and of bias, with torch's fused kernel."""
-    weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)
-    if grad.dtype == x.dtype == mean.dtype:
-        return _backward_of(grad, x, mean, rstd, weight, bias, silu)
-    grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
-    for some, part in _group_pieces(x, mean.shape[1]):
+    full = norm.mean.dtype
+    norm = norm._replace(weight=norm.weight.to(full), bias=norm.bias.to(full))
+    if grad.dtype == x.dtype == full:
+        return _backward_of(grad, x, norm)
+    grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(norm.weight), torch.empty_like(norm.bias)
+    for some, part in _group_pieces(x, norm.groups):
+        mean, rstd, weight, bias = norm.mean[:, some], norm.rstd[:, some], norm.weight[part[1]], norm.bias[part[1]]
         # The full-precision copies get no names here, so that the callee can free the gradient's once it is used.
         grad_x[part], grad_weight[part[1]], grad_bias[part[1]] = _backward_of(
-            grad[part].to(mean.dtype),
-            x[part].to(mean.dtype),
-            mean[:, some],
-            rstd[:, some],
-            weight[part[1]],
-            bias[part[1]],
-            silu,
+            grad[part].to(full), x[part].to(full), Norm(mean, rstd, weight, bias, norm.silu)
         )
     return grad_x, grad_weight, grad_bias
 
 
-def _backward_of(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if silu:
-        scale, shift = _scale_and_shift(mean, rstd, weight, bias)
+def _backward_of(grad: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+    if norm.silu:
+        scale, shift = _scale_and_shift(norm)
         normed = torch.addcmul(shift, x, scale)
         grad = native.silu_backward_(grad, normed)
-    return native.group_norm_backward(grad, x, mean, rstd, weight)
+    return native.group_norm_backward(grad, x, norm.mean, norm.rstd, norm.weight)
 
 
 def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -132,87 +128,63 @@ def _statistics_on_cpu(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tens
     return mean, rstd
 
 
-def normalise(
-    out: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool, rows_before: int
-) -> None:
+def normalise(out: Tensor, x: Tensor, norm: Norm, rows_before: int) -> None:
     """Write the rows of `x`, after norm and optional SiLU, into `out`, and zeros into the rows around them."""
     if out.shape[2] > x.shape[2]:
         end = rows_before + x.shape[2]
         out[:, :, :rows_before] = 0
         out[:, :, end:] = 0
         out = out[:, :, rows_before:end]
-    scale, shift = _scale_and_shift(mean, rstd, weight, bias)
+    scale, shift = _scale_and_shift(norm)
     in_place = out.dtype == x.dtype == scale.dtype
     for part, target, factor, offset in _pieces(x, out, scale, shift):
         # The kernel promotes each value as it reads it, so x needs no converted copy.
         values = torch.addcmul(offset, part, factor, out=target) if in_place else torch.addcmul(offset, part, factor)
-        if silu:
+        if norm.silu:
             F.silu(values, inplace=True)
         if not in_place:
             target.copy_(values)
 
 
-def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool) -> Tensor:
+def norm_sums(grad: Tensor, x: Tensor, norm: Norm) -> Tensor:
     """Return the sums of the gradient before SiLU and of its product with the standardised input."""
-    sums = mean.new_empty((2, *x.shape[:2]))
-    store_norm_sums(None, sums, grad, x, mean, rstd, weight, bias, silu, False)
+    sums = norm.mean.new_empty((2, *x.shape[:2]))
+    store_norm_sums(None, sums, grad, x, norm, False)
     return sums
 
 
-def store_norm_sums(
-    out: Tensor | None,
-    sums: Tensor,
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    silu: bool,
-    before_silu: bool,
-) -> None:
+def store_norm_sums(out: Tensor | None, sums: Tensor, grad: Tensor, x: Tensor, norm: Norm, before_silu: bool) -> None:
     """Write the sums of `norm_sums` into `sums`, and the gradient, before or after SiLU, into `out` if given."""
-    totals = mean.new_zeros((2, *x.shape[:2], 1, 1, 1))
-    affine = _scale_and_shift(mean, rstd, weight, bias) if silu else ()
+    totals = norm.mean.new_zeros((2, *x.shape[:2], 1, 1, 1))
+    affine = _scale_and_shift(norm) if norm.silu else ()
     targets = () if out is None else (out,)
-    pieces = _pieces(x, grad, _of_channels(mean, x.shape[1]), *totals, *affine, *targets)
+    pieces = _pieces(x, grad, _of_channels(norm.mean, x.shape[1]), *totals, *affine, *targets)
     for part, product, centre, sum_grad, sum_product, *others in pieces:
         if out is not None and not before_silu:
             others[-1].copy_(product)
         # Centred first, because sums of products with a large x would lose precision.
         centred = part - centre
-        if silu:
+        if norm.silu:
             factor, offset = others[:2]
             values = torch.addcmul(offset, part, factor)
             product = native.silu_backward_(product, values)
         if out is not None and before_silu:
             others[-1].copy_(product)
-        sum_grad += product.sum((2, 3, 4), keepdim=True, dtype=mean.dtype)
+        sum_grad += product.sum((2, 3, 4), keepdim=True, dtype=totals.dtype)
         sum_product += centred.mul_(product).sum((2, 3, 4), keepdim=True)
-    totals[1] *= _of_channels(rstd, x.shape[1])
+    totals[1] *= _of_channels(norm.rstd, x.shape[1])
     sums.copy_(totals.flatten(2))
 
 
-def norm_input_grad(
-    out: Tensor,
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    group_means: Tensor,
-    silu: bool,
-    plus: Tensor | None,
-) -> None:
+def norm_input_grad(out: Tensor, grad: Tensor, x: Tensor, norm: Norm, group_means: Tensor, plus: Tensor | None) -> None:
     """Write the gradient of `x`, and `plus` added to it, into `out`, which may be `grad` itself."""
-    scale, shift = _scale_and_shift(mean, rstd, weight, bias)
+    scale, shift = _scale_and_shift(norm)
     of_grad, of_product = group_means
-    constant, of_centred = -of_grad * rstd, -of_product * rstd.square()
-    of_groups = (_of_channels(values, x.shape[1]) for values in (mean, constant, of_centred))
+    constant, of_centred = -of_grad * norm.rstd, -of_product * norm.rstd.square()
+    of_groups = (_of_channels(values, x.shape[1]) for values in (norm.mean, constant, of_centred))
     pieces = _pieces(x, grad, out, scale, shift, *of_groups, *(() if plus is None else (plus,)))
     for part, product, target, factor, offset, centre, fixed, of_part, *more in pieces:
-        if silu:
+        if norm.silu:
             values = torch.addcmul(offset, part, factor)
             product = native.silu_backward_(product, values)
         # Centred first: a large x would lose the digits in which its values differ.
@@ -220,8 +192,9 @@ def norm_input_grad(
         target.copy_(result.add_(more[0]) if more else result)
 
 
-def _scale_and_shift(mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _scale_and_shift(norm: Norm) -> tuple[Tensor, Tensor]:
     """Return the norm as one scale and one shift per channel."""
+    mean, rstd, weight, bias, _ = norm
     by_group, by_channel = (mean.shape[1], -1), (mean.shape[0], -1, 1, 1, 1)
     scale = rstd.unsqueeze(2) * weight.to(rstd.dtype).view(by_group)
     shift = bias.to(rstd.dtype).view(by_group) - mean.unsqueeze(2) * scale
@@ -237,7 +210,7 @@ def _of_channels(values: Tensor, channels: int) -> Tensor:
 def _group_pieces(x: Tensor, groups: int) -> Iterator[tuple[slice, tuple[slice, slice]]]:
     """Yield pieces of whole groups: the range of groups, and the index of their values."""
     size = x.shape[1] // groups
-    step = _step(_limit(x), x.numel() // groups, groups)
+    step = _step(piece_values(x.device), x.numel() // groups, groups)
     for start in range(0, groups, step):
         end = min(start + step, groups)
         yield slice(start, end), (slice(None), slice(start * size, end * size))
@@ -260,7 +233,7 @@ def _pieces(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def _steps(x: Tensor) -> tuple[int, int]:
     """Return the rows and channels of a piece, cut first along the outermost axis in memory."""
-    limit = _limit(x)
+    limit = piece_values(x.device)
     batch, channels, rows, height, width = x.shape
     face = batch * height * width
     if x.stride(1) == 1:
@@ -270,8 +243,11 @@ def _steps(x: Tensor) -> tuple[int, int]:
     return _step(limit, channel_step * face, rows), channel_step
 
 
-def _limit(x: Tensor) -> int:
-    return PIECE_VALUES[x.device.type]
+def piece_values(device: torch.device) -> int:
+    """Return how many values are converted to full precision at once."""
+    if device.type == "cpu":
+        return PIECE_VALUES["cpu"]
+    return torch.cuda.get_device_properties(device).total_memory // PIECES_OF_A_GPU // 4
 
 
 def _step(limit: int, values_each: int, size: int) -> int:

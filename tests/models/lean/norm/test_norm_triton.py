@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.lean.norm_cases import all_cases
+from tests.models.lean.norm.norm_cases import all_cases
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]  # noqa: E402
 from triton.compiler import ASTSource  # type: ignore[import-untyped]  # noqa: E402
 
-from models.lean import norm_triton  # noqa: E402
+from models.lean.norm import triton_kernels, triton_launch  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 # Half a step of the dtype for rounding to nearest; a whole one for bf16, which the interpreter (not a GPU) cuts off.
 ROUNDING = {torch.float32: 4e-7, torch.bfloat16: 2**-7, torch.float16: 2**-11}
@@ -77,20 +77,21 @@ def compiled(kernel, capability, dtype, ones=(), **constants):
         if name != "eps":
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, known, attributes)
-    return triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": norm_triton.NUM_WARPS})
+    return triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": triton_launch.NUM_WARPS})
 
 
 KERNELS = [
-    norm_triton._moments_kernel,
-    norm_triton._combine_kernel,
-    norm_triton._normalise_kernel,
-    norm_triton._sums_kernel,
-    norm_triton._input_grad_kernel,
+    triton_kernels.moments_kernel,
+    triton_kernels.spans_kernel,
+    triton_kernels.combine_kernel,
+    triton_kernels.normalise_kernel,
+    triton_kernels.sums_kernel,
+    triton_kernels.input_grad_kernel,
 ]
 TARGETS = [(75, "fp16"), (75, "bf16"), (80, "bf16"), (80, "fp32"), (86, "fp16"), (89, "bf16"), (90, "bf16")]
 DENSE_VOXELS = ("x_v", "out_v", "grad_v", "plus_v")
 DENSE_CHANNELS = ("x_c", "out_c", "grad_c", "plus_c")
-ONE_OF_EACH = ("channels", "groups", "voxels", "out_voxels", "num_chunks", "batch", "plane", "size")
+ONE_OF_EACH = ("channels", "groups", "voxels", "out_voxels", "num_chunks", "batch", "plane", "size", "num_spans")
 
 
 def constants_of(kernel, block_c, block_v):
@@ -104,7 +105,7 @@ def constants_of(kernel, block_c, block_v):
         "block": 2048,
     }
     constants = {name: values[name] for name in kernel.arg_names if name in values}
-    if kernel is norm_triton._combine_kernel:
+    if kernel in (triton_kernels.spans_kernel, triton_kernels.combine_kernel):
         del constants["block_v"]
     return constants
 
@@ -117,7 +118,7 @@ def _own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("capability", "dtype"), TARGETS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_kernels_compile_for_every_gpu_since_turing(kernel, capability, dtype):
-    constants = constants_of(kernel, 1, norm_triton.TILE_VALUES)
+    constants = constants_of(kernel, 1, triton_launch.TILE_VALUES)
     ones = [name for name in DENSE_VOXELS if name in kernel.arg_names]
     binary = compiled(kernel, capability, dtype, ones, **constants)
     assert binary.asm["cubin"]
@@ -125,14 +126,14 @@ def test_kernels_compile_for_every_gpu_since_turing(kernel, capability, dtype):
     if "x_ptr" in kernel.arg_names:
         assert "ld.global.v4.b32" in ptx, "rows of voxels are read 16 bytes at a time"
     # The others store copies of what they read, which need no rounding.
-    computes_volume = kernel in (norm_triton._normalise_kernel, norm_triton._input_grad_kernel)
+    computes_volume = kernel in (triton_kernels.normalise_kernel, triton_kernels.input_grad_kernel)
     if computes_volume and capability >= 80 and dtype == "bf16":
         assert "cvt.rn.bf16" in ptx, "results are rounded to nearest"
 
 
-@pytest.mark.parametrize("kernel", [KERNELS[0], *KERNELS[2:]], ids=lambda kernel: kernel.__name__)
+@pytest.mark.parametrize("kernel", [KERNELS[0], *KERNELS[3:]], ids=lambda kernel: kernel.__name__)
 def test_kernels_read_channels_last_16_bytes_at_a_time(kernel):
-    constants = constants_of(kernel, norm_triton.MAX_TILE_CHANNELS, 64)
+    constants = constants_of(kernel, triton_launch.MAX_TILE_CHANNELS, 64)
     ones = [name for name in DENSE_CHANNELS if name in kernel.arg_names]
     assert "ld.global.v4.b32" in compiled(kernel, 80, "bf16", ones, **constants).asm["ptx"]
 
@@ -149,19 +150,19 @@ def test_a_device_without_a_working_driver_is_told_in_one_line(monkeypatch, erro
     def launch(*_):
         raise error("libcuda.so cannot be found\nsecond line")
 
-    monkeypatch.setattr(norm_triton, "statistics", launch)
-    assert norm_triton.failure(torch.device("cpu")) == f"{error.__name__}: libcuda.so cannot be found"
+    monkeypatch.setattr(triton_launch, "statistics", launch)
+    assert triton_launch.failure(torch.device("cpu")) == f"{error.__name__}: libcuda.so cannot be found"
 
 
 def test_uneven_voxels_are_copied_when_read_and_refused_when_written():
     even = torch.zeros(2, 3, 4, 5, 6)
-    assert norm_triton.strides(even[:, :, 1:3]) == (360, 120, 1)
-    assert norm_triton.strides(even.to(memory_format=torch.channels_last_3d)[:, :, 1:]) == (360, 1, 3)
-    assert norm_triton.strides(torch.zeros(1, 1, 1, 1, 1).expand(2, 3, 4, 5, 6)) == (0, 0, 0)
+    assert triton_launch.strides(even[:, :, 1:3]) == (360, 120, 1)
+    assert triton_launch.strides(even.to(memory_format=torch.channels_last_3d)[:, :, 1:]) == (360, 1, 3)
+    assert triton_launch.strides(torch.zeros(1, 1, 1, 1, 1).expand(2, 3, 4, 5, 6)) == (0, 0, 0)
     for uneven in (even[..., 1:], even[:, :, :, 1:], even.transpose(2, 4), even[:, :, ::2]):
-        assert norm_triton.strides(uneven) is None
-        copy, strides = norm_triton._readable(uneven)
+        assert triton_launch.strides(uneven) is None
+        copy, strides = triton_launch._readable(uneven)
         assert copy.is_contiguous()
-        assert strides == norm_triton.strides(copy)
+        assert strides == triton_launch.strides(copy)
         with pytest.raises(AssertionError, match="voxels must be evenly spaced"):
-            norm_triton._writable(uneven)
+            triton_launch._writable(uneven)

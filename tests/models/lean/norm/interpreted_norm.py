@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 import triton  # type: ignore[import-untyped]
 
-from models.lean import norm_triton
-from models.lean.norm_operators import group_means
-from tests.models.lean.norm_cases import EPS, Case, all_cases, distances, inputs
+from models.lean.norm import triton_launch
+from models.lean.norm.affine import Norm
+from models.lean.norm.operators import group_means
+from tests.models.lean.norm.norm_cases import EPS, Case, all_cases, distances, inputs
 
 
 def beyond_32_bits(folder: Path) -> float:
@@ -25,13 +26,13 @@ def beyond_32_bits(folder: Path) -> float:
     x = room.as_strided(shape, strides)
     x.copy_(torch.arange(24.0).view(shape))
     dense = x.clone()
-    mean, rstd = norm_triton.statistics(x, 2, EPS)
-    norm = (mean, rstd, torch.ones(4), torch.zeros(4))
+    mean, rstd = triton_launch.statistics(x, 2, EPS)
+    norm = Norm(mean, rstd, torch.ones(4), torch.zeros(4), silu=False)
     found, expected = torch.empty_like(dense), torch.empty_like(dense)
-    norm_triton.normalise(found, x, *norm, False, 0)
-    norm_triton.normalise(expected, dense, *norm, False, 0)
-    norm_triton.normalise(x, dense, *norm, False, 0)
-    sums = norm_triton.norm_sums(dense, dense, *norm, True) - norm_triton.norm_sums(dense, dense.clone(), *norm, True)
+    triton_launch.normalise(found, x, norm, 0)
+    triton_launch.normalise(expected, dense, norm, 0)
+    triton_launch.normalise(x, dense, norm, 0)
+    sums = triton_launch.norm_sums(expected, dense, norm) - triton_launch.norm_sums(x, dense, norm)
     return float((found - expected).abs().max() + (x - expected).abs().max() + sums.abs().max())
 
 
@@ -39,13 +40,13 @@ def main() -> None:
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     results = {}
     # Small tiles, so that small volumes have many of them; then one that spans tiles of the real size.
-    real_size, norm_triton.TILE_VALUES, norm_triton.COMBINE_BLOCK = norm_triton.TILE_VALUES, 128, 16
+    real_size, triton_launch.TILE_VALUES, triton_launch.COMBINE_BLOCK = triton_launch.TILE_VALUES, 128, 16
     for case in all_cases():
-        results[str(case)] = distances(case, inputs(case), norm_triton, group_means)
+        results[str(case)] = distances(case, inputs(case), triton_launch, group_means)
     results["beyond 32 bits"] = {"y": beyond_32_bits(Path(sys.argv[1]))}
-    norm_triton.TILE_VALUES, norm_triton.COMBINE_BLOCK = real_size, 2048
+    triton_launch.TILE_VALUES, triton_launch.COMBINE_BLOCK = real_size, 2048
     case = Case((1, 4, 17, 16, 19), 2, wild=True)
-    results["real tiles"] = distances(case, inputs(case), norm_triton, group_means)
+    results["real tiles"] = distances(case, inputs(case), triton_launch, group_means)
     print(json.dumps(results))
 
 

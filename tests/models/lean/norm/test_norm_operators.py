@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory.predict.cuda_autocast import cuda_autocast_rules
-from models.lean import norm_native, norm_operators
-from models.lean.norm import group_norm
-from models.lean.norm_operators import group_means, norm_input_grad, norm_sums, normalise, statistics, uses_triton
-from tests.models.lean.norm_cases import EPS, Case, all_cases, distances, inputs, laid_out
+from models.lean.norm import group_norm, operators, torch_kernels
+from models.lean.norm.affine import Norm
+from models.lean.norm.operators import group_means, norm_input_grad, norm_sums, normalise, statistics, uses_triton
+from tests.models.lean.norm.norm_cases import EPS, Case, all_cases, distances, inputs, laid_out
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -22,11 +23,11 @@ LOW = (torch.bfloat16, torch.float16)
 @pytest.fixture(params=["whole", "in pieces"])
 def _pieces(request, monkeypatch):
     if request.param == "in pieces":
-        monkeypatch.setitem(norm_native.PIECE_VALUES, "cpu", 40)
+        monkeypatch.setitem(torch_kernels.PIECE_VALUES, "cpu", 40)
 
 
 def distances_of(case):
-    return distances(case, inputs(case), norm_native, group_means)
+    return distances(case, inputs(case), torch_kernels, group_means)
 
 
 @pytest.mark.usefixtures("_pieces")
@@ -156,24 +157,24 @@ def test_only_what_needs_a_gradient_gets_one():
 def test_slabs_make_up_the_whole(layout):
     case = Case((2, 6, 9, 4, 5), 3, torch.float64, layout, layout)
     x, grad, weight, bias = inputs(case)
-    y, mean, rstd = norm_operators.group_norm(x, weight, bias, 3, EPS, True, x.dtype)
-    norm = (mean, rstd, weight, bias)
+    y, mean, rstd = operators.group_norm(x, weight, bias, 3, EPS, True, x.dtype)
+    norm = Norm(mean, rstd, weight, bias, silu=True)
     parts, sums, grad_x = [], torch.zeros(2, 2, 6, dtype=x.dtype), grad.clone()
     slabs = [(0, 4), (4, 8), (8, 9)]
     for start, end in slabs:
         before, after = int(start == 0), int(end == 9)
         rows = slice(start - 1 + before, end + 1 - after)
-        haloed = normalise(x[:, :, rows], *norm, True, x.dtype, before, after)
+        haloed = normalise(x[:, :, rows], norm, x.dtype, before, after)
         assert haloed.shape[2] == end - start + 2
         parts.append(haloed[:, :, 1:-1])
-        sums = sums + norm_sums(grad[:, :, start:end], x[:, :, start:end], *norm, True)
+        sums = sums + norm_sums(grad[:, :, start:end], x[:, :, start:end], norm)
     torch.testing.assert_close(torch.cat(parts, 2), y, rtol=0, atol=1e-13)
     assert torch.equal(haloed[:, :, -1], torch.zeros_like(haloed[:, :, -1]))
     means = group_means(sums, weight, 3, x.numel() // mean.numel())
     for start, end in slabs:
         own = grad_x[:, :, start:end]
-        norm_input_grad(own, own, x[:, :, start:end], *norm, means, True, grad[:, :, start:end])
-    expected = norm_operators.group_norm_backward(grad, x, *norm, True)
+        norm_input_grad(own, own, x[:, :, start:end], norm, means, grad[:, :, start:end])
+    expected = operators.group_norm_backward(grad, x, norm)
     torch.testing.assert_close(grad_x, expected[0] + grad, rtol=0, atol=1e-13)
     torch.testing.assert_close(sums.sum(1).flip(0), torch.stack(expected[1:]), rtol=1e-13, atol=1e-13)
 
@@ -191,17 +192,17 @@ def operator_calls():
     for case in all_cases((torch.float32, torch.bfloat16))[::3]:
         x, grad, weight, bias = inputs(case)
         mean, rstd = statistics(x, case.groups, EPS)
-        norm, lean = (mean, rstd, weight, bias), torch.ops.lean
+        norm, lean = Norm(mean, rstd, weight, bias, case.silu), torch.ops.lean
         means = torch.zeros(2, *mean.shape)
         yield lean.statistics, (x, case.groups, EPS)
-        yield lean.normalise, (x, *norm, case.silu, torch.bfloat16, 1, 2)
-        yield lean.norm_sums, (grad, x, *norm, case.silu)
+        yield lean.normalise, (x, *norm, torch.bfloat16, 1, 2)
+        yield lean.norm_sums, (grad, x, *norm)
         yield lean.store_statistics, (torch.empty_like(x), torch.empty_like(mean), torch.empty_like(rstd), x, EPS)
         sums = torch.empty(2, *x.shape[:2])
-        yield lean.store_norm_sums, (torch.empty_like(x), sums, grad, x, *norm, case.silu)
-        yield lean.norm_input_grad, (torch.empty_like(x), grad, x, *norm, means, case.silu, None)
+        yield lean.store_norm_sums, (torch.empty_like(x), sums, grad, x, *norm)
+        yield lean.norm_input_grad, (torch.empty_like(x), grad, x, *norm, means, None)
         yield lean.group_norm, (x, weight, bias, case.groups, EPS, case.silu, torch.bfloat16)
-        yield lean.group_norm_backward, (grad, x, *norm, case.silu)
+        yield lean.group_norm_backward, (grad, x, *norm)
 
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -244,14 +245,14 @@ def test_a_mode_sees_one_operator_each_way(dtype, fake):
 @pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 @pytest.mark.parametrize("limit", [200, 2000])
 def test_low_precision_makes_no_large_copy_in_full_precision(layout, limit, monkeypatch):
-    monkeypatch.setitem(norm_native.PIECE_VALUES, "cpu", limit)
+    monkeypatch.setitem(torch_kernels.PIECE_VALUES, "cpu", limit)
     case = Case((1, 8, 10, 6, 7), 4, torch.bfloat16, layout)
     x, grad, weight, bias = inputs(case)
     group = 2 * 10 * 6 * 7
     with Watch() as watch:
         # Not through the dispatcher: a mode sees nothing of what an operator does inside.
-        _, mean, rstd = norm_operators._group_norm(x, weight, bias, 4, EPS, True, torch.bfloat16)
-        norm_operators._group_norm_backward(grad, x, mean, rstd, weight, bias, True)
+        _, mean, rstd = operators._group_norm(x, weight, bias, 4, EPS, True, torch.bfloat16)
+        operators._group_norm_backward(grad, x, mean, rstd, weight, bias, True)
     assert len(watch.operators) > 10
     assert 0 < watch.largest <= max(limit, group if layout == "contiguous" else 0)
 
@@ -269,11 +270,12 @@ CUDA = torch.device("cuda", 0)
 @pytest.mark.usefixtures("_forgetful")
 def test_old_gpu_runs_native_kernels_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 * 2**30))
     with caplog.at_level(logging.WARNING):
         assert not uses_triton(CUDA)
         assert not uses_triton(CUDA)
     assert [record.message for record in caplog.records] == [
-        "norms on cuda:0 use torch's own kernels, which are slower and need up to 128 MiB for conversion: "
+        "norms on cuda:0 use torch's own kernels, which are slower and convert up to 256 MiB at once to fp32: "
         "its compute capability is 7.0, and Triton needs 7.5 or newer"
     ]
 
@@ -281,21 +283,23 @@ def test_old_gpu_runs_native_kernels_and_says_so_once(monkeypatch, caplog):
 @pytest.mark.usefixtures("_forgetful")
 def test_missing_triton_is_named(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setitem(sys.modules, "models.lean.norm_triton", None)
-    monkeypatch.delattr("models.lean.norm_triton", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
+    monkeypatch.setitem(sys.modules, "models.lean.norm.triton_launch", None)
+    monkeypatch.delattr("models.lean.norm.triton_launch", raising=False)
     assert not uses_triton(CUDA)
     assert "Triton cannot be imported" in caplog.text
 
 
 @pytest.mark.usefixtures("_forgetful")
 def test_triton_that_cannot_compile_is_named(monkeypatch, caplog):
-    norm_triton = pytest.importorskip("models.lean.norm_triton", reason="Triton is not installed")
+    triton_launch = pytest.importorskip("models.lean.norm.triton_launch", reason="Triton is not installed")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**30))
 
     def without_compiler(*arguments):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
-    monkeypatch.setattr(norm_triton, "statistics", without_compiler)
+    monkeypatch.setattr(triton_launch, "statistics", without_compiler)
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: None)
     assert not uses_triton(CUDA)
     assert "Triton cannot compile for it (RuntimeError: Failed to find C compiler.)" in caplog.text
@@ -311,17 +315,17 @@ def test_wrong_shapes_are_refused():
     x, grad, weight, bias = inputs(Case((1, 4, 2, 3, 3), 2))
     mean, rstd = statistics(x, 2, EPS)
     with pytest.raises(AssertionError, match="does not belong to"):
-        norm_sums(grad[:, :, :1], x, mean, rstd, weight, bias, False)
+        norm_sums(grad[:, :, :1], x, Norm(mean, rstd, weight, bias, False))
     with pytest.raises(AssertionError, match="rows, height, width"):
         statistics(x[0], 2, EPS)
     with pytest.raises(AssertionError, match="no values to normalise"):
-        norm_operators.statistics(torch.zeros(2, 4, 0, 3, 3), 2, 1e-5)
+        operators.statistics(torch.zeros(2, 4, 0, 3, 3), 2, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32], ids=str)
 def test_a_volume_that_is_contiguous_and_channels_last_at_once_keeps_its_variance(dtype, monkeypatch):
     """Pieces of one channel are both, and ATen's channels-last kernel cancels when the mean is large."""
-    monkeypatch.setitem(norm_native.PIECE_VALUES, "cpu", 60)
+    monkeypatch.setitem(torch_kernels.PIECE_VALUES, "cpu", 60)
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(2, 8, 3, 6, 7, generator=generator) * 8 + 1000).to(dtype)
     one_voxel = (

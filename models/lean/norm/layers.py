@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.lean import native, norm_operators
+from models.lean import native
+from models.lean.norm import operators
+from models.lean.norm.affine import Norm
 
 FULL_PRECISION = (torch.float32, torch.float64)
 
@@ -35,7 +37,7 @@ class _GroupNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
     ) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            y, mean, rstd = norm_operators.group_norm(x, weight, bias, groups, eps, silu, dtype)
+            y, mean, rstd = operators.group_norm(x, weight, bias, groups, eps, silu, dtype)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         ctx.silu = silu
         return y
@@ -44,8 +46,9 @@ class _GroupNorm(torch.autograd.Function):
     @native.first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, bias = ctx.saved_tensors
+        norm = Norm(mean, rstd, weight, bias, ctx.silu)
         with torch.autocast(x.device.type, enabled=False):
-            grad_x, *grad_affine = norm_operators.group_norm_backward(grad, x, mean, rstd, weight, bias, ctx.silu)
+            grad_x, *grad_affine = operators.group_norm_backward(grad, x, norm)
         return grad_x, *(part.to(weight.dtype) for part in grad_affine), None, None, None, None
 
 

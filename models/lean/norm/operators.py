@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.lean import norm_native
 from models.lean.layout import layout_of
+from models.lean.norm import torch_kernels
+from models.lean.norm.affine import Norm
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ OLDEST_CAPABILITY = (7, 5)
 
 # `Library` rather than `custom_op`, whose wrappers add 40 microseconds to each call.
 _library = torch.library.Library("lean", "DEF")
-_NORM = "Tensor mean, Tensor rstd, Tensor weight, Tensor bias"
+_NORM = "Tensor mean, Tensor rstd, Tensor weight, Tensor bias, bool silu"
 
 
 def group_norm(
@@ -35,11 +36,9 @@ def group_norm(
     return torch.ops.lean.group_norm.default(x, weight, bias, groups, eps, silu, dtype)
 
 
-def group_norm_backward(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def group_norm_backward(grad: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `x`, weight and bias, the last two in full precision. Four reads, one write."""
-    return torch.ops.lean.group_norm_backward.default(grad, x, mean, rstd, weight, bias, silu)
+    return torch.ops.lean.group_norm_backward.default(grad, x, *norm)
 
 
 def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -52,47 +51,27 @@ def store_statistics(out: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, eps: fl
     torch.ops.lean.store_statistics.default(out, mean, rstd, x, eps)
 
 
-def normalise(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    silu: bool,
-    dtype: torch.dtype,
-    rows_before: int = 0,
-    rows_after: int = 0,
-) -> Tensor:
+def normalise(x: Tensor, norm: Norm, dtype: torch.dtype, rows_before: int = 0, rows_after: int = 0) -> Tensor:
     """Return `x` after norm and optional SiLU, in `dtype`, with rows of zeros around it. One read, one write."""
-    return torch.ops.lean.normalise.default(x, mean, rstd, weight, bias, silu, dtype, rows_before, rows_after)
+    return torch.ops.lean.normalise.default(x, *norm, dtype, rows_before, rows_after)
 
 
-def norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, silu: bool) -> Tensor:
+def norm_sums(grad: Tensor, x: Tensor, norm: Norm) -> Tensor:
     """Return two sums over voxels, (2, batch, channels), from the gradient of the output of `normalise`. Two reads.
 
     The first sums the gradient before SiLU, the second its product with the standardised input. Summed over the batch,
     they are the gradients of bias and weight.
     """
-    return torch.ops.lean.norm_sums.default(grad, x, mean, rstd, weight, bias, silu)
+    return torch.ops.lean.norm_sums.default(grad, x, *norm)
 
 
-def store_norm_sums(
-    out: Tensor,
-    sums: Tensor,
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    silu: bool,
-) -> None:
+def store_norm_sums(out: Tensor, sums: Tensor, grad: Tensor, x: Tensor, norm: Norm) -> None:
     """Write what `norm_sums` returns into `sums`, and the gradient that `norm_input_grad` needs into `out`.
 
     In full precision that is the gradient before SiLU, so that SiLU is not computed again. In low precision it would be
     rounded once more, so it is the gradient as it came. Two reads, one write; `out` may be `grad` itself.
     """
-    torch.ops.lean.store_norm_sums.default(out, sums, grad, x, mean, rstd, weight, bias, silu)
+    torch.ops.lean.store_norm_sums.default(out, sums, grad, x, *norm)
 
 
 def stores_before_silu(out: Tensor) -> bool:
@@ -109,22 +88,13 @@ def group_means(sums: Tensor, weight: Tensor, groups: int, count: int) -> Tensor
 
 
 def norm_input_grad(
-    out: Tensor,
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    group_means: Tensor,
-    silu: bool,
-    plus: Tensor | None = None,
+    out: Tensor, grad: Tensor, x: Tensor, norm: Norm, group_means: Tensor, plus: Tensor | None = None
 ) -> None:
     """Write the gradient of `x`, plus `plus` if given, into `out`. Two or three reads, one write.
 
     `out` may be `grad` or `plus` itself but must not overlap any other input.
     """
-    torch.ops.lean.norm_input_grad.default(out, grad, x, mean, rstd, weight, bias, group_means, silu, plus)
+    torch.ops.lean.norm_input_grad.default(out, grad, x, *norm, group_means, plus)
 
 
 @functools.cache
@@ -137,10 +107,9 @@ def uses_triton(device: torch.device) -> bool:
         return False
     reason = _reason_against_triton(device)
     if reason:
-        largest = norm_native.PIECE_VALUES["cuda"] * 4 // 2**20
         log.warning(
-            "norms on %s use torch's own kernels, which are slower and need up to %d MiB for conversion: %s",
-            device, largest, reason,
+            "norms on %s use torch's own kernels, which are slower and convert up to %d MiB at once to fp32: %s",
+            device, torch_kernels.piece_values(device) * 4 // 2**20, reason,
         )  # fmt: skip
     return not reason
 
@@ -150,10 +119,10 @@ def _reason_against_triton(device: torch.device) -> str:
     if (major, minor) < OLDEST_CAPABILITY:
         return f"its compute capability is {major}.{minor}, and Triton needs 7.5 or newer"
     try:
-        from models.lean import norm_triton
+        from models.lean.norm import triton_launch
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
-    failure = norm_triton.failure(device)
+    failure = triton_launch.failure(device)
     return f"Triton cannot compile for it ({failure})" if failure else ""
 
 
@@ -173,10 +142,10 @@ def _empty_rows(x: Tensor, dtype: torch.dtype, more_rows: int) -> Tensor:
 
 def _backend(x: Tensor) -> Any:
     if x.dtype == torch.float64 or not uses_triton(x.device):
-        return norm_native
-    from models.lean import norm_triton
+        return torch_kernels
+    from models.lean.norm import triton_launch
 
-    return norm_triton
+    return triton_launch
 
 
 def _uses_fused_kernel(x: Tensor, groups: int) -> bool:
@@ -184,7 +153,7 @@ def _uses_fused_kernel(x: Tensor, groups: int) -> bool:
 
     With a large mean their statistics are some roundings off, and their backward does not centre its input.
     """
-    return _backend(x) is norm_native and x.is_contiguous() and groups != x.shape[1]
+    return _backend(x) is torch_kernels and x.is_contiguous() and groups != x.shape[1]
 
 
 def _statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -202,36 +171,40 @@ def _store_statistics(out: Tensor, mean: Tensor, rstd: Tensor, x: Tensor, eps: f
     _backend(x).store_statistics(out, mean, rstd, x, eps)
 
 
-def _normalise(x: Tensor, *norm: Any) -> Tensor:
-    *affine, silu, dtype, rows_before, rows_after = norm
+# The dispatcher passes the five fields of a `Norm` one by one.
+
+
+def _normalise(x: Tensor, *values: Any) -> Tensor:
+    *fields, dtype, rows_before, rows_after = values
     _check(x)
     out = _empty_rows(x, dtype, rows_before + rows_after)
-    _backend(x).normalise(out, x, *affine, silu, rows_before)
+    _backend(x).normalise(out, x, Norm(*fields), rows_before)
     return out
 
 
-def _fake_normalise(x: Tensor, *norm: Any) -> Tensor:
-    *_, dtype, rows_before, rows_after = norm
+def _fake_normalise(x: Tensor, *values: Any) -> Tensor:
+    *_, dtype, rows_before, rows_after = values
     return _empty_rows(x, dtype, rows_before + rows_after)
 
 
-def _norm_sums(grad: Tensor, x: Tensor, *norm: Any) -> Tensor:
+def _norm_sums(grad: Tensor, x: Tensor, *fields: Any) -> Tensor:
     _check(x, grad)
-    return _backend(x).norm_sums(grad, x, *norm)
+    return _backend(x).norm_sums(grad, x, Norm(*fields))
 
 
-def _fake_norm_sums(grad: Tensor, x: Tensor, *norm: Any) -> Tensor:
+def _fake_norm_sums(grad: Tensor, x: Tensor, *fields: Any) -> Tensor:
     return x.new_empty((2, *x.shape[:2]), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _store_norm_sums(out: Tensor, sums: Tensor, grad: Tensor, x: Tensor, *norm: Any) -> None:
+def _store_norm_sums(out: Tensor, sums: Tensor, grad: Tensor, x: Tensor, *fields: Any) -> None:
     _check(x, out, grad)
-    _backend(x).store_norm_sums(out, sums, grad, x, *norm, stores_before_silu(out))
+    _backend(x).store_norm_sums(out, sums, grad, x, Norm(*fields), stores_before_silu(out))
 
 
-def _norm_input_grad(out: Tensor, grad: Tensor, x: Tensor, *norm: Any) -> None:
-    _check(x, out, grad, norm[-1])
-    _backend(x).norm_input_grad(out, grad, x, *norm)
+def _norm_input_grad(out: Tensor, grad: Tensor, x: Tensor, *values: Any) -> None:
+    *fields, means, plus = values
+    _check(x, out, grad, plus)
+    _backend(x).norm_input_grad(out, grad, x, Norm(*fields), means, plus)
 
 
 def _fake_writing(*tensors: Any) -> None:
@@ -243,7 +216,7 @@ def _group_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(x)
     if _uses_fused_kernel(x, groups):
-        return norm_native.group_norm(x, weight, bias, groups, eps, silu, dtype)
+        return torch_kernels.group_norm(x, weight, bias, groups, eps, silu, dtype)
     mean, rstd = _statistics(x, groups, eps)
     return _normalise(x, mean, rstd, weight, bias, silu, dtype, 0, 0), mean, rstd
 
@@ -254,19 +227,19 @@ def _fake_group_norm(
     return _empty_rows(x, dtype, 0), *_fake_statistics(x, groups, eps)
 
 
-def _group_norm_backward(grad: Tensor, x: Tensor, *norm: Any) -> tuple[Tensor, Tensor, Tensor]:
-    mean, _, weight, _, silu = norm
+def _group_norm_backward(grad: Tensor, x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+    norm = Norm(*fields)
     _check(x, grad)
-    if _uses_fused_kernel(x, mean.shape[1]):
-        return norm_native.group_norm_backward(grad, x, *norm)
+    if _uses_fused_kernel(x, norm.groups):
+        return torch_kernels.group_norm_backward(grad, x, norm)
     sums = _norm_sums(grad, x, *norm)
-    means = group_means(sums, weight, mean.shape[1], x.numel() // mean.numel())
+    means = group_means(sums, norm.weight, norm.groups, x.numel() // norm.mean.numel())
     grad_x = _empty_rows(x, x.dtype, 0)
-    _norm_input_grad(grad_x, grad, x, *norm[:-1], means, silu, None)
+    _norm_input_grad(grad_x, grad, x, *norm, means, None)
     return grad_x, sums[1].sum(0), sums[0].sum(0)
 
 
-def _fake_group_norm_backward(grad: Tensor, x: Tensor, mean: Tensor, *norm: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_group_norm_backward(grad: Tensor, x: Tensor, mean: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_rows(x, x.dtype, 0), mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
 
 
@@ -284,19 +257,18 @@ _register(
     _fake_writing,
 )
 _register(
-    f"normalise(Tensor x, {_NORM}, bool silu, ScalarType dtype, int rows_before, int rows_after) -> Tensor",
+    f"normalise(Tensor x, {_NORM}, ScalarType dtype, int rows_before, int rows_after) -> Tensor",
     _normalise,
     _fake_normalise,
 )
-_register(f"norm_sums(Tensor grad, Tensor x, {_NORM}, bool silu) -> Tensor", _norm_sums, _fake_norm_sums)
+_register(f"norm_sums(Tensor grad, Tensor x, {_NORM}) -> Tensor", _norm_sums, _fake_norm_sums)
 _register(
-    f"store_norm_sums(Tensor(a!) out, Tensor(b!) sums, Tensor grad, Tensor x, {_NORM}, bool silu) -> ()",
+    f"store_norm_sums(Tensor(a!) out, Tensor(b!) sums, Tensor grad, Tensor x, {_NORM}) -> ()",
     _store_norm_sums,
     _fake_writing,
 )
 _register(
-    f"norm_input_grad(Tensor(a!) out, Tensor grad, Tensor x, {_NORM}, Tensor group_means, bool silu, Tensor? plus) "
-    "-> ()",
+    f"norm_input_grad(Tensor(a!) out, Tensor grad, Tensor x, {_NORM}, Tensor group_means, Tensor? plus) -> ()",
     _norm_input_grad,
     _fake_writing,
 )
@@ -307,7 +279,7 @@ _register(
     _fake_group_norm,
 )
 _register(
-    f"group_norm_backward(Tensor grad, Tensor x, {_NORM}, bool silu) -> (Tensor, Tensor, Tensor)",
+    f"group_norm_backward(Tensor grad, Tensor x, {_NORM}) -> (Tensor, Tensor, Tensor)",
     _group_norm_backward,
     _fake_group_norm_backward,
 )

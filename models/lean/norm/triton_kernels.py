@@ -1,0 +1,183 @@
+"""The norm operators as fused Triton kernels: each reads every value once and computes in fp32.
+
+A volume is addressed as (batch, channels, voxels) through three strides, so the same kernels handle contiguous and
+channels-last tensors, rows of either, and gradients whose layout differs from their input's. A program processes one
+tile of channels x voxels. Sums have stages of fixed order and no atomics, so the same input gives the same bits.
+"""
+
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+
+
+@triton.jit
+def _tile(channels, voxels, num_chunks, block_c: tl.constexpr, block_v: tl.constexpr):
+    """Return the batch item, channels, voxels and chunk of voxels of this program, and the mask of those that exist.
+
+    Factors of addresses are 64 bits wide, because a volume may have more than 2^31 values.
+    """
+    program = tl.program_id(0)
+    chunk = program % num_chunks
+    block = program // num_chunks
+    num_blocks = tl.cdiv(channels, block_c)
+    c = (block % num_blocks) * block_c + tl.arange(0, block_c)
+    v = chunk.to(tl.int64) * block_v + tl.arange(0, block_v)
+    return (block // num_blocks).to(tl.int64), c, v, chunk, (c < channels)[:, None] & (v < voxels)[None, :]
+
+
+@triton.jit
+def _places(ptr, b, c, v, stride_b, stride_c, stride_v):
+    return ptr + b * stride_b + c[:, None].to(tl.int64) * stride_c + v[None, :] * stride_v
+
+
+@triton.jit
+def _load(ptr, b, c, v, mask, stride_b, stride_c, stride_v):
+    return tl.load(_places(ptr, b, c, v, stride_b, stride_c, stride_v), mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, values, b, c, v, mask, stride_b, stride_c, stride_v):
+    tl.store(_places(ptr, b, c, v, stride_b, stride_c, stride_v), values.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _of_channels(ptr, c, channels):
+    return tl.load(ptr + c, mask=c < channels, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _of_groups(ptr, b, c, channels, groups):
+    return tl.load(ptr + b * groups + c // (channels // groups), mask=c < channels, other=0.0)[:, None]
+
+
+@triton.jit
+def _before_silu(grad, normed):
+    s = tl.sigmoid(normed)
+    return grad * s * (1.0 + normed * (1.0 - s))
+
+
+@triton.jit
+def moments_kernel(
+    x_ptr, out_ptr, parts_ptr, channels, voxels, num_chunks, plane, x_b, x_c, x_v, out_b, out_c, out_v,
+    has_out: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Write each channel's mean over the tile, and the sum of squared distances from it; copy the tile if asked to."""
+    b, c, v, chunk, mask = _tile(channels, voxels, num_chunks, block_c, block_v)
+    x = _load(x_ptr, b, c, v, mask, x_b, x_c, x_v)
+    if has_out:
+        _store(out_ptr, x, b, c, v, mask, out_b, out_c, out_v)
+    count = tl.minimum(voxels - chunk.to(tl.int64) * block_v, block_v).to(tl.float32)
+    mean = tl.sum(x, 1) / count
+    centred = tl.where(mask, x - mean[:, None], 0.0)
+    place = parts_ptr + (b * channels + c) * num_chunks + chunk
+    tl.store(place, mean, mask=c < channels)
+    tl.store(place + plane, tl.sum(centred * centred, 1), mask=c < channels)
+
+
+@triton.jit
+def spans_kernel(
+    parts_ptr, spans_ptr, voxels, num_chunks, num_spans, plane, spans_plane, block_v, block: tl.constexpr,
+):  # fmt: skip
+    """Combine the parts of `block` chunks of one channel into one; distances from the mean avoid cancellation."""
+    program = tl.program_id(0)
+    span = program % num_spans
+    row = (program // num_spans).to(tl.int64)
+    i = span * block + tl.arange(0, block)
+    inside = i < num_chunks
+    place = parts_ptr + row * num_chunks + i
+    first = tl.load(parts_ptr + row * num_chunks + span * block)
+    count = tl.where(inside, tl.minimum(voxels - i.to(tl.int64) * block_v, block_v), 0).to(tl.float32)
+    means = tl.load(place, mask=inside, other=0.0)
+    mean = first + tl.sum(count * (means - first), 0) / tl.sum(count, 0)
+    squares = tl.load(place + plane, mask=inside, other=0.0) + count * (means - mean) * (means - mean)
+    tl.store(spans_ptr + row * num_spans + span, mean)
+    tl.store(spans_ptr + spans_plane + row * num_spans + span, tl.sum(squares, 0))
+
+
+@triton.jit
+def combine_kernel(parts_ptr, mean_ptr, rstd_ptr, size, voxels, num_chunks, eps, block_v, block: tl.constexpr):
+    """Combine the parts of one group into its mean and rstd; distances from the mean avoid cancellation."""
+    group = tl.program_id(0)
+    num_parts = size * num_chunks
+    means_ptr = parts_ptr + group.to(tl.int64) * num_parts
+    squares_ptr = means_ptr + tl.num_programs(0).to(tl.int64) * num_parts
+    total = (voxels * 1.0) * size
+    first = tl.load(means_ptr)
+    acc = tl.zeros([block], tl.float32)
+    for start in range(0, num_parts, block):
+        i = start + tl.arange(0, block)
+        count = tl.minimum(voxels - (i % num_chunks).to(tl.int64) * block_v, block_v).to(tl.float32)
+        acc += count * (tl.load(means_ptr + i, mask=i < num_parts, other=first) - first)
+    mean = first + tl.sum(acc, 0) / total
+    acc = tl.zeros([block], tl.float32)
+    for start in range(0, num_parts, block):
+        i = start + tl.arange(0, block)
+        count = tl.minimum(voxels - (i % num_chunks).to(tl.int64) * block_v, block_v).to(tl.float32)
+        distance = tl.load(means_ptr + i, mask=i < num_parts, other=mean) - mean
+        acc += tl.load(squares_ptr + i, mask=i < num_parts, other=0.0) + count * distance * distance
+    tl.store(mean_ptr + group, mean)
+    tl.store(rstd_ptr + group, 1.0 / tl.sqrt(tl.sum(acc, 0) / total + eps))
+
+
+@triton.jit
+def normalise_kernel(
+    x_ptr, out_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, channels, groups, voxels, out_voxels, voxels_before,
+    num_chunks, x_b, x_c, x_v, out_b, out_c, out_v,
+    silu: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Write the tile after norm and optional SiLU, and zeros where the output has rows that the input has not."""
+    b, c, v, _, mask = _tile(channels, out_voxels, num_chunks, block_c, block_v)
+    inside = (v >= voxels_before) & (v - voxels_before < voxels)  # `v` has 64 bits, their sum may not
+    x = _load(x_ptr, b, c, v - voxels_before, mask & inside[None, :], x_b, x_c, x_v)
+    scale = _of_groups(rstd_ptr, b, c, channels, groups) * _of_channels(weight_ptr, c, channels)
+    y = (x - _of_groups(mean_ptr, b, c, channels, groups)) * scale + _of_channels(bias_ptr, c, channels)
+    if silu:
+        y = y * tl.sigmoid(y)
+    _store(out_ptr, tl.where(inside[None, :], y, 0.0), b, c, v, mask, out_b, out_c, out_v)
+
+
+@triton.jit
+def sums_kernel(
+    grad_ptr, x_ptr, out_ptr, parts_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, channels, groups, voxels, num_chunks,
+    plane, grad_b, grad_c, grad_v, x_b, x_c, x_v, out_b, out_c, out_v, silu: tl.constexpr, has_out: tl.constexpr,
+    before_silu: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Write each channel's sums over the tile of the gradient before SiLU, and of it times the standardised input.
+
+    If asked to, store the gradient as well, before or after SiLU.
+    """
+    b, c, v, chunk, mask = _tile(channels, voxels, num_chunks, block_c, block_v)
+    x = _load(x_ptr, b, c, v, mask, x_b, x_c, x_v)
+    grad = _load(grad_ptr, b, c, v, mask, grad_b, grad_c, grad_v)
+    mean, rstd = _of_groups(mean_ptr, b, c, channels, groups), _of_groups(rstd_ptr, b, c, channels, groups)
+    x = (x - mean) * rstd
+    if has_out and not before_silu:
+        _store(out_ptr, grad, b, c, v, mask, out_b, out_c, out_v)
+    if silu:
+        grad = _before_silu(grad, x * _of_channels(weight_ptr, c, channels) + _of_channels(bias_ptr, c, channels))
+    if has_out and before_silu:
+        _store(out_ptr, grad, b, c, v, mask, out_b, out_c, out_v)
+    place = parts_ptr + (b * channels + c) * num_chunks + chunk
+    tl.store(place, tl.sum(grad, 1), mask=c < channels)
+    tl.store(place + plane, tl.sum(grad * x, 1), mask=c < channels)
+
+
+@triton.jit
+def input_grad_kernel(
+    grad_ptr, x_ptr, plus_ptr, out_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, group_means_ptr, channels, groups,
+    voxels, num_chunks, batch, grad_b, grad_c, grad_v, x_b, x_c, x_v, plus_b, plus_c, plus_v, out_b, out_c, out_v,
+    silu: tl.constexpr, has_plus: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the norm's input, from the gradient of its output and the means over each group."""
+    b, c, v, _, mask = _tile(channels, voxels, num_chunks, block_c, block_v)
+    x = _load(x_ptr, b, c, v, mask, x_b, x_c, x_v)
+    grad = _load(grad_ptr, b, c, v, mask, grad_b, grad_c, grad_v)
+    rstd, weight = _of_groups(rstd_ptr, b, c, channels, groups), _of_channels(weight_ptr, c, channels)
+    x = (x - _of_groups(mean_ptr, b, c, channels, groups)) * rstd
+    if silu:
+        grad = _before_silu(grad, x * weight + _of_channels(bias_ptr, c, channels))
+    of_grad = _of_groups(group_means_ptr, b, c, channels, groups)
+    of_product = _of_groups(group_means_ptr + batch * groups, b, c, channels, groups)
+    result = (grad * weight - of_grad - x * of_product) * rstd
+    if has_plus:
+        result += _load(plus_ptr, b, c, v, mask, plus_b, plus_c, plus_v)
+    _store(out_ptr, result, b, c, v, mask, out_b, out_c, out_v)
