@@ -26,6 +26,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("Gradient norms", r".*_gradient_norm"),
     ("Learning rates", r".*_learning_rate"),
     ("Volumes per second", "volumes_per_second"),
+    ("Share of the time spent waiting for data", "data_wait_share"),
 )
 
 
