@@ -49,9 +49,6 @@ class AutoencoderTraining(TrainingSettings):
 
     gradient_accumulation_steps: Count = key(4, "Micro-batches whose gradients are summed before one update.", SAME)
     use_gradient_checkpointing: bool = key(True, "Recompute each block's activations in the backward pass.", SAME)
-    use_gradient_checkpointing_offload: bool = key(
-        False, "Keep block inputs in host memory until the backward pass; implies checkpointing.", SAME
-    )
     use_nested_checkpointing: bool | Literal["auto"] = key(
         "auto", "Checkpoint the whole encoder as well as its blocks; auto: with slabs and without offload.", SAME
     )
@@ -70,11 +67,6 @@ class AutoencoderTraining(TrainingSettings):
     use_perceptual_loss: bool = key(False, "Add a perceptual loss to the voxel loss.")
     perceptual_weight: float = key(0.3, "Weight of the perceptual term.", ge=0)
     perceptual: PerceptualSettings = section(PerceptualSettings, "The perceptual loss.")
-
-    @property
-    def checkpoints_blocks(self) -> bool:
-        """Return whether blocks are checkpointed, which offloading implies."""
-        return self.use_gradient_checkpointing or self.use_gradient_checkpointing_offload
 
     @property
     def nests_checkpoints(self) -> bool:

@@ -130,19 +130,11 @@ class LdmTraining(TrainingSettings):
         50000, "Number of updates; a run whose learning rate decays resumes only with the same number.", FREE
     )
     ema_decay: float = key(0.999, "Decay of the exponential moving average of the weights; 0: no average.", ge=0, lt=1)
-    use_gradient_checkpointing_offload: bool = key(
-        False, "Keep block inputs in host memory until the backward pass; implies checkpointing.", SAME
-    )
     loss_weighting: Literal["none", "min_snr"] = key(
         "none", "Weigh all noise levels equally, or low noise less (min-SNR)."
     )
     min_snr_gamma: float = key(5.0, "min_snr only: signal-to-noise ratio at which the weights are capped.", gt=0)
     pixel_loss: PixelLossSettings = section(PixelLossSettings, "The pixel loss.")
-
-    @property
-    def checkpoints_blocks(self) -> bool:
-        """Return whether blocks are checkpointed, which offloading implies."""
-        return self.use_gradient_checkpointing or self.use_gradient_checkpointing_offload
 
 
 Interval = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False, min_length=2, max_length=2)]

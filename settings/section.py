@@ -110,6 +110,14 @@ class TrainingSettings(Section):
         20, "float16 only: how many updates in a row may overflow before the run stops.", FREE
     )
     use_gradient_checkpointing: bool = key(False, "Recompute each block's activations in the backward pass.", SAME)
+    use_gradient_checkpointing_offload: bool = key(
+        False, "Keep block inputs in host memory until the backward pass; implies checkpointing.", SAME
+    )
+
+    @property
+    def checkpoints_blocks(self) -> bool:
+        """Return whether blocks are checkpointed, which offloading implies."""
+        return self.use_gradient_checkpointing or self.use_gradient_checkpointing_offload
 
     @property
     def num_warmup_steps(self) -> int:

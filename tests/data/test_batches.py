@@ -180,7 +180,7 @@ def test_volumes_kept_in_memory_are_read_once_by_all_workers(folder: Path) -> No
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_file_that_disappears_stops_training_in_its_name(folder: Path, num_workers: int) -> None:
+def test_a_file_that_disappears_stops_training_and_is_named(folder: Path, num_workers: int) -> None:
     volumes, settings = prepared(folder, prepared="none", num_workers=num_workers)
     before = children()
     steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 100)
@@ -193,7 +193,7 @@ def test_a_file_that_disappears_stops_training_in_its_name(folder: Path, num_wor
     assert children() <= before
 
 
-def test_a_file_that_turns_unreadable_stops_validation_in_its_name(folder: Path) -> None:
+def test_a_file_that_turns_unreadable_stops_validation_and_is_named(folder: Path) -> None:
     volumes, settings = prepared(folder, prepared="none", num_workers=1)
     volumes.val[0].path.write_bytes(volumes.val[0].path.read_bytes()[:900])
     with pytest.raises(DataError, match=rf"{volumes.val[0].path.name}: truncated or damaged"):
@@ -232,7 +232,7 @@ def test_workers_outlive_the_signals_that_ask_training_to_stop(folder: Path) -> 
     assert len(list(steps)) == 49
 
 
-def test_a_process_that_ends_with_workers_alive_does_end(folder: Path) -> None:
+def test_a_process_with_live_workers_can_exit(folder: Path) -> None:
     code = f"""
 from data import BatchPlan, prepare_volumes, training_batches
 from settings import DataSettings

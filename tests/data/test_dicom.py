@@ -119,13 +119,13 @@ def test_two_series_in_one_folder_are_two_volumes_with_a_localizer_left_out_of_o
         ({"SamplesPerPixel": 3}, "a colour image"),
     ],
 )
-def test_what_is_wrong_with_a_series_is_said(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+def test_what_is_wrong_with_a_series_is_reported(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     write_series(tmp_path / "scan", voxels_of(0), **changes)
     with pytest.raises(DataError, match=text):
         read_volume(next(iter(discover(str(tmp_path / "scan"), False))).path)
 
 
-def test_scale_that_is_no_number_is_said(tmp_path: Path) -> None:
+def test_scale_that_is_not_a_number_is_reported(tmp_path: Path) -> None:
     for path in write_series(tmp_path / "scan", voxels_of(0)):
         path.write_bytes(path.read_bytes().replace(b"-1024", b"-nine"))
     with pytest.raises(DataError, match="has RescaleIntercept -nine"):

@@ -189,7 +189,7 @@ def test_numbered_classes_are_ordered_as_numbers() -> None:
     assert class_names_of(found) == ("1", "9", "10")
 
 
-def test_columns_that_nobody_reads_may_stand_twice(tmp_path: Path) -> None:
+def test_unused_columns_may_repeat(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("age,file,age,label\n3,a.nii.gz,4,ill\n")
     labelled, missing = with_labels([Found(Path("a.nii.gz"), "a.nii.gz")], str(tmp_path / "labels.csv"))
     assert [item.class_name for item in labelled] == ["ill"]

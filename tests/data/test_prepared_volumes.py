@@ -113,7 +113,7 @@ def test_a_prepared_file_swapped_for_another_is_noticed(folder: Path) -> None:
 
 
 @pytest.mark.timeout(20)
-def test_a_pipe_or_a_missing_prepared_file_stops_the_run_with_words(folder: Path) -> None:
+def test_a_pipe_or_a_missing_prepared_file_stops_the_run_with_an_error(folder: Path) -> None:
     settings = build_settings(source=str(folder))
     volumes = prepare_volumes(settings, seed=0, in_channels=1)
     steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 100)
@@ -128,14 +128,14 @@ def test_a_pipe_or_a_missing_prepared_file_stops_the_run_with_words(folder: Path
         load_file(volumes.val[0], settings)
 
 
-def test_a_disk_without_room_is_said_before_anything_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 5000))
     monkeypatch.setattr(checking, "measure", None)
     with pytest.raises(DataError, match=r"preparing 8 volumes needs .* GiB in runs/prepared/.* is free; make room, or"):
         prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
 
 
-def test_what_will_be_prepared_is_said_with_its_size(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_preparation_logs_how_much_space_it_takes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
     assert "preparing 8 volumes once, in runs/prepared/" in caplog.text
@@ -174,7 +174,7 @@ def start_preparing(folder: Path, slow: float) -> subprocess.Popen:
 
 
 @pytest.mark.timeout(300)
-def test_killed_ten_times_while_preparing_it_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
+def test_preparation_killed_ten_times_continues_where_it_stopped(folder: Path, tmp_path: Path) -> None:
     for i in range(8, 26):
         write_nifti(folder / f"v{i}.nii.gz", random_voxels(i), AFFINE)
     settings = build_settings(source=str(folder))

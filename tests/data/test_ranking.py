@@ -54,7 +54,7 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
     assert rank(Stored(np.full((1, 2, 2, 2), np.nan, np.float32))).count == 0
 
 
-def test_channels_that_are_interleaved_are_told_apart() -> None:
+def test_interleaved_channels_are_kept_apart() -> None:
     both = np.arange(24, dtype=np.uint8).reshape((2, 3, 2, 2), order="F")
     stored = Stored(both)
     assert [rank(stored.channel(c)).at([0]).item() for c in range(2)] == [0, 1]

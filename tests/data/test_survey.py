@@ -83,7 +83,7 @@ def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("val_fraction", [0.01, 0.3, 0.99])
-def test_volumes_of_one_group_never_part(val_fraction: float) -> None:
+def test_volumes_of_one_group_stay_together(val_fraction: float) -> None:
     volumes = found(*(f"sub-{i // 2:02d}_{i % 2}.nii" for i in range(40)))
     groups = groups_of(volumes, build_settings(group_by=r"sub-\d+"))
     assert groups is not None
@@ -100,7 +100,9 @@ def test_one_group_alone_is_refused(folder: Path) -> None:
         prepare_volumes(build_settings(source=str(folder), group_by="v"), 0, 1)
 
 
-def test_patients_that_part_are_said_once_and_not_with_groups(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_patients_on_both_sides_are_reported_once_and_not_with_groups(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for i in range(12):
         write_nifti(tmp_path / f"all/sub-{i // 2}_{i % 2}.nii.gz", random_voxels(i), AFFINE)
     caplog.set_level(logging.WARNING)

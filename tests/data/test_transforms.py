@@ -143,7 +143,7 @@ def test_a_real_brain_comes_back_onto_its_own_grid(tmp_path: Path) -> None:
     assert error < 0.05
 
 
-def test_the_range_goes_both_ways() -> None:
+def test_scaling_to_the_networks_range_is_invertible() -> None:
     unit = torch.linspace(0, 1, 11)
     torch.testing.assert_close(to_unit(from_unit(unit)), unit)
     assert to_unit(torch.tensor([-3.0, 3.0])).tolist() == [0.0, 1.0]

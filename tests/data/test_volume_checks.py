@@ -100,7 +100,7 @@ def test_only_new_and_changed_files_are_read_again(
     assert sorted(read) == ["new.nii.gz", "v3.nii.gz"]
 
 
-def test_configs_that_share_files_do_not_forget_for_each_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configs_that_share_files_keep_each_others_results(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = sorted(folder.iterdir())
     settings = build_settings()
     checking.check_files(paths, settings, 1, Path("memory"))
@@ -121,7 +121,7 @@ def test_problems_are_not_remembered(folder: Path) -> None:
     prepare_volumes(settings, seed=0, in_channels=1)
 
 
-def test_a_damaged_memory_of_checks_is_ignored(folder: Path) -> None:
+def test_damaged_results_of_earlier_checks_are_ignored(folder: Path) -> None:
     settings = build_settings(source=str(folder))
     first = prepare_volumes(settings, seed=0, in_channels=1)
     for content in ("", "[]", "{}", '["a", 1]', '["a", {"affine": 3}]', "\0", "[" * 100_000):
@@ -130,7 +130,7 @@ def test_a_damaged_memory_of_checks_is_ignored(folder: Path) -> None:
         assert prepare_volumes(settings, seed=0, in_channels=1) == first
 
 
-def test_without_a_place_to_remember_the_volumes_are_still_checked(folder: Path, tmp_path: Path) -> None:
+def test_volumes_are_checked_even_if_results_cannot_be_kept(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file where the folder should be")
     volumes = prepare_volumes(build_settings(source=str(folder), prepared="none"), seed=0, in_channels=1)
     assert len(volumes.train) == 7

@@ -96,7 +96,7 @@ def npy(header: bytes) -> bytes:
         b"",
     ],
 )
-def test_numpy_headers_that_are_none_are_refused(tmp_path: Path, header: bytes) -> None:
+def test_invalid_numpy_headers_are_refused(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "v.npy").write_bytes(npy(header))
     with zipfile.ZipFile(tmp_path / "v.npz", "w") as archive:
         archive.writestr("image.npy", npy(header))
@@ -128,7 +128,7 @@ def test_any_byte_of_an_archive_may_be_wrong(tmp_path: Path, method: int) -> Non
 @pytest.mark.parametrize(
     "affine", [b"no array", b"", npy(b"{'descr': '<U1', 'fortran_order': False, 'shape': (4, 4)}")]
 )
-def test_an_affine_that_is_no_matrix_of_numbers_is_refused(tmp_path: Path, affine: bytes) -> None:
+def test_an_affine_that_is_not_a_matrix_of_numbers_is_refused(tmp_path: Path, affine: bytes) -> None:
     stream = io.BytesIO()
     np.save(stream, random_voxels(0)[0])
     (tmp_path / "v.npz").write_bytes(packed(zipfile.ZIP_DEFLATED, image=stream.getvalue(), affine=affine))
@@ -147,7 +147,7 @@ def test_an_affine_that_is_no_matrix_of_numbers_is_refused(tmp_path: Path, affin
         (os.mkdir, "a folder, not a file"),
     ],
 )
-def test_what_is_no_file_is_refused_without_waiting_for_it(
+def test_what_is_not_a_regular_file_is_refused_without_waiting_for_it(
     tmp_path: Path, suffix: str, make: Callable[[Path], None], text: str
 ) -> None:
     make(tmp_path / f"v{suffix}")
@@ -157,7 +157,7 @@ def test_what_is_no_file_is_refused_without_waiting_for_it(
 
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize("mistake", [AttributeError, TypeError, ValueError, RuntimeError, KeyError])
-def test_mistakes_of_our_own_are_not_told_as_damaged_files(
+def test_our_own_bugs_are_not_reported_as_damaged_files(
     tmp_path: Path, suffix: str, mistake: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / f"v{suffix}", random_voxels(0))

@@ -144,7 +144,7 @@ def test_a_volume_larger_than_the_free_memory_is_refused(tmp_path: Path, monkeyp
         (np.array([{}]), r"cannot be read as \.npy \(.*Python objects"),
     ],
 )
-def test_arrays_that_are_no_volumes_are_refused(tmp_path: Path, voxels: np.ndarray, text: str) -> None:
+def test_arrays_that_are_not_volumes_are_refused(tmp_path: Path, voxels: np.ndarray, text: str) -> None:
     np.save(tmp_path / "v.npy", voxels, allow_pickle=True)
     with pytest.raises(DataError, match=text):
         read_volume(tmp_path / "v.npy")

@@ -78,7 +78,7 @@ NO_EFFECT: dict[str, tuple[Stage, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", NO_EFFECT)
-def test_a_change_without_effect_is_no_rung(case):
+def test_a_change_without_effect_is_not_a_rung(case):
     stage, given, change = NO_EFFECT[case]
     settings = heavy(**{"autoencoder.implementation": "lean", **given})
     assert acting_values(settings, stage) == acting_values(settings.with_overrides(change), stage)
@@ -102,7 +102,7 @@ def test_smaller_is_never_larger():
 
 
 @pytest.mark.parametrize("where", ["ldm", "autoencoder"])
-def test_no_attention_is_said_only_when_none_is_left(where):
+def test_no_attention_is_claimed_only_when_none_is_left(where):
     """The U-Net's middle attends whatever its levels do, and the autoencoder's when it was asked to."""
     settings = heavy(**{"autoencoder.use_nonlocal_attention": True})
     names = [rung.name for rung in build_rungs(settings, where, "lossless-first")]

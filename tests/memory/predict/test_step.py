@@ -153,7 +153,7 @@ def test_worker_process_answers_many_questions_and_says_what_went_wrong():
     assert first.peak_allocated_bytes == third.peak_allocated_bytes < second.peak_allocated_bytes
 
 
-def test_worker_that_cannot_start_is_told_in_one_line(monkeypatch):
+def test_worker_that_cannot_start_is_reported_in_one_line(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with Predictor(workers=1) as predictor, pytest.raises(PredictionError, match="exited with code 1"):
         predictor.predict(make({}), "autoencoder")

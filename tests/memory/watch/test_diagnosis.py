@@ -36,7 +36,7 @@ ALLOCATOR = "[enforce fail at alloc_cpu.cpp:125] err == 0. DefaultCPUAllocator: 
     ],
     ids=str,
 )
-def test_out_of_memory_is_told_from_other_errors(error, expected):
+def test_out_of_memory_is_distinguished_from_other_errors(error, expected):
     assert is_out_of_memory(error) is expected
 
 

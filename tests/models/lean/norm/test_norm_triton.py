@@ -146,7 +146,7 @@ def test_kernels_compile_where_every_size_is_one(kernel):
 
 
 @pytest.mark.parametrize("error", [ImportError, AssertionError, OSError, RuntimeError])
-def test_a_device_without_a_working_driver_is_told_in_one_line(monkeypatch, error):
+def test_a_device_without_a_working_driver_is_reported_in_one_line(monkeypatch, error):
     def launch(*_):
         raise error("libcuda.so cannot be found\nsecond line")
 
