@@ -23,6 +23,7 @@ from models.lean.blocks import UpsampleBlock
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
 from models.lean.layout import LaidOut, arranged, layout_of
 from models.lean.norm import group_norm
+from models.lean.resampling import add_upsampled, halved, upsample_conv
 from settings import LdmSettings
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class TimeResidualBlock(nn.Module):
 
     def __init__(self, stock: DiffusionUNetResnetBlock) -> None:
         super().__init__()
-        self.resample = stock.upsample if stock.up else stock.downsample
+        self.up, self.down = stock.up, stock.down
         self.norm1, self.conv1, self.time_emb_proj = stock.norm1, stock.conv1, stock.time_emb_proj
         self.norm2, self.conv2, self.skip_connection = stock.norm2, stock.conv2, stock.skip_connection
 
@@ -54,11 +55,14 @@ class TimeResidualBlock(nn.Module):
         if skip is not None:
             x = torch.cat([x, _OwnGradient.apply(skip)], dim=1)
         h = group_norm(x, self.norm1, silu=True)
-        if self.resample is not None:
-            x, h = self.resample(x), self.resample(h)
-        h = self.conv1(h)
+        if self.down:
+            x, h = halved(x), halved(h)
+        h = upsample_conv(h, self.conv1.conv) if self.up else self.conv1(h)
         h = h + self.time_emb_proj(F.silu(embedding))[:, :, None, None, None]
         h = self.conv2(group_norm(h, self.norm2, silu=True))
+        if self.up:
+            # The skip connection treats each voxel by itself, so it may come before the upsampling.
+            return add_upsampled(h, self.skip_connection(x))
         return self.skip_connection(x) + h
 
 

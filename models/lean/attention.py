@@ -6,6 +6,7 @@ from monai.networks.blocks import SpatialAttentionBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.lean.layout import CHANNELS_LAST
 from models.lean.norm import group_norm
 
 
@@ -22,7 +23,9 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` plus the attention of every voxel over all voxels."""
-        attn, tokens = self.attn, group_norm(x, self.norm).flatten(2).transpose(1, 2)
+        attn = self.attn
+        # The norm writes tokens, which have their channels side by side, itself: no other operator changes the layout.
+        tokens = group_norm(x, self.norm, layout=CHANNELS_LAST).flatten(2).transpose(1, 2)
         if attn.use_combined_linear:
             query, key, value = attn.qkv(tokens).chunk(3, dim=-1)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.lean import native
-from models.lean.layout import layout_of
+from models.lean.layout import CONTIGUOUS, layout_of
 from models.lean.norm import compute_dtype, full_precision
 from models.lean.slabs import RowSource, bias_grad, rows_of
 
@@ -140,6 +140,76 @@ class _DownsampleConv(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """View a volume of even size as (batch, channels, rows, 2, height, 2, width, 2)."""
+    return x.unflatten(4, (-1, 2)).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
+
+
+def _beside(x: Tensor) -> Tensor:
+    """View a volume so that it can be broadcast over the `_pairs` of one of twice its size."""
+    return x[:, :, :, None, :, None, :, None]
+
+
+def _over_pairs(x: Tensor, reduce: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
+    """Reduce the eight voxels of each pair of rows, height and width to one; keep the layout."""
+    if layout_of(x) == CONTIGUOUS:
+        return reduce(_pairs(x), (3, 5, 7))
+    # Reductions return contiguous tensors, so the channels come last in the view.
+    return reduce(_pairs(x).movedim(1, -1), (2, 4, 6)).movedim(-1, 1)
+
+
+class _AddUpsampled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, large: Tensor, small: Tensor) -> Tensor:
+        ctx.dtypes = large.dtype, small.dtype
+        dtype = torch.promote_types(*ctx.dtypes)
+        out = torch.empty(large.shape, dtype=dtype, device=large.device, memory_format=layout_of(large))
+        torch.add(_pairs(large), _beside(small), out=_pairs(out))
+        return out
+
+    @staticmethod
+    @native.first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_large, of_small = ctx.dtypes
+        needs_large, needs_small = ctx.needs_input_grad
+        return (
+            grad.to(of_large) if needs_large else None,
+            _over_pairs(grad, torch.sum).to(of_small) if needs_small else None,
+        )
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.layout = layout_of(x)
+        return _over_pairs(x, torch.mean)
+
+    @staticmethod
+    @native.first_order_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        batch, channels, *grid = grad.shape
+        shape = (batch, channels, *(2 * size for size in grid))
+        out = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=ctx.layout)
+        _pairs(out).copy_(_beside(grad / 8))
+        return (out,)
+
+
+def add_upsampled(large: Tensor, small: Tensor) -> Tensor:
+    """Add to `large` a volume of half its size, each voxel of it to eight, without an enlarged copy.
+
+    torch's own nearest-neighbour upsampling copies a channels-last volume into the other layout.
+    """
+    return _AddUpsampled.apply(large, small)
+
+
+def halved(x: Tensor) -> Tensor:
+    """Average the pairs of voxels along each axis, whose size is even.
+
+    torch's own pooling copies a channels-last volume into the other layout.
+    """
+    return _Halved.apply(x)
 
 
 def upsample_conv(x: Tensor, conv: nn.Conv3d, strides: Strides = (2, 2, 2)) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from monai.networks.nets import DiffusionModelUNet, PatchDiscriminator
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from models import build_autoencoder, build_discriminator, build_unet
 from settings import Settings
@@ -44,6 +45,7 @@ KNOBS: dict[str, dict[str, dict[str, Any]]] = {
     "frozen decoder": DECODER_KNOBS,
     "U-Net": UNET_KNOBS,
     "U-Net with classes": UNET_KNOBS,
+    "U-Net with resblock_updown": {"checkpointed": CHECKPOINTED},
     "discriminator": {"stock": {}},
 }
 
@@ -77,17 +79,32 @@ def ours(network: str, knobs: dict[str, Any]) -> nn.Module:
         return build_autoencoder(autoencoder_settings(knobs)).requires_grad_(network == "autoencoder")
     if network == "discriminator":
         return without_kinks(build_discriminator(autoencoder_settings(knobs)))
-    return build_unet(ldm_settings(knobs, CLASSES if "classes" in network else 0), latent_channels=3)
+    return build_unet(unet_settings(network, knobs), latent_channels=3)
+
+
+def unet_settings(network: str, knobs: dict[str, Any]) -> Any:
+    return ldm_settings(knobs, CLASSES if "classes" in network else 0, resblock_updown="updown" in network)
 
 
 def stock_unet(settings: Any) -> DiffusionModelUNet:
     """MONAI's own class, built without any of our code; one class more than the data have stands for a hidden label."""
     unet, classes = settings.unet, settings.conditioning.num_classes
-    return DiffusionModelUNet(
+    network = DiffusionModelUNet(
         3, 3, 3, unet.res_blocks, unet.num_channels, unet.attention_levels, unet.num_groups,
         num_head_channels=unet.head_channels, num_class_embeds=classes + 1 if classes else None,
         use_flash_attention=True, resblock_updown=unet.resblock_updown,
     )  # fmt: skip
+    for module in list(network.modules()):
+        if isinstance(getattr(module, "op", None), nn.AvgPool3d):
+            module.op = PoolInLowPrecision()
+    return network
+
+
+class PoolInLowPrecision(nn.Module):
+    """Average pooling in 16 bits, which torch has on GPUs only: summed in fp32 and rounded once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool3d(x.to(torch.promote_types(x.dtype, torch.float32)), 2).to(x.dtype)
 
 
 def stock_discriminator() -> PatchDiscriminator:
@@ -154,7 +171,7 @@ def problem(network: str, batch: int) -> Problem:
         return Problem(stock, lambda network, x: network(x), [volumes(batch, 2, 20, 16, 16)])
     if network.startswith("U-Net"):
         classes = CLASSES if "classes" in network else 0
-        stock = with_lively_weights(stock_unet(ldm_settings({}, classes)))
+        stock = with_lively_weights(stock_unet(unet_settings(network, {})))
         return Problem(stock, run_unet, unet_inputs(batch, (6, 4, 10), classes))
     stock = with_lively_weights(stock_like(autoencoder_settings({})))
     if network == "frozen decoder":

@@ -23,6 +23,7 @@ NETWORKS: dict[str, list[dict[str, Any]]] = {
     "autoencoder": [{}, {"slab_rows": 3}, {"use_gradient_checkpointing": True, "slab_rows": 4}],
     "frozen decoder": [{}, {"slab_rows": 3}],
     "U-Net with classes": [{}, {"use_gradient_checkpointing": True}],
+    "U-Net with resblock_updown": [{}],
     "discriminator": [{}],
 }
 
@@ -79,12 +80,18 @@ def test_noise_that_a_network_draws_itself_does_not_depend_on_the_layout(impleme
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
+KERNELS = {(1, 1, 1), (3, 3, 3), (4, 4, 4)}
+
+
 class LayoutWatch(TorchDispatchMode):
     """Records operators that copy volumes into the other layout, or that must because their inputs are mixed."""
 
     # Elementwise operators read and write any layout in one pass; these are copies or make hidden ones.
     COPIES = ("aten::clone", "aten::_to_copy", "aten::copy_", "aten::contiguous")
-    NEED_ONE = ("aten::convolution", "lean::", "aten::cat", "aten::constant_pad_nd", "aten::upsample", "aten::native_")
+    NEED_ONE = (
+        *("aten::convolution", "lean::", "aten::cat", "aten::constant_pad_nd", "aten::upsample", "aten::avg_pool"),
+        "aten::native_",
+    )
 
     def __init__(self):
         super().__init__()
@@ -101,11 +108,11 @@ class LayoutWatch(TorchDispatchMode):
 
 
 def is_volume(tensor):
-    """Return whether a tensor is a volume, not a convolution weight with its small kernel, an input or a latent.
+    """Return whether a tensor is a volume, not a convolution weight, an input or a latent.
 
     Inputs and latents are converted where they enter a network, and the gradient of the KL term arrives contiguous.
     """
-    return tensor.dim() == 5 and tensor.shape[1] > 3 and tensor[0, 0].numel() > 64
+    return tensor.dim() == 5 and tensor.shape[1] > 3 and tensor.shape[2:] not in KERNELS
 
 
 @pytest.fixture
@@ -117,25 +124,38 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def values_of(memory_format, **training):
+def values_of(memory_format, training, unet):
     values = copy.deepcopy(TINY)
-    values["device"] = {**values.get("device", {}), "memory_format": memory_format}
+    values["data"]["voxel_size"] = [16, 16, 24]  # no level is as small as a kernel
+    values["device"]["memory_format"] = memory_format
     values["autoencoder"]["training"] |= training
+    values["ldm"]["unet"] |= unet
     return validate(values)
 
 
-@pytest.mark.parametrize(
-    ("stage", "memory_format", "training"),
-    [
-        ("autoencoder", "auto", {}),
-        ("autoencoder", "channels_last", {"use_gradient_checkpointing": True, "slab_rows": 4}),
-        ("ldm", "auto", {}),
-    ],
-    ids=str,
-)
-def test_no_volume_leaves_channels_last_in_a_step(two_threads, stage, memory_format, training):
-    step = build_step(values_of(memory_format, **training), stage)
+IN_SLABS = {"use_gradient_checkpointing": True, "slab_rows": 4}
+UPDOWN = {"resblock_updown": True}
+
+
+def watched(stage, memory_format, training, unet):
+    step = build_step(values_of(memory_format, training, unet), stage)
     with LayoutWatch() as watch:
         step([step.example_batch(2)], 1)
     assert watch.convolutions > 10
-    assert watch.mixed == []
+    return watch.mixed
+
+
+STEPS = [("autoencoder", {}, {}), ("autoencoder", IN_SLABS, {}), ("ldm", {}, {}), ("ldm", {}, UPDOWN)]
+
+
+@pytest.mark.parametrize(("stage", "training", "unet"), STEPS, ids=str)
+def test_no_volume_leaves_channels_last_in_a_step(two_threads, stage, training, unet):
+    assert watched(stage, "channels_last", training, unet) == []
+
+
+@pytest.mark.parametrize(("stage", "training", "unet"), STEPS, ids=str)
+def test_only_the_norms_of_attention_change_the_layout_in_a_contiguous_step(two_threads, stage, training, unet):
+    # Attention works on tokens, whose channels lie side by side; its norm writes them, and takes their gradient.
+    names = [name for name, _ in watched(stage, "contiguous", training, unet)]
+    assert set(names) == {"lean::group_norm", "lean::group_norm_backward"}
+    assert names.count("lean::group_norm_backward") == 4  # blocks with attention, in either stage

@@ -33,11 +33,10 @@ def full_precision(tensor: Tensor) -> Tensor:
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, silu: bool, *options: Any) -> Tensor:
+        groups, eps, dtype, layout = options
         with torch.autocast(x.device.type, enabled=False):
-            y, mean, rstd = operators.group_norm(x, weight, bias, groups, eps, silu, dtype)
+            y, mean, rstd = operators.group_norm(x, weight, bias, groups, eps, silu, dtype, layout)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         ctx.silu = silu
         return y
@@ -49,12 +48,15 @@ class _GroupNorm(torch.autograd.Function):
         norm = Norm(mean, rstd, weight, bias, ctx.silu)
         with torch.autocast(x.device.type, enabled=False):
             grad_x, *grad_affine = operators.group_norm_backward(grad, x, norm)
-        return grad_x, *(part.to(weight.dtype) for part in grad_affine), None, None, None, None
+        return grad_x, *(part.to(weight.dtype) for part in grad_affine), None, None, None, None, None
 
 
-def group_norm(x: Tensor, norm: nn.GroupNorm, silu: bool = False) -> Tensor:
-    """Apply `norm`, and SiLU if asked to; return the dtype that the next convolution runs in."""
-    return _GroupNorm.apply(x, norm.weight, norm.bias, norm.num_groups, norm.eps, silu, compute_dtype(x))
+def group_norm(x: Tensor, norm: nn.GroupNorm, silu: bool = False, layout: torch.memory_format | None = None) -> Tensor:
+    """Apply `norm`, and SiLU if asked to; return the dtype that the next convolution runs in.
+
+    The result has the layout of `x` if `layout` is None.
+    """
+    return _GroupNorm.apply(x, norm.weight, norm.bias, silu, norm.num_groups, norm.eps, compute_dtype(x), layout)
 
 
 class InstanceNorm(nn.Module):
@@ -74,4 +76,4 @@ class InstanceNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised volume in the dtype of `x`."""
-        return _GroupNorm.apply(x, self.weight, self.bias, self.channels, self.eps, False, x.dtype)
+        return _GroupNorm.apply(x, self.weight, self.bias, False, self.channels, self.eps, x.dtype, None)

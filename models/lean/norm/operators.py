@@ -30,10 +30,20 @@ _NORM = "Tensor mean, Tensor rstd, Tensor weight, Tensor bias, bool silu"
 
 
 def group_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    eps: float,
+    silu: bool,
+    dtype: torch.dtype,
+    layout: torch.memory_format | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a whole `x` after norm and optional SiLU, in `dtype`, and its statistics. Two reads, one write."""
-    return torch.ops.lean.group_norm.default(x, weight, bias, groups, eps, silu, dtype)
+    """Return a whole `x` after norm and optional SiLU, in `dtype`, and its statistics. Two reads, one write.
+
+    The result has the layout of `x` if `layout` is None.
+    """
+    return torch.ops.lean.group_norm.default(x, weight, bias, groups, eps, silu, dtype, layout)
 
 
 def group_norm_backward(grad: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,11 +143,11 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
         assert other is None or other.shape == x.shape, f"{tuple(other.shape)} does not belong to {tuple(x.shape)}"
 
 
-def _empty_rows(x: Tensor, dtype: torch.dtype, more_rows: int) -> Tensor:
-    """Return an uninitialised tensor for the rows of `x` and `more_rows` more, channels-last if `x` is."""
+def _empty_rows(x: Tensor, dtype: torch.dtype, more_rows: int, layout: torch.memory_format | None = None) -> Tensor:
+    """Return an uninitialised tensor for the rows of `x` and `more_rows` more, in its layout if no other is given."""
     batch, channels, rows, height, width = x.shape
     shape = (batch, channels, rows + more_rows, height, width)
-    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout_of(x))
+    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout or layout_of(x))
 
 
 def _backend(x: Tensor) -> Any:
@@ -212,19 +222,27 @@ def _fake_writing(*tensors: Any) -> None:
 
 
 def _group_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    eps: float,
+    silu: bool,
+    dtype: torch.dtype,
+    layout: torch.memory_format | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(x)
     if _uses_fused_kernel(x, groups):
-        return torch_kernels.group_norm(x, weight, bias, groups, eps, silu, dtype)
+        return torch_kernels.group_norm(x, weight, bias, groups, eps, silu, dtype, layout or torch.contiguous_format)
+    out = _empty_rows(x, dtype, 0, layout)
     mean, rstd = _statistics(x, groups, eps)
-    return _normalise(x, mean, rstd, weight, bias, silu, dtype, 0, 0), mean, rstd
+    _backend(x).normalise(out, x, Norm(mean, rstd, weight, bias, silu), 0)
+    return out, mean, rstd
 
 
-def _fake_group_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_rows(x, dtype, 0), *_fake_statistics(x, groups, eps)
+def _fake_group_norm(x: Tensor, weight: Tensor, bias: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    groups, eps, _, dtype, layout = values
+    return _empty_rows(x, dtype, 0, layout), *_fake_statistics(x, groups, eps)
 
 
 def _group_norm_backward(grad: Tensor, x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -273,8 +291,8 @@ _register(
     _fake_writing,
 )
 _register(
-    "group_norm(Tensor x, Tensor weight, Tensor bias, int groups, float eps, bool silu, ScalarType dtype) "
-    "-> (Tensor, Tensor, Tensor)",
+    "group_norm(Tensor x, Tensor weight, Tensor bias, int groups, float eps, bool silu, ScalarType dtype, "
+    "MemoryFormat? layout) -> (Tensor, Tensor, Tensor)",
     _group_norm,
     _fake_group_norm,
 )

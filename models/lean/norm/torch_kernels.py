@@ -23,15 +23,23 @@ PIECES_OF_A_GPU = 32
 
 
 def group_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    eps: float,
+    silu: bool,
+    dtype: torch.dtype,
+    layout: torch.memory_format,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a whole contiguous `x` after norm and optional SiLU, and its statistics, with torch's fused kernel."""
     full = torch.promote_types(x.dtype, torch.float32)
     weight, bias = weight.to(full), bias.to(full)
     if x.dtype == dtype == full:
         y, mean, rstd = native.group_norm(x, weight, bias, groups, eps)
-        return F.silu(y, inplace=True) if silu else y, mean, rstd
-    y = torch.empty_like(x, dtype=dtype)
+        y = F.silu(y, inplace=True) if silu else y
+        return y.contiguous(memory_format=layout), mean, rstd
+    y = torch.empty(x.shape, dtype=dtype, device=x.device, memory_format=layout)
     mean, rstd = (x.new_empty((x.shape[0], groups), dtype=full) for _ in range(2))
     for some, part in _group_pieces(x, groups):
         values, mean[:, some], rstd[:, some] = native.group_norm(

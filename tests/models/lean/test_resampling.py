@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from models.lean.resampling import UpsampledRows, downsample_conv, upsample_conv
+from models.lean.layout import layout_of
+from models.lean.resampling import UpsampledRows, add_upsampled, downsample_conv, halved, upsample_conv
 from tests.models import strided
 from tests.models.layouts import channels_last
 
@@ -77,3 +79,30 @@ def test_rows_on_demand_are_those_of_the_whole(start, end, strides):
     conv, x = layer(), torch.randn(2, 6, 10 // strides[0], 3, 2, dtype=torch.float64)
     rows = UpsampledRows(x, conv.weight, conv.bias, strides, x.dtype).rows(start, end)
     torch.testing.assert_close(rows, upsampled(x, conv, strides)[:, :, start:end], rtol=0, atol=1e-13)
+
+
+def stock_sum(large, small):
+    return large + F.interpolate(small, scale_factor=2.0, mode="nearest")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("arrange", [torch.Tensor.contiguous, channels_last])
+@pytest.mark.parametrize("size", [(2, 3, 4), (1, 1, 5)], ids=str)
+def test_upsampled_sums_and_averages_are_rounded_once_and_keep_their_layout(size, arrange, dtype):
+    torch.manual_seed(0)
+    small = arrange(torch.randn(3, 6, *size).to(dtype)).requires_grad_()
+    large = arrange(torch.randn(3, 6, *(2 * axis for axis in size)).to(dtype)).requires_grad_()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (large, small)]
+    sums = 16 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    for ours, stock, leaves, truths in (
+        (add_upsampled, stock_sum, [large, small], exact),
+        (halved, lambda x: F.avg_pool3d(x, 2), [large], exact[:1]),
+    ):
+        found, true = ours(*leaves), stock(*truths)
+        direction = arrange(torch.randn(true.shape).to(dtype))
+        gradients = torch.autograd.grad(found, leaves, direction)
+        expected = torch.autograd.grad(true, truths, direction.double())
+        for mine, right in zip((found, *gradients), (true, *expected), strict=True):
+            torch.testing.assert_close(mine.detach().double(), right.detach(), rtol=torch.finfo(dtype).eps, atol=sums)
+            assert mine.dtype == dtype
+            assert layout_of(mine) == layout_of(large)
