@@ -128,10 +128,6 @@ def notes(found: Fingerprint, sizing: Sizing) -> list[str]:
             f"{counted(len(singles), 'class')} with a single volume ({', '.join(singles[:5])}"
             f"{' ...' if len(singles) > 5 else ''}): samples of such a class can only be copies of it."
         )
-    if found.num_label_maps:
-        lines.append(
-            f"{counted(found.num_label_maps, 'label map')} beside the images: recognised as pairs and not trained on."
-        )
     if len(found.kinds) > 1:
         kinds = ", ".join(f"{count} look like {kind}" for kind, count in found.kinds.items())
         lines.append(f"Several kinds of volumes in one set: {kinds}.")

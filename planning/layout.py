@@ -46,7 +46,7 @@ ROUNDING = 0.12
 class Extent:
     """The physical size that the grid covers, the finest spacing worth having, and how volumes get there.
 
-    `depth` and `unet_levels` are the number of strides and of the U-Net's levels if the user gave them.
+    `strides` (2: all axes alike), their number `depth` and `unet_levels` are those that the user gave, if any.
     """
 
     size_mm: tuple[float, ...]
@@ -54,6 +54,7 @@ class Extent:
     resize: str
     reason: str
     is_weak: bool
+    strides: Strides | int | None = None
     depth: int | None = None
     unet_levels: int | None = None
 
@@ -149,7 +150,7 @@ def layouts(extent: Extent) -> list[Layout]:
 def layout_of(size: Sequence[float], extent: Extent) -> Layout:
     """Return the layout of a grid of about this many voxels per axis."""
     spacing = [mm / n for mm, n in zip(extent.size_mm, size, strict=True)]
-    strides = strides_of(size, spacing, extent.depth)
+    strides = _strides(extent, size, spacing)
     layout = Layout((1, 1, 1), (1.0, 1.0, 1.0), strides, 1, False)
     latent = [n / f for n, f in zip(size, layout.factor, strict=True)]
     levels = extent.unet_levels or _unet_levels(latent)
@@ -164,21 +165,33 @@ def layout_of(size: Sequence[float], extent: Extent) -> Layout:
 def fixed_layout(grid: Grid, extent: Extent, strides: Strides | None = None, levels: int | None = None) -> Layout:
     """Return the layout of exactly this grid."""
     spacing = tuple(mm / n for mm, n in zip(extent.size_mm, grid, strict=True))
-    strides = strides_of(grid, spacing, extent.depth, exactly=True) if strides is None else strides
+    strides = _strides(extent, grid, spacing, exactly=True) if strides is None else strides
     layout = Layout(grid, spacing, strides, 1, False)
     levels = levels or extent.unet_levels or _unet_levels(layout.latent)
     pads = any(n % 2 ** (levels - 1) for n in layout.latent)
     return Layout(grid, spacing, strides, levels, pads)
 
 
+def _strides(extent: Extent, size: Sequence[float], spacing: Sequence[float], exactly: bool = False) -> Strides:
+    """Return the strides that the user gave, else those that suit the grid."""
+    if isinstance(extent.strides, tuple):
+        return extent.strides
+    return strides_of(size, spacing, extent.depth, exactly, alike=extent.strides == 2)
+
+
 def strides_of(
-    size: Sequence[float], spacing: Sequence[float], depth: int | None = None, exactly: bool = False
+    size: Sequence[float],
+    spacing: Sequence[float],
+    depth: int | None = None,
+    exactly: bool = False,
+    alike: bool = False,
 ) -> Strides:
     """Return the stride of each axis at each level: two, or one where voxels are already long or few.
 
     depth: how many levels to halve, whatever is left of the axes. exactly: the grid is given, so each axis must stay a
-    whole number of voxels.
+    whole number of voxels. alike: all axes are halved together.
     """
+    by_axis = HAS_STRIDES and not alike
     strides: list[tuple[int, ...]] = []
     size, spacing = list(size), list(spacing)
     while len(strides) < (MOST_HALVINGS if depth is None else depth):
@@ -188,7 +201,7 @@ def strides_of(
         least = LEAST_LATENT if strides else LEAST_AT_ALL
         is_long = [mm > THICK * min(spacing) * 1.001 for mm in spacing]
         is_short = [n / 2 < least or (exactly and n % 2 != 0) for n in size]
-        if HAS_STRIDES:
+        if by_axis:
             stride = tuple(1 if a or b else 2 for a, b in zip(is_long, is_short, strict=True))
             # Keeping a short axis while the others shrink pays only if there is much to gain.
             lacks = any(b and not a for a, b in zip(is_long, is_short, strict=True))
@@ -198,7 +211,7 @@ def strides_of(
             stops = min(size) / 2 < least or (exactly and any(n % 2 for n in size))
             stride = (2, 2, 2)
         if depth is not None:
-            stride = tuple(1 if a and HAS_STRIDES else 2 for a in is_long)
+            stride = tuple(1 if a and by_axis else 2 for a in is_long)
         elif stops or set(stride) == {1}:
             break
         strides.append(stride)

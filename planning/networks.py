@@ -57,11 +57,11 @@ def autoencoder_choices(network: Network, scene: Scene) -> Iterator[Choice]:
         reason = f"wider than the {sizing.width} that {sizing.why_width} asks for, because memory is left"
     yield Choice("autoencoder.num_channels", channels, reason)
     if HAS_STRIDES:
-        longest, shortest = max(layout.spacing_mm), min(layout.spacing_mm)
-        reason = "axes with long voxels are halved later" if layout.is_uneven else "voxels are about as long as wide"
-        yield Choice(
-            "autoencoder.strides", [list(s) for s in layout.strides], f"{reason} ({longest / shortest:.1f} to 1)"
-        )
+        ratio = max(layout.spacing_mm) / min(layout.spacing_mm)
+        reason = f"axes with long or few voxels are halved later or not at all (spacing {ratio:.1f} to 1)"
+        even = f"voxels are about as long as wide ({ratio:.1f} to 1)"
+        uneven = [list(stride) for stride in layout.strides] if layout.is_uneven else 2
+        yield Choice("autoencoder.strides", uneven, reason if layout.is_uneven else even)
     shrinks = math.prod(layout.factor)
     latent_channels = (8 if shrinks > 64 else 4) + 2 * (scene.in_channels - 1)
     latent = "x".join(map(str, layout.latent))

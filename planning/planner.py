@@ -62,7 +62,9 @@ class Planner:
         if resize := self.given.get("data.resize"):
             extent = replace(extent, resize=resize)
         channels, unet = self.given.get("autoencoder.num_channels"), self.given.get("ldm.unet.num_channels")
-        return replace(extent, depth=len(channels) - 1 if channels else None, unet_levels=len(unet) if unet else None)
+        extent = replace(extent, depth=len(channels) - 1 if channels else None, unet_levels=len(unet) if unet else None)
+        strides = self.given.get("autoencoder.strides")
+        return replace(extent, strides=tuple(map(tuple, strides)) if isinstance(strides, list) else strides)
 
     def layouts(self) -> list[Layout]:
         """Return the grids to choose from, the coarsest first; one if the user gave it."""

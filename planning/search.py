@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from memory.kernels.gpus import Gpu
@@ -52,11 +52,11 @@ class Verdict:
 
     @property
     def hours(self) -> float:
-        """Return the least time of all updates."""
-        training = (
-            self.settings.autoencoder.training if self.prediction.stage == "autoencoder" else self.settings.ldm.training
-        )
-        return self.prediction.seconds_per_step(self.gpu) * training.max_steps / 3600
+        """Return the least time of the stage."""
+        s, is_first = self.settings, self.prediction.stage == "autoencoder"
+        # Drafts that differ in their steps only share a prediction.
+        steps = s.autoencoder.training.max_steps if is_first else s.ldm.training.max_steps
+        return replace(self.prediction, max_steps=steps).hours(self.gpu)
 
 
 class Asker:

@@ -22,7 +22,10 @@ WIDTHS = (8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 56, 64)
 UNET_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
 LEAST_WIDTH = 16
 
-_BY_VOXELS = ((2e7, 16), (5e7, 24), (3e8, 32), (1.5e9, 48), (math.inf, 64))
+FEW_VOXELS = 2e7
+"""Sets with fewer voxels in all volumes together get the smallest networks, and small batches for more updates."""
+
+_BY_VOXELS = ((FEW_VOXELS, 16), (5e7, 24), (3e8, 32), (1.5e9, 48), (math.inf, 64))
 _UNET_BY_NUMBER = ((SMALL_SET, 48), (200, 96), (1000, 128), (5000, 192), (math.inf, 256))
 _UNET_BY_LATENTS = ((2e6, 64), (1e7, 128), (math.inf, 256))
 
@@ -71,8 +74,8 @@ def sizing_of(fingerprint: Fingerprint, layout: Layout) -> Sizing:
     return Sizing(
         width=width,
         why_width=why,
-        res_blocks=1 if voxels < 2e7 else 2,
-        batch=2 if is_small else 4,
+        res_blocks=1 if voxels < FEW_VOXELS else 2,
+        batch=2 if is_small or voxels < FEW_VOXELS else 4,
         passes=200,
         unet_width=min(by_number, by_latents),
         why_unet_width=why_unet,

@@ -65,7 +65,7 @@ def found_lines(found: Fingerprint) -> list[str]:
         shown = [f"{printable(name)} ({count})" for name, count in list(found.classes.items())[:8]]
         lines.append(f"classes:     {', '.join(shown)}{' ...' if len(found.classes) > 8 else ''}")
     if found.num_label_maps:
-        lines.append(f"label maps:  {found.num_label_maps} beside the images")
+        lines.append(f"label maps:  {found.num_label_maps} beside the images, recognised as pairs and not trained on")
     return lines
 
 
