@@ -52,17 +52,17 @@ def main(options: argparse.Namespace) -> int:
     given = _check(options)
     from memory.kernels.gpus import chosen_gpu
     from memory.predict import Predictor
-    from memory.watch.calibration import corrected
-    from planning.fingerprint import take_fingerprint
-    from planning.plan import make_plan
-    from planning.planner import NothingFitsError, Planner
-    from planning.search import Asker
-    from planning.text import as_yaml, describe_plan
 
     gpu = chosen_gpu(options.gpu)
     source = {"source": os.path.abspath(os.path.expanduser(options.data))}
     # The workers import what they need while the volumes are read.
     with Predictor(NUM_WORKERS) as predictor:
+        from memory.watch.calibration import corrected
+        from planning.fingerprint import take_fingerprint
+        from planning.plan import make_plan
+        from planning.planner import NothingFitsError, Planner
+        from planning.search import Asker
+
         fingerprint = take_fingerprint(_data_settings(given, source), given.get("seed", 42))
         with _ProgressBar(options.quiet) as bar:
             asker = Asker(predictor, round(options.budget_gb * GIB), gpu, corrected, bar.advance)
@@ -72,6 +72,7 @@ def main(options: argparse.Namespace) -> int:
                 print(error)
                 return OUT_OF_MEMORY
     from planning.parameters import count_parameters
+    from planning.text import as_yaml, describe_plan
 
     parameters = {row.name: count_parameters(row.settings) for row in plan.rows}
     if options.json is not None:
