@@ -96,7 +96,12 @@ def test_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch):
         write(f"{number}.nii", mr(number))
     read: list[Path] = []
     measure = checking.measure
-    monkeypatch.setattr(checking, "measure", lambda path, s: (read.append(path), measure(path, s))[1])
+
+    def noted(path: Path, s: DataSettings) -> object:
+        read.append(path)
+        return measure(path, s)
+
+    monkeypatch.setattr(checking, "measure", noted)
     assert taken() == taken()
     assert len(read) == 3
 
