@@ -79,17 +79,15 @@ def make_plan(planner: Planner, hours: float | None = None) -> Plan:
     """Search upward for the most capable config; raise `NothingFitsError` if there is none."""
     draft = planner.best_of_all()
     lines = notes(planner.fingerprint, draft.scene.sizing)
+    draft = planner.settled(draft)
     if hours is not None:
         draft, more = _within_hours(planner, draft, hours)
         lines += more
     alternatives = {"faster": _faster(draft), "larger": _larger(planner, draft)}
-    for other in (draft, *(other for _, other in alternatives.values())):
+    for _, other in alternatives.values():
         settings = planner.settings(other)
         for stage in STAGES:
             planner.ask.start(settings, stage)
-    # Encoding and sampling depend on the autoencoder too, which was another one during the search.
-    while not planner.verdict(draft, "ldm").fits and draft.second.batch > 1:
-        draft = replace(draft, second=replace(draft.second, batch=draft.second.batch - 1))
     rows = {name: Row(name, *planner.verdicts(other), why) for name, (why, other) in alternatives.items()}
     chosen = Row(RECOMMENDED, *planner.verdicts(draft), _why(draft, planner))
     verdicts = zip(STAGES, (chosen.first, chosen.second), strict=True)

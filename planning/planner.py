@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memory.predict.prediction import CONTEXT_BYTES, GIB, Stage
+from memory.predict.prediction import CONTEXT_BYTES, GIB, TRAINING_STEP, Stage
 from planning.choice import Choice
 from planning.choices import class_choices, data_choices, intensity_choices
 from planning.fingerprint import Fingerprint
@@ -23,7 +23,7 @@ LEAST_SHARE = 0.75
 """A plan that uses less of the budget says why."""
 SMALLEST_PATCH, LARGEST_PATCH, PATCH_STEP = 64, 192, 16
 PLAIN_PATCH, CHECKPOINTED_PATCH = 96, 128
-"""Patches without checkpoints from the first size on are better than larger ones with; the second is large enough."""
+"""Patches of the first size without checkpoints are better than larger ones with; the second size is large enough."""
 STAGES: tuple[Stage, Stage] = ("autoencoder", "ldm")
 
 
@@ -119,8 +119,10 @@ class Planner:
     def best(self, scene: Scene) -> Draft | None:
         """Return the most capable networks on a grid that fit, None if none does; searches both stages at once."""
         top = self.top(scene)
+        # Sampling decodes, so the second stage needs an autoencoder before the first has found one.
+        narrow = replace(top, first=self.least(scene).first)
         with ThreadPoolExecutor(len(STAGES)) as threads:
-            first, second = threads.map(lambda stage: self._climb(top, stage), STAGES)
+            first, second = threads.map(self._climb, (top, narrow), STAGES)
         return None if first is None or second is None else Draft(scene, first, second)
 
     @staticmethod
@@ -138,7 +140,8 @@ class Planner:
         if found is not None and found.width == best.width:
             return self._relax(top, stage, found, best.batch)
         if stage == "autoencoder" and (found is None or 2 * found.width < best.width):
-            return self._patches(top, best) or found
+            patched = self._patches(top, best.width, best.batch)
+            return patched if patched and (found is None or patched.width > found.width) else found
         return found
 
     def _relax(self, top: Draft, stage: Stage, found: Network, batch: int) -> Network:
@@ -153,19 +156,30 @@ class Planner:
             found = self._last(top, stage, wider) or found
         return found
 
-    def _patches(self, top: Draft, best: Network) -> Network | None:
-        """Return the widest network that can train on patches: large ones without checkpoints, else smaller ones."""
+    def _patches(self, top: Draft, width: int, batch: int) -> Network | None:
+        """Return the widest network that can train on patches, on the largest patches that fit.
+
+        Checkpoints only if the network becomes wider by them, which validating whole volumes may prevent.
+        """
         if self.given.get("data.patch_size"):
             return None
-        grids = self._patch_grids(top.scene.layout)
+        grids, widths = self._patch_grids(top.scene.layout), self._widths("autoencoder", width)
         large = [grid for grid in grids if math.prod(grid) >= PLAIN_PATCH**3] or grids[-1:]
         small = [grid for grid in grids if math.prod(grid) <= CHECKPOINTED_PATCH**3]
-        plain = [replace(best, batch=1, patch=grid) for grid in large]
-        plain += [replace(plain[-1], batch=n) for n in range(2, best.batch + 1)]
-        widths = (best.width, *(width for width in (32, LEAST_WIDTH) if width < best.width))
-        checkpointed = [[Network(width, 1, True, grid) for grid in small] for width in widths]
-        found = (self._last(top, "autoencoder", networks) for networks in (plain, *checkpointed))
-        return next((network for network in found if network is not None), None)
+
+        def widest(checkpoints: bool, grid: Grid) -> Network | None:
+            return self._last(top, "autoencoder", [Network(width, 1, checkpoints, grid) for width in widths])
+
+        found = widest(False, large[0])
+        if found is None or 2 * found.width < width:
+            checkpointed = widest(True, small[0])
+            if checkpointed and (found is None or checkpointed.width > found.width):
+                found = checkpointed
+        if found is None:
+            return None
+        grown = [replace(found, patch=grid) for grid in (small if found.checkpoints else large)]
+        grown += [replace(grown[-1], batch=number) for number in range(2, batch + 1)]
+        return self._last(top, "autoencoder", grown) or found
 
     @staticmethod
     def _patch_grids(layout: Layout) -> list[Grid]:
@@ -213,6 +227,21 @@ class Planner:
                 f"--budget-gb: nothing fits {limit / GIB:g} GiB; the smallest plan, {_times(choices[0].grid)}, needs "
                 f"{need(choices[0]) / GIB:.2f} GiB with its margin; give a larger budget, or a coarser data.voxel_size"
             )
+        return draft
+
+    def settled(self, draft: Draft) -> Draft:
+        """Return the draft with a second stage that fits beside its autoencoder, which the search did not know."""
+        while not (verdict := self.verdict(draft, "ldm")).fits:
+            narrower = [width for width in UNET_WIDTHS if width < draft.second.width]
+            if verdict.prediction.needing_phase == TRAINING_STEP and draft.second.batch > 1:
+                draft = replace(draft, second=replace(draft.second, batch=draft.second.batch - 1))
+            elif narrower:
+                draft = replace(draft, second=replace(draft.second, width=narrower[-1]))
+            else:
+                less = [width for width in WIDTHS if width < draft.first.width]
+                if not less:
+                    return draft
+                draft = replace(draft, first=replace(draft.first, width=less[-1]))
         return draft
 
     def least(self, scene: Scene) -> Draft:

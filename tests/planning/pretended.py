@@ -33,6 +33,8 @@ class PretendedPredictor:
         voxels = math.prod(settings.training_grid if first else settings.latent_shape[1:]) * training.batch_size
         bytes_each = (15 if training.checkpoints_blocks else 45) * (2 if settings.device.mixed_precision else 4)
         peak = round(1e8 + voxels * channels * bytes_each)
+        # Whole volumes are decoded in slabs, beside which their first and last tensors are whole.
+        whole = 1e8 + 3 * math.prod(settings.data.voxel_size) * settings.autoencoder.num_channels[0] * 2
         tier = tier_of(settings, stage)
         moved = 10 * peak * training.gradient_accumulation_steps
         work = [{"kind": "norm", "level": 0, "is_half": True, "nbytes": moved, "flops": 0, "kernels": 1}]
@@ -56,6 +58,7 @@ class PretendedPredictor:
                 margin=MARGINS[tier],
                 seconds=0.0,
                 work=work,
+                run_peaks={"validation": {"allocated_bytes": round(whole), "reserved_bytes": round(whole)}},
                 max_steps=training.max_steps,
             )
         )
