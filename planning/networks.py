@@ -53,8 +53,6 @@ def autoencoder_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     reason = f"at most {sizing.width} at the highest resolution, because {sizing.why_width}"
     if network.width < sizing.width:
         reason = f"the widest that fits; up to {sizing.width} would suit, because {sizing.why_width}"
-    elif network.width > sizing.width:
-        reason = f"wider than the {sizing.width} that {sizing.why_width} asks for, because memory is left"
     yield Choice("autoencoder.num_channels", channels, reason)
     if HAS_STRIDES:
         ratio = max(layout.spacing_mm) / min(layout.spacing_mm)
@@ -115,8 +113,6 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     reason = f"at most {sizing.unet_width} at the highest resolution, because {sizing.why_unet_width}"
     if network.width < sizing.unet_width:
         reason = f"the widest that fits; up to {sizing.unet_width} would suit, because {sizing.why_unet_width}"
-    elif network.width > sizing.unet_width:
-        reason = f"wider than the {sizing.unet_width} that {sizing.why_unet_width} asks for, because memory is left"
     yield Choice("ldm.unet.num_channels", channels, reason)
     tokens = [math.prod(layout.latent) // 8**level for level in range(len(channels))]
     attends = [count <= MOST_TOKENS for count in tokens]

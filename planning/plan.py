@@ -10,11 +10,13 @@ from planning.choice import Choice
 from planning.choices import notes
 from planning.fingerprint import Fingerprint
 from planning.networks import Network
-from planning.planner import LEAST_SHARE, STAGES, Draft, Planner
+from planning.planner import STAGES, Draft, Planner
 from planning.search import Verdict, last_that_fits
 from planning.sizing import UNET_WIDTHS, WIDTHS
 from settings import Settings
 
+LEAST_SHARE = 0.75
+"""A plan that uses less of the budget says why."""
 SLOWER = 2.0
 """How many times their least time updates are taken to need, because nothing real has checked the predicted hours."""
 SMALL_VOXELS = 1_000_000
@@ -192,16 +194,12 @@ def _unused(draft: Draft, stage: Stage, verdict: Verdict, hours: float | None) -
     text = f"stage {number} uses {used:.1f} of {verdict.budget_bytes / GIB:g} GiB ({verdict.share:.0%}): "
     if hours is not None and draft.scene.shortened < 1:
         return f"{text}more would not keep to {hours:g} hours"
-    if network.width >= width and (network.batch >= batch or sizing.is_small):
-        small = (
-            f"the volumes are small ({'x'.join(map(str, grid))}), and "
-            if draft.scene.layout.voxels < SMALL_VOXELS
-            else ""
-        )
-        return f"{text}{small}{why}, which asks for no wider network and no larger batch"
-    if sizing.is_small:
-        return f"{text}the set is small, and the next wider network or larger micro-batch does not fit with its margin"
-    return f"{text}the next wider network or larger micro-batch does not fit with its margin"
+    small = "x".join(map(str, grid))
+    text += f"the volumes are small ({small}), and " if draft.scene.layout.voxels < SMALL_VOXELS else ""
+    if network.width < width:
+        return f"{text}the next wider network does not fit with its margin"
+    fits = "no larger batch" if network.batch >= batch else "a larger micro-batch does not fit with its margin"
+    return f"{text}{why}, which asks for no wider network, and {fits}"
 
 
 def _row_json(row: Row) -> dict[str, Any]:

@@ -19,9 +19,7 @@ from planning.sizing import LEAST_WIDTH, UNET_WIDTHS, WIDTHS, sizing_of
 from settings import Settings, validate
 from settings.dotted import assign
 
-LEAST_SHARE = 0.75
-"""A plan that uses less of the budget says why."""
-SMALLEST_PATCH, LARGEST_PATCH, PATCH_STEP = 64, 192, 16
+SMALLEST_PATCH, LARGEST_PATCH, PATCH_STEP = 64, 256, 16
 PLAIN_PATCH, CHECKPOINTED_PATCH = 96, 128
 """Patches of the first size without checkpoints are better than larger ones with; the second size is large enough."""
 STAGES: tuple[Stage, Stage] = ("autoencoder", "ldm")
@@ -145,16 +143,9 @@ class Planner:
         return found
 
     def _relax(self, top: Draft, stage: Stage, found: Network, batch: int) -> Network:
-        """Spend what is left at the greatest width: no checkpoints, a larger micro-batch, then more width."""
+        """Spend what is left at the greatest width: no checkpoints, and a larger micro-batch."""
         plain = self._last(top, stage, [replace(found, batch=n, checkpoints=False) for n in range(1, batch + 1)])
-        more = [replace(found, batch=n) for n in range(2, batch + 1)]
-        found = plain or self._last(top, stage, more) or found
-        share = self.verdict(top.with_network(stage, found), stage).share
-        if share < LEAST_SHARE and found.batch < batch and not top.scene.sizing.is_small:
-            every = WIDTHS if stage == "autoencoder" else UNET_WIDTHS
-            wider = [replace(found, width=width) for width in every if found.width < width <= 1.5 * found.width]
-            found = self._last(top, stage, wider) or found
-        return found
+        return plain or self._last(top, stage, [replace(found, batch=n) for n in range(1, batch + 1)]) or found
 
     def _patches(self, top: Draft, width: int, batch: int) -> Network | None:
         """Return the widest network that can train on patches, on the largest patches that fit.

@@ -25,8 +25,8 @@ LEAST_WIDTH = 16
 FEW_VOXELS = 2e7
 """Sets with fewer voxels in all volumes together get the smallest networks, and small batches for more updates."""
 
-_BY_VOXELS = ((FEW_VOXELS, 16), (5e7, 24), (3e8, 32), (1.5e9, 48), (math.inf, 64))
-_UNET_BY_NUMBER = ((SMALL_SET, 48), (200, 96), (1000, 128), (5000, 192), (math.inf, 256))
+_BY_VOXELS = ((FEW_VOXELS, 16), (5e7, 32), (3e8, 48), (math.inf, 64))
+_UNET_BY_NUMBER = ((SMALL_SET, 48), (200, 128), (1000, 160), (5000, 192), (math.inf, 256))
 _UNET_BY_LATENTS = ((2e6, 64), (1e7, 128), (math.inf, 256))
 
 

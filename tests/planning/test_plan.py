@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from planning import layout
-from planning.planner import LEAST_SHARE, NothingFitsError
+from planning.plan import LEAST_SHARE
+from planning.planner import NothingFitsError
 from planning.text import as_yaml, describe_plan
 from settings import ConfigError, load_settings, validate
 from tests.planning.pretended import SETS, PretendedPredictor, planned, pretended
@@ -42,8 +43,9 @@ def test_more_memory_never_gives_less(name):
     plans = [planned(SETS[name], budget).recommended for budget in (6, 12, 24, 48)]
     voxels = [row.settings.data.voxel_size for row in plans]
     assert voxels == sorted(voxels)
+    # The U-Net may be narrower for a while, because a wider autoencoder needs more for decoding its samples.
     widths = [row.settings.autoencoder.num_channels[0] for row in plans]
-    assert widths[-1] >= widths[0]
+    assert widths == sorted(widths)
 
 
 def test_large_volumes_in_little_memory_train_on_patches():
