@@ -46,6 +46,10 @@ class Ranking(ABC):
     def at(self, ranks: Sequence[int]) -> np.ndarray:
         """Return the intensities at these ranks as float32; rank 0 is the lowest finite intensity."""
 
+    @abstractmethod
+    def share_up_to(self, value: float) -> float:
+        """Return the share of finite voxels up to this intensity, to about a hundredth of the intensity."""
+
     def percentiles(self, percents: Sequence[float]) -> list[float]:
         """Return percentiles with linear interpolation, bit for bit as `np.percentile` does for float32."""
         places = [min((self.count - 1) * (percent / 100), self.count - 1) for percent in percents]
@@ -83,6 +87,10 @@ class _Integers(Ranking):
     def at(self, ranks: Sequence[int]) -> np.ndarray:
         return self._values[np.searchsorted(self._ends, ranks, side="right")]
 
+    def share_up_to(self, value: float) -> float:
+        below = int(np.searchsorted(self._values, np.float32(value), side="right"))
+        return float(self._ends[below - 1] / self.count) if below else 0.0
+
 
 class _Numbers(Ranking):
     def __init__(self, channel: Stored) -> None:
@@ -112,6 +120,10 @@ class _Numbers(Ranking):
             half = np.searchsorted(tables[place], wanted - before, side="right")
             found.append(_numbers(place, np.array([half])))
         return np.concatenate(found)
+
+    def share_up_to(self, value: float) -> float:
+        upper = int(np.array(value + 0.0, np.float32).view(np.uint32) >> 16)
+        return float(self._ends[HALVES // 2 + upper if upper <= 0x7FFF else 0xFFFF - upper] / self.count)
 
     def _count_lower(self, places: np.ndarray) -> dict[int, np.ndarray]:
         """Count the lower halves of the voxels whose upper halves have these places in `ASCENDING`."""

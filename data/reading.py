@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +24,8 @@ class VolumeFacts:
 
     `lower` and `upper` are the ends of each channel's intensity range, `low`, `median` and `high` the 1st, 50th and
     99th percentile of the first channel. `num_values` is the number of different values of all channels, or 0 if there
-    are many; `is_whole` says whether they are few and whole. `digest` is the hash of the file's bytes.
+    are many; `is_whole` says whether they are few and whole. `digest` is the hash of the file's bytes. `background` is
+    the share of the first channel's voxels in the lowest tenth between `low` and `high`; NaN if it was not measured.
     """
 
     axes: tuple[int, ...]
@@ -43,6 +45,7 @@ class VolumeFacts:
     num_values: int
     is_whole: bool
     digest: str
+    background: float = math.nan
 
     @property
     def header(self) -> Header:
@@ -96,6 +99,7 @@ def measure(path: Path, s: DataSettings) -> tuple[Stored, VolumeFacts]:
         num_values=max(counts) if all(counts) else 0,
         is_whole=all(channel.is_whole for channel in channels),
         digest=digest,
+        background=channels[0].share_up_to(0.9 * found[0][1] + 0.1 * found[0][3]) if channels[0].count else math.nan,
     )
     return stored, facts
 

@@ -6,7 +6,7 @@ from settings.device import DeviceSettings
 from settings.dotted import has_key, look_up
 from settings.errors import CheckpointError, ConfigError, DataError, Problem, TrainingError, UserError
 from settings.ldm import LdmSettings, LdmTraining
-from settings.load import dump_yaml, known_keys, load_settings, validate
+from settings.load import dump_yaml, known_keys, load_settings, read_overrides, validate
 from settings.logging import LoggingSettings
 from settings.root import Settings
 from settings.section import TrainingSettings
@@ -33,5 +33,6 @@ __all__ = [
     "known_keys",
     "load_settings",
     "look_up",
+    "read_overrides",
     "validate",
 ]

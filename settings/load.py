@@ -54,6 +54,25 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | 
     return settings
 
 
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return overrides as values by dotted key; raise `ConfigError` for unknown keys and wrong values.
+
+    Rules that involve several keys are left to `validate`, which sees the others.
+    """
+    values: dict[str, Any] = {}
+    overridden, problems = _apply(values, overrides)
+    _spread(values)
+    try:
+        Settings.model_validate(values)
+    except ValidationError as error:
+        problems += _translate(error.errors(include_url=False), values).values()
+    except ConfigError:
+        pass  # a rule, whose other keys are not known yet
+    if problems:
+        raise ConfigError(problems, source="the overrides")
+    return {dotted: look_up(values, dotted) for dotted in overridden}
+
+
 def validate(values: dict[str, Any], stage: str | None = None) -> Settings:
     """Validate nested values; raise `ConfigError` with every problem, whether with one key or between several."""
     try:

@@ -18,6 +18,7 @@ ARROWS: list[tuple[str, ...]] = [
     ("training",),
     ("evaluation",),
     ("memory",),
+    ("planning",),
     ("report",),
     ("benchmarks",),
     ("scripts",),

@@ -19,7 +19,7 @@ from storage.atomic import write_text
 log = logging.getLogger(__name__)
 
 # Part of the name of the file that holds results: change it whenever `VolumeFacts` changes.
-VERSION = 3
+VERSION = 4
 
 
 class Records:

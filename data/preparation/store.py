@@ -146,6 +146,8 @@ def facts_from(values: dict[str, Any]) -> VolumeFacts:
         num_values=int(values["num_values"]),
         is_whole=bool(values["is_whole"]),
         digest=bytes.fromhex(values["digest"]).hex(),
+        # Prepared volumes of earlier versions do not have it.
+        background=float(values.get("background", math.nan)),
     )
     if [len(row) for row in facts.affine] != [4] * 4 or len(facts.digest) != 64:
         raise ValueError("an affine or a hash of another size")

@@ -44,6 +44,21 @@ def test_percentiles_equal_those_of_numpy(kind: str, scale: tuple[float, float])
         assert (ranking.count, ranking.num_not_finite) == (number, 0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_shares_up_to_a_value_are_those_of_the_voxels(kind: str) -> None:
+    stored = Stored(KINDS[kind](np.random.default_rng(1), 2500).reshape(1, 2500, 1, 1))
+    values = stored.values(stored.array)
+    ranking = rank(stored)
+    for value in (
+        *np.percentile(values, (0, 3, 50, 97, 100)).tolist(),
+        float(values.min()) - 1,
+        float(values.max()) + 1,
+    ):
+        # Floats are told apart by their first 8 bits.
+        near = 2**-7 * abs(value)
+        assert (values <= value - near).mean() <= ranking.share_up_to(value) <= (values <= value + near).mean()
+
+
 def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
     values = np.array([1, np.nan, np.inf, -np.inf, 2, -5], np.float32).reshape(1, 6, 1, 1)
     ranking = rank(Stored(values))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from settings import ConfigError, Settings, dump_yaml, load_settings
+from settings import ConfigError, Settings, dump_yaml, load_settings, read_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -225,3 +225,14 @@ def test_one_entry_is_not_called_entries(tmp_path):
     assert "at least 1 entry;" in found
     found = answer(tmp_path, "autoencoder: {attention_levels: [true]}")
     assert "1 entry for 3 levels" in found
+
+
+def test_overrides_alone_are_read_and_their_mistakes_are_reported_together():
+    read = read_overrides(["data.voxel_size=35x50x36", "seed=3"])
+    assert read == {"data.voxel_size": [35, 50, 36], "seed": 3}  # no level divides it, which is left to others
+    with pytest.raises(ConfigError) as error:
+        read_overrides(["data.voxel_sise=[8,8,8]", "ldm.training.batch_size=two", "seed"])
+    text = str(error.value)
+    assert "did you mean data.voxel_size?" in text
+    assert "ldm.training.batch_size: found 'two'" in text
+    assert "not an override" in text

@@ -1,0 +1,142 @@
+"""What a plan takes from the fingerprint alone, each value with its reason. Never imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from planning.choice import Choice
+from planning.fingerprint import CT, LABEL_MAPS, Fingerprint
+from planning.layout import Extent, Layout
+from planning.sizing import SMALL_SET, Sizing
+from storage.names import counted, printable
+
+FEW = 10
+"""Below this number of volumes, what is typical of a set is a guess."""
+LEAST_OF_CLASS = 4
+"""Folders with fewer volumes each, in the median, are patients rather than classes."""
+BRIGHT = 1000.0
+MANY_CHANNELS = 4
+
+
+def intensity_choices(found: Fingerprint) -> Iterator[Choice]:
+    """Choose a window for CT and label maps, and percentiles of each volume for everything else."""
+    most = found.kinds[found.kind] / found.number
+    few = found.number < FEW
+    if found.kind == LABEL_MAPS:
+        reason = "all volumes have few whole values from 0 on, as label maps have, so all keep their meaning"
+        yield from _range("window", 0.0, max(1.0, found.largest), reason, True)
+    elif found.kind == CT:
+        upper = BRIGHT if found.high.median <= BRIGHT else 2 * BRIGHT
+        reason = (
+            f"{found.kinds[CT]} of {found.number} volumes look like CT (lowest values about {found.lowest.median:g}, "
+            f"99th percentile {found.high.median:g}), whose values mean the same in every volume"
+        )
+        yield from _range("window", -1000.0, upper, reason, most < 0.9 or few or upper > BRIGHT)
+    elif found.num_flat:
+        reason = (
+            f"{counted(found.num_flat, 'volume')} of {found.number} are background up to the 99.5th percentile, so the "
+            "whole range is kept"
+        )
+        yield from _range("percentile", 0.0, 100.0, reason, True)
+    else:
+        kind = "MR or alike by their values (none negative)" if found.lowest.low >= 0 else "not CT by their values"
+        reason = f"the volumes are {kind}, whose scale differs between volumes"
+        yield from _range("percentile", 0.5, 99.5, reason, found.lowest.low < 0 or most < 0.9)
+
+
+def _range(mode: str, lower: float, upper: float, reason: str, is_weak: bool) -> Iterator[Choice]:
+    yield Choice("data.intensity.mode", mode, reason, is_weak)
+    yield Choice("data.intensity.lower", lower, "the lower end of that range", is_weak)
+    yield Choice("data.intensity.upper", upper, "the upper end of that range", is_weak)
+
+
+def data_choices(found: Fingerprint, extent: Extent, layout: Layout, sizing: Sizing) -> Iterator[Choice]:
+    """Choose grid, spacing, channels, split and augmentation."""
+    finer = extent.stored
+    change = math.prod(finer) / layout.voxels
+    text = "x".join(map(str, finer))
+    reason = f"about the {text} voxels of the files, rounded to what both networks divide"
+    if change > 1.3:
+        reason = f"coarser than the files' {text} ({change:.1f} times fewer voxels), the finest that fits the budget"
+    yield Choice("data.voxel_size", list(layout.grid), reason, extent.is_weak)
+    yield Choice("data.resize", extent.resize, extent.reason, extent.is_weak)
+    if extent.resize == "crop_or_pad":
+        spacing = [float(f"{mm:.4g}") for mm in layout.spacing_mm]
+        yield Choice("data.spacing", spacing, "the field of view divided by the grid", extent.is_weak)
+    else:
+        stated = "x".join(f"{mm:.3g}" for mm in layout.spacing_mm)
+        reason = (
+            f"stretching to the grid makes voxels of about {stated} mm anyway"
+            if found.has_spacing
+            else (f"{found.num_without_spacing} of {found.number} files store none")
+        )
+        yield Choice("data.spacing", None, reason)
+    many = found.num_channels > MANY_CHANNELS
+    reason = "as many as the files have" + (
+        "; if the fourth axis is time, set data.frame to read one volume" if many else ""
+    )
+    yield Choice("autoencoder.in_channels", found.num_channels, reason, many)
+    val = 0.2 if sizing.is_small else 0.1
+    yield Choice("data.val_fraction", val, f"{max(1, round(val * found.number))} of {found.number} to validate with")
+    reason = f"fewer than {SMALL_SET} volumes" if sizing.is_small else f"{found.number} volumes vary enough"
+    yield Choice("data.use_augmentation", sizing.is_small, reason)
+
+
+def class_choices(found: Fingerprint) -> Iterator[Choice]:
+    """Choose conditioning by class if folders or labels are classes, and what keeps patients together."""
+    sizes = sorted(found.classes.values())
+    several = len(sizes) > 1
+    are_patients = several and float(np.median(sizes)) < LEAST_OF_CLASS
+    if several and not are_patients:
+        alone = [printable(name) for name, count in found.classes.items() if count == 1]
+        reason = f"{len(sizes)} classes of {sizes[0]} to {sizes[-1]} volumes"
+        reason += f"; a single volume in: {', '.join(alone[:5])}" if alone else ""
+        yield Choice("ldm.conditioning.type", "class", reason, sizes[0] < FEW)
+        yield Choice("ldm.conditioning.num_classes", len(sizes), "the classes of the data")
+    else:
+        reason = "the volumes have no classes"
+        if are_patients:
+            reason = f"{len(sizes)} folders of {sizes[0]} to {sizes[-1]} volumes look like patients, not classes"
+        elif len(sizes) == 1:
+            reason = f"all volumes are of one class ({printable(next(iter(found.classes)))})"
+        yield Choice("ldm.conditioning.type", "none", reason, are_patients)
+        yield Choice("ldm.conditioning.num_classes", 0, "no classes")
+    group, reason = found.group_by, "by their names some patients have several volumes, which stay together"
+    if group is None and are_patients and sizes[-1] > 1:
+        group, reason = "folder", "volumes in one folder stay on one side of the split"
+    yield Choice(
+        "data.group_by", group, reason if group else "no names suggest several volumes of one patient", bool(group)
+    )
+
+
+def notes(found: Fingerprint, sizing: Sizing) -> list[str]:
+    """Return what the user should know besides the values."""
+    lines = []
+    if sizing.is_small:
+        lines.append(
+            f"{counted(found.number, 'volume')} are few: a diffusion model tends to memorise them. The plan augments "
+            "and keeps the networks small; before you trust or publish samples, compare them with their nearest "
+            "training volumes in report.html."
+        )
+    singles = [printable(name) for name, count in found.classes.items() if count == 1]
+    if singles and len(found.classes) > 1:
+        lines.append(
+            f"{counted(len(singles), 'class')} with a single volume ({', '.join(singles[:5])}"
+            f"{' ...' if len(singles) > 5 else ''}): samples of such a class can only be copies of it."
+        )
+    if len(found.kinds) > 1:
+        kinds = ", ".join(f"{count} look like {kind}" for kind, count in found.kinds.items())
+        lines.append(f"Several kinds of volumes in one set: {kinds}.")
+    if found.unusual:
+        some = "; ".join(found.unusual[:3]) + (f"; and {len(found.unusual) - 3} more" if len(found.unusual) > 3 else "")
+        lines.append(f"Unusual, worth a look: {some}.")
+    return lines
+
+
+def as_values(choices: Iterator[Choice] | list[Choice]) -> dict[str, Any]:
+    """Return the values by key."""
+    return {choice.key: choice.value for choice in choices}

@@ -1,0 +1,217 @@
+"""What the volumes of a folder are like, from the pass that checks them. Never imports torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+
+from data.discovery import Found, class_names_of
+from data.formats import suffix_of
+from data.intensity import flat_text
+from data.preparation.checking import Checked, problems_of
+from data.reading import VolumeFacts
+from data.survey.overview import looks_like_labels, modality_of, outlier_lines, turned
+from data.survey.patients import SUGGESTED
+from data.volumes import check_source
+from settings import DataError
+from settings.data import DataSettings
+from storage.names import printable
+
+CT = "CT"
+LABEL_MAPS = "label maps"
+
+Axes = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The 5th, 50th and 95th percentile of a measure over the volumes."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Measure some values."""
+        low, median, high = np.percentile(np.asarray(values, float), (5, 50, 95)).tolist()
+        return cls(low, median, high)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The facts of a set that a plan is made of.
+
+    `sizes` (voxels) and `spacings` (mm) have one row per volume, with the axes in the order of `data.orientation`.
+    `num_flat`: volumes without contrast between the percentiles that scale them. `group_by` names patients if the names
+    of the volumes suggest that some have several.
+    """
+
+    source: str
+    sizes: tuple[Axes, ...]
+    spacings: tuple[Axes, ...]
+    num_without_spacing: int
+    orientations: dict[str, int]
+    num_channels: int
+    types: dict[str, int]
+    kinds: dict[str, int]
+    lowest: Spread
+    low: Spread
+    median: Spread
+    high: Spread
+    largest: float
+    background: float
+    num_flat: int
+    classes: dict[str, int] = field(default_factory=dict)
+    group_by: str | None = None
+    num_label_maps: int = 0
+    left_out: tuple[str, ...] = ()
+    unusual: tuple[str, ...] = ()
+
+    @property
+    def number(self) -> int:
+        """Return the number of volumes."""
+        return len(self.sizes)
+
+    @property
+    def kind(self) -> str:
+        """Return what most of the volumes are by their values."""
+        return max(self.kinds, key=lambda kind: self.kinds[kind])
+
+    @property
+    def has_spacing(self) -> bool:
+        """Return whether every file stores its spacing."""
+        return not self.num_without_spacing
+
+    @property
+    def extents(self) -> np.ndarray:
+        """Return the field of view of each volume, in mm, or in voxels where some have no spacing."""
+        return np.array(self.sizes) * (np.array(self.spacings) if self.has_spacing else 1.0)
+
+    @property
+    def spacing(self) -> Axes:
+        """Return the median spacing of each axis; 1 where some volumes have none."""
+        return tuple(np.median(self.spacings, axis=0).tolist()) if self.has_spacing else (1.0, 1.0, 1.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for a JSON file."""
+        spreads = {
+            "size": [vars(Spread.of(axis)) for axis in zip(*self.sizes, strict=True)],
+            "spacing_mm": [vars(Spread.of(axis)) for axis in zip(*self.spacings, strict=True)]
+            if self.has_spacing
+            else None,
+            "intensity": {name: vars(getattr(self, name)) for name in ("lowest", "low", "median", "high")},
+        }
+        names = ("orientations", "num_channels", "types", "kinds", "num_without_spacing", "num_flat", "classes")
+        more = ("group_by", "num_label_maps", "left_out", "unusual")
+        plain = {name: getattr(self, name) for name in (*names, *more)}
+        background = None if math.isnan(self.background) else self.background
+        return {"source": self.source, "number": self.number, **spreads, **plain, "background": background}
+
+
+def take_fingerprint(s: DataSettings, seed: int) -> Fingerprint:
+    """Check every volume of a source and return what they are like; raise DataError with every problem.
+
+    What was measured is kept in runs/checks, so only new and changed files are read.
+    """
+    source = check_source(s.model_copy(update={"prepared": "none"}), seed, in_channels=1)
+    known = Counter(checked.facts.num_channels for checked in source.checked if checked.facts is not None)
+    num_channels = known.most_common(1)[0][0] if known else 1
+    problems = [problem for checked in source.checked for problem in _problems(checked, s, num_channels)] + list(
+        source.unlabelled
+    )
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise DataError(f"--data: {printable(s.source)} has {len(problems)} problems:\n{lines}")
+    facts = [checked.facts for checked in source.checked if checked.facts is not None]
+    if len(facts) == 1:
+        raise DataError(
+            f"--data: {printable(s.source)} has 1 volume; at least two are needed, one to train on and one to validate "
+            "with, and some dozens for samples that are more than copies; add volumes"
+        )
+    names = [found.name for found in source.found]
+    shapes = [turned(fact, s) for fact in facts]
+    are_maps = all(looks_like_labels(fact) for fact in facts)
+    maps = [line for line in source.left_out if _is_label_map(line)]
+    return Fingerprint(
+        source=s.source,
+        sizes=tuple(tuple(map(float, size)) for size, _ in shapes),
+        spacings=tuple(spacing for _, spacing in shapes),
+        num_without_spacing=sum(not fact.has_spacing for fact in facts),
+        orientations=dict(Counter("".join(nib.aff2axcodes(np.array(fact.affine))) for fact in facts).most_common()),
+        num_channels=num_channels,
+        types=dict(Counter(np.dtype(fact.dtype).name for fact in facts).most_common()),
+        kinds={LABEL_MAPS: len(facts)} if are_maps else dict(Counter(map(modality_of, facts)).most_common()),
+        lowest=Spread.of([fact.minimum for fact in facts]),
+        low=Spread.of([fact.low for fact in facts]),
+        median=Spread.of([fact.median for fact in facts]),
+        high=Spread.of([fact.high for fact in facts]),
+        largest=max(fact.maximum for fact in facts),
+        background=float(np.median([fact.background for fact in facts])),
+        num_flat=sum(_is_flat(fact) for fact in facts),
+        classes=_classes(source.found),
+        group_by=_patients(names),
+        num_label_maps=len(maps) or _listed_label_maps(s.source),
+        left_out=tuple(line for line in source.left_out if line not in maps),
+        unusual=tuple(outlier_lines(names, facts, s)),
+    )
+
+
+def _problems(checked: Checked, s: DataSettings, num_channels: int) -> list[str]:
+    """Return what keeps a volume from being used; one that is nearly all background is left to the choice of range."""
+    facts = checked.facts
+    if facts is None:
+        return list(checked.problems)
+    problems = list(problems_of(checked.path, facts, s, num_channels))
+    if s.intensity.mode == "percentile" and _is_flat(facts) and facts.minimum < facts.maximum:
+        flat = flat_text(facts.lower, facts.upper, s.intensity)
+        return [problem for problem in problems if not problem.endswith(flat)]
+    return problems
+
+
+def _is_flat(facts: VolumeFacts) -> bool:
+    return not facts.num_not_finite and any(a >= b for a, b in zip(facts.lower, facts.upper, strict=True))
+
+
+def _classes(found: Sequence[Found]) -> dict[str, int]:
+    names = class_names_of(found)
+    counts = Counter(item.class_name for item in found)
+    return {name: counts[name] for name in names}
+
+
+def _patients(names: Sequence[str]) -> str | None:
+    """Return the pattern that names a patient in every volume's name, if some patients have several volumes."""
+    for pattern in SUGGESTED:
+        stems = [name[: len(name) - len(suffix_of(name) or "")] for name in names]
+        matches = [re.search(pattern, stem) for stem in stems]
+        patients = {match.group(1 if match.re.groups else 0) for match in matches if match is not None}
+        if all(matches) and 2 < len(patients) < len(names):
+            return pattern.removesuffix("$")
+    return None
+
+
+def _is_label_map(line: str) -> bool:
+    """Return whether a line about a file that was left out says that it is a label map."""
+    reason = line.partition(": left out, ")[2]
+    return reason.startswith(("labels of", "a label map", "it looks like a label map"))
+
+
+def _listed_label_maps(source: str) -> int:
+    """Return how many volumes of a dataset.json come with a segmentation."""
+    place = Path(source).expanduser()
+    listing = place / "dataset.json" if place.is_dir() else place
+    if listing.suffix.lower() != ".json" or not listing.is_file():
+        return 0
+    content = json.loads(listing.read_text(encoding="utf-8"))
+    entries = [*content["training"], *content.get("validation", [])]
+    labels = [entry.get("label") for entry in entries if isinstance(entry, dict)]
+    return sum(isinstance(label, str) and suffix_of(PurePosixPath(label).name) is not None for label in labels)

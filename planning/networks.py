@@ -1,0 +1,168 @@
+"""Both networks and their training as values of a config, each with its reason. Never imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from planning.choice import Choice
+from planning.layout import HAS_STRIDES, Grid, Layout
+from planning.sizing import Sizing, learning_rate
+
+MOST_TOKENS = 4096
+"""Levels with more voxels get no attention: its time grows with their square."""
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Network:
+    """One way to train a stage: its width, its micro-batch, whether it checkpoints, and the patch of stage 1."""
+
+    width: int
+    batch: int = 1
+    checkpoints: bool = True
+    patch: Grid | None = None
+
+    def cost(self, grid: Grid) -> float:
+        """Return a number that the memory of a stage grows with on a grid."""
+        return self.width * self.batch * (1.0 if self.checkpoints else 2.5) * math.prod(self.patch or grid)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the networks of a plan have in common: grid, limits, number of volumes, and what the user gave."""
+
+    layout: Layout
+    sizing: Sizing
+    number: int
+    in_channels: int
+    given: Values
+    shortened: float = 1.0
+    """By how much the steps are cut to keep to the hours."""
+
+
+def autoencoder_choices(network: Network, scene: Scene) -> Iterator[Choice]:
+    """Yield the values of stage 1."""
+    layout, sizing = scene.layout, scene.sizing
+    given = scene.given
+    multiples = [min(2**level, 4) for level in range(len(layout.strides) + 1)]
+    channels = given.get("autoencoder.num_channels") or [network.width * multiple for multiple in multiples]
+    reason = f"at most {sizing.width} at the highest resolution, because {sizing.why_width}"
+    if network.width < sizing.width:
+        reason = f"the widest that fits; up to {sizing.width} would suit, because {sizing.why_width}"
+    yield Choice("autoencoder.num_channels", channels, reason)
+    if HAS_STRIDES:
+        ratio = max(layout.spacing_mm) / min(layout.spacing_mm)
+        reason = f"axes with long or few voxels are halved later or not at all (spacing {ratio:.1f} to 1)"
+        even = f"voxels are about as long as wide ({ratio:.1f} to 1)"
+        uneven = [list(stride) for stride in layout.strides] if layout.is_uneven else 2
+        yield Choice("autoencoder.strides", uneven, reason if layout.is_uneven else even)
+    shrinks = math.prod(layout.factor)
+    latent_channels = (8 if shrinks > 64 else 4) + 2 * (scene.in_channels - 1)
+    latent = "x".join(map(str, layout.latent))
+    reason = f"a latent of {latent}, {shrinks * scene.in_channels / latent_channels:.0f} times fewer values"
+    yield Choice("autoencoder.latent_channels", latent_channels, reason)
+    yield Choice("autoencoder.num_res_blocks", sizing.res_blocks, "1 for sets of few voxels, else 2")
+    tokens = math.prod(layout.latent)
+    attends = tokens <= MOST_TOKENS and network.patch is None
+    reason = f"the lowest level has {tokens:,} voxels; above {MOST_TOKENS:,} attention takes most of the time"
+    yield Choice("autoencoder.attention_levels", [*[False] * (len(channels) - 1), attends], reason)
+    whole = "whole volumes fit" if network.patch is None else "whole volumes would leave room for narrow networks only"
+    yield Choice("data.patch_size", list(network.patch) if network.patch else None, whole)
+    yield from _autoencoder_training(network, scene)
+
+
+def _autoencoder_training(network: Network, scene: Scene) -> Iterator[Choice]:
+    where, layout, sizing = "autoencoder.training", scene.layout, scene.sizing
+    batch, accumulation = _batches(where, network, sizing.batch, scene.given)
+    grid = scene.given.get("data.patch_size") or network.patch or layout.grid
+    parts = layout.voxels / math.prod(grid)
+    yield Choice(f"{where}.batch_size", batch, "as many as fit at once" if batch > 1 else "one at a time")
+    yield Choice(f"{where}.gradient_accumulation_steps", accumulation, f"about {sizing.batch} volumes per update")
+    steps = _shortened(sizing.steps(scene.number, batch * accumulation, parts), scene.shortened)
+    reason = f"about {steps * batch * accumulation / scene.number / max(1.0, parts):,.0f} passes over the volumes"
+    yield Choice(f"{where}.max_steps", steps, reason + _short_text(scene), scene.shortened < 0.5)
+    yield Choice(f"{where}.use_gradient_checkpointing", network.checkpoints, _knob(network))
+    rate = learning_rate(network.width, 1e-3, 1e-4)
+    reason = "1e-3 at 16 channels, measured in short runs; less for wider networks, not measured"
+    yield Choice(f"{where}.learning_rate", rate, reason, network.width != 16)
+    yield Choice(f"{where}.discriminator_learning_rate", min(rate, 2e-4), "at most that of the autoencoder", True)
+    yield Choice(f"{where}.learning_rate_decay", "cosine", "docs/recipe.md")
+    yield Choice(f"{where}.warmup_steps", "auto", "a twentieth of the run, at most 200 steps")
+    yield Choice(f"{where}.use_perceptual_loss", True, "sharper volumes")
+    yield Choice(f"{where}.perceptual.network", "structural", "needs no weights, so it works offline")
+    yield Choice(f"{where}.perceptual_weight", 0.1, "that of configs/quickstart.yaml")
+    layers = max((n for n in (1, 2, 3) if min(grid) >= 3 * 2**n), default=0)
+    reason = f"{layers} layers need {3 * 2**layers} voxels along the shortest axis of {min(grid)}"
+    yield Choice(f"{where}.adversarial_weight", 0.01 if layers else 0.0, reason if layers else "too few voxels for one")
+    yield Choice(f"{where}.discriminator.num_layers_d", max(1, layers), reason if layers else "not used")
+    yield Choice(f"{where}.discriminator.num_channels", min(32, max(8, network.width)), "as wide as the autoencoder")
+    start = min(2000, max(200, steps // 10))
+    yield Choice(f"{where}.adversarial_start_step", start, "after the first tenth, once reconstructions are plausible")
+    yield from _intervals(where, steps)
+
+
+def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
+    """Yield the values of stage 2."""
+    layout, sizing, where = scene.layout, scene.sizing, "ldm.training"
+    multiples = [min(2**level, 4) for level in range(layout.unet_levels)]
+    channels = scene.given.get("ldm.unet.num_channels") or [network.width * multiple for multiple in multiples]
+    reason = f"at most {sizing.unet_width} at the highest resolution, because {sizing.why_unet_width}"
+    if network.width < sizing.unet_width:
+        reason = f"the widest that fits; up to {sizing.unet_width} would suit, because {sizing.why_unet_width}"
+    yield Choice("ldm.unet.num_channels", channels, reason)
+    tokens = [math.prod(layout.latent) // 8**level for level in range(len(channels))]
+    attends = [count <= MOST_TOKENS for count in tokens]
+    yield Choice("ldm.unet.attention_levels", attends, f"levels of at most {MOST_TOKENS:,} voxels")
+    yield Choice("ldm.unet.num_res_blocks", 2, "as in the presets")
+    heads = 32 if all(count % 32 == 0 for count in channels) else 16
+    yield Choice("ldm.unet.num_head_channels", heads, "32, or 16 where that does not divide the channels")
+    yield Choice(
+        "ldm.latents.pad",
+        layout.pads_latents,
+        "the U-Net halves the latent" + (", which it does not divide" if layout.pads_latents else ""),
+    )
+    batch, accumulation = _batches(where, network, sizing.unet_batch, scene.given)
+    yield Choice(f"{where}.batch_size", batch, "as many as fit at once" if batch > 1 else "one at a time")
+    yield Choice(f"{where}.gradient_accumulation_steps", accumulation, f"about {sizing.unet_batch} latents per update")
+    steps = _shortened(sizing.unet_steps(scene.number, batch * accumulation), scene.shortened)
+    reason = f"about {steps * batch * accumulation / scene.number:,.0f} passes over the latents"
+    yield Choice(f"{where}.max_steps", steps, reason + _short_text(scene), scene.shortened < 0.5)
+    yield Choice(f"{where}.use_gradient_checkpointing", network.checkpoints, _knob(network))
+    rate = learning_rate(network.width, 1.5e-3, 1e-4)
+    reason = "1.5e-3 at 16 channels, measured in short runs; less for wider networks, not measured"
+    yield Choice(f"{where}.learning_rate", rate, reason, True)
+    for name, value in (("learning_rate_decay", "cosine"), ("warmup_steps", "auto"), ("ema_decay", 0.0)):
+        yield Choice(f"{where}.{name}", value, "docs/recipe.md")
+    yield Choice(f"{where}.ema_length", 0.05, "docs/recipe.md")
+    yield from _intervals(where, steps)
+    yield Choice("ldm.scheduler.prediction", "v", "docs/recipe.md")
+    yield Choice("ldm.sampling.sampler", "dpmpp_2m", "docs/recipe.md")
+    yield Choice("ldm.sampling.num_inference_steps", 25, "docs/recipe.md")
+    yield Choice("ldm.sampling.num_previews", 4, "drawn at each validation")
+
+
+def _batches(where: str, network: Network, wanted: int, given: Values) -> tuple[int, int]:
+    batch = given.get(f"{where}.batch_size") or network.batch
+    return batch, max(1, round(wanted / batch))
+
+
+def _intervals(where: str, steps: int) -> Iterator[Choice]:
+    every = max(100, steps // 20)
+    yield Choice(f"{where}.validate_every", every, "20 times in the run")
+    yield Choice(f"{where}.save_every", every, "20 times in the run")
+
+
+def _knob(network: Network) -> str:
+    return "needed to fit, for about a third more time" if network.checkpoints else "it fits without, which is faster"
+
+
+def _shortened(steps: int, share: float) -> int:
+    return steps if share == 1.0 else max(1000, round(steps * share / 100) * 100)
+
+
+def _short_text(scene: Scene) -> str:
+    return f", cut to {scene.shortened:.0%} to keep to the hours" if scene.shortened < 1 else ""

@@ -1,0 +1,161 @@
+"""Plan a config for a folder of volumes and the memory of a GPU: the most capable one that fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from command_line import OUT_OF_MEMORY, above_zero, check_output_file, parser, run, write_output
+from settings import ConfigError, DataSettings, Problem, load_settings, read_overrides
+from storage.names import printable
+from storage.run_folder import SHARED_NAMES
+
+GIB = 1 << 30
+LARGEST_BUDGET_GB = 1_000_000
+NUM_WORKERS = 2
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    result = parser(
+        __doc__ or "",
+        [
+            "python scripts/plan.py --data /data/ct --budget-gb 24",
+            'python scripts/plan.py --data /data/ct --budget-gb 24 --gpu "RTX 4090" --hours 48 --out configs/ct.yaml',
+            "python scripts/plan.py --data /data/mr --budget-gb 12 data.voxel_size=[128,128,96]",
+        ],
+    )
+    result.add_argument("--data", required=True, metavar="FOLDER", help="a folder of volumes, or a dataset.json")
+    result.add_argument(
+        "--budget-gb", type=float, required=True, metavar="N", help="memory of the GPU in GB, for example 24"
+    )
+    result.add_argument(
+        "--gpu", metavar="NAME", help='for the time, such as "RTX 4090"; default: this machine\'s, or A100'
+    )
+    result.add_argument("--hours", type=above_zero, metavar="H", help="the time that both stages may take together")
+    result.add_argument("--out", metavar="FILE", help="write the recommended config, with reasons as comments")
+    result.add_argument("--json", metavar="FILE", help="also write the plan as JSON; -: only to standard output")
+    result.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that the plan has to take")
+    return result.parse_intermixed_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Read the volumes, search for a config, print the alternatives and write the recommended one."""
+    given = _check(options)
+    from memory.kernels.gpus import chosen_gpu
+    from memory.predict import Predictor
+
+    gpu = chosen_gpu(options.gpu)
+    source = {"source": os.path.abspath(os.path.expanduser(options.data))}
+    # The workers import what they need while the volumes are read.
+    with Predictor(NUM_WORKERS) as predictor:
+        from memory.watch.calibration import corrected
+        from planning.fingerprint import take_fingerprint
+        from planning.plan import make_plan
+        from planning.planner import NothingFitsError, Planner
+        from planning.search import Asker
+
+        fingerprint = take_fingerprint(_data_settings(given, source), given.get("seed", 42))
+        with _ProgressBar(options.quiet) as bar:
+            asker = Asker(predictor, round(options.budget_gb * GIB), gpu, corrected, bar.advance)
+            try:
+                plan = make_plan(Planner(fingerprint, given, asker, _name(options)), options.hours)
+            except NothingFitsError as error:
+                print(error)
+                return OUT_OF_MEMORY
+    from planning.parameters import count_parameters
+    from planning.text import as_yaml, describe_plan
+
+    parameters = {row.name: count_parameters(row.settings) for row in plan.rows}
+    if options.json is not None:
+        values = plan.to_json()
+        for row in values["rows"]:
+            for stage, count in zip(("autoencoder", "ldm"), parameters[row["name"]], strict=True):
+                row[stage]["parameters"] = count
+        text = json.dumps(values, indent=2) + "\n"
+        if options.json == "-":
+            sys.stdout.write(text)
+        else:
+            write_output(options.json, text)
+    if options.json != "-":
+        print(describe_plan(plan, parameters))
+    if options.out is not None:
+        out = Path(options.out)
+        write_output(out, as_yaml(plan, parameters, printable(_command()), out))
+        written = load_settings(out, stage="ldm")
+        assert written == plan.recommended.settings, "the file holds another config than was planned"
+    if options.json != "-":
+        print(_next(options))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the overrides as values by key; raise `UserError` for anything that no reading of the data would mend."""
+    for option, path in (("--json", options.json), ("--out", options.out)):
+        if path is not None and not (option == "--json" and path == "-"):
+            check_output_file(path, option, [options.data])
+    if not 0 < options.budget_gb <= LARGEST_BUDGET_GB:
+        allowed = f"allowed: above 0, at most {LARGEST_BUDGET_GB}"
+        raise ConfigError([Problem("--budget-gb", f"found {options.budget_gb:g}", allowed, "for example 24")])
+    given = read_overrides(options.overrides)
+    if "data.source" in given:
+        raise ConfigError([Problem("data.source", "given besides --data", "allowed: --data", "leave it out")])
+    return given
+
+
+def _data_settings(given: dict[str, Any], source: dict[str, Any]) -> DataSettings:
+    """Return the settings by which the volumes are found, turned and measured."""
+    names = ("labels", "label_maps", "frame", "allow_outside_root", "orientation")
+    values = {name: given[f"data.{name}"] for name in names if f"data.{name}" in given}
+    keys = [key for key in given if key.startswith("data.intensity.")]
+    intensity = {key.rsplit(".", 1)[-1]: given[key] for key in keys}
+    return DataSettings.model_validate({**values, **source, **({"intensity": intensity} if intensity else {})})
+
+
+def _name(options: argparse.Namespace) -> str:
+    """Return the name of the run: that of the file, or of the folder."""
+    text = Path(options.out).stem if options.out else Path(os.path.abspath(options.data)).name
+    name = re.sub(r"[^\w.-]+", "_", text).lstrip("._-")[:80] or "planned"
+    return f"{name}_run" if name.lower() in SHARED_NAMES else name
+
+
+def _command() -> str:
+    return shlex.join(["python", "scripts/plan.py", *sys.argv[1:]])
+
+
+def _next(options: argparse.Namespace) -> str:
+    if options.out is None:
+        return "\nnothing was written; add --out configs/my_data.yaml for the recommended config with all its reasons"
+    config = shlex.quote(options.out)
+    return f"\nwritten: {options.out}\nnext: python train_autoencoder.py --config {config} --dry-run"
+
+
+class _ProgressBar:
+    """Counts predictions on standard error."""
+
+    def __init__(self, quiet: bool) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(desc="predicting", unit="config", disable=quiet, leave=False)
+
+    def __enter__(self) -> _ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def advance(self, count: int) -> None:
+        self._bar.n = count
+        self._bar.refresh()
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, parse()))

@@ -1,0 +1,197 @@
+"""Plans validate, fit, use the budget or say why not, and take what is given."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from planning import layout
+from planning.plan import LEAST_SHARE
+from planning.planner import NothingFitsError
+from planning.text import as_yaml, describe_plan
+from settings import ConfigError, load_settings, validate
+from tests.planning.pretended import SETS, PretendedPredictor, planned, pretended
+
+PARAMETERS = dict.fromkeys(("faster", "recommended", "larger"), (1_000_000, 2_000_000))
+
+
+def of(plan, key):
+    return next(choice for choice in plan.choices if choice.key == key)
+
+
+@pytest.mark.parametrize("budget", [6, 12, 24, 48])
+@pytest.mark.parametrize("name", SETS)
+def test_plan_fits_with_its_margin_and_uses_the_budget_or_says_why_not(name, budget):
+    predictor = PretendedPredictor()
+    plan = planned(SETS[name], budget, predictor=predictor)
+    row = plan.recommended
+    assert validate(row.settings.model_dump(), "ldm") == row.settings
+    assert row.fits
+    for number, verdict in ((1, row.first), (2, row.second)):
+        assert verdict.needed_bytes <= budget * 2**30
+        explained = any(line.startswith(f"stage {number} uses") for line in plan.unused)
+        assert (LEAST_SHARE <= verdict.share <= 0.95) is not explained
+    assert [other.name for other in plan.rows] == ["faster", "recommended", "larger"]
+    assert plan.rows[0].first.hours < row.first.hours
+    assert plan.rows[2].first.prediction.required_bytes > row.first.prediction.required_bytes
+    assert len(predictor.asked) <= 18
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_more_memory_never_gives_less(name):
+    plans = [planned(SETS[name], budget).recommended for budget in (6, 12, 24, 48)]
+    voxels = [row.settings.data.voxel_size for row in plans]
+    assert voxels == sorted(voxels)
+    # The U-Net may be narrower for a while, because a wider autoencoder needs more for decoding its samples.
+    widths = [row.settings.autoencoder.num_channels[0] for row in plans]
+    assert widths == sorted(widths)
+
+
+def test_large_volumes_in_little_memory_train_on_patches():
+    row = planned(SETS["CT"], 6).recommended
+    assert row.settings.data.patch_size is not None
+    assert not any(row.settings.autoencoder.attention_levels)
+
+
+def test_grid_gets_coarser_when_no_network_fits_the_latents():
+    huge = pretended(60, (900, 900, 900), (0.5, 0.5, 0.5))
+    plan = planned(huge, 1.5)
+    grid = plan.recommended.settings.data.voxel_size
+    assert max(grid) < 900
+    assert "times fewer voxels" in of(plan, "data.voxel_size").reason
+    assert plan.rows[2].why.startswith("finer voxels")
+
+
+def test_nothing_fits_is_said():
+    with pytest.raises(NothingFitsError, match=r"nothing fits 0\.4 GiB; the smallest plan, .* needs .* give a larger"):
+        planned(SETS["small crops"], 0.4)
+
+
+def test_small_set_is_augmented_narrow_and_warned_of():
+    few, many = planned(pretended(20, (128, 128, 96))), planned(pretended(400, (128, 128, 96)))
+    assert of(few, "data.use_augmentation").value
+    assert not of(many, "data.use_augmentation").value
+    narrow, wide = (plan.recommended.settings for plan in (few, many))
+    assert narrow.autoencoder.num_channels[0] < wide.autoencoder.num_channels[0]
+    assert narrow.ldm.unet.num_channels[0] < wide.ldm.unet.num_channels[0]
+    assert "memorise" in " ".join(few.notes)
+    assert "memorise" not in " ".join(many.notes)
+
+
+def test_classes_condition_and_single_members_are_said():
+    plan = planned(pretended(61, (64, 64, 64), classes={"ill": 30, "well": 30, "odd": 1}))
+    assert of(plan, "ldm.conditioning.type").value == "class"
+    assert of(plan, "ldm.conditioning.num_classes").value == 3
+    assert "single volume (odd)" in " ".join(plan.notes)
+
+
+def test_folders_of_few_volumes_are_patients():
+    plan = planned(pretended(60, (64, 64, 64), classes={f"patient {n}": 2 for n in range(30)}))
+    choice = of(plan, "ldm.conditioning.type")
+    assert (choice.value, choice.is_weak) == ("none", True)
+    assert of(plan, "data.group_by").value == "folder"
+
+
+@pytest.mark.parametrize("hours", [0.05, 0.5, 5])
+def test_hours_are_kept_to(hours):
+    free = planned(SETS["CT"], 24)
+    plan = planned(SETS["CT"], 24, hours)
+    spent = 2 * (plan.recommended.first.hours + plan.recommended.second.hours)
+    needed = 2 * (free.recommended.first.hours + free.recommended.second.hours)
+    if needed > hours:
+        assert f"To keep to {hours:g} hours" in " ".join(plan.notes)
+        # No stage is cut below a thousand steps.
+        s = plan.recommended.settings
+        assert spent <= 1.02 * hours or 1000 in (s.autoencoder.training.max_steps, s.ldm.training.max_steps)
+    else:
+        assert plan.recommended.settings == free.recommended.settings
+
+
+def test_what_is_given_is_taken():
+    plan = planned(
+        SETS["MR"],
+        data__voxel_size=[96, 128, 128],
+        autoencoder__num_channels=[16, 32, 64, 64],
+        autoencoder__training__batch_size=2,
+        ldm__unet__num_channels=[32, 64],
+        ldm__training__max_steps=77,
+        data__intensity__upper=98.0,
+        data__patch_size=[48, 64, 64],
+    )
+    s = plan.recommended.settings
+    assert s.data.voxel_size == (96, 128, 128)
+    assert s.autoencoder.num_channels == (16, 32, 64, 64)
+    assert s.autoencoder.training.samples_per_rank == 4
+    assert s.ldm.unet.num_channels == (32, 64)
+    assert s.ldm.training.max_steps == 77
+    assert s.data.intensity.upper == 98.0
+    assert s.data.patch_size == (48, 64, 64)
+    assert of(plan, "data.voxel_size").reason == "given on the command line"
+
+
+def test_given_spacing_sets_the_grid():
+    plan = planned(SETS["MR"], data__spacing=[2.0, 2.0, 2.0], data__resize="crop_or_pad")
+    assert plan.recommended.settings.data.voxel_size == (96, 128, 128)
+
+
+def test_given_values_that_do_not_fit_together_are_refused():
+    with pytest.raises(ConfigError, match=r"data\.voxel_size"):
+        planned(SETS["MR"], data__voxel_size=[97, 128, 128], autoencoder__num_channels=[16, 32])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_yaml_reads_back_as_the_plan_and_says_why(name, tmp_path):
+    plan = planned(SETS[name])
+    out = tmp_path / "folder" / "planned.yaml"
+    out.parent.mkdir()
+    out.write_text(as_yaml(plan, PARAMETERS, "python scripts/plan.py", out))
+    assert load_settings(out, stage="ldm") == plan.recommended.settings
+    text = out.read_text()
+    head = text.partition("\nname:")[0]
+    joined = " ".join(head.replace("\n#", " ").split())
+    for choice in plan.choices:
+        assert f"{choice.key}: " in joined
+        assert " ".join(choice.reason.split()) in joined
+    weak = [choice for choice in plan.choices if choice.is_weak]
+    assert weak
+    assert text.count("# (?)") == len(weak)
+    assert max(map(len, head.splitlines())) <= 120
+
+
+def test_text_has_three_rows_and_the_reasons():
+    text = describe_plan(planned(SETS["small crops"], 48), PARAMETERS)
+    for name in ("faster", "recommended", "larger"):
+        assert f"\n{name} " in text
+    assert "1.0 M + 2.0 M" in text
+    assert "the volumes are small (" in text
+    assert "Inferred from little" in text
+
+
+def test_thick_slices_get_strides_by_axis_where_the_settings_have_them(monkeypatch):
+    monkeypatch.setattr("planning.networks.HAS_STRIDES", False)
+    monkeypatch.setattr("planning.layout.HAS_STRIDES", False)
+    assert "autoencoder.strides" not in {choice.key for choice in planned(SETS["thick slices"]).choices}
+    monkeypatch.undo()
+    if layout.HAS_STRIDES:
+        assert of(planned(SETS["thick slices"]), "autoencoder.strides").value == [[2, 2, 1], [2, 2, 1]]
+        assert of(planned(SETS["MR"]), "autoencoder.strides").value == 2
+        given = planned(SETS["MR"], autoencoder__strides=[[2, 2, 2], [2, 1, 2]])
+        assert given.recommended.settings.latent_shape[2] == given.recommended.settings.data.voxel_size[1] // 2
+
+
+def test_ct_gets_a_window_and_mr_percentiles():
+    values = {name: of(planned(SETS[name]), "data.intensity.mode").value for name in SETS}
+    assert values.pop("CT") == "window"
+    assert set(values.values()) == {"percentile"}
+    sparse = dataclasses.replace(SETS["MR"], num_flat=3)
+    assert of(planned(sparse), "data.intensity.upper").value == 100.0
+
+
+def test_json_holds_every_value_with_its_reason():
+    import json
+
+    values = json.loads(json.dumps(planned(SETS["CT"]).to_json()))
+    assert values["fingerprint"]["number"] == 120
+    assert values["choices"]["data.voxel_size"]["reason"]
+    assert [row["name"] for row in values["rows"]] == ["faster", "recommended", "larger"]

@@ -1,0 +1,82 @@
+"""scripts/plan.py as a user runs it, with real predictions of small networks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from command_line import run
+from data.formats import write_nifti
+from scripts import plan
+from settings import load_settings
+from training.summary import summarise
+
+# Both widths are given, so the three rows are one config and two predictions are enough.
+SMALL = (
+    *("autoencoder.num_channels=[8,16]", "autoencoder.training.discriminator.num_channels=8"),
+    *("ldm.unet.num_channels=[16,32]", "ldm.unet.num_res_blocks=1", "ldm.sampling.num_previews=1"),
+)
+
+
+@pytest.fixture
+def volumes(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for number in range(4):
+        voxels = rng.uniform(100, 900, (1, 18, 16, 17)).astype(np.float32)
+        write_nifti(tmp_path / "volumes" / f"{number}.nii", voxels, np.eye(4))
+    return tmp_path / "volumes"
+
+
+def test_plan_is_written_and_both_stages_agree_with_it(tmp_path, volumes, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = ["--quiet", "--data", "volumes", "--budget-gb", "6", "--out", "configs/mine.yaml", "--json", "plan.json"]
+    assert run(plan.main, plan.parse([*options, *SMALL])) == 0
+    printed = capsys.readouterr().out
+    assert "next: python train_autoencoder.py --config configs/mine.yaml --dry-run" in printed
+    values = json.loads(Path("plan.json").read_text())
+    row = values["rows"][1]
+    assert (row["name"], row["fits"]) == ("recommended", True)
+    settings = load_settings("configs/mine.yaml", stage="ldm")
+    assert settings.name == "mine"
+    assert settings.data.use_augmentation
+    assert settings.data.source == str(volumes)
+    assert list(settings.data.voxel_size) == row["grid"]
+    assert "memorise" in Path("configs/mine.yaml").read_text()
+    for stage, network in (("autoencoder", "autoencoder"), ("ldm", "unet")):
+        # What a dry run prints.
+        assert f"{network} {row[stage]['parameters']:,}" in summarise(settings, stage, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--budget-gb", "-3"), "--budget-gb: found -3; allowed: above 0"),
+        (("--budget-gb", "nan"), "--budget-gb: found nan"),
+        (("--budget-gb", "8", "--gpu", "abacus"), "--gpu: found 'abacus'"),
+        (("--budget-gb", "8", "--hours", "-1"), "is not a finite number above 0"),
+        (("--budget-gb", "8", "--out", "configs"), "--out: configs is a folder"),
+        (("--budget-gb", "8", "data.voxel_sise=[8,8,8]"), "unknown key; did you mean data.voxel_size?"),
+        (("--budget-gb", "8", "data.voxel_size=large"), "data.voxel_size: found 'large'"),
+        (("--budget-gb", "8", "data.source=elsewhere"), "data.source: given besides --data"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    try:
+        code: object = run(plan.main, plan.parse(["--data", "nowhere", *arguments]))
+    except SystemExit as end:  # argparse has read the arguments
+        code = end.code
+    assert code == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+
+
+def test_a_folder_without_volumes_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(plan.main, plan.parse(["--data", str(tmp_path), "--budget-gb", "8"])) == 2
+    assert "holds no volume" in capsys.readouterr().err
