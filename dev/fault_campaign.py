@@ -72,11 +72,11 @@ class Reference:
 
     def _train(self, stage: str, start: WarmStart) -> None:
         began = time.monotonic()
-        command = start(self.folder, SCRIPTS[stage], "--config", "campaign.yaml", said=self.folder / f"{stage}.log")
+        command = start(self.folder, SCRIPTS[stage], "--config", "campaign.yaml", output=self.folder / f"{stage}.log")
         _until(lambda: command.exit_code is not None or _is_training(command, stage), 0.005)
         self.starting[stage] = time.monotonic() - began
         if command.wait() != 0:
-            raise UserError(f"the undisturbed run of stage {stage} failed:\n{command.said}")
+            raise UserError(f"the undisturbed run of stage {stage} failed:\n{command.output}")
         self.training[stage] = time.monotonic() - began - self.starting[stage]
 
 
@@ -102,7 +102,9 @@ class DisturbedRun:
             if code == 0:
                 break  # it exited before the signal arrived
             if code != -signal.SIGKILL:
-                raise UserError(f"{self.folder}: stage {stage} ended with {code} instead of resuming:\n{command.said}")
+                raise UserError(
+                    f"{self.folder}: stage {stage} ended with {code} instead of resuming:\n{command.output}"
+                )
             self.tally.kills[stage, moment] += 1
             self.tally.interrupted_saves[stage] += bool(list(self.checkpoints.glob(f".{stage}_*.{command.pid}.tmp")))
             self._check_checkpoints(stage, before)
@@ -110,14 +112,14 @@ class DisturbedRun:
         before = _whole_checkpoints(self.checkpoints, stage)
         command = self._command(stage, num_workers)
         if (code := command.wait()) != 0:
-            raise UserError(f"{self.folder}: stage {stage} ended with {code} when left alone:\n{command.said}")
+            raise UserError(f"{self.folder}: stage {stage} ended with {code} when left alone:\n{command.output}")
         self._check_start(stage, command, before)
         self._check_result(stage)
 
     def _command(self, stage: str, num_workers: int) -> Command:
-        said = self.folder / f"{stage}_{next(self._number):03d}.log"
+        output = self.folder / f"{stage}_{next(self._number):03d}.log"
         return self.start(
-            self.folder, SCRIPTS[stage], "--config", "campaign.yaml", f"data.num_workers={num_workers}", said=said
+            self.folder, SCRIPTS[stage], "--config", "campaign.yaml", f"data.num_workers={num_workers}", output=output
         )
 
     def _wait_for(self, moment: str, command: Command, stage: str) -> None:
@@ -134,7 +136,7 @@ class DisturbedRun:
 
     def _check_start(self, stage: str, command: Command, before: list[int]) -> None:
         """Check that the command resumed from the newest checkpoint, unless it was killed before it could say so."""
-        match = re.search(rf"resuming {stage} after step (\d+)", command.said)
+        match = re.search(rf"resuming {stage} after step (\d+)", command.output)
         if match is not None:
             self.tally.resumed[stage] += 1
             if int(match[1]) != max(before, default=0):
@@ -173,7 +175,7 @@ class DisturbedRun:
 
 
 def _is_training(command: Command, stage: str) -> bool:
-    return re.search(rf"{stage}: +\d+%", command.said) is not None  # the progress bar of the training loop
+    return re.search(rf"{stage}: +\d+%", command.output) is not None  # the progress bar of the training loop
 
 
 def _until(condition: Any, pause: float) -> None:

@@ -61,10 +61,10 @@ def prepare(folder: Path, start: WarmStart) -> Path:
     folder.mkdir(parents=True)
     write_config(folder, NUM_STEPS)
     for stage in ("autoencoder", "ldm"):
-        command = start(folder, f"train_{stage}.py", "--config", "campaign.yaml", said=folder / "said.log")
+        command = start(folder, f"train_{stage}.py", "--config", "campaign.yaml", output=folder / "output.log")
         if command.wait() != 0:
-            raise UserError(f"the run that the cases damage failed in stage {stage}:\n{command.said}")
-    (folder / "said.log").unlink()
+            raise UserError(f"the run that the cases damage failed in stage {stage}:\n{command.output}")
+    (folder / "output.log").unlink()
     phantoms = sorted((folder / "runs" / "phantoms").rglob("*.nii.gz"))
     _write_volumes(folder / "volumes", phantoms)
     return folder
@@ -111,14 +111,14 @@ class Campaign:
 
         folder = self.folder / f"case_{number:04d}"
         case = make_case(number, self.seed, self.base, folder)
-        said = self.folder / f"case_{number:04d}.log"
+        output = self.folder / f"case_{number:04d}.log"
         began = time.monotonic()
-        command = self.start(folder, *case.arguments, said=said)
+        command = self.start(folder, *case.arguments, output=output)
         code = _wait(command)
         self.tally.longest = max(self.tally.longest, time.monotonic() - began)
         self.tally.codes[case.kind, -1 if code is None else code] += 1
         self.tally.commands[case.arguments[0]] += 1
-        wrong = _what_is_wrong(code, command.said)
+        wrong = _what_is_wrong(code, command.output)
         if (folder / "executed").exists():
             wrong = "code from the input was executed"
         if wrong:
@@ -128,7 +128,7 @@ class Campaign:
             )
             return
         shutil.rmtree(folder, ignore_errors=True)
-        said.unlink()
+        output.unlink()
 
 
 def _wait(command: Command) -> int | None:
@@ -153,14 +153,14 @@ def _wait(command: Command) -> int | None:
     return code
 
 
-def _what_is_wrong(code: int | None, said: str) -> str:
+def _what_is_wrong(code: int | None, output: str) -> str:
     if code is None:
         return f"no end within {PROCESSOR_SECONDS:g} s of work, {CLOCK_SECONDS:g} s by the clock and 6 GiB"
-    if "Traceback (most recent call last)" in said:
-        return f"a traceback ({said.strip().splitlines()[-1][:100]})"
+    if "Traceback (most recent call last)" in output:
+        return f"a traceback ({output.strip().splitlines()[-1][:100]})"
     if code not in EXIT_CODES:
         return f"exit code {code}"
-    if code == 2 and "error: " not in said and not re.search(r"\d problems? in ", said):
+    if code == 2 and "error: " not in output and not re.search(r"\d problems? in ", output):
         return "exit code 2 without a reason"
     return ""
 

@@ -103,11 +103,11 @@ def named_files(folder: Path, test: str) -> list[str]:
     return ["::".join([str(file.relative_to(folder)), *inside]) for file in sorted(folder.glob(path))]
 
 
-def _run_tests(folder: Path, tests: Sequence[str], said: Path) -> None:
+def _run_tests(folder: Path, tests: Sequence[str], output: Path) -> None:
     """Run tests in a copy of the tree, in a fork that has not imported any of the project."""
     import pytest
 
-    descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.chdir(folder)
@@ -151,14 +151,14 @@ class Tree:
 
         Raise `LookupError` if there are no such tests, and `CheckError` if they do not run to their end.
         """
-        said = self.folder.with_suffix(".txt")
+        output = self.folder.with_suffix(".txt")
         paths = [path for test in tests for path in named_files(self.folder, test) or [test]]
-        process = FORKS.Process(target=_run_tests, args=(self.folder, paths, said))
+        process = FORKS.Process(target=_run_tests, args=(self.folder, paths, output))
         process.start()
         process.join()
         if process.exitcode == PASSED:
             return None
-        text = said.read_text(encoding="utf-8", errors="replace")
+        text = output.read_text(encoding="utf-8", errors="replace")
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
         if process.exitcode == NOT_FOUND:
             raise LookupError(f"{' '.join(tests)}: there are no such tests:\n{text[-3000:]}")

@@ -49,20 +49,20 @@ class WarmStart:
         first.start()
         first.join()
 
-    def __call__(self, folder: Path, *arguments: str, said: Path, **environment: str) -> Command:
-        """Start a script of the project in `folder`, with its output going to the file `said`."""
-        process = self._context.Process(target=_execute, args=(folder, arguments, said, environment))
+    def __call__(self, folder: Path, *arguments: str, output: Path, **environment: str) -> Command:
+        """Start a script of the project in `folder`, and write what it prints to the file `output`."""
+        process = self._context.Process(target=_execute, args=(folder, arguments, output, environment))
         with _children:
             process.start()
-        return Command(process, said)
+        return Command(process, output)
 
 
 class Command:
     """A command that was started."""
 
-    def __init__(self, process: Any, said: Path) -> None:
+    def __init__(self, process: Any, output: Path) -> None:
         self._process = process
-        self._said = said
+        self._output = output
         self.pid: int = process.pid
 
     @property
@@ -72,9 +72,9 @@ class Command:
             return self._process.exitcode
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """Return everything printed so far."""
-        return self._said.read_text(errors="replace") if self._said.exists() else ""
+        return self._output.read_text(errors="replace") if self._output.exists() else ""
 
     def send(self, number: int) -> None:
         """Send a signal if the command is still running."""
@@ -92,15 +92,15 @@ class Command:
         while (code := self.exit_code) is None:
             if time.monotonic() > deadline:
                 self.send(signal.SIGKILL)
-                raise TimeoutError(f"still running after {seconds:g} s:\n{self.said}")
+                raise TimeoutError(f"still running after {seconds:g} s:\n{self.output}")
             time.sleep(0.005)
         return code
 
 
-def _execute(folder: Path, arguments: tuple[str, ...], said: Path, environment: dict[str, str]) -> None:
+def _execute(folder: Path, arguments: tuple[str, ...], output: Path, environment: dict[str, str]) -> None:
     os.chdir(folder)
     os.environ.update(environment)
-    descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.argv = [str(ROOT / arguments[0]), *arguments[1:]]

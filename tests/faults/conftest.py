@@ -40,7 +40,7 @@ def start(warm: WarmStart, tmp_path: Path) -> Callable[..., Command]:
     def begin(
         stage: str,
         *overrides: str,
-        said: str = "said.log",
+        output: str = "output.log",
         signalled: str | None = None,
         moment: str = "4",
         **environment: str,
@@ -48,7 +48,7 @@ def start(warm: WarmStart, tmp_path: Path) -> Callable[..., Command]:
         script = [f"train_{stage}.py"]
         if signalled is not None:
             script = ["tests/faults/train_and_signal.py", signalled, moment, str(ROOT / script[0])]
-        return warm(tmp_path, *script, "--config", "tiny.yaml", *overrides, said=tmp_path / said, **environment)
+        return warm(tmp_path, *script, "--config", "tiny.yaml", *overrides, output=tmp_path / output, **environment)
 
     return begin
 
@@ -66,7 +66,7 @@ def start_two(start: Callable[..., Command]) -> Callable[..., list[Command]]:
                 stage,
                 single,
                 *overrides,
-                said=f"said_{rank}.log",
+                output=f"output_{rank}.log",
                 signalled=signalled,
                 RANK=str(rank),
                 LOCAL_RANK=str(rank),
@@ -84,6 +84,6 @@ def undisturbed(warm: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(values()))
     for script in ("train_autoencoder.py", "train_ldm.py"):
-        command = warm(folder, script, "--config", "tiny.yaml", said=folder / "said.log")
-        assert command.wait() == 0, command.said
+        command = warm(folder, script, "--config", "tiny.yaml", output=folder / "output.log")
+        assert command.wait() == 0, command.output
     return folder

@@ -41,8 +41,8 @@ def wait_for(condition: Callable[[], bool], *commands: Command, seconds: float =
     """Wait until a condition holds; fail if a command ends first."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, [command.said for command in commands]
-        assert all(command.exit_code is None for command in commands), [command.said for command in commands]
+        assert time.monotonic() < deadline, [command.output for command in commands]
+        assert all(command.exit_code is None for command in commands), [command.output for command in commands]
         time.sleep(0.002)
 
 

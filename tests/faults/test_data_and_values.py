@@ -27,15 +27,15 @@ def test_file_that_turns_unreadable_stops_the_run_with_its_name_and_keeps_the_ch
             part = source.with_name("part")
             part.write_bytes(path.read_bytes()[:200])
             part.replace(path)  # at once: no reader meets a file that is still being cut
-    assert command.wait() == 2, command.said
-    *_, message = command.said.splitlines()
+    assert command.wait() == 2, command.output
+    *_, message = command.output.splitlines()
     assert message.startswith("error: ")
     assert r"case\x1b[31m" in message, "the name is there, and cannot colour the terminal"
     assert "\x1b[31m" not in message
     # A reader that had read the header before the cut meets it in the voxels.
     expected = ("no such file",) if fault == "gone" else ("not a .nii.gz file", "truncated")
     assert any(words in message for words in expected), message
-    assert "Traceback" not in command.said
+    assert "Traceback" not in command.output
     assert len(checkpoints(tmp_path, "autoencoder")) == 2
 
 
@@ -45,16 +45,16 @@ def test_killed_worker_is_reported_as_such(start, tmp_path):
     workers = psutil.Process(command.pid).children()
     worker = min(workers, key=lambda process: process.create_time())
     worker.kill()
-    assert command.wait() == 2, command.said
-    assert f"a DataLoader worker died (process {worker.pid} was killed by SIGKILL)" in command.said
-    assert "Traceback" not in command.said
+    assert command.wait() == 2, command.output
+    assert f"a DataLoader worker died (process {worker.pid} was killed by SIGKILL)" in command.output
+    assert "Traceback" not in command.output
     assert checkpoints(tmp_path, "autoencoder")
 
 
 def test_loss_that_is_not_finite_is_reported_with_step_term_and_file(start, tmp_path):
     command = start("autoencoder", "autoencoder.training.learning_rate=1e30", "autoencoder.training.max_grad_norm=0")
-    assert command.wait() == 2, command.said
-    *_, message = command.said.splitlines()
+    assert command.wait() == 2, command.output
+    *_, message = command.output.splitlines()
     assert message.startswith("error: step 2: ")
     assert "is not finite for" in message
     assert ".nii.gz" in message
@@ -70,6 +70,6 @@ def test_float16_that_keeps_overflowing_stops_the_run(start):
         "autoencoder.training.max_skipped_steps=2",
         "autoencoder.training.kl_weight=1e9",
     )
-    assert command.wait() == 2, command.said
-    assert "error: 2 steps in a row overflowed in float16" in command.said
-    assert "Traceback" not in command.said
+    assert command.wait() == 2, command.output
+    assert "error: 2 steps in a row overflowed in float16" in command.output
+    assert "Traceback" not in command.output

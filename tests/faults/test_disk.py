@@ -21,15 +21,15 @@ from training.checkpoints import Checkpoints
 
 @pytest.fixture(scope="module")
 def small_disk(warm, undisturbed, tmp_path_factory) -> str:
-    """What a run said whose disk was full, then had room again, then was read-only."""
+    """The output of a run whose disk was full, then had room again, then was read-only."""
     folder = tmp_path_factory.mktemp("small_disk")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(values()))
     size = checkpoints(undisturbed, "autoencoder")[0].stat().st_size
-    command = warm(folder, "tests/faults/small_disk.py", str(5 * size // 2 // 1024), said=folder / "said.log")
+    command = warm(folder, "tests/faults/small_disk.py", str(5 * size // 2 // 1024), output=folder / "output.log")
     command.wait()
-    if "cannot mount here" in command.said:
+    if "cannot mount here" in command.output:
         pytest.skip("this user may not mount a disk of limited size")
-    return command.said
+    return command.output
 
 
 def test_full_disk_is_reported_and_the_run_resumes_when_there_is_room(small_disk, undisturbed):
@@ -65,21 +65,21 @@ def test_truncated_newest_checkpoint_is_reported_and_the_previous_one_resumes_to
     newest = damaged_run(undisturbed, tmp_path)
     newest.write_bytes(newest.read_bytes()[:-100])
     command = start("autoencoder")
-    assert command.wait() == 0, command.said
-    assert f"{newest.name}: damaged, because its content does not match its checksum" in command.said
-    assert "resuming autoencoder after step 6" in command.said
+    assert command.wait() == 0, command.output
+    assert f"{newest.name}: damaged, because its content does not match its checksum" in command.output
+    assert "resuming autoencoder after step 6" in command.output
     weights = [(f / "runs" / "tiny" / "autoencoder.safetensors").read_bytes() for f in (tmp_path, undisturbed)]
     assert weights[0] == weights[1]
 
 
 def test_second_command_on_a_run_is_refused_and_the_first_continues(start, tmp_path):
-    first = start("autoencoder", "autoencoder.training.max_steps=2000", said="first.log")
+    first = start("autoencoder", "autoencoder.training.max_steps=2000", output="first.log")
     while not (tmp_path / "runs" / "tiny" / ".lock").exists():
-        assert first.exit_code is None, first.said
-    second = start("autoencoder", "autoencoder.training.max_steps=2000", said="second.log")
-    assert second.wait() == 2, second.said
-    assert f"in use by another process (pid {first.pid} on " in second.said
-    assert first.exit_code is None, first.said
+        assert first.exit_code is None, first.output
+    second = start("autoencoder", "autoencoder.training.max_steps=2000", output="second.log")
+    assert second.wait() == 2, second.output
+    assert f"in use by another process (pid {first.pid} on " in second.output
+    assert first.exit_code is None, first.output
     first.send(signal.SIGKILL)
     first.wait()
 
@@ -92,9 +92,9 @@ def test_checkpoint_of_another_program_is_refused(start, undisturbed, tmp_path):
         path.unlink()
     Checkpoints(newest.parent, "autoencoder", 2).save(8, state)
     command = start("autoencoder")
-    assert command.wait() == 2, command.said
-    assert "not a checkpoint of this version of the program (KeyError: 'networks')" in command.said
-    assert "Traceback" not in command.said
+    assert command.wait() == 2, command.output
+    assert "not a checkpoint of this version of the program (KeyError: 'networks')" in command.output
+    assert "Traceback" not in command.output
 
 
 class Payload:

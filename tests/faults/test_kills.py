@@ -43,12 +43,12 @@ def test_run_killed_at_three_moments_ends_bit_identical(warm, tmp_path, campaign
 
 def test_run_killed_while_it_saves_resumes_from_the_previous_checkpoint(start, undisturbed, tmp_path):
     killed = start("autoencoder", signalled="SIGKILL", moment="save")
-    assert killed.wait() == -signal.SIGKILL, killed.said
+    assert killed.wait() == -signal.SIGKILL, killed.output
     assert [path.name[:26] for path in checkpoints(tmp_path, "autoencoder")] == ["autoencoder_step_00000002_"]
     assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob(".autoencoder_*.tmp"))
     again = start("autoencoder")
-    assert again.wait() == 0, again.said
-    assert "resuming autoencoder after step 2" in again.said
+    assert again.wait() == 0, again.output
+    assert "resuming autoencoder after step 2" in again.output
     mine, expected = (load_file(place / "runs/tiny/autoencoder.safetensors") for place in (tmp_path, undisturbed))
     assert mine.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in mine.items())

@@ -35,16 +35,16 @@ def test_killed_process_ends_the_other_and_one_process_resumes_with_the_same_los
     if stage == "ldm":
         adopt_stage_one(undisturbed, tmp_path)
     first, second = start_two(stage, signalled="SIGKILL")
-    assert second.wait() == -signal.SIGKILL, second.said
-    assert first.wait() == 2, first.said
-    assert "another process of this run ended" in first.said
-    assert "run the same command again to resume from the last checkpoint" in first.said
-    assert "Traceback" not in first.said
+    assert second.wait() == -signal.SIGKILL, second.output
+    assert first.wait() == 2, first.output
+    assert "another process of this run ended" in first.output
+    assert "run the same command again to resume from the last checkpoint" in first.output
+    assert "Traceback" not in first.output
 
     alone = start(stage)
-    assert alone.wait() == 0, alone.said
-    assert f"resuming {stage} after step" in alone.said
-    assert f"{stage}.training.gradient_accumulation_steps: 1 -> 2" in alone.said
+    assert alone.wait() == 0, alone.output
+    assert f"resuming {stage} after step" in alone.output
+    assert f"{stage}.training.gradient_accumulation_steps: 1 -> 2" in alone.output
     expected = losses(undisturbed, stage, TERM[stage])
     assert len(expected) == NUM_STEPS
     torch.testing.assert_close(losses(tmp_path, stage, TERM[stage]), expected, rtol=1e-5, atol=0)
@@ -56,21 +56,21 @@ def test_killed_process_ends_the_other_and_one_process_resumes_with_the_same_los
 
 def test_another_effective_batch_is_refused_once_by_all(start_two, start, tmp_path):
     alone = start("autoencoder", "autoencoder.training.max_steps=2")
-    assert alone.wait() == 0, alone.said
+    assert alone.wait() == 0, alone.output
     commands = start_two("autoencoder", "autoencoder.training.batch_size=2")
     assert [command.wait() for command in commands] == [2, 2]
-    said = commands[0].said + commands[1].said
-    assert said.count("volumes per update (batch_size x gradient_accumulation_steps x processes): 2 -> 4") == 1
-    assert "Traceback" not in said
+    output = commands[0].output + commands[1].output
+    assert output.count("volumes per update (batch_size x gradient_accumulation_steps x processes): 2 -> 4") == 1
+    assert "Traceback" not in output
 
 
 def test_signal_to_one_process_stops_both_after_the_same_step(start_two, tmp_path):
     commands = start_two("autoencoder", "autoencoder.training.max_steps=500")
     wait_for(lambda: num_lines(tmp_path) >= 3, *commands)
     commands[1].send(signal.SIGUSR1)
-    assert [command.wait() for command in commands] == [130, 130], commands[0].said
+    assert [command.wait() for command in commands] == [130, 130], commands[0].output
     saved = int(checkpoints(tmp_path, "autoencoder")[-1].name.split("_")[2])
-    assert all(f"stopped after step {saved};" in command.said for command in commands)
+    assert all(f"stopped after step {saved};" in command.output for command in commands)
 
 
 def test_file_that_one_process_cannot_read_is_reported_once_and_ends_both(start_two, tmp_path, undisturbed):
@@ -86,9 +86,9 @@ def test_file_that_one_process_cannot_read_is_reported_once_and_ends_both(start_
     for path in source.iterdir():
         path.write_bytes(b"")
     assert [command.wait() for command in commands] == [2, 2]
-    said = commands[0].said + commands[1].said
-    assert "case_" in said
-    assert "Traceback" not in said
+    output = commands[0].output + commands[1].output
+    assert "case_" in output
+    assert "Traceback" not in output
     assert checkpoints(tmp_path, "autoencoder")
 
 
@@ -104,28 +104,28 @@ def test_out_of_memory_in_one_process_ends_both_with_the_same_code_and_says_what
             tmp_path,
             "tests/faults/train_without_memory.py",
             *arguments,
-            said=tmp_path / f"said_{each}.log",
+            output=tmp_path / f"output_{each}.log",
             **together | {"RANK": each, "LOCAL_RANK": each},
         )
         for each in ("0", "1")
     ]
-    assert [command.wait() for command in commands] == [3, 3], [command.said for command in commands]
-    said = commands[0].said + commands[1].said
-    assert said.count("step 3, training: out of memory; the last checkpoint is good (step 2)") == 1
-    assert "--on-oom next-rung does this automatically, but only for a single process" in said
-    assert "starting again" not in said
-    assert "resuming from the checkpoint" not in said
-    assert "Traceback" not in said
+    assert [command.wait() for command in commands] == [3, 3], [command.output for command in commands]
+    output = commands[0].output + commands[1].output
+    assert output.count("step 3, training: out of memory; the last checkpoint is good (step 2)") == 1
+    assert "--on-oom next-rung does this automatically, but only for a single process" in output
+    assert "starting again" not in output
+    assert "resuming from the checkpoint" not in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "WORLD_SIZE"])
 def test_wrong_environment_is_refused(start, missing):
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}
     command = start("autoencoder", **environment | {missing: ""})
-    assert command.wait() == 2, command.said
-    assert "start" in command.said
-    assert "torchrun" in command.said
-    assert "Traceback" not in command.said
+    assert command.wait() == 2, command.output
+    assert "start" in command.output
+    assert "torchrun" in command.output
+    assert "Traceback" not in command.output
 
 
 def test_torchrun_restarts_after_a_killed_process_and_finishes_the_run(undisturbed, tmp_path):
@@ -133,17 +133,17 @@ def test_torchrun_restarts_after_a_killed_process_and_finishes_the_run(undisturb
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
     launcher = [str(ROOT / "tests/faults/train_and_signal.py"), "SIGKILL", "4", str(ROOT / "train_autoencoder.py")]
     single = "autoencoder.training.gradient_accumulation_steps=1"
-    with (tmp_path / "said.log").open("w") as said:
+    with (tmp_path / "output.log").open("w") as output:
         done = subprocess.run(
             [*torchrun, *launcher, "--config", "tiny.yaml", single],
             cwd=tmp_path,
-            stderr=said,
-            stdout=said,
+            stderr=output,
+            stdout=output,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             timeout=500,
         )
-    assert done.returncode == 0, (tmp_path / "said.log").read_text()
-    text = (tmp_path / "said.log").read_text()
+    assert done.returncode == 0, (tmp_path / "output.log").read_text()
+    text = (tmp_path / "output.log").read_text()
     assert "another process of this run ended" in text
     assert "resuming autoencoder after step" in text
     mine, expected = (

@@ -36,13 +36,13 @@ def found(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
                 SCRIPT,
                 "tiny.yaml",
                 *overrides,
-                said=folder / f"said_{rank}.log",
+                output=folder / f"output_{rank}.log",
                 **together | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(world_size)
         ]
         for command in commands:
-            assert command.wait() == 0, command.said
+            assert command.wait() == 0, command.output
         result[name] = [torch.load(folder / f"found_{rank}.pt", weights_only=True) for rank in range(world_size)]
     return result
 
