@@ -16,6 +16,9 @@ from settings import Settings
 CLEARLY = 1.04
 """A candidate whose estimate exceeds the limit by this factor is not predicted any more."""
 
+ENOUGH = 0.95
+"""An item that needs this part of the limit is taken, even if a little more might fit."""
+
 Item = TypeVar("Item")
 
 
@@ -114,7 +117,7 @@ def last_that_fits(
     start: int = 0,
     fixed: float = 0.0,
 ) -> int:
-    """Return the position of the last item whose need is within the limit, -1 if none is.
+    """Return the position of the last item whose need is within the limit, or of one that nearly uses it; -1 if none is.
 
     Items are in the order of their needs, which grow about linearly with their costs. `need` is slow, so each call aims
     where the limit should lie by the calls before. fixed: what an item without cost would need.
@@ -126,6 +129,8 @@ def last_that_fits(
         position = min(max(position, low + 1), high - 1)
         known[position] = need(items[position])
         low, high = (position, high) if known[position] <= limit else (low, position)
+        if low >= 0 and known[low] >= ENOUGH * limit:
+            break
         estimate = _line(known, [cost(item) for item in items], fixed)
         if low >= 0 and len(known) > 1 and high - low > 1 and estimate(low + 1) > CLEARLY * limit:
             break
