@@ -79,7 +79,7 @@ def document() -> str:
                 start = time.perf_counter()
                 asker.budget_bytes = budget * GIB
                 before = counts[-1]
-                plan = make_plan(Planner(fingerprint, {}, asker, "planned"))
+                plan = make_plan(Planner(fingerprint, {}, asker, "planned"), has_alternatives=False)
                 lines.append(f"| {budget} GB | {' | '.join(_cells(plan))} | {counts[-1] - before} |")
                 reasons += [f"- {budget} GB: {line}." for line in plan.unused]
                 print(f"{name}, {budget} GB: {time.perf_counter() - start:.0f} s", file=sys.stderr)

@@ -117,10 +117,11 @@ def last_that_fits(
     start: int = 0,
     fixed: float = 0.0,
 ) -> int:
-    """Return the position of the last item whose need is within the limit, or of one that nearly uses it; -1 if none is.
+    """Return the position of the last item whose need is within the limit, -1 if none is.
 
     Items are in the order of their needs, which grow about linearly with their costs. `need` is slow, so each call aims
-    where the limit should lie by the calls before. fixed: what an item without cost would need.
+    where the limit should lie by the calls before, and an item that nearly uses the limit ends the search. fixed: what
+    an item without cost would need.
     """
     known: dict[int, float] = {}
     low, high = -1, len(items)
