@@ -16,10 +16,12 @@ from command_line import parser, run
 from settings import DataSettings
 
 if TYPE_CHECKING:
+    from memory.predict import Predictor
     from planning.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "plans.md"
+NAMES = ("CT", "MR", "thick slices", "small crops", "two channels")
 BUDGETS = (6, 12, 24, 48)
 GPU = "RTX 4090"
 GIB = 1 << 30
@@ -41,56 +43,58 @@ _COLUMNS = (
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    result = parser(__doc__ or "", ["python dev/plan_table.py"])
+    result = parser(__doc__ or "", ["python dev/plan_table.py", "python dev/plan_table.py --only CT"])
     result.add_argument("--out", default=str(PATH), metavar="FILE", help="the document")
+    result.add_argument("--only", action="append", choices=NAMES, help="plan only this set and keep the other sections")
     return result.parse_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Make the data sets, plan for each budget, and write the document."""
-    Path(options.out).write_text(document(), encoding="utf-8")
-    print(options.out)
+    """Plan set by set, each for every budget, and write the document after each."""
+    from memory.predict import Predictor
+
+    out = Path(options.out)
+    sections = _sections(out.read_text(encoding="utf-8")) if options.only and out.exists() else {}
+    with Predictor(2) as predictor:
+        for name in options.only or NAMES:
+            sections[name] = _section(name, predictor)
+            ordered = [sections[name] for name in NAMES if name in sections]
+            out.write_text("\n".join([_INTRODUCTION, *ordered]), encoding="utf-8")
+            print(f"{out}: {name} written")
     return 0
 
 
-def document() -> str:
-    """Return the document."""
+def _sections(text: str) -> dict[str, str]:
+    parts = text.split("\n## ")[1:]
+    return {part.splitlines()[0]: f"## {part.rstrip()}\n" for part in parts}
+
+
+def _section(name: str, predictor: Predictor) -> str:
+    """Make a data set, plan for every budget, and return what comes out as a section."""
     from dev.plan_sets import SETS, write_set
     from memory.kernels.gpus import check_gpu
-    from memory.predict import Predictor
     from planning.fingerprint import take_fingerprint
     from planning.plan import make_plan
     from planning.planner import Planner
     from planning.search import Asker
     from planning.text import found_lines
 
-    parts = [_INTRODUCTION]
-    with tempfile.TemporaryDirectory() as folder, Predictor(2) as predictor:
-        for name, volumes in SETS.items():
-            place = Path(folder) / name.replace(" ", "_")
-            write_set(place, volumes)
-            fingerprint = take_fingerprint(DataSettings(source=str(place)), seed=42)
-            counts = [0]
-            asker = Asker(predictor, 0, check_gpu(GPU), progress=counts.append)
-            found = [line for line in found_lines(fingerprint) if not line.startswith("volumes:")]
-            lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
-            reasons = []
-            for budget in BUDGETS:
-                start = time.perf_counter()
-                asker.budget_bytes = budget * GIB
-                before = counts[-1]
-                plan = make_plan(Planner(fingerprint, {}, asker, "planned"))
-                lines.append(f"| {budget} GB | {' | '.join(_cells(plan))} | {counts[-1] - before} |")
-                reasons += [f"- {budget} GB: {line}." for line in plan.unused]
-                print(f"{name}, {budget} GB: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-            facts = "\n".join(["```text", f"{'volumes:':<13}{fingerprint.number}", *found, "```"])
-            parts += [
-                f"## {name}\n",
-                facts + "\n",
-                "\n".join(lines) + "\n",
-                "\n".join(reasons) + "\n" if reasons else "",
-            ]
-    return "\n".join(part for part in parts if part)
+    with tempfile.TemporaryDirectory() as folder:
+        write_set(Path(folder) / "volumes", SETS[name])
+        fingerprint = take_fingerprint(DataSettings(source=f"{folder}/volumes"), seed=42)
+    counts = [0]
+    asker = Asker(predictor, 0, check_gpu(GPU), progress=counts.append)
+    lines, reasons = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"], []
+    for budget in BUDGETS:
+        start, before = time.perf_counter(), counts[-1]
+        asker.budget_bytes = budget * GIB
+        plan = make_plan(Planner(fingerprint, {}, asker, "planned"), has_alternatives=False)
+        lines.append(f"| {budget} GB | {' | '.join(_cells(plan))} | {counts[-1] - before} |")
+        reasons += [f"- {budget} GB: {line}." for line in plan.unused]
+        print(f"{name}, {budget} GB: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    facts = [line for line in found_lines(fingerprint) if not line.startswith("volumes:")]
+    found = ["```text", f"{'volumes:':<13}{fingerprint.number}", *facts, "```"]
+    return "\n".join([f"## {name}", "", *found, "", *lines, "", *reasons, *([""] if reasons else [])])
 
 
 def _cells(plan: Plan) -> Iterator[str]:

@@ -77,15 +77,18 @@ class Plan:
         }
 
 
-def make_plan(planner: Planner, hours: float | None = None) -> Plan:
-    """Search upward for the most capable config; raise `NothingFitsError` if there is none."""
+def make_plan(planner: Planner, hours: float | None = None, has_alternatives: bool = True) -> Plan:
+    """Search upward for the most capable config; raise `NothingFitsError` if there is none.
+
+    has_alternatives: also predict a faster and a larger one, which takes a third of the time.
+    """
     draft = planner.best_of_all()
     lines = notes(planner.fingerprint, draft.scene.sizing)
     draft = planner.settled(draft)
     if hours is not None:
         draft, more = _within_hours(planner, draft, hours)
         lines += more
-    alternatives = {"faster": _faster(draft), "larger": _larger(planner, draft)}
+    alternatives = {"faster": _faster(draft), "larger": _larger(planner, draft)} if has_alternatives else {}
     for _, other in alternatives.values():
         settings = planner.settings(other)
         for stage in STAGES:
@@ -97,7 +100,7 @@ def make_plan(planner: Planner, hours: float | None = None) -> Plan:
     return Plan(
         planner.fingerprint,
         tuple(planner.choices(draft)),
-        (rows["faster"], chosen, _judged(rows["larger"])),
+        (rows["faster"], chosen, _judged(rows["larger"])) if has_alternatives else (chosen,),
         tuple(lines),
         tuple(line for line in unused if line),
         planner.ask.budget_bytes,

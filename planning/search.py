@@ -16,6 +16,9 @@ from settings import Settings
 CLEARLY = 1.04
 """A candidate whose estimate exceeds the limit by this factor is not predicted any more."""
 
+ENOUGH = 0.95
+"""An item that needs this part of the limit is taken, even if a little more might fit."""
+
 Item = TypeVar("Item")
 
 
@@ -117,7 +120,8 @@ def last_that_fits(
     """Return the position of the last item whose need is within the limit, -1 if none is.
 
     Items are in the order of their needs, which grow about linearly with their costs. `need` is slow, so each call aims
-    where the limit should lie by the calls before. fixed: what an item without cost would need.
+    where the limit should lie by the calls before, and an item that nearly uses the limit ends the search. fixed: what
+    an item without cost would need.
     """
     known: dict[int, float] = {}
     low, high = -1, len(items)
@@ -126,6 +130,8 @@ def last_that_fits(
         position = min(max(position, low + 1), high - 1)
         known[position] = need(items[position])
         low, high = (position, high) if known[position] <= limit else (low, position)
+        if low >= 0 and known[low] >= ENOUGH * limit:
+            break
         estimate = _line(known, [cost(item) for item in items], fixed)
         if low >= 0 and len(known) > 1 and high - low > 1 and estimate(low + 1) > CLEARLY * limit:
             break
