@@ -2,13 +2,15 @@
 
 python dev/mutation_check.py --out docs/mutations.md
 
-Each result is kept in `docs/mutations.json` as soon as it is known, until the fault, its file or its tests change. An
-interrupted run therefore continues where it stopped, and `--only` runs a part.
+Each result is kept in `docs/mutations.json` as soon as it is known, until the fault or the code of its file
+or tests changes. An interrupted run therefore continues where it stopped; `--only` runs a part.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -95,6 +97,21 @@ class Outcome:
     fault: Fault
     caught_by: str | None
     seconds: float
+
+
+@functools.cache
+def _code_of(path: Path) -> str:
+    """Return what a file computes, without its comments and docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [part for part in body if not _is_text(part)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def named_files(folder: Path, test: str) -> list[str]:
