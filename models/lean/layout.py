@@ -27,7 +27,13 @@ def arranged(x: Tensor, layout: torch.memory_format) -> Tensor:
 
 
 class LaidOut:
-    """A mixin for networks that run in one memory layout: they bring their inputs into it, and their layers keep it."""
+    """A mixin for networks that run in one memory layout: they bring their inputs into it, and their layers keep it.
+
+    `fastest_layout` is what `device.memory_format: auto` chooses, on any device, so that memory predictions, which run
+    on CPU tensors, see the layout of a GPU. On a CPU it is not always the fastest: interleaved steps in fp32 took 1.05
+    times as long as contiguous ones with the autoencoder (96x96x32, CPU time of one thread), where the norm has no
+    fused kernel for it, and 0.93 times as long with the U-Net.
+    """
 
     fastest_layout = CHANNELS_LAST
     layout = CONTIGUOUS

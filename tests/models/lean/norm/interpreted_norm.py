@@ -39,8 +39,8 @@ def beyond_32_bits(folder: Path) -> float:
 def main() -> None:
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 is missing"
     results = {}
-    # Small tiles, so that small volumes have many of them; then one that spans tiles of the real size.
-    real_size, triton_launch.TILE_VALUES, triton_launch.COMBINE_BLOCK = triton_launch.TILE_VALUES, 128, 16
+    # Small tiles and blocks, so that small volumes have many of them; then one that spans tiles of the real size.
+    real_size, triton_launch.TILE_VALUES, triton_launch.COMBINE_BLOCK = triton_launch.TILE_VALUES, 128, 4
     for case in all_cases():
         results[str(case)] = distances(case, inputs(case), triton_launch, group_means)
     results["beyond 32 bits"] = {"y": beyond_32_bits(Path(sys.argv[1]))}
