@@ -163,7 +163,7 @@ def _larger(planner: Planner, draft: Draft) -> tuple[str, Draft]:
     if finer:
         return "finer voxels", replace(draft, scene=planner.scene(finer[0], draft.scene.shortened))
     first = replace(draft.first, width=_half_more(draft.first.width, 4))
-    second = replace(draft.second, width=_half_more(draft.second.width, 32))
+    second = replace(draft.second, width=_half_more(draft.second.width, 16))
     return "half as many channels again", replace(draft, first=first, second=second)
 
 

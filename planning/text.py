@@ -81,8 +81,8 @@ def as_yaml(plan: Plan, parameters: Parameters, command: str, out: Path) -> str:
         f"their margins {_gib(row.first.needed_bytes)} and {_gib(row.second.needed_bytes)}.",
         f"At least {hours_text(row.first.hours)} + {hours_text(row.second.hours)} on {row.first.gpu.name}; "
         f"{first:,} + {second:,} parameters.",
-        f"Start: python train_autoencoder.py --config {out}",
-        f"Then:  python train_ldm.py --config {out}",
+        f"Start: python train_autoencoder.py --config {printable(out)}",
+        f"Then:  python train_ldm.py --config {printable(out)}",
         "",
         "What was found",
         *(f"  {line}" for line in found_lines(plan.fingerprint)),
@@ -161,7 +161,7 @@ def _plain(value: Any) -> Any:
 
 
 def _schema(out: Path) -> str:
-    return os.path.relpath(SCHEMA, out.absolute().parent)
+    return printable(os.path.relpath(SCHEMA, out.absolute().parent))
 
 
 def _gib(nbytes: float) -> str:
