@@ -50,7 +50,7 @@ class KnownResults:
             with in_kernel_invocation_manager(self.mode):
                 out = func(*args, **kwargs)
                 return [self._wrap(part) for part in out] if isinstance(out, (list, tuple)) else self._wrap(out)
-        key = _key(func, args, kwargs) if how == "remembered" else None
+        key = key_of(func, args, kwargs) if how == "remembered" else None
         if key is None:
             return func(*args, **kwargs)
         if key not in self._results:
@@ -106,13 +106,18 @@ def _how(func: torch._ops.OpOverload) -> How:
     return "remembered" if is_new and is_pure else "asked"
 
 
-def _key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def key_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """Return a key that determines the metadata of the results; None if an argument prevents that."""
     parts: list[Any] = [func]
     is_complete = _collect(args, parts) and (
         not kwargs or _collect([part for pair in kwargs.items() for part in pair], parts)
     )
     return tuple(parts) if is_complete else None
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether an argument is neither a tensor nor a list."""
+    return type(value) in _PLAIN
 
 
 def _collect(values: Sequence[Any], parts: list[Any]) -> bool:

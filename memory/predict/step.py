@@ -14,21 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memory.kernels.timing import WorkPart
 from memory.predict.allocator import AllocatorLimits, replay, replay_pinned
 from memory.predict.emulation import emulated, tracked
 from memory.predict.known_results import CPU
-from memory.predict.prediction import MARGINS, Prediction, Stage, fullest_step, tier_of
-from memory.predict.run import VALIDATION, other_programs, peaks, run_validation
-from memory.predict.tracker import WORKSPACE, Allocation, Flops, MemoryTracker, Work, WorkKey
+from memory.predict.prediction import ENCODED_VOLUME, MARGINS, Prediction, Stage, fullest_step, tier_of
+from memory.predict.records import WORKSPACE, Allocation, Flops, Work, WorkKey, level_of, work_parts
+from memory.predict.run import ENCODING, VALIDATION, other_programs, peaks, run_validation
+from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
 from runtime.processes import Process
-from settings import Settings
+from settings import DataSettings, Settings
 
 NUM_LARGEST = 12
-MAX_KERNEL_VOXELS = 64  # tells volumes from 16-bit copies of convolution weights, which have five axes too
 CATEGORIES = (
     *("parameters", "gradients", "optimizer", "ema", "inputs"),
-    *("convolution workspaces", "library workspaces"),
+    *(CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES),
 )
 
 
@@ -115,21 +114,22 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
     start = time.perf_counter()
     is_cuda = settings.device.type != "cpu"
     ends: list[_StepEnd] = []
+    beside: dict[str, dict[WorkKey, Work]] = {}
 
     def after(step: Any, tracker: MemoryTracker) -> None:
         ends.append(_StepEnd.of(tracker))
         tracker.reset()
         if whole_run:
-            run_validation(step, settings, stage)
+            beside.update(run_validation(step, settings, stage, tracker))
 
     tracker = track_step(settings, stage, cuda=is_cuda, after=after)
     end, limits = ends[0], AllocatorLimits.parse(settings.device.allocator)
     run_peaks = {}
     if whole_run:
-        run_peaks = {VALIDATION: peaks(tracker, limits, is_cuda)}
-        run_peaks |= {
-            name: peaks(t, limits, is_cuda) for name, t in other_programs(_on_cpu(settings), stage, is_cuda).items()
-        }
+        programs = other_programs(_on_cpu(settings), stage, is_cuda)
+        run_peaks = {name: peaks(t, limits, is_cuda) for name, t in {VALIDATION: tracker, **programs}.items()}
+        if ENCODING in programs:
+            beside[ENCODED_VOLUME] = programs[ENCODING].work
     on_device = [record.nbytes if record.place == "device" else 0 for record in tracker.allocations]
     on_host = [record.nbytes if record.place == "host" else 0 for record in tracker.allocations]
     trace = tracker.trace[: end.events]
@@ -171,7 +171,10 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
         workspace_bytes=tracker.workspace,
         traffic_bytes=sum(work.nbytes for key, work in end.work.items() if key[2] != WORKSPACE) * updates,
         kernels=sum(work.kernels for work in end.work.values()) * updates,
-        work=[part.to_json() for part in _work_parts(end.work, grid, updates)],
+        work=[part.to_json() for part in work_parts(end.work, grid, updates)],
+        beside={name: [part.to_json() for part in work_parts(work)] for name, work in beside.items()},
+        num_validations=math.ceil(training.max_steps / training.validate_every),
+        num_volumes=list(_num_volumes(settings.data)),
         run_peaks=run_peaks,
         warnings=_warnings(tracker),
         max_steps=training.max_steps,
@@ -189,22 +192,19 @@ def fingerprint(settings: Settings, stage: Stage) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _num_volumes(data: DataSettings) -> tuple[int, int]:
+    """Return how many volumes train and how many are held out, about; zeros if only the data can tell."""
+    if data.source != "phantoms":
+        return 0, 0
+    held_out = max(1, round(data.num_phantoms * data.val_fraction))
+    return data.num_phantoms - held_out, held_out
+
+
 def _bucket_bytes(alive: list[Allocation]) -> int:
     """Return what the buckets of several processes add: room for all gradients; those at the peak live in them."""
     parameters = sum(record.nbytes for record in alive if record.category == "parameters")
     gradients = sum(record.nbytes for record in alive if record.category == "gradients")
     return max(0, parameters - gradients)
-
-
-def _work_parts(work: dict[WorkKey, Work], grid: tuple[int, ...], updates: int) -> list[WorkPart]:
-    """Return the work of one update by kind, level and precision."""
-    sums: dict[tuple[str, int | None, bool], Work] = {}
-    for (kind, shape, dtype), done in work.items():
-        total = sums.setdefault((kind, level_of(shape, grid), dtype in ("torch.bfloat16", "torch.float16")), Work())
-        total.nbytes += done.nbytes * updates
-        total.flops += done.flops * updates
-        total.kernels += done.kernels * updates
-    return [WorkPart(*key, total.nbytes, total.flops, total.kernels) for key, total in sums.items()]
 
 
 def _warnings(tracker: MemoryTracker) -> list[str]:
@@ -296,19 +296,6 @@ def _breakdown(alive: list[Allocation]) -> dict[str, int]:
     for record in alive:
         sums[record.category or ("activations" if record.module else "other")] += record.nbytes
     return dict(sums)
-
-
-def level_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> int | None:
-    """Return the resolution level of a tensor, 0 for the full grid; None for tensors without a grid.
-
-    Decided by the last axis, because slabs split the first one; rounding absorbs the rows that padding adds.
-    """
-    if len(shape) == 5 and math.prod(shape[2:]) > MAX_KERNEL_VOXELS:
-        return max(0, round(math.log2(grid[-1] / shape[-1])))
-    if len(shape) in (3, 4) and max(shape) > MAX_KERNEL_VOXELS:
-        tokens = max(shape)
-        return max(0, round(math.log2(math.prod(grid) / tokens) / 3))
-    return None
 
 
 def _by_module_and_level(alive: list[Allocation], grid: tuple[int, ...]) -> list[dict[str, Any]]:

@@ -9,8 +9,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,61 +21,20 @@ from torch.utils.hooks import RemovableHandle
 
 from memory.kernels import operators
 from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version
+from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.flops import count_flops
-from memory.predict.known_results import CPU, KnownResults
+from memory.predict.calls import Calls
+from memory.predict.known_results import CPU, KnownResults, key_of
+from memory.predict.records import WORKSPACE, Allocation, Flops, Place, Work, WorkKey
 from runtime.phases import current_phase
 
-Place = Literal["device", "host"]
 aten = torch.ops.aten
+_CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
-WORKSPACE = "workspace"  # where a tensor has its dtype
+CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES = "convolution workspaces", "library workspaces"
 CUBLAS_WORKSPACE_BYTES = 32 << 20
 """Allocated by the first matrix product of the thread that runs forward, and again by the one that runs backward, and
 kept. MONAI asks for this size by setting CUBLAS_WORKSPACE_CONFIG."""
-
-
-@dataclass(slots=True)
-class Allocation:
-    """One storage: its size, the operator, phase and module that allocated it, and whether it was released."""
-
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    op: str
-    phase: str
-    module: str
-    in_backward: bool
-    place: Place
-    category: str = ""  # parameters, gradients, optimizer, ema, inputs or workspaces; "" for tensors of the step
-    released: bool = False
-
-
-@dataclass(slots=True)
-class Work:
-    """What the kernels of one kind did on tensors of one shape: bytes moved, FLOPs and calls."""
-
-    nbytes: int = 0
-    flops: int = 0
-    kernels: int = 0
-
-
-WorkKey = tuple[str, tuple[int, ...], str]
-"""The kind of an operator, and the shape and dtype of its first tensor."""
-
-
-@dataclass(slots=True)
-class Flops:
-    """Floating-point operations of a step by purpose."""
-
-    forward: int = 0
-    backward: int = 0
-    recompute: int = 0
-    attention: int = 0  # attention's part of the three above
-
-    @property
-    def total(self) -> int:
-        """Return the sum of forward, backward and recomputation."""
-        return self.forward + self.backward + self.recompute
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -91,7 +49,9 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.cuda = cuda
         self.cudnn = cudnn_version() if cudnn is None else cudnn
+        self.fake = fake
         self._execute: Callable[..., Any] = KnownResults(fake, cuda) if fake is not None else _call
+        self._inside: dict[Any, int] = {}
         self.allocations: list[Allocation] = []
         self.trace: list[int] = []
         self.live: dict[Place, int] = {"device": 0, "host": 0}
@@ -100,6 +60,7 @@ class MemoryTracker(TorchDispatchMode):
         self.phase_peaks: dict[str, int] = {}
         self.flops = Flops()
         self.work: dict[WorkKey, Work] = {}
+        self.calls = Calls()  # only for a CPU
         self.workspace = 0  # the largest that one convolution takes
         self.unfolded: dict[bool, int] = {True: 0, False: 0}  # by whether cuDNN refuses the call or an older one would
         self._threads_with_cublas: set[bool] = set()
@@ -143,8 +104,8 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count allocations inside the block as host memory; on a GPU machine this is pinned memory."""
-        before, self._place = self._place, "host"
+        """Count allocations inside the block as host memory, which is pinned for a GPU and the only memory of a CPU."""
+        before, self._place = self._place, "host" if self.cuda else "device"
         try:
             yield
         finally:
@@ -172,7 +133,7 @@ class MemoryTracker(TorchDispatchMode):
     def reset(self) -> None:
         """Reset peaks and counts; live storages stay counted."""
         self.flops = Flops()
-        self.work = {}
+        self.work, self.calls = {}, Calls()
         self.phase_peaks = {}
         self.peak = dict(self.live)
         self.peak_event = len(self.trace)
@@ -215,13 +176,27 @@ class MemoryTracker(TorchDispatchMode):
             if (memory := convolution_memory(func, args, out, self.cudnn)) is not None:
                 self._convolve(memory, str(func), in_backward)
             elif nbytes := _attention_workspace(func, args):
-                self._pass_through(nbytes, str(func), in_backward, "library workspaces")
+                self._pass_through(nbytes, str(func), in_backward, LIBRARY_WORKSPACES)
+        elif (memory := cpu_convolution_memory(func, args, out)) is not None:
+            self._convolve(memory, str(func), in_backward)
+        elif func.namespace == "lean" and self.fake is not None:
+            self._pass_through(self._held_inside(func, args, kwargs), str(func), in_backward, LIBRARY_WORKSPACES)
         return out
+
+    def _held_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return what our own CPU kernels, which are made of torch's, hold besides arguments and results."""
+        key = key_of(func, args, kwargs)
+        if key not in self._inside:
+            with MemoryTracker(cuda=False, fake=self.fake) as inner:
+                out = func.redispatch(_CPU_KERNELS, *args, **kwargs)
+            results = operators.tensors_in(out if isinstance(out, tuple) else (out,))
+            self._inside[key] = inner.peak["device"] - sum(part.untyped_storage().nbytes() for part in results)
+        return self._inside[key]
 
     def _convolve(self, memory: ConvolutionMemory, op: str, in_backward: bool) -> None:
         for nbytes in memory.passes:
             if nbytes:
-                self._pass_through(nbytes, op, in_backward, "convolution workspaces")
+                self._pass_through(nbytes, op, in_backward, CONVOLUTION_WORKSPACES)
         self.workspace = max(self.workspace, *memory.passes, 0)
         self.unfolded[memory.is_unfolded] = max(self.unfolded[memory.is_unfolded], memory.unfolded)
 
@@ -242,7 +217,7 @@ class MemoryTracker(TorchDispatchMode):
     def _keep_from_the_start(self, nbytes: int, op: str, in_backward: bool) -> None:
         """Count memory that a library takes once and keeps, as if an earlier step had taken it."""
         index, here = len(self.allocations), current_phase()
-        record = Allocation(nbytes, (nbytes,), WORKSPACE, op, here, "", in_backward, "device", "library workspaces")
+        record = Allocation(nbytes, (nbytes,), WORKSPACE, op, here, "", in_backward, "device", LIBRARY_WORKSPACES)
         self.allocations.append(record)
         self.trace.append(index)
         self._kept.add(index)
@@ -302,6 +277,8 @@ class MemoryTracker(TorchDispatchMode):
             moved = operators.traffic_bytes(func, args, kwargs, out)
             shape, dtype = tuple(first.shape), str(first.dtype)
             self._add_work(operators.kind_of(func), shape, dtype, Work(moved, flops, operators.passes(func)))
+            if not self.cuda and self.fake is not None:
+                self.calls.add(func, args, kwargs, flops, moved)
         if not flops:
             return
         if "scaled_dot_product" in func._overloadpacket.__name__:
