@@ -33,6 +33,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument(
         "--without-workspaces", action="store_true", help="allocator: the device has no workspaces of convolutions"
     )
+    result.add_argument(
+        "--only-predict", action="store_true", help="allocator: predict the kept rows again, without a CUDA device"
+    )
     return result.parse_args(arguments)
 
 
@@ -51,12 +54,26 @@ def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
         from dev.measured import allocator
 
+        if options.only_predict:
+            for name, (settings, stage) in allocator.variants().items():
+                if options.only in name and name in (kept := read("allocator")):
+                    yield allocator.predicted_again(kept[name], name, settings, stage, not options.without_workspaces)
+            return
         if not torch.cuda.is_available():
             problem = Problem("allocator", "no CUDA device found", "allowed: with one", "measure another part")
             raise ConfigError([problem])
         for name, (settings, stage) in allocator.variants().items():
             if options.only in name:
                 yield allocator.compare(name, settings, stage, not options.without_workspaces)
+    elif options.what == "resident":
+        from dev.measured import resident
+
+        names = [name for name in resident.VARIANTS if options.only in name]
+        yield from resident.measure([(name, resident.GRID) for name in names])
+    else:
+        from dev.measured import times
+
+        yield from times.compare(options.only)
 
 
 def read(what: str) -> dict[str, dict[str, Any]]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memory.ladder.measured_step import measure_in_process
-from memory.predict.allocator import AllocatorLimits, replay, replay_pinned
+from memory.ladder.measured_step import MeasuredStep, measure_in_process
+from memory.predict.allocator import AllocatorLimits, replay_pinned
 from memory.predict.prediction import Stage
-from memory.predict.step import track_step
+from memory.predict.step import replay_training, track_step
 from memory.predict.tracker import CONVOLUTION_WORKSPACES
 from settings import Settings, load_settings
 
@@ -44,6 +44,7 @@ _RESET = {
     f"{TRAINING}.use_nested_checkpointing": "auto",
     f"{TRAINING}.slab_rows": 0,
 }
+_PARTS = ("allocated", "reserved", "host")
 VARIED = ("high_res", "balanced")
 
 
@@ -71,22 +72,27 @@ def _on_cuda(settings: Settings) -> Settings:
 
 def compare(name: str, settings: Settings, stage: Stage, has_workspaces: bool) -> dict[str, Any]:
     """Return what the allocators held and what the replay says, in bytes; measured values are 0 if the steps fail."""
-    measured = measure_in_process(settings, stage)
-    allocated, reserved, host = predict(settings, stage, has_workspaces)
-    return {
-        "name": name,
-        "allocated": [measured.peak_allocated_bytes if measured else 0, allocated],
-        "reserved": [measured.peak_reserved_bytes if measured else 0, reserved],
-        "host": [measured.host_bytes if measured else 0, host],
-    }
+    peaks = measure_in_process(settings, stage) or MeasuredStep(0, 0, 0)
+    measured = (peaks.peak_allocated_bytes, peaks.peak_reserved_bytes, peaks.host_bytes)
+    return _row(name, measured, predict(settings, stage, has_workspaces))
+
+
+def predicted_again(
+    kept: dict[str, Any], name: str, settings: Settings, stage: Stage, has_workspaces: bool
+) -> dict[str, Any]:
+    """Return a row with its measured values as they were and new predictions."""
+    return _row(name, tuple(kept[part][0] for part in _PARTS), predict(settings, stage, has_workspaces))
+
+
+def _row(name: str, measured: tuple[int, ...], predicted: tuple[int, ...]) -> dict[str, Any]:
+    pairs = zip(_PARTS, measured, predicted, strict=True)
+    return {"name": name, **{part: [first, second] for part, first, second in pairs}}
 
 
 def predict(settings: Settings, stage: Stage, has_workspaces: bool) -> tuple[int, int, int]:
     """Return the predicted peaks: allocated, reserved, and pinned on the host."""
     tracker = track_step(settings, stage)
     left_out = () if has_workspaces else (CONVOLUTION_WORKSPACES,)
-    records = tracker.allocations
-    on_device = [0 if r.place == "host" or r.category in left_out else r.nbytes for r in records]
-    on_host = [r.nbytes if r.place == "host" else 0 for r in records]
-    allocator = replay(tracker.trace, on_device, AllocatorLimits.parse(settings.device.allocator))
+    on_host = [record.nbytes if record.place == "host" else 0 for record in tracker.allocations]
+    allocator = replay_training(tracker, AllocatorLimits.parse(settings.device.allocator), left_out)
     return allocator.peak_allocated, allocator.peak_reserved, replay_pinned(tracker.trace, on_host)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from memory.predict.prediction import MIB
+from memory.predict.records import StepEvents
 
 ALIGNMENT = 512
 SMALL_REQUEST = 1 * MIB  # up to this size: the small pool
@@ -211,6 +212,83 @@ def replay(trace: Iterable[int], sizes: Sequence[int], limits: AllocatorLimits) 
         else:
             allocator.release(blocks.pop(~event), sizes[~event])
     return allocator
+
+
+def training_trace(
+    trace: Sequence[int], categories: Sequence[str], step: StepEvents, incoming: set[int], kept: set[int]
+) -> tuple[list[int], list[int]]:
+    """Return the trace of two updates, made of one step that began with optimizer states, and what it allocates.
+
+    Where blocks lie decides how well later ones fit. In a real run libraries take their memory, and the first
+    micro-batch its gradients, between activations, and optimizer states come after the first backward pass.
+
+    incoming: gradients as backward hands them to parameters. kept: what libraries take once. The second list says of
+    which allocation each is a copy.
+    """
+    copies = _Copies(kept)
+    before = [event for event in trace[: step.start] if event >= 0]
+    released = {~event for event in trace[: step.start] if event < 0}
+    backward, update = trace[step.start : step.update], trace[step.update : step.end]
+    is_accumulating = any(categories[index] == "gradients" and index not in released for index in before)
+    for index in before:
+        if index not in released and categories[index] not in ("optimizer", "gradients"):
+            copies.allocate(index)
+    for number in range(2):
+        if is_accumulating:
+            copies.run(backward, incoming)
+            copies.forget(incoming)
+        copies.run(backward, set())
+        for index in before if not number else ():
+            if categories[index] == "optimizer":
+                copies.allocate(index)
+        copies.run(update, set())
+        copies.end_update()
+    return copies.trace, copies.sources
+
+
+class _Copies:
+    """A trace that repeats another one; each repetition allocates anew."""
+
+    def __init__(self, kept: set[int]) -> None:
+        self.kept = kept
+        self.trace: list[int] = []
+        self.sources: list[int] = []
+        self._live: dict[int, int] = {}
+        self._gradients: list[int] = []
+        self._of_update: set[int] = set()
+
+    def allocate(self, index: int) -> None:
+        self._live[index] = len(self.sources)
+        self.trace.append(len(self.sources))
+        self.sources.append(index)
+
+    def run(self, events: Sequence[int], kept: set[int]) -> None:
+        """Repeat events; allocations in `kept` are not released."""
+        for event in events:
+            if event < 0:
+                if ~event not in kept and ~event in self._live and ~event not in self.kept:
+                    self.trace.append(~self._live.pop(~event))
+                    self._of_update.discard(~event)
+            elif event not in self._live or event not in self.kept:
+                self.allocate(event)
+                if event not in self.kept:
+                    self._of_update.add(event)
+
+    def forget(self, gradients: set[int]) -> None:
+        """End a micro-batch: the gradients stay until the update is over, everything else of it is released."""
+        for index in list(self._of_update):
+            copy = self._live.pop(index)
+            if index in gradients:
+                self._gradients.append(copy)
+            else:
+                self.trace.append(~copy)
+        self._of_update.clear()
+
+    def end_update(self) -> None:
+        """Release the gradients and whatever else the update left."""
+        self.forget(set())
+        self.trace += [~copy for copy in self._gradients]
+        self._gradients.clear()
 
 
 def replay_pinned(trace: Iterable[int], sizes: Sequence[int]) -> int:

@@ -31,6 +31,15 @@ class Allocation:
     released: bool = False
 
 
+@dataclass(frozen=True)
+class StepEvents:
+    """Where a step is in a trace: its first event, the first one that moves weights, and the first one after it."""
+
+    start: int
+    update: int
+    end: int
+
+
 @dataclass(slots=True)
 class Work:
     """What the kernels of one kind did on tensors of one shape: bytes moved, FLOPs and calls."""

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memory.predict.allocator import AllocatorLimits, replay, replay_pinned
+from memory.predict.allocator import AllocatorLimits, CachingAllocator, replay, replay_pinned, training_trace
 from memory.predict.emulation import emulated, tracked
 from memory.predict.known_results import CPU
 from memory.predict.prediction import ENCODED_VOLUME, MARGINS, Prediction, Stage, fullest_step, tier_of
-from memory.predict.records import WORKSPACE, Allocation, Flops, Work, WorkKey, level_of, work_parts
+from memory.predict.records import WORKSPACE, Allocation, Flops, StepEvents, Work, WorkKey, level_of, work_parts
 from memory.predict.run import ENCODING, VALIDATION, other_programs, peaks, run_validation
 from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
 from runtime.processes import Process
@@ -64,7 +64,7 @@ def track_step(
         with tracked(mode, cuda) as tracker:
             _adopt_step(tracker, step)
             for updater in step.updaters.values():
-                _make_optimizer_state(updater)
+                make_optimizer_state(updater)
                 tracker.adopt(_tensors(updater.optimizer.state.values()), "optimizer")
                 if training.gradient_accumulation_steps > 1:
                     for parameter in updater.parameters:
@@ -73,11 +73,20 @@ def track_step(
             batch = step.example_batch(training.batch_size)
             tracker.adopt(_tensors(_fields(batch)), "inputs")
             tracker.reset()
-            step([batch], fullest_step(settings, stage))
+            tracker.step = _run(step, batch, fullest_step(settings, stage), tracker)
             if after is not None:
                 del batch
                 after(step, tracker)
     return tracker
+
+
+def _run(step: Any, batch: Any, number: int, tracker: MemoryTracker) -> StepEvents:
+    """Make one update and return where it is in the trace."""
+    start = len(tracker.trace)
+    step.backward([batch], number)
+    update = len(tracker.trace)
+    step.update(number)
+    return StepEvents(start, update, len(tracker.trace))
 
 
 @dataclass(frozen=True)
@@ -130,16 +139,11 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
         run_peaks = {name: peaks(t, limits, is_cuda) for name, t in {VALIDATION: tracker, **programs}.items()}
         if ENCODING in programs:
             beside[ENCODED_VOLUME] = programs[ENCODING].work
-    on_device = [record.nbytes if record.place == "device" else 0 for record in tracker.allocations]
     on_host = [record.nbytes if record.place == "host" else 0 for record in tracker.allocations]
-    trace = tracker.trace[: end.events]
+    default, expandable = AllocatorLimits(), AllocatorLimits(expandable_segments=True)
     reserved = {
-        name: max(replay(trace, on_device, chosen).peak_reserved, end.allocated)
-        for name, chosen in (
-            ("chosen", limits),
-            ("default", AllocatorLimits()),
-            ("expandable", AllocatorLimits(expandable_segments=True)),
-        )
+        chosen: max(replay_training(tracker, chosen).peak_reserved, end.allocated)
+        for chosen in ({default, expandable, limits} if is_cuda else ())
     }
     grid = settings.training_grid if stage == "autoencoder" else settings.latent_shape[1:]
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
@@ -149,10 +153,10 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
         stage=stage,
         tier=tier,
         peak_allocated_bytes=end.allocated,
-        peak_reserved_bytes=reserved["chosen"] if is_cuda else end.allocated,
-        peak_reserved_default_bytes=reserved["default"],
-        peak_reserved_expandable_bytes=reserved["expandable"],
-        host_bytes=replay_pinned(trace, on_host) if is_cuda else end.host,
+        peak_reserved_bytes=reserved.get(limits, end.allocated),
+        peak_reserved_default_bytes=reserved.get(default, end.allocated),
+        peak_reserved_expandable_bytes=reserved.get(expandable, end.allocated),
+        host_bytes=replay_pinned(tracker.trace[: end.events], on_host) if is_cuda else end.host,
         phase=max(end.phase_peaks, key=lambda name: end.phase_peaks[name]),
         phase_peaks=end.phase_peaks | {name: peak["allocated_bytes"] for name, peak in run_peaks.items()},
         breakdown=_breakdown(alive),
@@ -182,6 +186,18 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
         config=fingerprint(settings, stage),
         context_bytes=Prediction.context_bytes if is_cuda else 0,
     )
+
+
+def replay_training(
+    tracker: MemoryTracker, limits: AllocatorLimits, left_out: tuple[str, ...] = ()
+) -> CachingAllocator:
+    """Run two updates of a tracked step through the allocator; categories in `left_out` take no memory."""
+    assert tracker.step is not None, "only a tracker of a whole step knows where it is in the trace"
+    records = tracker.allocations
+    categories = [record.category for record in records]
+    trace, sources = training_trace(tracker.trace, categories, tracker.step, tracker.incoming, tracker.kept)
+    sizes = [0 if r.place == "host" or r.category in left_out else r.nbytes for r in (records[i] for i in sources)]
+    return replay(trace, sizes, limits)
 
 
 def fingerprint(settings: Settings, stage: Stage) -> str:
@@ -271,7 +287,7 @@ def _adopt_step(tracker: MemoryTracker, step: Any) -> None:
 
 
 @torch.no_grad()
-def _make_optimizer_state(updater: Any) -> None:
+def make_optimizer_state(updater: Any) -> None:
     """Make the optimizer allocate its states, which exist from the first update on."""
     for parameter in updater.parameters:
         parameter.grad = torch.zeros_like(parameter)

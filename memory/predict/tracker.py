@@ -23,9 +23,10 @@ from memory.kernels import operators
 from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version
 from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.flops import count_flops
+from memory.kernels.reductions import channel_sum_bytes
 from memory.predict.calls import Calls
 from memory.predict.known_results import CPU, KnownResults, key_of
-from memory.predict.records import WORKSPACE, Allocation, Flops, Place, Work, WorkKey
+from memory.predict.records import WORKSPACE, Allocation, Flops, Place, StepEvents, Work, WorkKey
 from runtime.phases import current_phase
 
 aten = torch.ops.aten
@@ -64,7 +65,9 @@ class MemoryTracker(TorchDispatchMode):
         self.workspace = 0  # the largest that one convolution takes
         self.unfolded: dict[bool, int] = {True: 0, False: 0}  # by whether cuDNN refuses the call or an older one would
         self._threads_with_cublas: set[bool] = set()
-        self._kept: set[int] = set()
+        self.step: StepEvents | None = None
+        self.kept: set[int] = set()  # what libraries take once
+        self.incoming: set[int] = set()  # gradients as backward hands them to parameters
         self._place: Place = "device"
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -122,12 +125,16 @@ class MemoryTracker(TorchDispatchMode):
     def adopt_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Categorise each gradient as soon as backward stores it."""
 
+        def note(grad: torch.Tensor) -> None:
+            self.incoming.add(self._alive[grad.untyped_storage()._cdata][0])
+
         def mark(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
                 self.adopt([parameter.grad], "gradients")
 
         for parameter in parameters:
             if parameter.requires_grad:
+                parameter.register_hook(note)
                 parameter.register_post_accumulate_grad_hook(mark)
 
     def reset(self) -> None:
@@ -140,7 +147,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def alive_at_peak(self) -> list[Allocation]:
         """Return the device storages that were alive at the peak."""
-        alive = set(self._kept)
+        alive = set(self.kept)
         for event in self.trace[: self.peak_event]:
             if event >= 0:
                 alive.add(event)
@@ -175,6 +182,8 @@ class MemoryTracker(TorchDispatchMode):
         if self.cuda:
             if (memory := convolution_memory(func, args, out, self.cudnn)) is not None:
                 self._convolve(memory, str(func), in_backward)
+                if func._overloadpacket is aten.convolution_backward and args[-1][2]:
+                    self._pass_through(channel_sum_bytes(args[0]), str(func), in_backward, LIBRARY_WORKSPACES)
             elif nbytes := _attention_workspace(func, args):
                 self._pass_through(nbytes, str(func), in_backward, LIBRARY_WORKSPACES)
         elif (memory := cpu_convolution_memory(func, args, out)) is not None:
@@ -188,15 +197,17 @@ class MemoryTracker(TorchDispatchMode):
         key = key_of(func, args, kwargs)
         if key not in self._inside:
             with MemoryTracker(cuda=False, fake=self.fake) as inner:
+                inner.adopt(operators.tensors_in((*args, *kwargs.values())), "inputs")
+                before = inner.live["device"]
                 out = func.redispatch(_CPU_KERNELS, *args, **kwargs)
             results = operators.tensors_in(out if isinstance(out, tuple) else (out,))
-            self._inside[key] = inner.peak["device"] - sum(part.untyped_storage().nbytes() for part in results)
+            kept = before + sum(part.untyped_storage().nbytes() for part in results)
+            self._inside[key] = inner.peak["device"] - kept
         return self._inside[key]
 
     def _convolve(self, memory: ConvolutionMemory, op: str, in_backward: bool) -> None:
         for nbytes in memory.passes:
-            if nbytes:
-                self._pass_through(nbytes, op, in_backward, CONVOLUTION_WORKSPACES)
+            self._pass_through(nbytes, op, in_backward, CONVOLUTION_WORKSPACES)
         self.workspace = max(self.workspace, *memory.passes, 0)
         self.unfolded[memory.is_unfolded] = max(self.unfolded[memory.is_unfolded], memory.unfolded)
 
@@ -209,6 +220,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def _pass_through(self, nbytes: int, op: str, in_backward: bool, category: str) -> None:
         """Count memory that a kernel allocates and frees before it returns; it costs a write and a read."""
+        if not nbytes:
+            return
         index = self._record(nbytes, (nbytes,), WORKSPACE, op, in_backward)
         self.allocations[index].category = category
         self._record_release(index)
@@ -220,7 +233,7 @@ class MemoryTracker(TorchDispatchMode):
         record = Allocation(nbytes, (nbytes,), WORKSPACE, op, here, "", in_backward, "device", LIBRARY_WORKSPACES)
         self.allocations.append(record)
         self.trace.append(index)
-        self._kept.add(index)
+        self.kept.add(index)
         self.live["device"] += nbytes
         self.peak["device"] += nbytes
         self.phase_peaks = {name: peak + nbytes for name, peak in self.phase_peaks.items()}

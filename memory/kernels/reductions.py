@@ -1,0 +1,49 @@
+"""What torch's CUDA reductions allocate besides their result: room for the partial sums of thread blocks.
+
+A sum over the voxels of a channels-last volume has few results and much to add for each, so many blocks share one
+result, and each thread of each block leaves its partial sum in memory. Follows `setReduceConfig` in ATen's Reduce.cuh
+for sums in fp32 on an A100; other current cards start between 0.9 and 1.3 times as many blocks. A contiguous volume
+needs a few kilobytes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from memory.kernels.convolutions import is_channels_last
+
+MULTIPROCESSORS, THREADS_OF_MULTIPROCESSOR = 108, 2048
+_MOST_THREADS, _WARP, _WIDEST_VECTOR = 512, 32, 4
+_LEAST_VALUES, _MOST_VALUES = 16, 256  # of one thread
+
+
+def channel_sum_bytes(x: Tensor) -> int:
+    """Return the size of the partial sums for a sum over everything but the channels of `x`; 0 if it needs none."""
+    if not is_channels_last(x):
+        return 0
+    channels = x.shape[1]
+    vector = _WIDEST_VECTOR
+    while channels % vector:
+        vector //= 2
+    added = x.numel() // channels
+    most = _MOST_THREADS // vector
+    across = min(_power_of_two(channels // vector), most)
+    down = min(_power_of_two(added), most)
+    width = min(across, _WARP)
+    height = min(down, most // width)
+    width = min(across, most // height)
+    values = added
+    if values < min(height * 16, _MOST_VALUES):
+        return 0
+    values = -(-values // height)
+    grid = -(-(channels // vector) // width)
+    target = MULTIPROCESSORS * (THREADS_OF_MULTIPROCESSOR // (width * height))
+    if values < _MOST_VALUES or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
+    return 4 * channels * blocks * width * vector if blocks > 1 else 0
+
+
+def _power_of_two(number: int) -> int:
+    """Return the largest power of two that is not above a positive number."""
+    return 1 << (number.bit_length() - 1)
