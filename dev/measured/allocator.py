@@ -11,8 +11,9 @@ from typing import Any
 
 from memory.ladder.measured_step import MeasuredStep, measure_in_process
 from memory.predict.allocator import AllocatorLimits, replay_pinned
+from memory.predict.history import replay_training
 from memory.predict.prediction import Stage
-from memory.predict.step import replay_training, track_step
+from memory.predict.step import track_step
 from memory.predict.tracker import CONVOLUTION_WORKSPACES
 from settings import Settings, load_settings
 

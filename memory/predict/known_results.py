@@ -115,11 +115,6 @@ def key_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     return tuple(parts) if is_complete else None
 
 
-def is_plain(value: Any) -> bool:
-    """Return whether an argument is neither a tensor nor a list."""
-    return type(value) in _PLAIN
-
-
 def _collect(values: Sequence[Any], parts: list[Any]) -> bool:
     parts.append(len(values))
     for value in values:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +11,6 @@ from memory.kernels.timing import WorkPart
 Place = Literal["device", "host"]
 WORKSPACE = "workspace"
 """Stands where a tensor has its dtype."""
-MAX_KERNEL_VOXELS = 64  # tells volumes from 16-bit copies of convolution weights, which have five axes too
 
 
 @dataclass(slots=True)
@@ -80,26 +78,14 @@ def combined(parts: Iterable[tuple[float, Mapping[WorkKey, Work]]]) -> dict[Work
     return total
 
 
-def work_parts(work: Mapping[WorkKey, Work], grid: tuple[int, ...] | None = None, times: int = 1) -> list[WorkPart]:
-    """Return work by kind, precision and, if a grid is given, level; all of it `times` times."""
+def work_parts(
+    work: Mapping[WorkKey, Work], level_of: Callable[[tuple[int, ...]], int | None] = lambda _: None, times: int = 1
+) -> list[WorkPart]:
+    """Return work by kind, level and precision, all of it `times` times; `level_of` gives the level of a shape."""
     sums: dict[tuple[str, int | None, bool], Work] = {}
     for (kind, shape, dtype), done in work.items():
-        level = None if grid is None else level_of(shape, grid)
-        total = sums.setdefault((kind, level, dtype in ("torch.bfloat16", "torch.float16")), Work())
+        total = sums.setdefault((kind, level_of(shape), dtype in ("torch.bfloat16", "torch.float16")), Work())
         total.nbytes += done.nbytes * times
         total.flops += done.flops * times
         total.kernels += done.kernels * times
     return [WorkPart(*key, total.nbytes, total.flops, total.kernels) for key, total in sums.items()]
-
-
-def level_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> int | None:
-    """Return the resolution level of a tensor, 0 for the full grid; None for tensors without a grid.
-
-    Decided by the last axis, because slabs split the first one; rounding absorbs the rows that padding adds.
-    """
-    if len(shape) == 5 and math.prod(shape[2:]) > MAX_KERNEL_VOXELS:
-        return max(0, round(math.log2(grid[-1] / shape[-1])))
-    if len(shape) in (3, 4) and max(shape) > MAX_KERNEL_VOXELS:
-        tokens = max(shape)
-        return max(0, round(math.log2(math.prod(grid) / tokens) / 3))
-    return None

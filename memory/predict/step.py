@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memory.predict.allocator import AllocatorLimits, CachingAllocator, replay, replay_pinned, training_trace
+from memory.predict.allocator import AllocatorLimits, replay_pinned
 from memory.predict.emulation import emulated, tracked
+from memory.predict.history import replay_training
 from memory.predict.known_results import CPU
 from memory.predict.prediction import ENCODED_VOLUME, MARGINS, Prediction, Stage, fullest_step, tier_of
-from memory.predict.records import WORKSPACE, Allocation, Flops, StepEvents, Work, WorkKey, level_of, work_parts
+from memory.predict.records import WORKSPACE, Allocation, Flops, StepEvents, Work, WorkKey, work_parts
 from memory.predict.run import ENCODING, VALIDATION, other_programs, peaks, run_validation
 from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
 from runtime.processes import Process
 from settings import DataSettings, Settings
 
 NUM_LARGEST = 12
+MAX_KERNEL_VOXELS = 64  # tells volumes from 16-bit copies of convolution weights, which have five axes too
 CATEGORIES = (
     *("parameters", "gradients", "optimizer", "ema", "inputs"),
     *(CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES),
@@ -62,6 +64,7 @@ def track_step(
     with emulated(fake, cuda) as mode:
         step = build(settings, stage)
         with tracked(mode, cuda) as tracker:
+            tracker.benchmarks = settings.device.cudnn_benchmark
             _adopt_step(tracker, step)
             for updater in step.updaters.values():
                 make_optimizer_state(updater)
@@ -175,7 +178,7 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
         workspace_bytes=tracker.workspace,
         traffic_bytes=sum(work.nbytes for key, work in end.work.items() if key[2] != WORKSPACE) * updates,
         kernels=sum(work.kernels for work in end.work.values()) * updates,
-        work=[part.to_json() for part in work_parts(end.work, grid, updates)],
+        work=[part.to_json() for part in work_parts(end.work, lambda shape: level_of(shape, grid), updates)],
         beside={name: [part.to_json() for part in work_parts(work)] for name, work in beside.items()},
         num_validations=math.ceil(training.max_steps / training.validate_every),
         num_volumes=list(_num_volumes(settings.data)),
@@ -186,18 +189,6 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
         config=fingerprint(settings, stage),
         context_bytes=Prediction.context_bytes if is_cuda else 0,
     )
-
-
-def replay_training(
-    tracker: MemoryTracker, limits: AllocatorLimits, left_out: tuple[str, ...] = ()
-) -> CachingAllocator:
-    """Run two updates of a tracked step through the allocator; categories in `left_out` take no memory."""
-    assert tracker.step is not None, "only a tracker of a whole step knows where it is in the trace"
-    records = tracker.allocations
-    categories = [record.category for record in records]
-    trace, sources = training_trace(tracker.trace, categories, tracker.step, tracker.incoming, tracker.kept)
-    sizes = [0 if r.place == "host" or r.category in left_out else r.nbytes for r in (records[i] for i in sources)]
-    return replay(trace, sizes, limits)
 
 
 def fingerprint(settings: Settings, stage: Stage) -> str:
@@ -312,6 +303,19 @@ def _breakdown(alive: list[Allocation]) -> dict[str, int]:
     for record in alive:
         sums[record.category or ("activations" if record.module else "other")] += record.nbytes
     return dict(sums)
+
+
+def level_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> int | None:
+    """Return the resolution level of a tensor, 0 for the full grid; None for tensors without a grid.
+
+    Decided by the last axis, because slabs split the first one; rounding absorbs the rows that padding adds.
+    """
+    if len(shape) == 5 and math.prod(shape[2:]) > MAX_KERNEL_VOXELS:
+        return max(0, round(math.log2(grid[-1] / shape[-1])))
+    if len(shape) in (3, 4) and max(shape) > MAX_KERNEL_VOXELS:
+        tokens = max(shape)
+        return max(0, round(math.log2(math.prod(grid) / tokens) / 3))
+    return None
 
 
 def _by_module_and_level(alive: list[Allocation], grid: tuple[int, ...]) -> list[dict[str, Any]]:

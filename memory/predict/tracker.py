@@ -5,7 +5,6 @@ order. The result is the peak, the storages alive at the peak, and the trace tha
 """
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,11 +19,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from memory.kernels import operators
+from memory.kernels.attention import attention_workspace
 from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version
+from memory.kernels.cpu_calls import Calls
 from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.flops import count_flops
-from memory.kernels.reductions import channel_sum_bytes
-from memory.predict.calls import Calls
+from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes
 from memory.predict.known_results import CPU, KnownResults, key_of
 from memory.predict.records import WORKSPACE, Allocation, Flops, Place, StepEvents, Work, WorkKey
 from runtime.phases import current_phase
@@ -67,6 +67,9 @@ class MemoryTracker(TorchDispatchMode):
         self._threads_with_cublas: set[bool] = set()
         self.step: StepEvents | None = None
         self.kept: set[int] = set()  # what libraries take once
+        self.benchmarks = False  # whether cuDNN tries its algorithms at the first call of each convolution
+        self.benchmarked: list[int] = []  # where it does, after which torch empties its cache
+        self._tried: set[Any] = set()
         self.incoming: set[int] = set()  # gradients as backward hands them to parameters
         self._place: Place = "device"
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -165,8 +168,13 @@ class MemoryTracker(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _plausible_value(args[0].dtype)
-        out = self._execute(func, args, kwargs)
         in_backward = torch._C._current_graph_task_id() != -1
+        if self.cuda and func.namespace == "lean":
+            self._pass_through(partial_sum_bytes(func, args), str(func), in_backward, LIBRARY_WORKSPACES)
+        if in_backward and self.fake is not None and _is_added_in_place(func, args, kwargs):
+            out = args[0]
+        else:
+            out = self._execute(func, args, kwargs)
         if not in_backward and self._modules:
             # An operator's autograd node is created just before it runs, so the newest number is this operator's.
             self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._modules[-1]
@@ -182,9 +190,12 @@ class MemoryTracker(TorchDispatchMode):
         if self.cuda:
             if (memory := convolution_memory(func, args, out, self.cudnn)) is not None:
                 self._convolve(memory, str(func), in_backward)
+                if self.benchmarks and (key := key_of(func, args, kwargs)) not in self._tried:
+                    self._tried.add(key)
+                    self.benchmarked.append(len(self.trace))
                 if func._overloadpacket is aten.convolution_backward and args[-1][2]:
                     self._pass_through(channel_sum_bytes(args[0]), str(func), in_backward, LIBRARY_WORKSPACES)
-            elif nbytes := _attention_workspace(func, args):
+            elif nbytes := attention_workspace(func, args):
                 self._pass_through(nbytes, str(func), in_backward, LIBRARY_WORKSPACES)
         elif (memory := cpu_convolution_memory(func, args, out)) is not None:
             self._convolve(memory, str(func), in_backward)
@@ -315,21 +326,23 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def _is_added_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether autograd, adding up the gradients of a tensor with several uses, overwrites the first of them.
+
+    It does so if nothing else holds that memory, but not with tensors of a subclass, which fake ones are.
+    """
+    if func is not aten.add.Tensor or kwargs or torch.is_grad_enabled():
+        return False
+    first, second = args[:2]
+    if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    storage = first.untyped_storage()
+    is_dense = storage.nbytes() == first.numel() * first.element_size()
+    return is_dense and torch._C._storage_Use_Count(storage._cdata) <= 2  # one of them is `storage`
+
+
 def _plausible_value(dtype: torch.dtype) -> bool | float | int:
     """Return a value for a fake tensor, which has none: checks such as `isfinite` pass, counts of bad values are 0."""
     if dtype == torch.bool:
         return True
     return 0.0 if dtype.is_floating_point else 0
-
-
-def _attention_workspace(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes of workspace that attention's CUDA kernel allocates; 0 for other operators.
-
-    The backward of flash attention accumulates the gradient of the query in fp32, with the channels of a head rounded
-    up to 32 and the tokens to 128, plus one fp32 number per token and head.
-    """
-    if func._overloadpacket is not aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return 0
-    batch, heads, tokens, channels = args[1].shape
-    tokens = math.ceil(tokens / 128) * 128
-    return 4 * batch * heads * tokens * (math.ceil(channels / 32) * 32 + 1)

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from memory.kernels.operators import Kind, kind_of
-from memory.predict.known_results import is_plain
 
 GUESSED_FLOPS, GUESSED_BYTES = 2e10, 4e9
 """A second's worth of each on one core, to decide what is measured first."""
 REPEATS = 3
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _signature(value: Any) -> Any:
         return (value.dtype, value.dim(), tuple(lead), size, value.dim() > 2 and value.stride(1) == 1)
     if isinstance(value, (list, tuple)):
         return tuple(_signature(part) for part in value)
-    return value if is_plain(value) else type(value)
+    return value if isinstance(value, _PLAIN) else type(value)
 
 
 def _measure(known: CallClass, clock: Callable[[], float]) -> float:
