@@ -48,7 +48,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
         check_classes(settings.ldm.conditioning, volumes)
         log.info(summarise(settings, "ldm", len(volumes.train), process.world_size))
-        watch.announce()
+        watch.announce(len(volumes.train), len(volumes.val))
         if is_dry_run:
             return 0
 

@@ -109,9 +109,9 @@ def _measure(ladder: Ladder, bar: _ProgressBar) -> dict[str, int]:
     measured = {}
     for number, predicted in enumerate(ladder.rungs, start=1):
         rung = predicted.rung
-        reserved = measure_in_process(rung.settings, ladder.stage)
-        if reserved is not None:
-            measured[rung.name] = reserved
+        peaks = measure_in_process(rung.settings, ladder.stage)
+        if peaks is not None:
+            measured[rung.name] = peaks.peak_reserved_bytes
         bar.advance(number, len(ladder.rungs), f"measured {rung.name}")
     return measured
 

@@ -32,8 +32,9 @@ VALUES = (
     "run_peaks",
     "max_steps",
 )
+TIMED = ("work", "beside", "num_validations", "num_volumes")
 WITH_WORK = ("presets", "readme")
-"""Sections whose documents show times and therefore keep the work of a step, too."""
+"""Sections whose documents show times and therefore keep the work of a run, too."""
 Answers = dict[str, dict[str, Any]]
 
 
@@ -53,7 +54,7 @@ def question(settings: Settings, stage: Stage, has_matrix: bool = False) -> str:
 def kept(answer: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """Return what a section keeps of an answer; of the compute only the sum."""
     flops = answer["flops"]["total"] if isinstance(answer["flops"], Mapping) else answer["flops"]
-    values = (*VALUES, "work") if section in WITH_WORK else VALUES
+    values = (*VALUES, *TIMED) if section in WITH_WORK else VALUES
     return {name: answer[name] for name in values if name in answer} | {"flops": flops}
 
 

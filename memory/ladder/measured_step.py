@@ -1,4 +1,4 @@
-"""Run the real step of a config on the GPU, in a separate process, and return what the allocator reserved.
+"""Run the real step of a config on the GPU, in a separate process, and return what the allocators held.
 
 As a program (`python -m memory.ladder.measured_step`), it reads one JSON request from standard input and prints the
 answer.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from memory.predict.prediction import Stage
@@ -17,8 +18,17 @@ from settings import Settings
 TIMEOUT_SECONDS = 600
 
 
-def measure_in_process(settings: Settings, stage: Stage) -> int | None:
-    """Return the peak reserved bytes of two real steps; None if they fail, for example because they do not fit."""
+@dataclass(frozen=True)
+class MeasuredStep:
+    """The peaks of torch's allocators: memory of the GPU in use and reserved, and pinned memory of the host."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    host_bytes: int
+
+
+def measure_in_process(settings: Settings, stage: Stage) -> MeasuredStep | None:
+    """Return the peaks of two real steps; None if they fail, for example because they do not fit."""
     request = json.dumps({"stage": stage, "settings": settings.model_dump(mode="json")})
     done = subprocess.run(
         [sys.executable, "-m", "memory.ladder.measured_step"],
@@ -31,11 +41,11 @@ def measure_in_process(settings: Settings, stage: Stage) -> int | None:
     )
     if done.returncode != 0:
         return None
-    return json.loads(done.stdout.splitlines()[-1])["peak_reserved_bytes"]
+    return MeasuredStep(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def measure_step(settings: Settings, stage: Stage) -> int:
-    """Run two updates on zeros on the GPU, the second with optimizer states, and return the peak reserved bytes."""
+def measure_step(settings: Settings, stage: Stage) -> MeasuredStep:
+    """Run two updates on zeros on the GPU, the second with optimizer states, and return the peaks."""
     import torch
 
     from memory.predict.step import build_step, fullest_step
@@ -48,7 +58,8 @@ def measure_step(settings: Settings, stage: Stage) -> int:
     for number in (first, first + 1):
         step(batches, number)
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_reserved(device)
+    host = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+    return MeasuredStep(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), host)
 
 
 def main() -> None:
@@ -59,7 +70,7 @@ def main() -> None:
     settings = Settings.model_validate(request["settings"])
     if settings.device.allocator:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.device.allocator
-    print(json.dumps({"peak_reserved_bytes": measure_step(settings, request["stage"])}))
+    print(json.dumps(asdict(measure_step(settings, request["stage"]))))
 
 
 if __name__ == "__main__":

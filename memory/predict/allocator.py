@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -52,11 +52,15 @@ class AllocatorLimits:
 
 @dataclass(slots=True, eq=False)
 class _Block:
+    """A piece of a segment; `address` counts from the start of the segment, `is_mapped`: it has memory behind it."""
+
     size: int
     number: int
     is_free: bool = False
     before: _Block | None = None
     after: _Block | None = None
+    address: int = 0
+    is_mapped: bool = True
 
 
 @dataclass(slots=True)
@@ -64,24 +68,43 @@ class _Pool:
     """The free blocks of one pool, ordered by size for best fit, and the last block of its expandable segment."""
 
     is_small: bool
+    is_expandable: bool
     free: list[tuple[int, int, _Block]] = field(default_factory=list)
     last: _Block | None = None
+    unmapped: list[_Block] = field(default_factory=list)
+
+    @property
+    def page(self) -> int:
+        """Return in which steps an expandable segment grows and shrinks."""
+        return SMALL_SEGMENT if self.is_small else LARGE_SEGMENT
 
     def add(self, block: _Block) -> None:
         block.is_free = True
-        insort(self.free, (block.size, block.number, block))
+        insort(self.free, (block.size, self._order(block), block))
 
     def remove(self, block: _Block) -> None:
         block.is_free = False
-        del self.free[bisect_left(self.free, (block.size, block.number))]
+        del self.free[bisect_left(self.free, (block.size, self._order(block)))]
 
     def best_fit(self, size: int, limits: AllocatorLimits) -> _Block | None:
         position = bisect_left(self.free, (size,))
-        found = self.free[position][2] if position < len(self.free) else None
-        if found is not None and found is self.last and position + 1 < len(self.free):
-            # The block at the end of an expandable segment counts as all that the segment can still become.
-            found = self.free[position + 1][2]
-        return found if found is not None and limits.allow(size, found.size) else None
+        if position == len(self.free):
+            return None
+        found = self.free[position][2]
+        for _, _, larger in self.free[position + 1 :] if self.is_expandable else ():
+            if self._possible_size(larger) >= self._possible_size(found):
+                break
+            found = larger
+        return found if limits.allow(size, found.size) else None
+
+    def _order(self, block: _Block) -> int:
+        return block.address if self.is_expandable else block.number
+
+    def _possible_size(self, block: _Block) -> float:
+        """Return what a block counts as: all that it can become by mapping what follows it."""
+        if block is self.last:
+            return math.inf
+        return block.size + (block.after.size if block.after is not None and not block.after.is_mapped else 0)
 
 
 class CachingAllocator:
@@ -90,7 +113,7 @@ class CachingAllocator:
     def __init__(self, limits: AllocatorLimits) -> None:
         self.limits, self.expandable_segments = limits, limits.expandable_segments
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        self._pools = {True: _Pool(is_small=True), False: _Pool(is_small=False)}
+        self._pools = {is_small: _Pool(is_small, limits.expandable_segments) for is_small in (True, False)}
         self._numbers = count()
 
     def allocate(self, nbytes: int) -> _Block | None:
@@ -115,6 +138,9 @@ class CachingAllocator:
             return
         pool = self._pools[round_up(nbytes, ALIGNMENT) <= SMALL_REQUEST]
         self.allocated -= block.size
+        self._free(pool, block)
+
+    def _free(self, pool: _Pool, block: _Block) -> None:
         if block.before is not None and block.before.is_free:
             pool.remove(block.before)
             block = self._merge(pool, block.before, block)
@@ -122,6 +148,43 @@ class CachingAllocator:
             pool.remove(block.after)
             block = self._merge(pool, block, block.after)
         pool.add(block)
+
+    def empty_cache(self) -> None:
+        """Give memory that is not in use back to the driver: whole segments, or the pages of expandable ones."""
+        for pool in self._pools.values():
+            for _, _, block in list(pool.free):
+                if self.expandable_segments:
+                    self._unmap(pool, block)
+                elif block.before is None and block.after is None:
+                    pool.remove(block)
+                    self.reserved -= block.size
+
+    def _unmap(self, pool: _Pool, block: _Block) -> None:
+        start = round_up(block.address, pool.page)
+        end = (block.address + block.size) // pool.page * pool.page
+        if end <= start:
+            return
+        pool.remove(block)
+        middle = block
+        if start > block.address:
+            middle = self._cut(pool, block, start - block.address)
+            pool.add(block)
+        if end < middle.address + middle.size:
+            pool.add(self._cut(pool, middle, end - middle.address))
+        middle.is_mapped = False
+        self.reserved -= middle.size
+        pool.unmapped = sorted([*pool.unmapped, middle], key=lambda hole: hole.address)
+
+    def _cut(self, pool: _Pool, block: _Block, size: int) -> _Block:
+        """Shorten a block to `size` and return the rest as a block of its own."""
+        rest = _Block(block.size - size, next(self._numbers), before=block, after=block.after)
+        rest.address = block.address + size
+        if block.after is not None:
+            block.after.before = rest
+        if pool.last is block:
+            pool.last = rest
+        block.after, block.size = rest, size
+        return rest
 
     def _reserve(self, nbytes: int) -> None:
         self.reserved += nbytes
@@ -136,19 +199,49 @@ class CachingAllocator:
         return _Block(segment, next(self._numbers))
 
     def _extend(self, pool: _Pool, size: int) -> _Block:
-        """Grow the pool's single segment at its end, starting with the free block there, if any."""
+        """Map memory at the first address with enough room: in a hole and what is free around it, or at the end."""
+        for hole in pool.unmapped:
+            first = hole.before if hole.before is not None and hole.before.is_free else hole
+            room, block = first.size, first.after
+            while room < size and block is not None and (block.is_free or not block.is_mapped):
+                room, block = room + block.size, block.after
+            if room >= size or block is None:
+                return self._grown(pool, first, size)
         end = pool.last if pool.last is not None and pool.last.is_free else None
-        missing = size - (end.size if end is not None else 0)
-        grown = round_up(missing, SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT)
+        return self._grown(pool, end, size)
+
+    def _grown(self, pool: _Pool, block: _Block | None, size: int) -> _Block:
+        """Map what follows a free block, or what a hole is, until there is one block of at least `size`."""
+        if block is not None and block.is_mapped:
+            pool.remove(block)
+        while block is None or not block.is_mapped or block.size < size:
+            missing = size - (block.size if block is not None and block.is_mapped else 0)
+            hole = block if block is not None and not block.is_mapped else block.after if block is not None else None
+            mapped = self._map(pool, hole, missing)
+            block = mapped if block is None or block is hole else self._merge(pool, block, mapped)
+            if block.after is not None and block.after.is_free:
+                pool.remove(block.after)
+                block = self._merge(pool, block, block.after)
+        return block
+
+    def _map(self, pool: _Pool, hole: _Block | None, nbytes: int) -> _Block:
+        """Map the first pages of a hole, or new ones at the end of the segment."""
+        grown = round_up(nbytes, pool.page)
+        if hole is None:
+            end = pool.last
+            block = _Block(grown, next(self._numbers), before=end)
+            if end is not None:
+                block.address, end.after = end.address + end.size, block
+            pool.last = block
+        else:
+            block, grown = hole, min(grown, hole.size)
+            pool.unmapped.remove(hole)
+            if grown < hole.size:
+                rest = self._cut(pool, hole, grown)
+                rest.is_mapped = False
+                pool.unmapped = sorted([*pool.unmapped, rest], key=lambda other: other.address)
+            hole.is_mapped = True
         self._reserve(grown)
-        if end is not None:
-            pool.remove(end)
-            end.size += grown
-            return end
-        block = _Block(grown, next(self._numbers), before=pool.last)
-        if pool.last is not None:
-            pool.last.after = block
-        pool.last = block
         return block
 
     def _split(self, pool: _Pool, block: _Block, size: int) -> None:
@@ -159,13 +252,7 @@ class CachingAllocator:
             is_worth_it = rest > SMALL_REQUEST and size < self.limits.max_split_bytes
         if not is_worth_it:
             return
-        remainder = _Block(rest, next(self._numbers), before=block, after=block.after)
-        if block.after is not None:
-            block.after.before = remainder
-        if pool.last is block:
-            pool.last = remainder
-        block.after, block.size = remainder, size
-        pool.add(remainder)
+        pool.add(self._cut(pool, block, size))
 
     def _merge(self, pool: _Pool, first: _Block, second: _Block) -> _Block:
         first.size += second.size
@@ -198,14 +285,19 @@ class PinnedAllocator:
         self._free[size] += 1
 
 
-def replay(trace: Iterable[int], sizes: Sequence[int], limits: AllocatorLimits) -> CachingAllocator:
+def replay(
+    trace: Iterable[int], sizes: Sequence[int], limits: AllocatorLimits, emptied: Container[int] = ()
+) -> CachingAllocator:
     """Run a trace through the allocator and return the allocator.
 
     trace: an allocation is its index into `sizes`, a release the complement of that index; sizes of 0 are skipped.
+    emptied: before which events the cache is emptied.
     """
     allocator = CachingAllocator(limits)
     blocks: dict[int, _Block | None] = {}
-    for event in trace:
+    for position, event in enumerate(trace):
+        if position in emptied:
+            allocator.empty_cache()
         if event >= 0:
             blocks[event] = allocator.allocate(sizes[event])
         else:

@@ -50,7 +50,7 @@ class KnownResults:
             with in_kernel_invocation_manager(self.mode):
                 out = func(*args, **kwargs)
                 return [self._wrap(part) for part in out] if isinstance(out, (list, tuple)) else self._wrap(out)
-        key = _key(func, args, kwargs) if how == "remembered" else None
+        key = key_of(func, args, kwargs) if how == "remembered" else None
         if key is None:
             return func(*args, **kwargs)
         if key not in self._results:
@@ -106,7 +106,7 @@ def _how(func: torch._ops.OpOverload) -> How:
     return "remembered" if is_new and is_pure else "asked"
 
 
-def _key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def key_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """Return a key that determines the metadata of the results; None if an argument prevents that."""
     parts: list[Any] = [func]
     is_complete = _collect(args, parts) and (

@@ -36,6 +36,8 @@ MARGINS = {"stock": 0.10, "plain": 0.10, "checkpointed": 0.20, "offload": 0.30, 
 """By how much a real step may exceed its prediction, by tier: the leaner a step, the more it matters what kernels take
 for themselves. Taken from real CPU steps; it shrinks with every full step measured on a machine."""
 TRAINING_STEP = "training step"
+VALIDATED_VOLUME, PREVIEWS, ENCODED_VOLUME = "validating a volume", "drawing the previews", "encoding a volume"
+"""What a run does besides its updates: each held-out volume, the samples of a validation, each volume at the start."""
 NCCL_BYTES = GIB // 4
 """Assumed for NCCL's own buffers, which no machine without GPUs can show."""
 
@@ -71,6 +73,9 @@ class Prediction:
     run_peaks: dict[str, dict[str, int]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     max_steps: int = 0
+    beside: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    num_validations: int = 0
+    num_volumes: list[int] = field(default_factory=lambda: [0, 0])
     bucket_bytes: int = 0
     config: str = ""
     time_correction: float = 1.0
@@ -108,8 +113,21 @@ class Prediction:
         return least_seconds(self.work_parts, gpu) * self.time_correction
 
     def hours(self, gpu: Gpu) -> float:
-        """Return the least time of all updates on a GPU."""
-        return self.seconds_per_step(gpu) * self.max_steps / 3600
+        """Return the least time of the whole run on a GPU: its updates, its validations, and encoding the latents."""
+        return (self.seconds_per_step(gpu) * self.max_steps + sum(self.seconds_beside(gpu).values())) / 3600
+
+    def seconds_beside(self, gpu: Gpu) -> dict[str, float]:
+        """Return the least times of what a run does besides its updates; of one volume if their number is unknown."""
+        num_train, num_held_out = self.num_volumes
+        times = {
+            VALIDATED_VOLUME: self.num_validations * max(1, num_held_out),
+            PREVIEWS: self.num_validations,
+            ENCODED_VOLUME: max(1, num_train + num_held_out),
+        }
+        return {
+            name: times[name] * least_seconds([WorkPart(**part) for part in parts], gpu) * self.time_correction
+            for name, parts in self.beside.items()
+        }
 
     def dominant(self, gpu: Gpu) -> Dominant | None:
         """Return what takes most of an update's time on a GPU."""

@@ -6,6 +6,8 @@ what they need in slabs, unless the blocks are MONAI's, which have none.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,33 +16,54 @@ from diffusion.latent_batches import LatentBatch
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec, frozen_codec
 from evaluation.autoencoder_validation import reconstruct_and_measure
-from evaluation.ldm_validation import held_out_losses
+from evaluation.ldm_validation import NOISE_LEVELS, held_out_losses
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, tracked
 from memory.predict.known_results import CPU
-from memory.predict.prediction import Stage
+from memory.predict.prediction import PREVIEWS, VALIDATED_VOLUME, Stage
+from memory.predict.records import Work, WorkKey, combined
 from memory.predict.tracker import MemoryTracker
 from models import build_unet
 from runtime.phases import phase
 from settings import Settings
 
+WorkOf = dict[WorkKey, Work]
 VALIDATION, ENCODING, SAMPLING, RECONSTRUCTION = "validation", "encoding the latents", "sampling", "reconstruct.py"
 
 
-def run_validation(step: Any, settings: Settings, stage: Stage) -> None:
-    """Validate one volume as training does, right after a step."""
+def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryTracker) -> dict[str, WorkOf]:
+    """Validate one volume as training does, right after a step; return the work of each part of a validation."""
     with phase(VALIDATION), torch.no_grad():
         if stage == "autoencoder":
             image = torch.zeros(1, settings.autoencoder.in_channels, *settings.data.voxel_size)
-            reconstruct_and_measure(step, image)
-            return
+            return {VALIDATED_VOLUME: _work_of(tracker, lambda: reconstruct_and_measure(step, image))}
         step.codec.budget_bytes = 0
         step.unet.eval()
         labels = None if settings.ldm.conditioning.type == "none" else torch.zeros(1, dtype=torch.long)
         zeros = torch.zeros(1, *settings.latent_shape)
-        held_out_losses(step, LatentBatch(zeros, zeros, (0,), labels, ("",)))
+        batch = LatentBatch(zeros, zeros, (0,), labels, ("",))
+        work = {VALIDATED_VOLUME: _work_of(tracker, lambda: held_out_losses(step, batch))}
         if settings.ldm.sampling.num_previews:
-            _sample(step.unet, step.codec, settings)
+            drawn = _work_of(tracker, lambda: _sample(step.unet, step.codec, settings))
+            work[PREVIEWS] = _of_all_previews(settings, work[VALIDATED_VOLUME], drawn)
+        return work
+
+
+def _work_of(tracker: MemoryTracker, run: Callable[[], object]) -> WorkOf:
+    """Return the work of a call."""
+    tracker.work = {}
+    run()
+    return tracker.work
+
+
+def _of_all_previews(settings: Settings, losses: WorkOf, drawn: WorkOf) -> WorkOf:
+    """Return the work of all samples of a validation, from one batch of them that took two denoising steps."""
+    sampling, batch = settings.ldm.sampling, _preview_batch(settings)
+    is_guided = settings.ldm.conditioning.type != "none" and sampling.guidance_scale not in (0.0, 1.0)
+    # A held-out loss calls the U-Net once at each noise level with one latent.
+    calls = batch * (2 if is_guided else 1) / len(NOISE_LEVELS)
+    batches = math.ceil(sampling.num_previews / batch)
+    return combined([(batches, drawn), (batches * (sampling.num_inference_steps - 2) * calls, losses)])
 
 
 def other_programs(settings: Settings, stage: Stage, cuda: bool) -> dict[str, MemoryTracker]:
@@ -88,6 +111,10 @@ def _reconstruct(codec: VolumeCodec, settings: Settings) -> None:
 def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> None:
     """Draw one batch of samples; all denoising steps need the same memory, so two are enough."""
     short = settings.with_overrides({"ldm.sampling.num_inference_steps": 2})
-    batch = min(settings.ldm.training.batch_size, max(1, settings.ldm.sampling.num_previews))
+    batch = _preview_batch(settings)
     for _ in draw_volumes(unet, codec, short, 1.0, 0, range(batch), batch_size=batch):
         pass
+
+
+def _preview_batch(settings: Settings) -> int:
+    return min(settings.ldm.training.batch_size, max(1, settings.ldm.sampling.num_previews))

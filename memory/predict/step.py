@@ -14,21 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memory.kernels.timing import WorkPart
-from memory.predict.allocator import AllocatorLimits, replay, replay_pinned
+from memory.predict.allocator import AllocatorLimits, replay_pinned
 from memory.predict.emulation import emulated, tracked
+from memory.predict.history import replay_training
 from memory.predict.known_results import CPU
-from memory.predict.prediction import MARGINS, Prediction, Stage, fullest_step, tier_of
-from memory.predict.run import VALIDATION, other_programs, peaks, run_validation
-from memory.predict.tracker import WORKSPACE, Allocation, Flops, MemoryTracker, Work, WorkKey
+from memory.predict.prediction import ENCODED_VOLUME, MARGINS, Prediction, Stage, fullest_step, tier_of
+from memory.predict.records import WORKSPACE, Allocation, Flops, StepEvents, Work, WorkKey, work_parts
+from memory.predict.run import ENCODING, VALIDATION, other_programs, peaks, run_validation
+from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
 from runtime.processes import Process
-from settings import Settings
+from settings import DataSettings, Settings
 
 NUM_LARGEST = 12
 MAX_KERNEL_VOXELS = 64  # tells volumes from 16-bit copies of convolution weights, which have five axes too
 CATEGORIES = (
     *("parameters", "gradients", "optimizer", "ema", "inputs"),
-    *("convolution workspaces", "library workspaces"),
+    *(CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES),
 )
 
 
@@ -63,9 +64,10 @@ def track_step(
     with emulated(fake, cuda) as mode:
         step = build(settings, stage)
         with tracked(mode, cuda) as tracker:
+            tracker.benchmarks = settings.device.cudnn_benchmark
             _adopt_step(tracker, step)
             for updater in step.updaters.values():
-                _make_optimizer_state(updater)
+                make_optimizer_state(updater)
                 tracker.adopt(_tensors(updater.optimizer.state.values()), "optimizer")
                 if training.gradient_accumulation_steps > 1:
                     for parameter in updater.parameters:
@@ -74,11 +76,20 @@ def track_step(
             batch = step.example_batch(training.batch_size)
             tracker.adopt(_tensors(_fields(batch)), "inputs")
             tracker.reset()
-            step([batch], fullest_step(settings, stage))
+            tracker.step = _run(step, batch, fullest_step(settings, stage), tracker)
             if after is not None:
                 del batch
                 after(step, tracker)
     return tracker
+
+
+def _run(step: Any, batch: Any, number: int, tracker: MemoryTracker) -> StepEvents:
+    """Make one update and return where it is in the trace."""
+    start = len(tracker.trace)
+    step.backward([batch], number)
+    update = len(tracker.trace)
+    step.update(number)
+    return StepEvents(start, update, len(tracker.trace))
 
 
 @dataclass(frozen=True)
@@ -115,31 +126,27 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
     start = time.perf_counter()
     is_cuda = settings.device.type != "cpu"
     ends: list[_StepEnd] = []
+    beside: dict[str, dict[WorkKey, Work]] = {}
 
     def after(step: Any, tracker: MemoryTracker) -> None:
         ends.append(_StepEnd.of(tracker))
         tracker.reset()
         if whole_run:
-            run_validation(step, settings, stage)
+            beside.update(run_validation(step, settings, stage, tracker))
 
     tracker = track_step(settings, stage, cuda=is_cuda, after=after)
     end, limits = ends[0], AllocatorLimits.parse(settings.device.allocator)
     run_peaks = {}
     if whole_run:
-        run_peaks = {VALIDATION: peaks(tracker, limits, is_cuda)}
-        run_peaks |= {
-            name: peaks(t, limits, is_cuda) for name, t in other_programs(_on_cpu(settings), stage, is_cuda).items()
-        }
-    on_device = [record.nbytes if record.place == "device" else 0 for record in tracker.allocations]
+        programs = other_programs(_on_cpu(settings), stage, is_cuda)
+        run_peaks = {name: peaks(t, limits, is_cuda) for name, t in {VALIDATION: tracker, **programs}.items()}
+        if ENCODING in programs:
+            beside[ENCODED_VOLUME] = programs[ENCODING].work
     on_host = [record.nbytes if record.place == "host" else 0 for record in tracker.allocations]
-    trace = tracker.trace[: end.events]
+    default, expandable = AllocatorLimits(), AllocatorLimits(expandable_segments=True)
     reserved = {
-        name: max(replay(trace, on_device, chosen).peak_reserved, end.allocated)
-        for name, chosen in (
-            ("chosen", limits),
-            ("default", AllocatorLimits()),
-            ("expandable", AllocatorLimits(expandable_segments=True)),
-        )
+        chosen: max(replay_training(tracker, chosen).peak_reserved, end.allocated)
+        for chosen in ({default, expandable, limits} if is_cuda else ())
     }
     grid = settings.training_grid if stage == "autoencoder" else settings.latent_shape[1:]
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
@@ -149,10 +156,10 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
         stage=stage,
         tier=tier,
         peak_allocated_bytes=end.allocated,
-        peak_reserved_bytes=reserved["chosen"] if is_cuda else end.allocated,
-        peak_reserved_default_bytes=reserved["default"],
-        peak_reserved_expandable_bytes=reserved["expandable"],
-        host_bytes=replay_pinned(trace, on_host) if is_cuda else end.host,
+        peak_reserved_bytes=reserved.get(limits, end.allocated),
+        peak_reserved_default_bytes=reserved.get(default, end.allocated),
+        peak_reserved_expandable_bytes=reserved.get(expandable, end.allocated),
+        host_bytes=replay_pinned(tracker.trace[: end.events], on_host) if is_cuda else end.host,
         phase=max(end.phase_peaks, key=lambda name: end.phase_peaks[name]),
         phase_peaks=end.phase_peaks | {name: peak["allocated_bytes"] for name, peak in run_peaks.items()},
         breakdown=_breakdown(alive),
@@ -171,7 +178,10 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
         workspace_bytes=tracker.workspace,
         traffic_bytes=sum(work.nbytes for key, work in end.work.items() if key[2] != WORKSPACE) * updates,
         kernels=sum(work.kernels for work in end.work.values()) * updates,
-        work=[part.to_json() for part in _work_parts(end.work, grid, updates)],
+        work=[part.to_json() for part in work_parts(end.work, lambda shape: level_of(shape, grid), updates)],
+        beside={name: [part.to_json() for part in work_parts(work)] for name, work in beside.items()},
+        num_validations=math.ceil(training.max_steps / training.validate_every),
+        num_volumes=list(_num_volumes(settings.data)),
         run_peaks=run_peaks,
         warnings=_warnings(tracker),
         max_steps=training.max_steps,
@@ -189,22 +199,19 @@ def fingerprint(settings: Settings, stage: Stage) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _num_volumes(data: DataSettings) -> tuple[int, int]:
+    """Return how many volumes train and how many are held out, about; zeros if only the data can tell."""
+    if data.source != "phantoms":
+        return 0, 0
+    held_out = max(1, round(data.num_phantoms * data.val_fraction))
+    return data.num_phantoms - held_out, held_out
+
+
 def _bucket_bytes(alive: list[Allocation]) -> int:
     """Return what the buckets of several processes add: room for all gradients; those at the peak live in them."""
     parameters = sum(record.nbytes for record in alive if record.category == "parameters")
     gradients = sum(record.nbytes for record in alive if record.category == "gradients")
     return max(0, parameters - gradients)
-
-
-def _work_parts(work: dict[WorkKey, Work], grid: tuple[int, ...], updates: int) -> list[WorkPart]:
-    """Return the work of one update by kind, level and precision."""
-    sums: dict[tuple[str, int | None, bool], Work] = {}
-    for (kind, shape, dtype), done in work.items():
-        total = sums.setdefault((kind, level_of(shape, grid), dtype in ("torch.bfloat16", "torch.float16")), Work())
-        total.nbytes += done.nbytes * updates
-        total.flops += done.flops * updates
-        total.kernels += done.kernels * updates
-    return [WorkPart(*key, total.nbytes, total.flops, total.kernels) for key, total in sums.items()]
 
 
 def _warnings(tracker: MemoryTracker) -> list[str]:
@@ -271,7 +278,7 @@ def _adopt_step(tracker: MemoryTracker, step: Any) -> None:
 
 
 @torch.no_grad()
-def _make_optimizer_state(updater: Any) -> None:
+def make_optimizer_state(updater: Any) -> None:
     """Make the optimizer allocate its states, which exist from the first update on."""
     for parameter in updater.parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memory.kernels.gpus import Gpu
-from memory.predict.prediction import GIB, NCCL_BYTES, Prediction
+from memory.predict.prediction import ENCODED_VOLUME, GIB, NCCL_BYTES, PREVIEWS, VALIDATED_VOLUME, Prediction
 
 
 def gib(nbytes: float) -> str:
@@ -39,11 +39,12 @@ def describe_prediction(prediction: Prediction, gpu: Gpu, num_gpus: int = 1) -> 
 
 
 def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1) -> str:
-    """Return how long an update and all updates take at least, and what takes most of it."""
+    """Return how long an update and the whole run take at least, and what takes most of an update."""
     seconds = p.seconds_per_step(gpu)
     cards = gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}"
     text = (
-        f"Time on {cards}: at least {seconds:.3g} s an update, {hours_text(p.hours(gpu))} for {p.max_steps:,} updates "
+        f"Time on {cards}: at least {seconds:.3g} s an update, {hours_text(p.hours(gpu))} for the whole run of "
+        f"{p.max_steps:,} updates{_beside_text(p, gpu)} "
         f"({p.traffic_bytes / GIB:,.1f} GiB moved by {p.kernels:,} kernels; bandwidth and half the peak: {gpu.source})."
     )
     if num_gpus > 1:
@@ -51,6 +52,22 @@ def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1) -> str:
     if p.time_correction != 1.0:
         text += f" Corrected by measured steps: {p.time_correction:.2f} times."
     return text + dominant_text(p, gpu)
+
+
+def _beside_text(p: Prediction, gpu: Gpu) -> str:
+    """Return what is in the time of a run besides its updates."""
+    times = {name: hours_text(seconds / 3600) for name, seconds in p.seconds_beside(gpu).items()}
+    if not times:
+        return ""
+    num_train, num_held_out = p.num_volumes
+    held_out = f"{num_held_out} held-out volumes" if num_held_out else "each held-out volume"
+    words = {
+        VALIDATED_VOLUME: f"{times.get(VALIDATED_VOLUME)} for {p.num_validations} validations of {held_out}",
+        PREVIEWS: f"{times.get(PREVIEWS)} for their previews",
+        ENCODED_VOLUME: f"{times.get(ENCODED_VOLUME)} for encoding "
+        + (f"{num_train + num_held_out} volumes" if num_train else "each volume"),
+    }
+    return ", with " + ", ".join(words[name] for name in times)
 
 
 def dominant_text(p: Prediction, gpu: Gpu) -> str:
@@ -72,7 +89,9 @@ def hours_text(hours: float) -> str:
     """Return a duration as people say it."""
     if hours >= 48:
         return f"{hours / 24:.1f} days"
-    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
+    if hours >= 1:
+        return f"{hours:.1f} h"
+    return f"{60 * hours:.0f} min" if hours >= 1 / 60 else "under 1 min"
 
 
 def _totals(p: Prediction, num_gpus: int) -> str:

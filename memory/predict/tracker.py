@@ -5,12 +5,10 @@ order. The result is the peak, the storages alive at the peak, and the trace tha
 """
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,62 +19,23 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from memory.kernels import operators
+from memory.kernels.attention import attention_workspace
 from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version
+from memory.kernels.cpu_calls import Calls
+from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.flops import count_flops
-from memory.predict.known_results import CPU, KnownResults
+from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes
+from memory.predict.known_results import CPU, KnownResults, key_of
+from memory.predict.records import WORKSPACE, Allocation, Flops, Place, StepEvents, Work, WorkKey
 from runtime.phases import current_phase
 
-Place = Literal["device", "host"]
 aten = torch.ops.aten
+_CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
-WORKSPACE = "workspace"  # where a tensor has its dtype
+CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES = "convolution workspaces", "library workspaces"
 CUBLAS_WORKSPACE_BYTES = 32 << 20
 """Allocated by the first matrix product of the thread that runs forward, and again by the one that runs backward, and
 kept. MONAI asks for this size by setting CUBLAS_WORKSPACE_CONFIG."""
-
-
-@dataclass(slots=True)
-class Allocation:
-    """One storage: its size, the operator, phase and module that allocated it, and whether it was released."""
-
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    op: str
-    phase: str
-    module: str
-    in_backward: bool
-    place: Place
-    category: str = ""  # parameters, gradients, optimizer, ema, inputs or workspaces; "" for tensors of the step
-    released: bool = False
-
-
-@dataclass(slots=True)
-class Work:
-    """What the kernels of one kind did on tensors of one shape: bytes moved, FLOPs and calls."""
-
-    nbytes: int = 0
-    flops: int = 0
-    kernels: int = 0
-
-
-WorkKey = tuple[str, tuple[int, ...], str]
-"""The kind of an operator, and the shape and dtype of its first tensor."""
-
-
-@dataclass(slots=True)
-class Flops:
-    """Floating-point operations of a step by purpose."""
-
-    forward: int = 0
-    backward: int = 0
-    recompute: int = 0
-    attention: int = 0  # attention's part of the three above
-
-    @property
-    def total(self) -> int:
-        """Return the sum of forward, backward and recomputation."""
-        return self.forward + self.backward + self.recompute
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -91,7 +50,9 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.cuda = cuda
         self.cudnn = cudnn_version() if cudnn is None else cudnn
+        self.fake = fake
         self._execute: Callable[..., Any] = KnownResults(fake, cuda) if fake is not None else _call
+        self._inside: dict[Any, int] = {}
         self.allocations: list[Allocation] = []
         self.trace: list[int] = []
         self.live: dict[Place, int] = {"device": 0, "host": 0}
@@ -100,10 +61,16 @@ class MemoryTracker(TorchDispatchMode):
         self.phase_peaks: dict[str, int] = {}
         self.flops = Flops()
         self.work: dict[WorkKey, Work] = {}
+        self.calls = Calls()  # only for a CPU
         self.workspace = 0  # the largest that one convolution takes
         self.unfolded: dict[bool, int] = {True: 0, False: 0}  # by whether cuDNN refuses the call or an older one would
         self._threads_with_cublas: set[bool] = set()
-        self._kept: set[int] = set()
+        self.step: StepEvents | None = None
+        self.kept: set[int] = set()  # what libraries take once
+        self.benchmarks = False  # whether cuDNN tries its algorithms at the first call of each convolution
+        self.benchmarked: list[int] = []  # where it does, after which torch empties its cache
+        self._tried: set[Any] = set()
+        self.incoming: set[int] = set()  # gradients as backward hands them to parameters
         self._place: Place = "device"
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -143,8 +110,8 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count allocations inside the block as host memory; on a GPU machine this is pinned memory."""
-        before, self._place = self._place, "host"
+        """Count allocations inside the block as host memory, which is pinned for a GPU and the only memory of a CPU."""
+        before, self._place = self._place, "host" if self.cuda else "device"
         try:
             yield
         finally:
@@ -161,25 +128,29 @@ class MemoryTracker(TorchDispatchMode):
     def adopt_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Categorise each gradient as soon as backward stores it."""
 
+        def note(grad: torch.Tensor) -> None:
+            self.incoming.add(self._alive[grad.untyped_storage()._cdata][0])
+
         def mark(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
                 self.adopt([parameter.grad], "gradients")
 
         for parameter in parameters:
             if parameter.requires_grad:
+                parameter.register_hook(note)
                 parameter.register_post_accumulate_grad_hook(mark)
 
     def reset(self) -> None:
         """Reset peaks and counts; live storages stay counted."""
         self.flops = Flops()
-        self.work = {}
+        self.work, self.calls = {}, Calls()
         self.phase_peaks = {}
         self.peak = dict(self.live)
         self.peak_event = len(self.trace)
 
     def alive_at_peak(self) -> list[Allocation]:
         """Return the device storages that were alive at the peak."""
-        alive = set(self._kept)
+        alive = set(self.kept)
         for event in self.trace[: self.peak_event]:
             if event >= 0:
                 alive.add(event)
@@ -197,8 +168,13 @@ class MemoryTracker(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _plausible_value(args[0].dtype)
-        out = self._execute(func, args, kwargs)
         in_backward = torch._C._current_graph_task_id() != -1
+        if self.cuda and func.namespace == "lean":
+            self._pass_through(partial_sum_bytes(func, args), str(func), in_backward, LIBRARY_WORKSPACES)
+        if in_backward and self.fake is not None and _is_added_in_place(func, args, kwargs):
+            out = args[0]
+        else:
+            out = self._execute(func, args, kwargs)
         if not in_backward and self._modules:
             # An operator's autograd node is created just before it runs, so the newest number is this operator's.
             self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._modules[-1]
@@ -214,14 +190,35 @@ class MemoryTracker(TorchDispatchMode):
         if self.cuda:
             if (memory := convolution_memory(func, args, out, self.cudnn)) is not None:
                 self._convolve(memory, str(func), in_backward)
-            elif nbytes := _attention_workspace(func, args):
-                self._pass_through(nbytes, str(func), in_backward, "library workspaces")
+                if self.benchmarks and (key := key_of(func, args, kwargs)) not in self._tried:
+                    self._tried.add(key)
+                    self.benchmarked.append(len(self.trace))
+                if func._overloadpacket is aten.convolution_backward and args[-1][2]:
+                    self._pass_through(channel_sum_bytes(args[0]), str(func), in_backward, LIBRARY_WORKSPACES)
+            elif nbytes := attention_workspace(func, args):
+                self._pass_through(nbytes, str(func), in_backward, LIBRARY_WORKSPACES)
+        elif (memory := cpu_convolution_memory(func, args, out)) is not None:
+            self._convolve(memory, str(func), in_backward)
+        elif func.namespace == "lean" and self.fake is not None:
+            self._pass_through(self._held_inside(func, args, kwargs), str(func), in_backward, LIBRARY_WORKSPACES)
         return out
+
+    def _held_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return what our own CPU kernels, which are made of torch's, hold besides arguments and results."""
+        key = key_of(func, args, kwargs)
+        if key not in self._inside:
+            with MemoryTracker(cuda=False, fake=self.fake) as inner:
+                inner.adopt(operators.tensors_in((*args, *kwargs.values())), "inputs")
+                before = inner.live["device"]
+                out = func.redispatch(_CPU_KERNELS, *args, **kwargs)
+            results = operators.tensors_in(out if isinstance(out, tuple) else (out,))
+            kept = before + sum(part.untyped_storage().nbytes() for part in results)
+            self._inside[key] = inner.peak["device"] - kept
+        return self._inside[key]
 
     def _convolve(self, memory: ConvolutionMemory, op: str, in_backward: bool) -> None:
         for nbytes in memory.passes:
-            if nbytes:
-                self._pass_through(nbytes, op, in_backward, "convolution workspaces")
+            self._pass_through(nbytes, op, in_backward, CONVOLUTION_WORKSPACES)
         self.workspace = max(self.workspace, *memory.passes, 0)
         self.unfolded[memory.is_unfolded] = max(self.unfolded[memory.is_unfolded], memory.unfolded)
 
@@ -234,6 +231,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def _pass_through(self, nbytes: int, op: str, in_backward: bool, category: str) -> None:
         """Count memory that a kernel allocates and frees before it returns; it costs a write and a read."""
+        if not nbytes:
+            return
         index = self._record(nbytes, (nbytes,), WORKSPACE, op, in_backward)
         self.allocations[index].category = category
         self._record_release(index)
@@ -242,10 +241,10 @@ class MemoryTracker(TorchDispatchMode):
     def _keep_from_the_start(self, nbytes: int, op: str, in_backward: bool) -> None:
         """Count memory that a library takes once and keeps, as if an earlier step had taken it."""
         index, here = len(self.allocations), current_phase()
-        record = Allocation(nbytes, (nbytes,), WORKSPACE, op, here, "", in_backward, "device", "library workspaces")
+        record = Allocation(nbytes, (nbytes,), WORKSPACE, op, here, "", in_backward, "device", LIBRARY_WORKSPACES)
         self.allocations.append(record)
         self.trace.append(index)
-        self._kept.add(index)
+        self.kept.add(index)
         self.live["device"] += nbytes
         self.peak["device"] += nbytes
         self.phase_peaks = {name: peak + nbytes for name, peak in self.phase_peaks.items()}
@@ -302,6 +301,8 @@ class MemoryTracker(TorchDispatchMode):
             moved = operators.traffic_bytes(func, args, kwargs, out)
             shape, dtype = tuple(first.shape), str(first.dtype)
             self._add_work(operators.kind_of(func), shape, dtype, Work(moved, flops, operators.passes(func)))
+            if not self.cuda and self.fake is not None:
+                self.calls.add(func, args, kwargs, flops, moved)
         if not flops:
             return
         if "scaled_dot_product" in func._overloadpacket.__name__:
@@ -325,21 +326,23 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def _is_added_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether autograd, adding up the gradients of a tensor with several uses, overwrites the first of them.
+
+    It does so if nothing else holds that memory, but not with tensors of a subclass, which fake ones are.
+    """
+    if func is not aten.add.Tensor or kwargs or torch.is_grad_enabled():
+        return False
+    first, second = args[:2]
+    if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    storage = first.untyped_storage()
+    is_dense = storage.nbytes() == first.numel() * first.element_size()
+    return is_dense and torch._C._storage_Use_Count(storage._cdata) <= 2  # one of them is `storage`
+
+
 def _plausible_value(dtype: torch.dtype) -> bool | float | int:
     """Return a value for a fake tensor, which has none: checks such as `isfinite` pass, counts of bad values are 0."""
     if dtype == torch.bool:
         return True
     return 0.0 if dtype.is_floating_point else 0
-
-
-def _attention_workspace(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes of workspace that attention's CUDA kernel allocates; 0 for other operators.
-
-    The backward of flash attention accumulates the gradient of the query in fp32, with the channels of a head rounded
-    up to 32 and the tokens to 128, plus one fp32 number per token and head.
-    """
-    if func._overloadpacket is not aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return 0
-    batch, heads, tokens, channels = args[1].shape
-    tokens = math.ceil(tokens / 128) * 128
-    return 4 * batch * heads * tokens * (math.ceil(channels / 32) * 32 + 1)

@@ -43,10 +43,14 @@ class BackgroundPrediction:
             self.close()
         return self._result
 
-    def announce(self, device: torch.device) -> Prediction | None:
-        """Log the predicted peak and the memory of the device; warn and name the next rung if it will not fit."""
+    def announce(self, device: torch.device, num_volumes: tuple[int, int] = (0, 0)) -> Prediction | None:
+        """Log the predicted peak and the memory of the device; warn and name the next rung if it will not fit.
+
+        `num_volumes` says how many volumes train and how many are held out, which decides how long a run takes.
+        """
         prediction = self.result()
         if prediction is not None:
+            prediction = replace(prediction, num_volumes=list(num_volumes)) if any(num_volumes) else prediction
             _announce(prediction, self.settings, self.stage, device_bytes(device))
             log.info("%s", describe_time(prediction, card_of(device)))
         return prediction

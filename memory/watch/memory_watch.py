@@ -58,10 +58,10 @@ class MemoryWatch:
         if self._pending is not None:
             self._pending.close()
 
-    def announce(self) -> None:
-        """Log the predicted peak and the memory of the device; name the next rung if it will not fit."""
+    def announce(self, num_train: int = 0, num_held_out: int = 0) -> None:
+        """Log the predicted peak and time of a run on so many volumes; name the next rung if it will not fit."""
         if self._pending is not None:
-            self.prediction = self._pending.announce(self.process.device)
+            self.prediction = self._pending.announce(self.process.device, (num_train, num_held_out))
 
     def record(self, folder: Path) -> None:
         """Write the prediction and the position on the ladder to the run folder, for its report."""

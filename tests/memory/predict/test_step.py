@@ -1,9 +1,7 @@
 """A prediction executes the very step of training: fake and real tensors agree, and the parts add up."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -157,46 +155,3 @@ def test_worker_that_cannot_start_is_reported_in_one_line(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with Predictor(workers=1) as predictor, pytest.raises(PredictionError, match="exited with code 1"):
         predictor.predict(make({}), "autoencoder")
-
-
-CHECKPOINTED = {f"{TRAINING}.use_gradient_checkpointing": True}
-LARGE = {"data.voxel_size": (192, 192, 64)}
-STOCK = {"autoencoder.implementation": "monai"}
-LARGE_UNET = {"data.voxel_size": (128, 128, 128), "ldm.unet.num_channels": (64, 128, 128), "ldm.training.batch_size": 4}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("changes", "stage", "within"),
-    [
-        ({**STOCK, "data.voxel_size": (128, 128, 48)}, "autoencoder", 0.1),
-        (LARGE, "autoencoder", 0.1),
-        (LARGE_UNET, "ldm", 0.1),
-        # Where little is alive at a time, what the CPU's kernels take for themselves counts for more.
-        ({**STOCK, **LARGE, **CHECKPOINTED}, "autoencoder", "margin"),
-        ({**LARGE, **CHECKPOINTED}, "autoencoder", "margin"),
-        ({**LARGE, **CHECKPOINTED, f"{TRAINING}.slab_rows": 16}, "autoencoder", "margin"),
-    ],
-    ids=["stock", "lean", "U-Net", "stock checkpointed", "lean checkpointed", "slabs"],
-)
-def test_prediction_against_the_growth_of_resident_memory(changes, stage, within):
-    changes = {
-        f"{TRAINING}.use_gradient_checkpointing": False,
-        f"{TRAINING}.gradient_accumulation_steps": 1,
-        "autoencoder.attention_levels": (False, False, False),
-        **changes,
-    }
-    script = Path(__file__).with_name("resident_memory.py")
-    done = subprocess.run(
-        [sys.executable, script, json.dumps(changes), stage],
-        cwd=script.parents[3],
-        env={"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    result = json.loads(done.stdout.splitlines()[-1])
-    ratio = result["grown"] / result["predicted"]
-    print(f"\nresident memory grew by {ratio:.3f} of {result['predicted'] / 2**30:.2f} GiB predicted")
-    assert 0.9 <= ratio <= 1 + (result["margin"] if within == "margin" else within)

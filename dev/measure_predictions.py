@@ -1,0 +1,92 @@
+"""Measure real steps on this machine, and keep the figures beside their predictions in docs/measured.json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from command_line import parser, run
+from settings import ConfigError, Problem
+
+PATH = Path(__file__).resolve().parent.parent / "docs" / "measured.json"
+WHAT = ("allocator", "resident", "times")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    result = parser(
+        __doc__ or "",
+        ["python dev/measure_predictions.py resident", "python dev/measure_predictions.py allocator --only high_res"],
+    )
+    result.add_argument(
+        "what",
+        choices=WHAT,
+        help="allocator: torch's CUDA allocators; resident: memory of CPU steps; times: times of CPU steps",
+    )
+    result.add_argument("--only", default="", metavar="TEXT", help="only the rows with this text in their name")
+    result.add_argument(
+        "--without-workspaces", action="store_true", help="allocator: the device has no workspaces of convolutions"
+    )
+    result.add_argument(
+        "--only-predict", action="store_true", help="allocator: predict the kept rows again, without a CUDA device"
+    )
+    return result.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure, print and keep each row."""
+    for row in _rows(options):
+        print(json.dumps(row), flush=True)
+        keep(options.what, row)
+    print(f"{PATH}: kept; run python dev/prediction_table.py to show it")
+    return 0
+
+
+def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if options.what == "allocator":
+        import torch
+
+        from dev.measured import allocator
+
+        if options.only_predict:
+            for name, (settings, stage) in allocator.variants().items():
+                if options.only in name and name in (kept := read("allocator")):
+                    yield allocator.predicted_again(kept[name], name, settings, stage, not options.without_workspaces)
+            return
+        if not torch.cuda.is_available():
+            problem = Problem("allocator", "no CUDA device found", "allowed: with one", "measure another part")
+            raise ConfigError([problem])
+        for name, (settings, stage) in allocator.variants().items():
+            if options.only in name:
+                yield allocator.compare(name, settings, stage, not options.without_workspaces)
+    elif options.what == "resident":
+        from dev.measured import resident
+
+        names = [name for name in resident.VARIANTS if options.only in name]
+        yield from resident.measure([(name, resident.GRID) for name in names])
+    else:
+        from dev.measured import times
+
+        yield from times.compare(options.only)
+
+
+def read(what: str) -> dict[str, dict[str, Any]]:
+    """Return the kept rows of one part by their names."""
+    return json.loads(PATH.read_text(encoding="utf-8")).get(what, {}) if PATH.is_file() else {}
+
+
+def keep(what: str, row: dict[str, Any]) -> None:
+    """Write a row, in place of an older one with its name."""
+    known = json.loads(PATH.read_text(encoding="utf-8")) if PATH.is_file() else {}
+    known.setdefault(what, {})[row["name"]] = {name: value for name, value in row.items() if name != "name"}
+    PATH.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, parse()))

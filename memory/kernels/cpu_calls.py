@@ -1,0 +1,127 @@
+"""The operators that a step calls, by class, and the time that they take on this machine's CPU.
+
+How fast a CPU computes depends on the operator, its channels, its kernel and its size far more than on a peak. So calls
+that differ little in size form a class, one call of each class is made with real tensors, and the others take as much
+longer as they compute or move more. What most likely takes longest is measured first, until the time for it is over;
+the rest takes as long as measured operators of its kind.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+from memory.kernels.operators import Kind, kind_of
+
+GUESSED_FLOPS, GUESSED_BYTES = 2e10, 4e9
+"""A second's worth of each on one core, to decide what is measured first."""
+REPEATS = 3
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """What a tensor is without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def fill(self) -> Tensor:
+        size = 1 + sum((axis - 1) * step for axis, step in zip(self.shape, self.stride, strict=True))
+        flat = torch.zeros(max(0, size), dtype=self.dtype)
+        return (flat.normal_() if self.dtype.is_floating_point else flat).as_strided(self.shape, self.stride)
+
+
+@dataclass(slots=True)
+class CallClass:
+    """Calls of one operator on tensors of nearly one size: one of them, and the work of all."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    cost: float
+    total: float
+    times: int = 1
+
+
+class Calls:
+    """Every call of a step, by class."""
+
+    def __init__(self) -> None:
+        self.classes: dict[Any, CallClass] = {}
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flops: int, nbytes: int) -> None:
+        """Count one call."""
+        cost = max(flops / GUESSED_FLOPS, nbytes / GUESSED_BYTES)
+        key = (func, _signature((args, tuple(kwargs.items()))))
+        known = self.classes.get(key)
+        if known is None:
+            blank_args, blank_kwargs = tree_map_only(Tensor, _blank, (args, kwargs))
+            self.classes[key] = CallClass(func, blank_args, blank_kwargs, cost, cost)
+        else:
+            known.total += cost
+            known.times += 1
+
+    def seconds(self, allowed_seconds: float = math.inf, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Return the time of all calls on this machine, from measuring for at most about `allowed_seconds`."""
+        end = time.perf_counter() + allowed_seconds
+        measured: dict[int, float] = {}
+        kinds: dict[Kind, list[float]] = {}
+        ordered = sorted(self.classes.values(), key=lambda known: -known.total)
+        for known in ordered:
+            if (REPEATS + 1) * known.cost < end - time.perf_counter():
+                measured[id(known)] = seconds = _measure(known, clock)
+                sums = kinds.setdefault(kind_of(known.func), [0.0, 0.0])
+                sums[0] += seconds * known.total / max(known.cost, 1e-12)
+                sums[1] += known.total
+        every = [sum(column) for column in zip(*kinds.values(), strict=True)] if kinds else [1.0, 1.0]
+        total = 0.0
+        for known in ordered:
+            if id(known) in measured:
+                # Calls that compute and move nothing worth counting take their time as often as they are called.
+                times = known.total / known.cost if known.cost else known.times
+                total += measured[id(known)] * times
+            else:
+                spent, guessed = kinds.get(kind_of(known.func), every)
+                total += known.total * spent / max(guessed, 1e-12)
+        return total
+
+
+def _blank(tensor: Tensor) -> _Blank:
+    return _Blank(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _signature(value: Any) -> Any:
+    """Return what decides the class of a call: dtypes, channels and layouts exactly, voxels roughly."""
+    if isinstance(value, Tensor):
+        lead, rest = (value.shape[:2], value.shape[2:]) if value.dim() > 2 else ((), value.shape)
+        size = round(math.log2(max(1, math.prod(rest))))
+        return (value.dtype, value.dim(), tuple(lead), size, value.dim() > 2 and value.stride(1) == 1)
+    if isinstance(value, (list, tuple)):
+        return tuple(_signature(part) for part in value)
+    return value if isinstance(value, _PLAIN) else type(value)
+
+
+def _measure(known: CallClass, clock: Callable[[], float]) -> float:
+    """Return the least time of some calls; the first one is not counted, because kernels are prepared in it."""
+    args, kwargs = tree_map(_filled, (known.args, known.kwargs))
+    found = math.inf
+    with torch.no_grad():
+        for number in range(REPEATS + 1):
+            start = clock()
+            known.func(*args, **kwargs)
+            if number:
+                found = min(found, clock() - start)
+    return found
+
+
+def _filled(value: Any) -> Any:
+    return value.fill() if isinstance(value, _Blank) else value

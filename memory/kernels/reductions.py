@@ -1,0 +1,68 @@
+"""What reductions on a GPU allocate besides their result: room for the partial sums of thread blocks.
+
+torch: a sum over the voxels of a channels-last volume has few results and much to add for each, so many blocks share
+one result, and each thread of each block leaves its partial sum in memory. Follows `setReduceConfig` in ATen's
+Reduce.cuh for sums in fp32 on an A100; other current cards start between 0.9 and 1.3 times as many blocks. A contiguous
+volume needs a few kilobytes. Our norms: two numbers for each tile of channels x voxels and each of its channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from memory.kernels.convolutions import is_channels_last
+
+MULTIPROCESSORS, THREADS_OF_MULTIPROCESSOR = 108, 2048
+_MOST_THREADS, _WARP, _WIDEST_VECTOR = 512, 32, 4
+_LEAST_VALUES, _MOST_VALUES = 16, 256  # of one thread
+_TILE_VALUES, _TILE_CHANNELS = 4096, 64  # of the norms' kernels; the channels only with channels last
+_SUMMED = {"statistics": 0, "store_statistics": 3, "norm_sums": 1, "store_norm_sums": 3, "group_norm": 0}
+_SUMMED |= {"group_norm_backward": 1}
+"""The position of the volume among the arguments of those of our operators that sum."""
+
+
+def channel_sum_bytes(x: Tensor) -> int:
+    """Return the size of the partial sums for a sum over everything but the channels of `x`; 0 if it needs none."""
+    if not is_channels_last(x):
+        return 0
+    channels = x.shape[1]
+    vector = _WIDEST_VECTOR
+    while channels % vector:
+        vector //= 2
+    added = x.numel() // channels
+    most = _MOST_THREADS // vector
+    across = min(_power_of_two(channels // vector), most)
+    down = min(_power_of_two(added), most)
+    width = min(across, _WARP)
+    height = min(down, most // width)
+    width = min(across, most // height)
+    values = added
+    if values < min(height * 16, _MOST_VALUES):
+        return 0
+    values = -(-values // height)
+    grid = -(-(channels // vector) // width)
+    target = MULTIPROCESSORS * (THREADS_OF_MULTIPROCESSOR // (width * height))
+    if values < _MOST_VALUES or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
+    return 4 * channels * blocks * width * vector if blocks > 1 else 0
+
+
+def partial_sum_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Return what one of our norm operators allocates for the partial sums of its tiles, before its results."""
+    position = _SUMMED.get(func._overloadpacket.__name__)
+    if position is None:
+        return 0
+    x = args[position]
+    batch, channels, voxels = x.shape[0], x.shape[1], x[0, 0].numel()
+    tile = min(1 << (voxels - 1).bit_length(), _TILE_VALUES)
+    if x.stride(1) == 1:
+        tile = min(tile, _TILE_VALUES // min(1 << (channels - 1).bit_length(), _TILE_CHANNELS))
+    return 8 * batch * channels * -(-voxels // tile)
+
+
+def _power_of_two(number: int) -> int:
+    """Return the largest power of two that is not above a positive number."""
+    return 1 << (number.bit_length() - 1)
