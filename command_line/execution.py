@@ -51,7 +51,9 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
         return _report(UserError(f"{where}{DISK_ERRORS[error.errno]}; make room, then run the same command again"))
     except (MemoryError, RuntimeError) as error:
         # Compare the name of torch's error, because this module must not import torch.
-        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
+        # On a CPU torch raises a plain RuntimeError.
+        is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+        if not isinstance(error, MemoryError) and not is_torchs:
             raise
         print(f"{_red('error')}: out of memory; python scripts/oom_ladder.py shows what to change", file=sys.stderr)
         return OUT_OF_MEMORY

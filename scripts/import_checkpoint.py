@@ -23,7 +23,7 @@ def main(options: argparse.Namespace) -> None:
     """Read the weights, rename them, check them against the config, and write them to the run folder."""
     check_output_folder(options.out)
     settings = load_settings(options.config, options.overrides)
-    from models.exchange.weights import find_state, read_foreign_weights, to_our_names
+    from models.exchange.weights import check_values, find_state, read_foreign_weights, to_our_names
     from models.weight_files import save_weights
     from storage.atomic import write_text
     from storage.run_folder import RunFolder
@@ -31,6 +31,7 @@ def main(options: argparse.Namespace) -> None:
     path = Path(options.weights)
     content = read_foreign_weights(path)
     network, state = find_state(content, path, options.network)
+    check_values(state, path)
     state = to_our_names(state, options.origin, path)
     _check(network, state, settings, path)
 
@@ -109,7 +110,7 @@ def _number_above_zero(value: Any, path: Path) -> float:
     from torch import Tensor
 
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if not isinstance(number, int | float) or not 0 < number < float("inf"):
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
         raise CheckpointError(
             f"{path}: its scale_factor is {str(value)[:40]}; a finite number above 0 is needed; "
             "give it as --latent-scale"

@@ -23,7 +23,10 @@ class DataSettings(Section):
     """The `data` section."""
 
     source: PathText = key(
-        "phantoms", "A folder of volumes, an MSD-style dataset.json, or phantoms for generated volumes."
+        "phantoms",
+        "A folder of volumes, an MSD-style dataset.json, or phantoms for generated volumes; a run resumes from another "
+        "place if the volumes are the same.",
+        FREE,
     )
     num_phantoms: int = key(48, "Number of volumes to generate if the source is phantoms.", ge=2, le=100_000)
     labels: PathText | None = key(

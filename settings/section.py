@@ -86,6 +86,7 @@ class TrainingSettings(Section):
         "Train for this many hours instead of max_steps; the learning rate decays over them.",
         FREE,
         gt=0,
+        le=100_000,
     )
     learning_rate: float = key(1e-4, "Adam's step size; never scaled by the number of GPUs.", gt=0)
     warmup_steps: CountOrZero | Literal["auto"] = key(

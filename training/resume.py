@@ -54,10 +54,8 @@ def save(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volum
 
 
 def _load(step: TrainingStep, state: dict[str, Any], settings: Settings, volumes: DataSplit, path: Path) -> None:
-    try:
-        before, samples, volumes_before = (state[name] for name in ("settings", "samples_per_update", "volumes"))
-    except KeyError as error:
-        raise _other_version(path, error) from error
+    _check_content(state, path)
+    before, samples, volumes_before = (state[name] for name in ("settings", "samples_per_update", "volumes"))
     check_resumable(step.stage, before, settings, samples, step.samples_per_update)
     _check_volumes(volumes_before, volumes, path)
     try:
@@ -67,6 +65,26 @@ def _load(step: TrainingStep, state: dict[str, Any], settings: Settings, volumes
     except (KeyError, ValueError, RuntimeError) as error:
         # torch raises these for missing or unexpected parameters and for wrong shapes.
         raise _other_version(path, error) from error
+
+
+def _check_content(state: dict[str, Any], path: Path) -> None:
+    """Raise `CheckpointError` unless all parts are there, each of its kind."""
+    sections = {name: state.get(name) for name in ("settings", "volumes", "networks", "optimizers")}
+    parts = {
+        **sections,
+        **{f"networks.{name}": part for name, part in _items(sections["networks"])},
+        **{f"optimizers.{name}": part for name, part in _items(sections["optimizers"])},
+        **{f"volumes.{name}": part for name, part in _items(sections["volumes"]) if name == "digests"},
+        **({"average": state["average"]} if state.get("average") is not None else {}),
+    }
+    wrong = [name for name, part in parts.items() if not isinstance(part, dict)]
+    wrong += [name for name in ("step", "samples_per_update") if type(state.get(name)) is not int or state[name] < 0]
+    if wrong:
+        raise _other_version(path, ValueError(f"{wrong[0]} is missing or damaged"))
+
+
+def _items(section: Any) -> list[tuple[str, Any]]:
+    return list(section.items()) if isinstance(section, dict) else []
 
 
 def _other_version(path: Path, error: Exception) -> CheckpointError:

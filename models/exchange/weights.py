@@ -125,6 +125,22 @@ def check_fit(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path:
     )
 
 
+def check_values(state: Mapping[str, Tensor], path: Path) -> None:
+    """Raise CheckpointError unless every weight is stored as finite numbers in memory."""
+    for key, value in state.items():
+        found = ""
+        if value.layout != torch.strided or value.is_meta:
+            found = "on the meta device" if value.is_meta else str(value.layout).removeprefix("torch.")
+        elif value.is_complex() or value.is_quantized:
+            found = str(value.dtype).removeprefix("torch.")
+        elif not value.isfinite().all():
+            found = "NaN or infinite"
+        if found:
+            raise CheckpointError(
+                f"{path}: {key} is {found}; every weight must be a tensor of finite real numbers; export them again"
+            )
+
+
 def _renamed(key: str) -> str:
     for pattern, replacement in _GENERATIVE_RENAMES:
         key = re.sub(pattern, replacement, key)

@@ -18,3 +18,14 @@ def test_openmp_threads_wait_without_spinning_unless_the_user_decides(monkeypatc
     found: list[str | None] = []
     assert run(lambda _: found.append(os.environ.get("OMP_WAIT_POLICY")), argparse.Namespace(quiet=False)) == 0
     assert found == [expected]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")]
+)
+def test_running_out_of_host_memory_ends_with_code_3(error, capsys):
+    def main(_: argparse.Namespace) -> int:
+        raise error
+
+    assert run(main, argparse.Namespace(quiet=False)) == 3
+    assert "out of memory" in capsys.readouterr().err

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from data import BatchPlan, prepare_volumes
+from data import BatchPlan, load_file, prepare_volumes
 from diffusion.conditioning import check_classes, class_number
 from diffusion.frozen_autoencoder import freeze, weights_digest
 from diffusion.latents import LATENTS, latent_scale, prepare_latents
@@ -136,6 +137,15 @@ def test_the_scale_is_of_all_latents_of_the_training_set_as_training_draws_them(
         noise = torch.randn((400, *mean.shape), generator=generator)
         drawn.append(mean + sigma * noise)
     assert latents.scale == pytest.approx(1 / torch.stack(drawn).std().item(), rel=2e-3)
+
+
+def test_samples_get_the_median_intensities_of_the_training_set(values):
+    latents, _ = prepare(values)
+    loaded = [load_file(file, latents.settings) for file in latents.volumes.train]
+    uppers = [volume.upper for volume in loaded]
+    assert len(set(uppers)) > 1
+    assert latents.upper == pytest.approx(tuple(np.median(uppers, axis=0)), rel=1e-6)
+    assert latents.lower == pytest.approx(tuple(np.median([volume.lower for volume in loaded], axis=0)), rel=1e-6)
 
 
 def test_latents_without_variance_are_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from monai.networks.schedulers import DDPMScheduler, RFlowScheduler
@@ -97,6 +98,14 @@ def test_sampling_times_fall_from_noise_and_are_as_many_as_asked_for(num_steps):
         assert len(times) == num_steps
         assert times == sorted(times, reverse=True)
         assert times[0] >= 0.99 * (ours.num_timesteps - 1)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 25])
+def test_the_angle_of_flow_falls_by_equal_amounts(num_steps):
+    ours = process(type="rflow")
+    times = np.array(ours.sampling_times_by_angle(num_steps)) / ours.num_timesteps
+    angles = np.arctan2(times, 1 - times)
+    np.testing.assert_allclose(angles, np.pi / 2 * np.arange(num_steps, 0, -1) / num_steps, rtol=1e-9)
 
 
 def test_the_cosine_schedule_is_sampled_from_where_there_is_signal():

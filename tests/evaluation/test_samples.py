@@ -210,6 +210,13 @@ def test_precision_falls_with_strange_samples_and_recall_with_missing_ones():
     assert precision_and_recall(reference[:2], reference[:2]) == (1.0, 1.0)
 
 
+def test_precision_reaches_as_far_as_the_third_neighbour():
+    reference = torch.arange(20, dtype=torch.float64)[:, None]
+    # The third neighbour of the last point is 3 away.
+    for beyond, is_inside in ((2.9, 1.0), (3.1, 0.0)):
+        assert precision_and_recall(reference[-1:] + beyond, reference)[0] == is_inside
+
+
 def test_sharpness_is_one_for_equals_and_falls_with_blur_most_in_the_finest_band():
     generator = torch.Generator().manual_seed(0)
     volumes = [torch.rand((1, 24, 20, 16), generator=generator) for _ in range(3)]

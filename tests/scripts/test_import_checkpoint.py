@@ -182,6 +182,26 @@ def test_pickled_network_is_refused(tmp_path, config, generative_file, capsys):
     assert "save the network's state_dict() by itself" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda weight: weight.fill_(float("nan")), "NaN or infinite"),
+        (lambda weight: weight.to(torch.complex64), "complex64"),
+        (lambda weight: weight.to_sparse(), "sparse_coo"),
+        (lambda weight: weight.to("meta"), "on the meta device"),
+    ],
+    ids=["nan", "complex", "sparse", "meta"],
+)
+def test_weights_that_are_no_finite_numbers_are_refused(change, found, tmp_path, config, generative_file, capsys):
+    state = torch.load(generative_file, weights_only=True)["state_dict"]
+    first = next(iter(state))
+    state[first] = change(state[first])
+    torch.save(state, tmp_path / "strange.pt")
+    origin = ["--from", "monai-generative", "--weights", tmp_path / "strange.pt", "--config", config]
+    assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 2
+    assert f"{first} is {found}" in capsys.readouterr().err
+
+
 def test_export_refuses_what_is_not_a_runs_weights(tmp_path, config, capsys):
     from safetensors.torch import save_file
 

@@ -12,7 +12,7 @@ from torch import nn
 from runtime.precision import Precision
 from runtime.processes import Process
 from runtime.randomness import SampleNoise, derive_seed
-from settings import DeviceSettings, TrainingSettings
+from settings import DeviceSettings, TrainingError, TrainingSettings
 from training.guard import Guard
 from training.optimization import AveragedWeights, Updater, learning_rate_factor
 
@@ -218,3 +218,17 @@ def test_states_saved_in_one_memory_layout_are_used_in_another():
         network(x).square().sum().backward()
         updater.optimizer.step()
     torch.testing.assert_close(other.weight, contiguous.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_only_overflows_in_a_row_stop_the_run():
+    guard = Guard(Process(CPU), ["network gradient"], skips_overflows=True, max_skipped_steps=2)
+    for step, norm in enumerate([math.inf, 1.0, math.inf, 1.0, math.inf]):
+        guard.start(step)
+        guard.check_gradient("network", torch.tensor(norm))
+        guard.finish()
+        guard.raise_if_bad()
+    guard.start(5)
+    guard.check_gradient("network", torch.tensor(math.inf))
+    guard.finish()
+    with pytest.raises(TrainingError, match="2 steps in a row"):
+        guard.raise_if_bad()

@@ -16,7 +16,7 @@ from settings import CheckpointError, Settings
 from training.autoencoder_step import AutoencoderStep
 from training.checkpoints import Checkpoints
 from training.ldm_step import LatentDiffusionStep
-from training.resume import changed_settings, resume, save
+from training.resume import _check_content, changed_settings, resume, save
 from training.step import TrainingStep
 
 CPU = Process(torch.device("cpu"))
@@ -117,6 +117,33 @@ def test_other_volumes_or_another_mathematics_are_refused(settings, tmp_path):
     with pytest.raises(CheckpointError, match=r"autoencoder\.training\.kl_weight"):
         resume(step, checkpoints, other, volumes)
     assert resume(step, checkpoints, settings, volumes) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (["step"], "x"),
+        (["step"], -3),
+        (["step"], None),
+        (["volumes"], [1]),
+        (["volumes", "digests"], None),
+        (["networks"], [1]),
+        (["networks", "autoencoder"], None),
+        (["optimizers"], 3),
+        (["optimizers", "autoencoder"], 3),
+        (["average"], 3),
+    ],
+    ids=str,
+)
+def test_a_part_of_another_kind_is_no_checkpoint_of_this_version(place, value, tmp_path):
+    state: dict = {"step": 1, "samples_per_update": 1, "settings": {}, "volumes": {"digests": {}}, "average": None}
+    state |= {"networks": {"autoencoder": {}}, "optimizers": {"autoencoder": {}}}
+    _check_content(state, tmp_path)
+    *parents, last = place
+    part = state[parents[0]] if parents else state
+    part[last] = value
+    with pytest.raises(CheckpointError, match=r"not a checkpoint of this version .*is missing or damaged"):
+        _check_content(state, tmp_path)
 
 
 def test_keys_newer_than_a_checkpoint_had_the_effect_of_their_defaults(settings):

@@ -40,10 +40,10 @@ class TinyStep:
         """Nothing is bad."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weight": self.weight}
+        return {"networks": {"tiny": {"weight": self.weight}}, "optimizers": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.weight.copy_(state["weight"])
+        self.weight.copy_(state["networks"]["tiny"]["weight"])
 
 
 @pytest.fixture
@@ -99,6 +99,16 @@ def test_a_copied_and_a_touched_volume_is_the_same(source, tiny_values, tmp_path
     now = volumes_of(tiny(tmp_path / "elsewhere", tiny_values))
     assert (now.digests, now.fingerprint) == (before.digests, before.fingerprint)
     assert len(set(now.digests.values())) == 4
+
+
+def test_a_run_goes_on_when_its_folder_was_moved(source, tiny_values, tmp_path):
+    settings = tiny(source, tiny_values)
+    step: Any = TinyStep()
+    checkpoints = Checkpoints(Path("checkpoints"), "autoencoder", 2)
+    save(step, checkpoints, settings, volumes_of(settings), 1)
+    source.rename(tmp_path / "elsewhere")
+    moved = tiny(tmp_path / "elsewhere", tiny_values)
+    assert resume(step, checkpoints, moved, volumes_of(moved)) == 1
 
 
 def test_a_checkpoint_from_before_contents_were_kept_resumes_and_says_what_is_not_known(
