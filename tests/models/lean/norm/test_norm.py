@@ -89,3 +89,17 @@ def test_instance_norm_is_as_close_to_the_truth_as_stock_at_a_large_mean(mean, a
     exact = gradient(stock, torch.float64)
     ours, theirs = (float((gradient(norm, torch.float32) - exact).norm()) for norm in (InstanceNorm(stock), stock))
     assert ours <= 2 * theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("groups", [3, CHANNELS])
+def test_the_result_may_have_another_layout_than_the_input(groups, dtype):
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(groups, CHANNELS, dtype=torch.promote_types(dtype, torch.float32))
+    x = volumes(2, CHANNELS, *GRID).to(dtype)
+    for given in (x, channels_last(x)):
+        expected = group_norm(given, norm, True)
+        for wanted in (torch.contiguous_format, torch.channels_last_3d):
+            found = group_norm(given, norm, True, wanted)
+            assert found.is_contiguous(memory_format=wanted)
+            torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
