@@ -137,7 +137,8 @@ class Planner:
         found = self._last(top, stage, steps)
         if found is not None and found.width == best.width:
             return self._relax(top, stage, found, best.batch)
-        if stage == "autoencoder" and (found is None or 2 * found.width < best.width):
+        if stage == "autoencoder":
+            # A wide network on patches is better than a narrow one on whole volumes.
             patched = self._patches(top, best.width, best.batch)
             return patched if patched and (found is None or patched.width > found.width) else found
         return found
