@@ -12,9 +12,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import parser, run
+from dev.measured.record import PATH, keep, read
 from settings import ConfigError, Problem
 
-PATH = Path(__file__).resolve().parent.parent / "docs" / "measured.json"
 WHAT = ("allocator", "resident", "times")
 
 
@@ -69,23 +69,12 @@ def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         from dev.measured import resident
 
         names = [name for name in resident.VARIANTS if options.only in name]
-        yield from resident.measure([(name, resident.GRID) for name in names])
+        for row in resident.measure([(name, resident.GRID) for name in names]):
+            yield {name: value for name, value in row.items() if name != "prediction"}
     else:
         from dev.measured import times
 
         yield from times.compare(options.only)
-
-
-def read(what: str) -> dict[str, dict[str, Any]]:
-    """Return the kept rows of one part by their names."""
-    return json.loads(PATH.read_text(encoding="utf-8")).get(what, {}) if PATH.is_file() else {}
-
-
-def keep(what: str, row: dict[str, Any]) -> None:
-    """Write a row, in place of an older one with its name."""
-    known = json.loads(PATH.read_text(encoding="utf-8")) if PATH.is_file() else {}
-    known.setdefault(what, {})[row["name"]] = {name: value for name, value in row.items() if name != "name"}
-    PATH.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

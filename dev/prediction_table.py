@@ -13,13 +13,14 @@ from command_line import parser, run
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "prediction.md"
 
-_INTRODUCTION = """# Predictions against published figures
+_INTRODUCTION = """# Predictions against published and measured figures
 
 Written by `python dev/prediction_table.py`; do not edit by hand.
 
-Nothing here was measured by this project: others measured each figure on a real GPU and published it. The code that
-predicts training predicts it without a GPU, from a network that allocates what the published one does. Ratios are
-predicted / published.
+Others measured the figures of the first three sections on real GPUs and published them. The code that predicts training
+predicts each of them without a GPU, from a network that allocates what the published one does. The sections after them
+were measured by `python dev/measure_predictions.py`, without a GPU that computes. Ratios are predicted / published or
+predicted / measured.
 """
 
 _QWEN = """## An image VAE in fp16
@@ -49,8 +50,8 @@ _UNKNOWN = """## What is not known
 - Workspaces of fp32 convolutions, with and without TF32, and of channels-last convolutions: we found no published
   figure that shows one.
 - The CUDA context (0.5 GiB is assumed) and NCCL's buffers (0.25 GiB are assumed).
-- Times: they are lower bounds from data sheets. We found no published time of a volumetric training step with enough
-  detail about the step.
+- Times on a GPU: they are lower bounds from data sheets. We found no published time of a volumetric training step with
+  enough detail about the step.
 """
 
 
@@ -70,6 +71,7 @@ def main(options: argparse.Namespace) -> int:
 
 def document() -> str:
     """Return the document."""
+    from dev.measured.text import measured_sections
     from dev.published import figures
 
     parts = [_INTRODUCTION, _QWEN.format(source=figures.QWEN_SOURCE)]
@@ -92,7 +94,7 @@ def document() -> str:
     lines = ["| grid | published | predicted | ratio |", "|---|---:|---:|---:|"]
     for grid, published in figures.MAISI.items():
         lines.append(f"| {'x'.join(map(str, grid))} | {_compared(published, figures.predict_maisi(grid))} |")
-    parts += ["\n".join(lines) + "\n", _UNKNOWN]
+    parts += ["\n".join(lines) + "\n", *measured_sections(), _UNKNOWN]
     return "\n".join(parts)
 
 

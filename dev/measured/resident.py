@@ -40,7 +40,7 @@ VARIANTS: dict[str, tuple[Stage, dict[str, Any]]] = {
     "checkpointed": ("autoencoder", _CHECKPOINTED),
     "nested": ("autoencoder", {**_CHECKPOINTED, f"{TRAINING}.use_nested_checkpointing": True}),
     "offload": ("autoencoder", {**_CHECKPOINTED, f"{TRAINING}.use_gradient_checkpointing_offload": True}),
-    "slabs": ("autoencoder", {**_CHECKPOINTED, f"{TRAINING}.slab_rows": 8}),
+    "slabs": ("autoencoder", {**_CHECKPOINTED, f"{TRAINING}.slab_rows": 16}),
     "U-Net": ("ldm", {}),
     "U-Net, checkpointed": ("ldm", {"ldm.training.use_gradient_checkpointing": True}),
 }
@@ -55,7 +55,7 @@ def settings_of(name: str, grid: tuple[int, int, int]) -> tuple[Settings, Stage]
 
 
 def measure(requests: list[tuple[str, tuple[int, int, int]]]) -> list[dict[str, Any]]:
-    """Return, for each variant and grid, the growth of a process of its own beside the prediction, in bytes."""
+    """Return, for each variant and grid, the growth of the process beside its prediction, in bytes."""
     done = subprocess.run(
         [sys.executable, "-m", "dev.measured.resident"],
         cwd=ROOT,
@@ -81,8 +81,9 @@ def main() -> None:
     grown = [_growth(*settings_of(name, grid)) for name, grid in requests]
     for (name, grid), measured in zip(requests, grown, strict=True):
         prediction = predict_step(*settings_of(name, grid), whole_run=False)
-        row = {"name": name, "grid": grid, "tier": prediction.tier}
-        print(json.dumps({**row, "resident": [measured, prediction.peak_allocated_bytes]}))
+        row: dict[str, Any] = {"name": name, "grid": grid, "tier": prediction.tier}
+        row |= {"resident": [measured, prediction.peak_allocated_bytes], "prediction": prediction.to_json()}
+        print(json.dumps(row))
 
 
 def _growth(settings: Settings, stage: Stage) -> int:

@@ -4,7 +4,8 @@ import pytest
 
 from memory.kernels.gpus import DEFAULT, GPUS, check_gpu, chosen_gpu, find_gpu
 from memory.kernels.timing import WorkPart, dominant_part, least_seconds
-from memory.predict.text import dominant_text, hours_text
+from memory.predict.prediction import ENCODED_VOLUME, PREVIEWS, VALIDATED_VOLUME
+from memory.predict.text import describe_time, dominant_text, hours_text
 from settings import ConfigError
 from tests.memory.ladder.test_walk import BLANK
 
@@ -87,6 +88,20 @@ def test_every_card_has_a_source_and_plausible_figures():
         assert 100 < gpu.bandwidth_gbs < 10_000
 
 
-@pytest.mark.parametrize(("hours", "text"), [(0.25, "15 min"), (1.0, "1.0 h"), (47.9, "47.9 h"), (72.0, "3.0 days")])
+def test_hours_of_a_run_contain_validation_previews_and_encoding():
+    """A second each: ten updates, two validations of three volumes with previews, and five volumes to encode."""
+    second = [part(nbytes=round(RTX.bandwidth_gbs * 1e9)).to_json()]
+    values = {"work": second, "max_steps": 10, "num_validations": 2, "num_volumes": [2, 3]}
+    beside = {VALIDATED_VOLUME: second, PREVIEWS: second, ENCODED_VOLUME: second}
+    prediction = BLANK.from_json({**BLANK.to_json(), **values, "beside": beside})
+    assert prediction.hours(RTX) == pytest.approx((10 + 2 * 3 + 2 + 5) / 3600, rel=1e-3)
+    text = describe_time(prediction, RTX)
+    assert "2 validations of 3 held-out volumes" in text
+    assert "encoding 5 volumes" in text
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"), [(0.001, "under 1 min"), (0.25, "15 min"), (1.0, "1.0 h"), (47.9, "47.9 h"), (72.0, "3.0 days")]
+)
 def test_durations_are_written_as_people_say_them(hours, text):
     assert hours_text(hours) == text

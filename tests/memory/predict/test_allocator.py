@@ -107,3 +107,24 @@ def test_settings_of_the_allocator_are_read_as_torch_reads_them(text, expected):
 def test_pinned_blocks_are_powers_of_two_and_used_again():
     sizes = [3 * MIB, 4 * MIB, 5 * MIB, 0]
     assert replay_pinned([0, ~0, 1, 3, 2], sizes) == 4 * MIB + 8 * MIB
+
+
+def test_emptying_the_cache_gives_whole_pages_back_and_holes_are_mapped_again():
+    allocator = CachingAllocator(AllocatorLimits(expandable_segments=True))
+    first, second, third = (allocator.allocate(60 * MIB) for _ in range(3))
+    allocator.release(second, 60 * MIB)
+    allocator.empty_cache()
+    assert allocator.reserved == 120 * MIB
+    assert allocator.allocate(30 * MIB) is not None
+    assert allocator.reserved == 160 * MIB  # two pages of the hole
+    allocator.release(first, 60 * MIB)
+    allocator.release(third, 60 * MIB)
+    assert allocator.peak_reserved == 180 * MIB
+
+
+def test_emptying_the_cache_of_the_default_allocator_frees_unused_segments():
+    allocator = CachingAllocator(AllocatorLimits())
+    kept, released = allocator.allocate(12 * MIB), allocator.allocate(24 * MIB)
+    allocator.release(released, 24 * MIB)
+    allocator.empty_cache()
+    assert (kept is not None, allocator.reserved) == (True, 12 * MIB)

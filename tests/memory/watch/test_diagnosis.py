@@ -112,6 +112,15 @@ def test_guard_reports_the_phase_that_failed_and_passes_other_errors_on(tmp_path
             torch.zeros(2, 3) @ torch.zeros(2, 3)
 
 
+def test_a_run_that_runs_out_while_encoding_latents_names_that_phase(tmp_path):
+    settings = Settings().with_overrides({"data.voxel_size": (16, 16, 16)})
+    with MemoryWatch(settings, "ldm", Process(CPU)) as watch:
+        named = pytest.raises(TrainingOutOfMemoryError, match="encoding the latents: out of memory")
+        with named, watch.guard(tmp_path, 0, "encoding the latents"):
+            torch.empty(1 << 60, dtype=torch.uint8)
+    assert json.loads((tmp_path / REPORT).read_text())["phase"] == "encoding the latents"
+
+
 def test_next_rung_is_taken_until_training_fits(caplog):
     seen = []
 
