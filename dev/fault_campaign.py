@@ -28,8 +28,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import at_least, check_output_file, parser, run
-from dev.campaign import CONFIG, NUM_STEPS, add_campaign, conclude, num_jobs, write_config
-from dev.warm_start import PATIENCE_SECONDS, Command, WarmStart
+from dev.support.campaign import CONFIG, NUM_STEPS, add_campaign, conclude, num_jobs, write_config
+from dev.support.warm_start import PATIENCE_SECONDS, Command, WarmStart
 from settings import UserError
 
 log = logging.getLogger("fault_campaign")

@@ -25,8 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import at_least, check_output_file, parser, run
-from dev.campaign import add_campaign, conclude, num_jobs, write_config
-from dev.warm_start import Command, WarmStart
+from dev.support.campaign import add_campaign, conclude, num_jobs, write_config
+from dev.support.warm_start import Command, WarmStart
 from settings import UserError
 
 log = logging.getLogger("fuzz_campaign")
@@ -107,7 +107,7 @@ class Campaign:
 
     def attempt(self, number: int) -> None:
         """Run one case; keep its folder if it fails."""
-        from dev.fuzz_cases import make_case
+        from dev.support.fuzz_cases import make_case
 
         folder = self.folder / f"case_{number:04d}"
         case = make_case(number, self.seed, self.base, folder)

@@ -71,7 +71,7 @@ def _sections(text: str) -> dict[str, str]:
 
 def _section(name: str, predictor: Predictor) -> str:
     """Make a data set, plan for every budget, and return what comes out as a section."""
-    from dev.plan_sets import SETS, write_set
+    from dev.support.plan_sets import SETS, write_set
     from memory.kernels.gpus import check_gpu
     from planning.fingerprint import take_fingerprint
     from planning.plan import make_plan

@@ -9,14 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from planning.fingerprint import Fingerprint
-from settings import AutoencoderSettings
 from settings.section import LARGEST_AXIS
 
 Grid = tuple[int, ...]
 Strides = tuple[tuple[int, ...], ...]
-
-HAS_STRIDES = "strides" in AutoencoderSettings.model_fields
-"""Whether levels can halve some axes and keep others; without it all axes are halved together."""
 
 ALIKE = 1.15
 """Fields of view count as equal if their 95th percentile is at most this many times their 5th."""
@@ -191,7 +187,6 @@ def strides_of(
     depth: how many levels to halve, whatever is left of the axes. exactly: the grid is given, so each axis must stay a
     whole number of voxels. alike: all axes are halved together.
     """
-    by_axis = HAS_STRIDES and not alike
     strides: list[tuple[int, ...]] = []
     size, spacing = list(size), list(spacing)
     while len(strides) < (MOST_HALVINGS if depth is None else depth):
@@ -201,7 +196,7 @@ def strides_of(
         least = LEAST_LATENT if strides else LEAST_AT_ALL
         is_long = [mm > THICK * min(spacing) * 1.001 for mm in spacing]
         is_short = [n / 2 < least or (exactly and n % 2 != 0) for n in size]
-        if by_axis:
+        if not alike:
             stride = tuple(1 if a or b else 2 for a, b in zip(is_long, is_short, strict=True))
             # Keeping a short axis while the others shrink pays only if there is much to gain.
             lacks = any(b and not a for a, b in zip(is_long, is_short, strict=True))
@@ -211,7 +206,7 @@ def strides_of(
             stops = min(size) / 2 < least or (exactly and any(n % 2 for n in size))
             stride = (2, 2, 2)
         if depth is not None:
-            stride = tuple(1 if a and by_axis else 2 for a in is_long)
+            stride = tuple(1 if a and not alike else 2 for a in is_long)
         elif stops or set(stride) == {1}:
             break
         strides.append(stride)

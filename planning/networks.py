@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planning.choice import Choice
-from planning.layout import HAS_STRIDES, Grid, Layout
+from planning.layout import Grid, Layout
 from planning.sizing import Sizing, learning_rate
 
 MOST_TOKENS = 4096
@@ -54,12 +54,11 @@ def autoencoder_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     if network.width < sizing.width:
         reason = f"the widest that fits; up to {sizing.width} would suit, because {sizing.why_width}"
     yield Choice("autoencoder.num_channels", channels, reason)
-    if HAS_STRIDES:
-        ratio = max(layout.spacing_mm) / min(layout.spacing_mm)
-        reason = f"axes with long or few voxels are halved later or not at all (spacing {ratio:.1f} to 1)"
-        even = f"voxels are about as long as wide ({ratio:.1f} to 1)"
-        uneven = [list(stride) for stride in layout.strides] if layout.is_uneven else 2
-        yield Choice("autoencoder.strides", uneven, reason if layout.is_uneven else even)
+    ratio = max(layout.spacing_mm) / min(layout.spacing_mm)
+    reason = f"axes with long or few voxels are halved later or not at all (spacing {ratio:.1f} to 1)"
+    even = f"voxels are about as long as wide ({ratio:.1f} to 1)"
+    uneven = [list(stride) for stride in layout.strides] if layout.is_uneven else 2
+    yield Choice("autoencoder.strides", uneven, reason if layout.is_uneven else even)
     shrinks = math.prod(layout.factor)
     latent_channels = (8 if shrinks > 64 else 4) + 2 * (scene.in_channels - 1)
     latent = "x".join(map(str, layout.latent))

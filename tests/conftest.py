@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dev.tiny_config import TINY
+from dev.support.tiny_config import TINY
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from dev.tiny_config import TINY
+from dev.support.tiny_config import TINY
 from settings import Settings, load_settings
 from tests.conftest import ROOT
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import yaml
 
-from dev.tiny_config import TINY
+from dev.support.tiny_config import TINY
 from evaluation.previews import ViewerVolume, save_viewer_volumes
 from memory.watch.run_record import ladder_position
 from settings import Settings, dump_yaml

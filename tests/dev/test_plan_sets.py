@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dev.plan_sets import SETS, write_set
 from dev.plan_table import BUDGETS, NAMES, PATH
+from dev.support.plan_sets import SETS, write_set
 from planning.fingerprint import CT, take_fingerprint
 from planning.plan import LEAST_SHARE
 from settings import DataSettings

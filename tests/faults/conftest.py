@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dev.tiny_config import TINY
-from dev.warm_start import Command, WarmStart
+from dev.support.tiny_config import TINY
+from dev.support.warm_start import Command, WarmStart
 from tests.conftest import ROOT
 from tests.faults.runs import free_port
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from data import load_volume
 from data.discovery import discover
-from dev.fuzz_cases import VALUES
+from dev.support.fuzz_cases import VALUES
 from settings import DataSettings, UserError, dump_yaml, known_keys, load_settings
 from training.checkpoints import Checkpoints
 

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from dev.tiny_config import TINY
+from dev.support.tiny_config import TINY
 from diffusion.frozen_autoencoder import autoencoder_of
 from memory.predict.step import build_step
 from models import LeanAutoencoder, build_autoencoder

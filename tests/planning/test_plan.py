@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from planning import layout
 from planning.plan import LEAST_SHARE
 from planning.planner import NothingFitsError
 from planning.text import as_yaml, describe_plan
@@ -168,16 +167,11 @@ def test_text_has_three_rows_and_the_reasons():
     assert "Inferred from little" in text
 
 
-def test_thick_slices_get_strides_by_axis_where_the_settings_have_them(monkeypatch):
-    monkeypatch.setattr("planning.networks.HAS_STRIDES", False)
-    monkeypatch.setattr("planning.layout.HAS_STRIDES", False)
-    assert "autoencoder.strides" not in {choice.key for choice in planned(SETS["thick slices"]).choices}
-    monkeypatch.undo()
-    if layout.HAS_STRIDES:
-        assert of(planned(SETS["thick slices"]), "autoencoder.strides").value == [[2, 2, 1], [2, 2, 1]]
-        assert of(planned(SETS["MR"]), "autoencoder.strides").value == 2
-        given = planned(SETS["MR"], autoencoder__strides=[[2, 2, 2], [2, 1, 2]])
-        assert given.recommended.settings.latent_shape[2] == given.recommended.settings.data.voxel_size[1] // 2
+def test_thick_slices_get_strides_by_axis():
+    assert of(planned(SETS["thick slices"]), "autoencoder.strides").value == [[2, 2, 1], [2, 2, 1]]
+    assert of(planned(SETS["MR"]), "autoencoder.strides").value == 2
+    given = planned(SETS["MR"], autoencoder__strides=[[2, 2, 2], [2, 1, 2]])
+    assert given.recommended.settings.latent_shape[2] == given.recommended.settings.data.voxel_size[1] // 2
 
 
 def test_ct_gets_a_window_and_mr_percentiles():

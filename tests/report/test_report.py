@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from dev.tiny_config import TINY
+from dev.support.tiny_config import TINY
 from evaluation.previews import FACTS, MAX_VOXELS, ViewerVolume, save_viewer_volumes, shown_grid
 from memory.watch.run_record import ladder_position, write_memory_record
 from report import write_comparison, write_report

@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
-from dev.tiny_config import TINY
-from dev.warm_start import WarmStart
+from dev.support.tiny_config import TINY
+from dev.support.warm_start import WarmStart
 from tests.faults.runs import free_port
 
 SCRIPT = "tests/runtime/two_ranks.py"

@@ -12,8 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dev.campaign import CONFIG
-from dev.fuzz_damage import ODD_TEXTS, ODD_VALUES, copy_folder, damage_bytes, damage_file, damage_values, damage_yaml
+from dev.support.campaign import CONFIG
+from dev.support.fuzz_damage import (
+    ODD_TEXTS,
+    ODD_VALUES,
+    copy_folder,
+    damage_bytes,
+    damage_file,
+    damage_values,
+    damage_yaml,
+)
 from settings import known_keys
 
 RUN = f"runs/{CONFIG['name']}"

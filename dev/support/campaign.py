@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from command_line import at_least
-from dev.tiny_config import TINY
+from dev.support.tiny_config import TINY
 
 NUM_STEPS = 24
 

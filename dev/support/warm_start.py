@@ -15,7 +15,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 300
 
 # multiprocessing polls all children whenever it starts or queries one, which is not thread-safe.
