@@ -19,7 +19,7 @@ Written by `python dev/prediction_table.py`; do not edit by hand.
 
 Others measured the figures of the first three sections on real GPUs and published them. The code that predicts training
 predicts each of them without a GPU, from a network that allocates what the published one does. The sections after them
-were measured by `python dev/measure_predictions.py`, without a GPU that computes. Ratios are predicted / published or
+were measured by `dev/measure_predictions.py`, without a GPU that computes. Ratios are predicted / published or
 predicted / measured.
 """
 
