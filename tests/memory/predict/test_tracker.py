@@ -166,11 +166,22 @@ def small_step(fake):
     return tracker
 
 
-def test_fake_step_makes_and_releases_the_storages_of_the_real_step():
+def test_fake_step_makes_and_releases_the_storages_of_the_real_step(monkeypatch):
+    # Under a dispatch mode autograd adds no gradients up in place, so a tracked real step makes new ones.
+    monkeypatch.setattr("memory.predict.tracker._is_added_in_place", lambda *_: False)
     fake, real = small_step(True), small_step(False)
     assert [(r.op, r.nbytes) for r in fake.allocations] == [(r.op, r.nbytes) for r in real.allocations]
     assert fake.trace == real.trace
     assert fake.peak == real.peak
+
+
+def test_gradients_of_a_tensor_with_two_uses_are_added_up_in_place():
+    def run(tracker):
+        x = torch.zeros(1000, requires_grad=True)
+        y = x * 2
+        (y * 3 + y * 5).backward(torch.zeros(1000))
+
+    assert [r.op for r in measure_peak(run).allocations if r.in_backward and r.op == "add.Tensor"] == []
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
