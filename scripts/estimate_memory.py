@@ -49,14 +49,18 @@ def main(options: argparse.Namespace) -> int:
         problem = Problem("--gpus", f"found {options.gpus}", f"allowed: 1 to {LARGEST_GPUS}", "for example 4")
         raise ConfigError([problem])
     from memory.kernels.gpus import chosen_gpu
-    from memory.predict import predict
-    from memory.predict.text import describe_prediction
-    from memory.watch.calibration import corrected
+    from memory.predict import Predictor
 
     start = time.perf_counter()
     settings = load_settings(options.config, options.overrides, stage=options.stage)
     gpu = chosen_gpu(options.gpu)
-    prediction = corrected(predict(settings, options.stage))
+    with Predictor() as predictor:
+        coming = predictor.submit(settings, options.stage)
+        # These import torch, meanwhile.
+        from memory.predict.text import describe_prediction
+        from memory.watch.calibration import corrected
+
+        prediction = corrected(coming.result())
     if options.json is not None:
         values = {
             **prediction.to_json(),

@@ -97,7 +97,7 @@ def _is_pointwise(weight: Tensor, stride: list[int]) -> bool:
 def _unfolded_bytes(source: Tensor, result: Tensor, weight: Tensor, is_transposed: bool) -> int:
     """Return the size of all taps of the larger side at all voxels of the smaller one."""
     taps, voxels = (result, source) if is_transposed else (source, result)
-    return taps.shape[0] * taps.shape[1] * weight[0, 0].numel() * voxels[0, 0].numel() * taps.element_size()
+    return taps.shape[0] * taps.shape[1] * weight.shape[2:].numel() * voxels.shape[2:].numel() * taps.element_size()
 
 
 def _blocked_bytes(x: Tensor) -> int:

@@ -56,7 +56,7 @@ def partial_sum_bytes(func: Any, args: tuple[Any, ...]) -> int:
     if position is None:
         return 0
     x = args[position]
-    batch, channels, voxels = x.shape[0], x.shape[1], x[0, 0].numel()
+    batch, channels, voxels = x.shape[0], x.shape[1], x.shape[2:].numel()
     tile = min(1 << (voxels - 1).bit_length(), _TILE_VALUES)
     if x.stride(1) == 1:
         tile = min(tile, _TILE_VALUES // min(1 << (channels - 1).bit_length(), _TILE_CHANNELS))

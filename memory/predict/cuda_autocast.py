@@ -115,7 +115,7 @@ def _contiguous_group_norm(
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
     """Apply GroupNorm as CUDA does: copy an input that is not contiguous, and save the copy for backward."""
-    batch, channels, voxels = x.shape[0], x.shape[1], x[0, 0].numel()
+    batch, channels, voxels = x.shape[0], x.shape[1], x.shape[2:].numel()
     return torch.native_group_norm(x.contiguous(), weight, bias, batch, channels, voxels, num_groups, eps)[0]
 
 

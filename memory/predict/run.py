@@ -45,7 +45,8 @@ def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryT
         work = {VALIDATED_VOLUME: _work_of(tracker, lambda: held_out_losses(step, batch))}
         if settings.ldm.sampling.num_previews:
             drawn = _work_of(tracker, lambda: _sample(step.unet, step.codec, settings))
-            work[PREVIEWS] = _of_all_previews(settings, work[VALIDATED_VOLUME], drawn)
+            decoded = _work_of(tracker, lambda: step.codec.decode(zeros[0]))
+            work[PREVIEWS] = _of_all_previews(settings, work[VALIDATED_VOLUME], drawn, decoded)
         return work
 
 
@@ -56,14 +57,18 @@ def _work_of(tracker: MemoryTracker, run: Callable[[], object]) -> WorkOf:
     return tracker.work
 
 
-def _of_all_previews(settings: Settings, losses: WorkOf, drawn: WorkOf) -> WorkOf:
-    """Return the work of all samples of a validation, from one batch of them that took two denoising steps."""
+def _of_all_previews(settings: Settings, losses: WorkOf, drawn: WorkOf, decoded: WorkOf) -> WorkOf:
+    """Return the work of all samples of a validation.
+
+    It follows from one batch that took two denoising steps and of which one was decoded, and from one more decoding.
+    """
     sampling, batch = settings.ldm.sampling, _preview_batch(settings)
     is_guided = settings.ldm.conditioning.type != "none" and sampling.guidance_scale not in (0.0, 1.0)
     # A held-out loss calls the U-Net once at each noise level with one latent.
     calls = batch * (2 if is_guided else 1) / len(NOISE_LEVELS)
     batches = math.ceil(sampling.num_previews / batch)
-    return combined([(batches, drawn), (batches * (sampling.num_inference_steps - 2) * calls, losses)])
+    steps = batches * (sampling.num_inference_steps - 2) * calls
+    return combined([(batches, drawn), (batches * (batch - 1), decoded), (steps, losses)])
 
 
 def other_programs(settings: Settings, stage: Stage, cuda: bool) -> dict[str, MemoryTracker]:
@@ -109,11 +114,15 @@ def _reconstruct(codec: VolumeCodec, settings: Settings) -> None:
 
 
 def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> None:
-    """Draw one batch of samples; all denoising steps need the same memory, so two are enough."""
+    """Draw one batch of samples and decode the first of them.
+
+    All denoising steps need the same memory, so two are enough. Samples are decoded one by one.
+    """
     short = settings.with_overrides({"ldm.sampling.num_inference_steps": 2})
     batch = _preview_batch(settings)
-    for _ in draw_volumes(unet, codec, short, 1.0, 0, range(batch), batch_size=batch):
-        pass
+    volume_before = _volume(settings)  # whoever asked for the samples still has it
+    next(draw_volumes(unet, codec, short, 1.0, 0, range(batch), batch_size=batch))
+    del volume_before
 
 
 def _preview_batch(settings: Settings) -> int:
