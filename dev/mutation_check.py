@@ -335,7 +335,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return UNUSABLE
     if options.out:
-        page = document(faults, results.of(faults), "python dev/mutation_check.py --out docs/mutations.md")
+        page = document(faults, results.of(faults), "dev/mutation_check.py --out docs/mutations.md")
         options.out.write_text(page, encoding="utf-8")
     outcomes = results.of(asked).values()
     survivors = [outcome.fault.name for outcome in outcomes if outcome.caught_by is None]
