@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,12 +32,13 @@ class Predicts(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a config needs, measured against the budget."""
+    """What a config needs, measured against the budget; `num_volumes` are those of the set, 0 if unknown."""
 
     settings: Settings
     prediction: Prediction
     budget_bytes: int
     gpu: Gpu
+    num_volumes: int = 0
 
     @property
     def needed_bytes(self) -> int:
@@ -56,10 +58,18 @@ class Verdict:
     @property
     def hours(self) -> float:
         """Return the least time of the stage."""
-        s, is_first = self.settings, self.prediction.stage == "autoencoder"
-        # Drafts that differ in their steps only share a prediction.
-        steps = s.autoencoder.training.max_steps if is_first else s.ldm.training.max_steps
-        return replace(self.prediction, max_steps=steps).hours(self.gpu)
+        section = self.settings.autoencoder if self.prediction.stage == "autoencoder" else self.settings.ldm
+        steps, held_out = section.training.max_steps, 0
+        if self.num_volumes:
+            held_out = max(1, round(self.num_volumes * self.settings.data.val_fraction))
+        # Drafts that differ only in these share a prediction.
+        own = replace(
+            self.prediction,
+            max_steps=steps,
+            num_validations=math.ceil(steps / section.training.validate_every),
+            num_volumes=[self.num_volumes - held_out, held_out],
+        )
+        return own.hours(self.gpu)
 
 
 class Asker:
@@ -72,8 +82,9 @@ class Asker:
         gpu: Gpu,
         correct: Callable[[Prediction], Prediction] = lambda prediction: prediction,
         progress: Callable[[int], None] = lambda count: None,
+        num_volumes: int = 0,
     ) -> None:
-        self.budget_bytes, self.gpu = budget_bytes, gpu
+        self.budget_bytes, self.gpu, self.num_volumes = budget_bytes, gpu, num_volumes
         self._predictor, self._correct, self._progress = predictor, correct, progress
         self._futures: dict[tuple[str, str], Future[Prediction]] = {}
         self._lock = threading.Lock()
@@ -89,7 +100,8 @@ class Asker:
 
     def __call__(self, settings: Settings, stage: Stage) -> Verdict:
         """Return the verdict on a stage of a config."""
-        return Verdict(settings, self._correct(self.start(settings, stage).result()), self.budget_bytes, self.gpu)
+        prediction = self._correct(self.start(settings, stage).result())
+        return Verdict(settings, prediction, self.budget_bytes, self.gpu, self.num_volumes)
 
 
 def _decisive(settings: Settings, stage: Stage) -> str:

@@ -56,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
     gpu = chosen_gpu(options.gpu)
     with Predictor() as predictor:
         coming = predictor.submit(settings, options.stage)
-        # These import torch, meanwhile.
+        # These import torch while the worker predicts.
         from memory.predict.text import describe_prediction
         from memory.watch.calibration import corrected
 

@@ -65,7 +65,8 @@ def main(options: argparse.Namespace) -> int:
 
         fingerprint = take_fingerprint(_data_settings(given, source), given.get("seed", 42))
         with _ProgressBar(options.quiet) as bar:
-            asker = Asker(predictor, round(options.budget_gb * GIB), gpu, corrected, bar.advance)
+            budget = round(options.budget_gb * GIB)
+            asker = Asker(predictor, budget, gpu, corrected, bar.advance, fingerprint.number)
             try:
                 plan = make_plan(Planner(fingerprint, given, asker, _name(options)), options.hours)
             except NothingFitsError as error:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from planning.search import last_that_fits
+from memory.kernels.gpus import check_gpu
+from memory.predict.prediction import VALIDATED_VOLUME
+from planning.search import Verdict, last_that_fits
+from settings import Settings
+from tests.planning.pretended import PretendedPredictor
 
 COSTS = [float(n) for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)]
 
@@ -38,3 +44,14 @@ def test_needs_that_are_not_quite_linear_are_found_as_well(limit):
 def test_few_items_are_asked_for():
     needs = [0.5 + cost for cost in COSTS]
     assert max(searched(needs, limit, 6)[1] for limit in range(1, 70)) <= 4
+
+
+def test_hours_are_those_of_the_drafts_own_steps_and_of_the_volumes_it_holds_out():
+    """A prediction is shared by drafts, so its own numbers of steps and validations may be another draft's."""
+    values = {"data": {"val_fraction": 0.1}, "autoencoder": {"training": {"max_steps": 1000, "validate_every": 300}}}
+    settings, gpu = Settings.model_validate(values), check_gpu("RTX 4090")
+    shared = PretendedPredictor().submit(settings, "autoencoder").result()
+    shared = replace(shared, max_steps=7, num_validations=7, beside={VALIDATED_VOLUME: shared.work})
+    update = shared.seconds_per_step(gpu)
+    verdict = Verdict(settings, shared, 1, gpu, num_volumes=50)
+    assert verdict.hours * 3600 == pytest.approx(1000 * update + 4 * 5 * update)
