@@ -13,7 +13,8 @@ LABEL_FOLDERS = {
     *("labels", "label", "labelstr", "labelsts", "labels_tr", "labels_ts", "labelmaps", "masks", "mask"),
     *("segmentations", "segmentation", "segs", "seg", "annotations", "rois"),
 }
-PATIENT = re.compile(r"(?i)(?:sub|subject|subj|patient|pat|case)[-_]?[a-z]*\d+")
+PATIENTS = (r"sub-[A-Za-z0-9]+", r"(?i)(?:patient|subject|subj|pat)[-_]?\d+")
+"""Patterns that people name patients by, the most telling first."""
 FEWEST_CASES = 2  # two folders with one volume each may still be two classes
 LABEL_ENDINGS = ("seg", "segmentation", "mask", "label", "labels", "labelmap", "gt", "roi")
 
@@ -57,9 +58,13 @@ def folder_classes(names: Sequence[str]) -> dict[str, str] | None:
     """
     classes = {name: folder for name in names if (folder := class_folder(name)) is not None}
     folders = set(classes.values())
-    if len(classes) < len(names) or all(PATIENT.fullmatch(folder) for folder in folders):
+    if len(classes) < len(names) or all(_is_patient(folder) for folder in folders):
         return None
     return None if len(folders) == len(names) > FEWEST_CASES else classes
+
+
+def _is_patient(folder: str) -> bool:
+    return any(re.fullmatch(pattern, folder) for pattern in PATIENTS)
 
 
 def is_images(folder: PurePosixPath) -> bool:

@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 
 from data.discovery import Found, column_of
 from data.formats import suffix_of
+from data.survey.names import PATIENTS
 from settings import DataError
 from settings.data import DataSettings
 from storage.names import printable
@@ -15,12 +16,8 @@ from storage.names import printable
 FOLDER = "folder"
 COLUMN = "column:"
 
-# Patterns that people name patients by, the most telling first; each names what it matched.
-SUGGESTED = (
-    r"sub-[A-Za-z0-9]+",
-    r"(?i)(?:patient|subject|subj|pat)[-_]?\d+",
-    r"(.*\d.*?)[-_](?:scan|ses|session|visit|tp|t)?[-_]?\d{1,2}$",
-)
+# Each names what it matched, its first group if it has one.
+SUGGESTED = (*PATIENTS, r"(.*\d.*?)[-_](?:scan|ses|session|visit|tp|t)?[-_]?\d{1,2}$")
 
 
 def groups_of(found: Sequence[Found], s: DataSettings) -> dict[Found, str] | None:

@@ -246,6 +246,7 @@ def test_names_longer_than_any_disk_takes_are_missing_files(tmp_path: Path) -> N
         (["sick", "sick", "well"], ("sick", "well")),
         (["sick", "well"], ("sick", "well")),
         (["sub-01", "sub-01", "sub-02"], ()),
+        (["subtype1", "subtype1", "subtype2"], ("subtype1", "subtype2")),
         (["Patient_7/ct", "Patient_7/mr", "Patient_8/ct"], ()),
         (["anna", "berta", "carla"], ()),
         (["images/sick", "images/sick", "images/well"], ("sick", "well")),
