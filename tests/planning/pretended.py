@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from memory.kernels.gpus import check_gpu
-from memory.predict.prediction import GIB, MARGINS, Prediction, Stage, tier_of
+from memory.predict.prediction import GIB, MARGINS, VALIDATED_VOLUME, Prediction, Stage, tier_of
 from planning.fingerprint import CT, Fingerprint, Spread
 from planning.plan import Plan, make_plan
 from planning.planner import Planner
@@ -60,6 +60,8 @@ class PretendedPredictor:
                 work=work,
                 run_peaks={"validation": {"allocated_bytes": round(whole), "reserved_bytes": round(whole)}},
                 max_steps=training.max_steps,
+                num_validations=math.ceil(training.max_steps / training.validate_every),
+                beside={VALIDATED_VOLUME: work},
             )
         )
         return future
@@ -116,6 +118,7 @@ def planned(
     **given: object,
 ) -> Plan:
     """Return the plan for a fingerprint; `given` are overrides with __ for the dots."""
-    asker = Asker(predictor or PretendedPredictor(), round(budget_gb * GIB), check_gpu("RTX 4090"))
+    ask, gpu = predictor or PretendedPredictor(), check_gpu("RTX 4090")
+    asker = Asker(ask, round(budget_gb * GIB), gpu, num_volumes=fingerprint.number)
     overrides = {key.replace("__", "."): value for key, value in given.items()}
     return make_plan(Planner(fingerprint, overrides, asker, "pretended"), hours)
