@@ -13,6 +13,7 @@ from data import Batch
 from losses.structural import StructuralDistance
 from runtime.processes import Process
 from settings import Settings
+from tests.models.autoencoders import stock_like
 from training.autoencoder_step import AutoencoderStep
 
 CPU = Process(torch.device("cpu"))
@@ -48,17 +49,7 @@ def make_batches(step: AutoencoderStep, batch_size: int, number: int) -> list[Ba
 
 def stock(step: AutoencoderStep) -> AutoencoderKL:
     """MONAI's own network with the step's weights."""
-    s = step.settings.autoencoder
-    network = AutoencoderKL(
-        spatial_dims=3,
-        in_channels=s.in_channels,
-        out_channels=s.in_channels,
-        num_res_blocks=s.res_blocks,
-        channels=s.num_channels,
-        attention_levels=s.attention_levels,
-        latent_channels=s.latent_channels,
-        norm_num_groups=s.num_groups,
-    )
+    network = stock_like(step.settings.autoencoder)
     network.load_state_dict(step.autoencoder.state_dict())
     return network
 

@@ -221,16 +221,8 @@ def _fake_writing(*tensors: Any) -> None:
     pass
 
 
-def _group_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    groups: int,
-    eps: float,
-    silu: bool,
-    dtype: torch.dtype,
-    layout: torch.memory_format | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    groups, eps, silu, dtype, layout = values
     _check(x)
     if _uses_fused_kernel(x, groups):
         return torch_kernels.group_norm(x, weight, bias, groups, eps, silu, dtype, layout or torch.contiguous_format)

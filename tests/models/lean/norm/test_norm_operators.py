@@ -252,7 +252,7 @@ def test_low_precision_makes_no_large_copy_in_full_precision(layout, limit, monk
     group = 2 * 10 * 6 * 7
     with Watch() as watch:
         # Not through the dispatcher: a mode sees nothing of what an operator does inside.
-        _, mean, rstd = operators._group_norm(x, weight, bias, 4, EPS, True, torch.bfloat16)
+        _, mean, rstd = operators._group_norm(x, weight, bias, 4, EPS, True, torch.bfloat16, None)
         operators._group_norm_backward(grad, x, mean, rstd, weight, bias, True)
     assert len(watch.operators) > 10
     assert 0 < watch.largest <= max(limit, group if layout == "contiguous" else 0)
