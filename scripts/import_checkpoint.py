@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,13 @@ def main(options: argparse.Namespace) -> None:
     log.info("%s: %d parameters in %d tensors", folder.weights(network), num_parameters, len(state))
     for line in _not_in_the_weights(network, settings):
         log.info(line)
+    following = {
+        "autoencoder": f"python train_autoencoder.py --config {shlex.quote(str(folder.config))} "
+        f"name=finetuned autoencoder.pretrained={shlex.quote(str(folder.weights('autoencoder')))}",
+        "ldm": f"python scripts/sample.py --run {shlex.quote(options.out)}",
+    }
+    if network in following:
+        log.info("next: %s", following[network])
 
 
 def _check(network: str, state: dict[str, Tensor], settings: Settings, path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -70,6 +71,8 @@ def main(options: argparse.Namespace) -> int:
         write_nifti(target, voxels, affine)
         pair = volume[None], loaded.image[None].to(device)
         log.info("%s: PSNR %.2f dB, SSIM %.4f", printable(target), float(psnr(*pair)), float(ssim(*pair)))
+    if not trained.folder.weights("ldm").exists():
+        log.info("next: python train_ldm.py --config %s", shlex.quote(str(trained.folder.config)))
     return 0
 
 

@@ -1,6 +1,7 @@
 """The two commands from the outside: files in, files out, exit codes and messages."""
 
 import argparse
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -79,7 +80,11 @@ def test_generative_autoencoder_goes_through_a_run_into_stock_monai(tmp_path, co
     settings = load_settings(config)
     assert metadata["settings"] == settings.model_dump(mode="json")
     assert load_settings(tmp_path / "run" / "config.yaml").autoencoder == settings.autoencoder
-    assert "autoencoder.norm_num_groups is 4; the weights cannot confirm this" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "autoencoder.norm_num_groups is 4; the weights cannot confirm this" in said
+    _, script, option, path, *overrides = shlex.split(said.split("next: ")[1])
+    assert (script, option) == ("train_autoencoder.py", "--config")
+    assert load_settings(path, overrides).autoencoder.pretrained == str(tmp_path / "run" / "autoencoder.safetensors")
 
     source = tmp_path / "run" / "autoencoder.safetensors"
     assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "monai.pt") == 0

@@ -22,6 +22,7 @@ def test_reconstructions_are_on_the_grids_of_their_volumes(command, tmp_path, tm
         assert image.shape == grid
         np.testing.assert_allclose(image.affine, affine, atol=1e-5)
         assert f"out/{name}_reconstruction.nii.gz: PSNR" in result.stderr
+    assert ("next: python train_ldm.py --config" in result.stderr) == (not (run / "ldm.safetensors").exists())
     volume, out = tmp_path / "in" / "a.nii.gz", tmp_path / "single"
     assert run_here("scripts/reconstruct.py", "--run", run, "--input", volume, "--out", out) == 0
     assert (tmp_path / "single" / "a_reconstruction.nii.gz").is_file()
