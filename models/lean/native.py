@@ -78,9 +78,12 @@ def group_norm_backward(
     return grad_x.view(x.shape), grad_weight, grad_bias
 
 
-def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of `silu(x)` with respect to `x`, in the memory of `x`; `grad` may be of lower precision."""
-    return aten.silu_backward.grad_input(grad, x, grad_input=x)
+def silu_backward(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    """Write the gradient of `silu(x)` with respect to `x` into `out`, which may be `x` itself, and return it.
+
+    `grad` may be of lower precision.
+    """
+    return aten.silu_backward.grad_input(grad, x, grad_input=out)
 
 
 def transposed_convolution(

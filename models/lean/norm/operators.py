@@ -242,9 +242,15 @@ def _group_norm_backward(grad: Tensor, x: Tensor, *fields: Any) -> tuple[Tensor,
     _check(x, grad)
     if _uses_fused_kernel(x, norm.groups):
         return torch_kernels.group_norm_backward(grad, x, norm)
-    sums = _norm_sums(grad, x, *norm)
-    means = group_means(sums, norm.weight, norm.groups, x.numel() // norm.mean.numel())
     grad_x = _empty_rows(x, x.dtype, 0)
+    if _backend(x) is torch_kernels and stores_before_silu(grad_x):
+        # Without fused kernels, SiLU computed again would take longer than writing its gradient and reading it.
+        sums = norm.mean.new_empty((2, *x.shape[:2]))
+        _store_norm_sums(grad_x, sums, grad, x, *norm)
+        grad, norm = grad_x, norm._replace(silu=False)
+    else:
+        sums = _norm_sums(grad, x, *norm)
+    means = group_means(sums, norm.weight, norm.groups, x.numel() // norm.mean.numel())
     _norm_input_grad(grad_x, grad, x, *norm, means, None)
     return grad_x, sums[1].sum(0), sums[0].sum(0)
 
