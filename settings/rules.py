@@ -140,7 +140,7 @@ def _strides(autoencoder: AutoencoderSettings) -> Iterator[tuple[Problem, tuple[
             found = f"{_text(entry)} shrinks no axis"
             yield Problem(where, found, "allowed: a 2 along at least one axis", "set one, or remove the level"), ()
             break
-    if autoencoder.implementation == "monai" and any(set(entry) != {2} for entry in strides):
+    if autoencoder.implementation == "monai" and not autoencoder.has_stock_strides:
         found = f"{', '.join(map(_text, strides))} with implementation: monai, whose strides are all 2"
         yield Problem(where, found, "", "set 2, or implementation: lean"), ("autoencoder.implementation",)
 
@@ -175,7 +175,7 @@ def _grids(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
             ("autoencoder.training.batch_size", "autoencoder.num_channels"),
         )
     depth = training.discriminator.num_layers_d
-    smallest = min(settings.data.training_grid)
+    smallest = min(settings.training_grid)
     if training.uses_discriminator and smallest < 3 * 2**depth:
         most = max((n for n in range(1, depth + 1) if smallest >= 3 * 2**n), default=0)
         yield (
