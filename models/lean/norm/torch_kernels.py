@@ -16,7 +16,7 @@ from models.lean import native
 from models.lean.norm.affine import Norm
 
 PIECE_VALUES = {"cpu": 2**20}
-"""Values in a piece on the CPU: 4 MiB of fp32, to make Python's overhead small."""
+"""Values in a piece on the CPU: 4 MiB of fp32, which makes Python's overhead negligible."""
 
 PIECES_OF_A_GPU = 32
 """A GPU converts up to this fraction of its memory at once: almost every volume that fits it is a single piece."""
@@ -99,9 +99,9 @@ def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _refined(x: Tensor, mean: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the statistics of channels from the distances to a mean that may be some roundings off.
+    """Return the statistics of channels from the distances to a mean that may be slightly off.
 
-    torch's instance norm sums in double precision on a CPU, and its GroupNorm, where the mean comes from, does not.
+    On a CPU, torch's instance norm sums in double precision; its GroupNorm, which the mean comes from, does not.
     """
     sums = mean.new_zeros((2, *mean.shape, 1, 1, 1))
     for part, centre, first, second in _pieces(x, _of_channels(mean, x.shape[1]), *sums):
