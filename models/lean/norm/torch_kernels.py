@@ -16,7 +16,7 @@ from models.lean import native
 from models.lean.norm.affine import Norm
 
 PIECE_VALUES = {"cpu": 2**20}
-"""Values in a piece on the CPU: 4 MiB of fp32, which makes Python's overhead negligible."""
+"""Values in a piece on the CPU: 4 MiB of fp32, to make Python's overhead small."""
 
 PIECES_OF_A_GPU = 32
 """A GPU converts up to this fraction of its memory at once: almost every volume that fits it is a single piece."""
