@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import parser, run
+from memory.predict.prediction import GIB
 from settings import ConfigError, Settings, load_settings
 
 if TYPE_CHECKING:
     from dev.guide.techniques import Changes, Point, Technique
 
 ROOT = Path(__file__).resolve().parent.parent
-GIB = 1 << 30
 COMBINATIONS = {
     "high_res": ("A", "10 to 14 GB, for 24 GB"),
     "balanced": ("B", "18 to 22 GB, for 32 GB"),

@@ -2,8 +2,8 @@
 
 python dev/mutation_check.py --out docs/mutations.md
 
-Each result is kept in `docs/mutations.json` as soon as it is known, until the fault or the code of its file
-or tests changes. An interrupted run therefore continues where it stopped; `--only` runs a part.
+Each result is kept in `docs/mutations.json` as soon as it is known, until the fault or the code of its file or tests
+changes. An interrupted run therefore continues where it stopped; `--only` runs a part.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class Fault:
         return changed
 
     def key(self) -> str:
-        """Return a hash of the fault, of its file and of its tests: all that a result directly depends on."""
+        """Return a hash of the fault and of the code of its file and tests: all that a result directly depends on."""
         files = [self.file, *(name.split("::")[0] for test in self.tests for name in named_files(ROOT, test))]
         parts = [self.name, self.right, self.wrong, *self.tests]
-        parts += [text for name in files for text in (name, (ROOT / name).read_text(encoding="utf-8"))]
+        parts += [text for name in files for text in (name, _code_of((ROOT / name).read_text(encoding="utf-8")))]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def change(self) -> str:
@@ -100,14 +100,14 @@ class Outcome:
 
 
 @functools.cache
-def _code_of(path: Path) -> str:
-    """Return what a file computes, without its comments and docstrings."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def _code_of(source: str) -> str:
+    """Return Python source without comments, docstrings and layout, so that rewording a file keeps its results."""
+    tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
             node.body = [part for part in body if not _is_text(part)]  # type: ignore[attr-defined]
-    return ast.dump(tree)
+    return ast.unparse(tree)
 
 
 def _is_text(node: ast.AST) -> bool:

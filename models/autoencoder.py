@@ -89,8 +89,8 @@ class LeanAutoencoder(StockAutoencoder):
     """MONAI's `AutoencoderKL` with lean blocks, checkpointing per block, offload and slabs.
 
     `encode`, `decode` and the state dict are the same as MONAI's. The memory settings change results only by rounding.
-    `strides` has the strides of each downsampling along the three axes; with others than 2, which MONAI does not have,
-    the weights keep their names and shapes. The decoder's upsampling mirrors the encoder's downsampling.
+    `strides` gives the strides of each downsampling along the three axes; the decoder's upsampling mirrors them. MONAI
+    has only strides of 2; others do not change the names and shapes of the weights.
     """
 
     fastest_layout = CHANNELS_LAST

@@ -31,7 +31,7 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
         """Return the reconstruction, the latent's mean and its sigma; the latent is `mean + sigma * noise`."""
         mean, sigma = self.encode(x)
         if noise is None:
-            # Not `randn_like`, which draws in the order of memory, so that its numbers would depend on the layout.
+            # Not `randn_like`: it draws in memory order, so its numbers would depend on the layout.
             noise = torch.randn(sigma.shape, dtype=sigma.dtype, device=sigma.device)
         return self.decode(mean + sigma * noise), mean, sigma
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from report.charts import GIB
+from memory.predict.prediction import GIB
 from storage.names import printable
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from report.records import Environment, Evaluation, MemoryRecord, OutOfMemoryReport, read_metrics, read_record
 from report.volumes import viewer_data
-from settings import ConfigError, Settings, UserError, load_settings
+from settings import ConfigError, Settings, UserError, known_keys, load_settings, look_up
+from settings.section import is_section
 from storage.run_folder import RunFolder
 from training.recording.progress import ELAPSED
 
@@ -130,11 +131,10 @@ def _data(settings: Settings) -> dict[str, str]:
 def _config(settings: Settings, command: list[str]) -> dict[str, Any]:
     """Return every key of the config with its value and the preset's value."""
     preset, source = _preset(command)
-    before = flatten(preset.model_dump(mode="json"))
-    keys = []
-    for key, value in flatten(settings.model_dump(mode="json")).items():
-        keys.append({"key": key, "value": _plain(value), "preset": _plain(before.get(key))})
-    return {"preset": source, "keys": keys}
+    now, before = settings.model_dump(mode="json"), preset.model_dump(mode="json")
+    keys = [dotted for dotted, field in known_keys() if not is_section(field)]
+    rows = [{"key": key, "value": _plain(look_up(now, key)), "preset": _plain(look_up(before, key))} for key in keys]
+    return {"preset": source, "keys": rows}
 
 
 def _preset(command: list[str]) -> tuple[Settings, str]:
@@ -148,14 +148,6 @@ def _preset(command: list[str]) -> tuple[Settings, str]:
                 except ConfigError:
                     break  # edited since, and no longer valid
     return Settings(), "the defaults"
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values as one dictionary with dotted keys."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
 
 
 def _plain(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor
 
 from settings import DeviceSettings
-
-log = logging.getLogger(__name__)
 
 
 class Precision:

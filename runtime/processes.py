@@ -211,12 +211,12 @@ def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store,
         )
         control = dist.new_group(backend="gloo", timeout=_WAIT_TIMEOUT) if is_cuda else dist.group.WORLD
     except (RuntimeError, ValueError) as error:
-        alone = TrainingError(
+        unreachable = TrainingError(
             f"process {rank} of {world_size} cannot reach the others at {where} ({str(error).splitlines()[0]}); "
             "start all of them with torchrun, with the same address and a free port"
         )
-        alone.is_reported_by_another_rank = False
-        raise alone from error
+        unreachable.is_reported_by_another_rank = False
+        raise unreachable from error
     return store, control
 
 

@@ -1,4 +1,4 @@
-# Sourced by quickstart.sh and test.sh: creates .venv, installs the given requirements once, and activates it.
+# Sourced by quickstart.sh, test.sh and check_gpu.sh: creates .venv, installs the given requirements once, and activates it.
 requirements="${1:?give the requirements file}"
 if [ ! -x .venv/bin/python ]; then
     python=""

@@ -27,11 +27,12 @@ def main(options: argparse.Namespace) -> None:
 
     from models.exchange.networks import CLASSES, monai_arguments, stock_network
     from models.weight_files import load_weights, save_weights
+    from storage.atomic import replacing
 
     state, metadata = load_weights(source)
     if metadata.get("stage") not in list(CLASSES) or not isinstance(metadata.get("settings"), dict):
         raise CheckpointError(
-            f"{source}: not weights of a run, which name a stage and settings; give a file of a run folder"
+            f"{source}: not weights of a run, because they name no stage and settings; give a file from a run folder"
         )
     network, settings = metadata["stage"], validate(metadata["settings"])
     try:
@@ -47,7 +48,8 @@ def main(options: argparse.Namespace) -> None:
     if destination.suffix == ".safetensors":
         save_weights(destination, state, {"class": CLASSES[network], "arguments": arguments})
     else:
-        torch.save(state, destination)
+        with replacing(destination) as temporary:
+            torch.save(state, temporary)
     print("from monai.networks.nets import " + CLASSES[network])
     print(f"network = {CLASSES[network]}(**{json.loads(json.dumps(arguments))})")
     read = "safetensors.torch.load_file" if destination.suffix == ".safetensors" else "torch.load"

@@ -129,6 +129,11 @@ class AutoencoderSettings(Section):
         return ((2, 2, 2),) * (len(self.num_channels) - 1) if self.strides == 2 else self.strides
 
     @property
+    def has_stock_strides(self) -> bool:
+        """Return whether every downsampling halves all three axes, as MONAI's does."""
+        return all(stride == 2 for strides in self.level_strides for stride in strides)
+
+    @property
     def downsampling(self) -> tuple[int, ...]:
         """Return the factors by which the three axes shrink from volume to latent."""
         return tuple(math.prod(strides[axis] for strides in self.level_strides) for axis in range(3))

@@ -34,8 +34,8 @@ class DataSettings(Section):
     )
     group_by: Annotated[str, Field(min_length=1, max_length=1000, pattern=WITHOUT_NUL)] | None = key(
         None,
-        "How to tell which volumes are of one patient, so that the split keeps them together: folder, column:NAME of "
-        "data.labels, or a regular expression found in the file name; null: split volumes one by one.",
+        "How to tell which volumes belong to one patient, so that the split keeps them together: folder, column:NAME "
+        "of data.labels, or a regular expression found in the file name; null: split volumes one by one.",
     )
     label_maps: bool = key(False, "Also train on files that look like label maps.", FREE)
     frame: Annotated[int, Field(ge=0, lt=2**31)] | None = key(

@@ -34,6 +34,14 @@ def assign(values: dict[str, Any], dotted: str, value: Any) -> None:
     values[last] = value
 
 
+def remove(values: dict[str, Any], dotted: str) -> None:
+    """Remove a dotted key from nested dictionaries, if they have it."""
+    parent, _, last = dotted.rpartition(".")
+    section = look_up(values, parent) if parent else values
+    if isinstance(section, dict):
+        section.pop(last, None)
+
+
 def overlap(one: str, other: str) -> bool:
     """Return whether two dotted keys are equal or one contains the other."""
     return one == other or one.startswith(other + ".") or other.startswith(one + ".")

@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from settings.dotted import assign, look_up, overlap
+from settings.dotted import assign, look_up, overlap, remove
 from settings.errors import ConfigError, Problem
 from settings.root import Settings
 from settings.section import WITHOUT_NUL, is_section
@@ -81,7 +81,7 @@ def validate(values: dict[str, Any], stage: str | None = None) -> Settings:
         found = _translate(error.errors(include_url=False), values)
         pruned = copy.deepcopy(values)
         for dotted in found:
-            _remove(pruned, dotted)
+            remove(pruned, dotted)
         problems = list(found.values())
         try:
             # pydantic runs the rules only once every key is valid, so run them again without the invalid keys.
@@ -240,13 +240,6 @@ def _shown(value: Any) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _remove(values: dict[str, Any], dotted: str) -> None:
-    section, _, last = dotted.rpartition(".")
-    place = look_up(values, section) if section else values
-    if isinstance(place, dict):
-        place.pop(last, None)
 
 
 def _with_line(problem: Problem, lines: dict[str, int]) -> Problem:

@@ -60,20 +60,13 @@ def find_problems(settings: Settings, stage: str | None) -> Iterator[tuple[Probl
     yield from _levels("ldm.unet", settings.ldm.unet)
     yield from _heads(settings)
     yield from _sampling(settings)
-    for where, training in (
-        ("autoencoder.training", settings.autoencoder.training),
-        ("ldm.training", settings.ldm.training),
-    ):
+    for section in ("autoencoder", "ldm"):
+        training = getattr(settings, section).training
         if training.num_warmup_steps >= training.last_step:
-            yield (
-                Problem(
-                    f"{where}.warmup_steps",
-                    f"{training.warmup_steps} is not below max_steps ({training.max_steps})",
-                    f"allowed: 0 to {training.max_steps - 1}",
-                    "shorten the warm-up",
-                ),
-                (f"{where}.max_steps",),
-            )
+            where = f"{section}.training"
+            found = f"{training.warmup_steps} is not below max_steps ({training.max_steps})"
+            allowed = f"allowed: 0 to {training.max_steps - 1}"
+            yield Problem(f"{where}.warmup_steps", found, allowed, "shorten the warm-up"), (f"{where}.max_steps",)
     if stage == "ldm":
         yield from _latents(settings)
 
@@ -140,7 +133,7 @@ def _strides(autoencoder: AutoencoderSettings) -> Iterator[tuple[Problem, tuple[
             found = f"{_text(entry)} shrinks no axis"
             yield Problem(where, found, "allowed: a 2 along at least one axis", "set one, or remove the level"), ()
             break
-    if autoencoder.implementation == "monai" and any(set(entry) != {2} for entry in strides):
+    if autoencoder.implementation == "monai" and not autoencoder.has_stock_strides:
         found = f"{', '.join(map(_text, strides))} with implementation: monai, whose strides are all 2"
         yield Problem(where, found, "", "set 2, or implementation: lean"), ("autoencoder.implementation",)
 
@@ -175,7 +168,7 @@ def _grids(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
             ("autoencoder.training.batch_size", "autoencoder.num_channels"),
         )
     depth = training.discriminator.num_layers_d
-    smallest = min(settings.data.training_grid)
+    smallest = min(settings.training_grid)
     if training.uses_discriminator and smallest < 3 * 2**depth:
         most = max((n for n in range(1, depth + 1) if smallest >= 3 * 2**n), default=0)
         yield (
@@ -275,6 +268,7 @@ def _sampling(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
             ("ldm.scheduler.type",),
         )
     yield from _noise_levels(ldm)
+    yield from _guidance(ldm)
     if ldm.sampling.num_inference_steps > ldm.scheduler.num_train_timesteps:
         most = ldm.scheduler.num_train_timesteps
         yield (
@@ -299,7 +293,7 @@ def _sampling(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
 
 
 def _noise_levels(ldm: LdmSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    """Check the keys that say which noise levels are reached, drawn, weighted and guided."""
+    """Check the keys that say which noise levels are reached, drawn and weighted."""
     scheduler = ldm.scheduler
     if scheduler.zero_terminal_snr and (scheduler.type == "rflow" or scheduler.prediction != "v"):
         found = "true with rflow, which ends in pure noise anyway"
@@ -318,6 +312,16 @@ def _noise_levels(ldm: LdmSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]
         found = "min_snr with zero_terminal_snr, so pure noise would have no weight"
         remedy = "set none, or zero_terminal_snr: false"
         yield Problem("ldm.training.loss_weighting", found, "", remedy), ("ldm.scheduler.zero_terminal_snr",)
+
+
+def _guidance(ldm: LdmSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    scale, conditioning = ldm.sampling.guidance_scale, ldm.conditioning
+    if scale != 1 and (conditioning.type == "none" or conditioning.dropout == 0):
+        why = "dropout 0, so the network never learns to predict without a class"
+        if conditioning.type == "none":
+            why = "type none, so there is no class to follow"
+        found, sources = f"{scale:g} with conditioning {why}", ("ldm.conditioning.type", "ldm.conditioning.dropout")
+        yield Problem("ldm.sampling.guidance_scale", found, "allowed: 1", "set 1"), sources
     lowest, highest = ldm.sampling.guidance_interval
     if lowest >= highest:
         found = f"{lowest:g} is not below {highest:g}"

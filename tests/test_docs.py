@@ -18,7 +18,7 @@ from memory.predict import Predictor
 from memory.predict.prediction import Stage
 from settings import Settings, load_settings
 from tests.command_lines import commands, help_of, read_by_its_script
-from tests.test_architecture import ARROWS, PACKAGES
+from tests.test_architecture import ARROWS, CODE, PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = [
@@ -111,12 +111,13 @@ def test_links_of_documents_exist():
             assert (document.parent / link).exists(), f"{document.name} points at {link}"
 
 
-def test_architecture_names_files_that_exist_every_room_and_the_arrows_that_are_enforced():
+def test_architecture_names_files_that_exist_every_folder_with_code_and_the_arrows_that_are_enforced():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = re.findall(r"`([\w/]+(?:\.(?:py|yaml)|/))`", text)
     assert len(named) > 60
     assert [path for path in named if not (ROOT / path).exists()] == []
-    assert {f"{room}/" for room in PACKAGES} <= set(named)
+    folders = {f"{path.parent.relative_to(ROOT)}/" for path in CODE if path.parent != ROOT}
+    assert {f"{room}/" for room in PACKAGES} | folders <= set(named)
     drawn = re.search(r"```text\n(.*?)```", text, re.DOTALL)
     assert drawn is not None
     rooms = [tuple(re.findall(r"[a-z_]+", line.replace("train_*.py |", ""))) for line in drawn[1].split("<-")]

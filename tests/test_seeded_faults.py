@@ -75,7 +75,7 @@ def test_faults_are_seeded_into_a_copy_and_caught_or_survive(small_tree):
     assert "| later | `2 * a` → `4 * a` | not tried | |" in page
 
 
-def test_results_are_kept_until_the_fault_its_file_or_its_tests_change(small_tree, tmp_path):
+def test_results_are_kept_until_the_fault_or_the_code_of_its_file_or_tests_changes(small_tree, tmp_path):
     results = Results(tmp_path / "results.json")
     faults = [CAUGHT, SURVIVES]
     assert results.of(faults) == {}
@@ -89,7 +89,9 @@ def test_results_are_kept_until_the_fault_its_file_or_its_tests_change(small_tre
     assert list(results.of([changed, SURVIVES])) == ["thrice"]
     for name in ("sums.py", "test_sums.py"):
         text = (small_tree / name).read_text()
-        (small_tree / name).write_text(text + "\n")
+        (small_tree / name).write_text(f'"""Another docstring."""\n\n{text}# another comment\n')
+        assert len(results.of(faults)) == 2
+        (small_tree / name).write_text(text + "x = 1\n")
         assert results.of(faults) == {}
         (small_tree / name).write_text(text)
     assert len(results.of(faults)) == 2

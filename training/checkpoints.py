@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from command_line.execution import DISK_ERRORS
 from settings import CheckpointError, TrainingError
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 from storage.atomic import put_in_place, temporary_beside
@@ -88,9 +89,9 @@ class Checkpoints:
         except (*READ_ERRORS, *AMBIGUOUS_READ_ERRORS) as error:
             if isinstance(error, AMBIGUOUS_READ_ERRORS) and _is_whole(path):
                 raise  # the file is undamaged, so this is a bug
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"{path}: cannot be read ({reason}); when several machines train together, put the run folder on a "
+                f"{path}: cannot be read ({first_line}); when several machines train together, put the run folder on a "
                 "shared disk"
             ) from error
         if not isinstance(state, dict):
@@ -151,9 +152,8 @@ def _set_aside(damaged: list[Path]) -> None:
 
 
 def _save_failure(folder: Path, step: int, error: OSError) -> str:
-    reasons = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EROFS: "read-only"}
-    reason = reasons.get(error.errno or 0, error.strerror or str(error))
+    why = DISK_ERRORS.get(error.errno or 0, reason(error))
     return (
-        f"{folder}: the checkpoint of step {step} could not be written ({reason}); earlier checkpoints are untouched; "
+        f"{folder}: the checkpoint of step {step} could not be written ({why}); earlier checkpoints are untouched; "
         "free disk space or choose another name, then run the same command again"
     )

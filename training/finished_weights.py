@@ -1,4 +1,4 @@
-"""The weights that a run leaves for use, with their settings: those of its end and those of its best validation."""
+"""Weight files of a run: those it starts from, those of its best validation, and the finished ones."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Updater:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the optimizer, also from a run in another memory layout.
 
-        The fused update walks through parameters and states in the order of memory, so their strides must agree.
+        The fused update walks through parameters and states in memory order, so their strides must agree.
         """
         self.optimizer.load_state_dict(state)
         for parameter, states in self.optimizer.state.items():

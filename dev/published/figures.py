@@ -12,10 +12,10 @@ from torch import nn
 from dev.published.qwen_image import LATENT_CHANNELS, QwenImageVae
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, tracked
+from memory.predict.prediction import GIB
 from memory.predict.tracker import MemoryTracker
 from models import monai_import  # noqa: F401  # first: it keeps MONAI's import short
 
-GIB = 1 << 30
 OLD_CUDNN = 8902
 """A cuDNN of the time when the figures of the fallback were published, before 64-bit indices."""
 

@@ -1,1 +1,1 @@
-"""Weights from elsewhere and for elsewhere: names and shapes of MONAI's, MAISI's and MONAI Generative's networks."""
+"""Weights from and for other programs: names and shapes in MONAI, MAISI and MONAI Generative."""

@@ -11,24 +11,19 @@ from models.arguments import autoencoder_arguments, discriminator_arguments, une
 from models.autoencoder import build_autoencoder
 from models.discriminator import build_discriminator
 from models.unet import build_unet
-from settings import AutoencoderSettings, CheckpointError, Settings
+from settings import CheckpointError, Settings
 
 CLASSES = {"autoencoder": "AutoencoderKL", "discriminator": "PatchDiscriminator", "ldm": "DiffusionModelUNet"}
-
-
-def has_other_strides(settings: AutoencoderSettings) -> bool:
-    """Return whether an autoencoder has strides that MONAI's does not have, which are all but 2."""
-    return any(stride != 2 for strides in settings.level_strides for stride in strides)
 
 
 def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
     """Return the arguments with which MONAI's class builds the network; raise `CheckpointError` if it cannot."""
     if network == "autoencoder":
-        if has_other_strides(settings.autoencoder):
+        if not settings.autoencoder.has_stock_strides:
             raise CheckpointError(
                 f"autoencoder.strides: {[list(strides) for strides in settings.autoencoder.level_strides]}; MONAI's "
-                "AutoencoderKL has strides of 2 only, so it would compute something else with these weights; train "
-                "with strides: 2 to export"
+                "AutoencoderKL has strides of 2 only, so it would compute something else with these weights; only "
+                "networks trained with strides: 2 can be exported"
             )
         return autoencoder_arguments(settings.autoencoder)
     if network == "discriminator":

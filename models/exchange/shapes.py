@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from models.exchange.networks import has_other_strides
 from settings import Settings, look_up
 
 State = Mapping[str, Tensor]
@@ -141,9 +140,8 @@ def _middle_attention(state: State, coder: str) -> bool:
 
 
 def _configured(settings: Settings, key: str) -> Any:
-    strides = settings.autoencoder.level_strides
     resolved = {
-        "autoencoder.strides": strides if has_other_strides(settings.autoencoder) else 2,
+        "autoencoder.strides": 2 if settings.autoencoder.has_stock_strides else settings.autoencoder.level_strides,
         "autoencoder.num_res_blocks": settings.autoencoder.res_blocks,
         "autoencoder.use_nonlocal_attention": settings.autoencoder.has_middle_attention,
         "ldm.unet.num_res_blocks": settings.ldm.unet.res_blocks,

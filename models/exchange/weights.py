@@ -1,7 +1,7 @@
 """Weights from MONAI and MONAI Generative: read without executing code, renamed, and compared with the settings.
 
-Our networks carry MONAI's parameter names, so weights from MONAI need renaming only for options that our networks do
-not have but can express, and weights for MONAI need none at all.
+Our parameters have MONAI's names. Weights from MONAI are renamed only for options that our networks lack but can
+express; weights for MONAI are not renamed at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from settings import CheckpointError
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
-from storage.reading import check_regular
+from storage.reading import check_regular, reason
 
 State = dict[str, Tensor]
 _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, *AMBIGUOUS_READ_ERRORS, SafetensorError)
@@ -48,16 +48,16 @@ def read_foreign_weights(path: Path) -> Any:
     try:
         check_regular(path)
     except OSError as error:
-        found = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+        found = "no such file" if isinstance(error, FileNotFoundError) else reason(error)
         raise CheckpointError(f"{path}: {found}; give a .safetensors file or a torch checkpoint") from None
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except _READ_ERRORS as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{path}: cannot be read as weights ({reason}); only tensors in plain containers are read, never code;"
+            f"{path}: cannot be read as weights ({first_line}); only tensors in plain containers are read, never code;"
             " save the network's state_dict() by itself"
         ) from None
 

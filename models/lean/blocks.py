@@ -23,7 +23,7 @@ class LeanBlock(nn.Module):
 
     @property
     def keeps_only_input(self) -> bool:
-        """Whether the block saves only its input for backward, so that a checkpoint around it would save nothing."""
+        """Whether the block keeps only its input for backward, so that a checkpoint around it would gain nothing."""
         return self.slab_rows > 0
 
     def consume(self, x: Volume) -> Volume:
@@ -59,7 +59,7 @@ class ResidualBlock(LeanBlock):
 
 
 class UpsampleBlock(LeanBlock):
-    """Nearest-neighbour upsampling by `strides`, two along each axis in MONAI's block, then a convolution."""
+    """Nearest-neighbour upsampling by `strides`, in MONAI's block two along each axis, then a convolution."""
 
     def __init__(self, stock: Upsample, strides: Strides = (2, 2, 2)) -> None:
         super().__init__()
@@ -82,9 +82,9 @@ class UpsampleBlock(LeanBlock):
 
 
 class DownsampleBlock(LeanBlock):
-    """A convolution with `strides`, two along each axis in MONAI's block.
+    """A convolution with `strides`, in MONAI's block two along each axis.
 
-    The input is padded by one voxel, at the end of an axis of stride two and at both ends of one of stride one.
+    The input is padded by one voxel: at the end of an axis with stride two, at both ends of an axis with stride one.
     """
 
     def __init__(self, stock: AEKLDownsample, strides: Strides = (2, 2, 2)) -> None:
@@ -116,7 +116,7 @@ class Head(LeanBlock):
 
 
 def resamples(block: nn.Module) -> bool:
-    """Return whether a block, stock or lean, leads from one level to the next."""
+    """Return whether a block, stock or lean, connects one level to the next."""
     return isinstance(block, Upsample | AEKLDownsample | UpsampleBlock | DownsampleBlock)
 
 

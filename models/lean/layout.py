@@ -18,7 +18,8 @@ def layout_of(x: Tensor) -> torch.memory_format:
 def arranged(x: Tensor, layout: torch.memory_format) -> Tensor:
     """Return `x` in a layout, without a copy if it already has it or has one channel only.
 
-    The strides of a volume with one channel fit both layouts, and convolutions decide by them which one they return.
+    The strides of a one-channel volume can fit both layouts, and convolutions choose the layout of their output by
+    them, so they are set to those of `layout`.
     """
     if x.shape[1] > 1 or x.shape[2:].numel() == 1:
         return x.contiguous(memory_format=layout)
@@ -29,10 +30,10 @@ def arranged(x: Tensor, layout: torch.memory_format) -> Tensor:
 class LaidOut:
     """A mixin for networks that run in one memory layout: they bring their inputs into it, and their layers keep it.
 
-    `fastest_layout` is what `device.memory_format: auto` chooses, on any device, so that memory predictions, which run
-    on CPU tensors, see the layout of a GPU. On a CPU it is not always the fastest: interleaved steps in fp32 took 1.05
-    times as long as contiguous ones with the autoencoder (96x96x32, CPU time of one thread), where the norm has no
-    fused kernel for it, and 0.93 times as long with the U-Net.
+    `device.memory_format: auto` chooses `fastest_layout` on any device, because memory predictions run on CPU tensors
+    and must see the layout that a GPU would use. On a CPU it is not always the fastest: in fp32, interleaved with
+    contiguous steps, channels-last ones took 1.05 times the CPU time with the autoencoder (96x96x32, one thread), whose
+    norm has no fused kernel for it, and 0.93 times with the U-Net.
     """
 
     fastest_layout = CHANNELS_LAST

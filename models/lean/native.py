@@ -24,8 +24,8 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 def first_order_only(backward: Backward) -> Backward:
     """Make the backward of an autograd function refuse to be differentiated itself: raw kernels leave no graph.
 
-    torch's `once_differentiable` refuses only if the incoming gradient needs a gradient. Otherwise it leaves this
-    function out of the second derivative of a network without a word.
+    torch's `once_differentiable` refuses only if the incoming gradient needs a gradient. Otherwise it silently leaves
+    this function out of a network's second derivative.
     """
 
     @functools.wraps(backward)
@@ -33,7 +33,7 @@ def first_order_only(backward: Backward) -> Backward:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a lean block was differentiated with create_graph=True; it has first derivatives only; for second "
-                "ones build the network with autoencoder.implementation=monai"
+                "derivatives build the network with autoencoder.implementation=monai"
             )
         return backward(ctx, *grads)
 
@@ -49,8 +49,8 @@ def _sizes(x: Tensor) -> tuple[int, int, int]:
 def _rows(x: Tensor) -> Tensor:
     """Return a contiguous (batch, channels, voxels) view or copy of `x`.
 
-    A volume of one channel or one voxel is contiguous and channels-last at once, and the kernel would then take its
-    channels-last path, which loses the variance when the mean is large. With three axes it never does.
+    A volume of one channel or one voxel is contiguous and channels-last at once. For five dimensions the kernel would
+    then take its channels-last path, which loses the variance when the mean is large; for three it has no such path.
     """
     return x.contiguous().flatten(2)
 
@@ -118,7 +118,7 @@ def transposed_convolution_backward(
 def _adds_in_low_precision(x: Tensor) -> bool:
     """Return whether ATen's own CPU kernel convolves `x`, which adds products up in the precision of its output.
 
-    cuDNN and oneDNN add in fp32. Fake tensors, which have no values to lose, stand for those of a GPU.
+    cuDNN and oneDNN add in fp32. Fake tensors stand for those of a GPU, so for them the answer is no.
     """
     if not x.is_cpu or type(x) is not Tensor:
         return False

@@ -63,7 +63,7 @@ class UpsampledRows(RowSource):
         if (first, last) == (0, self.x.shape[2]):
             small, padding = self.x, 1
         else:
-            # More rows of padding cut off the output of the halo of one small row on each side.
+            # The halo is one small row on each side; the wider padding crops the output rows that belong to it.
             small, padding = rows_of(self.x, first - 1, last + 1), 1 + stride
         with torch.autocast(self.device.type, enabled=False):
             out = native.transposed_convolution(
@@ -102,9 +102,9 @@ class _UpsampleConv(torch.autograd.Function):
 class _DownsampleConv(torch.autograd.Function):
     """A 3x3x3 convolution whose stride is one or two along each axis.
 
-    The volume is padded by one voxel: at the end of an axis of stride two, and at both ends of one of stride one. A
-    convolution pads both ends alike. With two voxels at each end of an axis of stride two, its outputs after the first
-    are the wanted ones, so the volume is never copied into a padded one.
+    The volume is padded by one voxel: at the end of an axis with stride two, at both ends of an axis with stride one. A
+    convolution pads both ends alike, so an axis with stride two gets two voxels at each end, and its first output is
+    dropped. That way the volume is never copied into a padded one.
     """
 
     @staticmethod
@@ -148,12 +148,12 @@ def _pairs(x: Tensor) -> Tensor:
 
 
 def _beside(x: Tensor) -> Tensor:
-    """View a volume so that it can be broadcast over the `_pairs` of one of twice its size."""
+    """View a volume so that it can be broadcast over the `_pairs` of a volume twice its size."""
     return x[:, :, :, None, :, None, :, None]
 
 
 def _over_pairs(x: Tensor, reduce: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
-    """Reduce the eight voxels of each pair of rows, height and width to one; keep the layout."""
+    """Reduce each block of 2x2x2 voxels to one; keep the layout."""
     if layout_of(x) == CONTIGUOUS:
         return reduce(_pairs(x), (3, 5, 7))
     # Reductions return contiguous tensors, so the channels come last in the view.
@@ -197,7 +197,7 @@ class _Halved(torch.autograd.Function):
 
 
 def add_upsampled(large: Tensor, small: Tensor) -> Tensor:
-    """Add to `large` a volume of half its size, each voxel of it to eight, without an enlarged copy.
+    """Add each voxel of `small` to the matching 2x2x2 voxels of `large`, without an enlarged copy.
 
     torch's own nearest-neighbour upsampling copies a channels-last volume into the other layout.
     """
@@ -205,7 +205,7 @@ def add_upsampled(large: Tensor, small: Tensor) -> Tensor:
 
 
 def halved(x: Tensor) -> Tensor:
-    """Average the pairs of voxels along each axis, whose size is even.
+    """Average each block of 2x2x2 voxels; every axis has an even size.
 
     torch's own pooling copies a channels-last volume into the other layout.
     """

@@ -178,7 +178,7 @@ class _ResidualBackward:
         self.shortcut = None if shortcut is None else shortcut.to(ctx.dtype)
         self.slabs = slabs(x, ctx.rows, min(weight1.shape[:2]), ctx.dtype)
         self.grad_x = empty(x)
-        # With a row of zeros on each side, so that slabs with their halo can be read where they lie.
+        # With a row of zeros on each side, so that the first and the last slab can be read with their halo too.
         self.haloed_grad_h = empty(x, weight1.shape[0], ctx.dtype, halo=1)
         self.haloed_grad_h[:, :, :1] = 0
         self.haloed_grad_h[:, :, -1:] = 0

@@ -66,7 +66,7 @@ def empty(x: Volume, channels: int | None = None, dtype: torch.dtype | None = No
 def rows_of(x: Volume, start: int, end: int) -> Tensor:
     """Return the rows from `start` to `end` as a dense tensor, with zeros outside `x`.
 
-    With channels last, the rows of a single volume are dense where they lie and are not copied.
+    With channels last, rows of a single volume are already dense and are not copied.
     """
     inside = read(x, max(start, 0), min(end, x.shape[2]))
     if start < 0 or end > x.shape[2]:

@@ -156,6 +156,14 @@ def test_guidance_acts_inside_its_interval_only_and_spares_the_second_half_of_th
             },
             "loss_weighting: min_snr with zero_terminal_snr",
         ),
+        (
+            {"sampling": {"guidance_scale": 3.0}},
+            "guidance_scale: 3 with conditioning type none, so there is no class to follow; allowed: 1",
+        ),
+        (
+            {"conditioning": {"type": "class", "num_classes": 2, "dropout": 0.0}, "sampling": {"guidance_scale": 3.0}},
+            "guidance_scale: 3 with conditioning dropout 0, so the network never learns to predict without a class",
+        ),
         ({"sampling": {"guidance_interval": [0.6, 0.2]}}, "guidance_interval: 0.6 is not below 0.2; swap the two"),
         ({"sampling": {"sampler": "heun"}}, "heun cannot sample from scheduler type ddpm; allowed: ddim, ddpm"),
     ],

@@ -13,7 +13,7 @@ import numpy as np
 from settings import LoggingSettings, Settings, UserError
 from storage.run_folder import RunFolder
 
-_PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
+_PACKAGES = ("wandb", "mlflow")
 
 
 class Tracker(Protocol):

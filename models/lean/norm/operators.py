@@ -78,8 +78,8 @@ def norm_sums(grad: Tensor, x: Tensor, norm: Norm) -> Tensor:
 def store_norm_sums(out: Tensor, sums: Tensor, grad: Tensor, x: Tensor, norm: Norm) -> None:
     """Write what `norm_sums` returns into `sums`, and the gradient that `norm_input_grad` needs into `out`.
 
-    In full precision that is the gradient before SiLU, so that SiLU is not computed again. In low precision it would be
-    rounded once more, so it is the gradient as it came. Two reads, one write; `out` may be `grad` itself.
+    In full precision that is the gradient before SiLU, so that SiLU is not computed again. In low precision that would
+    be one more rounding, so the incoming gradient is kept as it is. Two reads, one write; `out` may be `grad` itself.
     """
     torch.ops.lean.store_norm_sums.default(out, sums, grad, x, *norm)
 
@@ -159,9 +159,10 @@ def _backend(x: Tensor) -> Any:
 
 
 def _uses_fused_kernel(x: Tensor, groups: int) -> bool:
-    """Return whether torch's GroupNorm kernels process `x`; not as an instance norm, which torch itself rounds less.
+    """Return whether torch's GroupNorm kernels process `x`, which they do unless it is an instance norm.
 
-    With a large mean their statistics are some roundings off, and their backward does not centre its input.
+    torch's own instance norm rounds less than they do: for a large mean their statistics are slightly off, and their
+    backward does not centre its input.
     """
     return _backend(x) is torch_kernels and x.is_contiguous() and groups != x.shape[1]
 

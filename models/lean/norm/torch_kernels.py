@@ -102,7 +102,7 @@ def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _rough_means(x: Tensor, groups: int) -> Tensor:
-    """Return the mean of each group, (batch, groups), which is some roundings off if it is large."""
+    """Return the mean of each group, (batch, groups), which may be slightly off."""
     sums = x.new_zeros((*x.shape[:2], 1, 1, 1), dtype=torch.promote_types(x.dtype, torch.float32))
     for part, total in _pieces(x, sums):
         total += part.sum((2, 3, 4), keepdim=True, dtype=sums.dtype)
@@ -110,9 +110,9 @@ def _rough_means(x: Tensor, groups: int) -> Tensor:
 
 
 def _refined(x: Tensor, mean: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the statistics of groups from the distances to a mean that may be some roundings off.
+    """Return the statistics of groups from the distances to a mean that may be slightly off.
 
-    torch's instance norm sums in double precision on a CPU; its GroupNorm, where the mean may come from, does not.
+    On a CPU, torch's instance norm sums in double precision; its GroupNorm, which the mean may come from, does not.
     """
     batch, groups = mean.shape
     sums = mean.new_zeros((2, *x.shape[:2], 1, 1, 1))

@@ -124,7 +124,7 @@ def normalise_kernel(
     num_chunks, x_b, x_c, x_v, out_b, out_c, out_v,
     silu: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """Write the tile after norm and optional SiLU, and zeros where the output has rows that the input has not."""
+    """Write the tile after norm and optional SiLU, and zeros where the output has rows that the input lacks."""
     b, c, v, _, mask = _tile(channels, out_voxels, num_chunks, block_c, block_v)
     inside = (v >= voxels_before) & (v - voxels_before < voxels)  # `v` has 64 bits, their sum may not
     x = _load(x_ptr, b, c, v - voxels_before, mask & inside[None, :], x_b, x_c, x_v)

@@ -1,0 +1,1 @@
+"""The memory guide: its techniques, and the stored predictions that it shows."""
