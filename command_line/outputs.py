@@ -30,11 +30,12 @@ def check_output_file(path: str | Path, option: str = "--json", inputs: Iterable
         raise UserError(f"{option}: {path} cannot be overwritten; change its permissions, or give another name")
 
 
-def check_output_folder(path: str | Path, option: str = "--out") -> None:
-    """Raise `UserError`, naming the option, unless files can be written to this folder, which need not exist yet.
+def check_output_folder(path: str | Path) -> None:
+    """Raise `UserError`, naming --out, unless files can be written to this folder, which need not exist yet.
 
     Creates nothing.
     """
+    option = "--out"
     if not str(path):
         raise UserError(f"{option}: the path is empty; give the name of a folder")
     _check_writable(_nearest_existing(path, option), path, option)

@@ -136,9 +136,9 @@ def _run_tests(folder: Path, tests: Sequence[str], output: Path) -> None:
     os._exit(code)
 
 
-def load_faults(path: Path = FAULTS) -> list[Fault]:
+def load_faults() -> list[Fault]:
     """Return all faults; their names are unique."""
-    files = tomllib.loads(path.read_text(encoding="utf-8"))["files"]
+    files = tomllib.loads(FAULTS.read_text(encoding="utf-8"))["files"]
     faults = [
         Fault(f["name"], file["path"], f["right"], f["wrong"], tuple(f.get("tests", file["tests"])))
         for file in files
@@ -146,7 +146,7 @@ def load_faults(path: Path = FAULTS) -> list[Fault]:
     ]
     names = [fault.name for fault in faults]
     if doubled := {name for name in names if names.count(name) > 1}:
-        raise CheckError(f"{path}: several faults are called {', '.join(sorted(doubled))}")
+        raise CheckError(f"{FAULTS}: several faults are called {', '.join(sorted(doubled))}")
     return faults
 
 

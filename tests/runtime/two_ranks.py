@@ -21,10 +21,10 @@ from evaluation.ldm_validation import _held_out_loss
 from runtime.processes import Process, processes
 from settings import DataError, Settings, UserError, load_settings
 from storage.run_folder import RunFolder
+from tests.training.step_gradients import gradients
 from training.autoencoder_step import AutoencoderStep
 from training.finished_weights import export
 from training.ldm_step import LatentDiffusionStep
-from training.step import TrainingStep
 
 STEP = 3  # the discriminator takes part
 
@@ -41,16 +41,6 @@ def count_reductions(network: nn.Module) -> list[int]:
 
         network.register_comm_hook(None, note)
     return travelled
-
-
-def gradients(step: TrainingStep) -> dict[str, torch.Tensor]:
-    """Return every gradient by network and parameter."""
-    return {
-        f"{name}.{key}": parameter.grad.clone()
-        for name, network in step.networks.items()
-        for key, parameter in network.named_parameters()
-        if parameter.grad is not None
-    }
 
 
 def stage_one(settings: Settings, process: Process, volumes: DataSplit, found: dict[str, Any]) -> None:

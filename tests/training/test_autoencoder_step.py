@@ -12,6 +12,7 @@ from data import Batch
 from models.weight_files import save_weights
 from runtime.processes import Process
 from settings import CheckpointError, Settings, TrainingError
+from tests.training.step_gradients import gradients
 from training import autoencoder_step
 from training.autoencoder_step import AutoencoderStep
 
@@ -33,15 +34,6 @@ def make_batches(step: AutoencoderStep, batch_size: int, total: int = 4) -> list
         Batch(images[i : i + batch_size], tuple(range(i, i + batch_size)), None, ("a.nii",) * batch_size)
         for i in range(0, total, batch_size)
     ]
-
-
-def gradients(step: AutoencoderStep) -> dict[str, torch.Tensor]:
-    return {
-        f"{network}.{name}": parameter.grad.clone()
-        for network, module in step.networks.items()
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
 
 
 @pytest.mark.parametrize("use_perceptual_loss", [False, True])

@@ -12,6 +12,7 @@ from data import Batch
 from diffusion.latent_batches import LatentBatch
 from runtime.processes import Process
 from settings import CheckpointError, Settings, TrainingError
+from tests.training.step_gradients import gradients
 from training.ldm_step import LatentDiffusionStep
 
 CPU = Process(torch.device("cpu"))
@@ -39,10 +40,6 @@ def make_batches(step: LatentDiffusionStep, batch_size: int, total: int = 4) -> 
         )
         for part in (slice(start, start + batch_size) for start in range(0, total, batch_size))
     ]
-
-
-def gradients(step: LatentDiffusionStep) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in step.unet.named_parameters() if p.grad is not None}
 
 
 def assert_same_gradients(first, second, tolerance: float) -> None:
