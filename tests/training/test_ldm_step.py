@@ -61,7 +61,8 @@ PIXEL = {"pixel_loss": {"weight": PIXEL_WEIGHT, "chunk_size": 1}}
         {"scheduler": {"type": "rflow"}, "sampling": {"sampler": "rflow"}},
         {"conditioning": {"type": "class", "num_classes": 3, "dropout": 0.5}},
         {"training": PIXEL},
-        {"training": {"loss_weighting": "min_snr"}},
+        # A gamma below every ratio of these times, so that each volume has another weight.
+        {"training": {"loss_weighting": "min_snr", "min_snr_gamma": 1e-4}},
     ],
 )
 def test_batch_4_once_has_the_gradients_of_batch_1_four_times(tiny_values, changes):

@@ -66,9 +66,9 @@ def test_lower_precisions_are_as_close_to_the_truth_as_two_operators(ours, stock
 
 def test_taps_are_added_before_they_are_rounded():
     weight = torch.zeros(1, 1, 3, 3, 3)
-    weight[0, 0, 1, 1, 1], weight[0, 0, 1, 1, 2] = 1 + 2**-8, 2**-9 + 2**-8
+    weight[0, 0, 1, 1, 1], weight[0, 0, 1, 1, 2] = 1 + 2**-8, 2**-8
     rows = UpsampledRows(torch.ones(2, 1, 2, 2, 2), weight, torch.zeros(1), (2, 2, 2), torch.bfloat16)
-    # 1 + 2^-8 alone is rounded to 1; with the other tap it is 1 + 2^-7 + 2^-9, nearest to 1 + 2^-7.
+    # 1 + 2^-8 alone is rounded to 1, and so is its sum with the other tap; before rounding the sum is 1 + 2^-7.
     assert float(rows.rows(0, 4)[0, 0, 1, 1, 2]) == 1 + 2**-7
 
 
