@@ -30,7 +30,7 @@ def main(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_output_file(options.json, "--json", [options.config])
     settings = load_settings(options.config, options.overrides)
-    from data.volumes import check_source, prepare_volumes
+    from data.volumes import check_source, split_source
 
     source = check_source(settings.data, settings.seed, settings.autoencoder.in_channels)
     rows = [_row(found, checked) for found, checked in zip(source.found, source.checked, strict=True)]
@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
         for problem in source.problems:
             print(f"  {problem}")
         return UserError.exit_code
-    volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+    volumes = split_source(source, settings.data, settings.seed, settings.autoencoder.in_channels)
     print(_summary(source, volumes, settings))
     print(f"\nnext: python train_autoencoder.py --config {options.config} {' '.join(options.overrides)}".rstrip())
     return 0

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from data.formats import write_nifti
-from settings import load_settings
+from data.preparation import checking
+from data.reading import measure
+from settings import DataSettings, load_settings
 from tests.data.test_dicom import write_series
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,3 +193,19 @@ def test_help_needs_no_torch() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert "section.key=value" in result.stdout
+
+
+def test_each_volume_is_read_once_even_if_nothing_can_be_kept(
+    check_here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_volumes(tmp_path / "volumes")
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    read = []
+
+    def counted(path: Path, s: DataSettings) -> object:
+        read.append(path.name)
+        return measure(path, s)
+
+    monkeypatch.setattr(checking, "measure", counted)
+    assert check_here("data.source=volumes", "data.prepared=none") == 0
+    assert sorted(read) == ["a.nii.gz", "b.nii.gz", "c.nii.gz"]
