@@ -24,7 +24,7 @@ from data.reading import VolumeFacts, measure, on_grid, unusable
 from settings import DataError
 from settings.data import DataSettings
 from storage.locking import alone
-from storage.names import printable
+from storage.names import counted, printable
 
 log = logging.getLogger(__name__)
 
@@ -183,21 +183,27 @@ def _keep(folder: PreparedFolder, path: Path, facts: VolumeFacts, image: Callabl
 
 def _require_space(folder: PreparedFolder, number: int, num_channels: int) -> None:
     """Say how much space the prepared volumes take; raise DataError if the disk does not have it."""
+    if not number:
+        return
     needed = number * folder.num_bytes(num_channels)
     place = next(place for place in (folder.folder, *folder.folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(place).free
     if needed > free:
         raise DataError(
-            f"data.prepared: disk: preparing {number} volumes needs {needed / 2**30:.2f} GiB in {folder.folder}, "
-            f"{free / 2**30:.2f} GiB is free; make room, or set data.prepared to memory or none"
+            f"data.prepared: disk: preparing {number} volumes needs {_size_text(needed)} in {folder.folder}, "
+            f"{_size_text(free)} is free; make room, or set data.prepared to memory or none"
         )
     log.info(
-        "data: preparing %s once, in %s (%.2f GiB of %.1f GiB free)",
-        "1 volume" if number == 1 else f"{number} volumes",
+        "data: preparing %s once, in %s (%s of %s free)",
+        counted(number, "volume"),
         folder.folder,
-        needed / 2**30,
-        free / 2**30,
+        _size_text(needed),
+        _size_text(free),
     )
+
+
+def _size_text(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 // 10 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _in_threads(

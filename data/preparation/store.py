@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import zlib
 from dataclasses import asdict, dataclass
@@ -24,6 +25,8 @@ from storage.atomic import replacing
 from storage.names import printable
 from storage.reading import check_regular, reason
 from storage.run_folder import PREPARED
+
+log = logging.getLogger(__name__)
 
 # Part of the key: change it whenever the same file and settings would be stored differently.
 VERSION = 1
@@ -115,11 +118,18 @@ class PreparedFolder:
             return {}
 
     def seal(self, digests: set[str]) -> None:
-        """Note that the checksums of these files were right just now."""
+        """Note that the checksums of these files were right just now; warn if that cannot be written."""
         known = {name: value for name, value in self.seals().items() if (self.folder / name).exists()}
         known |= {self.path_of(digest).name: signature(self.path_of(digest)) for digest in digests}
-        with replacing(self._seals) as temporary:
-            temporary.write_text(json.dumps(known), encoding="utf-8")
+        try:
+            with replacing(self._seals) as temporary:
+                temporary.write_text(json.dumps(known), encoding="utf-8")
+        except OSError as error:
+            log.warning(
+                "data: %s cannot be written (%s); the prepared volumes will be compared with their checksums again",
+                self._seals,
+                reason(error),
+            )
 
 
 def facts_from(values: dict[str, Any]) -> VolumeFacts:
