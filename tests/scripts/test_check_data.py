@@ -143,6 +143,22 @@ def test_names_that_no_encoding_has_are_escaped_where_output_is_strict(tmp_path:
     assert os.fsdecode(b"ill/\xff\xe4.nii.gz") in names
 
 
+def test_a_grid_that_fits_is_called_so_and_only_some_unusual_volumes_are_shown(
+    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        scale = 10**6 if i < 12 else 1000
+        write_nifti(tmp_path / f"all/{i:02d}.nii", (rng.random((1, 32, 33, 31)) * scale).astype(np.float32), np.eye(4))
+    assert check_here("data.source=all", "data.prepared=none", "--json", "found.json") == 0
+    said = capsys.readouterr().out
+    assert "data.voxel_size 32 x 32 x 32 suits these volumes and both stages" in said
+    assert "a grid that suits" not in said
+    assert "unusual, worth a look (12):" in said
+    assert "  and 2 more, which --json FILE lists" in said
+    assert len(json.loads((tmp_path / "found.json").read_text())["unusual"]) == 12
+
+
 def test_a_folder_as_people_have_them_is_understood(
     check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
