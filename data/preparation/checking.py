@@ -55,6 +55,7 @@ def check_files(paths: Sequence[Path], s: DataSettings, in_channels: int, result
         stack.enter_context(alone(records.lock))
         if folder is not None:
             stack.enter_context(alone(folder.folder / ".lock"))
+            folder.tidy()
         records.load()
         # Taken before reading, so that a file written meanwhile is read again next time.
         keys = {path: record_key(path) for path in paths}

@@ -6,10 +6,12 @@ source's bytes and its folder a hash of the settings that decide the result, so 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import math
+import time
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +37,9 @@ PAGE = 4096
 LONGEST_HEADER = 1 << 20
 NUMBER = np.dtype("<f4")
 SUFFIX = ".volume"
+
+# No volume takes that long to write, so a temporary file of this age was left by a process that was killed.
+ABANDONED_SECONDS = 600
 
 # The settings that decide what is stored. Random crops and augmentation come after.
 DECISIVE = {"orientation", "spacing", "voxel_size", "resize", "intensity", "frame"}
@@ -108,6 +113,13 @@ class PreparedFolder:
         if is_checked and _checksum(image) != header.get("checksum"):
             raise PreparedError("its voxels are not the ones that were written")
         return Prepared(image, facts)
+
+    def tidy(self) -> None:
+        """Remove what killed processes left half written."""
+        for path in self.folder.glob(f".*{SUFFIX}.*.tmp"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
 
     def seals(self) -> dict[str, str]:
         """Return the signatures of the files whose checksums were right, by name; a changed file has another one."""

@@ -24,6 +24,7 @@ from data.preparation.memory import VolumeMemory
 from data.preparation.store import PreparedFolder
 from data.reading import VolumeFacts, measure
 from settings import ConfigError, DataError, DataSettings, Settings
+from storage.atomic import replacing
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
 WAYS: list[dict[str, Any]] = [
@@ -232,3 +233,19 @@ def test_prepared_volumes_are_used_even_if_their_check_cannot_be_noted(
     (PreparedFolder(settings).folder / "checked.json").mkdir()
     assert prepare_volumes(settings, seed=0, in_channels=1) == first
     assert "checked.json cannot be written" in caplog.text
+
+
+def test_what_a_killed_process_left_half_written_is_removed_later(folder: Path) -> None:
+    settings = build_settings(source=str(folder))
+    prepare_volumes(settings, seed=0, in_channels=1)
+    place = PreparedFolder(settings).folder
+    with replacing(place / "a.volume") as temporary:
+        temporary.touch()
+    (place / "a.volume").unlink()
+    old, new = temporary, temporary.with_name(f"{temporary.stem}9.tmp")
+    for path in (old, new):
+        path.write_bytes(b"part of a volume")
+    os.utime(old, (0, 0))
+    prepare_volumes(settings, seed=0, in_channels=1)
+    assert [path.name for path in place.glob("*.tmp")] == [new.name]
+    assert len(files_of(settings)) == 8
