@@ -65,6 +65,14 @@ def test_nifti_integers_are_scaled_by_slope_and_intercept(tmp_path: Path) -> Non
     np.testing.assert_allclose(read_volume(tmp_path / "v.nii.gz")[0][0], raw, atol=1e-3)
 
 
+@pytest.mark.parametrize(("code", "mm"), [(0, 1.0), (1, 1000.0), (2, 1.0), (3, 0.001), (10, 1.0), (11, 0.001)])
+def test_nifti_units_are_converted_to_millimetres(tmp_path: Path, code: int, mm: float) -> None:
+    image = nib.Nifti1Image(np.zeros((4, 5, 6), np.int16), np.diag([2.0, 3.0, 4.0, 1.0]))
+    image.header["xyzt_units"] = code
+    nib.save(image, tmp_path / "v.nii")
+    np.testing.assert_allclose(read_header(tmp_path / "v.nii").spacing_mm, [2 * mm, 3 * mm, 4 * mm])
+
+
 def test_nifti_vectors_on_the_fifth_axis_are_channels(tmp_path: Path) -> None:
     nib.save(nib.Nifti1Image(np.zeros((12, 10, 8, 1, 3), np.float32), AFFINE), tmp_path / "v.nii")
     assert read_header(tmp_path / "v.nii").num_channels == 3
