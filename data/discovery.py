@@ -19,6 +19,7 @@ from data.survey.names import class_folder, folder_classes, label_files
 from settings import DataError
 from storage.names import counted, printable
 from storage.reading import read_text, reason
+from storage.run_folder import RUNS
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,8 @@ def _in_folder(root: Path) -> tuple[list[Found], list[str]]:
             paths.append(path)
     names = {path.relative_to(root).as_posix(): path for path in paths}
     left_out = []
+    if RUNS.is_dir() and root.resolve() in RUNS.resolve().parents:
+        left_out.append(f"{RUNS}: left out, it holds what runs wrote")
     for name, why in label_files(list(names)).items():
         left_out.append(f"{printable(name)}: left out, {why}")
         del names[name]
@@ -177,8 +180,11 @@ def _series(root: Path, folder: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Yield the files under a folder; follow each link once, skip names with a leading dot (macOS creates them)."""
-    seen: set[str] = set()
+    """Yield the files under a folder, without those that runs wrote unless the folder is there.
+
+    Follow each link once, skip names with a leading dot (macOS creates them).
+    """
+    seen = {os.path.realpath(RUNS)} if not root.resolve().is_relative_to(RUNS.resolve()) else set()
     for folder, folders, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen:

@@ -70,6 +70,9 @@ class PreparedFolder:
         """Return the path of a volume's prepared file."""
         return self.folder / f"{digest[:32]}{SUFFIX}"
 
+    def __len__(self) -> int:
+        return sum(1 for _ in self.folder.glob(f"*{SUFFIX}"))
+
     def num_bytes(self, num_channels: int) -> int:
         """Return the size of one prepared file, without the rest of its header if that is longer than a page."""
         return PAGE + NUMBER.itemsize * num_channels * math.prod(self.grid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def test_folders_are_no_classes_when_a_volume_lies_beside_them(make_volume: Make
     volumes = prepare_volumes(build_settings(source=str(tmp_path / "volumes")), seed=0, in_channels=1)
     assert volumes.class_names == ()
     assert [file.label for file in (*volumes.train, *volumes.val)] == [None, None]
+
+
+def test_what_runs_wrote_is_left_out_unless_it_is_asked_for(make_volume: Make, tmp_path: Path) -> None:
+    make_volume("a.nii.gz")
+    make_volume("b.nii.gz")
+    shutil.copytree(tmp_path / "volumes", tmp_path / "runs/one/samples")
+    volumes, (line,) = find(str(tmp_path), False)
+    assert [item.name for item in volumes] == ["volumes/a.nii.gz", "volumes/b.nii.gz"]
+    assert line == "runs: left out, it holds what runs wrote"
+    assert len(find("runs/one", False)[0]) == len(find("runs", False)[0]) == 2
+    assert find(str(tmp_path / "volumes"), False)[1] == []
 
 
 def test_linked_folders_are_followed_once(make_volume: Make, tmp_path: Path) -> None:

@@ -136,6 +136,17 @@ def test_a_full_disk_is_reported_before_anything_is_read(folder: Path, monkeypat
         prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
 
 
+def test_a_moved_folder_needs_no_space_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 5000))
+    moved = folder.rename(folder.with_name("moved"))
+    assert prepare_volumes(build_settings(source=str(moved)), seed=0, in_channels=1).digests == first.digests
+    for i in range(8, 12):
+        write_nifti(moved / f"v{i}.nii.gz", random_voxels(i), AFFINE)
+    with pytest.raises(DataError, match="preparing 4 volumes needs"):
+        prepare_volumes(build_settings(source=str(moved)), seed=0, in_channels=1)
+
+
 def test_preparation_logs_how_much_space_it_takes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
