@@ -17,8 +17,9 @@ from data.files import dicom
 from data.formats import SUFFIXES, suffix_of
 from data.survey.names import class_folder, folder_classes, label_files
 from settings import DataError
-from storage.names import printable
+from storage.names import counted, printable
 from storage.reading import read_text, reason
+from storage.run_folder import RUNS
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def find(source: str, allow_outside_root: bool) -> tuple[list[Found], list[str]]
         log.info("data: %s lists the volumes of %s", listing, place)
         place = listing
     if place.suffix.lower() == ".json" and os.path.exists(place):
-        return _in_dataset_json(place, allow_outside_root), []
+        return _in_dataset_json(place, allow_outside_root)
     if os.path.exists(place):
         raise DataError(
             f"data.source: {printable(source)} is a single file; a folder, a dataset.json or phantoms is allowed; "
@@ -127,6 +128,8 @@ def _in_folder(root: Path) -> tuple[list[Found], list[str]]:
             paths.append(path)
     names = {path.relative_to(root).as_posix(): path for path in paths}
     left_out = []
+    if RUNS.is_dir() and root.resolve() in RUNS.resolve().parents:
+        left_out.append(f"{RUNS}: left out, it holds what runs wrote")
     for name, why in label_files(list(names)).items():
         left_out.append(f"{printable(name)}: left out, {why}")
         del names[name]
@@ -155,30 +158,33 @@ def _series(root: Path, folder: Path) -> tuple[dict[str, Path], list[str]]:
         scanned = dicom.scan(folder)
     except OSError as error:
         raise DataError(f"data.source: {printable(folder)} cannot be read ({reason(error)}); check it") from error
-    place = folder.relative_to(root).as_posix()
-    place = root.resolve().name if place == "." else place
+    # At the top a series is named by its first file, since a folder may have the name of the top.
+    place = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
     volumes = {uid: images for uid, images in scanned.series.items() if not all(i.is_localizer for i in images)}
     names, left_out = {}, []
     for uid, images in scanned.series.items():
         localizers = [image.path.name for image in images if image.is_localizer]
         if localizers:
             count = f"{len(localizers)} {'image' if len(localizers) == 1 else 'images'}"
-            where = printable(f"{place}/{localizers[0]}")
+            where = printable(f"{place}{localizers[0]}")
             left_out.append(f"{where}: left out, a localizer ({count}), not a volume")
         if uid in volumes:
             first = next(image.path for image in images if not image.is_localizer)
-            names[place if len(volumes) == 1 else f"{place}/{first.name}"] = first
+            names[place[:-1] if place and len(volumes) == 1 else f"{place}{first.name}"] = first
     for path in scanned.others:
-        left_out.append(f"{printable(f'{place}/{path.name}')}: left out, DICOM without an image")
+        left_out.append(f"{printable(f'{place}{path.name}')}: left out, DICOM without an image")
     if not volumes:
         # Named as a problem, because it may have been a slice.
-        names |= {f"{place}/{path.name}": path for path in scanned.unreadable}
+        names |= {f"{place}{path.name}": path for path in scanned.unreadable}
     return names, left_out
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Yield the files under a folder; follow each link once, skip names with a leading dot (macOS creates them)."""
-    seen: set[str] = set()
+    """Yield the files under a folder, without those that runs wrote unless the folder is there.
+
+    Follow each link once, skip names with a leading dot (macOS creates them).
+    """
+    seen = {os.path.realpath(RUNS)} if not root.resolve().is_relative_to(RUNS.resolve()) else set()
     for folder, folders, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen:
@@ -189,7 +195,7 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in files if not name.startswith("."))
 
 
-def _in_dataset_json(listing: Path, allow_outside_root: bool) -> list[Found]:
+def _in_dataset_json(listing: Path, allow_outside_root: bool) -> tuple[list[Found], list[str]]:
     where = printable(listing)
     try:
         content = json.loads(read_text(listing))
@@ -211,14 +217,22 @@ def _in_dataset_json(listing: Path, allow_outside_root: bool) -> list[Found]:
     found, problems = [], []
     for number, (split, entry) in enumerate(entries):
         try:
-            found.append(_entry(listing, entry, split, allow_outside_root))
+            item = _entry(listing, entry, split, allow_outside_root)
+            found.append(replace(item, class_name=_class_of(entry, listing.parent, _label_names(content))))
         except ValueError as error:
             problems.append(f"  entry {number}: {error}")
     twice = [name for name, count in Counter(item.name for item in found).items() if count > 1]
     problems += [f"  {printable(name)}: listed more than once; remove all but one" for name in twice]
     if problems:
-        raise DataError("\n".join([f"{where}: {len(problems)} problems:", *problems]))
-    return sorted(found, key=lambda item: item.name)
+        raise DataError("\n".join([f"{where}: {counted(len(problems), 'problem')}:", *problems]))
+    without = [item.name for item in found if item.class_name is None]
+    left_out = []
+    if 0 < len(without) < len(found):
+        left_out.append(
+            f"{where}: classes left out, {len(without)} of {len(found)} volumes have none, for example "
+            f"{printable(without[0])}"
+        )
+    return sorted(found, key=lambda item: item.name), left_out
 
 
 def _entry(listing: Path, entry: Any, split: str | None, allow_outside_root: bool) -> Found:
@@ -236,24 +250,42 @@ def _entry(listing: Path, entry: Any, split: str | None, allow_outside_root: boo
             f"{printable(image)} leads out of {printable(root)}; only files inside it are allowed; "
             "move it there or set data.allow_outside_root: true"
         )
-    return Found(path, name, _class_of(entry), split)
+    return Found(path, name, split=split)
 
 
-def _class_of(entry: Any) -> str | None:
+def _label_names(content: dict[str, Any]) -> set[str]:
+    """Return the numbers and names in the table "labels", in whichever order it has them."""
+    table = content.get("labels")
+    parts = [*table, *table.values()] if isinstance(table, dict) else []
+    return {str(name) for part in parts for name in (part if isinstance(part, list) else [part])}
+
+
+def _class_of(entry: Any, root: Path, names: set[str]) -> str | None:
     """Return the entry's "class", or its "label" unless that is the path of a segmentation.
 
     Raises ValueError with what is wrong with it.
     """
     if not isinstance(entry, dict):
         return None
-    label = entry.get("class", entry.get("label"))
-    if isinstance(label, bool) or not isinstance(label, str | int):
-        if "class" in entry:
-            raise ValueError(f"its class is {_shown(label)}; text or a whole number is allowed; repair it")
+    key = "class" if "class" in entry else "label"
+    label = entry.get(key)
+    if key == "label" and label is None:
         return None
+    paths: list[Any] = label if isinstance(label, list) else [label]
+    if key == "label" and paths and all(isinstance(p, str) and ("/" in p or suffix_of(p.strip())) for p in paths):
+        missing = next((path for path in paths if not os.path.exists(root / path.strip())), None)
+        if missing is not None:
+            raise ValueError(
+                f"its label {_cut(printable(missing))} is no file; restore it or remove the label, or name a class as "
+                '"class"'
+            )
+        return None
+    if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
+        raise ValueError(f"its {key} is {_shown(label)}; text or a whole number is allowed; repair it")
     text = str(label).strip()
-    is_path = "class" not in entry and ("/" in text or suffix_of(text) is not None)
-    return None if is_path or not text else text
+    if key == "label" and names and text not in names:
+        raise ValueError(f'its label {_cut(printable(text))} is not in the table "labels"; add it there or change it')
+    return text
 
 
 def _shown(value: Any) -> str:

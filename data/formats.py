@@ -82,12 +82,6 @@ def read_stored(path: Path) -> tuple[Stored, Header]:
     return stored, header
 
 
-def read_volume(path: Path) -> tuple[np.ndarray, Header]:
-    """Read a volume as float32, channels first, axes as stored; raise DataError, naming the file, if that fails."""
-    stored, header = read_stored(path)
-    return stored.values(stored.array), header
-
-
 def signature(path: Path) -> str:
     """Return a text that changes whenever the file does, as far as that can be known without reading it.
 
@@ -201,7 +195,7 @@ def _reason(path: Path, error: Exception) -> str:
     if isinstance(error, PermissionError):
         return "not allowed to read it; change its permissions"
     if isinstance(error, IsADirectoryError):
-        return "a folder, not a file; rename it"
+        return "a folder, not a file; rename it, or name a file in it (one slice stands for a DICOM series)"
     if isinstance(error, MemoryError):
         return "its voxels do not fit in memory; crop or downsample it first"
     if not path.is_file():

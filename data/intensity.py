@@ -13,6 +13,9 @@ from settings.data import IntensitySettings
 
 NETWORK_RANGE = (-1.0, 1.0)
 
+# Fewer steps of float32 than this between the two ends are no contrast worth learning.
+FEWEST_STEPS = 64
+
 
 def scale_to_network(channel: np.ndarray, lower: float, upper: float) -> None:
     """Clip one channel and map it to the network's range, in place."""
@@ -22,6 +25,22 @@ def scale_to_network(channel: np.ndarray, lower: float, upper: float) -> None:
     channel *= np.float32((high - low) / (upper - lower))
     channel += np.float32(low)
     np.clip(channel, low, high, out=channel)
+
+
+def unscalable_text(lower: tuple[float, ...], upper: tuple[float, ...]) -> str | None:
+    """Return the message for a channel whose range float32 cannot scale, or None if there is none.
+
+    Differences or their inverse would overflow, or the numbers are so large that their differences were rounded away.
+    """
+    limits = np.finfo(np.float32)
+    for channel, (low, high) in enumerate(zip(lower, upper, strict=True)):
+        is_finite = float(limits.tiny) <= high - low <= float(limits.max)
+        if not is_finite or high - low < FEWEST_STEPS * np.spacing(np.float32(max(abs(low), abs(high)))):
+            return (
+                f"channel {channel} is scaled from {low:.9g} to {high:.9g}, a range that float32 cannot resolve; "
+                "change the unit of its intensities, subtract an offset, or widen data.intensity"
+            )
+    return None
 
 
 def flat_text(lower: tuple[float, ...], upper: tuple[float, ...], s: IntensitySettings) -> str:

@@ -25,8 +25,6 @@ LARGEST_INTENSITY = 1000.0
 # Standard deviation in voxels, because a scanner resolves about 1.6 voxels (full width at half maximum), not one.
 POINT_SPREAD = 0.7
 
-Box = tuple[slice, slice, slice]
-
 
 def phantom_files(folder: Path, number: int, grid: tuple[int, ...], num_channels: int, seed: int) -> list[Path]:
     """Return the paths of the phantoms, generating those that do not exist yet; raise DataError if that fails.

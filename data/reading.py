@@ -11,7 +11,7 @@ import numpy as np
 from data.files.header import Header, Stored
 from data.formats import content_digest, read_stored, signature
 from data.geometry import geometry_of
-from data.intensity import flat_text, scale_to_network
+from data.intensity import flat_text, scale_to_network, unscalable_text
 from data.ranking import rank
 from settings import DataError
 from settings.data import DataSettings
@@ -127,4 +127,5 @@ def unusable(path: Path, facts: VolumeFacts, s: DataSettings) -> str | None:
         )
     if any(low >= high for low, high in zip(facts.lower, facts.upper, strict=True)):
         return f"{printable(path)}: {flat_text(facts.lower, facts.upper, s.intensity)}"
-    return None
+    reason = unscalable_text(facts.lower, facts.upper)
+    return None if reason is None else f"{printable(path)}: {reason}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.discovery import Found, class_names_of, find, with_labels
+from data.files import dicom
 from data.phantoms import phantom_files, phantom_root
 from data.preparation.checking import Checked, check_files
 from data.survey.overview import looks_like_labels
@@ -16,7 +17,7 @@ from data.survey.patients import groups_of, parted_patients
 from settings import DataError
 from settings.data import DataSettings
 from storage import run_folder
-from storage.names import printable
+from storage.names import counted, printable
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +80,15 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> DataSplit:
     is disk, in runs/prepared, so only new or changed files are read again. Under torchrun one process per node reads
     while the others wait.
     """
-    source = check_source(s, seed, in_channels)
+    return split_source(check_source(s, seed, in_channels), s, seed, in_channels)
+
+
+def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -> DataSplit:
+    """Split the volumes of a checked source; raise one DataError that lists every problem of every file."""
     if source.problems:
         lines = "\n".join(f"  {problem}" for problem in source.problems)
         raise DataError(f"data.source: {s.source} has {len(source.problems)} problems:\n{lines}")
-    for line in source.left_out:
+    for line in (*source.left_out, *copies_lines(source.found, source.checked)):
         log.warning("data: %s", line)
     found = source.found
     class_names = class_names_of(found)
@@ -125,6 +130,8 @@ def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
     if s.labels is not None:
         found, unlabelled = with_labels(found, s.labels)
     checked = check_files([item.path for item in found], s, in_channels, run_folder.CHECKS)
+    parts = dicom.parted(item.path for item in checked if dicom.is_dicom(item.path))
+    checked = [Checked(c.path, None, (*c.problems, parts[c.path])) if c.path in parts else c for c in checked]
     if not s.label_maps:
         found, checked, maps = _without_label_maps(found, checked)
         left_out += maps
@@ -147,6 +154,23 @@ def _without_label_maps(
         if result.facts is not None
     ]
     return [item for item, _ in kept], [result for _, result in kept], lines
+
+
+def copies_lines(found: Sequence[Found], checked: Sequence[Checked]) -> list[str]:
+    """Return a line on volumes that hold the same bytes, if there are any: they may be on both sides of the split."""
+    names: dict[str, list[str]] = {}
+    for item, result in zip(found, checked, strict=True):
+        if result.facts is not None:
+            names.setdefault(result.facts.digest, []).append(item.name)
+    copies = [same for same in names.values() if len(same) > 1]
+    if not copies:
+        return []
+    number = sum(len(same) - 1 for same in copies)
+    return [
+        f"{counted(number, 'volume')} of {len(found)} hold the same bytes as another, for example "
+        f"{printable(copies[0][0])} and {printable(copies[0][1])}; one of them may be for training and the other for "
+        "validation; remove the copies"
+    ]
 
 
 def split(

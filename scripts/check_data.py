@@ -14,6 +14,9 @@ from command_line import add_config, check_output_file, parser, run, write_outpu
 from settings import UserError, load_settings
 from storage.names import counted, printable
 
+# Unusual volumes that are shown; --json has all of them.
+MOST_SHOWN = 10
+
 COLUMNS = ("volume", "class", "shape", "spacing mm", "type", "minimum", "maximum", "scaled from", "problems")
 
 
@@ -30,7 +33,7 @@ def main(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_output_file(options.json, "--json", [options.config])
     settings = load_settings(options.config, options.overrides)
-    from data.volumes import check_source, prepare_volumes
+    from data.volumes import check_source, split_source
 
     source = check_source(settings.data, settings.seed, settings.autoencoder.in_channels)
     rows = [_row(found, checked) for found, checked in zip(source.found, source.checked, strict=True)]
@@ -49,7 +52,7 @@ def main(options: argparse.Namespace) -> int:
         for problem in source.problems:
             print(f"  {problem}")
         return UserError.exit_code
-    volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+    volumes = split_source(source, settings.data, settings.seed, settings.autoencoder.in_channels)
     print(_summary(source, volumes, settings))
     print(f"\nnext: python train_autoencoder.py --config {options.config} {' '.join(options.overrides)}".rstrip())
     return 0
@@ -135,7 +138,9 @@ def _summary(source, volumes, settings) -> str:
         lines.append("classes: " + ", ".join(f"{name} ({count})" for name, count in named))
     unusual = outlier_lines(names, facts, data)
     if unusual:
-        lines += ["", f"unusual, worth a look ({len(unusual)}):", *(f"  {line}" for line in unusual)]
+        lines += ["", f"unusual, worth a look ({len(unusual)}):", *(f"  {line}" for line in unusual[:MOST_SHOWN])]
+        if len(unusual) > MOST_SHOWN:
+            lines.append(f"  and {len(unusual) - MOST_SHOWN} more, which --json FILE lists")
     patients = suspected_patients(source.found) if data.group_by is None else None
     if patients is not None:
         lines += ["", patients]
@@ -143,7 +148,9 @@ def _summary(source, volumes, settings) -> str:
     refused = stage_problems(settings, data.voxel_size)
     lines += [f"data.voxel_size {_times(data.voxel_size)} is refused by {problem}" for problem in refused]
     grid = suggested_grid(facts, settings)
-    if grid is not None:
+    if grid == tuple(data.voxel_size):
+        lines.append(f"data.voxel_size {_times(grid)} suits these volumes and both stages")
+    elif grid is not None:
         numbers = ",".join(map(str, grid))
         lines.append(f"a grid that suits these volumes and both stages: data.voxel_size=[{numbers}]")
         lines.append(f"it has {cost_text(grid, settings, len(facts))}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import pydicom
 from pydicom.config import IGNORE
 
+from data.files.dicom_stack import Slice, ordered
 from data.files.header import DAMAGE, DamagedError, Header, Stored, UnsuitableError, library
 from data.files.itk import LPS_TO_RAS
 from storage.names import printable
@@ -24,6 +24,8 @@ SUFFIXES = (".dcm", ".dicom", ".ima")
 
 # Values that break the standard's rules are common; the ones that matter are checked here.
 pydicom.config.settings.reading_validation_mode = IGNORE
+# It logs the tracebacks of files whose problems we report ourselves.
+pydicom.config.logger.setLevel("CRITICAL")
 
 TAGS = [
     *("SOPClassUID", "SeriesInstanceUID", "ImageType", "Modality", "Rows", "Columns", "NumberOfFrames"),
@@ -33,51 +35,6 @@ TAGS = [
 
 # Modalities of files that hold no image.
 WITHOUT_IMAGE = {"SR", "PR", "KO", "DOC", "RTSTRUCT", "RTPLAN", "RTRECORD", "REG", "FID", "AU", "ECG", "PLAN", "RWV"}
-
-# Relative to the distance between slices.
-LARGEST_IRREGULARITY = 0.05
-LARGEST_TILT_DEGREES = 1.0
-
-
-@dataclass(frozen=True)
-class Slice:
-    """One image of a series: its file and the elements of its header that place and scale it."""
-
-    path: Path
-    series: str
-    is_localizer: bool
-    values: Any
-    """The header without its pixels."""
-
-    def get(self, name: str) -> Any:
-        """Return an element, None if it is missing, or its text if it is not of its own type."""
-        try:
-            return self.values.get(name)
-        except DAMAGE["dicom"]:
-            raw = self.values.get_item(name).value
-            return raw.decode("latin-1") if isinstance(raw, bytes) else str(raw)
-
-    def numbers(self, name: str, count: int) -> np.ndarray:
-        """Return an element as `count` finite numbers; raise UnsuitableError if it is not that."""
-        value = self.get(name)
-        try:
-            found = np.array(value, dtype=np.float64).reshape(-1)
-        except (TypeError, ValueError):
-            found = np.empty(0)
-        if found.size != count or not np.isfinite(found).all():
-            raise UnsuitableError(
-                f"{printable(self.path.name)} has {name} {printable(value)[:40]}; {count} finite "
-                f"{'number is' if count == 1 else 'numbers are'} needed; export the series again"
-            )
-        return found
-
-    def scale(self) -> tuple[float, float]:
-        """Return slope and intercept; 1 and 0 where the header gives none."""
-        slope = self.numbers("RescaleSlope", 1)[0] if self.get("RescaleSlope") is not None else 1.0
-        shift = self.numbers("RescaleIntercept", 1)[0] if self.get("RescaleIntercept") is not None else 0.0
-        if slope == 0:
-            raise UnsuitableError(f"{printable(self.path.name)} has RescaleSlope 0; export the series again")
-        return float(slope), float(shift)
 
 
 @dataclass(frozen=True)
@@ -110,8 +67,12 @@ def scan(folder: Path) -> FolderOfImages:
     entries = []
     with os.scandir(folder) as found:
         for entry in found:
-            if entry.is_file() and not entry.name.startswith("."):
-                status = entry.stat()
+            if entry.name.startswith(".") or entry.is_dir():
+                continue
+            # A link to nothing may have been a slice; elsewhere than in a link only regular files are opened.
+            is_broken = entry.is_symlink() and not os.path.exists(entry.path)
+            if is_broken or entry.is_file():
+                status = entry.stat(follow_symlinks=not is_broken)
                 entries.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns))
     return _scan(folder, tuple(sorted(entries)))
 
@@ -177,6 +138,32 @@ def files_of(path: Path) -> list[Path]:
     return [path]
 
 
+def parted(paths: Iterable[Path]) -> dict[Path, str]:
+    """Return which of these files stand for a part of a series only, each with a text that says where the rest is.
+
+    Slices of one series in several folders belong together, unless some of them are at the same places: then the
+    folders hold copies, or the phases of a 4D series.
+    """
+    parts: dict[str, dict[Path, tuple[Slice, ...]]] = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            for uid, images in scan(path.parent).series.items():
+                if uid and any(image.path == path for image in images):
+                    parts.setdefault(uid, {})[path] = images
+    found = {}
+    for series in parts.values():
+        places = [{str(image.get("ImagePositionPatient")) for image in images} for images in series.values()]
+        folders = {path.parent for path in series}
+        if len(folders) == len(places) > 1 and len(set.union(*places)) == sum(map(len, places)):
+            for path, images in series.items():
+                others = ", ".join(printable(folder.name) for folder in sorted(folders - {path.parent})[:3])
+                found[path] = (
+                    f"{printable(path)}: {len(images)} slices of a series that goes on in {others}; the slices of a "
+                    "volume must be in one folder; move them together, or give each scan a SeriesInstanceUID of its own"
+                )
+    return found
+
+
 def read_header(path: Path) -> Header:
     """Check that a series is one regular volume, and return its geometry."""
     images = ordered(slices_of(path))
@@ -208,73 +195,6 @@ def read_voxels(path: Path, header: Header) -> Stored:
     return Stored(array.T[None], slope, intercept)
 
 
-def ordered(images: Sequence[Slice]) -> list[Slice]:
-    """Return images in the order of their positions; raise UnsuitableError unless they are one regular stack."""
-    _require_plain(images)
-    if len(images) < 2:
-        raise UnsuitableError("a single image; a volume needs two slices or more; remove it")
-    for name, count in (("Rows", 1), ("Columns", 1), ("PixelSpacing", 2), ("ImageOrientationPatient", 6)):
-        kinds = Counter(tuple(image.numbers(name, count).round(3).tolist()) for image in images)
-        if len(kinds) > 1:
-            usual = kinds.most_common(1)[0][0]
-            odd = next(i for i in images if tuple(i.numbers(name, count).round(3).tolist()) != usual)
-            what = "orientations" if name == "ImageOrientationPatient" else f"values of {name}"
-            raise UnsuitableError(
-                f"its {len(images)} slices have {len(kinds)} {what}, for example {printable(odd.path.name)}; one is "
-                "allowed; separate them or remove the odd ones"
-            )
-    along_row, along_column = images[0].numbers("ImageOrientationPatient", 6).reshape(2, 3)
-    normal = np.cross(along_row, along_column)
-    places = {image.path: float(normal @ image.numbers("ImagePositionPatient", 3)) for image in images}
-    result = sorted(images, key=lambda image: (places[image.path], image.path.name))
-    _require_regular(result, [places[image.path] for image in result])
-    step = result[-1].numbers("ImagePositionPatient", 3) - result[0].numbers("ImagePositionPatient", 3)
-    tilt = np.degrees(np.arccos(min(1.0, abs(float(normal @ step)) / float(np.linalg.norm(step)))))
-    if tilt > LARGEST_TILT_DEGREES:
-        raise UnsuitableError(
-            f"its slices are shifted against each other (gantry tilt of {tilt:.0f} degrees); straight stacks are "
-            "allowed; resample it first"
-        )
-    return result
-
-
-def _require_plain(images: Sequence[Slice]) -> None:
-    for image in images:
-        name = printable(image.path.name)
-        if image.get("NumberOfFrames") is not None and image.numbers("NumberOfFrames", 1)[0] > 1:
-            raise UnsuitableError(
-                f"{name} holds many frames in one file; one image per file is read; convert it to NIfTI"
-            )
-        if image.get("SamplesPerPixel") is not None and image.numbers("SamplesPerPixel", 1)[0] > 1:
-            raise UnsuitableError(f"{name} is a colour image; single intensities are read; remove it")
-        if image.get("ModalityLUTSequence"):
-            raise UnsuitableError(f"{name} is scaled by a table (ModalityLUTSequence); convert it to NIfTI")
-
-
-def _require_regular(images: Sequence[Slice], places: Sequence[float]) -> None:
-    """Raise UnsuitableError, naming the slices, unless all distances are equal."""
-    gaps = np.diff(places)
-    usual = float(np.median(gaps))
-    for gap, (one, two) in zip(gaps.tolist(), pairwise(images), strict=True):
-        names = f"{printable(one.path.name)} and {printable(two.path.name)}"
-        if gap <= LARGEST_IRREGULARITY * max(usual, 1e-6):
-            raise UnsuitableError(
-                f"two slices at one place, {names}; one is allowed; remove the doubled one, or separate the phases of "
-                "a 4D series"
-            )
-        missing = round(gap / usual) - 1
-        if missing >= 1:
-            raise UnsuitableError(
-                f"{missing} {'slice is' if missing == 1 else 'slices are'} missing between {names} ({gap:.3g} mm "
-                f"apart, the others {usual:.3g} mm); copy or export the series again"
-            )
-        if abs(gap - usual) > LARGEST_IRREGULARITY * usual:
-            raise UnsuitableError(
-                f"the distance between slices varies ({gap:.3g} mm between {names}, usually {usual:.3g} mm); equal "
-                "distances are needed; resample it first"
-            )
-
-
 def _dtype(images: Sequence[Slice]) -> str:
     """Return the smallest type that holds the pixels of all slices."""
     kinds = []
@@ -287,14 +207,23 @@ def _dtype(images: Sequence[Slice]) -> str:
 
 
 def _pixels(image: Slice, shape: tuple[int, int], is_scaled: bool) -> np.ndarray:
+    syntax = None
     try:
         with library("dicom"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            pixels = pydicom.dcmread(image.path).pixel_array
+            content = pydicom.dcmread(image.path)
+            syntax = content.file_meta.get("TransferSyntaxUID")
+            pixels = content.pixel_array
     except DamagedError as error:
+        text = printable(" ".join(str(error.__cause__).split()))
+        if "missing dependencies" in text and syntax is not None:
+            raise UnsuitableError(
+                f"its slices are compressed as {printable(syntax.name)}, which needs a decoder; run pip install "
+                "python-gdcm, or export the series without compression"
+            ) from error
         raise UnsuitableError(
-            f"its slice {printable(image.path.name)} cannot be read ({printable(error.__cause__)[:120]}); copy it "
-            "again, or export it without compression"
+            f"its slice {printable(image.path.name)} cannot be read ({text[:120]}); copy it again, or export it "
+            "without compression"
         ) from error
     if pixels.shape != shape:
         raise UnsuitableError(f"{printable(image.path.name)} has other pixels than its header says; export it again")

@@ -16,6 +16,9 @@ from data.files.inflate import inflate
 # nibabel logs header repairs of files whose problems we report ourselves.
 nibabel.imageglobals.logger.setLevel("CRITICAL")
 
+# Codes of the header for metres and micrometres; all others mean millimetres or nothing.
+MM_PER_UNIT = {1: 1e3, 3: 1e-3}
+
 COLOURS = (("R", "G", "B"), ("R", "G", "B", "A"))
 
 
@@ -64,7 +67,9 @@ def _image(path: Path) -> Any:
 
 
 def _affine(image: Any) -> np.ndarray:
-    return np.asarray(image.affine, dtype=np.float64)
+    affine = np.array(image.affine, dtype=np.float64)
+    affine[:3] *= MM_PER_UNIT.get(int(image.header["xyzt_units"]) % 8, 1.0)
+    return affine
 
 
 def _num_colours(dtype: np.dtype) -> int:

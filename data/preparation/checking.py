@@ -24,7 +24,7 @@ from data.reading import VolumeFacts, measure, on_grid, unusable
 from settings import DataError
 from settings.data import DataSettings
 from storage.locking import alone
-from storage.names import printable
+from storage.names import counted, printable
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +55,17 @@ def check_files(paths: Sequence[Path], s: DataSettings, in_channels: int, result
         stack.enter_context(alone(records.lock))
         if folder is not None:
             stack.enter_context(alone(folder.folder / ".lock"))
+            folder.tidy()
         records.load()
         # Taken before reading, so that a file written meanwhile is read again next time.
         keys = {path: record_key(path) for path in paths}
         known = {path: facts for path in paths if (facts := records.get(keys[path])) is not None}
         good = [facts.digest for path, facts in known.items() if not any(problems_of(path, facts, s, in_channels))]
         lacking = {*good} - _intact(folder, good, in_channels) if folder is not None else set()
+        # Those of other files; a folder that was moved needs no space.
+        num_others = len(folder) - len({*good} - lacking) if folder is not None else 0
         new = [path for path in paths if path not in known or known[path].digest in lacking]
-        errors = _read_all(new, s, in_channels, folder, lambda path, facts: records.add(keys[path], facts))
+        errors = _read_all(new, s, in_channels, folder, num_others, lambda path, facts: records.add(keys[path], facts))
         records.tidy(list(keys.values()))
         checked = []
         for path in paths:
@@ -131,6 +134,7 @@ def _read_all(
     s: DataSettings,
     in_channels: int,
     folder: PreparedFolder | None,
+    num_others: int,
     add: Callable[[Path, VolumeFacts], None],
 ) -> dict[Path, str]:
     """Read files in as many threads as the free memory allows; return why some could not be read."""
@@ -138,7 +142,7 @@ def _read_all(
         return {}
     headers = {path: _num_bytes(path) for path in paths}
     if folder is not None:
-        _require_space(folder, sum(1 for size in headers.values() if size), in_channels)
+        _require_space(folder, sum(1 for size in headers.values() if size), num_others, in_channels)
 
     def attempt(path: Path) -> tuple[Path, VolumeFacts | str]:
         try:
@@ -181,23 +185,32 @@ def _keep(folder: PreparedFolder, path: Path, facts: VolumeFacts, image: Callabl
         ) from error
 
 
-def _require_space(folder: PreparedFolder, number: int, num_channels: int) -> None:
-    """Say how much space the prepared volumes take; raise DataError if the disk does not have it."""
+def _require_space(folder: PreparedFolder, number: int, num_others: int, num_channels: int) -> None:
+    """Say how much space the prepared volumes take; raise DataError if the disk does not have it.
+
+    What is prepared of `num_others` other files may turn out to be what is needed, so it counts as space.
+    """
+    if not number:
+        return
     needed = number * folder.num_bytes(num_channels)
     place = next(place for place in (folder.folder, *folder.folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(place).free
-    if needed > free:
+    if needed > free + num_others * folder.num_bytes(num_channels):
         raise DataError(
-            f"data.prepared: disk: preparing {number} volumes needs {needed / 2**30:.2f} GiB in {folder.folder}, "
-            f"{free / 2**30:.2f} GiB is free; make room, or set data.prepared to memory or none"
+            f"data.prepared: disk: preparing {number} volumes needs {_size_text(needed)} in {folder.folder}, "
+            f"{_size_text(free)} is free; make room, or set data.prepared to memory or none"
         )
     log.info(
-        "data: preparing %s once, in %s (%.2f GiB of %.1f GiB free)",
-        "1 volume" if number == 1 else f"{number} volumes",
+        "data: preparing %s once, in %s (%s of %s free)",
+        counted(number, "volume"),
         folder.folder,
-        needed / 2**30,
-        free / 2**30,
+        _size_text(needed),
+        _size_text(free),
     )
+
+
+def _size_text(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 // 10 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _in_threads(

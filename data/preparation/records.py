@@ -64,8 +64,8 @@ class Records:
 
     def tidy(self, keys: Sequence[str]) -> None:
         """Drop what is known of earlier contents of these files; other configs may use the other files."""
-        names = {_file_of(key) for key in keys}
-        kept = {key: facts for key, facts in self._facts.items() if _file_of(key) not in names or key in set(keys)}
+        current, names = {*keys}, {_file_of(key) for key in keys}
+        kept = {key: facts for key, facts in self._facts.items() if key in current or _file_of(key) not in names}
         if kept != self._facts and self._is_writable:
             self._facts = kept
             try:

@@ -6,9 +6,12 @@ source's bytes and its folder a hash of the settings that decide the result, so 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import math
+import time
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +28,8 @@ from storage.names import printable
 from storage.reading import check_regular, reason
 from storage.run_folder import PREPARED
 
+log = logging.getLogger(__name__)
+
 # Part of the key: change it whenever the same file and settings would be stored differently.
 VERSION = 1
 
@@ -32,6 +37,9 @@ PAGE = 4096
 LONGEST_HEADER = 1 << 20
 NUMBER = np.dtype("<f4")
 SUFFIX = ".volume"
+
+# No volume takes that long to write, so a temporary file of this age was left by a process that was killed.
+ABANDONED_SECONDS = 600
 
 # The settings that decide what is stored. Random crops and augmentation come after.
 DECISIVE = {"orientation", "spacing", "voxel_size", "resize", "intensity", "frame"}
@@ -61,6 +69,9 @@ class PreparedFolder:
     def path_of(self, digest: str) -> Path:
         """Return the path of a volume's prepared file."""
         return self.folder / f"{digest[:32]}{SUFFIX}"
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.folder.glob(f"*{SUFFIX}"))
 
     def num_bytes(self, num_channels: int) -> int:
         """Return the size of one prepared file, without the rest of its header if that is longer than a page."""
@@ -106,6 +117,13 @@ class PreparedFolder:
             raise PreparedError("its voxels are not the ones that were written")
         return Prepared(image, facts)
 
+    def tidy(self) -> None:
+        """Remove what killed processes left half written."""
+        for path in self.folder.glob(f".*{SUFFIX}.*.tmp"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
+
     def seals(self) -> dict[str, str]:
         """Return the signatures of the files whose checksums were right, by name; a changed file has another one."""
         try:
@@ -115,11 +133,18 @@ class PreparedFolder:
             return {}
 
     def seal(self, digests: set[str]) -> None:
-        """Note that the checksums of these files were right just now."""
+        """Note that the checksums of these files were right just now; warn if that cannot be written."""
         known = {name: value for name, value in self.seals().items() if (self.folder / name).exists()}
         known |= {self.path_of(digest).name: signature(self.path_of(digest)) for digest in digests}
-        with replacing(self._seals) as temporary:
-            temporary.write_text(json.dumps(known), encoding="utf-8")
+        try:
+            with replacing(self._seals) as temporary:
+                temporary.write_text(json.dumps(known), encoding="utf-8")
+        except OSError as error:
+            log.warning(
+                "data: %s cannot be written (%s); the prepared volumes will be compared with their checksums again",
+                self._seals,
+                reason(error),
+            )
 
 
 def facts_from(values: dict[str, Any]) -> VolumeFacts:

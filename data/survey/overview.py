@@ -15,9 +15,13 @@ from storage.names import printable
 
 # A volume is an outlier if it differs from the median by this factor and by this many robust standard deviations.
 SIZE_FACTOR = 2.0
-INTENSITY_FACTOR = 5.0
+# A window is one for all volumes. Percentiles are each volume's own, and MR has no unit: 8 bits beside 12 are natural.
+INTENSITY_FACTORS = {"window": 5.0, "percentile": 30.0}
 DEVIATIONS = 6.0
 FEWEST = 4
+
+# Resampling with splines makes positive volumes negative by this share of their range.
+LARGEST_RINGING = 0.1
 
 AXES = "xyz"
 
@@ -29,11 +33,11 @@ def looks_like_labels(facts: VolumeFacts) -> bool:
 
 def modality_of(facts: VolumeFacts) -> str:
     """Guess what kind of volume this is from its intensities."""
+    if -facts.minimum <= LARGEST_RINGING * facts.high:
+        return "MR or another positive modality"
     if -4096 <= facts.minimum <= -500 and facts.high > 0:
         return "CT"
-    if facts.minimum < 0 and max(-facts.minimum, facts.maximum) < 100:
-        return "a map with both signs"
-    return "MR or another positive modality" if facts.minimum >= 0 else "of both signs"
+    return "a map with both signs" if max(-facts.minimum, facts.maximum) < 100 else "of both signs"
 
 
 def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
@@ -60,9 +64,10 @@ def outlier_lines(names: Sequence[str], facts: Sequence[VolumeFacts], s: DataSet
     for axis, letter in enumerate(AXES):
         measures.append((f"size along {letter}", SIZE_FACTOR, [float(size[axis]) for size, _ in shapes]))
         measures.append((f"spacing along {letter} in mm", SIZE_FACTOR, [spacing[axis] for _, spacing in shapes]))
+    factor = INTENSITY_FACTORS[s.intensity.mode]
     largest = [max(abs(fact.maximum), abs(fact.minimum)) for fact in facts]
-    measures.append(("largest intensity", INTENSITY_FACTOR, largest))
-    measures.append(("range of intensities", INTENSITY_FACTOR, [fact.high - fact.low for fact in facts]))
+    measures.append(("largest intensity", factor, largest))
+    measures.append(("range of intensities", factor, [fact.high - fact.low for fact in facts]))
     found: dict[str, list[str]] = {}
     for title, factor, values in measures:
         for name, text in _far_from_median(names, values, factor):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data.files.header import Header
+from data.formats import read_stored
 from settings import DataSettings
 
 AFFINE = np.array([[2.0, 0, 0, -10], [0, 2.5, 0, -12], [0, 0, 3.0, 5], [0, 0, 0, 1]])
@@ -21,3 +24,9 @@ def random_voxels(seed: int, shape: tuple[int, ...] = (1, 12, 10, 8)) -> np.ndar
     rng = np.random.default_rng(seed)
     ramp = np.linspace(0, 300, int(np.prod(shape))).reshape(shape)
     return (ramp + rng.normal(0, 20, shape)).astype(np.float32)
+
+
+def read_volume(path: Path) -> tuple[np.ndarray, Header]:
+    """Read a volume as float32, channels first, axes as stored; raise DataError, naming the file, if that fails."""
+    stored, header = read_stored(path)
+    return stored.values(stored.array), header

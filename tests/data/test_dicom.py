@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import locale
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ import pydicom
 import pytest
 import torch
 from pydicom.dataset import FileMetaDataset
-from pydicom.uid import UID, ExplicitVRLittleEndian, generate_uid
+from pydicom.encaps import encapsulate
+from pydicom.uid import UID, ExplicitVRLittleEndian, JPEGLosslessSV1, generate_uid
 
 from data import load_volume
 from data.discovery import discover, find
-from data.formats import content_digest, read_header, read_volume, signature, write_nifti
+from data.formats import content_digest, read_header, read_stored, signature, write_nifti
 from data.volumes import check_source, prepare_volumes
 from settings import DataError
-from tests.data.small_volumes import build_settings
+from tests.data.small_volumes import build_settings, read_volume
 
 CT = UID("1.2.840.10008.5.1.4.1.1.2")
 SHAPE = (12, 10, 8)
@@ -174,3 +176,70 @@ def test_files_without_a_suffix_are_recognised_and_the_locale_stays(tmp_path: Pa
     (found,) = discover(str(tmp_path / "scan"), False)
     assert read_volume(found.path)[0].shape == (1, *SHAPE)
     assert locale.setlocale(locale.LC_ALL) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"PixelSpacing": lambda k: [0.7035 + 1e-7 * (-1) ** k, 0.7035]},
+        {"ImageOrientationPatient": lambda k: [1, 5e-4 + 1e-6 * (-1) ** k, 0, -5e-4, 1, 0]},
+        {"ImagePositionPatient": lambda k: [-10, -20, round(5 + 3 * k + 0.01 * (-1) ** k, 4)]},
+    ],
+)
+def test_numbers_that_a_scanner_rounded_are_one_volume(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_series(tmp_path / "scan", voxels_of(0), **changes)
+    (found,) = discover(str(tmp_path / "scan"), False)
+    assert read_header(found.path).shape == SHAPE
+
+
+def test_a_missing_slice_is_called_so_in_a_series_of_three(tmp_path: Path) -> None:
+    write_series(tmp_path / "scan", voxels_of(0)[:, :, :4])[1].unlink()
+    assert "1 slice is missing between" in said(tmp_path / "scan")
+    write_series(tmp_path / "doubled", voxels_of(0)[:, :, :3], ImagePositionPatient=lambda k: [0, 0, 3 * min(k, 1)])
+    assert "two slices at one place" in said(tmp_path / "doubled")
+
+
+def test_a_folder_inside_with_the_name_of_the_top_hides_nothing(tmp_path: Path) -> None:
+    write_series(tmp_path / "scan", voxels_of(0))
+    write_series(tmp_path / "scan/scan", voxels_of(1))
+    found = discover(str(tmp_path / "scan"), False)
+    assert len({content_digest(item.path) for item in found}) == 2
+    assert [item.class_name for item in found] == [None, None]
+
+
+def test_a_series_in_several_folders_is_named_and_a_copy_of_one_is_allowed(tmp_path: Path) -> None:
+    (tmp_path / "all/b").mkdir(parents=True)
+    for path in write_series(tmp_path / "all/a", voxels_of(0))[::2]:
+        path.rename(tmp_path / "all/b" / path.name)
+    write_series(tmp_path / "all/c", voxels_of(1))
+    shutil.copytree(tmp_path / "all/c", tmp_path / "all/d")
+    source = check_source(build_settings(source=str(tmp_path / "all")), 0, 1)
+    problems = {item.name: result.problems for item, result in zip(source.found, source.checked, strict=True)}
+    assert "4 slices of a series that goes on in b; the slices of a volume must be in one folder" in problems["a"][0]
+    assert "4 slices of a series that goes on in a;" in problems["b"][0]
+    assert problems["c"] == problems["d"] == ()
+
+
+def test_a_link_to_a_slice_that_is_gone_is_named(tmp_path: Path) -> None:
+    last = write_series(tmp_path / "scan", voxels_of(0))[-1]
+    last.rename(tmp_path / "elsewhere.dcm")
+    last.symlink_to(tmp_path / "elsewhere.dcm")
+    settings = build_settings(source=str(tmp_path / "scan"))
+    assert check_source(settings, 0, 1).problems == []
+    (tmp_path / "elsewhere.dcm").unlink()
+    (problem,) = check_source(settings, 0, 1).problems
+    assert f"{last.name} beside it cannot be read as DICOM" in problem
+
+
+def test_a_compression_without_decoder_is_named_and_nothing_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in write_series(tmp_path / "scan", voxels_of(0)):
+        file = pydicom.dcmread(path)
+        file.PixelData = encapsulate([b"\xff\xd8\xff\xd9"])
+        file["PixelData"].is_undefined_length = True
+        file.file_meta.TransferSyntaxUID = JPEGLosslessSV1
+        file.save_as(path)
+    with pytest.raises(DataError, match=r"compressed as JPEG Lossless.*; run pip install python-gdcm, or export"):
+        read_stored(discover(str(tmp_path / "scan"), False)[0].path)
+    assert caplog.text == ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data.discovery import Found, class_names_of, discover, with_labels
+from data.discovery import Found, class_names_of, discover, find, with_labels
 from data.volumes import prepare_volumes
 from settings import DataError
 from tests.data.small_volumes import build_settings
@@ -39,6 +40,17 @@ def test_folders_are_no_classes_when_a_volume_lies_beside_them(make_volume: Make
     volumes = prepare_volumes(build_settings(source=str(tmp_path / "volumes")), seed=0, in_channels=1)
     assert volumes.class_names == ()
     assert [file.label for file in (*volumes.train, *volumes.val)] == [None, None]
+
+
+def test_what_runs_wrote_is_left_out_unless_it_is_asked_for(make_volume: Make, tmp_path: Path) -> None:
+    make_volume("a.nii.gz")
+    make_volume("b.nii.gz")
+    shutil.copytree(tmp_path / "volumes", tmp_path / "runs/one/samples")
+    volumes, (line,) = find(str(tmp_path), False)
+    assert [item.name for item in volumes] == ["volumes/a.nii.gz", "volumes/b.nii.gz"]
+    assert line == "runs: left out, it holds what runs wrote"
+    assert len(find("runs/one", False)[0]) == len(find("runs", False)[0]) == 2
+    assert find(str(tmp_path / "volumes"), False)[1] == []
 
 
 def test_linked_folders_are_followed_once(make_volume: Make, tmp_path: Path) -> None:
@@ -90,6 +102,20 @@ def test_dataset_json_gives_classes_and_the_split(make_volume: Make, tmp_path: P
     assert [(file.name, file.label) for file in volumes.val] == [("d.nii.gz", 0)]
 
 
+@pytest.mark.parametrize("table", [{}, {"labels": {"0": "ill", "1": "well"}}, {"labels": {"ill": 0, "well": [1]}}])
+def test_labels_of_dataset_json_may_be_numbers_names_or_missing(
+    make_volume: Make, tmp_path: Path, table: dict[str, object]
+) -> None:
+    for name in "abc":
+        make_volume(f"{name}.nii.gz")
+    entries = [{"image": "a.nii.gz", "label": 0}, {"image": "b.nii.gz", "label": "well"}]
+    volumes, left_out = find(write_listing(tmp_path / "volumes", entries, **table), False)
+    assert ([item.class_name for item in volumes], left_out) == (["0", "well"], [])
+    volumes, (line,) = find(write_listing(tmp_path / "volumes", [*entries, "c.nii.gz"], **table), False)
+    assert len(volumes) == 3
+    assert line.endswith("dataset.json: classes left out, 1 of 3 volumes have none, for example c.nii.gz")
+
+
 def test_paths_of_dataset_json_stay_inside_its_folder_unless_allowed(make_volume: Make, tmp_path: Path) -> None:
     inside = make_volume("a.nii.gz")
     outside = tmp_path / "outside.nii.gz"
@@ -120,6 +146,18 @@ def test_paths_of_dataset_json_stay_inside_its_folder_unless_allowed(make_volume
         ('{"training": [{"label": 1}]}', "entry 0: its image is null; one path is allowed"),
         ('{"training": [NaN, true, [], ""]}', "4 problems"),
         ('{"training": [{"image": "a.nii.gz", "class": 1.5}]}', "its class is 1.5; text or a whole number is allowed"),
+        *(
+            (f'{{"training": [{{"image": "a.nii.gz", "label": {label}}}]}}', f"entry 0: its label is {label}; text or")
+            for label in ("1.5", "true", "[1, 2]", "[]", '""', "{}")
+        ),
+        ('{"training": [{"image": "a.nii", "label": "l/a.nii"}]}', "entry 0: its label l/a.nii is no file; restore it"),
+        ('{"training": [{"image": "a.nii", "label": ["dataset.json", "/x"]}]}', "its label is "),
+        ('{"training": [{"image": "a.nii", "label": ["./dataset.json", "/x"]}]}', "its label /x is no file"),
+        ('{"training": [{"image": "a.nii", "label": "well/ill"}]}', 'or name a class as "class"'),
+        (
+            '{"labels": {"0": "ill", "1": "well"}, "training": [{"image": "a.nii", "label": 5}]}',
+            'its label 5 is not in the table "labels"; add it there or change it',
+        ),
         ('{"training": [{"image": "' + "[" * 500 + '\\u0000"}]}', "[[..."),
         ('{"training": ["\\ud800.nii.gz"]}', "entry 0: "),
         ('{"training": [' + "1" * 5000 + "]}", "cannot be read as JSON"),

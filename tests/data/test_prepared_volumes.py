@@ -6,11 +6,9 @@ import logging
 import multiprocessing
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,16 @@ import pytest
 import torch
 
 from data import BatchPlan, load_file, load_volume, prepare_volumes, training_batches
+from data.files.header import Stored
 from data.formats import write_nifti
 from data.preparation import checking
 from data.preparation.memory import VolumeMemory
 from data.preparation.store import PreparedFolder
-from settings import ConfigError, DataError, Settings
+from data.reading import VolumeFacts, measure
+from settings import ConfigError, DataError, DataSettings, Settings
+from storage.atomic import replacing
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
-ROOT = Path(__file__).resolve().parents[2]
 WAYS: list[dict[str, Any]] = [
     {},
     {"orientation": "LPS"},
@@ -131,8 +131,20 @@ def test_a_pipe_or_a_missing_prepared_file_stops_the_run_with_an_error(folder: P
 def test_a_full_disk_is_reported_before_anything_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 5000))
     monkeypatch.setattr(checking, "measure", None)
-    with pytest.raises(DataError, match=r"preparing 8 volumes needs .* GiB in runs/prepared/.* is free; make room, or"):
+    text = r"preparing 8 volumes needs 0\.06 MiB in runs/prepared/.*, 0\.00 MiB is free; make room, or"
+    with pytest.raises(DataError, match=text):
         prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
+
+
+def test_a_moved_folder_needs_no_space_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 5000))
+    moved = folder.rename(folder.with_name("moved"))
+    assert prepare_volumes(build_settings(source=str(moved)), seed=0, in_channels=1).digests == first.digests
+    for i in range(8, 12):
+        write_nifti(moved / f"v{i}.nii.gz", random_voxels(i), AFFINE)
+    with pytest.raises(DataError, match="preparing 4 volumes needs"):
+        prepare_volumes(build_settings(source=str(moved)), seed=0, in_channels=1)
 
 
 def test_preparation_logs_how_much_space_it_takes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,26 +163,23 @@ def test_equal_files_are_prepared_once(folder: Path) -> None:
     assert len(files_of(settings)) == 8
 
 
-PREPARE = """
-import sys, time
-sys.path.insert(0, {root!r})
-from data.preparation import checking
-from data import prepare_volumes
-from settings import DataSettings
-measure, slow = checking.measure, {slow}
-def counted(path, s):
-    time.sleep(slow)
-    with open("read.txt", "a") as file:
-        file.write(path.name + chr(10))
-    return measure(path, s)
-checking.measure = counted
-prepare_volumes(DataSettings(source={source!r}, voxel_size=(12, 10, 8)), 0, 1)
-"""
+def start_preparing(folder: Path, slow: float) -> BaseProcess:
+    """Prepare in a process of its own, which notes each volume that it reads; forked, because imports take seconds."""
 
+    def prepare() -> None:
+        def counted(path: Path, s: DataSettings) -> tuple[Stored, VolumeFacts]:
+            time.sleep(slow)
+            with open("read.txt", "a") as file:
+                file.write(f"{path.name}\n")
+            return measure(path, s)
 
-def start_preparing(folder: Path, slow: float) -> subprocess.Popen:
-    code = PREPARE.format(root=str(ROOT), slow=slow, source=str(folder))
-    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+        # Forked processes share the lock of tqdm, and a killed one would leave it locked.
+        vars(checking).update(measure=counted, tqdm=lambda items, **_: items)
+        prepare_volumes(build_settings(source=str(folder)), 0, 1)
+
+    process = multiprocessing.get_context("fork").Process(target=prepare)
+    process.start()
+    return process
 
 
 @pytest.mark.timeout(300)
@@ -181,10 +190,10 @@ def test_preparation_killed_ten_times_continues_where_it_stopped(folder: Path, t
     for kill in range(10):
         process = start_preparing(folder, 0.05)
         deadline = time.monotonic() + 60
-        while len(files_of(settings)) < 2 * (kill + 1) and process.poll() is None and time.monotonic() < deadline:
+        while len(files_of(settings)) < 2 * (kill + 1) and process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
     assert 20 <= len(files_of(settings)) <= 26
     volumes = prepare_volumes(settings, seed=0, in_channels=1)
     assert len(files_of(settings)) == 26
@@ -197,7 +206,9 @@ def test_preparation_killed_ten_times_continues_where_it_stopped(folder: Path, t
 @pytest.mark.timeout(120)
 def test_two_processes_prepare_each_volume_once(folder: Path, tmp_path: Path) -> None:
     processes = [start_preparing(folder, 0.02) for _ in range(2)]
-    assert [process.wait() for process in processes] == [0, 0]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
     assert sorted((tmp_path / "read.txt").read_text().split()) == [f"v{i}.nii.gz" for i in range(8)]
 
 
@@ -222,3 +233,30 @@ def test_memory_is_shared_with_forked_processes_and_refused_when_too_large() -> 
     assert memory.get(1) is None
     with pytest.raises(ConfigError, match=r"data\.prepared: memory: 1000000 volumes need .* at most \d+ volumes fit"):
         VolumeMemory(1_000_000, (1, 512, 512, 512))
+
+
+def test_prepared_volumes_are_used_even_if_their_check_cannot_be_noted(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = build_settings(source=str(folder))
+    first = prepare_volumes(settings, seed=0, in_channels=1)
+    (PreparedFolder(settings).folder / "checked.json").unlink()
+    (PreparedFolder(settings).folder / "checked.json").mkdir()
+    assert prepare_volumes(settings, seed=0, in_channels=1) == first
+    assert "checked.json cannot be written" in caplog.text
+
+
+def test_what_a_killed_process_left_half_written_is_removed_later(folder: Path) -> None:
+    settings = build_settings(source=str(folder))
+    prepare_volumes(settings, seed=0, in_channels=1)
+    place = PreparedFolder(settings).folder
+    with replacing(place / "a.volume") as temporary:
+        temporary.touch()
+    (place / "a.volume").unlink()
+    old, new = temporary, temporary.with_name(f"{temporary.stem}9.tmp")
+    for path in (old, new):
+        path.write_bytes(b"part of a volume")
+    os.utime(old, (0, 0))
+    prepare_volumes(settings, seed=0, in_channels=1)
+    assert [path.name for path in place.glob("*.tmp")] == [new.name]
+    assert len(files_of(settings)) == 8

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel as nib
@@ -14,6 +16,7 @@ from data import load_volume, prepare_volumes
 from data.discovery import Found, find
 from data.formats import write_nifti
 from data.preparation.store import PreparedFolder
+from data.reading import VolumeFacts, measure
 from data.survey.grids import stage_problems, suggested_grid
 from data.survey.names import class_folder, label_files
 from data.survey.overview import outlier_lines, range_lines
@@ -176,6 +179,44 @@ def test_unusual_volumes_are_named_and_ranges_are_per_axis(tmp_path: Path) -> No
     first, second, *_ = range_lines(facts, settings)
     assert " ".join(first.split()) == "size: x 10 to 40 (median 10.5), y 11 to 12 (median 12), z 14 voxels"
     assert "x 2 to 6 (median 2), y 2.5 to 7.5" in second
+
+
+def mr_facts(number: int, make_volume: Callable[..., Path]) -> list[VolumeFacts]:
+    """MR crops as sets have them: sizes vary, every fifth volume is of 8 bits, every seventh rings below zero."""
+    rng = np.random.default_rng(0)
+    _, one = measure(make_volume("one.nii.gz"), build_settings())
+    facts = []
+    for i in range(number):
+        unit = float(rng.lognormal(0, 0.3)) * (100 if i % 5 == 0 else 900)
+        shape = (int(rng.integers(30, 44)), int(rng.integers(40, 58)), int(rng.integers(24, 46)))
+        low, high = -0.05 * unit if i % 7 == 0 else 0.0, unit * float(rng.uniform(1.1, 3))
+        facts.append(replace(one, shape=shape, minimum=low, low=0.01 * unit, high=unit, maximum=high))
+    return facts
+
+
+def test_natural_spread_is_not_unusual_and_what_is_beyond_it_is_named(make_volume: Callable[..., Path]) -> None:
+    facts = mr_facts(60, make_volume)
+    names = [f"v{i:02d}" for i in range(60)]
+    assert outlier_lines(names, facts, build_settings()) == []
+    facts[3] = replace(facts[3], maximum=1e6, high=4e5)
+    facts[4] = replace(facts[4], minimum=-1024.0, low=-1000.0, maximum=2000.0)
+    facts[5] = replace(facts[5], maximum=2e6)
+    facts[6] = replace(facts[6], shape=(30, 40, 200))
+    large, ct, spike, long = outlier_lines(names, facts, build_settings())
+    assert large.startswith("v03: largest intensity 1e+06, median ")
+    assert "range of intensities 4e+05, median " in large
+    assert ct == "v04: looks like CT, most others like MR or another positive modality"
+    assert spike.startswith("v05: largest intensity 2e+06, median ")
+    assert long.startswith("v06: size along z 200, median ")
+
+
+def test_a_window_is_one_for_all_volumes_so_units_count(make_volume: Callable[..., Path]) -> None:
+    facts = [replace(fact, maximum=900.0, high=800.0, minimum=0.0) for fact in mr_facts(20, make_volume)]
+    facts[2] = replace(facts[2], maximum=90.0, high=80.0)
+    window = build_settings(intensity={"mode": "window", "lower": 0.0, "upper": 900.0})
+    names = [f"v{i:02d}" for i in range(20)]
+    assert outlier_lines(names, facts, build_settings()) == []
+    assert [line[:3] for line in outlier_lines(names, facts, window)] == ["v02"]
 
 
 def test_suggested_grid_is_accepted_by_both_stages(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import data
 from data.discovery import Found
 from data.files.header import Stored
 from data.preparation import checking
-from data.volumes import prepare_volumes, split
+from data.volumes import check_source, prepare_volumes, split
 from settings import DataError, DataSettings
 from tests.data.small_volumes import build_settings, random_voxels
 
@@ -183,3 +184,32 @@ def test_volumes_are_found_and_checked_without_torch() -> None:
     script = "import sys; sys.modules['torch'] = None; from data import prepare_volumes; import data.formats"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_volumes_with_the_same_bytes_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = build_settings(source=str(folder))
+    prepare_volumes(settings, seed=0, in_channels=1)
+    assert "same bytes" not in caplog.text
+    (folder / "w.nii.gz").write_bytes((folder / "v3.nii.gz").read_bytes())
+    prepare_volumes(settings, seed=0, in_channels=1)
+    assert "1 volume of 9 hold the same bytes as another, for example v3.nii.gz and w.nii.gz" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("voxels", "intensity"),
+    [
+        (np.linspace(-3e38, 3e38, 960), {}),
+        (np.linspace(0, 1e-39, 960), {}),
+        (np.linspace(1e8, 1e8 + 100, 960), {}),
+        (np.arange(960) + 10**8, {"mode": "window", "lower": 1e8, "upper": 1e8 + 300}),
+        (np.linspace(0, 1, 960), {"mode": "window", "lower": -1e39, "upper": 1e39}),
+    ],
+)
+def test_a_range_that_float32_cannot_scale_is_named(
+    tmp_path: Path, voxels: np.ndarray, intensity: dict[str, object]
+) -> None:
+    np.save(tmp_path / "v.npy", voxels.reshape(12, 10, 8))
+    np.save(tmp_path / "w.npy", np.linspace(1e6, 1e6 + 100, 960).reshape(12, 10, 8))
+    source = check_source(build_settings(source=str(tmp_path), intensity=intensity), 0, 1)
+    assert re.search(r"channel 0 is scaled from .*, a range that float32 cannot resolve; change", source.problems[0])
+    assert len(source.problems) == (2 if intensity else 1)

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from data.files import arrays, itk, nifti
-from data.formats import read_header, read_volume
+from data.formats import read_header
 from settings import DataError
-from tests.data.small_volumes import random_voxels
+from tests.data.small_volumes import random_voxels, read_volume
 from tests.data.test_volume_formats import FORMATS, write
 
 FLOATS = (-1.0, float("nan"), float("inf"), 1e30, 1e-40)

@@ -14,10 +14,10 @@ import SimpleITK
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.formats import read_header, read_volume, suffix_of, write_nifti
+from data.formats import read_header, suffix_of, write_nifti
 from settings import DataError
 from storage.names import printable
-from tests.data.small_volumes import AFFINE, build_settings, random_voxels
+from tests.data.small_volumes import AFFINE, build_settings, random_voxels, read_volume
 
 FORMATS = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd")
 
@@ -63,6 +63,14 @@ def test_nifti_integers_are_scaled_by_slope_and_intercept(tmp_path: Path) -> Non
     nib.save(image, tmp_path / "v.nii.gz")
     raw = np.asarray(nib.load(tmp_path / "v.nii.gz").dataobj)
     np.testing.assert_allclose(read_volume(tmp_path / "v.nii.gz")[0][0], raw, atol=1e-3)
+
+
+@pytest.mark.parametrize(("code", "mm"), [(0, 1.0), (1, 1000.0), (2, 1.0), (3, 0.001), (10, 1.0), (11, 0.001)])
+def test_nifti_units_are_converted_to_millimetres(tmp_path: Path, code: int, mm: float) -> None:
+    image = nib.Nifti1Image(np.zeros((4, 5, 6), np.int16), np.diag([2.0, 3.0, 4.0, 1.0]))
+    image.header["xyzt_units"] = code
+    nib.save(image, tmp_path / "v.nii")
+    np.testing.assert_allclose(read_header(tmp_path / "v.nii").spacing_mm, [2 * mm, 3 * mm, 4 * mm])
 
 
 def test_nifti_vectors_on_the_fifth_axis_are_channels(tmp_path: Path) -> None:

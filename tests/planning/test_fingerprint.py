@@ -70,6 +70,7 @@ def test_label_maps_beside_images_are_pairs_and_not_volumes():
 def test_label_maps_in_a_dataset_json_are_pairs():
     for number in range(2):
         write(f"imagesTr/{number}.nii.gz", mr(number))
+        write(f"labelsTr/{number}.nii.gz", (mr(number) > 300).astype(np.uint8))
     entries = [{"image": f"imagesTr/{n}.nii.gz", "label": f"labelsTr/{n}.nii.gz"} for n in range(2)]
     Path("volumes/dataset.json").write_text(json.dumps({"training": entries}))
     found = taken()

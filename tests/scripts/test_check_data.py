@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from data.formats import write_nifti
-from settings import load_settings
+from data.preparation import checking
+from data.reading import measure
+from settings import DataSettings, load_settings
 from tests.data.test_dicom import write_series
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,6 +143,22 @@ def test_names_that_no_encoding_has_are_escaped_where_output_is_strict(tmp_path:
     assert os.fsdecode(b"ill/\xff\xe4.nii.gz") in names
 
 
+def test_a_grid_that_fits_is_called_so_and_only_some_unusual_volumes_are_shown(
+    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        scale = 10**6 if i < 12 else 1000
+        write_nifti(tmp_path / f"all/{i:02d}.nii", (rng.random((1, 32, 33, 31)) * scale).astype(np.float32), np.eye(4))
+    assert check_here("data.source=all", "data.prepared=none", "--json", "found.json") == 0
+    said = capsys.readouterr().out
+    assert "data.voxel_size 32 x 32 x 32 suits these volumes and both stages" in said
+    assert "a grid that suits" not in said
+    assert "unusual, worth a look (12):" in said
+    assert "  and 2 more, which --json FILE lists" in said
+    assert len(json.loads((tmp_path / "found.json").read_text())["unusual"]) == 12
+
+
 def test_a_folder_as_people_have_them_is_understood(
     check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,3 +209,19 @@ def test_help_needs_no_torch() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert "section.key=value" in result.stdout
+
+
+def test_each_volume_is_read_once_even_if_nothing_can_be_kept(
+    check_here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_volumes(tmp_path / "volumes")
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    read = []
+
+    def counted(path: Path, s: DataSettings) -> object:
+        read.append(path.name)
+        return measure(path, s)
+
+    monkeypatch.setattr(checking, "measure", counted)
+    assert check_here("data.source=volumes", "data.prepared=none") == 0
+    assert sorted(read) == ["a.nii.gz", "b.nii.gz", "c.nii.gz"]
