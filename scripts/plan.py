@@ -8,8 +8,9 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -17,6 +18,9 @@ from command_line import OUT_OF_MEMORY, above_zero, check_output_file, parser, r
 from settings import ConfigError, DataSettings, Problem, load_settings, read_overrides
 from storage.names import printable
 from storage.run_folder import SHARED_NAMES
+
+if TYPE_CHECKING:
+    from memory.kernels.gpus import Gpu
 
 GIB = 1 << 30
 LARGEST_BUDGET_GB = 1_000_000
@@ -66,11 +70,11 @@ def main(options: argparse.Namespace) -> int:
         fingerprint = take_fingerprint(_data_settings(given, source), given.get("seed", 42))
         with _ProgressBar(options.quiet) as bar:
             budget = round(options.budget_gb * GIB)
-            asker = Asker(predictor, budget, gpu, corrected, bar.advance, fingerprint.number)
+            asker = Asker(predictor, budget, gpu, corrected if _is_here(gpu) else lambda found: found, bar.advance)
             try:
                 plan = make_plan(Planner(fingerprint, given, asker, _name(options)), options.hours)
             except NothingFitsError as error:
-                print(error)
+                print(error, file=sys.stderr)
                 return OUT_OF_MEMORY
     from planning.parameters import count_parameters
     from planning.text import as_yaml, describe_plan
@@ -106,10 +110,28 @@ def _check(options: argparse.Namespace) -> dict[str, Any]:
     if not 0 < options.budget_gb <= LARGEST_BUDGET_GB:
         allowed = f"allowed: above 0, at most {LARGEST_BUDGET_GB}"
         raise ConfigError([Problem("--budget-gb", f"found {options.budget_gb:g}", allowed, "for example 24")])
-    given = read_overrides(options.overrides)
+    given = dict(_keys(read_overrides(options.overrides)))
     if "data.source" in given:
         raise ConfigError([Problem("data.source", "given besides --data", "allowed: --data", "leave it out")])
     return given
+
+
+def _keys(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield single keys for values that are whole sections, such as data.intensity={mode: window}."""
+    for dotted, value in given.items():
+        if isinstance(value, dict):
+            yield from _keys({f"{dotted}.{name}": part for name, part in value.items()})
+        else:
+            yield dotted, value
+
+
+def _is_here(gpu: Gpu) -> bool:
+    """Return whether a card is this machine's, so that steps measured here say something about it."""
+    import torch
+
+    from memory.kernels.gpus import find_gpu
+
+    return torch.cuda.is_available() and find_gpu(torch.cuda.get_device_name()) == gpu
 
 
 def _data_settings(given: dict[str, Any], source: dict[str, Any]) -> DataSettings:

@@ -10,8 +10,9 @@ import pytest
 
 from command_line import run
 from data.formats import write_nifti
+from memory.kernels.gpus import check_gpu
 from scripts import plan
-from settings import load_settings
+from settings import ConfigError, load_settings
 from training.summary import summarise
 
 # Both widths are given, so the three rows are one config and two predictions are enough.
@@ -48,6 +49,25 @@ def test_plan_is_written_and_both_stages_agree_with_it(tmp_path, volumes, monkey
     for stage, network in (("autoencoder", "autoencoder"), ("ldm", "unet")):
         # What a dry run prints.
         assert f"{network} {row[stage]['parameters']:,}" in summarise(settings, stage, 3)
+
+
+def test_sections_that_are_given_count_as_their_keys():
+    options = plan.parse(["--data", "d", "--budget-gb", "8", "data.intensity={mode: window, upper: 5}"])
+    assert plan._check(options) == {"data.intensity.mode": "window", "data.intensity.upper": 5}
+    with pytest.raises(ConfigError, match=r"data\.source: given besides"):
+        plan._check(plan.parse(["--data", "d", "--budget-gb", "8", "data={source: d}"]))
+
+
+def test_steps_measured_on_another_device_do_not_correct_the_plan(monkeypatch):
+    """Steps on a CPU take many times as long as on the card that is planned for."""
+    card = check_gpu("RTX 4090")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert not plan._is_here(card)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA L40S")
+    assert not plan._is_here(card)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA GeForce RTX 4090")
+    assert plan._is_here(card)
 
 
 @pytest.mark.parametrize(
