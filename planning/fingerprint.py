@@ -24,7 +24,7 @@ from data.survey.patients import SUGGESTED, groups_of
 from data.volumes import check_source, split
 from settings import DataError
 from settings.data import DataSettings
-from storage.names import printable
+from storage.names import counted, printable
 
 CT = "CT"
 LABEL_MAPS = "label maps"
@@ -142,7 +142,7 @@ def take_fingerprint(s: DataSettings, seed: int) -> Fingerprint:
     )
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise DataError(f"--data: {printable(s.source)} has {len(problems)} problems:\n{lines}")
+        raise DataError(f"--data: {printable(s.source)} has {counted(len(problems), 'problem')}:\n{lines}")
     facts = [checked.facts for checked in source.checked if checked.facts is not None]
     if len(facts) == 1:
         raise DataError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import OUT_OF_MEMORY, above_zero, check_output_file, parser, run, write_output
-from settings import ConfigError, DataSettings, Problem, load_settings, read_overrides
+from settings import ConfigError, DataSettings, Problem, UserError, load_settings, read_overrides
 from storage.names import printable
 from storage.run_folder import SHARED_NAMES
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 LARGEST_BUDGET_GB = 1_000_000
 NUM_WORKERS = 2
+PLANNED = "# Planned for "
+"""How a plan's file says what it is."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -104,9 +106,16 @@ def main(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> dict[str, Any]:
     """Return the overrides as values by key; raise `UserError` for anything that no reading of the data would mend."""
+    if not options.data:
+        raise UserError("--data: the path is empty; a folder of volumes or a dataset.json is allowed; give one")
     for option, path in (("--json", options.json), ("--out", options.out)):
         if path is not None and not (option == "--json" and path == "-"):
             check_output_file(path, option, [options.data])
+            _check_keeps_data(path, option, options.data)
+    if options.out is not None:
+        _check_is_plan(options.out)
+        if options.json is not None and os.path.realpath(options.json) == os.path.realpath(options.out):
+            raise UserError(f"--json: {options.json} is also --out; two files are needed; give another name")
     if not 0 < options.budget_gb <= LARGEST_BUDGET_GB:
         allowed = f"allowed: above 0, at most {LARGEST_BUDGET_GB}"
         raise ConfigError([Problem("--budget-gb", f"found {options.budget_gb:g}", allowed, "for example 24")])
@@ -114,6 +123,23 @@ def _check(options: argparse.Namespace) -> dict[str, Any]:
     if "data.source" in given:
         raise ConfigError([Problem("data.source", "given besides --data", "allowed: --data", "leave it out")])
     return given
+
+
+def _check_keeps_data(path: str, option: str, data: str) -> None:
+    """Raise `UserError` for an output among the volumes, where it could replace one or become part of the set."""
+    source = Path(os.path.realpath(os.path.expanduser(data)))
+    folder = source if source.is_dir() else source.parent
+    if Path(os.path.realpath(path)).is_relative_to(folder):
+        raise UserError(f"{option}: {path} lies in the folder of the volumes; any other place is allowed; choose one")
+
+
+def _check_is_plan(out: str) -> None:
+    """Raise `UserError` for an output that is no YAML file, or that would replace a config which is no plan."""
+    path = Path(out)
+    if path.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out: {out} is no name of a config; .yaml and .yml are allowed; choose one of them")
+    if path.is_file() and PLANNED not in path.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(f"--out: {out} exists and was not written by a plan; a new one is allowed; choose another name")
 
 
 def _keys(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:

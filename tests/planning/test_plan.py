@@ -11,6 +11,7 @@ from data.volumes import split
 from planning.plan import LEAST_SHARE
 from planning.planner import NothingFitsError
 from planning.text import as_yaml, describe_plan
+from scripts.plan import PLANNED
 from settings import ConfigError, load_settings, validate
 from tests.planning.pretended import SETS, PretendedPredictor, planned, pretended
 
@@ -219,6 +220,7 @@ def test_yaml_reads_back_as_the_plan_and_says_why(name, tmp_path):
     out.write_text(as_yaml(plan, PARAMETERS, "python scripts/plan.py", out))
     assert load_settings(out, stage="ldm") == plan.recommended.settings
     text = out.read_text()
+    assert PLANNED in text
     head = text.partition("\nname:")[0]
     joined = " ".join(head.replace("\n#", " ").split())
     for choice in plan.choices:

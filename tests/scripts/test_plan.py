@@ -81,11 +81,19 @@ def test_steps_measured_on_another_device_do_not_correct_the_plan(monkeypatch):
         (("--budget-gb", "8", "data.voxel_sise=[8,8,8]"), "unknown key; did you mean data.voxel_size?"),
         (("--budget-gb", "8", "data.voxel_size=large"), "data.voxel_size: found 'large'"),
         (("--budget-gb", "8", "data.source=elsewhere"), "data.source: given besides --data"),
+        (("--budget-gb", "8", "--data", ""), "--data: the path is empty"),
+        (("--budget-gb", "8", "--out", "plan.txt"), "--out: plan.txt is no name of a config"),
+        (("--budget-gb", "8", "--out", "other.yaml"), "--out: other.yaml exists and was not written by a plan"),
+        (("--budget-gb", "8", "--out", "new.yaml", "--json", "./new.yaml"), "--json: ./new.yaml is also --out"),
+        (("--budget-gb", "8", "--out", "nowhere/0.yaml"), "--out: nowhere/0.yaml lies in the folder of the volumes"),
+        (("--budget-gb", "8", "--json", "nowhere/0.nii"), "--json: nowhere/0.nii lies in the folder of the volumes"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
+    (tmp_path / "nowhere").mkdir()
+    (tmp_path / "other.yaml").write_text("name: other\n")
     try:
         code: object = run(plan.main, plan.parse(["--data", "nowhere", *arguments]))
     except SystemExit as end:  # argparse has read the arguments
@@ -94,6 +102,9 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(arguments, message, tmp_pat
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["configs", "nowhere", "other.yaml"], (
+        "nothing was written"
+    )
 
 
 def test_a_folder_without_volumes_is_refused(tmp_path, monkeypatch, capsys):
