@@ -73,7 +73,8 @@ def data_choices(found: Fingerprint, extent: Extent, layout: Layout, sizing: Siz
     finer = extent.stored
     change = math.prod(finer) / layout.voxels
     text = "x".join(map(str, finer))
-    reason = f"about the {text} voxels of the files, rounded to what both networks divide"
+    divided = "the autoencoder divides" if layout.pads_latents else "both networks divide"
+    reason = f"about the {text} voxels of the files, rounded to what {divided}"
     if change > 1.3:
         reason = f"coarser than the files' {text} ({change:.1f} times fewer voxels), the finest that fits the budget"
     yield Choice("data.voxel_size", list(layout.grid), reason, extent.is_weak)

@@ -84,7 +84,7 @@ def _autoencoder_training(network: Network, scene: Scene) -> Iterator[Choice]:
     batch, accumulation = _batches(where, network, sizing.batch, scene.given)
     grid = scene.given.get("data.patch_size") or network.patch or layout.grid
     parts = layout.voxels / math.prod(grid)
-    yield Choice(f"{where}.batch_size", batch, "as many as fit at once" if batch > 1 else "one at a time")
+    yield Choice(f"{where}.batch_size", batch, _batch_text(batch, sizing.batch))
     yield Choice(f"{where}.gradient_accumulation_steps", accumulation, f"about {sizing.batch} volumes per update")
     steps = _length(where, sizing.steps(scene.number, batch * accumulation, parts), scene)
     reason = f"about {steps * batch * accumulation / scene.number / max(1.0, parts):,.0f} passes over the volumes"
@@ -123,15 +123,15 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     attends = [count <= MOST_TOKENS for count in tokens]
     yield Choice("ldm.unet.attention_levels", attends, f"levels of at most {MOST_TOKENS:,} voxels")
     yield Choice("ldm.unet.num_res_blocks", 2, "as in the presets")
-    heads = 32 if all(count % 32 == 0 for count in channels) else 16
-    yield Choice("ldm.unet.num_head_channels", heads, "32, or 16 where that does not divide the channels")
+    heads = math.gcd(32, *channels)
+    yield Choice("ldm.unet.num_head_channels", heads, "32, or less where that does not divide the channels")
     yield Choice(
         "ldm.latents.pad",
         layout.pads_latents,
         "the U-Net halves the latent" + (", which it does not divide" if layout.pads_latents else ""),
     )
     batch, accumulation = _batches(where, network, sizing.unet_batch, scene.given)
-    yield Choice(f"{where}.batch_size", batch, "as many as fit at once" if batch > 1 else "one at a time")
+    yield Choice(f"{where}.batch_size", batch, _batch_text(batch, sizing.unet_batch))
     yield Choice(f"{where}.gradient_accumulation_steps", accumulation, f"about {sizing.unet_batch} latents per update")
     steps = _length(where, sizing.unet_steps(scene.number, batch * accumulation), scene)
     reason = f"about {steps * batch * accumulation / scene.number:,.0f} passes over the latents"
@@ -153,6 +153,10 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
 def _batches(where: str, network: Network, wanted: int, given: Values) -> tuple[int, int]:
     batch = given.get(f"{where}.batch_size") or network.batch
     return batch, given.get(f"{where}.gradient_accumulation_steps") or max(1, round(wanted / batch))
+
+
+def _batch_text(batch: int, wanted: int) -> str:
+    return "a whole update at once, which fits" if batch >= wanted else f"as many as fit of the {wanted} of an update"
 
 
 def _intervals(where: str, steps: int) -> Iterator[Choice]:

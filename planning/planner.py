@@ -63,7 +63,9 @@ class Planner:
             extent = replace(extent, resize=resize)
         depth, unet = self._given_levels("autoencoder"), self._given_levels("ldm.unet")
         extent = replace(extent, depth=depth and depth - 1, unet_levels=unet)
-        strides = self.given.get("autoencoder.strides")
+        # MONAI's blocks halve all axes.
+        default = 2 if self.given.get("autoencoder.implementation") == "monai" else None
+        strides = self.given.get("autoencoder.strides", default)
         return replace(extent, strides=tuple(map(tuple, strides)) if isinstance(strides, list) else strides)
 
     def _given_levels(self, network: str) -> int | None:

@@ -183,8 +183,14 @@ def _command() -> str:
 def _next(options: argparse.Namespace) -> str:
     if options.out is None:
         return "\nnothing was written; add --out configs/my_data.yaml for the recommended config with all its reasons"
+    import torch
+
     config = shlex.quote(options.out)
-    return f"\nwritten: {options.out}\nnext: python train_autoencoder.py --config {config} --dry-run"
+    text = f"\nwritten: {options.out}\nnext: python train_autoencoder.py --config {config} --dry-run"
+    if torch.cuda.is_available():
+        return text
+    where = "there is no GPU here, so that predicts for the CPU; for a GPU: python scripts/estimate_memory.py"
+    return f"{text}\n({where} --config {config})"
 
 
 class _ProgressBar:

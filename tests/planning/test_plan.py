@@ -174,6 +174,15 @@ def test_lists_that_are_given_set_the_number_of_levels(section):
     assert len(network.num_channels) == 2
 
 
+def test_what_is_given_is_not_refused_for_values_that_the_plan_chose():
+    assert (
+        planned(SETS["thick slices"], autoencoder__implementation="monai").recommended.settings.autoencoder.strides == 2
+    )
+    assert (
+        planned(SETS["MR"], ldm__unet__num_channels=[24, 48, 96]).recommended.settings.ldm.unet.num_head_channels == 8
+    )
+
+
 def test_labels_of_files_in_one_folder_are_no_reason_to_group_by_folder():
     found = pretended(60, (64, 64, 64), classes={f"patient {n}": 2 for n in range(30)})
     flat = tuple(dataclasses.replace(item, name=item.path.name) for item in found.found)
