@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -121,7 +120,7 @@ def class_choices(found: Fingerprint) -> Iterator[Choice]:
         yield Choice("ldm.conditioning.type", "none", reason, are_patients)
         yield Choice("ldm.conditioning.num_classes", 0, "no classes")
     group, reason = found.group_by, "by their names some patients have several volumes, which stay together"
-    folders = {PurePosixPath(item.name).parent for item in found.found}
+    folders = {item.name.rpartition("/")[0] for item in found.found}
     if group is None and are_patients and 1 < len(folders) < found.number:
         group, reason = "folder", "volumes in one folder stay on one side of the split"
     yield Choice(

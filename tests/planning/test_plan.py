@@ -6,13 +6,14 @@ import dataclasses
 from typing import Any
 
 import pytest
+import yaml
 
 from data.volumes import split
 from planning.plan import LEAST_SHARE
 from planning.planner import NothingFitsError
 from planning.text import as_yaml, describe_plan
 from scripts.plan import PLANNED
-from settings import ConfigError, load_settings, validate
+from settings import ConfigError, load_settings, look_up, validate
 from tests.planning.pretended import SETS, PretendedPredictor, planned, pretended
 
 PARAMETERS = dict.fromkeys(("faster", "recommended", "larger"), (1_000_000, 2_000_000))
@@ -232,9 +233,14 @@ def test_yaml_reads_back_as_the_plan_and_says_why(name, tmp_path):
     assert PLANNED in text
     head = text.partition("\nname:")[0]
     joined = " ".join(head.replace("\n#", " ").split())
+    values = yaml.safe_load(text)
     for choice in plan.choices:
-        assert f"{choice.key}: " in joined
-        assert " ".join(choice.reason.split()) in joined
+        written = yaml.safe_dump(look_up(values, choice.key), default_flow_style=True, width=9999).split("\n")[0]
+        mark = " (?)" if choice.is_weak else ""
+        assert f"{choice.key}: {written}{mark}: {choice.reason}" in joined
+    first, second = (verdict.prediction.required_bytes / 2**30 for verdict in (plan.rows[1].first, plan.rows[1].second))
+    assert f"stage 1 needs {first:.1f} GiB ({first / 24:.0%} of the budget), stage 2 {second:.1f} GiB" in joined
+    assert "1,000,000 + 2,000,000 parameters" in joined
     weak = [choice for choice in plan.choices if choice.is_weak]
     assert weak
     assert text.count("# (?)") == len(weak)
