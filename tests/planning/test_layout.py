@@ -36,6 +36,11 @@ def test_rounding_keeps_the_aspect(size):
     assert 0.85 < min(changes) <= max(changes) < 1.15
 
 
+def test_axes_are_rounded_the_same_way():
+    layout = layout_of((37, 53.5, 36), Extent((37.0, 53.5, 36.0), (1.0, 1.0, 1.0), "resample", "", False))
+    assert (layout.grid, layout.pads_latents) == ((40, 56, 40), False)
+
+
 def test_thick_slices_are_halved_later():
     assert strides_of((320, 320, 24), (0.8, 0.8, 5.0)) == ((2, 2, 1), (2, 2, 1))
     assert strides_of((512, 512, 40), (0.8, 0.8, 5.0)) == ((2, 2, 1), (2, 2, 1), (2, 2, 2))
