@@ -83,7 +83,7 @@ def _section(name: str, predictor: Predictor) -> str:
         write_set(Path(folder) / "volumes", SETS[name])
         fingerprint = take_fingerprint(DataSettings(source=f"{folder}/volumes"), seed=42)
     counts = [0]
-    asker = Asker(predictor, 0, check_gpu(GPU), progress=counts.append, num_volumes=fingerprint.number)
+    asker = Asker(predictor, 0, check_gpu(GPU), progress=counts.append)
     lines, reasons = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"], []
     for budget in BUDGETS:
         start, before = time.perf_counter(), counts[-1]

@@ -22,14 +22,23 @@ BRIGHT = 1000.0
 MANY_CHANNELS = 4
 
 
-def intensity_choices(found: Fingerprint) -> Iterator[Choice]:
-    """Choose a window for CT and label maps, and percentiles of each volume for everything else."""
+def intensity_choices(found: Fingerprint, mode: str | None = None) -> Iterator[Choice]:
+    """Choose a window for CT and label maps, and percentiles of each volume for everything else.
+
+    mode: what the user gave; the range then follows it.
+    """
     most = found.kinds[found.kind] / found.number
     few = found.number < FEW
-    if found.kind == LABEL_MAPS:
+    has_window = found.kind in (CT, LABEL_MAPS)
+    if mode == "window" and not has_window:
+        reason = "from the 1st to the 99th percentile of nearly all volumes, whose scales may differ"
+        yield from _range(mode, _rough(found.low.low), _rough(found.high.high), reason, True)
+    elif mode == "percentile" and has_window and not found.num_flat:
+        yield from _range(mode, 0.5, 99.5, "nearly the whole range of each volume", True)
+    elif found.kind == LABEL_MAPS and mode != "percentile":
         reason = "all volumes have few whole values from 0 on, as label maps have, so all keep their meaning"
         yield from _range("window", 0.0, max(1.0, found.largest), reason, True)
-    elif found.kind == CT:
+    elif found.kind == CT and mode != "percentile":
         upper = BRIGHT if found.high.median <= BRIGHT else 2 * BRIGHT
         reason = (
             f"{found.kinds[CT]} of {found.number} volumes look like CT (lowest values about {found.lowest.median:g}, "
@@ -48,6 +57,10 @@ def intensity_choices(found: Fingerprint) -> Iterator[Choice]:
         yield from _range("percentile", 0.5, 99.5, reason, found.lowest.low < 0 or most < 0.9)
 
 
+def _rough(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
 def _range(mode: str, lower: float, upper: float, reason: str, is_weak: bool) -> Iterator[Choice]:
     yield Choice("data.intensity.mode", mode, reason, is_weak)
     yield Choice("data.intensity.lower", lower, "the lower end of that range", is_weak)
@@ -59,7 +72,8 @@ def data_choices(found: Fingerprint, extent: Extent, layout: Layout, sizing: Siz
     finer = extent.stored
     change = math.prod(finer) / layout.voxels
     text = "x".join(map(str, finer))
-    reason = f"about the {text} voxels of the files, rounded to what both networks divide"
+    divided = "the autoencoder divides" if layout.pads_latents else "both networks divide"
+    reason = f"about the {text} voxels of the files, rounded to what {divided}"
     if change > 1.3:
         reason = f"coarser than the files' {text} ({change:.1f} times fewer voxels), the finest that fits the budget"
     yield Choice("data.voxel_size", list(layout.grid), reason, extent.is_weak)
@@ -81,7 +95,7 @@ def data_choices(found: Fingerprint, extent: Extent, layout: Layout, sizing: Siz
     )
     yield Choice("autoencoder.in_channels", found.num_channels, reason, many)
     val = 0.2 if sizing.is_small else 0.1
-    yield Choice("data.val_fraction", val, f"{max(1, round(val * found.number))} of {found.number} to validate with")
+    yield Choice("data.val_fraction", val, "to validate with")
     reason = f"fewer than {SMALL_SET} volumes" if sizing.is_small else f"{found.number} volumes vary enough"
     yield Choice("data.use_augmentation", sizing.is_small, reason)
 
@@ -100,13 +114,14 @@ def class_choices(found: Fingerprint) -> Iterator[Choice]:
     else:
         reason = "the volumes have no classes"
         if are_patients:
-            reason = f"{len(sizes)} folders of {sizes[0]} to {sizes[-1]} volumes look like patients, not classes"
+            reason = f"{len(sizes)} names of {sizes[0]} to {sizes[-1]} volumes look like patients, not classes"
         elif len(sizes) == 1:
             reason = f"all volumes are of one class ({printable(next(iter(found.classes)))})"
         yield Choice("ldm.conditioning.type", "none", reason, are_patients)
         yield Choice("ldm.conditioning.num_classes", 0, "no classes")
     group, reason = found.group_by, "by their names some patients have several volumes, which stay together"
-    if group is None and are_patients and sizes[-1] > 1:
+    folders = {item.name.rpartition("/")[0] for item in found.found}
+    if group is None and are_patients and 1 < len(folders) < found.number:
         group, reason = "folder", "volumes in one folder stay on one side of the split"
     yield Choice(
         "data.group_by", group, reason if group else "no names suggest several volumes of one patient", bool(group)

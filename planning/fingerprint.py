@@ -20,11 +20,11 @@ from data.intensity import flat_text
 from data.preparation.checking import Checked, problems_of
 from data.reading import VolumeFacts
 from data.survey.overview import looks_like_labels, modality_of, outlier_lines, turned
-from data.survey.patients import SUGGESTED
-from data.volumes import check_source
+from data.survey.patients import SUGGESTED, groups_of
+from data.volumes import check_source, split
 from settings import DataError
 from settings.data import DataSettings
-from storage.names import printable
+from storage.names import counted, printable
 
 CT = "CT"
 LABEL_MAPS = "label maps"
@@ -57,6 +57,7 @@ class Fingerprint:
     """
 
     source: str
+    found: tuple[Found, ...]
     sizes: tuple[Axes, ...]
     spacings: tuple[Axes, ...]
     num_without_spacing: int
@@ -102,6 +103,16 @@ class Fingerprint:
         """Return the median spacing of each axis; 1 where some volumes have none."""
         return tuple(np.median(self.spacings, axis=0).tolist()) if self.has_spacing else (1.0, 1.0, 1.0)
 
+    def split(self, s: DataSettings, seed: int) -> tuple[int, int]:
+        """Return how many volumes train and how many are held out; raise DataError if a side has none."""
+        train, val = split(self.found, s.val_fraction, seed, groups_of(self.found, s))
+        if not (train and val):
+            raise DataError(
+                f"--data: {printable(s.source)} has {len(train)} volumes to train on and {len(val)} to validate with; "
+                "each needs at least one; change data.group_by, or the lists of dataset.json"
+            )
+        return len(train), len(val)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""
         spreads = {
@@ -131,19 +142,20 @@ def take_fingerprint(s: DataSettings, seed: int) -> Fingerprint:
     )
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise DataError(f"--data: {printable(s.source)} has {len(problems)} problems:\n{lines}")
+        raise DataError(f"--data: {printable(s.source)} has {counted(len(problems), 'problem')}:\n{lines}")
     facts = [checked.facts for checked in source.checked if checked.facts is not None]
     if len(facts) == 1:
         raise DataError(
             f"--data: {printable(s.source)} has 1 volume; at least two are needed, one to train on and one to validate "
             "with, and some dozens for samples that are more than copies; add volumes"
         )
-    names = [found.name for found in source.found]
+    names = [item.name for item in source.found]
     shapes = [turned(fact, s) for fact in facts]
     are_maps = all(looks_like_labels(fact) for fact in facts)
     maps = [line for line in source.left_out if _is_label_map(line)]
     return Fingerprint(
         source=s.source,
+        found=source.found,
         sizes=tuple(tuple(map(float, size)) for size, _ in shapes),
         spacings=tuple(spacing for _, spacing in shapes),
         num_without_spacing=sum(not fact.has_spacing for fact in facts),
@@ -159,7 +171,7 @@ def take_fingerprint(s: DataSettings, seed: int) -> Fingerprint:
         background=float(np.median([fact.background for fact in facts])),
         num_flat=sum(_is_flat(fact) for fact in facts),
         classes=_classes(source.found),
-        group_by=_patients(names),
+        group_by=_patients(source.found, s),
         num_label_maps=len(maps) or _listed_label_maps(s.source),
         left_out=tuple(line for line in source.left_out if line not in maps),
         unusual=tuple(outlier_lines(names, facts, s)),
@@ -188,14 +200,15 @@ def _classes(found: Sequence[Found]) -> dict[str, int]:
     return {name: counts[name] for name in names}
 
 
-def _patients(names: Sequence[str]) -> str | None:
+def _patients(found: Sequence[Found], s: DataSettings) -> str | None:
     """Return the pattern that names a patient in every volume's name, if some patients have several volumes."""
-    for pattern in SUGGESTED:
-        stems = [name[: len(name) - len(suffix_of(name) or "")] for name in names]
-        matches = [re.search(pattern, stem) for stem in stems]
-        patients = {match.group(1 if match.re.groups else 0) for match in matches if match is not None}
-        if all(matches) and 2 < len(patients) < len(names):
-            return pattern.removesuffix("$")
+    stems = [item.name[: len(item.name) - len(suffix_of(item.name) or "")] for item in found]
+    for suggested in SUGGESTED:
+        if all(re.search(suggested, stem) for stem in stems):
+            pattern = suggested.removesuffix("$")
+            patients = groups_of(found, s.model_copy(update={"group_by": pattern})) or {}
+            if 2 < len(set(patients.values())) < len(found):
+                return pattern
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ FINEST_STEPS = 6
 """How many grids lie between one and the next whose voxels are twice as long."""
 LEAST_VOXELS = 8**3
 ROUNDING = 0.12
-"""How far rounding to what both networks divide may move an axis before the latent is padded instead."""
+"""How far rounding to what both networks divide may move an axis, or the aspect, before latents are padded instead."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,9 @@ def layout_of(size: Sequence[float], extent: Extent) -> Layout:
     levels = extent.unet_levels or _unet_levels(latent)
     steps = [f * 2 ** (levels - 1) for f in layout.factor]
     grid = _rounded(size, steps, extent.resize)
-    pads = any(abs(n / old - 1) > ROUNDING for n, old in zip(grid, size, strict=True))
+    changes = [n / old for n, old in zip(grid, size, strict=True)]
+    pads = any(abs(change - 1) > ROUNDING for change in changes)
+    pads |= extent.resize == "resample" and max(changes) / min(changes) > 1 + ROUNDING
     if pads:
         grid = _rounded(size, layout.factor, extent.resize)
     return fixed_layout(grid, extent, strides, levels)
@@ -226,9 +229,18 @@ def _unet_levels(latent: Sequence[float]) -> int:
 
 
 def _rounded(size: Sequence[float], steps: Sequence[int], resize: str) -> Grid:
-    """Round to multiples: to the nearest, or up where volumes are cropped, so that little is lost."""
-    rounded = []
-    for n, step in zip(size, steps, strict=True):
-        count = math.ceil(n / step - 0.1) if resize == "crop_or_pad" else round(n / step)
-        rounded.append(min(step * max(1, count), LARGEST_AXIS - LARGEST_AXIS % step))
-    return tuple(rounded)
+    """Round to multiples: up where volumes are cropped, so that little is lost, else so that the aspect is kept."""
+    counts = [n / step for n, step in zip(size, steps, strict=True)]
+    is_cropped = resize == "crop_or_pad"
+    near = [[math.ceil(n - 0.1)] if is_cropped else [math.ceil(n), math.floor(n)] for n in counts]
+    candidates = [
+        tuple(min(step * max(1, n), LARGEST_AXIS - LARGEST_AXIS % step) for n, step in zip(chosen, steps, strict=True))
+        for chosen in itertools.product(*near)
+    ]
+    return min(candidates, key=lambda grid: _distortion(grid, size))
+
+
+def _distortion(grid: Grid, size: Sequence[float]) -> float:
+    """Return how far a grid is from a size: the spread of the changes of its axes, and their mean."""
+    changes = [math.log(n / old) for n, old in zip(grid, size, strict=True)]
+    return max(changes) - min(changes) + abs(sum(changes)) / 3

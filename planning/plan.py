@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,19 +11,20 @@ from memory.predict.prediction import GIB, Stage
 from planning.choice import Choice
 from planning.choices import notes
 from planning.fingerprint import Fingerprint
-from planning.networks import Network
+from planning.networks import LEAST_STEPS, Network
 from planning.planner import STAGES, Draft, Planner
 from planning.search import Verdict, last_that_fits
 from planning.sizing import UNET_WIDTHS, WIDTHS
-from settings import Settings
+from settings import ConfigError, Problem, Settings
 
 LEAST_SHARE = 0.75
 """A plan that uses less of the budget says why."""
-SLOWER = 2.0
-"""How many times their least time updates are taken to need, because nothing real has checked the predicted hours."""
+HALVINGS = 12
+"""How often the range of the steps is halved when they are cut to keep to the hours."""
 SMALL_VOXELS = 1_000_000
 """Volumes below this size do not fill a GPU."""
 RECOMMENDED = "recommended"
+CHANNELS = {"autoencoder": "autoencoder.num_channels", "ldm": "ldm.unet.num_channels"}
 
 
 @dataclass(frozen=True)
@@ -85,18 +88,22 @@ def make_plan(planner: Planner, hours: float | None = None, has_alternatives: bo
     draft = planner.best_of_all()
     lines = notes(planner.fingerprint, draft.scene.sizing)
     draft = planner.settled(draft)
+    within = None
     if hours is not None:
-        draft, more = _within_hours(planner, draft, hours)
-        lines += more
-    alternatives = {"faster": _faster(draft), "larger": _larger(planner, draft)} if has_alternatives else {}
+        draft, cuts = _within_hours(planner, draft, hours)
+        within = hours if cuts else None
+        lines += cuts
+    alternatives = {"faster": _faster(planner, draft), "larger": _larger(planner, draft)} if has_alternatives else {}
     for _, other in alternatives.values():
         settings = planner.settings(other)
         for stage in STAGES:
             planner.ask.start(settings, stage)
     rows = {name: Row(name, *planner.verdicts(other), why) for name, (why, other) in alternatives.items()}
-    chosen = Row(RECOMMENDED, *planner.verdicts(draft), _why(draft, planner))
+    chosen = Row(RECOMMENDED, *planner.verdicts(draft), _why(draft, planner, within is not None))
+    if not chosen.fits:
+        raise planner.nothing_fits(draft)
     verdicts = zip(STAGES, (chosen.first, chosen.second), strict=True)
-    unused = [_unused(draft, stage, verdict, hours) for stage, verdict in verdicts]
+    unused = [_unused(planner, draft, stage, verdict, within) for stage, verdict in verdicts]
     return Plan(
         planner.fingerprint,
         tuple(planner.choices(draft)),
@@ -108,63 +115,113 @@ def make_plan(planner: Planner, hours: float | None = None, has_alternatives: bo
     )
 
 
-def expected_hours(verdict: Verdict) -> float:
-    """Return the hours to reckon with: twice the least, or what measured steps make of it."""
-    return verdict.hours * (SLOWER if verdict.prediction.time_correction == 1.0 else 1.0)
-
-
 def _within_hours(planner: Planner, draft: Draft, hours: float) -> tuple[Draft, list[str]]:
-    """Cut the steps by up to a half, then the widths, then the steps as far as it takes."""
-    total = sum(expected_hours(verdict) for verdict in planner.verdicts(draft))
-    if total <= hours:
+    """Cut the steps by up to a half, then the widths, then the steps as far as it takes; raise `ConfigError`."""
+
+    def total(draft: Draft) -> float:
+        return sum(verdict.expected_hours for verdict in planner.verdicts(draft))
+
+    needed = total(draft)
+    if needed <= hours:
         return draft, []
     before = draft
-    if hours / total < 0.5:
+    if hours / needed < 0.5:
         for stage in STAGES:
-            draft = _narrower(planner, draft, stage, hours / total)
-        total = sum(expected_hours(verdict) for verdict in planner.verdicts(draft))
-    share = min(1.0, int(100 * hours / total) / 100)
-    draft = replace(draft, scene=replace(draft.scene, shortened=max(0.01, share)))
+            draft = _narrower(planner, draft, stage, hours / needed)
+    if total(draft) > hours:
+        draft = _shorter(draft, total, hours)
     narrower = [
         f"{stage} {draft.network(stage).width} instead of {before.network(stage).width}"
         for stage in STAGES
         if draft.network(stage) != before.network(stage)
     ]
-    text = f"To keep to {hours:g} hours, at twice the least time of an update, steps are cut to {share:.0%}"
-    return draft, [text + (f" and channels are fewer ({', '.join(narrower)})" if narrower else "") + "."]
+    share = draft.scene.shortened
+    cuts = [f"steps are cut to {share:.2g} of what suits the set"] if share < 1 else []
+    cuts += [f"channels are fewer ({', '.join(narrower)})"] if narrower else []
+    return draft, [f"To keep to {hours:g} hours, at twice the least time of an update, {' and '.join(cuts)}."]
+
+
+def _shorter(draft: Draft, total: Callable[[Draft], float], hours: float) -> Draft:
+    """Return the draft with the most steps that keep to the hours.
+
+    Validations do not become fewer in proportion to the steps, so their share is searched.
+    """
+
+    def cut(share: float) -> Draft:
+        return replace(draft, scene=replace(draft.scene, shortened=share))
+
+    least = total(cut(0.0))
+    if least > hours:
+        allowed = f"allowed: at least {1.1 * least:.2g}, what {LEAST_STEPS} updates or given steps take in both stages"
+        raise ConfigError([Problem("--hours", f"found {hours:g}", allowed, "give more, or a coarser data.voxel_size")])
+    low, high = 0.0, 1.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if total(cut(middle)) <= hours else (low, middle)
+    return cut(low)
 
 
 def _narrower(planner: Planner, draft: Draft, stage: Stage, share: float) -> Draft:
     """Return the draft with the widest network whose half number of steps takes this share of the time."""
+    given = {key for key in planner.given if key.startswith(f"{stage}.")}
+    if given & {f"{stage}.training.max_hours", CHANNELS[stage]}:
+        return draft
     own = draft.network(stage)
     every = WIDTHS if stage == "autoencoder" else UNET_WIDTHS
     networks = [replace(own, width=width) for width in every if width <= own.width]
-    limit = expected_hours(planner.verdict(draft, stage)) * share
+    limit = planner.verdict(draft, stage).expected_hours * share
+    part = 1.0 if f"{stage}.training.max_steps" in given else 0.5
 
     def need(network: Network) -> float:
-        return 0.5 * expected_hours(planner.verdict(draft.with_network(stage, network), stage))
+        return part * planner.verdict(draft.with_network(stage, network), stage).expected_hours
 
     position = last_that_fits(networks, lambda network: network.width, need, limit, len(networks) // 2)
     return draft.with_network(stage, networks[max(0, position)])
 
 
-def _faster(draft: Draft) -> tuple[str, Draft]:
+def _faster(planner: Planner, draft: Draft) -> tuple[str, Draft]:
+    """Return narrower networks, or fewer steps if the widths are given or the least."""
+
     def halved(width: int, every: tuple[int, ...]) -> int:
-        return max((w for w in every if w <= width / 2), default=every[0])
+        return max((w for w in every if w <= width / 2), default=min(width, every[0]))
 
     first = replace(draft.first, width=halved(draft.first.width, WIDTHS))
     second = replace(draft.second, width=halved(draft.second.width, UNET_WIDTHS))
-    return "half the channels: less detail, sooner", replace(draft, first=first, second=second)
+    narrow = replace(draft, first=first, second=second)
+    if where := _where_channels_differ(planner, draft, narrow):
+        return f"fewer channels{where}: less detail, sooner", narrow
+    short = replace(draft, scene=replace(draft.scene, shortened=draft.scene.shortened / 2))
+    if planner.settings(short) != planner.settings(draft):
+        return "half the steps: less trained, sooner", short
+    return "the same, because channels and steps were given", draft
 
 
 def _larger(planner: Planner, draft: Draft) -> tuple[str, Draft]:
     """Return the next grid if there is a finer one, else wider networks."""
     finer = [layout for layout in planner.layouts() if layout.voxels > draft.scene.layout.voxels]
     if finer:
-        return "finer voxels", replace(draft, scene=planner.scene(finer[0], draft.scene.shortened))
+        patch = draft.first.patch and planner.nearest_patch(finer[0], draft.first.patch)
+        scene = planner.scene(finer[0], draft.scene.shortened)
+        larger = replace(draft, scene=scene, first=replace(draft.first, patch=patch))
+        # What the user gave may suit the recommended grid only.
+        with suppress(ConfigError):
+            planner.settings(larger)
+            return "finer voxels", larger
     first = replace(draft.first, width=_half_more(draft.first.width, 4))
     second = replace(draft.second, width=_half_more(draft.second.width, 16))
-    return "half as many channels again", replace(draft, first=first, second=second)
+    wide = replace(draft, first=first, second=second)
+    where = _where_channels_differ(planner, draft, wide)
+    return (f"more channels{where}", wide) if where else ("the same, because the channels were given", draft)
+
+
+def _where_channels_differ(planner: Planner, one: Draft, other: Draft) -> str:
+    """Return in which stages two drafts have different channels, as text after "channels"; empty if in none."""
+    a, b = planner.settings(one), planner.settings(other)
+    first = a.autoencoder.num_channels != b.autoencoder.num_channels
+    second = a.ldm.unet.num_channels != b.ldm.unet.num_channels
+    return {(True, True): " in both stages", (True, False): " in stage 1", (False, True): " in stage 2"}.get(
+        (first, second), ""
+    )
 
 
 def _half_more(width: int, step: int) -> int:
@@ -174,19 +231,25 @@ def _half_more(width: int, step: int) -> int:
 def _judged(row: Row) -> Row:
     """Return a row whose text says whether it fits."""
     needed = max(row.first.needed_bytes, row.second.needed_bytes) / GIB
+    if row.why.startswith("the same"):
+        return row
     text = "fits too, but takes longer and asks for more volumes"
     return replace(row, why=f"{row.why}: {text if row.fits else f'needs {needed:.1f} GiB with its margin'}")
 
 
-def _why(draft: Draft, planner: Planner) -> str:
+def _why(draft: Draft, planner: Planner, is_narrowed: bool) -> str:
     sizing = draft.scene.sizing
     finest = planner.layouts()[-1].voxels == draft.scene.layout.voxels
     grid = "the voxels of the files" if finest else "the finest grid that fits"
+    grid = "the grid that was given" if "data.voxel_size" in planner.given else grid
     wide = "as wide as the set supports" if draft.first.width >= sizing.width else "the widest that fits"
+    wide = "the widest within the hours" if is_narrowed and draft.first.width < sizing.width else wide
+    wide = "channels as given" if CHANNELS["autoencoder"] in planner.given else wide
     return f"{grid}, {wide}" + (", in patches" if draft.first.patch else "")
 
 
-def _unused(draft: Draft, stage: Stage, verdict: Verdict, hours: float | None) -> str:
+def _unused(planner: Planner, draft: Draft, stage: Stage, verdict: Verdict, within: float | None) -> str:
+    """Return why a stage leaves much of the budget; `within`: the hours that the draft was cut to."""
     if verdict.share >= LEAST_SHARE:
         return ""
     number = 1 + STAGES.index(stage)
@@ -195,13 +258,16 @@ def _unused(draft: Draft, stage: Stage, verdict: Verdict, hours: float | None) -
     why = sizing.why_width if stage == "autoencoder" else sizing.why_unet_width
     used = verdict.prediction.required_bytes / GIB
     text = f"stage {number} uses {used:.1f} of {verdict.budget_bytes / GIB:g} GiB ({verdict.share:.0%}): "
-    if hours is not None and draft.scene.shortened < 1:
-        return f"{text}more would not keep to {hours:g} hours"
+    if within is not None:
+        return f"{text}more would not keep to {within:g} hours"
     small = "x".join(map(str, grid))
     text += f"the volumes are small ({small}), and " if draft.scene.layout.voxels < SMALL_VOXELS else ""
+    is_most = network.batch >= batch
+    fits = "no larger batch" if is_most else "a larger micro-batch does not fit with its margin"
+    if CHANNELS[stage] in planner.given:
+        return f"{text}the channels were given, and {'the set asks for ' if is_most else ''}{fits}"
     if network.width < width:
         return f"{text}the next wider network does not fit with its margin"
-    fits = "no larger batch" if network.batch >= batch else "a larger micro-batch does not fit with its margin"
     return f"{text}{why}, which asks for no wider network, and {fits}"
 
 

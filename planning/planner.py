@@ -16,12 +16,13 @@ from planning.layout import Extent, Grid, Layout, covered_extent, fixed_layout, 
 from planning.networks import Network, Scene, Values, autoencoder_choices, unet_choices
 from planning.search import Asker, Verdict, last_that_fits
 from planning.sizing import LEAST_WIDTH, UNET_WIDTHS, WIDTHS, sizing_of
-from settings import Settings, validate
+from settings import DataSettings, Settings, validate
 from settings.dotted import assign
 
 SMALLEST_PATCH, LARGEST_PATCH, PATCH_STEP = 64, 256, 16
 PLAIN_PATCH, CHECKPOINTED_PATCH = 96, 128
 """Patches of the first size without checkpoints are better than larger ones with; the second size is large enough."""
+DEFAULT_SEED: int = Settings.model_fields["seed"].default
 STAGES: tuple[Stage, Stage] = ("autoencoder", "ldm")
 
 
@@ -52,6 +53,7 @@ class Planner:
     def __init__(self, fingerprint: Fingerprint, given: Values, asker: Asker, name: str) -> None:
         self.fingerprint, self.given, self.ask, self.name = fingerprint, given, asker, name
         self.extent = self._extent()
+        self._splits: dict[tuple[Any, ...], tuple[int, int]] = {}
 
     def _extent(self) -> Extent:
         extent = covered_extent(self.fingerprint)
@@ -59,10 +61,18 @@ class Planner:
             extent = replace(extent, spacing_mm=tuple(spacing))
         if resize := self.given.get("data.resize"):
             extent = replace(extent, resize=resize)
-        channels, unet = self.given.get("autoencoder.num_channels"), self.given.get("ldm.unet.num_channels")
-        extent = replace(extent, depth=len(channels) - 1 if channels else None, unet_levels=len(unet) if unet else None)
-        strides = self.given.get("autoencoder.strides")
+        depth, unet = self._given_levels("autoencoder"), self._given_levels("ldm.unet")
+        extent = replace(extent, depth=depth and depth - 1, unet_levels=unet)
+        # MONAI's blocks halve all axes.
+        default = 2 if self.given.get("autoencoder.implementation") == "monai" else None
+        strides = self.given.get("autoencoder.strides", default)
         return replace(extent, strides=tuple(map(tuple, strides)) if isinstance(strides, list) else strides)
+
+    def _given_levels(self, network: str) -> int | None:
+        """Return how many levels the lists that the user gave have, None if there are none."""
+        names = ("num_channels", "attention_levels", "num_res_blocks", "num_head_channels")
+        lists = [self.given.get(f"{network}.{name}") for name in names]
+        return next((len(values) for values in lists if isinstance(values, list | tuple)), None)
 
     def layouts(self) -> list[Layout]:
         """Return the grids to choose from, the coarsest first; one if the user gave it."""
@@ -85,7 +95,7 @@ class Planner:
             Choice("name", self.name, "outputs go to runs/<name>"),
             Choice("data.source", found.source, "given as --data"),
             *data_choices(found, self.extent, scene.layout, scene.sizing),
-            *intensity_choices(found),
+            *intensity_choices(found, self.given.get("data.intensity.mode")),
             *class_choices(found),
             *autoencoder_choices(draft.first, scene),
             *unet_choices(draft.second, scene),
@@ -94,7 +104,22 @@ class Planner:
         by_key = {choice.key: choice for choice in chosen}
         for key, value in self.given.items():
             by_key[key] = Choice(key, value, "given on the command line")
+        if "data.val_fraction" not in self.given:
+            values = {key: choice.value for key, choice in by_key.items()}
+            fraction, group_by = values["data.val_fraction"], values["data.group_by"]
+            _, held_out = self._split(fraction, group_by, values.get("data.labels"), values.get("seed", DEFAULT_SEED))
+            reason = f"{held_out} of {found.number} to validate with"
+            by_key["data.val_fraction"] = replace(by_key["data.val_fraction"], reason=reason)
         return list(by_key.values())
+
+    def _split(self, val_fraction: float, group_by: str | None, labels: str | None, seed: int) -> tuple[int, int]:
+        """Return how many volumes train and how many are held out, as training will split them."""
+        key = (val_fraction, group_by, labels, seed)
+        if key not in self._splits:
+            found = self.fingerprint
+            s = DataSettings(source=found.source, val_fraction=val_fraction, group_by=group_by, labels=labels)
+            self._splits[key] = found.split(s, seed)
+        return self._splits[key]
 
     def settings(self, draft: Draft) -> Settings:
         """Return the validated config of a draft; raise `ConfigError` if what the user gave does not fit together."""
@@ -105,14 +130,18 @@ class Planner:
 
     def verdict(self, draft: Draft, stage: Stage) -> Verdict:
         """Return what a stage of a draft needs."""
-        return self.ask(self.settings(draft), stage)
+        return self._ask(self.settings(draft), stage)
+
+    def _ask(self, settings: Settings, stage: Stage) -> Verdict:
+        s = settings.data
+        return self.ask(settings, stage, self._split(s.val_fraction, s.group_by, s.labels, settings.seed))
 
     def verdicts(self, draft: Draft) -> tuple[Verdict, Verdict]:
         """Return what both stages need, predicted at the same time."""
         settings = self.settings(draft)
         for stage in STAGES:
             self.ask.start(settings, stage)
-        return self.ask(settings, "autoencoder"), self.ask(settings, "ldm")
+        return self._ask(settings, "autoencoder"), self._ask(settings, "ldm")
 
     def best(self, scene: Scene) -> Draft | None:
         """Return the most capable networks on a grid that fit, None if none does; searches both stages at once."""
@@ -173,13 +202,18 @@ class Planner:
         grown += [replace(grown[-1], batch=number) for number in range(2, batch + 1)]
         return self._last(top, "autoencoder", grown) or found
 
+    def nearest_patch(self, layout: Layout, patch: Grid) -> Grid:
+        """Return the patch of a layout that has about as many voxels as another."""
+        return min(self._patch_grids(layout), key=lambda grid: abs(math.prod(grid) - math.prod(patch)))
+
     @staticmethod
     def _patch_grids(layout: Layout) -> list[Grid]:
         """Return patches within a grid, the smallest first; each has one axis longer than the one before."""
         grids = []
         for number in range(3 * (LARGEST_PATCH - SMALLEST_PATCH) // PATCH_STEP + 1):
             axes = [SMALLEST_PATCH + (number + 2 - axis) // 3 * PATCH_STEP for axis in range(3)]
-            grids.append(tuple(map(min, layout.grid, axes)))
+            even = [max(f, n - n % f) for n, f in zip(axes, layout.factor, strict=True)]
+            grids.append(tuple(map(min, layout.grid, even)))
         return list(dict.fromkeys(grids))
 
     def _widths(self, stage: Stage, most: int) -> list[int]:
@@ -215,11 +249,17 @@ class Planner:
             position = last_that_fits(coarser, lambda layout: layout.voxels, need, limit, len(coarser), CONTEXT_BYTES)
             draft = self.best(self.scene(coarser[position])) if position >= 0 else None
         if draft is None:
-            raise NothingFitsError(
-                f"--budget-gb: nothing fits {limit / GIB:g} GiB; the smallest plan, {_times(choices[0].grid)}, needs "
-                f"{need(choices[0]) / GIB:.2f} GiB with its margin; give a larger budget, or a coarser data.voxel_size"
-            )
+            raise self.nothing_fits(self.least(self.scene(choices[0])))
         return draft
+
+    def nothing_fits(self, least: Draft) -> NothingFitsError:
+        """Return the error that says what the smallest plan needs."""
+        needed = max(verdict.needed_bytes for verdict in self.verdicts(least)) / GIB
+        return NothingFitsError(
+            f"--budget-gb: nothing fits {self.ask.budget_bytes / GIB:g} GiB; the smallest plan, "
+            f"{_times(least.scene.layout.grid)}, needs {needed:.2f} GiB with its margin; give a larger budget, or a "
+            "coarser data.voxel_size"
+        )
 
     def settled(self, draft: Draft) -> Draft:
         """Return the draft with a second stage that fits beside its autoencoder, which the search did not know."""

@@ -20,6 +20,9 @@ CLEARLY = 1.04
 ENOUGH = 0.95
 """An item that needs this part of the limit is taken, even if a little more might fit."""
 
+SLOWER = 2.0
+"""How many times their least time updates are taken to need, because nothing real has checked the predicted hours."""
+
 Item = TypeVar("Item")
 
 
@@ -32,13 +35,13 @@ class Predicts(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a config needs, measured against the budget; `num_volumes` are those of the set, 0 if unknown."""
+    """What a config needs, measured against the budget; `num_volumes`: how many train and how many are held out."""
 
     settings: Settings
     prediction: Prediction
     budget_bytes: int
     gpu: Gpu
-    num_volumes: int = 0
+    num_volumes: tuple[int, int] = (0, 0)
 
     @property
     def needed_bytes(self) -> int:
@@ -57,19 +60,26 @@ class Verdict:
 
     @property
     def hours(self) -> float:
-        """Return the least time of the stage."""
+        """Return the least time of the stage; `max_hours` if the user set it."""
         section = self.settings.autoencoder if self.prediction.stage == "autoencoder" else self.settings.ldm
-        steps, held_out = section.training.max_steps, 0
-        if self.num_volumes:
-            held_out = max(1, round(self.num_volumes * self.settings.data.val_fraction))
+        training = section.training
+        if training.max_hours is not None:
+            return training.max_hours
         # Drafts that differ only in these share a prediction.
         own = replace(
             self.prediction,
-            max_steps=steps,
-            num_validations=math.ceil(steps / section.training.validate_every),
-            num_volumes=[self.num_volumes - held_out, held_out],
+            max_steps=training.max_steps,
+            num_validations=math.ceil(training.max_steps / training.validate_every),
+            num_volumes=list(self.num_volumes),
         )
         return own.hours(self.gpu)
+
+    @property
+    def expected_hours(self) -> float:
+        """Return the hours to reckon with: twice the least, or what measured steps or `max_hours` make of it."""
+        section = self.settings.autoencoder if self.prediction.stage == "autoencoder" else self.settings.ldm
+        is_known = self.prediction.time_correction != 1.0 or section.training.max_hours is not None
+        return self.hours * (1.0 if is_known else SLOWER)
 
 
 class Asker:
@@ -82,9 +92,8 @@ class Asker:
         gpu: Gpu,
         correct: Callable[[Prediction], Prediction] = lambda prediction: prediction,
         progress: Callable[[int], None] = lambda count: None,
-        num_volumes: int = 0,
     ) -> None:
-        self.budget_bytes, self.gpu, self.num_volumes = budget_bytes, gpu, num_volumes
+        self.budget_bytes, self.gpu = budget_bytes, gpu
         self._predictor, self._correct, self._progress = predictor, correct, progress
         self._futures: dict[tuple[str, str], Future[Prediction]] = {}
         self._lock = threading.Lock()
@@ -98,10 +107,10 @@ class Asker:
                 self._progress(len(self._futures))
             return self._futures[key]
 
-    def __call__(self, settings: Settings, stage: Stage) -> Verdict:
+    def __call__(self, settings: Settings, stage: Stage, num_volumes: tuple[int, int] = (0, 0)) -> Verdict:
         """Return the verdict on a stage of a config."""
         prediction = self._correct(self.start(settings, stage).result())
-        return Verdict(settings, prediction, self.budget_bytes, self.gpu, self.num_volumes)
+        return Verdict(settings, prediction, self.budget_bytes, self.gpu, num_volumes)
 
 
 def _decisive(settings: Settings, stage: Stage) -> str:

@@ -27,7 +27,7 @@ FEW_VOXELS = 2e7
 
 _BY_VOXELS = ((FEW_VOXELS, 16), (5e7, 32), (3e8, 48), (math.inf, 64))
 _UNET_BY_NUMBER = ((SMALL_SET, 48), (200, 128), (1000, 160), (5000, 192), (math.inf, 256))
-_UNET_BY_LATENTS = ((2e6, 32), (1e7, 96), (math.inf, 256))
+_UNET_BY_LATENTS = ((2e6, 32), (4e6, 64), (1e7, 96), (math.inf, 256))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,10 +80,10 @@ def as_yaml(plan: Plan, parameters: Parameters, command: str, out: Path) -> str:
         f"Predicted: stage 1 needs {_gib(row.first.prediction.required_bytes)} ({row.first.share:.0%} of the budget), "
         f"stage 2 {_gib(row.second.prediction.required_bytes)} ({row.second.share:.0%}), with the CUDA context; with "
         f"their margins {_gib(row.first.needed_bytes)} and {_gib(row.second.needed_bytes)}.",
-        f"At least {hours_text(row.first.hours)} + {hours_text(row.second.hours)} on {row.first.gpu.name}; "
+        f"Least time on {row.first.gpu.name}: {hours_text(row.first.hours)} + {hours_text(row.second.hours)}; "
         f"{first:,} + {second:,} parameters.",
-        f"Start: python train_autoencoder.py --config {printable(out)}",
-        f"Then:  python train_ldm.py --config {printable(out)}",
+        f"Start: python train_autoencoder.py --config {shlex.quote(printable(out))}",
+        f"Then:  python train_ldm.py --config {shlex.quote(printable(out))}",
         "",
         "What was found",
         *(f"  {line}" for line in found_lines(plan.fingerprint)),

@@ -8,19 +8,25 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import OUT_OF_MEMORY, above_zero, check_output_file, parser, run, write_output
-from settings import ConfigError, DataSettings, Problem, load_settings, read_overrides
+from settings import ConfigError, DataSettings, Problem, UserError, load_settings, read_overrides
 from storage.names import printable
 from storage.run_folder import SHARED_NAMES
+
+if TYPE_CHECKING:
+    from memory.kernels.gpus import Gpu
 
 GIB = 1 << 30
 LARGEST_BUDGET_GB = 1_000_000
 NUM_WORKERS = 2
+PLANNED = "# Planned for "
+"""How a plan's file says what it is."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -66,11 +72,11 @@ def main(options: argparse.Namespace) -> int:
         fingerprint = take_fingerprint(_data_settings(given, source), given.get("seed", 42))
         with _ProgressBar(options.quiet) as bar:
             budget = round(options.budget_gb * GIB)
-            asker = Asker(predictor, budget, gpu, corrected, bar.advance, fingerprint.number)
+            asker = Asker(predictor, budget, gpu, corrected if _is_here(gpu) else lambda found: found, bar.advance)
             try:
                 plan = make_plan(Planner(fingerprint, given, asker, _name(options)), options.hours)
             except NothingFitsError as error:
-                print(error)
+                print(error, file=sys.stderr)
                 return OUT_OF_MEMORY
     from planning.parameters import count_parameters
     from planning.text import as_yaml, describe_plan
@@ -100,16 +106,58 @@ def main(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> dict[str, Any]:
     """Return the overrides as values by key; raise `UserError` for anything that no reading of the data would mend."""
+    if not options.data:
+        raise UserError("--data: the path is empty; a folder of volumes or a dataset.json is allowed; give one")
     for option, path in (("--json", options.json), ("--out", options.out)):
         if path is not None and not (option == "--json" and path == "-"):
             check_output_file(path, option, [options.data])
+            _check_keeps_data(path, option, options.data)
+    if options.out is not None:
+        _check_is_plan(options.out)
+        if options.json is not None and os.path.realpath(options.json) == os.path.realpath(options.out):
+            raise UserError(f"--json: {options.json} is also --out; two files are needed; give another name")
     if not 0 < options.budget_gb <= LARGEST_BUDGET_GB:
         allowed = f"allowed: above 0, at most {LARGEST_BUDGET_GB}"
         raise ConfigError([Problem("--budget-gb", f"found {options.budget_gb:g}", allowed, "for example 24")])
-    given = read_overrides(options.overrides)
+    given = dict(_keys(read_overrides(options.overrides)))
     if "data.source" in given:
         raise ConfigError([Problem("data.source", "given besides --data", "allowed: --data", "leave it out")])
     return given
+
+
+def _check_keeps_data(path: str, option: str, data: str) -> None:
+    """Raise `UserError` for an output among the volumes, where it could replace one or become part of the set."""
+    source = Path(os.path.realpath(os.path.expanduser(data)))
+    folder = source if source.is_dir() else source.parent
+    if Path(os.path.realpath(path)).is_relative_to(folder):
+        raise UserError(f"{option}: {path} lies in the folder of the volumes; any other place is allowed; choose one")
+
+
+def _check_is_plan(out: str) -> None:
+    """Raise `UserError` for an output that is no YAML file, or that would replace a config which is no plan."""
+    path = Path(out)
+    if path.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out: {out} is no name of a config; .yaml and .yml are allowed; choose one of them")
+    if path.is_file() and PLANNED not in path.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(f"--out: {out} exists and was not written by a plan; a new one is allowed; choose another name")
+
+
+def _keys(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield single keys for values that are whole sections, such as data.intensity={mode: window}."""
+    for dotted, value in given.items():
+        if isinstance(value, dict):
+            yield from _keys({f"{dotted}.{name}": part for name, part in value.items()})
+        else:
+            yield dotted, value
+
+
+def _is_here(gpu: Gpu) -> bool:
+    """Return whether a card is this machine's, so that steps measured here say something about it."""
+    import torch
+
+    from memory.kernels.gpus import find_gpu
+
+    return torch.cuda.is_available() and find_gpu(torch.cuda.get_device_name()) == gpu
 
 
 def _data_settings(given: dict[str, Any], source: dict[str, Any]) -> DataSettings:
@@ -135,8 +183,14 @@ def _command() -> str:
 def _next(options: argparse.Namespace) -> str:
     if options.out is None:
         return "\nnothing was written; add --out configs/my_data.yaml for the recommended config with all its reasons"
+    import torch
+
     config = shlex.quote(options.out)
-    return f"\nwritten: {options.out}\nnext: python train_autoencoder.py --config {config} --dry-run"
+    text = f"\nwritten: {options.out}\nnext: python train_autoencoder.py --config {config} --dry-run"
+    if torch.cuda.is_available():
+        return text
+    where = "there is no GPU here, so that predicts for the CPU; for a GPU: python scripts/estimate_memory.py"
+    return f"{text}\n({where} --config {config})"
 
 
 class _ProgressBar:

@@ -26,10 +26,12 @@ def build_optimizer(network: nn.Module, learning_rate: float, weight_decay: floa
 def learning_rate_factor(step: int, settings: TrainingSettings, progress: float | None = None) -> float:
     """Return the factor on the learning rate at `step`: linear warm-up, then constant or cosine decay.
 
-    `progress` is the share of the run that has passed, if its time is limited instead of its steps.
+    `progress` is the share of the run that has passed, if its time is limited instead of its steps. A warm-up of `auto`
+    then takes a twentieth of the time at most, which may allow far fewer steps than `max_steps`.
     """
-    if step < settings.num_warmup_steps:
-        return (step + 1) / settings.num_warmup_steps
+    warmed = 20 * progress if progress is not None and settings.warmup_steps == "auto" else 0.0
+    if step < settings.num_warmup_steps and warmed < 1:
+        return max(warmed, (step + 1) / settings.num_warmup_steps)
     if settings.learning_rate_decay == "none":
         return 1.0
     if progress is None:

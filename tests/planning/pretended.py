@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 
+from data.discovery import Found
 from memory.kernels.gpus import check_gpu
 from memory.predict.prediction import GIB, MARGINS, VALIDATED_VOLUME, Prediction, Stage, tier_of
 from planning.fingerprint import CT, Fingerprint, Spread
@@ -83,6 +85,7 @@ def pretended(
     lowest, high = (-1024.0, 400.0) if kind == CT else (0.0, 900.0)
     return Fingerprint(
         source="/data/pretended",
+        found=tuple(_files(number, classes or {})),
         sizes=tuple(sizes),
         spacings=(spacing,) * number,
         num_without_spacing=0,
@@ -99,6 +102,13 @@ def pretended(
         num_flat=0,
         classes=classes or {},
     )
+
+
+def _files(number: int, classes: dict[str, int]) -> Iterator[Found]:
+    """Yield the volumes, each in the folder of its class."""
+    folders = [f"{name}/" for name, count in classes.items() for _ in range(count)] or [""] * number
+    for n, folder in enumerate(folders):
+        yield Found(Path(f"/data/pretended/{folder}{n}.nii"), f"{folder}{n}.nii", folder.removesuffix("/") or None)
 
 
 SETS = {
@@ -119,6 +129,6 @@ def planned(
 ) -> Plan:
     """Return the plan for a fingerprint; `given` are overrides with __ for the dots."""
     ask, gpu = predictor or PretendedPredictor(), check_gpu("RTX 4090")
-    asker = Asker(ask, round(budget_gb * GIB), gpu, num_volumes=fingerprint.number)
+    asker = Asker(ask, round(budget_gb * GIB), gpu)
     overrides = {key.replace("__", "."): value for key, value in given.items()}
     return make_plan(Planner(fingerprint, overrides, asker, "pretended"), hours)

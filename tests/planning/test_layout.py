@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from planning.layout import Extent, covered_extent, fixed_layout, layouts, strides_of
+from planning.layout import Extent, covered_extent, fixed_layout, layout_of, layouts, strides_of
 from tests.planning.pretended import SETS, pretended
 
 
@@ -25,6 +25,20 @@ def test_every_grid_is_divided_by_both_networks_and_keeps_its_proportions(name):
     finest = found[-1]
     for n, size, step in zip(finest.grid, extent.size_mm, extent.spacing_mm, strict=True):
         assert n == pytest.approx(size / step, rel=0.13)
+
+
+@pytest.mark.parametrize("size", [(36.5, 53, 36), (35, 50, 36), (44, 44, 44), (100, 84, 60), (20, 28, 36)])
+def test_rounding_keeps_the_aspect(size):
+    """An axis at 4.5 steps must not go down while the others go up."""
+    layout = layout_of(size, Extent(tuple(map(float, size)), (1.0, 1.0, 1.0), "resample", "", False))
+    changes = [n / old for n, old in zip(layout.grid, size, strict=True)]
+    assert max(changes) / min(changes) <= 1.12
+    assert 0.85 < min(changes) <= max(changes) < 1.15
+
+
+def test_axes_are_rounded_the_same_way():
+    layout = layout_of((37, 53.5, 36), Extent((37.0, 53.5, 36.0), (1.0, 1.0, 1.0), "resample", "", False))
+    assert (layout.grid, layout.pads_latents) == ((40, 56, 40), False)
 
 
 def test_thick_slices_are_halved_later():

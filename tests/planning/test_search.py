@@ -53,5 +53,5 @@ def test_hours_are_those_of_the_drafts_own_steps_and_of_the_volumes_it_holds_out
     shared = PretendedPredictor().submit(settings, "autoencoder").result()
     shared = replace(shared, max_steps=7, num_validations=7, beside={VALIDATED_VOLUME: shared.work})
     update = shared.seconds_per_step(gpu)
-    verdict = Verdict(settings, shared, 1, gpu, num_volumes=50)
+    verdict = Verdict(settings, shared, 1, gpu, num_volumes=(45, 5))
     assert verdict.hours * 3600 == pytest.approx(1000 * update + 4 * 5 * update)

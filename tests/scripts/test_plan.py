@@ -10,8 +10,9 @@ import pytest
 
 from command_line import run
 from data.formats import write_nifti
+from memory.kernels.gpus import check_gpu
 from scripts import plan
-from settings import load_settings
+from settings import ConfigError, load_settings
 from training.summary import summarise
 
 # Both widths are given, so the three rows are one config and two predictions are enough.
@@ -50,6 +51,25 @@ def test_plan_is_written_and_both_stages_agree_with_it(tmp_path, volumes, monkey
         assert f"{network} {row[stage]['parameters']:,}" in summarise(settings, stage, 3)
 
 
+def test_sections_that_are_given_count_as_their_keys():
+    options = plan.parse(["--data", "d", "--budget-gb", "8", "data.intensity={mode: window, upper: 5}"])
+    assert plan._check(options) == {"data.intensity.mode": "window", "data.intensity.upper": 5}
+    with pytest.raises(ConfigError, match=r"data\.source: given besides"):
+        plan._check(plan.parse(["--data", "d", "--budget-gb", "8", "data={source: d}"]))
+
+
+def test_steps_measured_on_another_device_do_not_correct_the_plan(monkeypatch):
+    """Steps on a CPU take many times as long as on the card that is planned for."""
+    card = check_gpu("RTX 4090")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert not plan._is_here(card)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA L40S")
+    assert not plan._is_here(card)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA GeForce RTX 4090")
+    assert plan._is_here(card)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -61,11 +81,19 @@ def test_plan_is_written_and_both_stages_agree_with_it(tmp_path, volumes, monkey
         (("--budget-gb", "8", "data.voxel_sise=[8,8,8]"), "unknown key; did you mean data.voxel_size?"),
         (("--budget-gb", "8", "data.voxel_size=large"), "data.voxel_size: found 'large'"),
         (("--budget-gb", "8", "data.source=elsewhere"), "data.source: given besides --data"),
+        (("--budget-gb", "8", "--data", ""), "--data: the path is empty"),
+        (("--budget-gb", "8", "--out", "plan.txt"), "--out: plan.txt is no name of a config"),
+        (("--budget-gb", "8", "--out", "other.yaml"), "--out: other.yaml exists and was not written by a plan"),
+        (("--budget-gb", "8", "--out", "new.yaml", "--json", "./new.yaml"), "--json: ./new.yaml is also --out"),
+        (("--budget-gb", "8", "--out", "nowhere/0.yaml"), "--out: nowhere/0.yaml lies in the folder of the volumes"),
+        (("--budget-gb", "8", "--json", "nowhere/0.nii"), "--json: nowhere/0.nii lies in the folder of the volumes"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
+    (tmp_path / "nowhere").mkdir()
+    (tmp_path / "other.yaml").write_text("name: other\n")
     try:
         code: object = run(plan.main, plan.parse(["--data", "nowhere", *arguments]))
     except SystemExit as end:  # argparse has read the arguments
@@ -74,6 +102,9 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(arguments, message, tmp_pat
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["configs", "nowhere", "other.yaml"], (
+        "nothing was written"
+    )
 
 
 def test_a_folder_without_volumes_is_refused(tmp_path, monkeypatch, capsys):

@@ -82,6 +82,17 @@ def adam_by_hand(network: nn.Module, settings: TrainingSettings, learning_rate: 
     return norms
 
 
+def test_an_automatic_warm_up_takes_at_most_a_twentieth_of_the_time():
+    """A run of minutes may have fewer steps than the warm-up of its max_steps."""
+    settings = TrainingSettings(max_steps=20_000, max_hours=0.1, warmup_steps="auto", learning_rate_decay="cosine")
+    assert learning_rate_factor(0, settings, 0.0) == 1 / 200
+    assert learning_rate_factor(3, settings, 0.025) == 0.5
+    assert learning_rate_factor(9, settings, 0.05) == pytest.approx(0.994, abs=1e-3)
+    assert learning_rate_factor(50, settings, 0.5) == pytest.approx(0.5)
+    given = settings.model_copy(update={"warmup_steps": 200})
+    assert learning_rate_factor(49, given, 0.5) == 0.25, "a number of steps is taken as it is"
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.5])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_updates_are_clipped_adamw_at_the_schedules_rate(max_grad_norm, weight_decay):
