@@ -60,6 +60,12 @@ class AutoencoderTraining(TrainingSettings):
     )
     reconstruction_loss: Literal["l1", "l2"] = key("l1", "Mean absolute or mean squared error.")
     kl_weight: float = key(1e-6, "Weight of the KL term, in nats per voxel.", ge=0)
+    initial_sigma: float | None = key(
+        None,
+        "Sigma of the latent at the start, such as 0.05; null: what random weights give, which is near 1.",
+        ge=1e-6,
+        le=10,
+    )
     adversarial_weight: float = key(0.01, "Weight of the adversarial term; 0: no discriminator.", ge=0)
     adversarial_start_step: CountOrZero = key(1000, "Step at which the discriminator and the adversarial term start.")
     discriminator_learning_rate: float = key(1e-4, "Adam's step size for the discriminator.", gt=0)

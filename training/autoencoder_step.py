@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from losses import (
     kl_divergence,
     reconstruction_loss,
 )
-from models import build_autoencoder, build_discriminator
+from models import StockAutoencoder, build_autoencoder, build_discriminator
 from runtime.phases import phase
 from runtime.placement import move
 from runtime.processes import Process, synchronised
@@ -27,6 +28,18 @@ from settings.autoencoder import AutoencoderTraining
 from training.finished_weights import load_pretrained
 from training.guard import FilesOf, no_names
 from training.step import TrainingStep
+
+
+@torch.no_grad()
+def start_with_sigma(autoencoder: StockAutoencoder, sigma: float) -> None:
+    """Give the latent this sigma everywhere: the layer of the log-variance gets it as its bias, and no weights.
+
+    Random weights give a sigma of about 1, several times the spread of the untrained means. The decoder then sees
+    hardly anything but noise until the sigma has fallen, which takes many small steps.
+    """
+    layer = autoencoder.quant_conv_log_sigma.conv
+    layer.weight.zero_()
+    layer.bias.fill_(2 * math.log(sigma))
 
 
 class AutoencoderStep(TrainingStep):
@@ -45,6 +58,8 @@ class AutoencoderStep(TrainingStep):
         training = settings.autoencoder.training
         super().__init__(settings, training, process, files_of)
         self.autoencoder = build_autoencoder(settings.autoencoder)
+        if training.initial_sigma is not None:
+            start_with_sigma(self.autoencoder, training.initial_sigma)
         self._parallel_autoencoder = self.register("autoencoder", self.autoencoder, training.learning_rate)
         # Whole volumes get the memory that training needs anyway; those larger than the patches run in slabs.
         training_bytes = training.batch_size * block_bytes(settings.autoencoder, self.precision, settings.training_grid)
