@@ -74,31 +74,6 @@ def test_generator_pass_leaves_no_gradient_on_the_discriminator(tiny_values):
     assert all(parameter.grad is not None for parameter in step.autoencoder.parameters())
 
 
-@pytest.mark.parametrize("sigma", [0.05, 0.5])
-def test_training_starts_with_the_sigma_asked_for(tiny_values, sigma):
-    step = make_step(tiny_values, initial_sigma=sigma)
-    (batch,) = make_batches(step, 2, total=2)
-    with torch.no_grad():
-        mean, found = step.autoencoder.encode(batch.image)
-    torch.testing.assert_close(found, torch.full_like(found, sigma), rtol=1e-5, atol=0)
-    assert mean.std() > 0
-    step.backward([batch], 0)
-    layer = step.autoencoder.quant_conv_log_sigma.conv
-    assert layer.weight.grad is not None
-    assert layer.weight.grad.abs().max() > 0, "the sigma could not follow the volume"
-
-
-def test_without_an_initial_sigma_the_weights_are_what_they_were(tiny_values):
-    """Also the one way to leave all other weights alone: the layer draws its random numbers either way."""
-    plain, given = make_step(tiny_values).autoencoder, make_step(tiny_values, initial_sigma=0.05).autoencoder
-    changed = {
-        name
-        for (name, old), new in zip(plain.state_dict().items(), given.state_dict().values(), strict=True)
-        if not torch.equal(old, new)
-    }
-    assert changed == {"quant_conv_log_sigma.conv.weight", "quant_conv_log_sigma.conv.bias"}
-
-
 def test_discriminator_joins_at_its_start_step(tiny_values):
     step = make_step(tiny_values, adversarial_start_step=2)
     discriminator = step.networks["discriminator"]
