@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import SAME_OBJECTIVE, TUTORIAL
+from benchmarks.recipe import NUM_COMPONENTS
 from benchmarks.variants import OUR_OBJECTIVE, STOCK, STOCK_CHECKPOINTED, TUTORIAL_OBJECTIVE
 
 GIB = 1 << 30
 CLOSE = 1.03
 """Two times within 3 % are called equal."""
-PSNR_CLOSE = 0.1
 MEMORY_PICTURE, TIME_PICTURE = "benchmark_memory.png", "benchmark_time.png"
 
 
@@ -36,7 +36,7 @@ def document_text(results: dict[str, Any], pictures: str = "images/") -> str:
         "Times are CPU seconds of fp32 on one thread. They are meaningful only as ratios, because the variants are "
         "interleaved within one process."
     )
-    if not results.keys() & {"steps", "quality", "encoding", "start"}:
+    if not results.keys() & {"steps", "encoding", "start"}:
         times = "No times are shown, because these settings have not been timed on a quiet machine."
     lines = [
         "# Benchmarks",
@@ -54,7 +54,6 @@ def document_text(results: dict[str, Any], pictures: str = "images/") -> str:
     for part, describe in (
         ("peaks", _peaks),
         ("steps", _steps),
-        ("quality", _quality),
         ("encoding", _encoding),
         ("start", _start),
         ("recipe", _recipe),
@@ -126,33 +125,6 @@ def _verdict(ours: float, theirs: float, rival: str) -> str:
     return f"{word} {rival}"
 
 
-def _quality(result: dict[str, Any], pictures: str) -> list[str]:
-    names = ("ours", SAME_OBJECTIVE, TUTORIAL)
-    final, seconds = result["history"][-1], result["seconds"]
-    lines = [
-        "## Held-out PSNR after the same steps",
-        "",
-        f"{result['num_steps']} steps, batch {result['batch_size']}, {result['patch']}^3 patches of the MNI152 T1, "
-        "grey and white matter templates with seeded deformations; the same first weights, batches, latent noise and "
-        "learning rate, no clipping; the adversarial term starts half-way. With our objective the stock loop computes "
-        "the gradients that our step computes, to rounding, so that the two should end alike; the last column has "
-        "another objective.",
-        "",
-        *_head(["step", *(f"{name}, dB" for name in names)], right=4),
-    ]
-    lines += [_row([str(p["step"]), *(f"{p[name]:.2f}" for name in names)]) for p in result["history"]]
-    difference = final["ours"] - final[SAME_OBJECTIVE]
-    verdict = "worse" if difference < -PSNR_CLOSE else "better" if difference > PSNR_CLOSE else "equal"
-    ratio = seconds["ours"] / seconds[SAME_OBJECTIVE]
-    return [
-        *lines,
-        "",
-        f"Verdict, one objective: {verdict} ({difference:+.2f} dB, {PSNR_CLOSE} dB being called equal); our steps took "
-        f"{ratio:.2f} of the other's time. The tutorial's objective ends {final[TUTORIAL] - final['ours']:+.2f} dB "
-        "from ours.",
-    ]
-
-
 def _encoding(rows: list[dict[str, Any]], pictures: str) -> list[str]:
     rates = {row["variant"]: row["volumes_per_second"] for row in rows}
     lines = [
@@ -173,13 +145,20 @@ def _start(rows: list[dict[str, Any]], pictures: str) -> list[str]:
 
 
 def _recipe(result: dict[str, Any], pictures: str) -> list[str]:
+    first, second = result["seconds"]
     lines = [
         "## Recipes after the same CPU seconds",
         "",
-        f"{result['seconds']:g} CPU seconds a stage on given volumes, networks of {result['config']}. Means over "
-        "seeds, with the lowest and the highest. Sharpness is the gradient magnitude relative to held-out volumes; MMD "
-        f"is the unbiased estimate of the squared discrepancy between {result['num_samples']} samples and "
-        "held-out volumes.",
+        f"{first:g} CPU seconds of stage 1 and {second:g} of stage 2 on given volumes, networks of "
+        f"{' '.join([result['config'], *result['overrides']])}. Means over seeds, with the lowest and the highest. "
+        "Sharpness is the gradient magnitude relative to held-out volumes; MMD is the unbiased estimate of the squared "
+        f"discrepancy between {result['num_samples']} samples and held-out volumes on {NUM_COMPONENTS} principal "
+        "components of the training volumes: "
+        + ", ".join(
+            f"{statistics.fmean(anchors[name] for anchors in result['anchors']):.4f} for {name}"
+            for name in result["anchors"][0]
+        )
+        + ".",
     ]
     for stage, metric, head in ((1, "psnr", "PSNR, dB"), (2, "mmd_squared", "MMD")):
         lines += ["", *_head([f"stage {stage}", "steps", head, "sharpness"], right=3)]

@@ -8,15 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.reference_loop import ReferenceLoop
-from data import Batch, BatchPlan, DataSplit, prepare_volumes, to_unit, training_batches, validation_batches
+from data import (
+    Batch,
+    BatchPlan,
+    DataSplit,
+    load_file,
+    prepare_volumes,
+    to_unit,
+    training_batches,
+    validation_batches,
+)
 from diffusion.frozen_autoencoder import freeze
 from diffusion.latents import prepare_latents, stage_two_data
 from diffusion.volume_codec import VolumeCodec
 from evaluation.pair_metrics import psnr
-from evaluation.samples import draw_samples, load_reference
-from evaluation.set_metrics import squared_discrepancy, summary_vector
+from evaluation.samples import draw_samples
+from evaluation.set_metrics import PrincipalComponents, squared_discrepancy
 from evaluation.sharpness import compare_sharpness, sharpness_of
 from models import StockAutoencoder
 from runtime.processes import Process
@@ -29,6 +39,8 @@ CPU = Process(torch.device("cpu"))
 CONFIGURED, LOOP = "as configured", "3d_ldm-style loop"
 LOOP_RATES = (1e-4, 1e-3)
 LOOP_KL_WEIGHT = 1e-7
+NUM_COMPONENTS = 32
+DDIM_25 = f"{CONFIGURED}, ddim with 25 steps"
 
 _ALONE = {"autoencoder.training.use_perceptual_loss": False, "autoencoder.training.adversarial_weight": 0.0}
 STAGE_ONE: dict[str, dict[str, Any]] = {
@@ -44,43 +56,90 @@ STAGE_TWO: dict[str, dict[str, Any]] = {
     "without an average": {"ldm.training.ema_length": None, "ldm.training.ema_decay": 0.0},
     "min-SNR": {"ldm.training.loss_weighting": "min_snr", "ldm.scheduler.zero_terminal_snr": False},
 }
+# The tutorial's stage 2 predicts epsilon with a constant learning rate and neither clips nor averages.
+LOOP_STAGE_TWO = {
+    "ldm.scheduler.type": "ddpm",
+    "ldm.scheduler.prediction": "epsilon",
+    "ldm.scheduler.zero_terminal_snr": False,
+    "ldm.scheduler.time_sampling": "uniform",
+    "ldm.sampling.sampler": "ddim",
+    "ldm.sampling.num_inference_steps": 25,
+    "ldm.training.loss_weighting": "none",
+    "ldm.training.warmup_steps": 0,
+    "ldm.training.learning_rate_decay": "none",
+    "ldm.training.max_grad_norm": 0.0,
+    "ldm.training.ema_length": None,
+    "ldm.training.ema_decay": 0.0,
+}
 
 
 def compare_recipes(
-    volumes: str, config: Path, seconds: float, num_seeds: int, num_samples: int, progress: Callable[[str], None]
+    volumes: str,
+    config: Path,
+    overrides: Sequence[str],
+    seconds: tuple[float, float],
+    num_seeds: int,
+    num_samples: int,
+    ablations: bool,
+    progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Train each recipe for `seconds` of CPU time a stage; return one row for each recipe and seed.
+    """Train each recipe for the CPU `seconds` of its stage; return one row for each recipe and seed, and the anchors.
 
-    Stage 2 trains on latents of the autoencoder that was trained as configured with the same seed.
+    Stage 2 trains on latents of the autoencoder that was trained as configured with the same seed; the loop's on those
+    of its own best autoencoder. Without `ablations`, only the config as it is trains.
     """
     rows: list[dict[str, Any]] = []
+    anchors: list[dict[str, Any]] = []
     for seed in range(num_seeds):
         fixed = [f"data.source={volumes}", f"seed={seed}", "device.type=cpu", "device.mixed_precision=false"]
         fixed += ["data.num_workers=0", "data.persistent_workers=false", "ldm.latents.cache=memory"]
-        times = [f"{stage}.training.max_hours={seconds / 3600!r}" for stage in ("autoencoder", "ldm")]
-        settings = load_settings(config, [*fixed, *times], stage="ldm")
+        stages = zip(("autoencoder", "ldm"), seconds, strict=True)
+        times = [f"{stage}.training.max_hours={allowed / 3600!r}" for stage, allowed in stages]
+        settings = load_settings(config, [*overrides, *fixed, *times], stage="ldm")
         split = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
         if len(split.val) < 2:
             raise DataError(f"--volumes: {len(split.val)} held-out volumes; the comparison needs 2 or more; give more")
-        trained = {}
-        for name, changes in STAGE_ONE.items():
+        judge = SampleJudge(split, settings, num_samples)
+        anchors.append(judge.anchors())
+
+        def add(stage: int, recipe: str, seed: int, row: dict[str, Any]) -> None:
+            rows.append({"stage": stage, "recipe": recipe, "seed": seed, **row})
+            progress(f"stage {stage}, {recipe}")
+
+        networks = {}
+        for name, changes in _chosen(STAGE_ONE, ablations).items():
             step = AutoencoderStep(settings.with_overrides(changes), CPU)
             num_steps = _train(step, _volumes(step.settings, split))
-            trained[name] = step.autoencoder
-            rows.append({"stage": 1, "recipe": name, "seed": seed, "steps": num_steps})
-            rows[-1] |= _reconstructions(step.autoencoder, split, settings)
-            progress(f"stage 1, {name}")
-        for rate in LOOP_RATES:
-            loop = ReferenceLoop(settings, rate, LOOP_KL_WEIGHT)
-            num_steps = _train_loop(loop, _volumes(settings, split), seconds, settings)
-            rows.append({"stage": 1, "recipe": f"{LOOP}, {rate:g}", "seed": seed, "steps": num_steps})
-            rows[-1] |= _reconstructions(loop.autoencoder, split, settings)
-            progress(f"stage 1, {LOOP}")
-        for name, changes in STAGE_TWO.items():
-            row = _samples(trained[CONFIGURED], settings.with_overrides(changes, "ldm"), split, num_samples)
-            rows.append({"stage": 2, "recipe": name, "seed": seed, **row})
-            progress(f"stage 2, {name}")
-    return {"seconds": seconds, "num_samples": num_samples, "config": config.name, "rows": rows}
+            networks[name] = step.autoencoder
+            add(1, name, seed, {"steps": num_steps, **_reconstructions(step.autoencoder, split, settings)})
+        for name, changes in _chosen(STAGE_TWO, ablations).items():
+            for sampled, row in _samples(networks[CONFIGURED], settings.with_overrides(changes, "ldm"), judge, name):
+                add(2, sampled, seed, row)
+        if ablations:
+            best: tuple[float, StockAutoencoder] | None = None
+            for rate in LOOP_RATES:
+                loop = ReferenceLoop(settings, rate, LOOP_KL_WEIGHT)
+                num_steps = _train_loop(loop, _volumes(settings, split), seconds[0], settings)
+                found = _reconstructions(loop.autoencoder, split, settings)
+                add(1, f"{LOOP}, {rate:g}", seed, {"steps": num_steps, **found})
+                best = max(best or (0.0, loop.autoencoder), (found["psnr"], loop.autoencoder), key=lambda pair: pair[0])
+            assert best is not None, "the loop has learning rates to try"
+            for rate in LOOP_RATES:
+                changes = {**LOOP_STAGE_TWO, "ldm.training.learning_rate": rate}
+                for name, row in _samples(best[1], settings.with_overrides(changes, "ldm"), judge, f"{LOOP}, {rate:g}"):
+                    add(2, name, seed, row)
+    return {
+        "seconds": list(seconds),
+        "num_samples": num_samples,
+        "config": config.name,
+        "overrides": list(overrides),
+        "anchors": anchors,
+        "rows": rows,
+    }
+
+
+def _chosen(recipes: dict[str, dict[str, Any]], ablations: bool) -> dict[str, dict[str, Any]]:
+    return recipes if ablations else {CONFIGURED: recipes[CONFIGURED]}
 
 
 def _volumes(settings: Settings, split: DataSplit) -> Iterator[list[Batch]]:
@@ -90,7 +149,7 @@ def _volumes(settings: Settings, split: DataSplit) -> Iterator[list[Batch]]:
 
 
 def _train(step: TrainingStep, batches: Iterator[Sequence[Any]]) -> int:
-    """Train until the CPU seconds are used up; return the number of steps."""
+    """Train until the CPU seconds are used up, put the averaged weights in place, and return the number of steps."""
     step.schedule.start(clock=time.process_time)
     done = 0
     while not step.schedule.is_over(done):
@@ -98,6 +157,8 @@ def _train(step: TrainingStep, batches: Iterator[Sequence[Any]]) -> int:
         done += 1
         step.schedule.read_clock(step.process)
     step.guard.raise_if_bad(0)
+    if step.average is not None:
+        step.network.load_state_dict(step.average.state_dict(), strict=False)
     return done
 
 
@@ -124,22 +185,60 @@ def _reconstructions(network: StockAutoencoder, split: DataSplit, settings: Sett
     return {"psnr": sum(ratios) / len(ratios), "sharpness": sharpness}
 
 
-def _samples(network: StockAutoencoder, settings: Settings, split: DataSplit, num: int) -> dict[str, Any]:
-    """Train stage 2 and return the squared MMD and relative sharpness of its samples."""
+class SampleJudge:
+    """Compares samples with held-out volumes on the principal components of the training volumes.
+
+    The discrepancy has one Gaussian kernel, as wide as the median distance between held-out volumes.
+    """
+
+    def __init__(self, split: DataSplit, settings: Settings, num_samples: int) -> None:
+        data = stage_two_data(settings.data)
+        train, held_out = (
+            [to_unit(load_file(file, data).image) for file in files] for files in (split.train, split.val)
+        )
+        self.split, self.seed, self.num_samples = split, settings.seed, num_samples
+        self.components = PrincipalComponents(train, NUM_COMPONENTS)
+        self.held_out = torch.stack([self.components(volume) for volume in held_out])
+        self.train = torch.stack([self.components(volume) for volume in train])
+        self.held_out_sharpness = [sharpness_of(volume) for volume in held_out]
+        self.shape = held_out[0].shape
+
+    def anchors(self) -> dict[str, float]:
+        """Return the discrepancy of as many training volumes, copies of their mean, and volumes of uniform noise."""
+        generator = torch.Generator().manual_seed(self.seed)
+        chosen = torch.randperm(len(self.train), generator=generator)[: self.num_samples]
+        noise = [self.components(torch.rand(self.shape, generator=generator)) for _ in range(self.num_samples)]
+        sets = {
+            "training volumes": self.train[chosen],
+            "mean training volume": self.train.mean(dim=0).expand(self.num_samples, -1),
+            "noise": torch.stack(noise),
+        }
+        return {name: self._discrepancy(vectors) for name, vectors in sets.items()}
+
+    def judge(self, samples: Sequence[Tensor]) -> dict[str, float]:
+        """Return the squared discrepancy of samples and their relative sharpness."""
+        sharpness = compare_sharpness([sharpness_of(sample) for sample in samples], self.held_out_sharpness)
+        vectors = torch.stack([self.components(sample) for sample in samples])
+        return {"mmd_squared": self._discrepancy(vectors), "sharpness": sharpness["gradient_magnitude"]}
+
+    def _discrepancy(self, vectors: Tensor) -> float:
+        return squared_discrepancy(vectors, self.held_out, widths=(1.0,))[0]
+
+
+def _samples(
+    network: StockAutoencoder, settings: Settings, judge: SampleJudge, name: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Train stage 2 and yield how good its samples are; as configured also with 25 steps of ddim."""
     step = LatentDiffusionStep(settings, CPU, load_weights=False)
     codec = VolumeCodec(freeze(network), settings.autoencoder, step.precision)
-    latents = prepare_latents(codec, split, settings, CPU)
+    latents = prepare_latents(codec, judge.split, settings, CPU)
     step = LatentDiffusionStep(settings, CPU, codec=codec, latents=latents)
     plan = BatchPlan.of(step.training, settings.seed, 0, 1)
     num_steps = _train(step, iter(latents.training_batches(plan, 0, step.training.last_step)))
-    if step.average is not None:
-        step.network.load_state_dict(step.average.state_dict(), strict=False)
-    samples = draw_samples(step.unet, codec, settings, step.latent_scale, settings.seed, num, batch_size=4)
-    reference = load_reference(split.train, split.val, stage_two_data(settings.data))
-    vectors = torch.stack([summary_vector(sample) for sample in samples])
-    found, wanted = (list(map(sharpness_of, volumes)) for volumes in (samples, reference.held_out))
-    return {
-        "steps": num_steps,
-        "mmd_squared": squared_discrepancy(vectors, reference.held_out_vectors)[0],
-        "sharpness": compare_sharpness(found, wanted)["gradient_magnitude"],
-    }
+    sampled = {name: settings}
+    if name == CONFIGURED and settings.ldm.scheduler.type == "ddpm":
+        many = {"ldm.sampling.sampler": "ddim", "ldm.sampling.num_inference_steps": 25}
+        sampled[DDIM_25] = settings.with_overrides(many, "ldm")
+    for which, chosen in sampled.items():
+        samples = draw_samples(step.unet, codec, chosen, step.latent_scale, settings.seed, judge.num_samples, 4)
+        yield which, {"steps": num_steps, **judge.judge(samples)}

@@ -33,6 +33,23 @@ def summary_vector(volume: Tensor) -> Tensor:
     return F.adaptive_avg_pool3d(volume[None].float(), (depth, height, width)).flatten().cpu().double()
 
 
+class PrincipalComponents:
+    """The directions in which a set of volumes varies most: maps a volume to its `number` largest components.
+
+    All volumes are held in memory at once, so this is for small grids.
+    """
+
+    def __init__(self, volumes: Sequence[Tensor], number: int) -> None:
+        vectors = torch.stack([volume.flatten() for volume in volumes]).double()
+        self.mean = vectors.mean(dim=0)
+        _, _, directions = torch.linalg.svd(vectors - self.mean, full_matrices=False)
+        self.directions = directions[:number]
+
+    def __call__(self, volume: Tensor) -> Tensor:
+        """Return the components of one volume."""
+        return self.directions @ (volume.flatten().double() - self.mean)
+
+
 def maximum_mean_discrepancy(samples: Tensor, reference: Tensor) -> float:
     """Return the maximum mean discrepancy between two sets of vectors (N, F), each of at least two.
 
@@ -44,10 +61,13 @@ def maximum_mean_discrepancy(samples: Tensor, reference: Tensor) -> float:
     return math.nan if math.isnan(squared) else math.sqrt(max(0.0, squared))
 
 
-def squared_discrepancy(samples: Tensor, reference: Tensor) -> tuple[float, float]:
+def squared_discrepancy(
+    samples: Tensor, reference: Tensor, widths: Sequence[float] = BANDWIDTHS
+) -> tuple[float, float]:
     """Return the unbiased estimate of the squared discrepancy, which may be negative, and its standard error.
 
-    The error is the jackknife's over samples and over reference volumes; NaN for sets of two.
+    The kernel is the mean of Gaussians whose `widths` are multiples of the median distance within the reference. The
+    error is the jackknife's over samples and over reference volumes; NaN for sets of two.
     """
     assert len(samples) > 1, f"MMD needs at least two samples, not {len(samples)}"
     assert len(reference) > 1, f"MMD needs at least two reference volumes, not {len(reference)}"
@@ -57,7 +77,7 @@ def squared_discrepancy(samples: Tensor, reference: Tensor) -> tuple[float, floa
 
     def kernel(first: Tensor, second: Tensor) -> Tensor:
         squared = torch.cdist(first, second).square()
-        return torch.stack([torch.exp(-squared / (2 * (width * typical) ** 2)) for width in BANDWIDTHS]).mean(dim=0)
+        return torch.stack([torch.exp(-squared / (2 * (width * typical) ** 2)) for width in widths]).mean(dim=0)
 
     cross = kernel(samples, reference)
 

@@ -5,6 +5,7 @@ import models.monai_import  # noqa: F401  # first: the others import MONAI
 # isort: split
 from models.autoencoder import LeanAutoencoder, build_autoencoder
 from models.discriminator import build_discriminator
+from models.haar_start import start_as_haar_transform
 from models.lean.checkpointing import gradient_checkpoint_forward
 from models.stock import StockAutoencoder
 from models.unet import DiffusionUNet, build_unet
@@ -17,4 +18,5 @@ __all__ = [
     "build_discriminator",
     "build_unet",
     "gradient_checkpoint_forward",
+    "start_as_haar_transform",
 ]

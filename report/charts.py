@@ -20,6 +20,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("Diffusion loss", "diffusion|val_diffusion"),
     ("Held-out diffusion loss by noise level", r"val_diffusion_.*"),
     ("Pixel loss", "pixel.*"),
+    ("Edge loss", "edges"),
     ("KL divergence", "kl"),
     ("Perceptual loss", "perceptual"),
     ("Adversarial losses", "adversarial|discriminator_fake|discriminator_real"),

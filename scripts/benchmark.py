@@ -1,4 +1,4 @@
-"""Compare this project with stock MONAI and a 3d_ldm-style loop: memory, speed, quality, start-up and encoding."""
+"""Compare this project with stock MONAI and a 3d_ldm-style loop: memory, speed, start-up, encoding, recipes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from settings import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 log = logging.getLogger("benchmark")
-PARTS = ("peaks", "steps", "quality", "encoding", "start", "recipe")
+PARTS = ("peaks", "steps", "encoding", "start", "recipe")
 
 WHOLE: dict[str, Any] = {
     "peak_grids": [(64, 64, 64), (128, 128, 64), (256, 256, 64), (512, 512, 128)],
     "step_grid": (96, 96, 32),
     "step_rounds": 3,
-    "quality": {"num_steps": 100, "size": 32, "channels": (16, 32, 64), "batch_size": 2},
     "encoding_rounds": 5,
     "start_rounds": 3,
     "recipe_samples": 32,
@@ -32,7 +31,6 @@ QUICK: dict[str, Any] = {
     "peak_grids": [(64, 64, 64)],
     "step_grid": (32, 32, 16),
     "step_rounds": 1,
-    "quality": {"num_steps": 4, "size": 16, "channels": (8, 16), "batch_size": 1},
     "encoding_rounds": 1,
     "start_rounds": 1,
     "recipe_samples": 2,
@@ -47,7 +45,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "python scripts/benchmark.py --quick",
             "python scripts/benchmark.py --docs",
             "python scripts/benchmark.py --only steps --only start --json benchmark.json",
-            "python scripts/benchmark.py --only recipe --volumes /data/mr --cpu-seconds 460 --seeds 3",
+            "python scripts/benchmark.py --only recipe --volumes /data/mr --cpu-seconds 460 520 --seeds 3",
         ],
     )
     result.add_argument("--quick", action="store_true", help="use tiny sizes, only to check that everything works")
@@ -69,9 +67,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     result.add_argument("--config", default="configs/quickstart.yaml", metavar="FILE", help="recipe: config to train")
     result.add_argument(
-        "--cpu-seconds", type=above_zero, default=120.0, help="recipe: CPU seconds of training per stage (default: 120)"
+        "--cpu-seconds",
+        type=above_zero,
+        nargs="+",
+        default=[120.0],
+        metavar="SECONDS",
+        help="recipe: CPU seconds of training, one number for both stages or one for each (default: 120)",
     )
     result.add_argument("--seeds", type=at_least(1), default=1, help="recipe: number of seeds (default: 1)")
+    result.add_argument(
+        "--no-ablations", action="store_true", help="recipe: train only the config as it is, without rows to compare"
+    )
+    result.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="section.key=value",
+        help="recipe: override a key of the config; may be repeated",
+    )
     result.add_argument("--docs", action="store_true", help="also write docs/benchmarks.md and its pictures")
     return result.parse_args(arguments)
 
@@ -88,6 +101,10 @@ def main(options: argparse.Namespace) -> int:
     if options.docs and options.quick:
         raise ConfigError(
             "--docs: given with --quick, whose figures mean nothing; allowed: one of them; leave out --quick"
+        )
+    if len(options.cpu_seconds) > 2:
+        raise ConfigError(
+            f"--cpu-seconds: {len(options.cpu_seconds)} numbers; allowed: one for both stages, or one for each stage"
         )
     import torch
 
@@ -126,7 +143,7 @@ def measure(part: str, sizes: dict[str, Any], options: argparse.Namespace) -> An
     """Return the results of one part."""
     from tqdm import tqdm
 
-    from benchmarks import peaks, quality, recipe, speed
+    from benchmarks import peaks, recipe, speed
 
     with tqdm(desc=part, unit="", leave=False) as bar:
 
@@ -138,17 +155,17 @@ def measure(part: str, sizes: dict[str, Any], options: argparse.Namespace) -> An
             return peaks.measure_peaks(sizes["peak_grids"], progress)
         if part == "steps":
             return speed.step_times(sizes["step_grid"], sizes["step_rounds"], progress)
-        if part == "quality":
-            return quality.compare_quality(**sizes["quality"], progress=progress)
         if part == "encoding":
             return speed.encoding_rates(sizes["step_grid"], sizes["encoding_rounds"], progress)
         if part == "recipe":
             return recipe.compare_recipes(
                 options.volumes,
                 Path(options.config),
-                options.cpu_seconds,
+                options.set,
+                (options.cpu_seconds[0], options.cpu_seconds[-1]),
                 options.seeds,
                 sizes["recipe_samples"],
+                not options.no_ablations,
                 progress,
             )
         return speed.start_up(sizes["start_rounds"], progress)

@@ -59,6 +59,9 @@ class AutoencoderTraining(TrainingSettings):
         0, "Run the highest-resolution blocks this many rows at a time, with the same result; 0: whole.", SAME
     )
     reconstruction_loss: Literal["l1", "l2"] = key("l1", "Mean absolute or mean squared error.")
+    edge_weight: float = key(
+        0.0, "Weight of the error, l1 or l2 too, of differences between neighbouring voxels; 0: no such term.", ge=0
+    )
     kl_weight: float = key(1e-6, "Weight of the KL term, in nats per voxel.", ge=0)
     adversarial_weight: float = key(0.01, "Weight of the adversarial term; 0: no discriminator.", ge=0)
     adversarial_start_step: CountOrZero = key(1000, "Step at which the discriminator and the adversarial term start.")
@@ -87,6 +90,10 @@ class AutoencoderSettings(Section):
     implementation: Literal["lean", "monai"] = key("lean", "Memory-lean blocks, or MONAI's stock blocks.", SAME)
     pretrained: PathText | None = key(
         None, "Weights to start from, for example from scripts/import_checkpoint.py; null: random weights."
+    )
+    start: Literal["random", "haar"] = key(
+        "random",
+        "First weights: all random, or such that the latent starts as means and differences of neighbouring voxels.",
     )
     in_channels: Channels = key(1, "Channels of a volume.")
     num_channels: ChannelsPerLevel = key((16, 32, 64), "Channels of each level, highest resolution first.")

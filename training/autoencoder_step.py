@@ -14,11 +14,12 @@ from losses import (
     build_perceptual_loss,
     discriminator_loss_fake,
     discriminator_loss_real,
+    edge_loss,
     generator_adversarial_loss,
     kl_divergence,
     reconstruction_loss,
 )
-from models import build_autoencoder, build_discriminator
+from models import build_autoencoder, build_discriminator, start_as_haar_transform
 from runtime.phases import phase
 from runtime.placement import move
 from runtime.processes import Process, synchronised
@@ -37,7 +38,7 @@ class AutoencoderStep(TrainingStep):
 
     training: AutoencoderTraining
     stage = "autoencoder"
-    terms = ("reconstruction", "kl", "perceptual", "adversarial", "discriminator_fake", "discriminator_real")
+    terms = ("reconstruction", "edges", "kl", "perceptual", "adversarial", "discriminator_fake", "discriminator_real")
 
     def __init__(
         self, settings: Settings, process: Process, load_weights: bool = True, files_of: FilesOf = no_names
@@ -45,6 +46,9 @@ class AutoencoderStep(TrainingStep):
         training = settings.autoencoder.training
         super().__init__(settings, training, process, files_of)
         self.autoencoder = build_autoencoder(settings.autoencoder)
+        if settings.autoencoder.start == "haar":
+            s = settings.autoencoder
+            start_as_haar_transform(self.autoencoder, s.in_channels, s.level_strides)
         self._parallel_autoencoder = self.register("autoencoder", self.autoencoder, training.learning_rate)
         # Whole volumes get the memory that training needs anyway; those larger than the patches run in slabs.
         training_bytes = training.batch_size * block_bytes(settings.autoencoder, self.precision, settings.training_grid)
@@ -64,6 +68,7 @@ class AutoencoderStep(TrainingStep):
             move(self.perceptual, process.device)
         self.weights = {
             "reconstruction": 1.0,
+            "edges": training.edge_weight,
             "kl": training.kl_weight,
             "perceptual": training.perceptual_weight,
             "adversarial": training.adversarial_weight,
@@ -103,6 +108,8 @@ class AutoencoderStep(TrainingStep):
                     "reconstruction": reconstruction_loss(reconstruction, images, self.training.reconstruction_loss),
                     "kl": kl_divergence(mu, sigma, num_voxels=images[0].numel()),
                 }
+                if self.training.edge_weight > 0:
+                    terms["edges"] = edge_loss(reconstruction, images, self.training.reconstruction_loss)
                 if self.perceptual is not None:
                     terms["perceptual"] = self.perceptual(reconstruction, images, step)
                 if is_adversarial:

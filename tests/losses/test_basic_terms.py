@@ -6,6 +6,7 @@ from torch.distributions import kl_divergence as reference_kl
 from losses import (
     discriminator_loss_fake,
     discriminator_loss_real,
+    edge_loss,
     generator_adversarial_loss,
     kl_divergence,
     reconstruction_loss,
@@ -50,6 +51,20 @@ def test_reconstruction_is_a_mean_over_voxels_in_fp32(kind, expected):
         loss = reconstruction_loss(reconstruction, target, kind)
     assert loss.dtype == torch.float32
     assert loss.item() == expected
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("l1", 0.3 + 0.5 + 0.2), ("l2", 0.3**2 + 0.5**2 + 0.2**2)])
+def test_edges_are_errors_of_neighbouring_differences_summed_over_the_axes(kind, expected):
+    depth, height, width = torch.meshgrid(*[torch.arange(4.0)] * 3, indexing="ij")
+    ramp = (0.3 * depth - 0.5 * height + 0.2 * width).expand(2, 1, 4, 4, 4)
+    target = torch.rand(2, 1, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(edge_loss(target + ramp + 7, target, kind), torch.tensor(expected), rtol=1e-4, atol=0)
+
+
+def test_edges_of_a_volume_of_one_slice_leave_that_axis_out():
+    target = torch.zeros(1, 1, 1, 3, 3)
+    assert edge_loss(target + 2, target, "l2") == 0
+    assert edge_loss(torch.arange(3.0).expand(1, 1, 1, 3, 3), target, "l1") == 1
 
 
 def test_reconstruction_refuses_to_broadcast():

@@ -13,7 +13,10 @@ from memory.predict.step import predict_step
 from settings import load_settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SMALL = ["data.voxel_size=[16,16,16]", "autoencoder.num_channels=[8,8]", "autoencoder.attention_levels=[false,true]"]
+SMALL = [
+    *("data.voxel_size=[16,16,16]", "data.patch_size=null"),
+    *("autoencoder.num_channels=[8,8]", "autoencoder.attention_levels=[false,true]"),
+]
 
 
 def run(*arguments):

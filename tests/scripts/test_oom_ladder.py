@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = [
     *("data.voxel_size=[32,32,32]", "autoencoder.num_channels=[8,8]", "autoencoder.attention_levels=[false,false]"),
     *("autoencoder.training.batch_size=4", "autoencoder.training.use_gradient_checkpointing=false"),
+    *("data.patch_size=null", "autoencoder.num_res_blocks=1", "autoencoder.training.edge_weight=0"),
+    *("autoencoder.training.use_perceptual_loss=true", "autoencoder.training.adversarial_weight=0.01"),
 ]
 
 

@@ -17,7 +17,7 @@ from tests.models.autoencoders import stock_like
 from training.autoencoder_step import AutoencoderStep
 
 CPU = Process(torch.device("cpu"))
-KL_WEIGHT, PERCEPTUAL_WEIGHT, ADVERSARIAL_WEIGHT = 0.03, 0.7, 0.2
+KL_WEIGHT, EDGE_WEIGHT, PERCEPTUAL_WEIGHT, ADVERSARIAL_WEIGHT = 0.03, 0.4, 0.7, 0.2
 STEP = 5
 
 
@@ -66,15 +66,21 @@ def expected_gradients(
     noise = step.noise.normal("latent", positions, mean.shape[1:])
     reconstruction = network.decode(mean + sigma * noise)
     difference = reconstruction - images
+    steps = [
+        difference.narrow(a, 1, difference.shape[a] - 1) - difference.narrow(a, 0, difference.shape[a] - 1)
+        for a in (2, 3, 4)
+    ]
     variance = sigma**2
     terms = {
         "reconstruction": difference.abs().mean() if kind == "l1" else (difference**2).mean(),
+        "edges": sum((s.abs().mean() if kind == "l1" else (s**2).mean() for s in steps), torch.zeros(())),
         "kl": -0.5 * (1 + variance.log() - mean**2 - variance).sum() / images.numel(),
         "perceptual": StructuralDistance()(reconstruction, images, STEP),
         "adversarial": ((discriminator(reconstruction)[-1] - 1) ** 2).mean(),
     }
     generator_loss = (
         terms["reconstruction"]
+        + EDGE_WEIGHT * terms["edges"]
         + KL_WEIGHT * terms["kl"]
         + PERCEPTUAL_WEIGHT * terms["perceptual"]
         + ADVERSARIAL_WEIGHT * terms["adversarial"]
@@ -93,7 +99,7 @@ def gradient_vector(network: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize(("batch_size", "accumulation", "kind"), [(2, 3, "l1"), (1, 4, "l2"), (3, 1, "l1")])
 def test_gradients_and_terms_are_those_of_the_objective_written_out(tiny_values, batch_size, accumulation, kind):
-    step = make_step(tiny_values, reconstruction_loss=kind)
+    step = make_step(tiny_values, reconstruction_loss=kind, edge_weight=EDGE_WEIGHT)
     batches = make_batches(step, batch_size, accumulation)
     expected, expected_terms = expected_gradients(step, batches, kind)
     terms = step.backward(batches, STEP)

@@ -1,0 +1,128 @@
+"""The Haar start: the encoder's first values are the Haar transform, in both implementations and for all strides."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from models import build_autoencoder, start_as_haar_transform
+from models.haar_start import DIFFERENCE_GAIN, REST, SIGMA, STEP
+from settings.autoencoder import AutoencoderSettings
+
+IMPLEMENTATIONS = ("lean", "monai")
+
+
+def networks(**values):
+    """An autoencoder with random weights, and the same one after the start."""
+    s = AutoencoderSettings.model_validate(
+        {"num_channels": (16, 32), "num_res_blocks": (0, 1), "attention_levels": (False, False), "latent_channels": 4}
+        | values
+    )
+    torch.manual_seed(0)
+    plain = build_autoencoder(s).eval()
+    started = copy.deepcopy(plain)
+    start_as_haar_transform(started, s.in_channels, s.level_strides)
+    return plain, started
+
+
+def haar(volume: np.ndarray, along: tuple[int, ...]) -> np.ndarray:
+    """Means over blocks of two along each axis, or half the differences along those in `along`."""
+    for axis in range(3):
+        first, second = (np.take(volume, range(start, volume.shape[axis], 2), axis) for start in (0, 1))
+        volume = (second - first) / 2 if axis in along else (first + second) / 2
+    return volume
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_first_level_is_the_haar_transform_of_the_volume(implementation):
+    _, network = networks(implementation=implementation)
+    volume = torch.rand(1, 1, 8, 6, 4, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = network.encoder.blocks[1](network.encoder.blocks[0](volume))[0].numpy()
+    subsets = [axes for size in range(4) for axes in itertools.combinations(range(3), size)]
+    for channel, along in enumerate(subsets):
+        expected = haar(volume[0, 0].numpy(), along) * (DIFFERENCE_GAIN if along else 1)
+        np.testing.assert_allclose(found[channel], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_latent_starts_as_mean_and_differences_with_a_small_sigma(implementation):
+    _, network = networks(implementation=implementation)
+    volume = torch.rand(1, 1, 16, 16, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    with torch.no_grad():
+        mean, sigma = network.encode(volume)
+    torch.testing.assert_close(sigma, torch.full_like(sigma, SIGMA), rtol=1e-5, atol=0)
+    for channel, along in enumerate([(), (0,), (1,), (2,)]):
+        wanted = haar(volume[0, 0].numpy(), along).ravel()
+        assert np.corrcoef(mean[0, channel].numpy().ravel(), wanted)[0, 1] > 0.9, f"channel {channel}"
+
+
+def test_residual_blocks_start_as_their_shortcuts():
+    _, network = networks(num_res_blocks=1)
+    x = torch.randn(1, 32, 4, 4, 4, generator=torch.Generator().manual_seed(1))
+    # From 32 to 16 channels: the first 16 of them.
+    torch.testing.assert_close(network.decoder.blocks[3](x), x[:, :16])
+    torch.testing.assert_close(network.decoder.blocks[1](x), x)
+
+
+def test_the_decoder_pulls_the_halves_of_a_block_apart_along_the_axis_of_the_difference():
+    plain, network = networks()
+    before, after = (n.decoder.blocks[2].postconv.conv.weight.detach() for n in (plain, network))
+    added = after - REST * before
+    for channel in range(32):
+        expected = torch.zeros(32, 3, 3, 3)
+        if channel % 4 == 0:
+            expected[channel, 1, 1, 1] = 1
+        else:
+            taps = [[1, 1, 1], [1, 1, 1]]
+            taps[0][channel % 4 - 1], taps[1][channel % 4 - 1] = 0, 2
+            expected[(channel, *taps[0])], expected[(channel, *taps[1])] = STEP, -STEP
+        torch.testing.assert_close(added[channel], expected, atol=1e-6, rtol=0)
+
+
+def test_later_levels_transform_the_means_of_the_level_above_along_the_axes_that_shrink():
+    _, network = networks(
+        num_channels=(16, 16, 16),
+        attention_levels=(False,) * 3,
+        num_res_blocks=(0, 0, 1),
+        strides=((2, 2, 2), (2, 2, 1)),
+    )
+    volume = torch.rand(1, 1, 8, 8, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        h = volume
+        for block in network.encoder.blocks[:3]:
+            h = block(h)
+    means = haar(volume[0, 0].numpy(), ())
+    first, second = means[0::2], means[1::2]
+    expected = (second - first) / 2
+    expected = (expected[:, 0::2] + expected[:, 1::2]) / 2 * DIFFERENCE_GAIN
+    np.testing.assert_allclose(h[0, 1].numpy(), expected, atol=1e-5)
+
+
+def test_volumes_of_two_channels_keep_both_means_first():
+    _, network = networks(in_channels=2)
+    volume = torch.rand(1, 2, 4, 4, 4, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = network.encoder.blocks[1](network.encoder.blocks[0](volume))[0].numpy()
+    for channel, (source, along) in enumerate([(0, ()), (1, ()), (0, (0,)), (1, (0,))]):
+        expected = haar(volume[0, source].numpy(), along) * (DIFFERENCE_GAIN if along else 1)
+        np.testing.assert_allclose(found[channel], expected, atol=1e-5)
+
+
+def test_names_and_shapes_stay_and_every_weight_gets_a_gradient():
+    plain, network = networks()
+    assert {n: p.shape for n, p in plain.state_dict().items()} == {n: p.shape for n, p in network.state_dict().items()}
+    volume = torch.rand(2, 1, 8, 8, 8, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        # The first step moves the second convolutions of residual blocks away from zero; then the rest of them learns.
+        reconstruction, mean, sigma = network(volume)
+        network.zero_grad()
+        ((reconstruction - volume).square().mean() + 0.1 * (mean.square() + sigma).mean()).backward()
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter -= 0.1 * parameter.grad
+    assert all(parameter.grad.abs().max() > 0 for parameter in network.parameters())
