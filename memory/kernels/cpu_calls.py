@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class CallClass:
     kwargs: Any
     cost: float
     total: float
-    times: int = 1
+    times: float = 1
 
 
 class Calls:
@@ -70,29 +70,51 @@ class Calls:
             known.total += cost
             known.times += 1
 
+    def add_all(self, other: Calls, times: float) -> None:
+        """Count the calls of another part of a run, so many times."""
+        for key, more in other.classes.items():
+            known = self.classes.setdefault(key, replace(more, total=0.0, times=0.0))
+            known.total += times * more.total
+            known.times += times * more.times
+
     def seconds(self, allowed_seconds: float = math.inf, clock: Callable[[], float] = time.perf_counter) -> float:
         """Return the time of all calls on this machine, from measuring for at most about `allowed_seconds`."""
-        end = time.perf_counter() + allowed_seconds
-        measured: dict[int, float] = {}
-        kinds: dict[Kind, list[float]] = {}
-        ordered = sorted(self.classes.values(), key=lambda known: -known.total)
-        for known in ordered:
-            if (REPEATS + 1) * known.cost < end - time.perf_counter():
-                measured[id(known)] = seconds = _measure(known, clock)
-                sums = kinds.setdefault(kind_of(known.func), [0.0, 0.0])
-                sums[0] += seconds * known.total / max(known.cost, 1e-12)
-                sums[1] += known.total
-        every = [sum(column) for column in zip(*kinds.values(), strict=True)] if kinds else [1.0, 1.0]
-        total = 0.0
-        for known in ordered:
-            if id(known) in measured:
-                # Calls that compute and move nothing worth counting take their time as often as they are called.
-                times = known.total / known.cost if known.cost else known.times
-                total += measured[id(known)] * times
-            else:
-                spent, guessed = kinds.get(kind_of(known.func), every)
-                total += known.total * spent / max(guessed, 1e-12)
-        return total
+        return seconds_of_parts({"": self}, {"": 1.0}, allowed_seconds, clock)[""]
+
+
+def seconds_of_parts(
+    parts: Mapping[str, Calls],
+    times: Mapping[str, float],
+    allowed_seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Return the time of each part of a run on this machine; `times` says how often each happens.
+
+    A class that several parts have is measured once. What takes longest over the whole run is measured first.
+    """
+    end = time.perf_counter() + allowed_seconds
+    whole = Calls()
+    for name, calls in parts.items():
+        whole.add_all(calls, times[name])
+    measured: dict[Any, float] = {}
+    kinds: dict[Kind, list[float]] = {}
+    for key, known in sorted(whole.classes.items(), key=lambda item: -item[1].total):
+        if (REPEATS + 1) * known.cost < end - time.perf_counter():
+            measured[key] = seconds = _measure(known, clock)
+            sums = kinds.setdefault(kind_of(known.func), [0.0, 0.0])
+            sums[0] += seconds * known.total / max(known.cost, 1e-12)
+            sums[1] += known.total
+    every = [sum(column) for column in zip(*kinds.values(), strict=True)] if kinds else [1.0, 1.0]
+
+    def of_class(key: Any, known: CallClass) -> float:
+        if key in measured:
+            # Calls that compute and move nothing worth counting take their time as often as they are called.
+            cost = whole.classes[key].cost
+            return measured[key] * (known.total / cost if cost else known.times)
+        spent, guessed = kinds.get(kind_of(known.func), every)
+        return known.total * spent / max(guessed, 1e-12)
+
+    return {name: sum(of_class(*item) for item in calls.classes.items()) for name, calls in parts.items()}
 
 
 def _blank(tensor: Tensor) -> _Blank:

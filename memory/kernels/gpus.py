@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 from settings import ConfigError, Problem
 
+OLDEST_WITH_TRITON = (7, 5)
+SMALLEST_OF_THEM = 16 << 30
+"""The memory of the smallest card in the table that cannot run Triton."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -27,6 +31,11 @@ class Gpu:
     float_tflops: float
     source: str
     capability: tuple[int, int] = (8, 0)
+
+    @property
+    def without_triton(self) -> int:
+        """Return the memory of a card that cannot run Triton, as predictions take it; 0 if it can."""
+        return SMALLEST_OF_THEM if self.capability < OLDEST_WITH_TRITON else 0
 
 
 _A100 = "NVIDIA A100 data sheet"

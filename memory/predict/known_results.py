@@ -1,9 +1,9 @@
 """Answer operators on fake tensors that a step repeats thousands of times without asking torch's fake kernels again.
 
-An operator that only writes to its first argument returns it. A view comes from the meta kernel, whose strides are
-those of a real view also along axes of one element. An operator whose results are new tensors returns fake tensors of
-the shapes, strides and dtypes that it returned for the same arguments before. Everything else goes through
-`FakeTensorMode`.
+An operator that only writes to its first argument, or to one given for its result, returns that. A view comes from the
+meta kernel, whose strides are those of a real view also along axes of one element. An operator whose results are new
+tensors returns fake tensors of the shapes, strides and dtypes that it returned for the same arguments before.
+Everything else goes through `FakeTensorMode`.
 """
 
 import functools
@@ -17,8 +17,9 @@ from torch.utils._mode_utils import no_dispatch
 
 from memory.kernels.convolutions import convolution_layout
 
-How = Literal["in place", "view", "remembered", "asked"]
+How = Literal["in place", "out", "view", "remembered", "asked"]
 CPU = torch.device("cpu")
+aten = torch.ops.aten
 
 # In-place operators that change the sizes, strides or storage of their argument.
 _RESHAPING = {"resize_", "set_", "as_strided_", "squeeze_", "unsqueeze_", "transpose_", "t_", "resize_as_", "swapaxes_"}
@@ -46,6 +47,8 @@ class KnownResults:
         how = _how(func)
         if how == "in place":
             return args[0] if func._schema.returns else None
+        if how == "out":
+            return kwargs[func._schema.arguments[-1].name]
         if how == "view":
             with in_kernel_invocation_manager(self.mode):
                 out = func(*args, **kwargs)
@@ -94,8 +97,9 @@ def _how(func: torch._ops.OpOverload) -> How:
     schema, name = func._schema, func._overloadpacket.__name__
     if func.namespace == "lean" and schema.is_mutable:
         return "in place"
-    if func.namespace not in ("aten", "lean") or any(argument.is_out for argument in schema.arguments):
-        return "asked"
+    outs = [argument.is_out for argument in schema.arguments]
+    if func.namespace not in ("aten", "lean") or any(outs):
+        return "out" if outs[-1:] == [True] and sum(outs) == 1 else "asked"
     if name in _VIEWS:
         return "view"
     if schema.is_mutable:
@@ -126,3 +130,25 @@ def _collect(values: Sequence[Any], parts: list[Any]) -> bool:
         elif not (isinstance(value, (list, tuple)) and _collect(value, parts)):
             return False
     return True
+
+
+def is_added_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether autograd, adding up the gradients of a tensor with several uses, overwrites the first of them.
+
+    It does so if nothing else holds that memory, but not with tensors of a subclass, which fake ones are.
+    """
+    if func is not aten.add.Tensor or kwargs or torch.is_grad_enabled():
+        return False
+    first, second = args[:2]
+    if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    storage = first.untyped_storage()
+    is_dense = storage.nbytes() == first.numel() * first.element_size()
+    return is_dense and torch._C._storage_Use_Count(storage._cdata) <= 2  # one of them is `storage`
+
+
+def plausible_value(dtype: torch.dtype) -> bool | float | int:
+    """Return a value for a fake tensor, which has none: checks such as `isfinite` pass, counts of bad values are 0."""
+    if dtype == torch.bool:
+        return True
+    return 0.0 if dtype.is_floating_point else 0

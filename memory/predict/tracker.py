@@ -25,8 +25,9 @@ from memory.kernels.cpu_calls import Calls
 from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.flops import count_flops
 from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes
-from memory.predict.known_results import CPU, KnownResults, key_of
+from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
 from memory.predict.records import WORKSPACE, Allocation, Flops, Place, StepEvents, Work, WorkKey
+from models.lean.norm.torch_kernels import EMULATED_GPU, is_emulated_gpu
 from runtime.phases import current_phase
 
 aten = torch.ops.aten
@@ -51,6 +52,7 @@ class MemoryTracker(TorchDispatchMode):
         self.cuda = cuda
         self.cudnn = cudnn_version() if cudnn is None else cudnn
         self.fake = fake
+        self.device = CPU  # where tensors say they are
         self._execute: Callable[..., Any] = KnownResults(fake, cuda) if fake is not None else _call
         self._inside: dict[Any, int] = {}
         self.allocations: list[Allocation] = []
@@ -163,15 +165,17 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            return CPU
+            return self.device
+        if self.device is not CPU and "device" in kwargs:
+            kwargs["device"] = CPU
         if func.namespace == "profiler":
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return _plausible_value(args[0].dtype)
+            return plausible_value(args[0].dtype)
         in_backward = torch._C._current_graph_task_id() != -1
-        if self.cuda and func.namespace == "lean":
+        if self.cuda and func.namespace == "lean" and not is_emulated_gpu():
             self._pass_through(partial_sum_bytes(func, args), str(func), in_backward, LIBRARY_WORKSPACES)
-        if in_backward and self.fake is not None and _is_added_in_place(func, args, kwargs):
+        if in_backward and self.fake is not None and is_added_in_place(func, args, kwargs):
             out = args[0]
         else:
             out = self._execute(func, args, kwargs)
@@ -199,15 +203,17 @@ class MemoryTracker(TorchDispatchMode):
                 self._pass_through(nbytes, str(func), in_backward, LIBRARY_WORKSPACES)
         elif (memory := cpu_convolution_memory(func, args, out)) is not None:
             self._convolve(memory, str(func), in_backward)
-        elif func.namespace == "lean" and self.fake is not None:
+        if func.namespace == "lean" and self.fake is not None and (not self.cuda or is_emulated_gpu()):
             self._pass_through(self._held_inside(func, args, kwargs), str(func), in_backward, LIBRARY_WORKSPACES)
         return out
 
     def _held_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return what our own CPU kernels, which are made of torch's, hold besides arguments and results."""
+        """Return what those of our kernels that are made of torch's hold besides arguments and results."""
         key = key_of(func, args, kwargs)
         if key not in self._inside:
             with MemoryTracker(cuda=False, fake=self.fake) as inner:
+                if self.cuda:  # the kernels choose by the device of their arguments
+                    inner.device = EMULATED_GPU
                 inner.adopt(operators.tensors_in((*args, *kwargs.values())), "inputs")
                 before = inner.live["device"]
                 out = func.redispatch(_CPU_KERNELS, *args, **kwargs)
@@ -295,7 +301,7 @@ class MemoryTracker(TorchDispatchMode):
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, in_backward: bool) -> None:
         if not operators.is_kernel(func):
             return
-        flops = count_flops(func, args, kwargs, out)
+        flops = count_flops(func, args, out)
         first = next(operators.tensors_in((*args, out)), None)
         if first is not None:
             moved = operators.traffic_bytes(func, args, kwargs, out)
@@ -324,25 +330,3 @@ class MemoryTracker(TorchDispatchMode):
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
-
-
-def _is_added_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether autograd, adding up the gradients of a tensor with several uses, overwrites the first of them.
-
-    It does so if nothing else holds that memory, but not with tensors of a subclass, which fake ones are.
-    """
-    if func is not aten.add.Tensor or kwargs or torch.is_grad_enabled():
-        return False
-    first, second = args[:2]
-    if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    storage = first.untyped_storage()
-    is_dense = storage.nbytes() == first.numel() * first.element_size()
-    return is_dense and torch._C._storage_Use_Count(storage._cdata) <= 2  # one of them is `storage`
-
-
-def _plausible_value(dtype: torch.dtype) -> bool | float | int:
-    """Return a value for a fake tensor, which has none: checks such as `isfinite` pass, counts of bad values are 0."""
-    if dtype == torch.bool:
-        return True
-    return 0.0 if dtype.is_floating_point else 0

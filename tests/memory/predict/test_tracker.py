@@ -168,7 +168,7 @@ def small_step(fake):
 
 def test_fake_step_makes_and_releases_the_storages_of_the_real_step(monkeypatch):
     # Under a dispatch mode autograd adds no gradients up in place, so a tracked real step makes new ones.
-    monkeypatch.setattr("memory.predict.tracker._is_added_in_place", lambda *_: False)
+    monkeypatch.setattr("memory.predict.tracker.is_added_in_place", lambda *_: False)
     fake, real = small_step(True), small_step(False)
     assert [(r.op, r.nbytes) for r in fake.allocations] == [(r.op, r.nbytes) for r in real.allocations]
     assert fake.trace == real.trace
