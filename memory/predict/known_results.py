@@ -8,12 +8,13 @@ Everything else goes through `FakeTensorMode`.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory.kernels.convolutions import convolution_layout
 
@@ -38,9 +39,11 @@ class KnownResults:
     decides.
     """
 
+    _results_by_device: ClassVar[dict[bool, dict[Any, list[Any] | None]]] = {True: {}, False: {}}
+
     def __init__(self, mode: FakeTensorMode, cuda: bool) -> None:
         self.mode, self.cuda = mode, cuda
-        self._results: dict[Any, list[Any] | None] = {}
+        self._results = self._results_by_device[cuda]
 
     def __call__(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the operator returns."""
@@ -75,6 +78,19 @@ class KnownResults:
 
     def _wrap(self, view: Tensor) -> Tensor:
         return view if isinstance(view, FakeTensor) else FakeTensor(self.mode, view, CPU)
+
+
+class KnownResultsMode(TorchDispatchMode):
+    """Uses known results while nothing is tracked, as when a network is built; enter it inside `mode`."""
+
+    def __init__(self, mode: FakeTensorMode, cuda: bool) -> None:
+        super().__init__()
+        self._known = KnownResults(mode, cuda)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return CPU if func is torch.ops.prim.device.default else self._known(func, args, kwargs or {})
 
 
 def _shapes(out: Any, layout: torch.memory_format | None) -> list[Any] | None:

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from memory.kernels.cpu_calls import Calls
 from memory.predict.allocator import AllocatorLimits, replay_pinned
 from memory.predict.emulation import emulated, tracked
 from memory.predict.history import replay_training
-from memory.predict.known_results import CPU
+from memory.predict.known_results import CPU, KnownResultsMode
 from memory.predict.prediction import (
     ENCODED_VOLUME,
     MARGINS,
@@ -71,7 +72,8 @@ def track_step(
     settings = _on_cpu(settings)
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
     with emulated(fake, cuda) as mode:
-        step = build(settings, stage)
+        with KnownResultsMode(mode, cuda) if mode is not None else nullcontext():
+            step = build(settings, stage)
         with tracked(mode, cuda) as tracker:
             tracker.benchmarks = settings.device.cudnn_benchmark
             _adopt_step(tracker, step)
