@@ -50,11 +50,11 @@ def main() -> None:
 def _measured_seconds(calls: dict[str, Any], request: dict[str, Any]) -> dict[str, float]:
     import torch
 
-    from memory.kernels.cpu_calls import seconds_of_parts
+    from memory.kernels.cpu_calls import call_overhead, seconds_of_parts
 
     torch.set_num_threads(request["threads"])
     try:
-        return seconds_of_parts(calls, request["times"], request["allowed_seconds"])
+        return seconds_of_parts(calls, request["times"], request["allowed_seconds"], overhead=call_overhead())
     finally:
         torch.set_num_threads(1)
 

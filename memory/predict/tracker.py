@@ -299,6 +299,7 @@ class MemoryTracker(TorchDispatchMode):
         return self._module_of_node.get(node._sequence_nr(), "") if node is not None else ""
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, in_backward: bool) -> None:
+        self.calls.number += 1
         if not operators.is_kernel(func):
             return
         flops = count_flops(func, args, out)
