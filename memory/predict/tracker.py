@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from memory.kernels import operators
-from memory.kernels.attention import attention_workspace
+from memory.kernels.attention import attention_workspaces
 from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version
 from memory.kernels.cpu_calls import Calls
 from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.flops import count_flops
-from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes
+from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes, sum_bytes
 from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
 from memory.predict.records import WORKSPACE, Allocation, Flops, Place, StepEvents, Work, WorkKey
 from models.lean.norm.torch_kernels import EMULATED_GPU, is_emulated_gpu
@@ -173,8 +173,9 @@ class MemoryTracker(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return plausible_value(args[0].dtype)
         in_backward = torch._C._current_graph_task_id() != -1
-        if self.cuda and func.namespace == "lean" and not is_emulated_gpu():
-            self._pass_through(partial_sum_bytes(func, args), str(func), in_backward, LIBRARY_WORKSPACES)
+        tiles = partial_sum_bytes(func, args) if self.cuda and func.namespace == "lean" and not is_emulated_gpu() else 0
+        sums_first = func is not torch.ops.lean.group_norm.default  # which allocates its result before it sums
+        self._pass_through(tiles if sums_first else 0, str(func), in_backward, LIBRARY_WORKSPACES)
         if in_backward and self.fake is not None and is_added_in_place(func, args, kwargs):
             out = args[0]
         else:
@@ -183,14 +184,14 @@ class MemoryTracker(TorchDispatchMode):
             # An operator's autograd node is created just before it runs, so the newest number is this operator's.
             self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._modules[-1]
         self._count(func, args, kwargs, out, in_backward)
-        if self.cuda and operators.kind_of(func) == "matrix product" and in_backward not in self._threads_with_cublas:
-            self._threads_with_cublas.add(in_backward)
-            self._keep_from_the_start(CUBLAS_WORKSPACE_BYTES, "cuBLAS", in_backward)
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self._alive:
                     self._allocate(leaf, storage, str(func), in_backward)
+        if self.cuda and operators.kind_of(func) == "matrix product" and in_backward not in self._threads_with_cublas:
+            self._threads_with_cublas.add(in_backward)
+            self._keep_from_the_start(CUBLAS_WORKSPACE_BYTES, "cuBLAS", in_backward)
         if self.cuda:
             if (memory := convolution_memory(func, args, out, self.cudnn)) is not None:
                 self._convolve(memory, str(func), in_backward)
@@ -199,8 +200,9 @@ class MemoryTracker(TorchDispatchMode):
                     self.benchmarked.append(len(self.trace))
                 if func._overloadpacket is aten.convolution_backward and args[-1][2]:
                     self._pass_through(channel_sum_bytes(args[0]), str(func), in_backward, LIBRARY_WORKSPACES)
-            elif nbytes := attention_workspace(func, args):
-                self._pass_through(nbytes, str(func), in_backward, LIBRARY_WORKSPACES)
+            else:
+                held = (*attention_workspaces(func, args), sum_bytes(func, args), 0 if sums_first else tiles)
+                self._pass_through(held, str(func), in_backward, LIBRARY_WORKSPACES)
         elif (memory := cpu_convolution_memory(func, args, out)) is not None:
             self._convolve(memory, str(func), in_backward)
         if func.namespace == "lean" and self.fake is not None and (not self.cuda or is_emulated_gpu()):
@@ -235,14 +237,16 @@ class MemoryTracker(TorchDispatchMode):
         key = storage._cdata
         self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
 
-    def _pass_through(self, nbytes: int, op: str, in_backward: bool, category: str) -> None:
+    def _pass_through(self, nbytes: int | tuple[int, ...], op: str, in_backward: bool, category: str) -> None:
         """Count memory that a kernel allocates and frees before it returns; it costs a write and a read."""
-        if not nbytes:
-            return
-        index = self._record(nbytes, (nbytes,), WORKSPACE, op, in_backward)
-        self.allocations[index].category = category
-        self._record_release(index)
-        self._add_work("copy", (nbytes,), WORKSPACE, Work(2 * nbytes, 0, 0))
+        held = []
+        for size in (nbytes,) if isinstance(nbytes, int) else nbytes:
+            if size:
+                held.append(self._record(size, (size,), WORKSPACE, op, in_backward))
+                self.allocations[held[-1]].category = category
+                self._add_work("copy", (size,), WORKSPACE, Work(2 * size, 0, 0))
+        for index in held:
+            self._record_release(index)
 
     def _keep_from_the_start(self, nbytes: int, op: str, in_backward: bool) -> None:
         """Count memory that a library takes once and keeps, as if an earlier step had taken it."""
