@@ -26,6 +26,7 @@ from memory.predict.prediction import (
     Stage,
     fingerprint,
     fullest_step,
+    num_volumes,
     tier_of,
 )
 from memory.predict.records import WORKSPACE, Allocation, Flops, StepEvents, work_parts
@@ -33,7 +34,7 @@ from memory.predict.run import ENCODING, VALIDATION, PartOfRun, other_programs, 
 from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
 from models.lean.norm.torch_kernels import is_emulated_gpu
 from runtime.processes import Process
-from settings import DataSettings, Settings
+from settings import Settings
 
 NUM_LARGEST = 12
 MAX_KERNEL_VOXELS = 64  # tells volumes from 16-bit copies of convolution weights, which have five axes too
@@ -197,7 +198,7 @@ def predict_step(
         work=[part.to_json() for part in work_parts(end.done.work, lambda shape: level_of(shape, grid), updates)],
         beside={name: [part.to_json() for part in work_parts(done.work)] for name, done in beside.items()},
         num_validations=math.ceil(training.max_steps / training.validate_every),
-        num_volumes=list(_num_volumes(settings.data)),
+        num_volumes=list(num_volumes(settings.data)),
         run_peaks=run_peaks,
         warnings=_warnings(tracker),
         max_steps=training.max_steps,
@@ -205,14 +206,6 @@ def predict_step(
         config=fingerprint(settings, stage),
         context_bytes=Prediction.context_bytes if is_cuda else 0,
     )
-
-
-def _num_volumes(data: DataSettings) -> tuple[int, int]:
-    """Return how many volumes train and how many are held out, about; zeros if only the data can tell."""
-    if data.source != "phantoms":
-        return 0, 0
-    held_out = max(1, round(data.num_phantoms * data.val_fraction))
-    return data.num_phantoms - held_out, held_out
 
 
 def _bucket_bytes(alive: list[Allocation]) -> int:

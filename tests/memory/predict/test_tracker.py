@@ -223,8 +223,9 @@ def test_convolutions_return_the_layout_of_a_gpu_whatever_the_cpu_can_do(dtype, 
 @pytest.mark.parametrize("cuda", [True, False])
 def test_equal_chunks_of_a_perceptual_loss_are_repeated_instead_of_run_with_the_same_result(cuda, monkeypatch):
     """Nine chunks of three shapes, the last of each axis shorter: four or five of them run."""
-    rows, columns = [[(0, 0, row)] * 2 for row in range(6)], [[(0, 0, slice(None), row)] for row in range(2)]
-    chunks = [*rows, [(0, 0, 7)], *columns]
+    rows: list[list[pieces.Index]] = [[(0, 0, row)] * 2 for row in range(6)]
+    columns: list[list[pieces.Index]] = [[(0, 0, slice(None), row)] for row in range(2)]
+    chunks: list[list[pieces.Index]] = [*rows, [(0, 0, 7)], *columns]
     runs = []
 
     def distance(images, wanted):
