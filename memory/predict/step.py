@@ -182,13 +182,7 @@ def predict_step(
         breakdown=_breakdown(alive),
         activations=_by_module_and_level(alive, grid),
         largest=[_describe(record) for record in sorted(alive, key=lambda record: -record.nbytes)[:NUM_LARGEST]],
-        flops={
-            "forward": flops.forward * updates,
-            "backward": flops.backward * updates,
-            "recompute": flops.recompute * updates,
-            "attention": flops.attention * updates,
-            "total": flops.total * updates,
-        },
+        flops=_flops_of(flops, updates),
         attention=attention_growth(settings, stage),
         margin=MARGINS[tier],
         seconds=round(time.perf_counter() - start, 2),
@@ -206,6 +200,11 @@ def predict_step(
         config=fingerprint(settings, stage),
         context_bytes=Prediction.context_bytes if is_cuda else 0,
     )
+
+
+def _flops_of(flops: Flops, updates: int) -> dict[str, int]:
+    parts = {name: getattr(flops, name) * updates for name in ("forward", "backward", "recompute", "attention")}
+    return {**parts, "total": flops.total * updates}
 
 
 def _bucket_bytes(alive: list[Allocation]) -> int:
