@@ -19,7 +19,7 @@ log = logging.getLogger("train_autoencoder")
 def main(options: argparse.Namespace) -> int:
     """Check the config before the slow imports, then train; with --on-oom, retry with less memory."""
     settings = load_settings(options.config, overrides_of(options, "autoencoder"), stage="autoencoder")
-    from memory.watch import train_with_rungs
+    from memory.watch.memory_watch import train_with_rungs
 
     return train_with_rungs(lambda rung: train(rung, options.dry_run), settings, "autoencoder", options.on_oom)
 
@@ -29,7 +29,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from data import BatchPlan, prepare_volumes, training_batches, validation_batches
     from evaluation.autoencoder_validation import validate_autoencoder
     from losses import ensure_perceptual_weights
-    from memory.watch import MemoryWatch
+    from memory.watch.memory_watch import MemoryWatch
     from report import publish
     from report.validation import show_validation
     from runtime.processes import processes

@@ -19,7 +19,7 @@ log = logging.getLogger("train_ldm")
 def main(options: argparse.Namespace) -> int:
     """Check the config before the slow imports, then train; with --on-oom, retry with less memory."""
     settings = load_settings(options.config, overrides_of(options, "ldm"), stage="ldm")
-    from memory.watch import train_with_rungs
+    from memory.watch.memory_watch import train_with_rungs
 
     return train_with_rungs(lambda rung: train(rung, options.dry_run), settings, "ldm", options.on_oom)
 
@@ -31,7 +31,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from diffusion.latents import prepare_latents
     from diffusion.volume_codec import frozen_codec
     from evaluation.ldm_validation import RealVolumes, validate_ldm
-    from memory.watch import MemoryWatch
+    from memory.watch.memory_watch import MemoryWatch
     from report import publish
     from report.validation import show_validation
     from runtime.processes import processes

@@ -54,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     settings = load_settings(options.config, options.overrides, stage=options.stage)
     gpu = chosen_gpu(options.gpu)
-    with Predictor() as predictor:
+    with Predictor(without_triton=gpu.without_triton) as predictor:
         coming = predictor.submit(settings, options.stage)
         # These import torch while the worker predicts.
         from memory.predict.text import describe_prediction

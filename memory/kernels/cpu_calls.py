@@ -3,19 +3,20 @@
 How fast a CPU computes depends on the operator, its channels, its kernel and its size far more than on a peak. So calls
 that differ little in size form a class, one call of each class is made with real tensors, and the others take as much
 longer as they compute or move more. What most likely takes longest is measured first, until the time for it is over;
-the rest takes as long as measured operators of its kind.
+the rest takes as long as measured operators of its kind. What calls take besides their kernels is measured too.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from memory.kernels.operators import Kind, kind_of
@@ -23,6 +24,7 @@ from memory.kernels.operators import Kind, kind_of
 GUESSED_FLOPS, GUESSED_BYTES = 2e10, 4e9
 """A second's worth of each on one core, to decide what is measured first."""
 REPEATS = 3
+TINY_STEPS = 20
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 
 
@@ -49,14 +51,15 @@ class CallClass:
     kwargs: Any
     cost: float
     total: float
-    times: int = 1
+    times: float = 1
 
 
 class Calls:
-    """Every call of a step, by class."""
+    """Every call of a step, by class; `number` also counts views, which have no kernel."""
 
     def __init__(self) -> None:
         self.classes: dict[Any, CallClass] = {}
+        self.number: float = 0
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flops: int, nbytes: int) -> None:
         """Count one call."""
@@ -70,29 +73,84 @@ class Calls:
             known.total += cost
             known.times += 1
 
+    def add_all(self, other: Calls, times: float) -> None:
+        """Count the calls of another part of a run, so many times."""
+        self.number += times * other.number
+        for key, more in other.classes.items():
+            known = self.classes.setdefault(key, replace(more, total=0.0, times=0.0))
+            known.total += times * more.total
+            known.times += times * more.times
+
     def seconds(self, allowed_seconds: float = math.inf, clock: Callable[[], float] = time.perf_counter) -> float:
         """Return the time of all calls on this machine, from measuring for at most about `allowed_seconds`."""
-        end = time.perf_counter() + allowed_seconds
-        measured: dict[int, float] = {}
-        kinds: dict[Kind, list[float]] = {}
-        ordered = sorted(self.classes.values(), key=lambda known: -known.total)
-        for known in ordered:
-            if (REPEATS + 1) * known.cost < end - time.perf_counter():
-                measured[id(known)] = seconds = _measure(known, clock)
-                sums = kinds.setdefault(kind_of(known.func), [0.0, 0.0])
-                sums[0] += seconds * known.total / max(known.cost, 1e-12)
-                sums[1] += known.total
-        every = [sum(column) for column in zip(*kinds.values(), strict=True)] if kinds else [1.0, 1.0]
-        total = 0.0
-        for known in ordered:
-            if id(known) in measured:
-                # Calls that compute and move nothing worth counting take their time as often as they are called.
-                times = known.total / known.cost if known.cost else known.times
-                total += measured[id(known)] * times
-            else:
-                spent, guessed = kinds.get(kind_of(known.func), every)
-                total += known.total * spent / max(guessed, 1e-12)
-        return total
+        return seconds_of_parts({"": self}, {"": 1.0}, allowed_seconds, clock)[""]
+
+
+def seconds_of_parts(
+    parts: Mapping[str, Calls],
+    times: Mapping[str, float],
+    allowed_seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+    overhead: float = 0.0,
+) -> dict[str, float]:
+    """Return the time of each part of a run on this machine; `times` says how often each happens.
+
+    A class that several parts have is measured once. What takes longest over the whole run is measured first.
+    overhead: what each call takes besides its kernel, if it has one.
+    """
+    end = time.perf_counter() + allowed_seconds
+    whole = Calls()
+    for name, calls in parts.items():
+        whole.add_all(calls, times[name])
+    measured: dict[Any, float] = {}
+    kinds: dict[Kind, list[float]] = {}
+    for key, known in sorted(whole.classes.items(), key=lambda item: -item[1].total):
+        if (REPEATS + 1) * known.cost < end - time.perf_counter():
+            measured[key] = seconds = _measure(known, clock)
+            sums = kinds.setdefault(kind_of(known.func), [0.0, 0.0])
+            sums[0] += seconds * known.total / max(known.cost, 1e-12)
+            sums[1] += known.total
+    every = [sum(column) for column in zip(*kinds.values(), strict=True)] if kinds else [1.0, 1.0]
+
+    def of_class(key: Any, known: CallClass) -> float:
+        if key in measured:
+            # Calls that compute and move nothing worth counting take their time as often as they are called.
+            cost = whole.classes[key].cost
+            return measured[key] * (known.total / cost if cost else known.times)
+        spent, guessed = kinds.get(kind_of(known.func), every)
+        return known.total * spent / max(guessed, 1e-12)
+
+    kernels = {name: sum(of_class(*item) for item in calls.classes.items()) for name, calls in parts.items()}
+    return {name: seconds + parts[name].number * overhead for name, seconds in kernels.items()}
+
+
+def call_overhead(clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds that Python, modules and autograd take for each call of a step, besides its kernel.
+
+    That is the time of calls on a few voxels, forward and backward, whose kernels have next to nothing to do.
+    """
+    blocks = [layer for _ in range(8) for layer in (nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv3d(4, 4, 3, padding=1))]
+    network, x = nn.Sequential(*blocks), torch.zeros(1, 4, 4, 4, 4)
+    with _Counter() as counter:
+        network(x).sum().backward()
+    start = clock()
+    for _ in range(TINY_STEPS):
+        network(x).sum().backward()
+    return (clock() - start) / TINY_STEPS / counter.number
+
+
+class _Counter(TorchDispatchMode):
+    """Counts calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _blank(tensor: Tensor) -> _Blank:

@@ -1,15 +1,17 @@
 """What reductions on a GPU allocate besides their result: room for the partial sums of thread blocks.
 
-torch: a sum over the voxels of a channels-last volume has few results and much to add for each, so many blocks share
-one result, and each thread of each block leaves its partial sum in memory. Follows `setReduceConfig` in ATen's
-Reduce.cuh for sums in fp32 on an A100; other current cards start between 0.9 and 1.3 times as many blocks. A contiguous
-volume needs a few kilobytes. Our norms: two numbers for each tile of channels x voxels and each of its channels.
+torch: a sum over the voxels of a channels-last volume, or over the tokens of attention, has few results and much to add
+for each, so many blocks share one result, and each thread of each block leaves its partial sum in memory. Follows
+`setReduceConfig` in ATen's Reduce.cuh for sums in fp32 on an A100; other current cards start between 0.9 and 1.3 times
+as many blocks. A contiguous volume needs a few kilobytes. Our norms: two numbers for each tile of channels x voxels and
+each of its channels.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from memory.kernels.convolutions import is_channels_last
@@ -25,13 +27,25 @@ _SUMMED |= {"group_norm_backward": 1}
 
 def channel_sum_bytes(x: Tensor) -> int:
     """Return the size of the partial sums for a sum over everything but the channels of `x`; 0 if it needs none."""
-    if not is_channels_last(x):
+    return _sum_bytes(x.shape[1], x.numel() // x.shape[1]) if is_channels_last(x) else 0
+
+
+def sum_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the size of the partial sums of an operator that sums over everything but the channels; 0 for others."""
+    if func is not torch.ops.aten.sum.dim_IntList:
         return 0
-    channels = x.shape[1]
+    x, axes = args[:2]
+    if x.dim() == 2:
+        is_by_channel = list(axes) == [0] and x.stride(1) == 1 and x.stride(0) == x.shape[1]
+        return _sum_bytes(x.shape[1], x.shape[0]) if is_by_channel else 0
+    return channel_sum_bytes(x) if sorted(axes or ()) == [0, *range(2, x.dim())] else 0
+
+
+def _sum_bytes(channels: int, added: int) -> int:
+    """Return the size of the partial sums for `added` values of each channel, with the channels of a voxel together."""
     vector = _WIDEST_VECTOR
     while channels % vector:
         vector //= 2
-    added = x.numel() // channels
     most = _MOST_THREADS // vector
     across = min(_power_of_two(channels // vector), most)
     down = min(_power_of_two(added), most)

@@ -154,7 +154,7 @@ def walk(
         if progress is not None:
             progress(len(predicted), len(rungs), rung.name)
 
-    with Predictor(NUM_WORKERS) as predictor:
+    with Predictor(NUM_WORKERS, card.without_triton) as predictor:
         for rung in _still_wanted(rungs, predicted, order):
             waiting.append((rung, predictor.submit(rung.settings, stage)))
             if len(waiting) == NUM_WORKERS:

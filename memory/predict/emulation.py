@@ -1,13 +1,18 @@
 """Run any piece of code under the tracker, on fake or real tensors, with CUDA's autocast rules or the CPU's."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from losses import pieces
+from losses.pieces import Index
+from memory.kernels.cpu_calls import Calls
 from memory.predict.cuda_autocast import cuda_autocast_rules
+from memory.predict.records import Flops, combined
 from memory.predict.tracker import MemoryTracker
 from models.lean import checkpointing
 
@@ -32,7 +37,9 @@ def emulated(fake: bool = True, cuda: bool = True) -> Iterator[FakeTensorMode | 
 @contextmanager
 def tracked(mode: FakeTensorMode | None, cuda: bool = True) -> Iterator[MemoryTracker]:
     """Yield a tracker that records everything in the block and counts offloaded tensors as host memory."""
-    with MemoryTracker(cuda=cuda, fake=mode) as tracker, _offloads_counted_by(tracker):
+    with MemoryTracker(cuda=cuda, fake=mode) as tracker, _offloads_counted_by(tracker), ExitStack() as stack:
+        if mode is not None:
+            stack.enter_context(_equal_chunks_repeated_by(tracker))
         yield tracker
 
 
@@ -50,6 +57,82 @@ def _offloads_counted_by(tracker: MemoryTracker) -> Iterator[None]:
         yield
     finally:
         checkpointing.empty_on_host = empty_on_host
+
+
+@contextmanager
+def _equal_chunks_repeated_by(tracker: MemoryTracker) -> Iterator[None]:
+    """Run two of the equal chunks that follow each other in a perceptual loss, and let the tracker repeat the second.
+
+    The second is the first that starts with what an equal one has left.
+    """
+    in_turn = pieces.in_turn
+
+    def some_in_turn(chunks: Sequence[Sequence[Index]]) -> Iterator[Sequence[Index]]:
+        for _, group in groupby(chunks, key=_shape_of):
+            first, *others = group
+            yield first
+            if others:
+                segment = _Segment(tracker)
+                yield others[0]
+                is_repeated = segment.repeat(len(others) - 1)
+                yield from () if is_repeated else others[1:]
+
+    pieces.in_turn = some_in_turn
+    try:
+        yield
+    finally:
+        pieces.in_turn = in_turn
+
+
+def _shape_of(chunk: Sequence[Index]) -> tuple[int, tuple[bool, ...]]:
+    return len(chunk), tuple(isinstance(part, int) for part in chunk[0])
+
+
+class _Segment:
+    """What a tracker records from now on, until it is repeated."""
+
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self.tracker = tracker
+        self.start, self.first = len(tracker.trace), len(tracker.allocations)
+        self.once = len(tracker.kept), len(tracker.benchmarked)
+        self.counts = tracker.flops, tracker.work, tracker.calls
+        tracker.flops, tracker.work, tracker.calls = Flops(), {}, Calls()
+
+    def repeat(self, copies: int) -> bool:
+        """Record the segment so many times more; return False if it cannot be repeated.
+
+        The copies come before the segment itself, because what it has left is still alive.
+        """
+        tracker = self.tracker
+        events, records = tracker.trace[self.start :], tracker.allocations
+        released = {~event for event in events if event < 0}
+        left = [event for event in events if event >= 0 and event not in released]
+        taken_over = sorted(index for index in released if index < self.first)
+        is_even = [records[index].nbytes for index in taken_over] == [records[index].nbytes for index in left]
+        if not is_even or self.once != (len(tracker.kept), len(tracker.benchmarked)):
+            copies = 0
+        predecessor = {index: index for index in taken_over}
+        trace = tracker.trace[: self.start]
+        for _ in range(copies):
+            copy = dict(predecessor)
+            for event in events:
+                if event >= 0:
+                    copy[event] = len(records)
+                    records.append(records[event])
+                trace.append(copy[event] if event >= 0 else ~copy[~event])
+            predecessor = {old: copy[new] for old, new in zip(taken_over, left, strict=True)}
+        trace += [event if event >= 0 else ~predecessor.get(~event, ~event) for event in events]
+        tracker.trace[:] = trace
+        self._add_counts(copies + 1)
+        return bool(copies)
+
+    def _add_counts(self, times: int) -> None:
+        tracker = self.tracker
+        flops, work, calls = self.counts
+        flops.add(tracker.flops, times)
+        calls.add_all(tracker.calls, times)
+        tracker.flops, tracker.calls = flops, calls
+        tracker.work = combined([(1, work), (times, tracker.work)])
 
 
 def measure_peak(function: Callable[[MemoryTracker], Any], fake: bool = True, cuda: bool = True) -> MemoryTracker:

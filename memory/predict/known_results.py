@@ -1,24 +1,26 @@
 """Answer operators on fake tensors that a step repeats thousands of times without asking torch's fake kernels again.
 
-An operator that only writes to its first argument returns it. A view comes from the meta kernel, whose strides are
-those of a real view also along axes of one element. An operator whose results are new tensors returns fake tensors of
-the shapes, strides and dtypes that it returned for the same arguments before. Everything else goes through
-`FakeTensorMode`.
+An operator that only writes to its first argument, or to one given for its result, returns that. A view comes from the
+meta kernel, whose strides are those of a real view also along axes of one element. An operator whose results are new
+tensors returns fake tensors of the shapes, strides and dtypes that it returned for the same arguments before.
+Everything else goes through `FakeTensorMode`.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory.kernels.convolutions import convolution_layout
 
-How = Literal["in place", "view", "remembered", "asked"]
+How = Literal["in place", "out", "view", "remembered", "asked"]
 CPU = torch.device("cpu")
+aten = torch.ops.aten
 
 # In-place operators that change the sizes, strides or storage of their argument.
 _RESHAPING = {"resize_", "set_", "as_strided_", "squeeze_", "unsqueeze_", "transpose_", "t_", "resize_as_", "swapaxes_"}
@@ -37,15 +39,19 @@ class KnownResults:
     decides.
     """
 
+    _results_by_device: ClassVar[dict[bool, dict[Any, list[Any] | None]]] = {True: {}, False: {}}
+
     def __init__(self, mode: FakeTensorMode, cuda: bool) -> None:
         self.mode, self.cuda = mode, cuda
-        self._results: dict[Any, list[Any] | None] = {}
+        self._results = self._results_by_device[cuda]
 
     def __call__(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the operator returns."""
         how = _how(func)
         if how == "in place":
             return args[0] if func._schema.returns else None
+        if how == "out":
+            return kwargs[func._schema.arguments[-1].name]
         if how == "view":
             with in_kernel_invocation_manager(self.mode):
                 out = func(*args, **kwargs)
@@ -74,6 +80,19 @@ class KnownResults:
         return view if isinstance(view, FakeTensor) else FakeTensor(self.mode, view, CPU)
 
 
+class KnownResultsMode(TorchDispatchMode):
+    """Uses known results while nothing is tracked, as when a network is built; enter it inside `mode`."""
+
+    def __init__(self, mode: FakeTensorMode, cuda: bool) -> None:
+        super().__init__()
+        self._known = KnownResults(mode, cuda)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return CPU if func is torch.ops.prim.device.default else self._known(func, args, kwargs or {})
+
+
 def _shapes(out: Any, layout: torch.memory_format | None) -> list[Any] | None:
     """Return shape, strides and dtype of every result; with a layout, volumes have it."""
     parts = list(out) if isinstance(out, tuple) else [out]
@@ -94,8 +113,9 @@ def _how(func: torch._ops.OpOverload) -> How:
     schema, name = func._schema, func._overloadpacket.__name__
     if func.namespace == "lean" and schema.is_mutable:
         return "in place"
-    if func.namespace not in ("aten", "lean") or any(argument.is_out for argument in schema.arguments):
-        return "asked"
+    outs = [argument.is_out for argument in schema.arguments]
+    if func.namespace not in ("aten", "lean") or any(outs):
+        return "out" if outs[-1:] == [True] and sum(outs) == 1 else "asked"
     if name in _VIEWS:
         return "view"
     if schema.is_mutable:
@@ -126,3 +146,25 @@ def _collect(values: Sequence[Any], parts: list[Any]) -> bool:
         elif not (isinstance(value, (list, tuple)) and _collect(value, parts)):
             return False
     return True
+
+
+def is_added_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether autograd, adding up the gradients of a tensor with several uses, overwrites the first of them.
+
+    It does so if nothing else holds that memory, but not with tensors of a subclass, which fake ones are.
+    """
+    if func is not aten.add.Tensor or kwargs or torch.is_grad_enabled():
+        return False
+    first, second = args[:2]
+    if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    storage = first.untyped_storage()
+    is_dense = storage.nbytes() == first.numel() * first.element_size()
+    return is_dense and torch._C._storage_Use_Count(storage._cdata) <= 2  # one of them is `storage`
+
+
+def plausible_value(dtype: torch.dtype) -> bool | float | int:
+    """Return a value for a fake tensor, which has none: checks such as `isfinite` pass, counts of bad values are 0."""
+    if dtype == torch.bool:
+        return True
+    return 0.0 if dtype.is_floating_point else 0

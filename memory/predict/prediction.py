@@ -6,6 +6,7 @@ worker (`memory.predict.process`). One worker answers many requests, because sta
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any, Literal
 
 from memory.kernels.gpus import Gpu
 from memory.kernels.timing import Dominant, WorkPart, dominant_part, least_seconds
-from settings import Settings
+from settings import DataSettings, Settings
 
 Stage = Literal["autoencoder", "ldm"]
 MIB, GIB = 1 << 20, 1 << 30
@@ -38,6 +39,8 @@ for themselves. Taken from real CPU steps; it shrinks with every full step measu
 TRAINING_STEP = "training step"
 VALIDATED_VOLUME, PREVIEWS, ENCODED_VOLUME = "validating a volume", "drawing the previews", "encoding a volume"
 """What a run does besides its updates: each held-out volume, the samples of a validation, each volume at the start."""
+CPU_MEASURING_SECONDS = 5.0
+"""How long operators are measured at most, to tell how long a run takes on a CPU."""
 NCCL_BYTES = GIB // 4
 """Assumed for NCCL's own buffers, which no machine without GPUs can show."""
 
@@ -77,6 +80,8 @@ class Prediction:
     num_validations: int = 0
     num_volumes: list[int] = field(default_factory=lambda: [0, 0])
     bucket_bytes: int = 0
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
+    cpu_threads: int = 0
     config: str = ""
     time_correction: float = 1.0
     correction: float = 1.0
@@ -118,16 +123,35 @@ class Prediction:
 
     def seconds_beside(self, gpu: Gpu) -> dict[str, float]:
         """Return the least times of what a run does besides its updates; of one volume if their number is unknown."""
+        return {
+            name: times * least_seconds([WorkPart(**part) for part in self.beside[name]], gpu) * self.time_correction
+            for name, times in self.times_beside.items()
+        }
+
+    @property
+    def times_beside(self) -> dict[str, int]:
+        """Return how often a run does what it does besides its updates; for one volume if their number is unknown."""
         num_train, num_held_out = self.num_volumes
         times = {
             VALIDATED_VOLUME: self.num_validations * max(1, num_held_out),
             PREVIEWS: self.num_validations,
             ENCODED_VOLUME: max(1, num_train + num_held_out),
         }
-        return {
-            name: times[name] * least_seconds([WorkPart(**part) for part in parts], gpu) * self.time_correction
-            for name, parts in self.beside.items()
-        }
+        return {name: times[name] for name in self.beside}
+
+    @property
+    def seconds_on_cpu(self) -> dict[str, float]:
+        """Return the time that each part of the whole run takes on this machine's CPU; empty if it was not measured."""
+        times = {TRAINING_STEP: self.max_steps, **self.times_beside}
+        return {name: times[name] * seconds for name, seconds in self.cpu_seconds.items()}
+
+    @property
+    def pace_on_cpu(self) -> tuple[float, float] | None:
+        """Return the seconds of an update and of a whole validation on this machine's CPU; None if not measured."""
+        if not self.cpu_seconds:
+            return None
+        held_out = max(1, self.num_volumes[1]) * self.cpu_seconds.get(VALIDATED_VOLUME, 0.0)
+        return self.cpu_seconds[TRAINING_STEP], held_out + self.cpu_seconds.get(PREVIEWS, 0.0)
 
     def dominant(self, gpu: Gpu) -> Dominant | None:
         """Return what takes most of an update's time on a GPU."""
@@ -165,6 +189,22 @@ def tier_of(settings: Settings, stage: Stage) -> str:
     return "stock" if stage == "autoencoder" and settings.autoencoder.implementation == "monai" else "plain"
 
 
+def fingerprint(settings: Settings, stage: Stage) -> str:
+    """Return a short name of everything that decides what a step of this config needs."""
+    values = settings.model_dump(mode="json", exclude={"name", "seed"})
+    data = {name: values["data"][name] for name in ("voxel_size", "patch_size")}
+    parts = [stage, data, values["autoencoder"], values["ldm"] if stage == "ldm" else None, values["device"]]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def num_volumes(data: DataSettings) -> tuple[int, int]:
+    """Return how many volumes train and how many are held out, about; zeros if only the data can tell."""
+    if data.source != "phantoms":
+        return 0, 0
+    held_out = max(1, round(data.num_phantoms * data.val_fraction))
+    return data.num_phantoms - held_out, held_out
+
+
 def fullest_step(settings: Settings, stage: Stage) -> int:
     """Return the number of a step in which every loss term is active."""
     if stage == "ldm":
@@ -174,9 +214,13 @@ def fullest_step(settings: Settings, stage: Stage) -> int:
 
 
 class Predictor:
-    """A pool of prediction workers; use it as a context manager."""
+    """A pool of prediction workers; use it as a context manager.
 
-    def __init__(self, workers: int = 1) -> None:
+    without_triton: the memory in bytes of a GPU that cannot run Triton, whose norms need copies; 0 for other devices.
+    """
+
+    def __init__(self, workers: int = 1, without_triton: int = 0) -> None:
+        self._without_triton = without_triton
         self._threads = ThreadPoolExecutor(workers)
         # Keep the workers' warnings out of the training's output.
         self._folder = tempfile.TemporaryDirectory()
@@ -206,11 +250,24 @@ class Predictor:
 
     def predict(self, settings: Settings, stage: Stage) -> Prediction:
         """Return the prediction; raise `PredictionError` if the worker fails."""
+        return Prediction.from_json(self._ask({"stage": stage, "settings": settings.model_dump(mode="json")}))
+
+    def timed_on_cpu(self, prediction: Prediction, threads: int) -> Prediction:
+        """Return the prediction, made for a CPU by this pool's only worker, with the times of its parts.
+
+        The worker measures on this machine, so nothing else should run now.
+        """
+        assert len(self._processes) == 1, "which worker made the prediction is not known"
+        times = {TRAINING_STEP: prediction.max_steps, **prediction.times_beside}
+        request = {"times": times, "threads": threads, "allowed_seconds": CPU_MEASURING_SECONDS}
+        return replace(prediction, cpu_seconds=self._ask(request), cpu_threads=threads)
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         process = self._idle.get()
         assert process.stdin is not None, "workers are started with pipes"
         assert process.stdout is not None, "workers are started with pipes"
         try:
-            process.stdin.write(json.dumps({"stage": stage, "settings": settings.model_dump(mode="json")}) + "\n")
+            process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:
@@ -218,10 +275,10 @@ class Predictor:
         self._idle.put(process)
         if not answer:
             raise PredictionError(f"the prediction worker exited with code {process.wait()}; {self._last_error()}")
-        values = json.loads(answer)
+        values: dict[str, Any] = json.loads(answer)
         if "error" in values:
             raise PredictionError(values["error"])
-        return Prediction.from_json(values)
+        return values
 
     def _last_error(self) -> str:
         lines = self._stderr.read_text().strip().splitlines()
@@ -230,7 +287,7 @@ class Predictor:
     def _start(self) -> subprocess.Popen[str]:
         with self._stderr.open("a") as stderr:
             return subprocess.Popen(
-                [sys.executable, "-m", "memory.predict.process"],
+                [sys.executable, "-m", "memory.predict.process", str(self._without_triton)],
                 cwd=Path(__file__).resolve().parents[2],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

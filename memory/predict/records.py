@@ -65,6 +65,13 @@ class Flops:
         """Return the sum of forward, backward and recomputation."""
         return self.forward + self.backward + self.recompute
 
+    def add(self, other: Flops, times: int) -> None:
+        """Add those of another part, so many times."""
+        self.forward += times * other.forward
+        self.backward += times * other.backward
+        self.recompute += times * other.recompute
+        self.attention += times * other.attention
+
 
 def combined(parts: Iterable[tuple[float, Mapping[WorkKey, Work]]]) -> dict[WorkKey, Work]:
     """Return the sum of several amounts of work, each so many times."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec, frozen_codec
 from evaluation.autoencoder_validation import reconstruct_and_measure
 from evaluation.ldm_validation import NOISE_LEVELS, held_out_losses
+from memory.kernels.cpu_calls import Calls
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, tracked
 from memory.predict.known_results import CPU
@@ -27,48 +29,59 @@ from models import build_unet
 from runtime.phases import phase
 from settings import Settings
 
-WorkOf = dict[WorkKey, Work]
 VALIDATION, ENCODING, SAMPLING, RECONSTRUCTION = "validation", "encoding the latents", "sampling", "reconstruct.py"
 
 
-def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryTracker) -> dict[str, WorkOf]:
-    """Validate one volume as training does, right after a step; return the work of each part of a validation."""
+@dataclass(frozen=True)
+class PartOfRun:
+    """What one part of a run does: its work, and on a CPU its calls."""
+
+    work: dict[WorkKey, Work]
+    calls: Calls = field(default_factory=Calls)
+
+
+def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryTracker) -> dict[str, PartOfRun]:
+    """Validate one volume as training does, right after a step; return what each part of a validation does."""
     with phase(VALIDATION), torch.no_grad():
         if stage == "autoencoder":
             image = torch.zeros(1, settings.autoencoder.in_channels, *settings.data.voxel_size)
-            return {VALIDATED_VOLUME: _work_of(tracker, lambda: reconstruct_and_measure(step, image))}
+            return {VALIDATED_VOLUME: _done_by(tracker, lambda: reconstruct_and_measure(step, image))}
         step.codec.budget_bytes = 0
         step.unet.eval()
         labels = None if settings.ldm.conditioning.type == "none" else torch.zeros(1, dtype=torch.long)
         zeros = torch.zeros(1, *settings.latent_shape)
         batch = LatentBatch(zeros, zeros, (0,), labels, ("",))
-        work = {VALIDATED_VOLUME: _work_of(tracker, lambda: held_out_losses(step, batch))}
+        parts = {VALIDATED_VOLUME: _done_by(tracker, lambda: held_out_losses(step, batch))}
         if settings.ldm.sampling.num_previews:
-            drawn = _work_of(tracker, lambda: _sample(step.unet, step.codec, settings))
-            decoded = _work_of(tracker, lambda: step.codec.decode(zeros[0]))
-            work[PREVIEWS] = _of_all_previews(settings, work[VALIDATED_VOLUME], drawn, decoded)
-        return work
+            drawn = _done_by(tracker, lambda: _sample(step.unet, step.codec, settings))
+            decoded = _done_by(tracker, lambda: step.codec.decode(zeros[0]))
+            parts[PREVIEWS] = _all_previews(settings, parts[VALIDATED_VOLUME], drawn, decoded)
+        return parts
 
 
-def _work_of(tracker: MemoryTracker, run: Callable[[], object]) -> WorkOf:
-    """Return the work of a call."""
-    tracker.work = {}
+def _done_by(tracker: MemoryTracker, run: Callable[[], object]) -> PartOfRun:
+    """Return what a function does."""
+    tracker.work, tracker.calls = {}, Calls()
     run()
-    return tracker.work
+    return PartOfRun(tracker.work, tracker.calls)
 
 
-def _of_all_previews(settings: Settings, losses: WorkOf, drawn: WorkOf, decoded: WorkOf) -> WorkOf:
-    """Return the work of all samples of a validation.
+def _all_previews(settings: Settings, losses: PartOfRun, drawn: PartOfRun, decoded: PartOfRun) -> PartOfRun:
+    """Return what all samples of a validation do.
 
     It follows from one batch that took two denoising steps and of which one was decoded, and from one more decoding.
     """
     sampling, batch = settings.ldm.sampling, _preview_batch(settings)
     is_guided = settings.ldm.conditioning.type != "none" and sampling.guidance_scale not in (0.0, 1.0)
     # A held-out loss calls the U-Net once at each noise level with one latent.
-    calls = batch * (2 if is_guided else 1) / len(NOISE_LEVELS)
+    unet_calls = batch * (2 if is_guided else 1) / len(NOISE_LEVELS)
     batches = math.ceil(sampling.num_previews / batch)
-    steps = batches * (sampling.num_inference_steps - 2) * calls
-    return combined([(batches, drawn), (batches * (batch - 1), decoded), (steps, losses)])
+    steps = batches * (sampling.num_inference_steps - 2) * unet_calls
+    parts: list[tuple[float, PartOfRun]] = [(batches, drawn), (batches * (batch - 1), decoded), (steps, losses)]
+    calls = Calls()
+    for times, part in parts:
+        calls.add_all(part.calls, times)
+    return PartOfRun(combined([(times, part.work) for times, part in parts]), calls)
 
 
 def other_programs(settings: Settings, stage: Stage, cuda: bool) -> dict[str, MemoryTracker]:

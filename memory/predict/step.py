@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memory.kernels.cpu_calls import Calls
 from memory.predict.allocator import AllocatorLimits, replay_pinned
 from memory.predict.emulation import emulated, tracked
 from memory.predict.history import replay_training
-from memory.predict.known_results import CPU
-from memory.predict.prediction import ENCODED_VOLUME, MARGINS, Prediction, Stage, fullest_step, tier_of
-from memory.predict.records import WORKSPACE, Allocation, Flops, StepEvents, Work, WorkKey, work_parts
-from memory.predict.run import ENCODING, VALIDATION, other_programs, peaks, run_validation
+from memory.predict.known_results import CPU, KnownResultsMode
+from memory.predict.prediction import (
+    ENCODED_VOLUME,
+    MARGINS,
+    TRAINING_STEP,
+    Prediction,
+    Stage,
+    fingerprint,
+    fullest_step,
+    num_volumes,
+    tier_of,
+)
+from memory.predict.records import WORKSPACE, Allocation, Flops, StepEvents, work_parts
+from memory.predict.run import ENCODING, VALIDATION, PartOfRun, other_programs, peaks, run_validation
 from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
+from models.lean.norm.torch_kernels import is_emulated_gpu
 from runtime.processes import Process
-from settings import DataSettings, Settings
+from settings import Settings
 
 NUM_LARGEST = 12
 MAX_KERNEL_VOXELS = 64  # tells volumes from 16-bit copies of convolution weights, which have five axes too
@@ -62,7 +73,8 @@ def track_step(
     settings = _on_cpu(settings)
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
     with emulated(fake, cuda) as mode:
-        step = build(settings, stage)
+        with KnownResultsMode(mode, cuda) if mode is not None else nullcontext():
+            step = build(settings, stage)
         with tracked(mode, cuda) as tracker:
             tracker.benchmarks = settings.device.cudnn_benchmark
             _adopt_step(tracker, step)
@@ -102,7 +114,7 @@ class _StepEnd:
     phase_peaks: dict[str, int]
     alive: list[Allocation]
     flops: Flops
-    work: dict[WorkKey, Work]
+    done: PartOfRun
 
     @classmethod
     def of(cls, tracker: MemoryTracker) -> _StepEnd:
@@ -114,19 +126,22 @@ class _StepEnd:
             dict(tracker.phase_peaks),
             tracker.alive_at_peak(),
             tracker.flops,
-            tracker.work,
+            PartOfRun(tracker.work, tracker.calls),
         )
 
 
-def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Prediction:
+def predict_step(
+    settings: Settings, stage: Stage, whole_run: bool = True, calls: dict[str, Calls] | None = None
+) -> Prediction:
     """Predict in this process; use `memory.predict.predict` to do it in a worker.
 
-    whole_run: also what validation and the programs around training need.
+    whole_run: also what validation and the programs around training need. calls: gets the calls of each part of a run
+    on the CPU, from which its time follows.
     """
     start = time.perf_counter()
     is_cuda = settings.device.type != "cpu"
     ends: list[_StepEnd] = []
-    beside: dict[str, dict[WorkKey, Work]] = {}
+    beside: dict[str, PartOfRun] = {}
 
     def after(step: Any, tracker: MemoryTracker) -> None:
         ends.append(_StepEnd.of(tracker))
@@ -141,7 +156,9 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
         programs = other_programs(_on_cpu(settings), stage, is_cuda)
         run_peaks = {name: peaks(t, limits, is_cuda) for name, t in {VALIDATION: tracker, **programs}.items()}
         if ENCODING in programs:
-            beside[ENCODED_VOLUME] = programs[ENCODING].work
+            beside[ENCODED_VOLUME] = PartOfRun(programs[ENCODING].work, programs[ENCODING].calls)
+    if calls is not None:
+        calls |= {TRAINING_STEP: end.done.calls, **{name: part.calls for name, part in beside.items()}}
     on_host = [record.nbytes if record.place == "host" else 0 for record in tracker.allocations]
     default, expandable = AllocatorLimits(), AllocatorLimits(expandable_segments=True)
     reserved = {
@@ -165,23 +182,17 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
         breakdown=_breakdown(alive),
         activations=_by_module_and_level(alive, grid),
         largest=[_describe(record) for record in sorted(alive, key=lambda record: -record.nbytes)[:NUM_LARGEST]],
-        flops={
-            "forward": flops.forward * updates,
-            "backward": flops.backward * updates,
-            "recompute": flops.recompute * updates,
-            "attention": flops.attention * updates,
-            "total": flops.total * updates,
-        },
+        flops=_flops_of(flops, updates),
         attention=attention_growth(settings, stage),
         margin=MARGINS[tier],
         seconds=round(time.perf_counter() - start, 2),
         workspace_bytes=tracker.workspace,
-        traffic_bytes=sum(work.nbytes for key, work in end.work.items() if key[2] != WORKSPACE) * updates,
-        kernels=sum(work.kernels for work in end.work.values()) * updates,
-        work=[part.to_json() for part in work_parts(end.work, lambda shape: level_of(shape, grid), updates)],
-        beside={name: [part.to_json() for part in work_parts(work)] for name, work in beside.items()},
+        traffic_bytes=sum(work.nbytes for key, work in end.done.work.items() if key[2] != WORKSPACE) * updates,
+        kernels=sum(work.kernels for work in end.done.work.values()) * updates,
+        work=[part.to_json() for part in work_parts(end.done.work, lambda shape: level_of(shape, grid), updates)],
+        beside={name: [part.to_json() for part in work_parts(done.work)] for name, done in beside.items()},
         num_validations=math.ceil(training.max_steps / training.validate_every),
-        num_volumes=list(_num_volumes(settings.data)),
+        num_volumes=list(num_volumes(settings.data)),
         run_peaks=run_peaks,
         warnings=_warnings(tracker),
         max_steps=training.max_steps,
@@ -191,20 +202,9 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
     )
 
 
-def fingerprint(settings: Settings, stage: Stage) -> str:
-    """Return a short name of everything that decides what a step of this config needs."""
-    values = settings.model_dump(mode="json", exclude={"name", "seed"})
-    data = {name: values["data"][name] for name in ("voxel_size", "patch_size")}
-    parts = [stage, data, values["autoencoder"], values["ldm"] if stage == "ldm" else None, values["device"]]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _num_volumes(data: DataSettings) -> tuple[int, int]:
-    """Return how many volumes train and how many are held out, about; zeros if only the data can tell."""
-    if data.source != "phantoms":
-        return 0, 0
-    held_out = max(1, round(data.num_phantoms * data.val_fraction))
-    return data.num_phantoms - held_out, held_out
+def _flops_of(flops: Flops, updates: int) -> dict[str, int]:
+    parts = {name: getattr(flops, name) * updates for name in ("forward", "backward", "recompute", "attention")}
+    return {**parts, "total": flops.total * updates}
 
 
 def _bucket_bytes(alive: list[Allocation]) -> int:
@@ -228,6 +228,8 @@ def _warnings(tracker: MemoryTracker) -> list[str]:
             "a sample has 2^31 elements or more; with a cuDNN before 9.3 torch would unfold it into a copy of "
             f"{tracker.unfolded[False] / 2**30:.1f} GiB; {way_out}"
         )
+    if tracker.cuda and is_emulated_gpu():
+        texts.append("this GPU cannot run Triton, so its norms are slower and copy volumes to fp32, which is counted")
     return texts
 
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from memory.kernels.gpus import Gpu
-from memory.predict.prediction import ENCODED_VOLUME, GIB, NCCL_BYTES, PREVIEWS, VALIDATED_VOLUME, Prediction
+from memory.predict.prediction import (
+    ENCODED_VOLUME,
+    GIB,
+    NCCL_BYTES,
+    PREVIEWS,
+    TRAINING_STEP,
+    VALIDATED_VOLUME,
+    Prediction,
+)
+from storage.names import counted
+from training.recording.progress import duration_text
 
 
 def gib(nbytes: float) -> str:
@@ -44,7 +54,7 @@ def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1) -> str:
     cards = gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}"
     text = (
         f"Time on {cards}: at least {seconds:.3g} s an update, {hours_text(p.hours(gpu))} for the whole run of "
-        f"{p.max_steps:,} updates{_beside_text(p, gpu)} "
+        f"{p.max_steps:,} updates{_beside_text(p, p.seconds_beside(gpu))} "
         f"({p.traffic_bytes / GIB:,.1f} GiB moved by {p.kernels:,} kernels; bandwidth and half the peak: {gpu.source})."
     )
     if num_gpus > 1:
@@ -54,9 +64,20 @@ def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1) -> str:
     return text + dominant_text(p, gpu)
 
 
-def _beside_text(p: Prediction, gpu: Gpu) -> str:
+def describe_cpu_time(p: Prediction) -> str:
+    """Return how long an update and the whole run take on this machine's CPU."""
+    parts = p.seconds_on_cpu
+    beside = {name: seconds for name, seconds in parts.items() if name != TRAINING_STEP}
+    return (
+        f"Time on this machine's CPU with {counted(p.cpu_threads, 'thread')}: about "
+        f"{p.cpu_seconds[TRAINING_STEP]:.3g} s an update, {duration_text(sum(parts.values()))} for the whole run "
+        f"of {p.max_steps:,} updates{_beside_text(p, beside)}."
+    )
+
+
+def _beside_text(p: Prediction, seconds_beside: dict[str, float]) -> str:
     """Return what is in the time of a run besides its updates."""
-    times = {name: hours_text(seconds / 3600) for name, seconds in p.seconds_beside(gpu).items()}
+    times = {name: hours_text(seconds / 3600) for name, seconds in seconds_beside.items()}
     if not times:
         return ""
     num_train, num_held_out = p.num_volumes

@@ -19,14 +19,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from memory.kernels import operators
-from memory.kernels.attention import attention_workspace
+from memory.kernels.attention import attention_workspaces
 from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version
 from memory.kernels.cpu_calls import Calls
 from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.flops import count_flops
-from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes
-from memory.predict.known_results import CPU, KnownResults, key_of
+from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes, sum_bytes
+from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
 from memory.predict.records import WORKSPACE, Allocation, Flops, Place, StepEvents, Work, WorkKey
+from models.lean.norm.torch_kernels import EMULATED_GPU, is_emulated_gpu
 from runtime.phases import current_phase
 
 aten = torch.ops.aten
@@ -51,6 +52,7 @@ class MemoryTracker(TorchDispatchMode):
         self.cuda = cuda
         self.cudnn = cudnn_version() if cudnn is None else cudnn
         self.fake = fake
+        self.device = CPU  # where tensors say they are
         self._execute: Callable[..., Any] = KnownResults(fake, cuda) if fake is not None else _call
         self._inside: dict[Any, int] = {}
         self.allocations: list[Allocation] = []
@@ -163,15 +165,18 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            return CPU
+            return self.device
+        if self.device is not CPU and "device" in kwargs:
+            kwargs["device"] = CPU
         if func.namespace == "profiler":
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return _plausible_value(args[0].dtype)
+            return plausible_value(args[0].dtype)
         in_backward = torch._C._current_graph_task_id() != -1
-        if self.cuda and func.namespace == "lean":
-            self._pass_through(partial_sum_bytes(func, args), str(func), in_backward, LIBRARY_WORKSPACES)
-        if in_backward and self.fake is not None and _is_added_in_place(func, args, kwargs):
+        tiles = partial_sum_bytes(func, args) if self.cuda and func.namespace == "lean" and not is_emulated_gpu() else 0
+        sums_first = func is not torch.ops.lean.group_norm.default  # which allocates its result before it sums
+        self._pass_through(tiles if sums_first else 0, str(func), in_backward, LIBRARY_WORKSPACES)
+        if in_backward and self.fake is not None and is_added_in_place(func, args, kwargs):
             out = args[0]
         else:
             out = self._execute(func, args, kwargs)
@@ -179,14 +184,14 @@ class MemoryTracker(TorchDispatchMode):
             # An operator's autograd node is created just before it runs, so the newest number is this operator's.
             self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._modules[-1]
         self._count(func, args, kwargs, out, in_backward)
-        if self.cuda and operators.kind_of(func) == "matrix product" and in_backward not in self._threads_with_cublas:
-            self._threads_with_cublas.add(in_backward)
-            self._keep_from_the_start(CUBLAS_WORKSPACE_BYTES, "cuBLAS", in_backward)
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self._alive:
                     self._allocate(leaf, storage, str(func), in_backward)
+        if self.cuda and operators.kind_of(func) == "matrix product" and in_backward not in self._threads_with_cublas:
+            self._threads_with_cublas.add(in_backward)
+            self._keep_from_the_start(CUBLAS_WORKSPACE_BYTES, "cuBLAS", in_backward)
         if self.cuda:
             if (memory := convolution_memory(func, args, out, self.cudnn)) is not None:
                 self._convolve(memory, str(func), in_backward)
@@ -195,19 +200,22 @@ class MemoryTracker(TorchDispatchMode):
                     self.benchmarked.append(len(self.trace))
                 if func._overloadpacket is aten.convolution_backward and args[-1][2]:
                     self._pass_through(channel_sum_bytes(args[0]), str(func), in_backward, LIBRARY_WORKSPACES)
-            elif nbytes := attention_workspace(func, args):
-                self._pass_through(nbytes, str(func), in_backward, LIBRARY_WORKSPACES)
+            else:
+                held = (*attention_workspaces(func, args), sum_bytes(func, args), 0 if sums_first else tiles)
+                self._pass_through(held, str(func), in_backward, LIBRARY_WORKSPACES)
         elif (memory := cpu_convolution_memory(func, args, out)) is not None:
             self._convolve(memory, str(func), in_backward)
-        elif func.namespace == "lean" and self.fake is not None:
+        if func.namespace == "lean" and self.fake is not None and (not self.cuda or is_emulated_gpu()):
             self._pass_through(self._held_inside(func, args, kwargs), str(func), in_backward, LIBRARY_WORKSPACES)
         return out
 
     def _held_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return what our own CPU kernels, which are made of torch's, hold besides arguments and results."""
+        """Return what those of our kernels that are made of torch's hold besides arguments and results."""
         key = key_of(func, args, kwargs)
         if key not in self._inside:
             with MemoryTracker(cuda=False, fake=self.fake) as inner:
+                if self.cuda:  # the kernels choose by the device of their arguments
+                    inner.device = EMULATED_GPU
                 inner.adopt(operators.tensors_in((*args, *kwargs.values())), "inputs")
                 before = inner.live["device"]
                 out = func.redispatch(_CPU_KERNELS, *args, **kwargs)
@@ -229,14 +237,16 @@ class MemoryTracker(TorchDispatchMode):
         key = storage._cdata
         self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
 
-    def _pass_through(self, nbytes: int, op: str, in_backward: bool, category: str) -> None:
+    def _pass_through(self, nbytes: int | tuple[int, ...], op: str, in_backward: bool, category: str) -> None:
         """Count memory that a kernel allocates and frees before it returns; it costs a write and a read."""
-        if not nbytes:
-            return
-        index = self._record(nbytes, (nbytes,), WORKSPACE, op, in_backward)
-        self.allocations[index].category = category
-        self._record_release(index)
-        self._add_work("copy", (nbytes,), WORKSPACE, Work(2 * nbytes, 0, 0))
+        held = []
+        for size in (nbytes,) if isinstance(nbytes, int) else nbytes:
+            if size:
+                held.append(self._record(size, (size,), WORKSPACE, op, in_backward))
+                self.allocations[held[-1]].category = category
+                self._add_work("copy", (size,), WORKSPACE, Work(2 * size, 0, 0))
+        for index in held:
+            self._record_release(index)
 
     def _keep_from_the_start(self, nbytes: int, op: str, in_backward: bool) -> None:
         """Count memory that a library takes once and keeps, as if an earlier step had taken it."""
@@ -293,9 +303,10 @@ class MemoryTracker(TorchDispatchMode):
         return self._module_of_node.get(node._sequence_nr(), "") if node is not None else ""
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, in_backward: bool) -> None:
+        self.calls.number += 1
         if not operators.is_kernel(func):
             return
-        flops = count_flops(func, args, kwargs, out)
+        flops = count_flops(func, args, out)
         first = next(operators.tensors_in((*args, out)), None)
         if first is not None:
             moved = operators.traffic_bytes(func, args, kwargs, out)
@@ -324,25 +335,3 @@ class MemoryTracker(TorchDispatchMode):
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
-
-
-def _is_added_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether autograd, adding up the gradients of a tensor with several uses, overwrites the first of them.
-
-    It does so if nothing else holds that memory, but not with tensors of a subclass, which fake ones are.
-    """
-    if func is not aten.add.Tensor or kwargs or torch.is_grad_enabled():
-        return False
-    first, second = args[:2]
-    if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    storage = first.untyped_storage()
-    is_dense = storage.nbytes() == first.numel() * first.element_size()
-    return is_dense and torch._C._storage_Use_Count(storage._cdata) <= 2  # one of them is `storage`
-
-
-def _plausible_value(dtype: torch.dtype) -> bool | float | int:
-    """Return a value for a fake tensor, which has none: checks such as `isfinite` pass, counts of bad values are 0."""
-    if dtype == torch.bool:
-        return True
-    return 0.0 if dtype.is_floating_point else 0

@@ -12,9 +12,10 @@ from memory.kernels.gpus import Gpu, chosen_gpu, find_gpu
 from memory.ladder.text import as_overrides
 from memory.ladder.walk import next_same_mathematics_rung
 from memory.predict.prediction import Prediction, PredictionError, Predictor, Stage
-from memory.predict.text import describe_time, gib
+from memory.predict.text import describe_cpu_time, describe_time, gib
 from memory.watch.calibration import corrected, record, record_time
 from memory.watch.readings import MemoryReadings, device_bytes
+from models.lean.norm.operators import uses_triton
 from settings import Settings
 
 log = logging.getLogger(__name__)
@@ -27,9 +28,11 @@ class BackgroundPrediction:
     training.
     """
 
-    def __init__(self, settings: Settings, stage: Stage) -> None:
+    def __init__(self, settings: Settings, stage: Stage, device: torch.device) -> None:
         self.settings, self.stage = settings, stage
-        self._predictor: Predictor | None = Predictor()
+        is_plain = device.type == "cpu" or uses_triton(device)
+        memory = 0 if is_plain else torch.cuda.get_device_properties(device).total_memory
+        self._predictor: Predictor | None = Predictor(without_triton=memory)
         self._future: Future[Prediction] = self._predictor.submit(settings, stage)
         self._result: Prediction | None = None
 
@@ -40,20 +43,33 @@ class BackgroundPrediction:
                 self._result = corrected(self._future.result(timeout))
             except (PredictionError, TimeoutError) as error:
                 log.warning("memory: no prediction (%s)", str(error) or "it took too long")
-            self.close()
         return self._result
 
     def announce(self, device: torch.device, num_volumes: tuple[int, int] = (0, 0)) -> Prediction | None:
-        """Log the predicted peak and the memory of the device; warn and name the next rung if it will not fit.
+        """Log the predicted peak, time and memory of the device; warn and name the next rung if it will not fit.
 
-        `num_volumes` says how many volumes train and how many are held out, which decides how long a run takes.
+        `num_volumes` says how many volumes train and how many are held out, which decides how long a run takes. The
+        time on a CPU is measured now, while this process waits.
         """
         prediction = self.result()
         if prediction is not None:
             prediction = replace(prediction, num_volumes=list(num_volumes)) if any(num_volumes) else prediction
             _announce(prediction, self.settings, self.stage, device_bytes(device))
-            log.info("%s", describe_time(prediction, card_of(device)))
+            if device.type != "cpu":
+                log.info("%s", describe_time(prediction, card_of(device)))
+            elif self._predictor is not None:
+                prediction = self._timed_on_cpu(self._predictor, prediction)
+        self.close()
         return prediction
+
+    def _timed_on_cpu(self, predictor: Predictor, prediction: Prediction) -> Prediction:
+        try:
+            timed = predictor.timed_on_cpu(prediction, torch.get_num_threads())
+        except PredictionError as error:
+            log.warning("time: no prediction (%s)", error)
+            return prediction
+        log.info("%s", describe_cpu_time(timed))
+        return timed
 
     def close(self) -> None:
         """Stop the worker."""

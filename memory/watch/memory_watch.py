@@ -25,11 +25,12 @@ from memory.watch.readings import MemoryReadings
 from memory.watch.run_record import write_memory_record
 from runtime.phases import current_phase, phase
 from runtime.processes import Process, number_of_processes
-from settings import Settings
+from settings import Settings, TrainingSettings
 
 log = logging.getLogger(__name__)
 OnOom = Literal["stop", "next-rung"]
-TINY_ACTIVATION_BYTES = 16 * MIB
+TINY_ACTIVATION_BYTES, SMALL_ACTIVATION_BYTES, SHORT_RUN_BYTES = 1 * MIB, 16 * MIB, 512 * MIB
+"""The size of the largest activation, and its sum over the micro-batches of a run."""
 TIMED_STEPS = 50  # without a pause between them, so that kernels still queued at the end hardly count
 
 
@@ -49,7 +50,7 @@ class MemoryWatch:
         self._is_timed = False
         self._pending: BackgroundPrediction | None = None
         if process.is_first and not (process.device.type == "cpu" and is_tiny(settings, stage)):
-            self._pending = BackgroundPrediction(_for_device(settings, process.device), stage)
+            self._pending = BackgroundPrediction(_for_device(settings, process.device), stage, process.device)
 
     def __enter__(self) -> MemoryWatch:
         return self
@@ -114,6 +115,11 @@ class MemoryWatch:
             record_step_time(self.prediction, seconds, self.process.device)
         self._ends = self._ends[-TIMED_STEPS:]
 
+    @property
+    def pace(self) -> tuple[float, float] | None:
+        """Return the predicted seconds of an update and of a validation; None where only a lower bound is known."""
+        return self.prediction.pace_on_cpu if self.prediction is not None else None
+
     def read(self) -> dict[str, float]:
         """Return the readings since the last call, in GiB, by metric name."""
         return self.readings.read()
@@ -144,14 +150,17 @@ def train_with_rungs(train: Callable[[Settings], int], settings: Settings, stage
 
 
 def is_tiny(settings: Settings, stage: Stage) -> bool:
-    """Return whether the largest activation is too small for a prediction to be worth its time."""
+    """Return whether a run is too small and too short for a prediction to be worth its time."""
+    training: TrainingSettings
     if stage == "autoencoder":
         channels, grid = 2 * settings.autoencoder.num_channels[0], settings.training_grid
-        batch = settings.autoencoder.training.batch_size
+        training = settings.autoencoder.training
     else:
         channels, grid = 2 * settings.ldm.unet.num_channels[0], settings.latent_shape[1:]
-        batch = settings.ldm.training.batch_size
-    return 4 * batch * channels * math.prod(grid) < TINY_ACTIVATION_BYTES
+        training = settings.ldm.training
+    activation = 4 * training.batch_size * channels * math.prod(grid)
+    is_short = activation * training.max_steps * training.gradient_accumulation_steps < SHORT_RUN_BYTES
+    return activation < TINY_ACTIVATION_BYTES or (activation < SMALL_ACTIVATION_BYTES and is_short)
 
 
 def _for_device(settings: Settings, device: torch.device) -> Settings:

@@ -21,7 +21,8 @@ class RunClock:
 
     Steps are timed between calls of `mark`, at which the device has finished its work. The first step is left out,
     because it also chooses kernels and fills caches. A run with a time limit has no `last_step`; `seconds` is the time
-    it had left at the start.
+    it had left at the start. `pace` are the predicted seconds of a step and of a validation, used until they have been
+    measured.
     """
 
     def __init__(
@@ -31,10 +32,11 @@ class RunClock:
         validate_every: int = 0,
         save_every: int = 0,
         seconds: float | None = None,
+        pace: tuple[float, float] | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._last_step, self._validate_every, self._save_every = last_step, validate_every, save_every
-        self._seconds, self._now = seconds, now
+        self._seconds, self._pace, self._now = seconds, pace, now
         self._start = self._marked_at = now()
         self._marked_step = first_step
         self._intervals: deque[tuple[int, float]] = deque(maxlen=INTERVALS)
@@ -81,26 +83,31 @@ class RunClock:
 
     def seconds_left(self, step: int) -> float | None:
         """Return the predicted time of the rest of the run, with the saves and validations whose time is known."""
-        if self.seconds_per_step is None:
+        of_step = self.seconds_per_step
+        if of_step is None and self._pace is not None:
+            of_step = self._pace[0]
+        if of_step is None:
             return None
         if self._last_step is None:
             return None if self._seconds is None else max(0.0, self._seconds - self.elapsed)
         saves = (self._last_step - step) // self._save_every if self._save_every else 0
         left = {"save": max(saves, self.validations_left(step)), "validation": self.validations_left(step)}
         pauses = sum(left[kind] * sum(seconds) / len(seconds) for kind, seconds in self._pauses.items() if seconds)
-        return (self._last_step - step) * self.seconds_per_step + pauses
+        if not self.has_validated and self._pace is not None:
+            pauses += left["validation"] * self._pace[1]
+        return (self._last_step - step) * of_step + pauses
 
     def text(self, step: int) -> str:
-        """Return the time left in words; empty before the first interval.
+        """Return the time left in words; empty before the first interval unless it was predicted.
 
-        Until a validation has been timed, the remaining validations are counted instead.
+        Until the time of a validation is known, the remaining validations are counted instead.
         """
         left = self.seconds_left(step)
         if left is None:
             return ""
         validations = self.validations_left(step)
-        unknown = f" + {counted(validations, 'validation')}"
-        return f"{duration_text(left)}{unknown if validations and not self.has_validated else ''}"
+        is_unknown = validations and not self.has_validated and self._pace is None
+        return duration_text(left) + (f" + {counted(validations, 'validation')}" if is_unknown else "")
 
     def announcement(self, step: int) -> str:
         """Return the time left as a sentence: once when steps have been timed, once more when a validation has."""

@@ -66,6 +66,8 @@ class Recorder:
             self._board = SummaryWriter(str(run.tensorboard / stage), purge_step=first_step + 1 if first_step else None)
             style = _TIMED_BAR if last_step is None else _BAR
             self._bar = tqdm(total=last_step, initial=first_step, desc=stage, dynamic_ncols=True, bar_format=style)
+            if left := self.clock.text(first_step):
+                self._bar.set_postfix({"left": f"about {left}"})
 
     def __enter__(self) -> Recorder:
         return self

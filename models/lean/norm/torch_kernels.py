@@ -17,7 +17,13 @@ from models.lean.layout import CHANNELS_LAST, layout_of
 from models.lean.norm.affine import Norm
 
 PIECE_VALUES = {"cpu": 2**18}
-"""Values in a piece on the CPU: 1 MiB of fp32, which stays in a core's cache from one pass to the next."""
+"""Values in a piece on the CPU: 1 MiB of fp32, which stays in a core's cache from one pass to the next.
+
+A memory prediction for a GPU that cannot run Triton adds an entry for its pretended device with `emulate_gpu`.
+"""
+
+EMULATED_GPU = torch.device("meta")
+"""What tensors of such a prediction name as their device, because torch built without CUDA refuses to handle "cuda"."""
 
 PIECES_OF_A_GPU = 32
 """A GPU converts up to this fraction of its memory at once: almost every volume that fits it is a single piece."""
@@ -268,9 +274,19 @@ def _steps(x: Tensor) -> tuple[int, int]:
 
 def piece_values(device: torch.device) -> int:
     """Return how many values are converted to full precision at once."""
-    if device.type == "cpu":
-        return PIECE_VALUES["cpu"]
+    if device.type in PIECE_VALUES:
+        return PIECE_VALUES[device.type]
     return torch.cuda.get_device_properties(device).total_memory // PIECES_OF_A_GPU // 4
+
+
+def emulate_gpu(memory_bytes: int) -> None:
+    """Let this process, which only predicts, cut volumes as on a GPU of this size."""
+    PIECE_VALUES[EMULATED_GPU.type] = memory_bytes // PIECES_OF_A_GPU // 4
+
+
+def is_emulated_gpu() -> bool:
+    """Return whether `emulate_gpu` was called."""
+    return EMULATED_GPU.type in PIECE_VALUES
 
 
 def _step(limit: int, values_each: int, size: int) -> int:

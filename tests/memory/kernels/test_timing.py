@@ -55,7 +55,20 @@ def test_what_dominates_is_named_with_what_leaving_it_out_is_worth():
         ("NVIDIA A100-SXM4-80GB", "A100 80GB SXM"),
         ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
         ("A100-SXM4-40GB", "A100 40GB"),
-        ("NVIDIA H100 80GB HBM3", None),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H200", "H200 SXM"),
+        ("h100", "H100 PCIe"),
+        ("Tesla V100-SXM2-16GB", "V100 SXM"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("2080 Ti", "RTX 2080 Ti"),
+        ("NVIDIA GeForce RTX 3080 Ti", None),
+        ("NVIDIA GeForce RTX 4080 SUPER", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("GeForce RTX 5090", "RTX 5090"),
+        ("NVIDIA A100-PCIE-40GB MIG 1g.5gb", None),
         ("h100 sxm", "H100 SXM"),
         ("NVIDIA L40S", "L40S"),
         ("L40", "L40"),
@@ -69,7 +82,7 @@ def test_names_of_cards_are_understood_as_drivers_and_people_write_them(name, fo
 
 
 def test_an_unknown_card_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"--gpu: found 'RTX 9999'; allowed: A100 40GB, .*RTX 4090"):
+    with pytest.raises(ConfigError, match=r"--gpu: found 'RTX 9999'; allowed: A10, .*RTX 4090"):
         check_gpu("RTX 9999")
     assert chosen_gpu("l40s").name == "L40S"
 

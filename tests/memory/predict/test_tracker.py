@@ -8,8 +8,13 @@ from monai.networks.nets import AutoencoderKL
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from losses import pieces
+from memory.predict import emulation
+from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, measure_peak, tracked
 from memory.predict.tracker import _call
+from models.lean.norm import torch_kernels
+from models.lean.norm.operators import group_norm
 
 GIB = 1 << 30
 
@@ -168,7 +173,7 @@ def small_step(fake):
 
 def test_fake_step_makes_and_releases_the_storages_of_the_real_step(monkeypatch):
     # Under a dispatch mode autograd adds no gradients up in place, so a tracked real step makes new ones.
-    monkeypatch.setattr("memory.predict.tracker._is_added_in_place", lambda *_: False)
+    monkeypatch.setattr("memory.predict.tracker.is_added_in_place", lambda *_: False)
     fake, real = small_step(True), small_step(False)
     assert [(r.op, r.nbytes) for r in fake.allocations] == [(r.op, r.nbytes) for r in real.allocations]
     assert fake.trace == real.trace
@@ -213,3 +218,58 @@ def test_convolutions_return_the_layout_of_a_gpu_whatever_the_cpu_can_do(dtype, 
             assert gradient.is_contiguous(memory_format=layout)
 
     measure_peak(run)
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_equal_chunks_of_a_perceptual_loss_are_repeated_instead_of_run_with_the_same_result(cuda, monkeypatch):
+    """Nine chunks of three shapes, the last of each axis shorter: four or five of them run."""
+    rows: list[list[pieces.Index]] = [[(0, 0, row)] * 2 for row in range(6)]
+    columns: list[list[pieces.Index]] = [[(0, 0, slice(None), row)] for row in range(2)]
+    chunks: list[list[pieces.Index]] = [*rows, [(0, 0, 7)], *columns]
+    runs = []
+
+    def distance(images, wanted):
+        runs.append(len(images))
+        return (images * 2 - wanted).square().flatten(1).mean(1)
+
+    def run(tracker):
+        volume = torch.zeros(1, 1, 8, 8, 8, requires_grad=True)
+        pieces.mean_over_pieces(volume, torch.zeros(1, 1, 8, 8, 8), chunks, distance).backward()
+
+    found = measure_peak(run, cuda=cuda)
+    assert len(runs) == 2 + 1 + 2
+    monkeypatch.setattr(emulation, "_shape_of", id)
+    expected = measure_peak(run, cuda=cuda)
+    assert len(runs) == 5 + 9
+    assert (found.peak, found.phase_peaks, found.peak_event) == (
+        expected.peak,
+        expected.phase_peaks,
+        expected.peak_event,
+    )
+    assert [found.allocations[event].nbytes if event >= 0 else None for event in found.trace] == [
+        expected.allocations[event].nbytes if event >= 0 else None for event in expected.trace
+    ]
+    sizes = [record.nbytes for record in found.allocations]
+    limits = AllocatorLimits(expandable_segments=True)
+    assert replay(found.trace, sizes, limits).allocated == 0
+    assert found.work == expected.work
+    assert found.flops == expected.flops
+    assert found.calls.number == expected.calls.number
+
+
+def test_norms_on_a_gpu_without_triton_count_their_copies_in_fp32(monkeypatch):
+    voxels = 16 * 8**3
+
+    def run(tracker):
+        x = torch.zeros(1, 16, 8, 8, 8, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last_3d)
+        weight, bias = torch.ones(16), torch.zeros(16)
+        tracker.reset()
+        group_norm(x, weight, bias, 4, 1e-5, True, torch.bfloat16)
+
+    with_triton = measure_peak(run).peak["device"]
+    monkeypatch.setattr(torch_kernels, "PIECE_VALUES", dict(torch_kernels.PIECE_VALUES))
+    torch_kernels.emulate_gpu(16 * GIB)
+    without = measure_peak(run).peak["device"]
+    # Its input and its result in 16 bits with Triton; a copy in fp32 besides without it.
+    assert with_triton == pytest.approx(4 * voxels, rel=0.05)
+    assert without == pytest.approx(8 * voxels, rel=0.05)
