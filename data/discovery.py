@@ -153,7 +153,7 @@ def _in_folder(root: Path) -> tuple[list[Found], list[str]]:
 
 
 def _series(root: Path, folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Return the DICOM series in a folder by name, each as its first file, and what is no volume."""
+    """Return the DICOM series in a folder by name, each as its first file, and what is not a volume."""
     try:
         scanned = dicom.scan(folder)
     except OSError as error:
@@ -276,8 +276,8 @@ def _class_of(entry: Any, root: Path, names: set[str]) -> str | None:
         missing = next((path for path in paths if not os.path.exists(root / path.strip())), None)
         if missing is not None:
             raise ValueError(
-                f"its label {_cut(printable(missing))} is no file; restore it or remove the label, or name a class as "
-                '"class"'
+                f"its label {_cut(printable(missing))} is not a file; restore it or remove the label, or name a class "
+                'as "class"'
             )
         return None
     if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Choice:
-    """The value of a dotted key and why it was chosen; `is_weak`: little speaks for it, so look at it again."""
+    """The value of a dotted key and why it was chosen; `is_weak`: it rests on little evidence."""
 
     key: str
     value: Any

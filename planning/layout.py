@@ -112,8 +112,8 @@ def covered_extent(fingerprint: Fingerprint) -> Extent:
     if not fingerprint.background >= LITTLE_BACKGROUND:
         share = "unknown" if math.isnan(fingerprint.background) else f"{fingerprint.background:.0%}"
         reason = (
-            f"{sizes}, and the volumes are filled to the rim (background {share}), so padding would draw borders; each "
-            "is stretched to the median instead"
+            f"{sizes}, and the volumes are filled to the edge (background {share}), so padding would draw borders; "
+            "each is stretched to the median instead"
         )
         return chosen(median, "resample", reason, True)
     size = np.percentile(extents, COVERED, axis=0)
@@ -121,7 +121,7 @@ def covered_extent(fingerprint: Fingerprint) -> Extent:
     covered = "x".join(f"{mm:.0f}" for mm in size)
     reason = (
         f"{sizes}, so every volume keeps its millimetres: the grid covers {covered} mm, "
-        f"{cut} of {fingerprint.number} volumes lose part of their rim and smaller ones are padded with background "
+        f"{cut} of {fingerprint.number} volumes lose part of their edge and smaller ones are padded with background "
         f"(they have {fingerprint.background:.0%} of it)"
     )
     return chosen(size, "crop_or_pad", reason, few or variation > 2)

@@ -76,7 +76,7 @@ class Verdict:
 
     @property
     def expected_hours(self) -> float:
-        """Return the hours to reckon with: twice the least, or what measured steps or `max_hours` make of it."""
+        """Return the expected hours: twice the least, or what measured steps or `max_hours` make of it."""
         section = self.settings.autoencoder if self.prediction.stage == "autoencoder" else self.settings.ldm
         is_known = self.prediction.time_correction != 1.0 or section.training.max_hours is not None
         return self.hours * (1.0 if is_known else SLOWER)

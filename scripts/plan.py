@@ -134,10 +134,10 @@ def _check_keeps_data(path: str, option: str, data: str) -> None:
 
 
 def _check_is_plan(out: str) -> None:
-    """Raise `UserError` for an output that is no YAML file, or that would replace a config which is no plan."""
+    """Raise `UserError` for an output that is not a YAML file, or that would replace a config that is not a plan."""
     path = Path(out)
     if path.suffix not in (".yaml", ".yml"):
-        raise UserError(f"--out: {out} is no name of a config; .yaml and .yml are allowed; choose one of them")
+        raise UserError(f"--out: {out} is not the name of a config; .yaml and .yml are allowed; choose one of them")
     if path.is_file() and PLANNED not in path.read_text(encoding="utf-8", errors="replace"):
         raise UserError(f"--out: {out} exists and was not written by a plan; a new one is allowed; choose another name")
 

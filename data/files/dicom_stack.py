@@ -1,4 +1,4 @@
-"""Orders the images of a DICOM series, and says why they are no regular stack."""
+"""Orders the images of a DICOM series, and says why they are not a regular stack."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def groups_of(found: Sequence[Found], s: DataSettings) -> dict[Found, str] | Non
         pattern = re.compile(s.group_by)
     except re.error as error:
         raise DataError(
-            f"data.group_by: {printable(s.group_by)} is no pattern ({error}); folder, column:NAME or a regular "
+            f"data.group_by: {printable(s.group_by)} is not a pattern ({error}); folder, column:NAME or a regular "
             "expression is allowed; correct it"
         ) from error
     groups, unmatched = {}, []

@@ -2,8 +2,8 @@
 
 How fast a CPU computes depends on the operator, its channels, its kernel and its size far more than on a peak. So calls
 that differ little in size form a class, one call of each class is made with real tensors, and the others take as much
-longer as they compute or move more. What most likely takes longest is measured first, until the time for it is over;
-the rest takes as long as measured operators of its kind. What calls take besides their kernels is measured too.
+longer as they compute or move more. The classes expected to take longest are measured first, until the time limit; the
+others are assumed to be as fast as measured operators of their kind. The overhead of a call is measured too.
 """
 
 from __future__ import annotations

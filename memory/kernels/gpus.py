@@ -76,7 +76,7 @@ GPUS = (
 )
 DEFAULT = "A100 80GB SXM"
 _DIFFERENT = {"d", "laptop", "max", "mig", "mobile", "q", "super", "ti"}
-"""Words that make another card of a name: an RTX 4090 Laptop GPU is no RTX 4090, a part of an A100 is no A100."""
+"""Words that turn a card's name into another card's: an RTX 4090 Laptop GPU is not an RTX 4090."""
 
 
 def _words(name: str) -> set[str]:

@@ -61,9 +61,9 @@ def _offloads_counted_by(tracker: MemoryTracker) -> Iterator[None]:
 
 @contextmanager
 def _equal_chunks_repeated_by(tracker: MemoryTracker) -> Iterator[None]:
-    """Run two of the equal chunks that follow each other in a perceptual loss, and let the tracker repeat the second.
+    """Run only the first two of the equal chunks of a perceptual loss, and let the tracker repeat the second.
 
-    The second is the first that starts with what an equal one has left.
+    The second is the first to start from the state that an equal chunk leaves behind.
     """
     in_turn = pieces.in_turn
 

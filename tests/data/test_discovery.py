@@ -150,9 +150,9 @@ def test_paths_of_dataset_json_stay_inside_its_folder_unless_allowed(make_volume
             (f'{{"training": [{{"image": "a.nii.gz", "label": {label}}}]}}', f"entry 0: its label is {label}; text or")
             for label in ("1.5", "true", "[1, 2]", "[]", '""', "{}")
         ),
-        ('{"training": [{"image": "a.nii", "label": "l/a.nii"}]}', "entry 0: its label l/a.nii is no file; restore it"),
+        ('{"training": [{"image": "a.nii", "label": "l/a.nii"}]}', "0: its label l/a.nii is not a file; restore it"),
         ('{"training": [{"image": "a.nii", "label": ["dataset.json", "/x"]}]}', "its label is "),
-        ('{"training": [{"image": "a.nii", "label": ["./dataset.json", "/x"]}]}', "its label /x is no file"),
+        ('{"training": [{"image": "a.nii", "label": ["./dataset.json", "/x"]}]}', "its label /x is not a file"),
         ('{"training": [{"image": "a.nii", "label": "well/ill"}]}', 'or name a class as "class"'),
         (
             '{"labels": {"0": "ill", "1": "well"}, "training": [{"image": "a.nii", "label": 5}]}',

@@ -77,7 +77,7 @@ def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path: Path) -> None
     assert groups(group_by="column:patient", labels=str(table)) == ["p", "p", "q"]
     for values, text in (
         ({"group_by": "nothing"}, "matches 0 of 3 volumes, not a/sub-1_x.nii"),
-        ({"group_by": "("}, "is no pattern"),
+        ({"group_by": "("}, "is not a pattern"),
         ({"group_by": "column:patient"}, "without data.labels"),
         ({"group_by": "column:age", "labels": str(table)}, "file and age are needed"),
     ):

@@ -84,7 +84,7 @@ def test_alike_fields_of_view_are_stretched():
 def test_volumes_with_background_keep_their_millimetres():
     extent = covered_extent(SETS["CT"])
     assert extent.resize == "crop_or_pad"
-    assert "of 120 volumes lose part of their rim" in extent.reason
+    assert "of 120 volumes lose part of their edge" in extent.reason
     covered = [(e <= size * 1.001).mean() for e, size in zip(SETS["CT"].extents.T, extent.size_mm, strict=True)]
     assert min(covered) >= 0.88
 
@@ -92,7 +92,7 @@ def test_volumes_with_background_keep_their_millimetres():
 def test_tight_crops_are_not_padded():
     extent = covered_extent(SETS["small crops"])
     assert extent.resize == "resample"
-    assert "filled to the rim" in extent.reason
+    assert "filled to the edge" in extent.reason
     assert extent.is_weak
     unknown = covered_extent(pretended(20, (64, 64, 40), variation=1.3, background=math.nan))
     assert unknown.resize == "resample"

@@ -82,7 +82,7 @@ def test_steps_measured_on_another_device_do_not_correct_the_plan(monkeypatch):
         (("--budget-gb", "8", "data.voxel_size=large"), "data.voxel_size: found 'large'"),
         (("--budget-gb", "8", "data.source=elsewhere"), "data.source: given besides --data"),
         (("--budget-gb", "8", "--data", ""), "--data: the path is empty"),
-        (("--budget-gb", "8", "--out", "plan.txt"), "--out: plan.txt is no name of a config"),
+        (("--budget-gb", "8", "--out", "plan.txt"), "--out: plan.txt is not the name of a config"),
         (("--budget-gb", "8", "--out", "other.yaml"), "--out: other.yaml exists and was not written by a plan"),
         (("--budget-gb", "8", "--out", "new.yaml", "--json", "./new.yaml"), "--json: ./new.yaml is also --out"),
         (("--budget-gb", "8", "--out", "nowhere/0.yaml"), "--out: nowhere/0.yaml lies in the folder of the volumes"),
