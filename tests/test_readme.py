@@ -105,7 +105,7 @@ def test_translation_has_the_same_commands_links_and_headings():
 @pytest.mark.parametrize("name", READMES)
 def test_shown_output_is_what_the_command_prints(name, monkeypatch, capsys):
     """Verbatim, from the predictions in docs/predictions.json; the ladder's choice and its text are computed again."""
-    monkeypatch.setattr("memory.ladder.walk.Predictor", lambda workers: StoredPredictor("readme"))
+    monkeypatch.setattr("memory.ladder.walk.Predictor", lambda *_: StoredPredictor("readme"))
     monkeypatch.setattr("memory.kernels.gpus._present_name", str)  # as on a machine without a GPU
     blocks = list(readme_output.BLOCK.finditer(TEXTS[name]))
     assert len(blocks) == TEXTS[name].count("```text")
