@@ -137,7 +137,7 @@ class InventedPredictor:
 
     asked: list[Settings]
 
-    def __init__(self, workers):
+    def __init__(self, workers, without_triton):
         type(self).asked = []
 
     def __enter__(self):
