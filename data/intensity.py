@@ -13,7 +13,7 @@ from settings.data import IntensitySettings
 
 NETWORK_RANGE = (-1.0, 1.0)
 
-# Fewer steps of float32 than this between the two ends are no contrast worth learning.
+# With fewer float32 steps than this between the two ends, no usable contrast is left.
 FEWEST_STEPS = 64
 
 

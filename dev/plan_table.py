@@ -32,7 +32,7 @@ Written by `python dev/plan_table.py`; do not edit by hand.
 
 What `scripts/plan.py` recommends for five generated data sets and four budgets. Every plan is validated and fits with
 its margin. Shares are what a stage needs of the budget without its margin, which the predictor adds on top. A stage
-that needs less than 75 % has its reason below the table. Hours are the least for all updates on an {GPU}. "Asked"
+that needs less than 75 % has its reason below the table. Hours are a lower bound for all updates on an {GPU}. "Asked"
 counts the predictions that a plan needed besides those that it shares with smaller budgets.
 """
 _COLUMNS = (

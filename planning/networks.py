@@ -98,7 +98,7 @@ def _autoencoder_training(network: Network, scene: Scene) -> Iterator[Choice]:
     yield Choice(f"{where}.warmup_steps", "auto", "a twentieth of the run, at most 200 steps")
     yield Choice(f"{where}.use_perceptual_loss", True, "sharper volumes")
     yield Choice(f"{where}.perceptual.network", "structural", "needs no weights, so it works offline")
-    yield Choice(f"{where}.perceptual_weight", 0.1, "that of configs/quickstart.yaml")
+    yield Choice(f"{where}.perceptual_weight", 0.1, "keeps the term small beside the reconstruction error", True)
     layers = max((n for n in (1, 2, 3) if min(grid) >= 3 * 2**n), default=0)
     reason = f"{layers} layers need {3 * 2**layers} voxels along the shortest axis of {min(grid)}"
     yield Choice(f"{where}.adversarial_weight", 0.01 if layers else 0.0, reason if layers else "too few voxels for one")

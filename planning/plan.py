@@ -180,7 +180,7 @@ def _narrower(planner: Planner, draft: Draft, stage: Stage, share: float) -> Dra
 
 
 def _faster(planner: Planner, draft: Draft) -> tuple[str, Draft]:
-    """Return narrower networks, or fewer steps if the widths are given or the least."""
+    """Return narrower networks, or fewer steps if the widths are given or already the smallest."""
 
     def halved(width: int, every: tuple[int, ...]) -> int:
         return max((w for w in every if w <= width / 2), default=min(width, every[0]))

@@ -38,7 +38,7 @@ def describe_plan(plan: Plan, parameters: Parameters) -> str:
     parts += ["\n".join(lines) for lines in (_wrapped(plan.unused), _wrapped(plan.notes)) if lines]
     weak = [choice.key for choice in plan.choices if choice.is_weak]
     if weak:
-        parts.append("\n".join(_wrapped([f"Inferred from little, worth a look: {', '.join(weak)}."])))
+        parts.append("\n".join(_wrapped([f"Inferred from little evidence, worth a look: {', '.join(weak)}."])))
     return "\n\n".join(parts)
 
 
@@ -140,8 +140,8 @@ def _time_note(plan: Plan) -> str:
         _wrapped(
             [
                 f"Memory: what the run needs with the CUDA context, and its part of {plan.budget_bytes / GIB:g} GiB; "
-                f"the recommended config fits with its margin. Hours: the least for all updates on {verdict.gpu.name}, "
-                "from bytes moved and operations; reckon with twice as much."
+                f"the recommended config fits with its margin. Hours: a lower bound for all updates on "
+                f"{verdict.gpu.name}, from bytes moved and operations; expect about twice that."
             ]
         )
     )

@@ -118,7 +118,7 @@ class PreparedFolder:
         return Prepared(image, facts)
 
     def tidy(self) -> None:
-        """Remove what killed processes left half written."""
+        """Remove files that killed processes left half-written."""
         for path in self.folder.glob(f".*{SUFFIX}.*.tmp"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:

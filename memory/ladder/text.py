@@ -42,8 +42,8 @@ def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> s
 def _time_note(ladder: Ladder) -> str:
     given = ladder.rungs[0].prediction
     return (
-        f"Time: the least for the whole run of {given.max_steps:,} updates on {ladder.gpu.name}, from bytes moved and "
-        "operations." + dominant_text(given, ladder.gpu)
+        f"Time: a lower bound for the whole run of {given.max_steps:,} updates on {ladder.gpu.name}, from bytes moved "
+        "and operations." + dominant_text(given, ladder.gpu)
     )
 
 
