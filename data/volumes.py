@@ -12,6 +12,7 @@ from data.discovery import Found, class_names_of, find, with_labels
 from data.files import dicom
 from data.phantoms import phantom_files, phantom_root
 from data.preparation.checking import Checked, check_files
+from data.survey.names import grouped
 from data.survey.overview import looks_like_labels
 from data.survey.patients import groups_of, parted_patients
 from settings import DataError
@@ -88,7 +89,7 @@ def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -
     if source.problems:
         lines = "\n".join(f"  {problem}" for problem in source.problems)
         raise DataError(f"data.source: {s.source} has {len(source.problems)} problems:\n{lines}")
-    for line in (*source.left_out, *copies_lines(source.found, source.checked)):
+    for line in (*grouped(source.left_out), *copies_lines(source.found, source.checked)):
         log.warning("data: %s", line)
     found = source.found
     class_names = class_names_of(found)

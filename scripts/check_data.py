@@ -16,6 +16,8 @@ from storage.names import counted, printable
 
 # Unusual volumes that are shown; --json has all of them.
 MOST_SHOWN = 10
+# Channels whose range of intensities is shown.
+MOST_CHANNELS = 4
 
 COLUMNS = ("volume", "class", "shape", "spacing mm", "type", "minimum", "maximum", "scaled from", "problems")
 
@@ -33,6 +35,7 @@ def main(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_output_file(options.json, "--json", [options.config])
     settings = load_settings(options.config, options.overrides)
+    from data.survey.names import grouped
     from data.volumes import check_source, split_source
 
     source = check_source(settings.data, settings.seed, settings.autoencoder.in_channels)
@@ -41,21 +44,28 @@ def main(options: argparse.Namespace) -> int:
     print()
     if source.left_out:
         print(f"left out, {counted(len(source.left_out), 'entry')}:")
-        for line in source.left_out:
+        for line in grouped(source.left_out):
             print(f"  {line}")
         print()
     if options.json is not None:
         _write_json(options.json, source, settings)
     if source.problems:
-        problems = counted(len(source.problems), "problem")
-        print(f"{problems} in {counted(len(rows), 'volume')}:")
-        for problem in source.problems:
-            print(f"  {problem}")
+        _print_problems(source, settings)
         return UserError.exit_code
     volumes = split_source(source, settings.data, settings.seed, settings.autoencoder.in_channels)
     print(_summary(source, volumes, settings))
     print(f"\nnext: python train_autoencoder.py --config {options.config} {' '.join(options.overrides)}".rstrip())
     return 0
+
+
+def _print_problems(source, settings) -> None:
+    """Print what the volumes without problems are like, then every problem."""
+    if _usable(source)[1]:
+        print(_summary(source, None, settings))
+        print()
+    print(f"{counted(len(source.problems), 'problem')} in {counted(len(source.found), 'volume')}:")
+    for problem in source.problems:
+        print(f"  {problem}")
 
 
 def _row(found, checked) -> tuple[str, ...]:
@@ -66,6 +76,8 @@ def _row(found, checked) -> tuple[str, ...]:
     if facts is None:
         return (name, printable(found.class_name or ""), "", "", "", "", "", "", problems)
     ends = [f"{low:g} to {high:g}" for low, high in zip(facts.lower, facts.upper, strict=True)]
+    if len(ends) > MOST_CHANNELS:
+        ends = [*ends[:1], f"and {len(ends) - 1} more channels"]
     return (
         name,
         printable(found.class_name or ""),
@@ -119,19 +131,20 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
 
 
 def _summary(source, volumes, settings) -> str:
+    """Describe the usable volumes; `volumes` is their split, or None if problems stand in its way."""
     from data.survey.grids import cost_text, stage_problems, suggested_grid
     from data.survey.overview import outlier_lines, range_lines
     from data.survey.patients import suspected_patients
 
     data = settings.data
     names, facts = _usable(source)
+    parts = "" if volumes is None else f": {len(volumes.train)} for training, {len(volumes.val)} for validation"
     lines = [
-        f"{counted(len(facts), 'volume')}, no problem: "
-        f"{len(volumes.train)} for training, {len(volumes.val)} for validation",
+        f"{counted(len(facts), 'volume')}{' without a' if volumes is None else ', no'} problem{parts}",
         *range_lines(facts, data),
         f"resized to {_times(data.voxel_size)} ({data.resize}), intensities scaled by {data.intensity.mode}",
     ]
-    if volumes.class_names:
+    if volumes is not None and volumes.class_names:
         files = (*volumes.train, *volumes.val)
         counts = [sum(file.label == label for file in files) for label in range(len(volumes.class_names))]
         named = zip(volumes.class_names, counts, strict=True)

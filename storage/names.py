@@ -15,3 +15,8 @@ def counted(number: int, noun: str) -> str:
     """Return a number with its noun: 1 entry, 2 entries."""
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes in GiB, or in MiB if it is small."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 // 10 else f"{num_bytes / 2**20:.2f} MiB"

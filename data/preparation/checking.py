@@ -24,7 +24,7 @@ from data.reading import VolumeFacts, measure, on_grid, unusable
 from settings import DataError
 from settings.data import DataSettings
 from storage.locking import alone
-from storage.names import counted, printable
+from storage.names import counted, printable, size_text
 
 log = logging.getLogger(__name__)
 
@@ -197,20 +197,16 @@ def _require_space(folder: PreparedFolder, number: int, num_others: int, num_cha
     free = shutil.disk_usage(place).free
     if needed > free + num_others * folder.num_bytes(num_channels):
         raise DataError(
-            f"data.prepared: disk: preparing {number} volumes needs {_size_text(needed)} in {folder.folder}, "
-            f"{_size_text(free)} is free; make room, or set data.prepared to memory or none"
+            f"data.prepared: disk: preparing {number} volumes needs {size_text(needed)} in {folder.folder}, "
+            f"{size_text(free)} is free; make room, or set data.prepared to memory or none"
         )
     log.info(
         "data: preparing %s once, in %s (%s of %s free)",
         counted(number, "volume"),
         folder.folder,
-        _size_text(needed),
-        _size_text(free),
+        size_text(needed),
+        size_text(free),
     )
-
-
-def _size_text(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 // 10 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _in_threads(

@@ -11,6 +11,7 @@ from data.geometry import geometry_of
 from data.reading import VolumeFacts
 from settings import ConfigError, Settings
 from settings.rules import nearest_multiples
+from storage.names import size_text
 
 
 def suggested_grid(facts: Sequence[VolumeFacts], settings: Settings) -> tuple[int, ...] | None:
@@ -42,8 +43,8 @@ def stage_problems(settings: Settings, grid: Sequence[int]) -> list[str]:
 def cost_text(grid: Sequence[int], settings: Settings, number: int) -> str:
     """Return what a grid costs compared with the one that is set."""
     ratio = math.prod(grid) / math.prod(settings.data.voxel_size)
-    disk = 4 * settings.autoencoder.in_channels * math.prod(grid) * number / 2**30
+    disk = 4 * settings.autoencoder.in_channels * math.prod(grid) * number
     return (
         f"{ratio:.2f} times the voxels of data.voxel_size, and about that much of its memory and time; "
-        f"{disk:.2f} GiB of prepared volumes"
+        f"{size_text(disk)} of prepared volumes"
     )

@@ -15,6 +15,8 @@ LABEL_FOLDERS = {
 }
 PATIENTS = (r"sub-[A-Za-z0-9]+", r"(?i)(?:patient|subject|subj|pat)[-_]?\d+")
 """Patterns that people name patients by, the most telling first."""
+LEFT_OUT = ": left out, "
+MOST_OF_A_REASON = 3  # files that are left out for the same reason and named one by one
 FEWEST_CASES = 2  # two folders with one volume each may still be two classes
 LABEL_ENDINGS = ("seg", "segmentation", "mask", "label", "labels", "labelmap", "gt", "roi")
 
@@ -34,7 +36,7 @@ def label_files(names: Sequence[str]) -> dict[str, str]:
         beside = next((p for p in PurePosixPath(name).parents if p.name.lower() in LABEL_FOLDERS), None)
         images = next((f.name for f in sorted(folders) if beside and f.parent == beside.parent and is_images(f)), None)
         if beside is not None and images is not None:
-            result[name] = f"labels of {images}/ by its folder"
+            result[name] = f"labels of {images}/ by the name of the folder"
             continue
         start = _labelled(_stem(name))
         if start is not None and any(
@@ -70,6 +72,21 @@ def _is_patient(folder: str) -> bool:
 def is_images(folder: PurePosixPath) -> bool:
     """Return whether a folder holds images by its name."""
     return folder.name.lower() in IMAGE_FOLDERS
+
+
+def grouped(lines: Sequence[str]) -> list[str]:
+    """Return lines such as `a.nii: left out, why`, with those of one reason in one line if there are many."""
+    names: dict[str, list[str]] = {}
+    for line in sorted(lines):
+        name, mark, why = line.partition(LEFT_OUT)
+        names.setdefault(why if mark else line, []).append(name)
+    result = []
+    for why, same in names.items():
+        if len(same) > MOST_OF_A_REASON:
+            result.append(f"{same[0]}, {same[1]} and {len(same) - 2} more{LEFT_OUT}{why}")
+        else:
+            result += [name if name == why else f"{name}{LEFT_OUT}{why}" for name in same]
+    return result
 
 
 def _stem(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
@@ -13,6 +14,8 @@ from settings import DataError
 from settings.data import DataSettings
 from storage.names import printable
 
+log = logging.getLogger(__name__)
+
 FOLDER = "folder"
 COLUMN = "column:"
 
@@ -21,7 +24,10 @@ SUGGESTED = (*PATIENTS, r"(.*\d.*?)[-_](?:scan|ses|session|visit|tp|t)?[-_]?\d{1
 
 
 def groups_of(found: Sequence[Found], s: DataSettings) -> dict[Found, str] | None:
-    """Return the group of each volume by `data.group_by`, or None if it is not set; raise DataError if it fits none."""
+    """Return the group of each volume by `data.group_by`, or None if it is not set; raise DataError if it fits none.
+
+    A volume that a pattern does not match is a group of its own.
+    """
     if s.group_by is None:
         return None
     if s.group_by == FOLDER:
@@ -35,19 +41,28 @@ def groups_of(found: Sequence[Found], s: DataSettings) -> dict[Found, str] | Non
             f"data.group_by: {printable(s.group_by)} is not a pattern ({error}); folder, column:NAME or a regular "
             "expression is allowed; correct it"
         ) from error
-    groups, unmatched = {}, []
+    groups: dict[Found, str] = {}
+    unmatched: list[Found] = []
     for item in found:
         match = pattern.search(item.name)
         if match is None:
-            unmatched.append(item.name)
+            unmatched.append(item)
         else:
             groups[item] = match.group(1) if match.re.groups and match.group(1) is not None else match.group()
-    if unmatched:
+    if not groups:
         raise DataError(
-            f"data.group_by: {printable(s.group_by)} matches {len(groups)} of {len(found)} volumes, not "
-            f"{printable(unmatched[0])}; each volume needs a group; change the pattern, or use folder or column:NAME"
+            f"data.group_by: {printable(s.group_by)} matches 0 of {len(found)} volumes, not "
+            f"{printable(unmatched[0].name)}; change the pattern, or use folder or column:NAME"
         )
-    return groups
+    if unmatched:
+        log.warning(
+            "data.group_by: %s matches %d of %d volumes, not %s; each of the others is a group of its own",
+            printable(s.group_by),
+            len(groups),
+            len(found),
+            printable(unmatched[0].name),
+        )
+    return groups | {item: f"{item.name}/" for item in unmatched}
 
 
 def _by_column(found: Sequence[Found], s: DataSettings) -> dict[Found, str]:

@@ -44,7 +44,7 @@ def test_images_and_labels_are_pairs_and_no_classes(tmp_path: Path) -> None:
         write_nifti(tmp_path / f"all/{name}.nii.gz", random_voxels(1), AFFINE)
     volumes, left_out = find(str(tmp_path / "all"), False)
     assert [(item.name, item.class_name) for item in volumes] == [("images/a.nii.gz", None), ("images/b.nii.gz", None)]
-    assert left_out == [f"labels/{name}.nii.gz: left out, labels of images/ by its folder" for name in "ab"]
+    assert left_out == [f"labels/{name}.nii.gz: left out, labels of images/ by the name of the folder" for name in "ab"]
 
 
 def test_label_maps_are_left_out_unless_asked_for_or_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -72,6 +72,7 @@ def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path: Path) -> None
     assert groups(group_by=r"sub-\d+") == ["sub-1", "sub-1", "sub-2"]
     assert groups(group_by=r"sub-(\d+)") == ["1", "1", "2"]
     assert groups(group_by="folder") == ["a", "a", "b"]
+    assert groups(group_by="sub-1") == ["sub-1", "sub-1", "b/sub-2_x.nii/"]
     table = tmp_path / "table.csv"
     table.write_text("file,label,patient\na/sub-1_x.nii,0,p\na/sub-1_y.nii,0,p\nsub-2_x.nii,1,q\n")
     assert groups(group_by="column:patient", labels=str(table)) == ["p", "p", "q"]

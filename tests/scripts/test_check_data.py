@@ -182,13 +182,15 @@ def test_a_folder_as_people_have_them_is_understood(
     write_nifti(tmp_path / "all/images/four.nii.gz", four, np.eye(4))
     assert check_here("data.source=all") == 2
     problem = capsys.readouterr().out
+    assert "13 volumes without a problem" in problem
+    assert "5 patients seem to have several scans" in problem
     assert "1 problem in 14 volumes:" in problem
     assert "four.nii.gz: 4 channels (32 x 40 x 36 x 4); autoencoder.in_channels is 1; change" in problem
 
     assert check_here("data.source=all", "data.frame=0", "--json", "found.json") == 0
     said = capsys.readouterr().out
     lines = [line.strip() for line in said.splitlines()]
-    assert sum("left out, labels of images/ by its folder" in line for line in lines) == 10
+    assert sum("and 8 more: left out, labels of images/ by the name of the folder" in line for line in lines) == 1
     assert sum("left out, a localizer (1 image), not a volume" in line for line in lines) == 1
     assert "14 volumes, no problem" in said
     unusual = [line.split(":")[0] for line in lines if ", median " in line]
@@ -199,6 +201,8 @@ def test_a_folder_as_people_have_them_is_understood(
     grid = json.loads((tmp_path / "found.json").read_text())["suggested_grid"]
     for stage in ("autoencoder", "ldm"):
         load_settings(ROOT / "configs/quickstart.yaml", [f"data.voxel_size={grid}"], stage)
+    pattern = next(line.split("'")[1] for line in lines if "patients seem to have" in line)
+    assert check_here("data.source=all", "data.frame=0", f"data.group_by='{pattern}'") == 0
     assert "\n".join(lines).count(f"data.voxel_size=[{','.join(map(str, grid))}]") == 1
 
 
