@@ -240,5 +240,5 @@ def _samples(
         many = {"ldm.sampling.sampler": "ddim", "ldm.sampling.num_inference_steps": 25}
         sampled[DDIM_25] = settings.with_overrides(many, "ldm")
     for which, chosen in sampled.items():
-        samples = draw_samples(step.unet, codec, chosen, step.latent_scale, settings.seed, judge.num_samples, 4)
+        samples = draw_samples(step.unet, codec, chosen, step.normalisation, settings.seed, judge.num_samples, 4)
         yield which, {"steps": num_steps, **judge.judge(samples)}

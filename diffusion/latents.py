@@ -1,4 +1,4 @@
-"""Prepares the latents that stage 2 trains on: encodes each volume once, keeps it, and finds one scale for all.
+"""Prepares the latents that stage 2 trains on: encodes each volume once, keeps it, and finds their normalisation.
 
 Whole volumes are encoded, without augmentation: `data.patch_size` and `data.use_augmentation` apply to stage 1 only.
 Therefore training is the same with `ldm.latents.cache` disk, memory and none.
@@ -22,9 +22,10 @@ from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, load_fil
 from diffusion.frozen_autoencoder import weights_digest
 from diffusion.latent_batches import LatentBatch, collate, latent_batches
 from diffusion.latent_files import LatentFacts, LatentFolder, Moments, facts_of, latent_key
+from diffusion.normalisation import Normalisation, Statistics, check_variance
 from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
-from settings import CheckpointError, DataSettings, Settings
+from settings import DataSettings, Settings
 from storage.run_folder import LATENTS
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Latents:
     volumes: DataSplit
     settings: DataSettings
     read: Callable[[int], Moments] | None
-    scale: float
+    normalisation: Normalisation
     spacing_mm: tuple[float, ...]
     lower: tuple[float, ...]
     upper: tuple[float, ...]
@@ -87,11 +88,11 @@ def stage_two_data(s: DataSettings) -> DataSettings:
 
 
 def prepare_latents(codec: VolumeCodec, volumes: DataSplit, settings: Settings, process: Process) -> Latents:
-    """Encode the volumes that are not encoded yet, shared among the processes, and find the scale of the training set.
+    """Encode the volumes that are not encoded yet, shared among the processes, and find how to normalise them.
 
     With `cache: disk` an interrupted encoding continues where it stopped, and every run with the same autoencoder
-    weights and the same reading of the data reuses the latents. The scale is 1 / standard deviation over all elements
-    of all training latents as training draws them; their variance is var(mean) + mean(sigma^2).
+    weights and the same reading of the data reuses the latents. Only training volumes count for the normalisation, with
+    latents as training draws them: the variance is var(mean) + mean(sigma^2).
     """
     data = stage_two_data(settings.data)
     if data != settings.data:
@@ -103,6 +104,8 @@ def prepare_latents(codec: VolumeCodec, volumes: DataSplit, settings: Settings, 
     folder = LatentFolder(LATENTS / key)
     table = torch.zeros(len(files), 6 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
     kept = torch.zeros(len(files), 2, *settings.latent_shape) if cache == "memory" else None
+    kind = settings.ldm.latents.normalise
+    statistics = None if kind == "scale" else Statistics(settings.latent_shape)
 
     share = list(range(process.rank, len(files), process.world_size))
     facts = {index: folder.facts(files[index]) if cache == "disk" else None for index in share}
@@ -118,6 +121,12 @@ def prepare_latents(codec: VolumeCodec, volumes: DataSplit, settings: Settings, 
                 folder.write(files[index], (mean, sigma), known)
             elif kept is not None:
                 kept[index, 0], kept[index, 1] = mean, sigma
+            if statistics is not None and cache != "disk" and index < len(volumes.train):
+                statistics.add((mean, sigma))
+        if statistics is not None and cache == "disk":
+            # In the order of the files, whichever of them were encoded before, so that the sums do not change.
+            for index in (number for number in share if number < len(volumes.train)):
+                statistics.add(folder.read(files[index]))
     for index, found in facts.items():
         assert found is not None, f"volume {index} was not encoded"
         table[index] = torch.tensor(found.to_row(), dtype=torch.float64)
@@ -126,14 +135,21 @@ def prepare_latents(codec: VolumeCodec, volumes: DataSplit, settings: Settings, 
     rows = [LatentFacts.from_row(row) for row in process.sum(table).tolist()]
     read = _reader(folder, files, None if kept is None else process.sum(kept)) if cache != "none" else None
     train = rows[: len(volumes.train)]
-    scale = latent_scale(train, math.prod(settings.latent_shape))
-    log.info("latents: scale %.4g (standard deviation %.4g over %d training volumes)", scale, 1 / scale, len(train))
+    if statistics is None:
+        scale = latent_scale(train, math.prod(settings.latent_shape))
+        log.info("latents: scale %.4g (standard deviation %.4g over %d training volumes)", scale, 1 / scale, len(train))
+        normalisation = Normalisation(scale)
+    else:
+        statistics.mean, statistics.squares = process.sum(statistics.mean), process.sum(statistics.squares)
+        normalisation = statistics.normalisation(kind, len(train))
+        deviations = ", ".join(f"{1 / scale:.4g}" for scale in torch.as_tensor(normalisation.scale).flatten().tolist())
+        log.info("latents: standard deviation %s by channel, around the mean of each %s", deviations, kind)
     middle = [
         tuple(np.median([getattr(row, name) for row in train], axis=0)) for name in ("spacing_mm", "lower", "upper")
     ]
     spacing_mm, lower, upper = (tuple(map(float, values)) for values in middle)
     pin_memory = bool(data.pin_memory) and process.device.type == "cuda"
-    return Latents(volumes, data, read, scale, spacing_mm, lower, upper, autoencoder, pin_memory)
+    return Latents(volumes, data, read, normalisation, spacing_mm, lower, upper, autoencoder, pin_memory)
 
 
 def latent_scale(facts: Sequence[LatentFacts], num_elements: int) -> float:
@@ -141,11 +157,7 @@ def latent_scale(facts: Sequence[LatentFacts], num_elements: int) -> float:
     count = num_elements * len(facts)
     mean = math.fsum(f.sum_mean for f in facts) / count
     variance = math.fsum(f.sum_squared_mean + f.sum_squared_sigma for f in facts) / count - mean**2
-    if not (math.isfinite(variance) and variance > 0):
-        raise CheckpointError(
-            f"the variance of the autoencoder's latents is {variance:g}; it must be finite and above zero; "
-            "train stage 1 again"
-        )
+    check_variance(variance)
     return 1 / math.sqrt(variance)
 
 

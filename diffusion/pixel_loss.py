@@ -33,7 +33,7 @@ class PixelLoss:
     ) -> tuple[Tensor, Tensor]:
         """Return the loss, and the gradient of `factor` times the loss with respect to `predicted`.
 
-        Both latents are unscaled, as the decoder expects them. `sample_weights` (B) weights the volumes of the batch.
+        Both latents are as the decoder expects them. `sample_weights` (B) weights the volumes of the batch.
         The gradient is multiplied by the float16 loss scale, if any. With `adaptive_chunk`, running out of memory
         halves the chunk size for the rest of the run and logs a warning.
         """

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.noise_process import NoiseProcess, predict_padded
+from diffusion.normalisation import Normalisation
 from diffusion.samplers import SAMPLERS
 from diffusion.volume_codec import VolumeCodec
 from runtime.randomness import SampleNoise
@@ -54,7 +55,7 @@ def sample_latents(
     sampler: str = "ddim",
     on_step: Callable[[], object] = lambda: None,
 ) -> Tensor:
-    """Draw one scaled latent of `shape` for each position, independent of the other positions.
+    """Draw one normalised latent of `shape` for each position, independent of the other positions.
 
     `on_step` is called when the network reaches a new time, so `num_steps` times.
     """
@@ -83,7 +84,7 @@ def draw_volumes(
     network: nn.Module,
     codec: VolumeCodec,
     settings: Settings,
-    latent_scale: float,
+    normalisation: Normalisation,
     seed: int,
     positions: Sequence[int],
     label: int | None = None,
@@ -98,6 +99,7 @@ def draw_volumes(
     device = codec.precision.device
     ldm = settings.ldm
     process, noise = NoiseProcess(ldm.scheduler, device), SampleNoise(seed, device)
+    normalisation = normalisation.to(device)
     was_training = network.training
     network.eval()
     for start in range(0, len(positions), batch_size):
@@ -108,7 +110,7 @@ def draw_volumes(
         with torch.autocast(device.type, enabled=False):
             latents = sample_latents(predict, process, noise, part, settings.latent_shape, steps, sampler, on_step)
         for latent in latents:
-            yield codec.decode(latent / latent_scale)
+            yield codec.decode(normalisation.undo(latent))
     network.train(was_training)
 
 

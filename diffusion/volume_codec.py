@@ -56,7 +56,7 @@ class VolumeCodec:
 
     @torch.no_grad()
     def decode(self, latent: Tensor) -> Tensor:
-        """Return the volume, float32 (C, D, H, W), of one unscaled latent (C, D, H, W)."""
+        """Return the volume, float32 (C, D, H, W), of one latent that is not normalised, (C, D, H, W)."""
         factors = self.settings.downsampling
         self._choose_slabs([axis * factor for axis, factor in zip(latent.shape[1:], factors, strict=True)])
         return self._run(self.autoencoder.decode, latent)[0].float()

@@ -56,7 +56,7 @@ def held_out_losses(step: LatentDiffusionStep, batch: LatentBatch) -> Tensor:
     """Return the diffusion loss of a batch of one latent at each noise level."""
     conditioning = step.settings.ldm.conditioning
     # The mean of the latent distribution, so that the only noise is the fixed noise below.
-    clean = batch.mean.to(step.process.device) * step.latent_scale
+    clean = step.normalisation.apply(batch.mean.to(step.process.device))
     labels = None if conditioning.type == "none" or batch.labels is None else batch.labels.to(step.process.device)
     losses = []
     for level in NOISE_LEVELS:
@@ -77,7 +77,7 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
         step.unet,
         step.codec,
         settings,
-        step.latent_scale,
+        step.normalisation,
         settings.seed,
         range(number),
         batch_size=step.training.batch_size,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data import VolumeFile, load_file, to_unit
+from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
 from evaluation.fid import PLANES, frechet_distance, slice_features
@@ -108,7 +109,7 @@ def draw_samples(
     network: nn.Module,
     codec: VolumeCodec,
     settings: Settings,
-    latent_scale: float,
+    normalisation: Normalisation,
     seed: int,
     num: int,
     batch_size: int,
@@ -117,7 +118,7 @@ def draw_samples(
     total = -(-num // batch_size) * settings.ldm.sampling.num_inference_steps
     with tqdm(total=total, desc="sampling", unit="step") as bar:
         volumes = draw_volumes(
-            network, codec, settings, latent_scale, seed, range(num), batch_size=batch_size, on_step=bar.update
+            network, codec, settings, normalisation, seed, range(num), batch_size=batch_size, on_step=bar.update
         )
         return [to_unit(volume).cpu() for volume in volumes]
 

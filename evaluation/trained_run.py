@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from diffusion.frozen_autoencoder import autoencoder_of, autoencoder_path, load_autoencoder, weights_digest
+from diffusion.normalisation import Normalisation
 from diffusion.volume_codec import VolumeCodec
 from models import DiffusionUNet, StockAutoencoder, build_unet
 from models.weight_files import load_state, load_weights
@@ -28,11 +29,11 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class SampleFrame(BaseModel):
-    """Spacing and intensities that samples are written with: medians over the training volumes."""
+    """How samples are decoded and written: the normalisation of latents, and medians over the training volumes."""
 
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
-    latent_scale: Positive
+    normalisation: Normalisation
     spacing_mm: tuple[Positive, Positive, Positive]
     lower: tuple[float, ...]
     upper: tuple[float, ...]
@@ -128,14 +129,9 @@ class TrainedRun:
         return network.to(self.precision.device).eval()
 
     def _check(self, path: Path, metadata: dict[str, Any]) -> SampleFrame:
-        has_classes = self.settings.ldm.conditioning.type == "class"
-        try:
-            frame = SampleFrame.model_validate({**metadata, **({} if has_classes else {"class_names": ()})})
-        except ValidationError:
-            frame = None
-        channels = self.settings.autoencoder.in_channels
-        if frame is None or metadata.get("stage") != "ldm" or not isinstance(metadata.get("settings"), dict):
-            raise CheckpointError(f"{path}: not weights written by train_ldm.py; train stage 2 again")
+        foreign = CheckpointError(f"{path}: not weights written by train_ldm.py; train stage 2 again")
+        if metadata.get("stage") != "ldm" or not isinstance(metadata.get("settings"), dict):
+            raise foreign
         changed, _ = changed_settings("ldm", metadata["settings"], self.settings)
         if changed:
             raise CheckpointError(
@@ -143,6 +139,14 @@ class TrainedRun:
                 + "\n  ".join(changed)
                 + "\nset these back in that file"
             )
+        has_classes = self.settings.ldm.conditioning.type == "class"
+        known = metadata if has_classes else {**metadata, "class_names": ()}
+        kind, shape = self.settings.ldm.latents.normalise, self.settings.latent_shape
+        try:
+            frame = SampleFrame.model_validate({**known, "normalisation": Normalisation.stored(metadata, kind, shape)})
+        except ValueError:  # also of pydantic
+            raise foreign from None
+        channels = self.settings.autoencoder.in_channels
         if not len(frame.lower) == len(frame.upper) == channels:
             raise CheckpointError(
                 f"{path}: was trained on volumes with {len(frame.lower)} channels, but {self.folder.config} has "

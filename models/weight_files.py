@@ -14,10 +14,17 @@ from settings import CheckpointError, TrainingError
 from storage.atomic import replacing
 from storage.reading import check_regular
 
+_METADATA = "metadata."
+
 
 def save_weights(path: Path, state: dict[str, Tensor], metadata: dict[str, Any]) -> None:
-    """Write weights with JSON-encodable metadata, atomically; raise `TrainingError` if writing fails."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    """Write weights with metadata, tensors or JSON, atomically; raise `TrainingError` if writing fails.
+
+    Tensors of the metadata are stored beside the weights, under names that start with "metadata.".
+    """
+    kept = {f"{_METADATA}{name}": value for name, value in metadata.items() if isinstance(value, Tensor)}
+    metadata = {name: value for name, value in metadata.items() if not isinstance(value, Tensor)}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (state | kept).items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
@@ -61,12 +68,14 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"{path}: not a readable safetensors file ({error}); copy it again, or train the stage that writes it"
         ) from None
     try:
-        return state, {name: json.loads(text) for name, text in texts.items()}
+        metadata = {name: json.loads(text) for name, text in texts.items()}
     except ValueError:
         raise CheckpointError(
             f"{path}: was not written by this program; bring weights from elsewhere in with "
             "scripts/import_checkpoint.py"
         ) from None
+    kept = [name for name in state if name.startswith(_METADATA)]
+    return state, metadata | {name.removeprefix(_METADATA): state.pop(name) for name in kept}
 
 
 def load_into(network: nn.Module, path: Path) -> dict[str, Any]:

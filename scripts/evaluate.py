@@ -93,7 +93,7 @@ def main(options: argparse.Namespace) -> int:
     }
     if has_stage_two:
         reference = load_reference(volumes.train, volumes.val, data)
-        drawn = (settings, frame.latent_scale, options.seed, options.num, options.batch_size)
+        drawn = (settings, frame.normalisation, options.seed, options.num, options.batch_size)
         results["samples"] = evaluate_samples(draw_samples(network, codec, *drawn), reference, features)
         results["anchors"] = anchors(reference, options.num, options.seed)
         if len(volumes.train) > 1:

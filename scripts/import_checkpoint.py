@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import above_zero, add_config, check_output_folder, parser, run
-from settings import CheckpointError, Settings, dump_yaml, load_settings
+from settings import CheckpointError, ConfigError, Settings, dump_yaml, load_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,11 @@ def main(options: argparse.Namespace) -> None:
         "settings": settings.model_dump(mode="json"),
         "imported_from": f"{options.origin}: {path.name}",
     }
+    if network == "ldm" and settings.ldm.latents.normalise != "scale":
+        raise ConfigError(
+            f"ldm.latents.normalise: {settings.ldm.latents.normalise}; allowed with weights from elsewhere: scale, "
+            "because their latents were multiplied by one number; set scale"
+        )
     if network == "ldm":
         metadata |= {"latent_scale": _latent_scale(options, content, path), **_sample_frame(settings)}
     save_weights(folder.weights(network), state, metadata)

@@ -85,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
             network,
             codec,
             settings,
-            frame.latent_scale,
+            frame.normalisation,
             options.seed,
             range(options.num),
             label,

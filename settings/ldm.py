@@ -107,10 +107,18 @@ class ConditioningSettings(Section):
     dropout: float = key(0.1, "Fraction of labels dropped in training; guidance needs it.", ge=0, lt=1)
 
 
+Normalise = Literal["scale", "channel", "position"]
+
+
 class LatentSettings(Section):
-    """Caching and padding of latents."""
+    """Caching, normalisation and padding of latents."""
 
     cache: Literal["disk", "memory", "none"] = key("disk", "Where the mean and sigma of each latent are kept.", SAME)
+    normalise: Normalise = key(
+        "scale",
+        "How latents are brought to unit size: one scale for all, mean and scale of each channel, or the mean of each "
+        "position and the scale of each channel.",
+    )
     pad: bool = key(False, "Pad latents to a multiple of the U-Net's downsampling, and crop the result.")
 
 
@@ -163,6 +171,6 @@ class LdmSettings(Section):
     unet: UNetSettings = section(UNetSettings, "The diffusion U-Net.")
     scheduler: SchedulerSettings = section(SchedulerSettings, "The noise process.")
     conditioning: ConditioningSettings = section(ConditioningSettings, "Class conditioning.")
-    latents: LatentSettings = section(LatentSettings, "Caching and padding of latents.")
+    latents: LatentSettings = section(LatentSettings, "Caching, normalisation and padding of latents.")
     training: LdmTraining = section(LdmTraining, "Training of stage 2.")
     sampling: SamplingSettings = section(SamplingSettings, "Sampling.")

@@ -14,6 +14,7 @@ from diffusion.frozen_autoencoder import weights_digest
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict_padded
+from diffusion.normalisation import Normalisation
 from diffusion.pixel_loss import PixelLoss
 from diffusion.volume_codec import VolumeCodec, frozen_codec
 from models import build_unet
@@ -32,8 +33,8 @@ class LatentDiffusionStep(TrainingStep):
     """The U-Net, its optimizer, the frozen autoencoder, and the update.
 
     `codec` is the frozen autoencoder, loaded here when it is not given; `load_weights=False` builds it without its
-    weights, which is enough for a memory prediction. `latents` are those to train on; without them the scale is 1.
-    `load_state_dict` overrides the scale.
+    weights, which is enough for a memory prediction. `latents` are those to train on; without them nothing is
+    normalised. `load_state_dict` overrides the normalisation.
     """
 
     stage = "ldm"
@@ -55,7 +56,9 @@ class LatentDiffusionStep(TrainingStep):
         self.codec = codec or frozen_codec(settings, process.device, load_weights)
         self.autoencoder = self.codec.autoencoder
         self.noise_process = NoiseProcess(settings.ldm.scheduler, process.device)
-        self.latent_scale = 1.0 if latents is None else latents.scale
+        kind, shape = settings.ldm.latents.normalise, settings.latent_shape
+        normalisation = Normalisation.neutral(kind, shape) if latents is None else latents.normalisation
+        self.normalisation = normalisation.to(process.device)
         self._facts = {} if latents is None else latents.metadata
         self.pixel_loss: PixelLoss | None = None
         if training.pixel_loss.weight:
@@ -69,7 +72,7 @@ class LatentDiffusionStep(TrainingStep):
     @property
     def metadata(self) -> dict[str, Any]:
         """Return what sampling needs besides the weights and the settings."""
-        return {"latent_scale": self.latent_scale, **self._facts}
+        return {**self.normalisation.content, **self._facts}
 
     def backward(self, micro_batches: Sequence[LatentBatch | Batch], step: int) -> dict[str, Tensor]:
         """Leave the update's gradients on the U-Net and return the loss terms and the pixel loss's gradient norm."""
@@ -119,7 +122,7 @@ class LatentDiffusionStep(TrainingStep):
         return ((prediction - target).square().flatten(1).mean(dim=1) * weights).mean()
 
     def draw_clean(self, batch: LatentBatch | Batch) -> Tensor:
-        """Draw latents from the batch's means and sigmas, with noise fixed by each position; return them scaled."""
+        """Draw latents from the batch's means and sigmas, with noise fixed by each position; return them normalised."""
         if isinstance(batch, Batch):
             moments = [self.codec.encode(image) for image in batch.image]
             mean, sigma = (torch.stack(parts) for parts in zip(*moments, strict=True))
@@ -127,7 +130,7 @@ class LatentDiffusionStep(TrainingStep):
             mean = batch.mean.to(self.process.device, non_blocking=True)
             sigma = batch.sigma.to(self.process.device, non_blocking=True)
         noise = self.noise.normal("latent", batch.positions, mean.shape[1:])
-        return (mean + sigma * noise) * self.latent_scale
+        return self.normalisation.apply(mean + sigma * noise)
 
     def _pixel_pass(
         self, predicted: Tensor, clean: Tensor, times: Tensor, share: float
@@ -139,12 +142,12 @@ class LatentDiffusionStep(TrainingStep):
         assert self.pixel_loss is not None, "a pixel pass needs the pixel loss"
         signal, _ = self.noise_process.coefficients(times)
         loss, gradient = self.pixel_loss(
-            predicted.detach() / self.latent_scale,
-            clean / self.latent_scale,
+            self.normalisation.undo(predicted.detach()),
+            self.normalisation.undo(clean),
             signal.flatten().square(),
             share * self.pixel_loss.weight,
         )
-        gradient = gradient / self.latent_scale
+        gradient = gradient / self.normalisation.scale
         one = self.precision.scaler.scale(torch.ones((), device=gradient.device))
         norm = (gradient * self.noise_process.clean_slope(times)).norm() / (one * share)
         return loss, gradient, norm
@@ -170,7 +173,7 @@ class LatentDiffusionStep(TrainingStep):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""
-        own = {"latent_scale": self.latent_scale, "autoencoder": weights_digest(self.autoencoder)}
+        own = {**self.normalisation.content, "autoencoder": weights_digest(self.autoencoder)}
         return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -181,7 +184,8 @@ class LatentDiffusionStep(TrainingStep):
                 "weights; restore that autoencoder, or choose another name to start stage 2 again"
             )
         super().load_state_dict(state)
-        self.latent_scale = state["latent_scale"]
+        kind, shape = self.settings.ldm.latents.normalise, self.settings.latent_shape
+        self.normalisation = Normalisation.stored(state, kind, shape).to(self.process.device)
 
     def example_batch(self, batch_size: int) -> LatentBatch | Batch:
         """Return a micro-batch of zeros in the shape that training uses."""

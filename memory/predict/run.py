@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from diffusion.latent_batches import LatentBatch
+from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec, frozen_codec
 from evaluation.autoencoder_validation import reconstruct_and_measure
@@ -134,7 +135,8 @@ def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> No
     short = settings.with_overrides({"ldm.sampling.num_inference_steps": 2})
     batch = _preview_batch(settings)
     volume_before = _volume(settings)  # whoever asked for the samples still has it
-    next(draw_volumes(unet, codec, short, 1.0, 0, range(batch), batch_size=batch))
+    neutral = Normalisation.neutral(settings.ldm.latents.normalise, settings.latent_shape)
+    next(draw_volumes(unet, codec, short, neutral, 0, range(batch), batch_size=batch))
     del volume_before
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from data import prepare_volumes
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents, prepare_latents
+from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes, sample_latents
 from evaluation.ldm_validation import NOISE_LEVELS, sample_preview, validate_ldm
 from runtime.processes import Process
@@ -29,7 +30,7 @@ def make_step(values, **ldm) -> LatentDiffusionStep:
     for section, changes in ldm.items():
         values["ldm"].setdefault(section, {}).update(changes)
     step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
-    step.latent_scale = SCALE
+    step.normalisation = Normalisation(SCALE)
     # Convolutions that begin at zero would hide what the network is given.
     generator = torch.Generator().manual_seed(1)
     for parameter in step.unet.parameters():
@@ -148,7 +149,9 @@ def test_samples_are_decoded_from_unscaled_latents(tiny_values):
     with torch.no_grad():
         expected = torch.cat([step.autoencoder.decode(latent[None] / SCALE) for latent in drawn])
         unscaled = torch.cat([step.autoencoder.decode(latent[None]) for latent in drawn])
-    found = torch.stack(list(draw_volumes(step.unet, step.codec, settings, SCALE, 5, [0, 1], batch_size=2)))
+    found = torch.stack(
+        list(draw_volumes(step.unet, step.codec, settings, Normalisation(SCALE), 5, [0, 1], batch_size=2))
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert (expected - unscaled).norm() > 0.2 * expected.norm()
 
@@ -173,7 +176,7 @@ def test_a_network_that_knows_the_latent_gives_back_the_volume_it_was_encoded_fr
     mean, sigma = step.codec.encode(image)
     clean = step.draw_clean(LatentBatch(mean[None], 0 * sigma[None], (0,), None, ("a",)))
     network = KnowsTheAnswer(step, clean)
-    [found] = draw_volumes(network, step.codec, step.settings, step.latent_scale, 9, [4])
+    [found] = draw_volumes(network, step.codec, step.settings, step.normalisation, 9, [4])
     torch.testing.assert_close(found, step.codec.decode(mean), rtol=1e-3, atol=1e-3)
 
 
@@ -184,7 +187,7 @@ def encoded(tiny_values, tmp_path, monkeypatch) -> tuple[LatentDiffusionStep, La
     step = make_step(tiny_values, training={"ema_decay": 0.9}, **SCHEDULERS[1])
     volumes = prepare_volumes(step.settings.data, step.settings.seed, 1)
     latents = prepare_latents(step.codec, volumes, step.settings, CPU)
-    step.latent_scale = latents.scale
+    step.normalisation = latents.normalisation
     assert step.average is not None
     for average in step.average.averages:
         average.mul_(0.9)
@@ -208,8 +211,8 @@ def test_the_held_out_loss_is_of_scaled_means_with_the_averaged_weights(encoded)
             times = torch.tensor([int(level * 1000)])
             signal, noise_level = signal_and_level(step, times)
             with torch.no_grad():
-                prediction = averaged(signal * mean[None] * latents.scale + noise_level * added, times)
-            target = signal * added - noise_level * mean * latents.scale
+                prediction = averaged(signal * mean[None] * latents.normalisation.scale + noise_level * added, times)
+            target = signal * added - noise_level * mean * latents.normalisation.scale
             losses.append((prediction - target).square().mean().item())
     metrics, preview = validate_ldm(step, latents)
     assert metrics["val_diffusion"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
@@ -220,7 +223,7 @@ def test_the_held_out_loss_is_of_scaled_means_with_the_averaged_weights(encoded)
 def test_preview_samples_are_those_that_a_user_will_draw(encoded):
     step, latents = encoded
     shown = sample_preview(step, latents)
-    volumes = draw_volumes(step.unet, step.codec, step.settings, step.latent_scale, step.settings.seed, [0, 1])
+    volumes = draw_volumes(step.unet, step.codec, step.settings, step.normalisation, step.settings.seed, [0, 1])
     for place, volume in enumerate(volumes):
         voxels = torch.as_tensor(shown.volumes[f"sample_{place}"].voxels).float()
         expected = ((volume[0] + 1) / 2).clamp(0, 1) * 255

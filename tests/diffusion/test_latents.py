@@ -65,7 +65,7 @@ def test_every_volume_is_encoded_once_and_found_again(values):
     assert codec.count == 6
     second, codec = prepare(values)
     assert codec.count == 0
-    assert second.scale == first.scale
+    assert second.normalisation.scale == first.normalisation.scale
     assert second.spacing_mm == first.spacing_mm
 
 
@@ -74,7 +74,7 @@ def test_a_killed_encoding_continues_where_it_stopped(values):
         prepare(values, Counted(Settings.model_validate(values), limit=4))
     latents, codec = prepare(values)
     assert codec.count == 2
-    assert latents.scale == prepare(values, latents__cache="memory")[0].scale
+    assert latents.normalisation.scale == prepare(values, latents__cache="memory")[0].normalisation.scale
 
 
 def test_a_changed_weight_grid_or_intensity_is_encoded_anew(values):
@@ -94,7 +94,7 @@ def test_disk_memory_and_none_give_the_same_latents_and_scale(values):
     disk, _ = prepare(values)
     memory, _ = prepare(values, latents__cache="memory")
     none, codec = prepare(values, latents__cache="none")
-    assert disk.scale == memory.scale == none.scale
+    assert disk.normalisation.scale == memory.normalisation.scale == none.normalisation.scale
     assert disk.read is not None
     assert memory.read is not None
     assert none.read is None
@@ -136,7 +136,7 @@ def test_the_scale_is_of_all_latents_of_the_training_set_as_training_draws_them(
         mean, sigma = latents.read(index)
         noise = torch.randn((400, *mean.shape), generator=generator)
         drawn.append(mean + sigma * noise)
-    assert latents.scale == pytest.approx(1 / torch.stack(drawn).std().item(), rel=2e-3)
+    assert latents.normalisation.scale == pytest.approx(1 / torch.stack(drawn).std().item(), rel=2e-3)
 
 
 def test_samples_get_the_median_intensities_of_the_training_set(values):
@@ -166,10 +166,10 @@ def test_encode_scale_unscale_decode_is_the_autoencoders_own_reconstruction(valu
 
     for index, file in enumerate((*latents.volumes.train, *latents.volumes.val)):
         image = load_volume(file.path, latents.settings, 1).image
-        scaled = latents.read(index)[0] * latents.scale
+        scaled = latents.read(index)[0] * latents.normalisation.scale
         with torch.no_grad():
             direct = codec.autoencoder.decode(codec.autoencoder.encode(image[None])[0])[0]
-        assert (codec.decode(scaled / latents.scale) - direct).norm() <= 1e-6 * direct.norm()
+        assert (codec.decode(scaled / latents.normalisation.scale) - direct).norm() <= 1e-6 * direct.norm()
 
 
 @pytest.mark.parametrize("budget_bytes", [1, None])
@@ -219,19 +219,19 @@ def test_two_processes_share_the_encoding_and_agree_on_the_scale(values, monkeyp
         codec = Counted(settings)
         process = Process(CPU.device, rank=rank, world_size=2)
         try:
-            scales.append(prepare_latents(codec, volumes, settings, process).scale)
+            scales.append(prepare_latents(codec, volumes, settings, process).normalisation.scale)
         except CheckpointError:
             scales.append(math.nan)  # the first of the two knows only its own share
         counts.append(codec.count)
     assert counts == [3, 3]
-    assert scales[1] == alone.scale
+    assert scales[1] == alone.normalisation.scale
 
 
 def test_patches_and_augmentation_are_of_stage_one_only(values, caplog):
     caplog.set_level("INFO")
     latents, _ = prepare(values, data__use_augmentation=True)
     assert not latents.settings.use_augmentation
-    assert latents.scale == prepare(values)[0].scale
+    assert latents.normalisation.scale == prepare(values)[0].normalisation.scale
     assert "apply to stage 1 only" in caplog.text
 
 
@@ -277,8 +277,8 @@ def test_the_scale_is_the_formula_over_training_volumes_and_no_others(values):
         means, sigmas = (torch.stack(part).double() for part in zip(*moments, strict=True))
         return float(1 / (means.var(correction=0) + sigmas.square().mean()).sqrt())
 
-    assert latents.scale == pytest.approx(scale_of(num_train), rel=1e-9)
-    assert latents.scale != pytest.approx(scale_of(num_train + len(latents.volumes.val)), rel=1e-6)
+    assert latents.normalisation.scale == pytest.approx(scale_of(num_train), rel=1e-9)
+    assert latents.normalisation.scale != pytest.approx(scale_of(num_train + len(latents.volumes.val)), rel=1e-6)
 
 
 def test_a_class_is_asked_for_by_name_or_number():

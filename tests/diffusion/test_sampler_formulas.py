@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.noise_process import NoiseProcess, predict_padded
+from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes, guided, sample_latents
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
@@ -206,7 +207,9 @@ def test_volumes_are_drawn_with_the_sampler_and_the_guidance_of_the_config(tiny_
         predict, step.noise_process, SampleNoise(6, CPU), [0, 5], step.settings.latent_shape, 4, sampler
     )
     step.unet.train()
-    found = list(draw_volumes(step.unet, step.codec, step.settings, 0.5, 6, [0, 5], label=1, batch_size=2))
+    found = list(
+        draw_volumes(step.unet, step.codec, step.settings, Normalisation(0.5), 6, [0, 5], label=1, batch_size=2)
+    )
     for latent, volume in zip(latents, found, strict=True):
         torch.testing.assert_close(volume, step.codec.decode(latent / 0.5), rtol=1e-3, atol=1e-4)
     assert step.unet.training

@@ -12,6 +12,7 @@ from diffusion.latent_batches import LatentBatch
 from diffusion.latent_files import facts_of
 from diffusion.latents import latent_scale
 from diffusion.noise_process import NoiseProcess
+from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes, guided, sample_latents
 from evaluation.set_metrics import maximum_mean_discrepancy
 from runtime.processes import Process
@@ -81,8 +82,8 @@ def train_on_two_points(values, **scheduler) -> LatentDiffusionStep:
     latents = [torch.full(step.settings.latent_shape, value) for value in (LOW, HIGH)]
     sigma = torch.full_like(latents[0], 0.5)
     facts = [facts_of((latent, sigma), (1.0,) * 3, (0.0,), (1.0,)) for latent in latents]
-    step.latent_scale = latent_scale(facts, latents[0].numel())
-    assert step.latent_scale == pytest.approx(1 / 80, rel=1e-3)
+    step.normalisation = Normalisation(latent_scale(facts, latents[0].numel()))
+    assert step.normalisation.scale == pytest.approx(1 / 80, rel=1e-3)
     mean = torch.stack(latents * 8)
     for number in range(200):
         positions = tuple(range(16 * number, 16 * number + 16))
@@ -110,13 +111,13 @@ def test_training_on_two_points_far_from_unit_scale_draws_both_at_the_datas_scal
             shape = step.settings.latent_shape
             noise = SampleNoise(1, CPU.device)
             drawn = sample_latents(predict, step.noise_process, noise, range(64), shape, 25, sampler)
-            values = (drawn / step.latent_scale).flatten(1).mean(dim=1)
+            values = (drawn / step.normalisation.scale).flatten(1).mean(dim=1)
             is_high = values > (LOW + HIGH) / 2
             assert 0.3 < is_high.double().mean() < 0.7, sampler
             # A tenth of the distance between the two.
             assert (values[is_high] - HIGH).abs().mean() < 16, sampler
             assert (values[~is_high] - LOW).abs().mean() < 16, sampler
-            trained = maximum_mean_discrepancy(drawn.flatten(1).double() / step.latent_scale, data)
+            trained = maximum_mean_discrepancy(drawn.flatten(1).double() / step.normalisation.scale, data)
             assert trained < 0.5 * untrained, sampler
 
 
@@ -125,7 +126,7 @@ def untrained_discrepancy(step: LatentDiffusionStep, data: torch.Tensor) -> floa
     predict = guided(untrained.unet.eval(), step.settings.ldm, None)
     noise = SampleNoise(1, CPU.device)
     drawn = sample_latents(predict, step.noise_process, noise, range(64), step.settings.latent_shape, 25)
-    return maximum_mean_discrepancy(drawn.flatten(1).double() / step.latent_scale, data)
+    return maximum_mean_discrepancy(drawn.flatten(1).double() / step.normalisation.scale, data)
 
 
 def make_step(values, **ldm) -> LatentDiffusionStep:
@@ -142,7 +143,9 @@ def make_step(values, **ldm) -> LatentDiffusionStep:
 
 
 def draw(step: LatentDiffusionStep, positions, batch_size: int, seed: int = 5, **options) -> torch.Tensor:
-    volumes = draw_volumes(step.unet, step.codec, step.settings, 0.5, seed, positions, batch_size=batch_size, **options)
+    volumes = draw_volumes(
+        step.unet, step.codec, step.settings, Normalisation(0.5), seed, positions, batch_size=batch_size, **options
+    )
     return torch.stack(list(volumes))
 
 

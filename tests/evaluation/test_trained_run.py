@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from diffusion.noise_process import NoiseProcess
+from diffusion.normalisation import Normalisation
 from diffusion.sampling import sample_latents
 from evaluation.trained_run import SampleFrame, TrainedRun
 from models import build_autoencoder, build_unet
@@ -49,7 +50,9 @@ def test_the_exported_weights_are_the_averaged_ones_where_there_are_any(tiny_val
 
 
 def test_the_affine_of_samples_is_centred_with_the_spacing_and_directions_of_the_data():
-    frame = SampleFrame(latent_scale=1.0, spacing_mm=(1.0, 2.0, 4.0), lower=(0.0,), upper=(1.0,), class_names=())
+    frame = SampleFrame(
+        normalisation=Normalisation(1.0), spacing_mm=(1.0, 2.0, 4.0), lower=(0.0,), upper=(1.0,), class_names=()
+    )
     settings = Settings.model_validate({"data": {"voxel_size": [16, 24, 32], "orientation": "LAS"}})
     affine = frame.affine(settings)
     np.testing.assert_allclose(affine @ [7.5, 11.5, 15.5, 1], [0, 0, 0, 1], atol=1e-9)
@@ -58,7 +61,11 @@ def test_the_affine_of_samples_is_centred_with_the_spacing_and_directions_of_the
 
 def test_intensities_go_from_the_lower_to_the_upper_end_of_each_channel():
     frame = SampleFrame(
-        latent_scale=1.0, spacing_mm=(1.0, 1.0, 1.0), lower=(-1000.0, 5.0), upper=(3000.0, 25.0), class_names=()
+        normalisation=Normalisation(1.0),
+        spacing_mm=(1.0, 1.0, 1.0),
+        lower=(-1000.0, 5.0),
+        upper=(3000.0, 25.0),
+        class_names=(),
     )
     volume = np.stack([np.full((2, 2, 2), 0.25), np.full((2, 2, 2), 0.5)]).astype(np.float32)
     found = frame.intensities(volume)

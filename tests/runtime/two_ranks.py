@@ -65,7 +65,7 @@ def stage_one(settings: Settings, process: Process, volumes: DataSplit, found: d
 def stage_two(settings: Settings, process: Process, volumes: DataSplit, found: dict[str, Any]) -> None:
     codec = frozen_codec(settings, process.device)
     latents = prepare_latents(codec, volumes, settings, process)
-    found["latent scale"] = latents.scale
+    found["latent scale"] = latents.normalisation.scale
     step = LatentDiffusionStep(settings, process, codec=codec, latents=latents)
     found["reductions"].append(count_reductions(step._parallel_unet))
     plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)

@@ -142,7 +142,7 @@ def test_imported_unet_opens_as_a_trained_run_with_its_scale(tmp_path, config, u
     for given, expected in (([], 0.75), (["--latent-scale", 0.5], 0.5)):
         assert command(import_checkpoint, *origin, *given) == 0
         network, frame = TrainedRun(tmp_path / "run").unet()
-        assert frame.latent_scale == expected
+        assert frame.normalisation.scale == expected
         for key, value in network.state_dict().items():
             assert torch.equal(value.cpu(), unet_state[key])
 
@@ -152,6 +152,14 @@ def test_unet_without_its_latent_scale_is_refused(tmp_path, config, unet_state, 
     origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config, "--out", tmp_path / "run"]
     assert command(import_checkpoint, *origin) == 2
     assert "give it as --latent-scale" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_unet_with_a_normalisation_that_its_weights_do_not_have_is_refused(tmp_path, config, unet_state, capsys):
+    torch.save(unet_state, tmp_path / "unet.pt")
+    origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config, "--out", tmp_path / "run"]
+    assert command(import_checkpoint, *origin, "--latent-scale", 1, "ldm.latents.normalise=position") == 2
+    assert "ldm.latents.normalise: position; allowed with weights from elsewhere: scale" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -10,6 +10,7 @@ import torch
 
 from data import Batch
 from diffusion.latent_batches import LatentBatch
+from diffusion.normalisation import Normalisation
 from runtime.processes import Process
 from settings import CheckpointError, Settings, TrainingError
 from tests.training.step_gradients import gradients
@@ -23,7 +24,7 @@ def make_step(values, **ldm) -> LatentDiffusionStep:
     for section, changes in ldm.items():
         values["ldm"].setdefault(section, {}).update(changes)
     step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
-    step.latent_scale = 0.5
+    step.normalisation = Normalisation(0.5)
     # The last convolution begins at zero: without this no gradient would pass it.
     torch.nn.init.normal_(step.unet.out[2].conv.weight, std=0.1, generator=torch.Generator().manual_seed(1))
     return step
@@ -86,7 +87,7 @@ def plain_gradients(step: LatentDiffusionStep, batch: LatentBatch) -> tuple[dict
     prediction = step.unet(noisy, times)
     diffusion = (prediction - process.target(clean, noise, times)).square().mean()
     predicted, _ = process.clean_and_noise(prediction, noisy, times)
-    decoded, target = (step.autoencoder.decode(latent / step.latent_scale) for latent in (predicted, clean))
+    decoded, target = (step.autoencoder.decode(latent / step.normalisation.scale) for latent in (predicted, clean))
     weights = process.coefficients(times)[0].square()
     pixel = ((decoded - target.detach()).square() * weights).mean()
     (diffusion + PIXEL_WEIGHT * pixel).backward()
@@ -228,9 +229,9 @@ def test_a_latent_that_is_not_finite_stops_before_the_weights_move(tiny_values):
 
 def test_the_scale_travels_with_the_state_and_another_autoencoder_is_refused(tiny_values):
     step, other = make_step(tiny_values), make_step(tiny_values)
-    step.latent_scale = 0.123
+    step.normalisation = Normalisation(0.123)
     other.load_state_dict(step.state_dict())
-    assert other.latent_scale == 0.123
+    assert other.normalisation.scale == 0.123
     with torch.no_grad():
         next(other.autoencoder.parameters()).view(-1)[0] += 1e-3
     with pytest.raises(CheckpointError, match="autoencoder with other weights"):

@@ -11,6 +11,7 @@ import torch
 
 from data import BatchPlan, DataSplit, VolumeFile, prepare_volumes, training_batches
 from diffusion.latent_batches import latent_batches
+from diffusion.normalisation import Normalisation
 from runtime.processes import Process
 from settings import CheckpointError, Settings
 from training.autoencoder_step import AutoencoderStep
@@ -41,7 +42,7 @@ def build(settings: Settings, stage: str) -> TrainingStep:
     if stage == "autoencoder":
         return AutoencoderStep(settings, CPU)
     step = LatentDiffusionStep(settings, CPU, load_weights=False)
-    step.latent_scale = 0.25
+    step.normalisation = Normalisation(0.25)
     return step
 
 
@@ -84,7 +85,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_in_everything_it_holds(settin
 
     resumed = build(settings, stage)
     if isinstance(resumed, LatentDiffusionStep):
-        resumed.latent_scale = 1.0
+        resumed.normalisation = Normalisation(1.0)
     first = resume(resumed, checkpoints, settings, volumes)
     assert first == STOPPED_AFTER
     assert_same_state(resumed.state_dict(), held)

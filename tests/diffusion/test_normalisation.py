@@ -1,0 +1,202 @@
+"""Normalisation of latents: by one scale, by channel and by position, through training, decoding and files."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from data import prepare_volumes
+from diffusion.frozen_autoencoder import freeze
+from diffusion.latent_batches import LatentBatch
+from diffusion.latents import Latents, prepare_latents
+from diffusion.normalisation import Normalisation, Statistics
+from diffusion.sampling import draw_volumes
+from diffusion.volume_codec import VolumeCodec
+from evaluation.ldm_validation import held_out_losses
+from models import build_autoencoder
+from models.weight_files import load_weights, save_weights
+from runtime.precision import Precision
+from runtime.processes import Process
+from settings import CheckpointError, Settings
+from training.ldm_step import LatentDiffusionStep
+
+CPU = Process(torch.device("cpu"))
+SHAPE = (3, 2, 4, 3)
+KINDS = ("channel", "position")
+
+
+def moments(number: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return means and sigmas whose channels differ in mean and size, with a pattern common to all latents."""
+    generator = torch.Generator().manual_seed(seed)
+    pattern = 3 * torch.randn(SHAPE, generator=generator)
+    spread = torch.tensor([0.1, 1.0, 7.0]).view(3, 1, 1, 1)
+    mean = pattern + spread * torch.randn(number, *SHAPE, generator=generator) + 10 * spread
+    return mean, 0.5 * spread * torch.rand(number, *SHAPE, generator=generator)
+
+
+def normalisation_of(mean: torch.Tensor, sigma: torch.Tensor, kind) -> Normalisation:
+    statistics = Statistics(SHAPE)
+    for pair in zip(mean, sigma, strict=True):
+        statistics.add(pair)
+    return statistics.normalisation(kind, len(mean))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_latents_have_mean_zero_and_variance_one_in_each_channel(kind):
+    mean, sigma = moments(50)
+    normalisation = normalisation_of(mean, sigma, kind)
+    normalised = normalisation.apply(mean)
+    assert normalised.mean(dim=(0, 2, 3, 4)).abs().max() < 1e-5
+    variance = normalised.square() + (sigma * normalisation.scale).square()
+    torch.testing.assert_close(variance.mean(dim=(0, 2, 3, 4)), torch.ones(3), rtol=1e-5, atol=1e-5)
+    by_position = normalised.mean(dim=0).abs().max()
+    assert by_position < 1e-5 if kind == "position" else by_position > 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_undoing_gives_back_the_latent(kind):
+    mean, sigma = moments(5)
+    normalisation = normalisation_of(mean, sigma, kind)
+    torch.testing.assert_close(normalisation.undo(normalisation.apply(mean)), mean, rtol=1e-5, atol=1e-5)
+
+
+def test_one_scale_is_a_product_and_nothing_else():
+    latents = moments(2)[0]
+    normalisation = Normalisation(0.3)
+    assert torch.equal(normalisation.apply(latents), latents * 0.3)
+    assert torch.equal(normalisation.undo(latents), latents / 0.3)
+
+
+def test_a_channel_without_variance_is_refused():
+    mean, sigma = moments(4)
+    mean[:, 1], sigma[:, 1] = 2.0, 0.0
+    with pytest.raises(CheckpointError, match="variance of the autoencoder's latents is"):
+        normalisation_of(mean, sigma, "channel")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_file_gives_back_the_normalisation_and_the_weights_alone(kind, tmp_path):
+    normalisation = normalisation_of(*moments(5), kind)
+    weights = {"conv.weight": torch.rand(2, 2)}
+    save_weights(tmp_path / "ldm.safetensors", weights, {"stage": "ldm", **normalisation.content})
+    state, metadata = load_weights(tmp_path / "ldm.safetensors")
+    assert state.keys() == weights.keys()
+    assert metadata["stage"] == "ldm"
+    found = Normalisation.stored(metadata, kind, SHAPE)
+    for name, values in normalisation.content.items():
+        assert torch.equal(torch.as_tensor(values), torch.as_tensor(found.content[name]))
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "reason"),
+    [
+        ({}, "scale", "not a finite number above 0"),
+        ({"latent_scale": True}, "scale", "not a finite number above 0"),
+        ({"latent_scale": float("nan")}, "scale", "not a finite number above 0"),
+        ({"latent_scale": 1.0}, "channel", "latent_scale is not a tensor"),
+        ({"latent_scale": torch.ones(3, 1, 1, 1)}, "channel", "latent_mean is not a tensor"),
+        ({"latent_scale": torch.zeros(3, 1, 1, 1), "latent_mean": torch.ones(3, 1, 1, 1)}, "channel", "not above 0"),
+        (
+            {"latent_scale": torch.ones(3, 1, 1, 1), "latent_mean": torch.ones(3, 1, 1, 1)},
+            "position",
+            r"\(3, 2, 4, 3\)",
+        ),
+    ],
+)
+def test_what_is_not_a_normalisation_of_the_kind_is_refused(content, kind, reason):
+    with pytest.raises(ValueError, match=reason):
+        Normalisation.stored(content, kind, SHAPE)
+
+
+def prepared(values, cache: str = "memory") -> tuple[LatentDiffusionStep, Latents]:
+    """Return a step and the latents of phantoms, with an autoencoder whose decoder does not forget its input's mean."""
+    values = copy.deepcopy(values)
+    values["ldm"]["latents"] = {"cache": cache, "normalise": "position"}
+    values["ldm"]["training"]["pixel_loss"] = {"weight": 0.5}
+    settings = Settings.model_validate(values)
+    torch.manual_seed(0)
+    autoencoder = freeze(build_autoencoder(settings.autoencoder))
+    codec = VolumeCodec(autoencoder, settings.autoencoder, Precision(settings.device, CPU.device))
+    latents = prepare_latents(codec, prepare_volumes(settings.data, settings.seed, 1), settings, CPU)
+    return LatentDiffusionStep(settings, CPU, codec=codec, latents=latents), latents
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_normalisation_is_of_the_training_volumes_and_the_same_for_every_cache(tiny_values):
+    _, latents = prepared(tiny_values)
+    assert latents.read is not None
+    pairs = [latents.read(index) for index in range(len(latents.volumes.train))]
+    statistics = Statistics(tuple(pairs[0][0].shape))
+    for pair in pairs:
+        statistics.add(pair)
+    expected = statistics.normalisation("position", len(pairs)).content
+    for cache in ("memory", "none", "disk", "disk"):  # at the second time the latents are found
+        _, others = prepared(tiny_values, cache)
+        for name, values in others.normalisation.content.items():
+            assert torch.equal(torch.as_tensor(values), torch.as_tensor(expected[name]))
+
+
+class KnowsTheAnswer(torch.nn.Module):
+    """Predicts the noise that leads to one latent."""
+
+    def __init__(self, step: LatentDiffusionStep, clean: torch.Tensor) -> None:
+        super().__init__()
+        self.process, self.clean = step.noise_process, clean
+
+    def forward(self, noisy: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        signal, level = self.process.coefficients(times)
+        return (noisy - signal * self.clean) / level
+
+
+def test_a_latent_drawn_in_training_is_decoded_to_its_volume_in_sampling(tiny_values):
+    step, latents = prepared(tiny_values)
+    assert latents.read is not None
+    mean, sigma = latents.read(0)
+    clean = step.draw_clean(LatentBatch(mean[None], 0 * sigma[None], (0,), None, ("a",)))
+    assert (clean[0] - mean).norm() > 0.1 * mean.norm()
+    [found] = draw_volumes(KnowsTheAnswer(step, clean), step.codec, step.settings, step.normalisation, 9, [4])
+    torch.testing.assert_close(found, step.codec.decode(mean), rtol=1e-3, atol=1e-3)
+
+
+def test_the_pixel_loss_and_its_gradient_are_those_of_the_decoded_latents(tiny_values):
+    step, _ = prepared(tiny_values)
+    scale, mean = step.normalisation.scale, step.normalisation.mean
+    assert step.pixel_loss is not None
+    assert mean is not None
+    generator = torch.Generator().manual_seed(3)
+    clean, predicted = (torch.randn(2, *step.settings.latent_shape, generator=generator) for _ in range(2))
+    times = torch.tensor([300, 700])
+    loss, gradient, _ = step._pixel_pass(predicted, clean, times, 1.0)
+    leaf = predicted.clone().requires_grad_()
+    signal, _ = step.noise_process.coefficients(times)
+    errors = step.autoencoder.decode(leaf / scale + mean) - step.autoencoder.decode(clean / scale + mean)
+    expected = (errors.square().flatten(1).mean(dim=1) * signal.flatten().square()).mean()
+    (0.5 * expected).backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_the_held_out_loss_is_of_normalised_latents(tiny_values):
+    step, latents = prepared(tiny_values)
+    [batch, *_] = latents.validation_batches(step.codec.encode, CPU)
+    found = held_out_losses(step, batch)
+    normalised = LatentBatch(step.normalisation.apply(batch.mean), batch.sigma, batch.positions, None, batch.files)
+    step.normalisation = Normalisation(1.0)
+    torch.testing.assert_close(found, held_out_losses(step, normalised), rtol=1e-5, atol=1e-6)
+
+
+def test_the_normalisation_travels_with_the_state_of_the_step(tiny_values):
+    step, _ = prepared(tiny_values)
+    state = copy.deepcopy(step.state_dict())
+    other = LatentDiffusionStep(step.settings, CPU, codec=step.codec)
+    assert not torch.equal(torch.as_tensor(other.normalisation.scale), torch.as_tensor(step.normalisation.scale))
+    other.load_state_dict(state)
+    for name, values in step.normalisation.content.items():
+        assert torch.equal(torch.as_tensor(values), torch.as_tensor(other.normalisation.content[name]))
+        assert torch.equal(torch.as_tensor(values), torch.as_tensor(other.metadata[name]))
