@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models import StockAutoencoder, build_autoencoder
+from models.stock import ENCODER_PARTS
 from models.weight_files import load_weights
 from settings import AutoencoderSettings, CheckpointError, ConfigError, Settings, validate
 from storage.run_folder import RUNS, RunFolder
@@ -74,13 +75,28 @@ def freeze(autoencoder: StockAutoencoder) -> StockAutoencoder:
     return autoencoder.eval()
 
 
-def weights_digest(network: nn.Module) -> str:
-    """Return a hash of all weights and buffers of a network."""
+def weights_digest(network: nn.Module, parts: str | tuple[str, ...] = "") -> str:
+    """Return a hash of all weights and buffers of a network, or of those whose names start with `parts`."""
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
+        if not name.startswith(parts):
+            continue
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def latents_digest(autoencoder: StockAutoencoder) -> str:
+    """Return a hash of the weights that a latent depends on, so it stays the same when only the decoder is trained."""
+    return weights_digest(autoencoder, ENCODER_PARTS)
+
+
+def accepted_digests(autoencoder: StockAutoencoder) -> tuple[str, str]:
+    """Return the hashes under which stage 2 may have recorded the autoencoder of its latents.
+
+    Older versions recorded all weights instead of those that a latent depends on.
+    """
+    return latents_digest(autoencoder), weights_digest(autoencoder)
 
 
 def _check_settings(settings: Settings, trained: dict[str, Any], path: Path, is_own: bool) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, load_file, training_batches
-from diffusion.frozen_autoencoder import weights_digest
+from diffusion.frozen_autoencoder import latents_digest
 from diffusion.latent_batches import LatentBatch, collate, latent_batches
 from diffusion.latent_files import LatentFacts, LatentFolder, Moments, facts_of, latent_key
 from diffusion.normalisation import Normalisation, Statistics, check_variance
@@ -36,7 +36,7 @@ class Latents:
     """The latents of a run: how to read one (None if they are not kept), and facts about the training set.
 
     `spacing_mm`, `lower` and `upper` are medians over the training volumes. `autoencoder` is the hash of the weights
-    that encoded them. With `pin_memory`, training batches are in page-locked memory.
+    that they depend on. With `pin_memory`, training batches are in page-locked memory.
     """
 
     volumes: DataSplit
@@ -99,7 +99,7 @@ def prepare_latents(codec: VolumeCodec, volumes: DataSplit, settings: Settings, 
         log.info("stage 2 trains on whole volumes; data.patch_size and data.use_augmentation apply to stage 1 only")
     files = (*volumes.train, *volumes.val)
     cache = settings.ldm.latents.cache
-    autoencoder = weights_digest(codec.autoencoder)
+    autoencoder = latents_digest(codec.autoencoder)
     key = latent_key(data, autoencoder, codec.precision.name)
     folder = LatentFolder(LATENTS / key)
     table = torch.zeros(len(files), 6 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)

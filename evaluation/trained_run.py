@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from diffusion.frozen_autoencoder import autoencoder_of, autoencoder_path, load_autoencoder, weights_digest
+from diffusion.frozen_autoencoder import accepted_digests, autoencoder_of, autoencoder_path, load_autoencoder
 from diffusion.normalisation import Normalisation
 from diffusion.volume_codec import VolumeCodec
 from models import DiffusionUNet, StockAutoencoder, build_unet
@@ -165,7 +165,7 @@ class TrainedRun:
                 path,
                 weights,
             )
-        elif digest != weights_digest(self._autoencoder):
+        elif digest not in accepted_digests(self._autoencoder):
             raise CheckpointError(
                 f"{path}: was trained on latents of an autoencoder whose weights differ from {weights}; restore that "
                 "autoencoder, or train stage 2 on this one under another name"

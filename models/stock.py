@@ -16,6 +16,9 @@ from models.lean.layout import CONTIGUOUS, LaidOut, arranged
 
 log = logging.getLogger(__name__)
 
+ENCODER_PARTS = ("encoder.", "quant_conv_mu.", "quant_conv_log_sigma.")
+"""How the names of the parameters start that a latent depends on."""
+
 
 class StockAutoencoder(AutoencoderKL, LaidOut):
     """MONAI's `AutoencoderKL` with attention through SDPA and with optional noise from the caller."""
@@ -24,12 +27,15 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(use_flash_attention=True, **arguments)
+        self.encoder_is_frozen = False
         for coder in (self.encoder, self.decoder):
             match_channels(coder.blocks, coder.norm_num_groups, coder.norm_eps)
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the reconstruction, the latent's mean and its sigma; the latent is `mean + sigma * noise`."""
-        mean, sigma = self.encode(x)
+        # Without gradients, a frozen encoder keeps no activations.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.encoder_is_frozen):
+            mean, sigma = self.encode(x)
         if noise is None:
             # Not `randn_like`: it draws in memory order, so its numbers would depend on the layout.
             noise = torch.randn(sigma.shape, dtype=sigma.dtype, device=sigma.device)
@@ -42,6 +48,13 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
     def decode(self, z: Tensor) -> Tensor:
         """Return the volume of a latent."""
         return super().decode(arranged(z, self.layout))
+
+    def freeze_encoder(self) -> None:
+        """Train the decoder only: the encoder and the convolutions after it get no gradients."""
+        self.encoder_is_frozen = True
+        for name, parameter in self.named_parameters():
+            if name.startswith(ENCODER_PARTS):
+                parameter.requires_grad_(False)
 
     def gradient_checkpointing_enable(
         self, levels: int | str = "all", offload: bool = False, nested: bool = False

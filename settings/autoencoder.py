@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from settings.errors import Problem
 from settings.section import (
     SAME,
     BlocksOrZero,
@@ -58,6 +59,11 @@ class AutoencoderTraining(TrainingSettings):
     slab_rows: CountOrZero = key(
         0, "Run the highest-resolution blocks this many rows at a time, with the same result; 0: whole.", SAME
     )
+    trainable: Literal["all", "decoder"] = key(
+        "all",
+        "decoder: the encoder keeps its pretrained weights, so that a trained stage 2 stays valid, and needs no memory "
+        "for activations; the KL term, which then has no gradient, is left out.",
+    )
     reconstruction_loss: Literal["l1", "l2"] = key("l1", "Mean absolute or mean squared error.")
     edge_weight: float = key(
         0.0, "Weight of the error, l1 or l2 too, of differences between neighbouring voxels; 0: no such term.", ge=0
@@ -82,6 +88,11 @@ class AutoencoderTraining(TrainingSettings):
     def uses_discriminator(self) -> bool:
         """Return whether the loss has an adversarial term."""
         return self.adversarial_weight > 0
+
+    @property
+    def trains_encoder(self) -> bool:
+        """Return whether the encoder is trained too."""
+        return self.trainable == "all"
 
 
 class AutoencoderSettings(Section):
@@ -155,3 +166,11 @@ class AutoencoderSettings(Section):
     def latent_grid(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Return the grid of the latent of a volume of `grid` voxels."""
         return self.level_grids(grid)[-1]
+
+
+def bottleneck_problems(s: AutoencoderSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    """Yield each problem of the bottleneck and of what is trained around it, with the other keys involved."""
+    if not s.training.trains_encoder and s.pretrained is None:
+        found = "decoder without autoencoder.pretrained, so the encoder would keep its random weights"
+        remedy = "set autoencoder.pretrained to the weights to fine-tune, or trainable: all"
+        yield Problem("autoencoder.training.trainable", found, "", remedy), ("autoencoder.pretrained",)

@@ -166,7 +166,10 @@ class LdmSettings(Section):
     """The `ldm` section."""
 
     autoencoder: PathText | None = key(
-        None, "Weights of the autoencoder; null: autoencoder.safetensors in the run folder."
+        None,
+        "Weights of the autoencoder; null: autoencoder.safetensors in the run folder. A trained stage 2 accepts others "
+        "only if their encoder is the same.",
+        FREE,
     )
     unet: UNetSettings = section(UNetSettings, "The diffusion U-Net.")
     scheduler: SchedulerSettings = section(SchedulerSettings, "The noise process.")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from settings.autoencoder import bottleneck_problems
 from settings.errors import Problem
 from storage.names import counted
 from storage.run_folder import SHARED_NAMES
@@ -57,6 +58,7 @@ def find_problems(settings: Settings, stage: str | None) -> Iterator[tuple[Probl
     if not strides:
         yield from _grids(settings)
     yield from _memory_knobs(settings)
+    yield from bottleneck_problems(settings.autoencoder)
     yield from _levels("ldm.unet", settings.ldm.unet)
     yield from _heads(settings)
     yield from _sampling(settings)

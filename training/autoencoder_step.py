@@ -49,6 +49,8 @@ class AutoencoderStep(TrainingStep):
         if settings.autoencoder.start == "haar":
             s = settings.autoencoder
             start_as_haar_transform(self.autoencoder, s.in_channels, s.level_strides)
+        if not training.trains_encoder:
+            self.autoencoder.freeze_encoder()
         self._parallel_autoencoder = self.register("autoencoder", self.autoencoder, training.learning_rate)
         # Whole volumes get the memory that training needs anyway; those larger than the patches run in slabs.
         training_bytes = training.batch_size * block_bytes(settings.autoencoder, self.precision, settings.training_grid)
@@ -106,8 +108,9 @@ class AutoencoderStep(TrainingStep):
                 reconstruction, mu, sigma = self._parallel_autoencoder(images, noise)
                 terms = {
                     "reconstruction": reconstruction_loss(reconstruction, images, self.training.reconstruction_loss),
-                    "kl": kl_divergence(mu, sigma, num_voxels=images[0].numel()),
                 }
+                if self.training.trains_encoder:
+                    terms["kl"] = kl_divergence(mu, sigma, num_voxels=images[0].numel())
                 if self.training.edge_weight > 0:
                     terms["edges"] = edge_loss(reconstruction, images, self.training.reconstruction_loss)
                 if self.perceptual is not None:

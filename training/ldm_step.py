@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data import Batch
-from diffusion.frozen_autoencoder import weights_digest
+from diffusion.frozen_autoencoder import accepted_digests, latents_digest, weights_digest
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict_padded
@@ -173,12 +173,14 @@ class LatentDiffusionStep(TrainingStep):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""
-        own = {**self.normalisation.content, "autoencoder": weights_digest(self.autoencoder)}
+        # The pixel loss depends on the decoder too.
+        digest = latents_digest if self.pixel_loss is None else weights_digest
+        own = {**self.normalisation.content, "autoencoder": digest(self.autoencoder)}
         return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; raise `CheckpointError` if the autoencoder has changed since."""
-        if state["autoencoder"] != weights_digest(self.autoencoder):
+        if state["autoencoder"] not in accepted_digests(self.autoencoder):
             raise CheckpointError(
                 f"the checkpoint of runs/{self.settings.name} was trained on latents of an autoencoder with other "
                 "weights; restore that autoencoder, or choose another name to start stage 2 again"
