@@ -108,14 +108,14 @@ class LeanAutoencoder(StockAutoencoder):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latent's mean and sigma."""
-        x = arranged(x, self.layout)
+        x = arranged(self.entering(x), self.layout)
         h = gradient_checkpoint_forward(self.encoder, x, use_gradient_checkpointing=self.nested)
         mean, log_variance = self.quant_conv_mu(h), self.quant_conv_log_sigma(h)
         return mean, torch.exp(torch.clamp(log_variance, -30.0, 20.0) / 2)
 
     def decode(self, z: Tensor) -> Tensor:
         """Return the volume of a latent."""
-        return self.decoder(self.post_quant_conv(arranged(z, self.layout)))
+        return self.leaving(self.decoder(self.post_quant_conv(arranged(z, self.layout))))
 
     def gradient_checkpointing_enable(
         self, levels: int | str = "all", offload: bool = False, nested: bool = False
@@ -161,6 +161,7 @@ class LeanAutoencoder(StockAutoencoder):
 def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
     """Build the autoencoder that the settings describe, with their memory settings applied."""
     arguments = autoencoder_arguments(settings)
+    arguments |= {"upsampling": settings.upsampling, "value_range": settings.value_range}
     model: StockAutoencoder
     if settings.implementation == "lean":
         model = LeanAutoencoder(strides=settings.level_strides, **arguments)

@@ -136,6 +136,9 @@ def _strides(autoencoder: AutoencoderSettings) -> Iterator[tuple[Problem, tuple[
     if autoencoder.implementation == "monai" and not autoencoder.has_stock_strides:
         found = f"{', '.join(map(_text, strides))} with implementation: monai, whose strides are all 2"
         yield Problem(where, found, "", "set 2, or implementation: lean"), ("autoencoder.implementation",)
+    if autoencoder.start == "haar" and autoencoder.upsampling == "trilinear":
+        found = "haar with upsampling: trilinear, which mixes the neighbours that the start sets apart"
+        yield Problem("autoencoder.start", found, "", "set random, or upsampling: nearest"), ("autoencoder.upsampling",)
 
 
 def _grids(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
