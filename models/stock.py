@@ -60,10 +60,10 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
         return y if self.value_range == "symmetric" else full_precision(y) * 2 - 1
 
     def gradient_checkpointing_enable(
-        self, levels: int | str = "all", offload: bool = False, nested: bool = False
+        self, levels: int | str = "all", offload: bool = False, nested: bool = False, dtype: str = "same"
     ) -> None:
         """Turn on MONAI's own checkpointing, which always covers the whole encoder and the whole decoder."""
-        assert (levels, offload, nested) == ("all", False, False), "the stock autoencoder checkpoints all or nothing"
+        assert (levels, offload, nested, dtype) == ("all", False, False, "same"), "stock blocks have no such knobs"
         self.use_checkpoint = True
         log.info("gradient checkpointing on: MONAI's own, the encoder and the decoder as one block each")
 

@@ -203,6 +203,11 @@ def _memory_knobs(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]
         found = "true without use_gradient_checkpointing, so there are no checkpoints to nest"
         remedy = "set use_gradient_checkpointing: true"
         yield Problem(f"{where}.use_nested_checkpointing", found, "", remedy), (f"{where}.use_gradient_checkpointing",)
+    if training.checkpoint_dtype != "same" and not training.checkpoints_blocks:
+        found = (
+            f"{training.checkpoint_dtype} without use_gradient_checkpointing, so there are no checkpoints to compress"
+        )
+        yield Problem(f"{where}.checkpoint_dtype", found, "", "set same"), (f"{where}.use_gradient_checkpointing",)
     if training.slab_rows == 1:
         found = "a slab of 1 row is too thin for its halo"
         yield Problem(f"{where}.slab_rows", found, "allowed: 0, or 2 or more", "set 8"), ()
@@ -224,6 +229,7 @@ def _only_lean(training) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         "use_gradient_checkpointing_offload": training.use_gradient_checkpointing_offload,
         "use_nested_checkpointing": training.use_nested_checkpointing is True,
         "checkpoint_levels": training.checkpoint_levels != "all",
+        "checkpoint_dtype": training.checkpoint_dtype != "same",
         "slab_rows": training.slab_rows > 0,
     }
     for name in (name for name, is_asked in asked.items() if is_asked):
