@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from models.arguments import autoencoder_arguments
 from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block, resamples
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
+from models.lean.compression import Compression
 from models.lean.layout import CHANNELS_LAST, arranged
 from models.lean.resampling import Strides
 from models.lean.slabs import Volume
@@ -38,6 +39,7 @@ class LeanCoder(nn.Module):
         self.levels = _level_of_each(self.blocks, first_level)
         self.checkpointed_levels = 0
         self.offload = False
+        self.checkpoint_dtype = "same"
         norm, conv = self.blocks[-2], self.blocks[-1]
         assert isinstance(norm, nn.GroupNorm), "the last two blocks are a norm and a convolution"
         # In a tuple, so that it is not registered: its parameters already have their names in `blocks`.
@@ -46,15 +48,16 @@ class LeanCoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Run all blocks."""
         offload = HostOffload() if self.offload else None
+        keep = offload if self.checkpoint_dtype == "same" else Compression(self.checkpoint_dtype, offload)
         first, *middle = self.blocks[:-2]
         h: Volume = first(x)
         for block, level in zip(middle, self.levels[1:-2], strict=True):
             if isinstance(block, LeanBlock) and block.slab_rows and not torch.is_grad_enabled():
                 h = block.consume(h)
             else:
-                h = self._run(block, h, level, offload)
+                h = self._run(block, h, level, keep)
         (head,) = self._head
-        return self._run(head.train(self.training), h, self.levels[-1], offload)
+        return self._run(head.train(self.training), h, self.levels[-1], keep)
 
     def set_slab_rows(self, rows: int) -> None:
         """Run the blocks of the highest resolution in slabs of `rows` rows; 0: whole."""
@@ -62,17 +65,12 @@ class LeanCoder(nn.Module):
             if isinstance(block, LeanBlock):
                 block.slab_rows = rows if level == 0 else 0
 
-    def _run(self, block: nn.Module, x: Volume, level: int, offload: HostOffload | None) -> Tensor:
+    def _run(self, block: nn.Module, x: Volume, level: int, keep: AbstractContextManager[None] | None) -> Tensor:
         wanted = level < self.checkpointed_levels
         if isinstance(block, LeanBlock) and block.keeps_only_input:
-            with offload if wanted and offload is not None else nullcontext():
+            with keep if wanted and keep is not None else nullcontext():
                 return block(x)
-        return gradient_checkpoint_forward(
-            block,
-            x,
-            use_gradient_checkpointing=wanted,
-            use_gradient_checkpointing_offload=offload if wanted and offload is not None else False,
-        )
+        return gradient_checkpoint_forward(block, x, use_gradient_checkpointing=wanted, keep=keep)
 
 
 def _level_of_each(blocks: nn.ModuleList, first_level: int) -> list[int]:
@@ -108,45 +106,47 @@ class LeanAutoencoder(StockAutoencoder):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latent's mean and sigma."""
-        x = arranged(x, self.layout)
+        x = arranged(self.entering(x), self.layout)
         h = gradient_checkpoint_forward(self.encoder, x, use_gradient_checkpointing=self.nested)
         mean, log_variance = self.quant_conv_mu(h), self.quant_conv_log_sigma(h)
         return mean, torch.exp(torch.clamp(log_variance, -30.0, 20.0) / 2)
 
     def decode(self, z: Tensor) -> Tensor:
         """Return the volume of a latent."""
-        return self.decoder(self.post_quant_conv(arranged(z, self.layout)))
+        return self.leaving(self.decoder(self.post_quant_conv(arranged(z, self.layout))))
 
     def gradient_checkpointing_enable(
-        self, levels: int | str = "all", offload: bool = False, nested: bool = False
+        self, levels: int | str = "all", offload: bool = False, nested: bool = False, dtype: str = "same"
     ) -> None:
         """Recompute the blocks of the `levels` highest-resolution levels in backward instead of keeping activations.
 
-        `offload` keeps the blocks' inputs in host memory. `nested` adds a checkpoint around the whole encoder, so its
-        block inputs are recomputed too. Has an effect only in training mode with gradients enabled.
+        `offload` keeps the blocks' inputs in host memory; `dtype` int8 or fp8 keeps them in 8 bits, which changes
+        gradients. `nested` adds a checkpoint around the whole encoder, so its block inputs are recomputed too. Has an
+        effect only in training mode with gradients enabled.
         """
         count = self.num_levels if levels == "all" else int(levels)
         assert 1 <= count <= self.num_levels, f"levels is {levels}; allowed: all, or 1 to {self.num_levels}"
-        self._configure(count, offload, nested)
+        self._configure(count, offload, nested, dtype)
         covered = sum(level < count for coder in (self.encoder, self.decoder) for level in coder.levels[1:-1])
         log.info(
-            "gradient checkpointing on: %d blocks of the encoder and the decoder, %s of %d levels%s%s",
+            "gradient checkpointing on: %d blocks of the encoder and the decoder, %s of %d levels%s%s%s",
             covered,
             count,
             self.num_levels,
             ", block inputs in host memory" if offload else "",
             ", the encoder nested" if nested else "",
+            "" if dtype == "same" else f", block inputs in 8 bits ({dtype})",
         )
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep all activations for backward again."""
-        self._configure(0, offload=False, nested=False)
+        self._configure(0, offload=False, nested=False, dtype="same")
         log.info("gradient checkpointing off: the encoder and the decoder keep the activations of all blocks")
 
-    def _configure(self, count: int, offload: bool, nested: bool) -> None:
+    def _configure(self, count: int, offload: bool, nested: bool, dtype: str) -> None:
         self.nested = nested
         for coder in (self.encoder, self.decoder):
-            coder.checkpointed_levels, coder.offload = count, offload
+            coder.checkpointed_levels, coder.offload, coder.checkpoint_dtype = count, offload, dtype
 
     def set_slab_rows(self, rows: int) -> None:
         """Run the highest-resolution blocks in slabs of `rows` rows along the first spatial axis; 0: whole.
@@ -161,6 +161,7 @@ class LeanAutoencoder(StockAutoencoder):
 def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
     """Build the autoencoder that the settings describe, with their memory settings applied."""
     arguments = autoencoder_arguments(settings)
+    arguments |= {"upsampling": settings.upsampling, "value_range": settings.value_range}
     model: StockAutoencoder
     if settings.implementation == "lean":
         model = LeanAutoencoder(strides=settings.level_strides, **arguments)
@@ -173,5 +174,6 @@ def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
             levels=training.checkpoint_levels,
             offload=training.use_gradient_checkpointing_offload,
             nested=training.nests_checkpoints,
+            dtype=training.checkpoint_dtype,
         )
     return model

@@ -13,6 +13,7 @@ from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
 
 from models.lean.layout import CONTIGUOUS, LaidOut, arranged
+from models.lean.norm import full_precision
 
 log = logging.getLogger(__name__)
 
@@ -21,15 +22,21 @@ ENCODER_PARTS = ("encoder.", "quant_conv_mu.", "quant_conv_log_sigma.")
 
 
 class StockAutoencoder(AutoencoderKL, LaidOut):
-    """MONAI's `AutoencoderKL` with attention through SDPA and with optional noise from the caller."""
+    """MONAI's `AutoencoderKL` with attention through SDPA and with optional noise from the caller.
+
+    `upsampling` is nearest or trilinear. `value_range` is that of volumes inside the network, symmetric ([-1, 1]) or
+    unit ([0, 1]); outside it they are in [-1, 1].
+    """
 
     fastest_layout = CONTIGUOUS  # GroupNorm on CUDA copies everything else into it
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, upsampling: str = "nearest", value_range: str = "symmetric", **arguments: Any) -> None:
         super().__init__(use_flash_attention=True, **arguments)
-        self.encoder_is_frozen = False
+        self.value_range, self.encoder_is_frozen = value_range, False
         for coder in (self.encoder, self.decoder):
             match_channels(coder.blocks, coder.norm_num_groups, coder.norm_eps)
+        if upsampling == "trilinear":
+            interpolate_linearly(self.decoder.blocks)
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the reconstruction, the latent's mean and its sigma; the latent is `mean + sigma * noise`."""
@@ -43,11 +50,19 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latent's mean and sigma."""
-        return super().encode(arranged(x, self.layout))
+        return super().encode(arranged(self.entering(x), self.layout))
 
     def decode(self, z: Tensor) -> Tensor:
         """Return the volume of a latent."""
-        return super().decode(arranged(z, self.layout))
+        return self.leaving(super().decode(arranged(z, self.layout)))
+
+    def entering(self, x: Tensor) -> Tensor:
+        """Bring a volume from [-1, 1] to the range that the weights expect."""
+        return x if self.value_range == "symmetric" else (x + 1) / 2
+
+    def leaving(self, y: Tensor) -> Tensor:
+        """Bring a decoded volume back to [-1, 1]; in full precision, where values near zero keep their digits."""
+        return y if self.value_range == "symmetric" else full_precision(y) * 2 - 1
 
     def freeze_encoder(self) -> None:
         """Train the decoder only: the encoder and the convolutions after it get no gradients."""
@@ -57,10 +72,10 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
                 parameter.requires_grad_(False)
 
     def gradient_checkpointing_enable(
-        self, levels: int | str = "all", offload: bool = False, nested: bool = False
+        self, levels: int | str = "all", offload: bool = False, nested: bool = False, dtype: str = "same"
     ) -> None:
         """Turn on MONAI's own checkpointing, which always covers the whole encoder and the whole decoder."""
-        assert (levels, offload, nested) == ("all", False, False), "the stock autoencoder checkpoints all or nothing"
+        assert (levels, offload, nested, dtype) == ("all", False, False, "same"), "stock blocks have no such knobs"
         self.use_checkpoint = True
         log.info("gradient checkpointing on: MONAI's own, the encoder and the decoder as one block each")
 
@@ -72,6 +87,13 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
     def set_slab_rows(self, rows: int) -> None:
         """Accept only 0, because stock blocks cannot run in slabs."""
         assert rows == 0, "the stock autoencoder has no slabs"
+
+
+def interpolate_linearly(blocks: nn.ModuleList) -> None:
+    """Make all upsampling blocks of a decoder interpolate between voxels, as MAISI's do, instead of repeating them."""
+    for block in blocks:
+        if isinstance(block, Upsample):
+            block.upsample_non_trainable.mode, block.upsample_non_trainable.align_corners = "trilinear", False
 
 
 def match_channels(blocks: nn.ModuleList, groups: int, eps: float) -> None:

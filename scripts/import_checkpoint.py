@@ -1,4 +1,4 @@
-"""Import weights of MONAI's AutoencoderKL, PatchDiscriminator or DiffusionModelUNet into a run folder."""
+"""Import weights of MONAI's AutoencoderKL, PatchDiscriminator or DiffusionModelUNet, or MAISI's, into a run folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(options: argparse.Namespace) -> None:
     network, state = find_state(content, path, options.network)
     check_values(state, path)
     state = to_our_names(state, options.origin, path)
-    _check(network, state, settings, path)
+    _check(network, state, settings, path, options.origin)
 
     folder = RunFolder(Path(options.out))
     if folder.config.exists() and load_settings(folder.config) != settings:
@@ -71,14 +71,17 @@ def main(options: argparse.Namespace) -> None:
         log.info("next: %s", following[network])
 
 
-def _check(network: str, state: dict[str, Tensor], settings: Settings, path: Path) -> None:
+def _check(network: str, state: dict[str, Tensor], settings: Settings, path: Path, origin: str) -> None:
     from models.exchange.networks import expected_state
-    from models.exchange.shapes import settings_that_differ, unsupported_options
+    from models.exchange.shapes import settings_of_origin_that_differ, settings_that_differ, unsupported_options
     from models.exchange.weights import check_fit
 
     expected = expected_state(network, settings)
     try:
-        problems = unsupported_options(network, state) or settings_that_differ(network, state, settings)
+        problems = unsupported_options(network, state) or [
+            *settings_that_differ(network, state, settings),
+            *settings_of_origin_that_differ(network, origin, settings),
+        ]
     except LookupError:
         # Weights from which the settings are read are missing or have the wrong shape. This names them.
         check_fit(state, expected, path)
@@ -100,7 +103,7 @@ def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
         f"{key} is {value}; the weights cannot confirm this, so check that they were trained with it"
         for key, value in unseen[network]
     ]
-    if network != "ldm":
+    if network != "ldm" and settings.autoencoder.value_range == "symmetric":
         lines.append(
             "volumes are scaled to [-1, 1]; weights trained on another range, such as [0, 1], need fine-tuning"
         )
@@ -158,7 +161,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--from",
         dest="origin",
         required=True,
-        choices=["monai", "monai-generative"],
+        choices=["monai", "monai-generative", "maisi"],
         help="library that the weights come from",
     )
     result.add_argument(

@@ -56,6 +56,10 @@ class AutoencoderTraining(TrainingSettings):
     checkpoint_levels: Count | Literal["all"] = key(
         "all", "How many levels to checkpoint, highest resolution first.", SAME
     )
+    checkpoint_dtype: Literal["same", "int8", "fp8"] = key(
+        "same",
+        "How checkpoints keep the inputs of blocks: as they are, or in 8 bits, which changes gradients slightly.",
+    )
     slab_rows: CountOrZero = key(
         0, "Run the highest-resolution blocks this many rows at a time, with the same result; 0: whole.", SAME
     )
@@ -107,11 +111,18 @@ class AutoencoderSettings(Section):
         "First weights: all random, or such that the latent starts as means and differences of neighbouring voxels.",
     )
     in_channels: Channels = key(1, "Channels of a volume.")
+    value_range: Literal["symmetric", "unit"] = key(
+        "symmetric", "Range of volumes inside the network: [-1, 1], or [0, 1], which MAISI's weights expect."
+    )
     num_channels: ChannelsPerLevel = key((16, 32, 64), "Channels of each level, highest resolution first.")
     strides: Literal[2] | StridesPerLevel = key(
         2,
         "Factors by which each downsampling shrinks the axes: 2 for all of them, or a list of triples of 1 and 2, "
         "such as [[2, 2, 1], [2, 2, 2]] for three levels and thick slices along the last axis.",
+    )
+    upsampling: Literal["nearest", "trilinear"] = key(
+        "nearest",
+        "How the decoder enlarges volumes: repeat voxels as MONAI does, or interpolate as MAISI does.",
     )
     num_res_blocks: BlocksOrZero | BlocksPerLevelOrZero = key(
         2, "Residual blocks per level: one number for all levels, or a list."

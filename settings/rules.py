@@ -138,6 +138,9 @@ def _strides(autoencoder: AutoencoderSettings) -> Iterator[tuple[Problem, tuple[
     if autoencoder.implementation == "monai" and not autoencoder.has_stock_strides:
         found = f"{', '.join(map(_text, strides))} with implementation: monai, whose strides are all 2"
         yield Problem(where, found, "", "set 2, or implementation: lean"), ("autoencoder.implementation",)
+    if autoencoder.start == "haar" and autoencoder.upsampling == "trilinear":
+        found = "haar with upsampling: trilinear, which mixes the neighbours that the start sets apart"
+        yield Problem("autoencoder.start", found, "", "set random, or upsampling: nearest"), ("autoencoder.upsampling",)
 
 
 def _grids(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
@@ -202,6 +205,11 @@ def _memory_knobs(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]
         found = "true without use_gradient_checkpointing, so there are no checkpoints to nest"
         remedy = "set use_gradient_checkpointing: true"
         yield Problem(f"{where}.use_nested_checkpointing", found, "", remedy), (f"{where}.use_gradient_checkpointing",)
+    if training.checkpoint_dtype != "same" and not training.checkpoints_blocks:
+        found = (
+            f"{training.checkpoint_dtype} without use_gradient_checkpointing, so there are no checkpoints to compress"
+        )
+        yield Problem(f"{where}.checkpoint_dtype", found, "", "set same"), (f"{where}.use_gradient_checkpointing",)
     if training.slab_rows == 1:
         found = "a slab of 1 row is too thin for its halo"
         yield Problem(f"{where}.slab_rows", found, "allowed: 0, or 2 or more", "set 8"), ()
@@ -223,6 +231,7 @@ def _only_lean(training) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         "use_gradient_checkpointing_offload": training.use_gradient_checkpointing_offload,
         "use_nested_checkpointing": training.use_nested_checkpointing is True,
         "checkpoint_levels": training.checkpoint_levels != "all",
+        "checkpoint_dtype": training.checkpoint_dtype != "same",
         "slab_rows": training.slab_rows > 0,
     }
     for name in (name for name, is_asked in asked.items() if is_asked):

@@ -25,6 +25,12 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
                 "AutoencoderKL has strides of 2 only, so it would compute something else with these weights; only "
                 "networks trained with strides: 2 can be exported"
             )
+        for name, stock in (("upsampling", "nearest"), ("value_range", "symmetric")):
+            if (found := getattr(settings.autoencoder, name)) != stock:
+                raise CheckpointError(
+                    f"autoencoder.{name}: {found}; MONAI's AutoencoderKL has {stock} only, so it would compute "
+                    "something else with these weights; they cannot be exported"
+                )
         return autoencoder_arguments(settings.autoencoder)
     if network == "discriminator":
         return discriminator_arguments(settings.autoencoder)

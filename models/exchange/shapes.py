@@ -25,12 +25,25 @@ def settings_of(network: str, state: State) -> dict[str, Any]:
 
 def settings_that_differ(network: str, state: State, settings: Settings) -> list[str]:
     """Return one line for each setting that differs between the config and the weights."""
+    return _differences(settings_of(network, state), settings, "the weights")
+
+
+def settings_of_origin_that_differ(network: str, origin: str, settings: Settings) -> list[str]:
+    """Return one line for each setting that the weights do not show but the library they come from implies."""
+    if network != "autoencoder":
+        return []
+    maisi = {"autoencoder.upsampling": "trilinear", "autoencoder.value_range": "unit"}
+    implied = maisi if origin == "maisi" else {"autoencoder.upsampling": "nearest"}
+    return _differences(implied, settings, f"weights from {origin}")
+
+
+def _differences(implied_settings: Mapping[str, Any], settings: Settings, where: str) -> list[str]:
     problems = []
-    for key, implied in settings_of(network, state).items():
+    for key, implied in implied_settings.items():
         configured = _configured(settings, key)
         if configured != implied:
             found, wanted = _text(configured), _text(implied)
-            problems.append(f"{key}: {found} in the config, {wanted} in the weights; set {key}={wanted}")
+            problems.append(f"{key}: {found} in the config, {wanted} in {where}; set {key}={wanted}")
     return problems
 
 

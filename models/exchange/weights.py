@@ -1,4 +1,4 @@
-"""Weights from MONAI and MONAI Generative: read without executing code, renamed, and compared with the settings.
+"""Weights from MONAI, MONAI Generative and MAISI: read without executing code, renamed, and compared with the settings.
 
 Our parameters have MONAI's names. Weights from MONAI are renamed only for options that our networks lack but can
 express; weights for MONAI are not renamed at all.
@@ -7,7 +7,7 @@ express; weights for MONAI are not renamed at all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,13 @@ _GENERATIVE_RENAMES = (
     (r"^(decoder\.blocks\.\d+)\.conv\.conv\.(weight|bias)$", r"\1.postconv.conv.\2"),
     (r"\.upsampler\.conv\.conv\.(weight|bias)$", r".upsampler.postconv.conv.\1"),
 )
+
+# MAISI's convolutions, which split their input, wrap MONAI's; its upsampling block has no name of its own for them.
+_MAISI_RENAMES = (
+    (r"^((?:en|de)coder\..*)\.conv\.conv\.(weight|bias)$", r"\1.conv.\2"),
+    (r"^(decoder\.blocks\.\d+)\.conv\.conv\.(weight|bias)$", r"\1.postconv.conv.\2"),
+)
+ORIGINS = ("monai", "monai-generative", "maisi")
 
 
 def read_foreign_weights(path: Path) -> Any:
@@ -95,11 +102,18 @@ def recognise(state: Mapping[str, Tensor]) -> str | None:
 
 
 def to_our_names(state: Mapping[str, Tensor], origin: str, path: Path) -> State:
-    """Return the state dict with the names of our networks (and of MONAI 1.6); origin: monai or monai-generative."""
-    assert origin in ("monai", "monai-generative"), f"no weights come from {origin!r}"
+    """Return the state dict with the names of our networks (and of MONAI 1.6); `origin` is one of `ORIGINS`."""
+    assert origin in ORIGINS, f"no weights come from {origin!r}"
+    is_maisi = "encoder.blocks.0.conv.conv.weight" in state
+    if is_maisi != (origin == "maisi") and recognise(state) == "autoencoder":
+        found, fitting = ("MAISI's", "maisi") if is_maisi else ("MONAI's", "monai or monai-generative")
+        raise CheckpointError(f"{path}: holds {found} autoencoder, which --from {origin} does not fit; use {fitting}")
+    if origin == "maisi":
+        return _expand_attention({_renamed(key, _MAISI_RENAMES): value for key, value in state.items()})
+    renamed = {_renamed(key, _GENERATIVE_RENAMES): value for key, value in state.items() if not _is_unused(key)}
     if origin == "monai-generative":
-        return _expand_attention({_renamed(key): value for key, value in state.items() if not _is_unused(key)})
-    if changed := [key for key in state if _is_unused(key) or _renamed(key) != key]:
+        return _expand_attention(renamed)
+    if changed := [key for key in state if key not in renamed]:
         raise CheckpointError(
             f"{path}: {changed[0]} is a name of MONAI Generative; --from monai takes weights of MONAI 1.4 or newer;"
             " use --from monai-generative"
@@ -141,8 +155,8 @@ def check_values(state: Mapping[str, Tensor], path: Path) -> None:
             )
 
 
-def _renamed(key: str) -> str:
-    for pattern, replacement in _GENERATIVE_RENAMES:
+def _renamed(key: str, renames: Sequence[tuple[str, str]]) -> str:
+    for pattern, replacement in renames:
         key = re.sub(pattern, replacement, key)
     return key
 

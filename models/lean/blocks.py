@@ -10,10 +10,11 @@ from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
 
 from models.lean.attention import AttentionBlock
+from models.lean.interpolation import InterpolatedRows, interpolated_conv
 from models.lean.norm import compute_dtype, group_norm
 from models.lean.resampling import Strides, UpsampledRows, downsample_conv, upsample_conv
 from models.lean.slab_blocks import norm_conv, residual
-from models.lean.slabs import Volume
+from models.lean.slabs import RowSource, Volume
 
 
 class LeanBlock(nn.Module):
@@ -69,7 +70,7 @@ class UpsampleBlock(LeanBlock):
         """Return the enlarged volume."""
         return upsample_conv(x, self.postconv.conv, self.strides)
 
-    def consume(self, x: Volume) -> UpsampledRows:
+    def consume(self, x: Volume) -> RowSource:
         """Return the upsampled volume as rows computed on demand, which the next block reads in slabs."""
         assert isinstance(x, Tensor), "two upsamplings never follow each other"
         conv = self.postconv.conv
@@ -79,6 +80,20 @@ class UpsampleBlock(LeanBlock):
     def keeps_only_input(self) -> bool:
         """Always true: backward needs only the input, in slabs or not."""
         return True
+
+
+class InterpolationBlock(UpsampleBlock):
+    """Trilinear upsampling by `strides`, then a convolution."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the enlarged volume."""
+        return interpolated_conv(x, self.postconv.conv, self.strides, self.slab_rows)
+
+    def consume(self, x: Volume) -> RowSource:
+        """Return the enlarged volume as rows computed on demand, which the next block reads in slabs."""
+        assert isinstance(x, Tensor), "two upsamplings never follow each other"
+        conv = self.postconv.conv
+        return InterpolatedRows(x, conv.weight, conv.bias, self.strides, compute_dtype(x))
 
 
 class DownsampleBlock(LeanBlock):
@@ -115,6 +130,11 @@ class Head(LeanBlock):
         return self.conv(group_norm(x, self.norm))
 
 
+def interpolates(stock: Upsample) -> bool:
+    """Return whether a stock block interpolates between voxels instead of repeating them."""
+    return stock.upsample_non_trainable.mode == "trilinear"
+
+
 def resamples(block: nn.Module) -> bool:
     """Return whether a block, stock or lean, connects one level to the next."""
     return isinstance(block, Upsample | AEKLDownsample | UpsampleBlock | DownsampleBlock)
@@ -130,7 +150,7 @@ def lean_block(stock: nn.Module, strides: Strides = (2, 2, 2)) -> nn.Module:
     if isinstance(stock, SpatialAttentionBlock):
         return AttentionBlock(stock)
     if isinstance(stock, Upsample):
-        return UpsampleBlock(stock, strides)
+        return (InterpolationBlock if interpolates(stock) else UpsampleBlock)(stock, strides)
     if isinstance(stock, AEKLDownsample):
         return DownsampleBlock(stock, strides)
     assert isinstance(stock, Convolution | nn.GroupNorm), f"no lean counterpart for {type(stock).__name__}"

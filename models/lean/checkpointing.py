@@ -25,7 +25,7 @@ def empty_on_host(tensor: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class _Offloaded:
+class Offloaded:
     """A saved tensor that stays in host memory until backward needs it."""
 
     host: Tensor
@@ -43,33 +43,35 @@ class HostOffload(AbstractContextManager[None]):
     """
 
     def __init__(self) -> None:
-        self._stack: list[_Offloaded] = []
+        self._stack: list[Offloaded] = []
         self._leaving: deque[tuple[Tensor, torch.Event | None]] = deque()
         self._stream: torch.cuda.Stream | None = None
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 
     def __enter__(self) -> None:
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
 
     def __exit__(self, *exc_info: Any) -> None:
         self._hooks.pop().__exit__(*exc_info)
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Offloaded:
+    def pack(self, tensor: Tensor) -> Tensor | Offloaded:
+        """Start to move a tensor to the host, unless it is small or a parameter; return what `unpack` takes."""
         small = tensor.numel() * tensor.element_size() < MIN_OFFLOAD_BYTES
         if small or isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
             return tensor
         tensor = tensor.detach()
         host = empty_on_host(tensor)
-        entry = _Offloaded(host, tensor.device, self._copy(host, tensor, wait_for=None))
+        entry = Offloaded(host, tensor.device, self._copy(host, tensor, wait_for=None))
         self._stack.append(entry)
         self._leaving.append((tensor, entry.copied))
         if len(self._leaving) > 1:
             self._release(*self._leaving.popleft())
         return entry
 
-    def _unpack(self, packed: Tensor | _Offloaded) -> Tensor:
+    def unpack(self, packed: Tensor | Offloaded) -> Tensor:
+        """Return the tensor on its device, and start to fetch the one that was packed before it."""
         if isinstance(packed, Tensor):
             return packed
         while self._leaving:
@@ -103,12 +105,12 @@ class HostOffload(AbstractContextManager[None]):
         if copied is not None:
             torch.cuda.current_stream(tensor.device).wait_event(copied)
 
-    def _start_fetch(self, entry: _Offloaded) -> Tensor:
+    def _start_fetch(self, entry: Offloaded) -> Tensor:
         tensor = torch.empty_like(entry.host, device=entry.device, pin_memory=False)
         entry.copied = self._copy(tensor, entry.host, wait_for=entry.copied)
         return tensor
 
-    def _fetch(self, entry: _Offloaded) -> Tensor:
+    def _fetch(self, entry: Offloaded) -> Tensor:
         tensor = entry.fetched if entry.fetched is not None else self._start_fetch(entry)
         entry.fetched = None
         if entry.copied is not None:
@@ -130,19 +132,21 @@ def gradient_checkpoint_forward(
     *args: Any,
     use_gradient_checkpointing: bool,
     use_gradient_checkpointing_offload: bool | HostOffload = False,
+    keep: AbstractContextManager[None] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Call `module(*args, **kwargs)` and, if asked to, recompute its activations in backward.
 
     Offloading implies checkpointing and keeps the tensor arguments in host memory; pass a `HostOffload` to share its
-    queue between the blocks of one pass. Under `no_grad` and for a module in eval mode this is a plain call. Frozen
+    queue between the blocks of one pass. `keep` holds other saved-tensor hooks, which decide how the arguments are kept
+    in place of an offload. Under `no_grad` and for a module in eval mode this is a plain call. Frozen
     modules are checkpointed too, because gradients that pass through them need their activations.
     """
     wanted = use_gradient_checkpointing or bool(use_gradient_checkpointing_offload)
     if not (wanted and torch.is_grad_enabled() and getattr(module, "training", True)):
         return module(*args, **kwargs)
-    offload: AbstractContextManager[None] = nullcontext()
-    if use_gradient_checkpointing_offload:
+    offload: AbstractContextManager[None] = keep or nullcontext()
+    if use_gradient_checkpointing_offload and keep is None:
         own = use_gradient_checkpointing_offload is True
         offload = HostOffload() if own else use_gradient_checkpointing_offload  # type: ignore[assignment]
     # Saved-tensor hooks see positional arguments only, so keyword arguments are passed as positional ones.

@@ -1,0 +1,135 @@
+"""Keeps the inputs of checkpoints in 8 bits until backward: half of their memory, and slightly other gradients.
+
+Each value is stored as one of 256 levels between the smallest and the largest of 128 neighbouring voxels of its channel
+(int8), or as an 8-bit float relative to the largest of them (fp8). The forward pass is not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.lean.checkpointing import MIN_OFFLOAD_BYTES, HostOffload
+from models.lean.layout import CONTIGUOUS, layout_of
+
+GROUP = 128
+"""Voxels of one channel that share a scale."""
+PIECE_VALUES = 1 << 24
+"""Values that are converted at a time, so that the copies in full precision stay small."""
+LEVELS = 255
+LARGEST_FP8 = 448.0
+
+
+@dataclass(eq=False)
+class Compressed:
+    """A volume in 8 bits: its codes and, for each group, what a code of zero means and the distance between codes."""
+
+    codes: Any
+    low: Any
+    step: Any
+    shape: torch.Size
+    dtype: torch.dtype
+    layout: torch.memory_format
+
+
+def _voxels(x: Tensor, layout: torch.memory_format) -> tuple[Tensor, int]:
+    """View a volume such that the voxels are along one axis; return that axis, too."""
+    return (x.flatten(2), 2) if layout == CONTIGUOUS else (x.movedim(1, -1).flatten(1, 3), 1)
+
+
+def _pieces(x: Tensor, axis: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the first voxel, the number of groups and the voxels per group of each piece; the last group is short."""
+    voxels = x.shape[axis]
+    whole = voxels // GROUP
+    most = max(PIECE_VALUES * voxels // x.numel() // GROUP, 1)
+    for group in range(0, whole, most):
+        yield group * GROUP, min(most, whole - group), GROUP
+    if voxels % GROUP:
+        yield whole * GROUP, 1, voxels % GROUP
+
+
+def compress(x: Tensor, kind: str) -> Compressed:
+    """Return a volume (batch, channels, rows, height, width) in 8 bits; `kind` is int8 or fp8."""
+    layout = layout_of(x)
+    values, axis = _voxels(x, layout)
+    full = torch.promote_types(x.dtype, torch.float32)
+    codes = torch.empty_like(values, dtype=torch.uint8 if kind == "int8" else torch.float8_e4m3fn)
+    scales = [*values.shape]
+    scales[axis] = -(-values.shape[axis] // GROUP)
+    low, step = (torch.zeros(scales, dtype=full, device=x.device) for _ in range(2))
+    for start, number, size in _pieces(values, axis):
+        group = start // GROUP
+        part = values.narrow(axis, start, number * size).unflatten(axis, (number, size))
+        to_low, to_step = (scale.narrow(axis, group, number).unsqueeze(axis + 1) for scale in (low, step))
+        smallest, largest = (end.to(full) for end in torch.aminmax(part, dim=axis + 1, keepdim=True))
+        if kind == "int8":
+            to_low.copy_(smallest)
+            to_step.copy_((largest - smallest) / LEVELS)
+            # Half a step more, because conversion to whole numbers cuts off what is behind the point.
+            smallest -= to_step / 2
+            part = torch.sub(part, smallest).div_(_above_zero(to_step))
+        else:
+            to_step.copy_(torch.maximum(-smallest, largest) / LARGEST_FP8)
+            part = torch.div(part, _above_zero(to_step))
+        codes.narrow(axis, start, number * size).copy_(part.flatten(axis, axis + 1))
+    return Compressed(codes, low, step, x.shape, x.dtype, layout)
+
+
+def _above_zero(step: Tensor) -> Tensor:
+    """Replace zeros, the steps of groups whose values are all alike."""
+    return torch.where(step == 0, 1.0, step)
+
+
+def expand(packed: Compressed) -> Tensor:
+    """Return the volume that `compress` was given, as closely as 8 bits hold it."""
+    out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.codes.device, memory_format=packed.layout)
+    values, axis = _voxels(out, packed.layout)
+    for start, number, size in _pieces(values, axis):
+        low, step = (
+            scale.narrow(axis, start // GROUP, number).unsqueeze(axis + 1) for scale in (packed.low, packed.step)
+        )
+        codes = packed.codes.narrow(axis, start, number * size).unflatten(axis, (number, size))
+        if codes.dtype != torch.uint8:
+            codes = codes.to(step.dtype)
+        target = values.narrow(axis, start, number * size).unflatten(axis, (number, size))
+        torch.add(codes * step, low, out=target)
+    return out
+
+
+class Compression(AbstractContextManager[None]):
+    """Saved-tensor hooks that keep large activations in 8 bits, in host memory if an `offload` is given."""
+
+    def __init__(self, kind: str, offload: HostOffload | None) -> None:
+        self._kind, self._offload = kind, offload
+        self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
+
+    def __enter__(self) -> None:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._hooks.pop().__exit__(*exc_info)
+
+    def _pack(self, tensor: Tensor) -> Tensor | Compressed:
+        small = tensor.numel() * tensor.element_size() < MIN_OFFLOAD_BYTES
+        if small or isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad) or tensor.dim() != 5:
+            return tensor
+        packed = compress(tensor.detach(), self._kind)
+        if self._offload is not None:
+            packed.codes, packed.low, packed.step = map(self._offload.pack, (packed.codes, packed.low, packed.step))
+        return packed
+
+    def _unpack(self, packed: Tensor | Compressed) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self._offload is not None:
+            # In the opposite order, because the next fetch starts with what was packed last.
+            step, low, codes = map(self._offload.unpack, (packed.step, packed.low, packed.codes))
+            packed = Compressed(codes, low, step, packed.shape, packed.dtype, packed.layout)
+        return expand(packed)
