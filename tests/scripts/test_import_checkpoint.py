@@ -106,6 +106,33 @@ def test_generative_autoencoder_goes_through_a_run_into_stock_monai(tmp_path, co
             torch.testing.assert_close(network.decode(mean), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_maisi_weights_need_the_settings_of_its_network_and_then_run(tmp_path, config, capsys):
+    from monai.apps.generation.maisi.networks.autoencoderkl_maisi import AutoencoderKlMaisi
+
+    theirs = AutoencoderKlMaisi(num_channels=(8, 16), include_fc=True, num_splits=1, **SHAPE)
+    torch.save(theirs.state_dict(), tmp_path / "maisi.pt")
+    origin = ["--from", "maisi", "--weights", tmp_path / "maisi.pt", "--config", config, "--out", tmp_path / "run"]
+    assert command(import_checkpoint, *origin) == 2
+    said = capsys.readouterr().err
+    wanted = [
+        "autoencoder.use_nonlocal_attention=false",
+        "autoencoder.upsampling=trilinear",
+        "autoencoder.value_range=unit",
+    ]
+    assert all(f"set {override}" in said for override in wanted)
+    assert command(import_checkpoint, *origin, *wanted) == 0
+    ours = build_autoencoder(load_settings(tmp_path / "run" / "config.yaml").autoencoder)
+    ours.load_state_dict(load_weights(tmp_path / "run" / "autoencoder.safetensors")[0], strict=True)
+    volume = torch.rand(1, 1, 16, 16, 16)
+    with torch.no_grad():
+        mean, _ = theirs.encode(volume)
+        torch.testing.assert_close(ours.encode(2 * volume - 1)[0], mean, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.decode(mean), 2 * theirs.decode(mean) - 1, rtol=1e-5, atol=1e-5)
+    source = tmp_path / "run" / "autoencoder.safetensors"
+    assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "monai.pt") == 2
+    assert "MONAI's AutoencoderKL has nearest only" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_monai_weights_come_back_bit_identical(tmp_path, config, suffix, capsys):
     torch.save(AutoencoderKL(channels=(8, 16), **SHAPE).state_dict(), tmp_path / "stock.pt")

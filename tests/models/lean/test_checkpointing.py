@@ -1,5 +1,7 @@
 """The checkpoint helper and its offload, on modules that are none of ours."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -42,7 +44,7 @@ def test_checkpointed_gradients_equal_plain_ones_and_forward_runs_twice(on, offl
 
 def test_helper_is_a_plain_call_in_eval_and_without_gradients():
     module, x = Toy(), torch.randn(8, 64, requires_grad=True)
-    flags = {"use_gradient_checkpointing": True, "use_gradient_checkpointing_offload": True}
+    flags: dict[str, Any] = {"use_gradient_checkpointing": True, "use_gradient_checkpointing_offload": True}
     with torch.no_grad():
         assert not gradient_checkpoint_forward(module, x, **flags).requires_grad
     gradient_checkpoint_forward(module.eval(), x, **flags).sum().backward()
