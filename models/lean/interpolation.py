@@ -50,7 +50,7 @@ def _doubled_backward(grad: Tensor, axis: int) -> Tensor:
     return out
 
 
-class _Enlarged(RowSource):
+class Enlarged(RowSource):
     """The interpolated volume in `dtype`, computed row by row from the small one in full precision."""
 
     def __init__(self, x: Tensor, strides: Strides, dtype: torch.dtype) -> None:
@@ -90,7 +90,7 @@ class InterpolatedRows(RowSource):
     """The interpolated and convolved volume, computed row by row from the small one."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, strides: Strides, dtype: torch.dtype) -> None:
-        self.source = _Enlarged(x, strides, dtype)
+        self.source = Enlarged(x, strides, dtype)
         self.weight, self.bias, self.dtype, self.device = weight.to(dtype), bias.to(dtype), dtype, x.device
         self.layout = self.source.layout
         self.shape = torch.Size((x.shape[0], weight.shape[0], *self.source.shape[2:]))
@@ -122,7 +122,7 @@ class _InterpolatedConv(torch.autograd.Function):
         total = torch.zeros_like(full_precision(x)) if needs_x else None
         sums = torch.zeros_like(full_precision(weight)) if needs_weight else None
         with torch.autocast(x.device.type, enabled=False):
-            enlarged = _Enlarged(x, ctx.strides, ctx.dtype)
+            enlarged = Enlarged(x, ctx.strides, ctx.dtype)
             low, kernel = grad.to(ctx.dtype), weight.to(ctx.dtype)
             for start, end in slabs(enlarged, ctx.rows, min(weight.shape[:2]), ctx.dtype):
                 rows = enlarged.rows(start, end)

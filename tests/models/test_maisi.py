@@ -11,6 +11,7 @@ from monai.apps.generation.maisi.networks.autoencoderkl_maisi import Autoencoder
 
 from models import build_autoencoder
 from models.exchange.weights import find_state, to_our_names
+from models.lean.interpolation import Enlarged
 from models.lean.layout import CHANNELS_LAST
 from settings import CheckpointError
 from tests.models.autoencoders import stock_like
@@ -67,6 +68,14 @@ def test_inference_in_slabs_gives_the_volumes_of_a_plain_network(rows):
         found, expected = (run_autoencoder(network, x, none) for network in (model, given.stock.double()))
     for mine, true in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_interpolated_values_are_rounded_once(dtype):
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 6, 6, 6).to(dtype)
+    exact = torch.nn.functional.interpolate(x.double(), scale_factor=2, mode="trilinear").to(dtype)
+    assert float((Enlarged(x, (2, 2, 2), dtype).rows(0, 12) == exact).double().mean()) > 0.99
 
 
 def maisi(attention=False, **options):
