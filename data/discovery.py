@@ -48,7 +48,7 @@ def find(source: str, allow_outside_root: bool) -> tuple[list[Found], list[str]]
     If a folder has a dataset.json at its top, only the volumes listed there count, because such folders also hold
     segmentations and test images. Raises DataError if there is no volume.
     """
-    place = _expanded(source)
+    place = expanded(source)
     # os.path, not Path: for a name that no file system can hold it returns False instead of raising.
     if os.path.isdir(place):
         if _is_of_the_kernel(place):
@@ -73,7 +73,8 @@ def find(source: str, allow_outside_root: bool) -> tuple[list[Found], list[str]]
     )
 
 
-def _expanded(path: str) -> Path:
+def expanded(path: str) -> Path:
+    """Return a path with its ~ replaced by the home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:  # a `~name` whose user does not exist
@@ -90,7 +91,7 @@ def _is_of_the_kernel(folder: Path) -> bool:
 
 def with_labels(found: list[Found], table: str) -> tuple[list[Found], list[str]]:
     """Return the volumes with classes from a CSV (columns file and label), and a message for each one without."""
-    classes = _read_label_table(_expanded(table))
+    classes = _read_label_table(expanded(table))
     file_names = Counter(Path(item.name).name for item in found)
     labelled, missing = [], []
     for item in found:
@@ -298,7 +299,7 @@ def _cut(text: str) -> str:
 
 def column_of(table: str, column: str, key: str) -> dict[str, str]:
     """Return one column of a CSV by the names in its column file; `key` is the setting that asks for it."""
-    columns, rows = _read_table(_expanded(table), key)
+    columns, rows = read_table(expanded(table), key)
     wanted = column.lower()
     if columns.count("file") != 1 or columns.count(wanted) != 1:
         raise DataError(
@@ -312,7 +313,7 @@ def column_of(table: str, column: str, key: str) -> dict[str, str]:
     return values
 
 
-def _read_table(table: Path, key: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
+def read_table(table: Path, key: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
     """Return the column names of a CSV in lower case, and its other rows with their line numbers."""
     where = f"{key}: {printable(table)}"
     try:
@@ -327,7 +328,7 @@ def _read_table(table: Path, key: str) -> tuple[list[str], list[tuple[int, list[
 
 def _read_label_table(table: Path) -> dict[str, str]:
     where = f"data.labels: {printable(table)}"
-    columns, rows = _read_table(table, "data.labels")
+    columns, rows = read_table(table, "data.labels")
     if columns.count("file") != 1 or columns.count("label") != 1:
         raise DataError(
             f"{where} has the columns {_cut(printable(', '.join(columns))) or '(none)'}; "

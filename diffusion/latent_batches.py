@@ -8,26 +8,42 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from data.batches import BatchPlan, VolumeOrder
+from data.batches import Batch, BatchPlan, VolumeOrder
 from data.volumes import VolumeFile
 from data.workers import one_ahead
+from diffusion.conditioning import NOTHING, Condition
+from diffusion.conditioning.conditions import Conditions
 from diffusion.latent_files import Moments
 
 
 @dataclass(frozen=True)
 class LatentBatch:
-    """One micro-batch of latents: a `Batch` with mean and sigma (B, C, D, H, W) instead of the image."""
+    """One micro-batch of latents: a `Batch` with mean and sigma (B, C, D, H, W) instead of the image.
+
+    `condition` holds what comes from the volumes' partners; the classes are in `labels`.
+    """
 
     mean: Tensor
     sigma: Tensor
     positions: tuple[int, ...]
     labels: Tensor | None
     files: tuple[str, ...]
+    condition: Condition = NOTHING
 
     def pin_memory(self) -> LatentBatch:
         """Return the batch in page-locked memory."""
         labels = None if self.labels is None else self.labels.pin_memory()
-        return replace(self, mean=self.mean.pin_memory(), sigma=self.sigma.pin_memory(), labels=labels)
+        condition = self.condition.map(Tensor.pin_memory)
+        return replace(
+            self, mean=self.mean.pin_memory(), sigma=self.sigma.pin_memory(), labels=labels, condition=condition
+        )
+
+
+@dataclass(frozen=True)
+class VolumeBatch(Batch):
+    """A micro-batch of volumes with their conditions, for latents that are not kept."""
+
+    condition: Condition = NOTHING
 
 
 def latent_batches(
@@ -37,6 +53,7 @@ def latent_batches(
     first_step: int,
     last_step: int,
     pin_memory: bool = False,
+    conditions: Conditions | None = None,
 ) -> Iterator[list[LatentBatch]]:
     """Yield the micro-batches of each step in [first_step, last_step); `read` returns the latent of a file by index.
 
@@ -48,22 +65,37 @@ def latent_batches(
 
     def load(step: int) -> list[LatentBatch]:
         chunks = [plan.positions(step, micro_batch) for micro_batch in range(plan.accumulation)]
-        batches = [collate(read, files, [order(position) for position in chunk], chunk) for chunk in chunks]
+        batches = [collate(read, files, [order(position) for position in chunk], chunk, conditions) for chunk in chunks]
         return [batch.pin_memory() for batch in batches] if pin_memory else batches
 
     yield from one_ahead(map(load, range(first_step, last_step)))
 
 
 def collate(
-    read: Callable[[int], Moments], files: Sequence[VolumeFile], indices: Sequence[int], positions: Sequence[int]
+    read: Callable[[int], Moments],
+    files: Sequence[VolumeFile],
+    indices: Sequence[int],
+    positions: Sequence[int],
+    conditions: Conditions | None = None,
 ) -> LatentBatch:
     """Return the latents of the files at `indices` as one batch."""
     moments = [read(index) for index in indices]
     labels = [files[index].label for index in indices]
+    names = tuple(files[index].name for index in indices)
     return LatentBatch(
         mean=torch.stack([mean for mean, _ in moments]),
         sigma=torch.stack([sigma for _, sigma in moments]),
         positions=tuple(positions),
         labels=None if None in labels else torch.tensor(labels, dtype=torch.long),
-        files=tuple(files[index].name for index in indices),
+        files=names,
+        condition=NOTHING if conditions is None else conditions.of(names),
     )
+
+
+def with_conditions(steps: Iterator[list[Batch]], conditions: Conditions) -> Iterator[list[VolumeBatch]]:
+    """Yield batches of volumes with the conditions of their files."""
+    for batches in steps:
+        yield [
+            VolumeBatch(batch.image, batch.positions, batch.labels, batch.files, conditions.of(batch.files))
+            for batch in batches
+        ]

@@ -19,8 +19,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, load_file, training_batches
+from diffusion.conditioning.conditions import Conditions
 from diffusion.frozen_autoencoder import latents_digest
-from diffusion.latent_batches import LatentBatch, collate, latent_batches
+from diffusion.latent_batches import LatentBatch, collate, latent_batches, with_conditions
 from diffusion.latent_files import LatentFacts, LatentFolder, Moments, facts_of, latent_key
 from diffusion.normalisation import Normalisation, Statistics, check_variance
 from diffusion.volume_codec import VolumeCodec
@@ -36,7 +37,8 @@ class Latents:
     """The latents of a run: how to read one (None if they are not kept), and facts about the training set.
 
     `spacing_mm`, `lower` and `upper` are medians over the training volumes. `autoencoder` is the hash of the weights
-    that they depend on. With `pin_memory`, training batches are in page-locked memory.
+    that they depend on. With `pin_memory`, training batches are in page-locked memory. `conditions` come from the
+    volumes' partners.
     """
 
     volumes: DataSplit
@@ -48,14 +50,17 @@ class Latents:
     upper: tuple[float, ...]
     autoencoder: str
     pin_memory: bool = False
+    conditions: Conditions | None = None
 
     def training_batches(
         self, plan: BatchPlan, first_step: int, last_step: int
     ) -> Iterator[Sequence[LatentBatch | Batch]]:
         """Yield the micro-batches of each step: latents, or volumes if latents are not kept."""
         if self.read is None:
-            return training_batches(self.volumes.train, self.settings, plan, first_step, last_step)
-        return latent_batches(self.read, self.volumes.train, plan, first_step, last_step, self.pin_memory)
+            volumes = training_batches(self.volumes.train, self.settings, plan, first_step, last_step)
+            return volumes if self.conditions is None else with_conditions(volumes, self.conditions)
+        files, conditions = self.volumes.train, self.conditions
+        return latent_batches(self.read, files, plan, first_step, last_step, self.pin_memory, conditions)
 
     def validation_batches(self, encode: Callable[[Tensor], Moments], process: Process) -> Iterator[LatentBatch]:
         """Yield this process's share of the validation latents, one at a time; positions index the list of files."""
@@ -68,7 +73,7 @@ class Latents:
             return encode(load_file(file, self.settings).image)
 
         for index in range(process.rank, len(files), process.world_size):
-            yield collate(read, files, [index], [index])
+            yield collate(read, files, [index], [index], self.conditions)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -87,7 +92,13 @@ def stage_two_data(s: DataSettings) -> DataSettings:
     return s.model_copy(update={"patch_size": None, "use_augmentation": False})
 
 
-def prepare_latents(codec: VolumeCodec, volumes: DataSplit, settings: Settings, process: Process) -> Latents:
+def prepare_latents(
+    codec: VolumeCodec,
+    volumes: DataSplit,
+    settings: Settings,
+    process: Process,
+    conditions: Conditions | None = None,
+) -> Latents:
     """Encode the volumes that are not encoded yet, shared among the processes, and find how to normalise them.
 
     With `cache: disk` an interrupted encoding continues where it stopped, and every run with the same autoencoder
@@ -149,7 +160,7 @@ def prepare_latents(codec: VolumeCodec, volumes: DataSplit, settings: Settings, 
     ]
     spacing_mm, lower, upper = (tuple(map(float, values)) for values in middle)
     pin_memory = bool(data.pin_memory) and process.device.type == "cuda"
-    return Latents(volumes, data, read, normalisation, spacing_mm, lower, upper, autoencoder, pin_memory)
+    return Latents(volumes, data, read, normalisation, spacing_mm, lower, upper, autoencoder, pin_memory, conditions)
 
 
 def latent_scale(facts: Sequence[LatentFacts], num_elements: int) -> float:

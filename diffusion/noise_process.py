@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diffusion.conditioning.condition import Condition
 from settings.ldm import SchedulerSettings
 
 # Below this signal, dividing by it to recover the clean latent would only amplify the error of the predicted noise.
@@ -141,15 +142,15 @@ def _ending_in_noise(kept: np.ndarray) -> np.ndarray:
     return ((signal - signal[-1]) * (signal[0] / (signal[0] - signal[-1]))) ** 2
 
 
-def predict_padded(network: nn.Module, noisy: Tensor, times: Tensor, labels: Tensor | None, multiple: int) -> Tensor:
+def predict_padded(network: nn.Module, noisy: Tensor, times: Tensor, condition: Condition, multiple: int) -> Tensor:
     """Call the U-Net on a latent of any size: pad its axes with zeros at the far end, and crop the prediction.
 
     `multiple` is the number that the U-Net needs every axis to be a multiple of. If all are, nothing is copied.
     """
     shape = noisy.shape[2:]
+    noisy = condition.joined_to(noisy)
     missing = [-axis % multiple for axis in shape]
     if any(missing):
         noisy = F.pad(noisy, (0, missing[2], 0, missing[1], 0, missing[0]))
-    arguments = {} if labels is None else {"class_labels": labels}
-    prediction = network(noisy, times, **arguments)
+    prediction = network(noisy, times, **condition.arguments)
     return prediction[:, :, : shape[0], : shape[1], : shape[2]] if any(missing) else prediction

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from diffusion.conditioning import Condition, hidden
+from diffusion.conditioning.conditions import empty_condition
 from diffusion.noise_process import NoiseProcess, predict_padded
 from diffusion.normalisation import Normalisation
 from diffusion.samplers import SAMPLERS
@@ -18,28 +21,27 @@ from settings.ldm import LdmSettings
 Predict = Callable[[Tensor, Tensor], Tensor]
 
 
-def guided(network: nn.Module, s: LdmSettings, labels: Tensor | None) -> Predict:
+def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
     """Return a function that predicts from noisy latents and times, with guidance if the settings ask for it.
 
-    `labels` are the classes of the samples, None for an unconditional network. A guidance scale of 1 gives the plain
-    conditional prediction, 0 the unconditional one. Outside `guidance_interval` the prediction is the conditional one.
+    A guidance scale of 1 gives the plain conditional prediction, 0 the one with all conditions hidden. Outside
+    `guidance_interval` the prediction is the conditional one.
     """
     multiple, scale = s.unet.downsampling, s.sampling.guidance_scale
     lowest, highest = (share * s.scheduler.num_train_timesteps for share in s.sampling.guidance_interval)
-    if labels is None:
-        return lambda noisy, times: predict_padded(network, noisy, times, None, multiple)
-    hidden = torch.full_like(labels, s.conditioning.num_classes)
+    if not s.conditioning.is_used:
+        return lambda noisy, times: predict_padded(network, noisy, times, condition, multiple)
+    nothing = hidden(condition, s.conditioning)
+    both_conditions = condition.beside(nothing)
 
     def predict(noisy: Tensor, times: Tensor) -> Tensor:
         # All latents of a batch are at the same time.
         is_guided = scale != 1.0 and lowest <= float(times[0]) <= highest
         if not is_guided or scale == 0.0:
-            return predict_padded(network, noisy, times, hidden if is_guided else labels, multiple)
-        both = predict_padded(
-            network, torch.cat([noisy, noisy]), torch.cat([times, times]), torch.cat([labels, hidden]), multiple
-        )
-        with_class, without = both.chunk(2)
-        return without + scale * (with_class - without)
+            return predict_padded(network, noisy, times, nothing if is_guided else condition, multiple)
+        both = predict_padded(network, torch.cat([noisy, noisy]), torch.cat([times, times]), both_conditions, multiple)
+        with_condition, without = both.chunk(2)
+        return without + scale * (with_condition - without)
 
     return predict
 
@@ -87,14 +89,15 @@ def draw_volumes(
     normalisation: Normalisation,
     seed: int,
     positions: Sequence[int],
-    label: int | None = None,
+    condition_of: Callable[[Sequence[int]], Condition] | None = None,
     batch_size: int = 1,
     on_step: Callable[[], object] = lambda: None,
 ) -> Iterator[Tensor]:
     """Yield one volume (C, D, H, W), in the network's range, for each position; it depends on (seed, position) only.
 
-    The network runs in float32 and the decoder on one volume at a time, because in 16 bits a sample would depend on the
-    batch size.
+    `condition_of` returns the conditions of some positions; without it all are hidden but the class, and the classes
+    come in turn. The network runs in float32 and the decoder on one volume at a time, because in 16 bits a sample would
+    depend on the batch size.
     """
     device = codec.precision.device
     ldm = settings.ldm
@@ -104,8 +107,8 @@ def draw_volumes(
     network.eval()
     for start in range(0, len(positions), batch_size):
         part = positions[start : start + batch_size]
-        labels = _labels(ldm, part, label, device)
-        predict = guided(network, ldm, labels)
+        condition = classes_in_turn(settings, part) if condition_of is None else condition_of(part)
+        predict = guided(network, ldm, condition.to(device))
         steps, sampler = ldm.sampling.num_inference_steps, ldm.sampling.sampler
         with torch.autocast(device.type, enabled=False):
             latents = sample_latents(predict, process, noise, part, settings.latent_shape, steps, sampler, on_step)
@@ -114,9 +117,11 @@ def draw_volumes(
     network.train(was_training)
 
 
-def _labels(s: LdmSettings, positions: Sequence[int], label: int | None, device: torch.device) -> Tensor | None:
-    """Return the class of each sample: `label` if given, else the classes in turn."""
-    if s.conditioning.type == "none":
-        return None
-    classes = [position % s.conditioning.num_classes if label is None else label for position in positions]
-    return torch.tensor(classes, device=device)
+def classes_in_turn(settings: Settings, positions: Sequence[int], label: int | None = None) -> Condition:
+    """Return a condition that is hidden but for the class: `label` if given, else the classes in turn."""
+    nothing = empty_condition(settings, len(positions))
+    number = settings.ldm.conditioning.num_classes
+    if nothing.classes is None:
+        return nothing
+    classes = [position % number if label is None else label for position in positions]
+    return replace(nothing, classes=torch.tensor(classes))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from data import to_unit
+from data import VolumeFile, load_file, to_unit
+from diffusion.conditioning import Condition
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import predict_padded
@@ -54,17 +56,16 @@ def _held_out_loss(step: LatentDiffusionStep, latents: Latents) -> dict[str, flo
 @torch.no_grad()
 def held_out_losses(step: LatentDiffusionStep, batch: LatentBatch) -> Tensor:
     """Return the diffusion loss of a batch of one latent at each noise level."""
-    conditioning = step.settings.ldm.conditioning
     # The mean of the latent distribution, so that the only noise is the fixed noise below.
     clean = step.normalisation.apply(batch.mean.to(step.process.device))
-    labels = None if conditioning.type == "none" or batch.labels is None else batch.labels.to(step.process.device)
+    condition = step.condition_of(batch)
     losses = []
     for level in NOISE_LEVELS:
         noise = step.noise.normal(f"validation {level}", batch.positions, clean.shape[1:])
         times = step.noise_process.times(torch.full((1,), level, device=step.process.device))
         noisy = step.noise_process.add_noise(clean, noise, times)
         with step.precision.autocast():
-            prediction = predict_padded(step.unet, noisy, times, labels, step.settings.ldm.unet.downsampling)
+            prediction = predict_padded(step.unet, noisy, times, condition, step.settings.ldm.unet.downsampling)
         target = step.noise_process.target(clean, noise, times)
         losses.append(F.mse_loss(prediction.float(), target).double())
     return torch.stack(losses)
@@ -80,6 +81,7 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
         step.normalisation,
         settings.seed,
         range(number),
+        None if latents.conditions is None else lambda positions: _held_out_condition(latents, positions),
         batch_size=step.training.batch_size,
     )
     rows, samples = [], []
@@ -89,6 +91,8 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
         name = f"sample {place + 1}"
         label = ", ".join(part for part in (name, condition) if part)
         rows.append(Row.of(label, to_unit(volume[0]).cpu(), latents.spacing_mm))
+        if latents.conditions is not None:
+            rows += _condition_and_target(latents, place)
         if place < MAX_COPIES:
             kept = ViewerVolume.of(volume, place)
             shown[f"sample_{place}"] = kept.described(latents.spacing_mm, settings.data.orientation, name, condition)
@@ -99,13 +103,42 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
     return Preview(picture_of(rows), shown)
 
 
+def _held_out(latents: Latents, place: int) -> VolumeFile:
+    """Return the held-out volume whose condition a preview sample gets."""
+    return latents.volumes.val[place % len(latents.volumes.val)]
+
+
+def _held_out_condition(latents: Latents, positions: Sequence[int]) -> Condition:
+    files = [_held_out(latents, position) for position in positions]
+    assert latents.conditions is not None, "without partners previews have no held-out condition"
+    labels = [file.label for file in files]
+    classes = None if None in labels else torch.tensor(labels, dtype=torch.long)
+    return replace(latents.conditions.of([file.name for file in files]), classes=classes)
+
+
+def _condition_and_target(latents: Latents, place: int) -> list[Row]:
+    """Return rows that show what a preview sample was conditioned on, and the real volume of that case."""
+    assert latents.conditions is not None, "without partners a sample has no target"
+    file = _held_out(latents, place)
+    factors = [n / m for n, m in zip(latents.settings.voxel_size, latents.conditions.grid, strict=True)]
+    spacing_mm = [mm * factor for mm, factor in zip(latents.spacing_mm, factors, strict=True)]
+    rows = [Row.of(f"{kind} of {file.name}", shown, spacing_mm) for kind, shown in latents.conditions.shown(file.name)]
+    target = to_unit(load_file(file, latents.settings).image[0])
+    return [*rows, Row.of(f"{file.name}, real", target, latents.spacing_mm)]
+
+
 def _condition(step: LatentDiffusionStep, latents: Latents, place: int) -> str:
-    """Return the class of a preview sample in words; empty without classes."""
+    """Return the condition of a preview sample in words; empty without one."""
     conditioning = step.settings.ldm.conditioning
-    if conditioning.type == "none":
-        return ""
-    number, names = place % conditioning.num_classes, latents.volumes.class_names
-    return f"class {names[number] if number < len(names) else number}"
+    words = []
+    if conditioning.type == "class":
+        number, names = place % conditioning.num_classes, latents.volumes.class_names
+        if latents.conditions is not None:
+            number = _held_out(latents, place).label or 0
+        words.append(f"class {names[number] if number < len(names) else number}")
+    if latents.conditions is not None:
+        words.append(f"conditions of {_held_out(latents, place).name}")
+    return ", ".join(words)
 
 
 @contextmanager

@@ -42,12 +42,13 @@ def discriminator_arguments(settings: AutoencoderSettings) -> dict[str, Any]:
 def unet_arguments(settings: LdmSettings, latent_channels: int) -> dict[str, Any]:
     """Return the arguments of `DiffusionModelUNet`.
 
-    A class-conditional network has one class more than the data: the last one stands for a hidden label.
+    A class-conditional network has one class more than the data: the last one stands for a hidden label. Conditions
+    that are joined to the noisy latent are further input channels.
     """
     unet, conditioning = settings.unet, settings.conditioning
     return {
         "spatial_dims": 3,
-        "in_channels": latent_channels,
+        "in_channels": latent_channels + conditioning.num_joined(latent_channels),
         "out_channels": latent_channels,
         "channels": unet.num_channels,
         "num_res_blocks": unet.res_blocks,

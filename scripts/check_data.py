@@ -47,10 +47,12 @@ def main(options: argparse.Namespace) -> int:
         for line in grouped(source.left_out):
             print(f"  {line}")
         print()
+    unpaired = _partner_problems(source, settings)
     if options.json is not None:
-        _write_json(options.json, source, settings)
-    if source.problems:
-        _print_problems(source, settings)
+        _write_json(options.json, source, settings, unpaired)
+    problems = [*source.problems, *unpaired]
+    if problems:
+        _print_problems(problems, source, settings)
         return UserError.exit_code
     volumes = split_source(source, settings.data, settings.seed, settings.autoencoder.in_channels)
     print(_summary(source, volumes, settings))
@@ -58,13 +60,13 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_problems(source, settings) -> None:
+def _print_problems(problems, source, settings) -> None:
     """Print what the volumes without problems are like, then every problem."""
     if _usable(source)[1]:
         print(_summary(source, None, settings))
         print()
-    print(f"{counted(len(source.problems), 'problem')} in {counted(len(source.found), 'volume')}:")
-    for problem in source.problems:
+    print(f"{counted(len(problems), 'problem')} in {counted(len(source.found), 'volume')}:")
+    for problem in problems:
         print(f"  {problem}")
 
 
@@ -91,7 +93,22 @@ def _row(found, checked) -> tuple[str, ...]:
     )
 
 
-def _write_json(path: str, source, settings) -> None:
+def _partner_problems(source, settings) -> list[str]:
+    """Return every problem with what the volumes without problems are paired with."""
+    from data.pairs.pairs import check_pairs
+    from data.volumes import VolumeFile
+
+    if not settings.ldm.conditioning.needs_pairs:
+        return []
+    files = [
+        VolumeFile(found.path, found.name, None, checked.facts.num_channels, checked.facts.digest)
+        for found, checked in zip(source.found, source.checked, strict=True)
+        if checked.facts and not checked.problems
+    ]
+    return check_pairs(settings.ldm.conditioning, settings.data, files)[1]
+
+
+def _write_json(path: str, source, settings, unpaired: list[str]) -> None:
     from data.survey.grids import suggested_grid
     from data.survey.overview import outlier_lines
     from data.survey.patients import suspected_patients
@@ -110,6 +127,7 @@ def _write_json(path: str, source, settings) -> None:
     content = {
         "volumes": volumes,
         "problems": source.problems,
+        "partner_problems": unpaired,
         "left_out": source.left_out,
         "unusual": outlier_lines(names, usable, settings.data),
         "patients": suspected_patients(source.found),

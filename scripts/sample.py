@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -24,19 +26,27 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         [
             "python scripts/sample.py --run runs/quickstart --num 4",
             "python scripts/sample.py --run runs/ct --num 8 --steps 100 --seed 7 --class lesion --out samples",
+            "python scripts/sample.py --run runs/mr --labels maps/case_7.nii.gz --num 3",
         ],
     )
     result.add_argument(
         "--best", action="store_true", help="use the weights of the best validation (default: the last weights)"
     )
     result.add_argument("--run", required=True, metavar="DIR", help="folder of a run, finished or not")
-    result.add_argument("--num", type=at_least(1), default=8, help="number of volumes (default: 8)")
+    result.add_argument(
+        "--num", type=at_least(1), help="number of volumes (default: 8), or for each condition (default: 1)"
+    )
     result.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as configured)")
     result.add_argument("--seed", type=at_least(0), default=0, help="seed of the volumes (default: 0)")
     result.add_argument(
         "--class", dest="class_name", metavar="NAME", help="class of all volumes (default: each class in turn)"
     )
-    result.add_argument("--guidance-scale", type=at_least(0.0), help="values above 1 follow the class more closely")
+    result.add_argument(
+        "--labels", metavar="FILE_OR_FOLDER", help="label maps; each sample lies in the space of its map"
+    )
+    result.add_argument(
+        "--guidance-scale", type=at_least(0.0), help="values above 1 follow the conditions more closely"
+    )
     result.add_argument(
         "--batch-size", type=at_least(1), default=1, help="volumes to sample at once; does not change them (default: 1)"
     )
@@ -55,8 +65,9 @@ def main(options: argparse.Namespace) -> int:
 
     from data import to_unit
     from data.formats import write_nifti
-    from diffusion.conditioning import class_number
-    from diffusion.sampling import draw_volumes
+    from diffusion.conditioning import Condition, class_number
+    from diffusion.conditioning.given import given_conditions
+    from diffusion.sampling import classes_in_turn, draw_volumes
     from evaluation.pictures import Row, picture_of, save_picture
     from evaluation.trained_run import TrainedRun
 
@@ -75,11 +86,20 @@ def main(options: argparse.Namespace) -> int:
     settings = trained.settings.with_overrides({key: value for key, value in changes.items() if value is not None})
     network, frame = trained.unet()
     label = None if options.class_name is None else class_number(options.class_name, frame.class_names)
+    cases = given_conditions(settings, options.labels)
+    num = options.num or (1 if cases else 8)
+    total = num * max(1, len(cases))
     codec = trained.codec()
     title = _title(options)
-    num_batches = -(-options.num // options.batch_size)
+
+    def condition_of(positions: Sequence[int]) -> Condition:
+        if not cases:
+            return classes_in_turn(settings, positions, label)
+        parts = [cases[position // num].condition(settings, 1, label) for position in positions]
+        return functools.reduce(Condition.beside, parts)
 
     rows: list[Row] = []
+    num_batches = -(-total // options.batch_size)
     with tqdm(total=num_batches * settings.ldm.sampling.num_inference_steps, desc="sampling", unit="step") as bar:
         volumes = draw_volumes(
             network,
@@ -87,19 +107,24 @@ def main(options: argparse.Namespace) -> int:
             settings,
             frame.normalisation,
             options.seed,
-            range(options.num),
-            label,
+            range(total),
+            condition_of,
             options.batch_size,
             bar.update,
         )
         for number, volume in enumerate(volumes):
             unit = to_unit(volume).cpu()
-            path = out / f"sample_{title}_{number:04d}.nii.gz"
-            write_nifti(path, frame.intensities(unit.numpy()), frame.affine(settings))
+            case = cases[number // num] if cases else None
+            name = f"sample_{title}_{number:04d}" if case is None else f"{case.name}_{title}_{number % num:04d}"
+            path = out / f"{name}.nii.gz"
+            if case is None:
+                write_nifti(path, frame.intensities(unit.numpy()), frame.affine(settings))
+            else:
+                write_nifti(path, *case.restored(frame.intensities(unit.numpy())))
             rows.append(Row.of(path.name, unit[0], frame.spacing_mm))
     picture = out / f"montage_{title}.png"
-    save_picture(picture, picture_of(rows), f"{trained.settings.name}, {options.num} samples")
-    log.info("%s written to %s, montage %s", counted(options.num, "volume"), out, picture)
+    save_picture(picture, picture_of(rows), f"{trained.settings.name}, {total} samples")
+    log.info("%s written to %s, montage %s", counted(total, "volume"), out, picture)
     log.info("next: python scripts/evaluate.py --run %s", shlex.quote(options.run))
     return 0
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from settings.conditioning import ConditioningSettings
 from settings.section import (
     FREE,
     SAME,
@@ -99,14 +100,6 @@ class SchedulerSettings(Section):
     )
 
 
-class ConditioningSettings(Section):
-    """Class conditioning."""
-
-    type: Literal["none", "class"] = key("none", "What samples are conditioned on.")
-    num_classes: int = key(0, "Number of classes in the data; required if the type is class.", ge=0, le=65_536)
-    dropout: float = key(0.1, "Fraction of labels dropped in training; guidance needs it.", ge=0, lt=1)
-
-
 Normalise = Literal["scale", "channel", "position"]
 
 
@@ -155,7 +148,7 @@ class SamplingSettings(Section):
         "ddim", "ddpm, ddim or dpmpp_2m; for rectified flow rflow (Euler), heun or dpmpp_2m.", FREE
     )
     num_inference_steps: Count = key(50, "Number of steps from noise to latent.", FREE)
-    guidance_scale: float = key(1.0, "Values above 1 make samples follow their class more closely.", FREE, ge=0)
+    guidance_scale: float = key(1.0, "Values above 1 make samples follow their conditions more closely.", FREE, ge=0)
     guidance_interval: Interval = key(
         (0.0, 1.0), "Range of times in which guidance acts; 0 is clean, 1 is pure noise.", FREE
     )
@@ -173,7 +166,7 @@ class LdmSettings(Section):
     )
     unet: UNetSettings = section(UNetSettings, "The diffusion U-Net.")
     scheduler: SchedulerSettings = section(SchedulerSettings, "The noise process.")
-    conditioning: ConditioningSettings = section(ConditioningSettings, "Class conditioning.")
+    conditioning: ConditioningSettings = section(ConditioningSettings, "What samples are conditioned on.")
     latents: LatentSettings = section(LatentSettings, "Caching, normalisation and padding of latents.")
     training: LdmTraining = section(LdmTraining, "Training of stage 2.")
     sampling: SamplingSettings = section(SamplingSettings, "Sampling.")

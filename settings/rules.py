@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from settings.autoencoder import bottleneck_problems
+from settings.conditioning.rules import conditioning_problems
 from settings.errors import Problem
 from storage.names import counted
 from storage.run_folder import SHARED_NAMES
@@ -279,7 +280,7 @@ def _sampling(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
             ("ldm.scheduler.type",),
         )
     yield from _noise_levels(ldm)
-    yield from _guidance(ldm)
+    yield from conditioning_problems(ldm)
     if ldm.sampling.num_inference_steps > ldm.scheduler.num_train_timesteps:
         most = ldm.scheduler.num_train_timesteps
         yield (
@@ -294,13 +295,6 @@ def _sampling(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
     if ldm.scheduler.beta_start >= ldm.scheduler.beta_end:
         found = f"{ldm.scheduler.beta_start:g} is not below beta_end ({ldm.scheduler.beta_end:g})"
         yield Problem("ldm.scheduler.beta_start", found, "", "swap the two"), ("ldm.scheduler.beta_end",)
-    if ldm.conditioning.type == "class" and ldm.conditioning.num_classes < 2:
-        found = f"{counted(ldm.conditioning.num_classes, 'class')} for conditioning type class"
-        remedy = "set it to the number of classes in the data"
-        yield (
-            Problem("ldm.conditioning.num_classes", found, "allowed: 2 or more", remedy),
-            ("ldm.conditioning.type",),
-        )
 
 
 def _noise_levels(ldm: LdmSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
@@ -323,20 +317,6 @@ def _noise_levels(ldm: LdmSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]
         found = "min_snr with zero_terminal_snr, so pure noise would have no weight"
         remedy = "set none, or zero_terminal_snr: false"
         yield Problem("ldm.training.loss_weighting", found, "", remedy), ("ldm.scheduler.zero_terminal_snr",)
-
-
-def _guidance(ldm: LdmSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    scale, conditioning = ldm.sampling.guidance_scale, ldm.conditioning
-    if scale != 1 and (conditioning.type == "none" or conditioning.dropout == 0):
-        why = "dropout 0, so the network never learns to predict without a class"
-        if conditioning.type == "none":
-            why = "type none, so there is no class to follow"
-        found, sources = f"{scale:g} with conditioning {why}", ("ldm.conditioning.type", "ldm.conditioning.dropout")
-        yield Problem("ldm.sampling.guidance_scale", found, "allowed: 1", "set 1"), sources
-    lowest, highest = ldm.sampling.guidance_interval
-    if lowest >= highest:
-        found = f"{lowest:g} is not below {highest:g}"
-        yield Problem("ldm.sampling.guidance_interval", found, "", "swap the two"), ()
 
 
 def _latents(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:

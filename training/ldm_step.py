@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data import Batch
+from diffusion.conditioning import NOTHING, Condition, some_hidden
+from diffusion.conditioning.conditions import empty_condition
 from diffusion.frozen_autoencoder import accepted_digests, latents_digest, weights_digest
-from diffusion.latent_batches import LatentBatch
+from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict_padded
 from diffusion.normalisation import Normalisation
@@ -60,6 +64,7 @@ class LatentDiffusionStep(TrainingStep):
         normalisation = Normalisation.neutral(kind, shape) if latents is None else latents.normalisation
         self.normalisation = normalisation.to(process.device)
         self._facts = {} if latents is None else latents.metadata
+        self._partners = None if latents is None or latents.conditions is None else latents.conditions.digest
         self.pixel_loss: PixelLoss | None = None
         if training.pixel_loss.weight:
             self.pixel_loss = PixelLoss(training.pixel_loss, self.autoencoder, self.precision)
@@ -96,10 +101,10 @@ class LatentDiffusionStep(TrainingStep):
             times = self.noise_process.training_times(self._spread(batch.positions))
             noisy = self.noise_process.add_noise(clean, noise, times)
             target = self.noise_process.target(clean, noise, times)
-            labels = self._labels(batch)
+            condition = self._condition(batch)
         with phase("forward"), self.precision.autocast():
             multiple = self.settings.ldm.unet.downsampling
-            prediction = predict_padded(self._parallel_unet, noisy, times, labels, multiple).float()
+            prediction = predict_padded(self._parallel_unet, noisy, times, condition, multiple).float()
             terms = {"diffusion": self._diffusion_loss(prediction, target, times)}
         outputs = [self.precision.scaler.scale(share * terms["diffusion"])]
         gradients: list[Tensor | None] = [None]
@@ -161,29 +166,37 @@ class LatentDiffusionStep(TrainingStep):
             number.fill_((start + position * _GOLDEN_RATIO) % 1.0)
         return numbers
 
-    def _labels(self, batch: LatentBatch | Batch) -> Tensor | None:
-        """Return the labels, some replaced by the null class for classifier-free guidance; None if unconditional."""
-        conditioning = self.settings.ldm.conditioning
-        if conditioning.type == "none":
-            return None
-        assert batch.labels is not None, "a class-conditional step needs labels"
-        labels = batch.labels.to(self.process.device, non_blocking=True)
-        is_hidden = self.noise.uniform("label", batch.positions) < conditioning.dropout
-        return torch.where(is_hidden, conditioning.num_classes, labels)
+    def condition_of(self, batch: LatentBatch | Batch) -> Condition:
+        """Return the batch's conditions on the device, its classes among them."""
+        paired = batch.condition if isinstance(batch, LatentBatch | VolumeBatch) else NOTHING
+        is_class = self.settings.ldm.conditioning.type == "class"
+        assert batch.labels is not None or not is_class, "a class-conditional step needs labels"
+        return replace(paired, classes=batch.labels if is_class else None).to(self.process.device)
+
+    def _condition(self, batch: LatentBatch | Batch) -> Condition:
+        """Return the conditions, some hidden for classifier-free guidance."""
+        draw = partial(self.noise.uniform, positions=batch.positions)
+        return some_hidden(self.condition_of(batch), self.settings.ldm.conditioning, draw)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""
         # The pixel loss depends on the decoder too.
         digest = latents_digest if self.pixel_loss is None else weights_digest
         own = {**self.normalisation.content, "autoencoder": digest(self.autoencoder)}
-        return super().state_dict() | own
+        partners = {} if self._partners is None else {"partners": self._partners}
+        return super().state_dict() | own | partners
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; raise `CheckpointError` if the autoencoder has changed since."""
+        """Restore what `state_dict` returned; raise `CheckpointError` if the autoencoder or the partners changed."""
         if state["autoencoder"] not in accepted_digests(self.autoencoder):
             raise CheckpointError(
                 f"the checkpoint of runs/{self.settings.name} was trained on latents of an autoencoder with other "
                 "weights; restore that autoencoder, or choose another name to start stage 2 again"
+            )
+        if state.get("partners") != self._partners:
+            raise CheckpointError(
+                f"the checkpoint of runs/{self.settings.name} was made with other conditions: the volumes' partners "
+                "changed; put them back to resume, or choose another name for a new run"
             )
         super().load_state_dict(state)
         kind, shape = self.settings.ldm.latents.normalise, self.settings.latent_shape
@@ -191,10 +204,11 @@ class LatentDiffusionStep(TrainingStep):
 
     def example_batch(self, batch_size: int) -> LatentBatch | Batch:
         """Return a micro-batch of zeros in the shape that training uses."""
-        labels = None if self.settings.ldm.conditioning.type == "none" else torch.zeros(batch_size, dtype=torch.long)
+        condition = empty_condition(self.settings, batch_size)
+        labels, rest = condition.classes, replace(condition, classes=None)
         positions, files = tuple(range(batch_size)), ("",) * batch_size
         if self.settings.ldm.latents.cache == "none":
             shape = (batch_size, self.settings.autoencoder.in_channels, *self.settings.data.voxel_size)
-            return Batch(torch.zeros(shape), positions, labels, files)
+            return VolumeBatch(torch.zeros(shape), positions, labels, files, rest)
         zeros = torch.zeros(batch_size, *self.settings.latent_shape)
-        return LatentBatch(zeros, zeros.clone(), positions, labels, files)
+        return LatentBatch(zeros, zeros.clone(), positions, labels, files, rest)

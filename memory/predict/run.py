@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from diffusion.conditioning.conditions import empty_condition
 from diffusion.latent_batches import LatentBatch
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
@@ -49,9 +50,9 @@ def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryT
             return {VALIDATED_VOLUME: _done_by(tracker, lambda: reconstruct_and_measure(step, image))}
         step.codec.budget_bytes = 0
         step.unet.eval()
-        labels = None if settings.ldm.conditioning.type == "none" else torch.zeros(1, dtype=torch.long)
+        condition = empty_condition(settings, 1)
         zeros = torch.zeros(1, *settings.latent_shape)
-        batch = LatentBatch(zeros, zeros, (0,), labels, ("",))
+        batch = LatentBatch(zeros, zeros, (0,), condition.classes, ("",), replace(condition, classes=None))
         parts = {VALIDATED_VOLUME: _done_by(tracker, lambda: held_out_losses(step, batch))}
         if settings.ldm.sampling.num_previews:
             drawn = _done_by(tracker, lambda: _sample(step.unet, step.codec, settings))
@@ -73,7 +74,7 @@ def _all_previews(settings: Settings, losses: PartOfRun, drawn: PartOfRun, decod
     It follows from one batch that took two denoising steps and of which one was decoded, and from one more decoding.
     """
     sampling, batch = settings.ldm.sampling, _preview_batch(settings)
-    is_guided = settings.ldm.conditioning.type != "none" and sampling.guidance_scale not in (0.0, 1.0)
+    is_guided = settings.ldm.conditioning.is_used and sampling.guidance_scale not in (0.0, 1.0)
     # A held-out loss calls the U-Net once at each noise level with one latent.
     unet_calls = batch * (2 if is_guided else 1) / len(NOISE_LEVELS)
     batches = math.ceil(sampling.num_previews / batch)

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -298,6 +298,8 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, dict):
             yield from _tensors(value.values())
+        elif is_dataclass(value):
+            yield from _tensors(vars(value).values())
 
 
 def _breakdown(alive: list[Allocation]) -> dict[str, int]:

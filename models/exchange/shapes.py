@@ -53,7 +53,7 @@ def unsupported_options(network: str, state: State) -> list[str]:
     if any(value.dim() == 4 for value in state.values()):
         problems.append("the weights belong to a 2D network; only 3D networks are supported")
     if any(".transformer_blocks." in key for key in state):
-        problems.append("the U-Net has cross-attention (with_conditioning); ours is conditioned by class only")
+        problems.append("the U-Net has cross-attention (with_conditioning); ours has none")
     if any(".adn.N." in key for key in state):
         problems.append("the discriminator has batch norm; ours has instance norm, which its weights do not suit")
     if network == "autoencoder" and _middle_attention(state, "encoder") != _middle_attention(state, "decoder"):
@@ -101,7 +101,7 @@ def _unet_settings(state: State) -> dict[str, Any]:
     num_levels = 1 + max(int(match[1]) for key in state if (match := re.match(r"down_blocks\.(\d+)\.", key)))
     levels = [{key for key in state if key.startswith(f"down_blocks.{level}.")} for level in range(num_levels)]
     implied: dict[str, Any] = {
-        "autoencoder.latent_channels": state["conv_in.conv.weight"].shape[1],
+        "autoencoder.latent_channels": state["out.2.conv.weight"].shape[0],
         "ldm.unet.num_channels": tuple(
             state[f"down_blocks.{level}.resnets.0.conv1.conv.weight"].shape[0] for level in range(num_levels)
         ),

@@ -8,12 +8,13 @@ import math
 import pytest
 import torch
 
+from diffusion.conditioning import Condition
 from diffusion.latent_batches import LatentBatch
 from diffusion.latent_files import facts_of
 from diffusion.latents import latent_scale
 from diffusion.noise_process import NoiseProcess
 from diffusion.normalisation import Normalisation
-from diffusion.sampling import draw_volumes, guided, sample_latents
+from diffusion.sampling import classes_in_turn, draw_volumes, guided, sample_latents
 from evaluation.set_metrics import maximum_mean_discrepancy
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
@@ -107,7 +108,7 @@ def test_training_on_two_points_far_from_unit_scale_draws_both_at_the_datas_scal
     untrained = untrained_discrepancy(step, data)
     with step.average.swapped_in():
         for sampler in samplers:
-            predict = guided(step.unet, step.settings.ldm, None)
+            predict = guided(step.unet, step.settings.ldm, Condition())
             shape = step.settings.latent_shape
             noise = SampleNoise(1, CPU.device)
             drawn = sample_latents(predict, step.noise_process, noise, range(64), shape, 25, sampler)
@@ -123,7 +124,7 @@ def test_training_on_two_points_far_from_unit_scale_draws_both_at_the_datas_scal
 
 def untrained_discrepancy(step: LatentDiffusionStep, data: torch.Tensor) -> float:
     untrained = LatentDiffusionStep(step.settings, CPU, load_weights=False)
-    predict = guided(untrained.unet.eval(), step.settings.ldm, None)
+    predict = guided(untrained.unet.eval(), step.settings.ldm, Condition())
     noise = SampleNoise(1, CPU.device)
     drawn = sample_latents(predict, step.noise_process, noise, range(64), step.settings.latent_shape, 25)
     return maximum_mean_discrepancy(drawn.flatten(1).double() / step.normalisation.scale, data)
@@ -176,7 +177,7 @@ def test_guidance_of_one_is_the_class_of_zero_no_class_and_beyond_extrapolates(t
         step = make_step(tiny_values, conditioning=conditioning, sampling={"guidance_scale": scale})
         step.unet.eval()
         with torch.no_grad():
-            found[scale] = guided(step.unet, step.settings.ldm, labels)(noisy, times)
+            found[scale] = guided(step.unet, step.settings.ldm, Condition(labels))(noisy, times)
     torch.testing.assert_close(found[3.0], found[0.0] + 3 * (found[1.0] - found[0.0]), rtol=1e-4, atol=1e-5)
     assert (found[1.0] - found[0.0]).abs().max() > 1e-4
 
@@ -184,5 +185,9 @@ def test_guidance_of_one_is_the_class_of_zero_no_class_and_beyond_extrapolates(t
 def test_classes_take_turns_unless_one_is_asked_for(tiny_values):
     step = make_step(tiny_values, conditioning={"type": "class", "num_classes": 3})
     in_turn = draw(step, range(3), 3)
-    torch.testing.assert_close(draw(step, [1], 1, label=1), in_turn[1:2], rtol=0, atol=1e-5)
-    assert (draw(step, [1], 1, label=2) - in_turn[1:2]).abs().max() > 1e-4
+
+    def asked(label: int) -> torch.Tensor:
+        return draw(step, [1], 1, condition_of=lambda positions: classes_in_turn(step.settings, positions, label))
+
+    torch.testing.assert_close(asked(1), in_turn[1:2], rtol=0, atol=1e-5)
+    assert (asked(2) - in_turn[1:2]).abs().max() > 1e-4

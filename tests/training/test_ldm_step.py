@@ -201,7 +201,7 @@ def test_latents_that_do_not_divide_are_padded_and_cropped(tiny_values):
 def test_label_dropout_hides_about_its_share_of_the_labels(tiny_values):
     step = make_step(tiny_values, conditioning={"type": "class", "num_classes": 3, "dropout": 0.25})
     batch = LatentBatch(torch.empty(0), torch.empty(0), tuple(range(2000)), torch.arange(2000) % 3, ())
-    labels = step._labels(batch)
+    labels = step._condition(batch).classes
     assert labels is not None
     assert 0.2 < (labels == 3).double().mean() < 0.3
     assert torch.equal(labels[labels < 3], (torch.arange(2000) % 3)[labels < 3])

@@ -1,0 +1,65 @@
+"""Reads a label map as the share of each label value in each voxel of a coarser grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.formats import read_stored
+from data.geometry import geometry_of
+from data.reading import VolumeFacts
+from settings.data import DataSettings
+from storage.names import printable
+
+
+def label_shares(path: Path, num_classes: int, s: DataSettings, grid: Sequence[int]) -> np.ndarray:
+    """Return float32 (num_classes, D, H, W): the share of each label value in each voxel of `grid`.
+
+    The map takes the volume's way to the network's grid, so both are turned, resampled and cropped alike; what padding
+    adds is background. From there voxels are averaged. `grid` divides the network's grid.
+    """
+    stored, header = read_stored(path)
+    geometry = geometry_of(header, s)
+    oriented = geometry.oriented(stored.array)
+    shares = np.zeros((num_classes, *grid), np.float32)
+    for value in range(1, num_classes):
+
+        def planes(part: slice, value: int = value) -> np.ndarray:
+            # In the network's range, because padding gets its lower end: no share.
+            return 2 * (stored.values(oriented[..., part]) == value).astype(np.float32) - 1
+
+        shares[value] = _averaged(geometry.to_network_grid(1, planes)[0] / 2 + 0.5, grid)
+    shares[0] = np.maximum(1 - shares[1:].sum(axis=0), 0)
+    return shares
+
+
+def label_problem(path: Path, facts: VolumeFacts, num_classes: int, where: str) -> str | None:
+    """Return why a file cannot be a label map of `num_classes` values, or None if it can."""
+    name = printable(path)
+    if facts.num_channels != 1:
+        return (
+            f"{name}: {facts.num_channels} channels ({' x '.join(map(str, facts.axes))}); a label map has one; "
+            "merge them into one map"
+        )
+    if facts.num_not_finite or (facts.num_values and not facts.is_whole):
+        return f"{name}: values that are not whole numbers, so it is not a label map; round it or take it out"
+    if not facts.num_values and np.dtype(facts.dtype).kind not in "biu":
+        # Whether so many values are whole is not counted.
+        return (
+            f"{name}: many values of type {facts.dtype}; label maps of many values are stored as integers; convert it"
+        )
+    if facts.minimum < 0 or facts.maximum >= num_classes:
+        return (
+            f"{name}: label values from {facts.minimum:g} to {facts.maximum:g}; {where}.num_classes: {num_classes} "
+            f"allows 0 to {num_classes - 1}; set {max(int(facts.maximum) + 1, 2)}, or change the map"
+        )
+    return None
+
+
+def _averaged(image: np.ndarray, grid: Sequence[int]) -> np.ndarray:
+    """Average equal blocks of a (D, H, W) volume, one for each voxel of `grid`."""
+    d, h, w = grid
+    parts = image.reshape(d, image.shape[0] // d, h, image.shape[1] // h, w, image.shape[2] // w)
+    return parts.mean(axis=(1, 3, 5), dtype=np.float32)

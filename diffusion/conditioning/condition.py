@@ -1,0 +1,85 @@
+"""The conditions of one batch as one object, which data, step, sampler and predictor pass on; and how to hide them.
+
+Hidden channels and numbers are zeros, which no condition that is given can be: the shares of label values add up to
+1. A hidden class has a number of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from settings.conditioning import ConditioningSettings
+
+# Share of the samples in which all conditions are hidden by one draw. Were all draws independent, the network would
+# hardly ever see none of several conditions, which is what guidance compares with.
+TOGETHER = 0.5
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a batch is conditioned on: class numbers (B,), and channels (B, C, D, H, W) to join to the noisy latent."""
+
+    classes: Tensor | None = None
+    joined: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Condition:
+        """Return the condition with every tensor changed."""
+        return Condition(*(None if part is None else change(part) for part in (self.classes, self.joined)))
+
+    def to(self, device: torch.device) -> Condition:
+        """Return the condition on `device`, copied without waiting for the copy."""
+        return self.map(lambda part: part.to(device, non_blocking=True))
+
+    def beside(self, other: Condition) -> Condition:
+        """Return one condition for this batch followed by the batch of `other`, which has the same parts."""
+        pairs = zip((self.classes, self.joined), (other.classes, other.joined), strict=True)
+        return Condition(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs))
+
+    def joined_to(self, noisy: Tensor) -> Tensor:
+        """Return the noisy latent followed by the condition's channels."""
+        return noisy if self.joined is None else torch.cat([noisy, self.joined], dim=1)
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """Return what the network takes besides its input and the times."""
+        return {} if self.classes is None else {"class_labels": self.classes}
+
+
+NOTHING = Condition()
+"""The condition of a network that has none."""
+
+
+def hidden(condition: Condition, s: ConditioningSettings) -> Condition:
+    """Return the condition of the same shape that says nothing."""
+    classes = None if condition.classes is None else torch.full_like(condition.classes, s.num_classes)
+    return Condition(classes, None if condition.joined is None else torch.zeros_like(condition.joined))
+
+
+def some_hidden(condition: Condition, s: ConditioningSettings, draw: Callable[[str], Tensor]) -> Condition:
+    """Hide each part of each sample with the probability that the settings say.
+
+    `draw` returns a uniform number in [0, 1) for each sample and purpose.
+    """
+    several = len(s.dropouts) > 1
+    together, of_all = (draw("hide together") < TOGETHER, draw("hide all")) if several else (None, None)
+
+    def is_hidden(purpose: str, dropout: float) -> Tensor:
+        own = draw(purpose)
+        if together is not None and of_all is not None:
+            own = torch.where(together, of_all, own)
+        return own < dropout
+
+    classes, joined = condition.classes, condition.joined
+    if classes is not None:
+        classes = torch.where(is_hidden("label", s.dropout), s.num_classes, classes)
+    if joined is not None:
+        parts = list(joined.split([s.labels.num_joined], dim=1))
+        dropouts = [("label map", s.labels.dropout)]
+        for place, (purpose, dropout) in enumerate(dropouts):
+            parts[place] = parts[place] * (~is_hidden(purpose, dropout))[:, None, None, None, None]
+        joined = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+    return Condition(classes, joined)

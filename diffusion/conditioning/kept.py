@@ -1,0 +1,88 @@
+"""Keeps conditions on the latent grid, on disk or in memory, so that each is made once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from runtime.processes import Process
+from settings import DataError
+from storage.atomic import replacing
+from storage.run_folder import LATENTS
+
+# Part of the key: change it whenever the same file and settings would be stored differently.
+VERSION = 1
+
+Read = Callable[[int], Tensor]
+"""Returns one condition by its number: float32 (C, D, H, W)."""
+
+
+def keep(
+    make: Read, names: Sequence[str], shape: Sequence[int], key: Any, on_disk: bool, process: Process, title: str
+) -> Read:
+    """Make the conditions that are not kept yet, shared among the processes, and return how to read them.
+
+    `names` says what each condition is made from, and `key` all settings that decide the result.
+    """
+    share = range(process.rank, len(names), process.world_size)
+    # Passed only to hide the bar, because an explicit disable=False would override --quiet.
+    quiet: dict[str, Any] = {} if process.is_first else {"disable": True}
+    if on_disk:
+        folder = _Folder(key, names, shape)
+        with process.together():
+            for number in tqdm(
+                [n for n in share if not folder.has(n)], desc=title, unit="volume", leave=False, **quiet
+            ):
+                folder.write(number, make(number))
+        return folder.read
+    kept = torch.zeros(len(names), *shape)
+    with process.together():
+        for number in tqdm(share, desc=title, unit="volume", leave=False, **quiet):
+            kept[number] = make(number)
+    # One process fills each row and the others leave zeros.
+    return process.sum(kept).__getitem__
+
+
+class _Folder:
+    """One safetensors file per condition, named by the hash of what it is made from."""
+
+    def __init__(self, key: Any, names: Sequence[str], shape: Sequence[int]) -> None:
+        text = json.dumps(["condition", VERSION, key], sort_keys=True)
+        self.folder = LATENTS / hashlib.sha256(text.encode()).hexdigest()[:24]
+        self._paths = [self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.safetensors" for name in names]
+        self._shape = list(shape)
+
+    def has(self, number: int) -> bool:
+        try:
+            with safe_open(self._paths[number], framework="pt") as content:
+                return content.get_slice("joined").get_shape() == self._shape
+        except (OSError, SafetensorError):
+            return False
+
+    def write(self, number: int, joined: Tensor) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self._paths[number]) as temporary:
+                save_file({"joined": joined.contiguous()}, temporary)
+        except (OSError, SafetensorError) as error:
+            raise DataError(
+                f"{self.folder}: a condition could not be written ({error}); free some space, or set "
+                "ldm.latents.cache: memory"
+            ) from None
+
+    def read(self, number: int) -> Tensor:
+        try:
+            return load_file(self._paths[number])["joined"]
+        except (OSError, SafetensorError, KeyError):
+            raise DataError(
+                f"{self._paths[number]}: a kept condition is missing or damaged; run the same command again to make "
+                "it; several machines need a shared folder, or ldm.latents.cache: memory"
+            ) from None

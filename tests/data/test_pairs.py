@@ -1,0 +1,150 @@
+"""Partners of volumes: found by name, CSV or dataset.json, every problem named, and brought to the volume's grid."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.formats import write_nifti
+from data.geometry import geometry_of
+from data.pairs.label_maps import label_shares
+from data.pairs.pairs import check_pairs, prepare_pairs
+from data.volumes import DataSplit, prepare_volumes
+from settings import DataError
+from settings.conditioning import ConditioningSettings
+from tests.data.small_volumes import AFFINE, build_settings, random_voxels, read_volume
+
+
+def label_map(seed: int, shape: tuple[int, ...] = (12, 10, 8)) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 3, (1, *shape)).astype(np.float32)
+
+
+def conditioning(source: str | Path, num_classes: int = 3) -> ConditioningSettings:
+    return ConditioningSettings.model_validate({"labels": {"source": str(source), "num_classes": num_classes}})
+
+
+def write_maps(folder: Path, names: list[str], affine: np.ndarray = AFFINE) -> None:
+    for place, name in enumerate(names):
+        write_nifti(folder / name, label_map(place), affine)
+
+
+def volumes_of(source: Path | str) -> DataSplit:
+    return prepare_volumes(build_settings(source=str(source)), 1, 1)
+
+
+def partner_names(source: str | Path, volumes: DataSplit) -> dict[str, str]:
+    pairs = prepare_pairs(conditioning(source), build_settings(source="volumes"), volumes)
+    files = (*volumes.train, *volumes.val)
+    return {file.name: partner.path.name for file, partner in zip(files, pairs.labels, strict=True)}
+
+
+@pytest.mark.parametrize("form", ["v{}.nii.gz", "v{}.nii", "v{}_seg.nii.gz"])
+def test_partners_have_the_names_of_their_volumes(folder, tmp_path, form):
+    write_maps(tmp_path / "maps", [form.format(place) for place in range(8)])
+    found = partner_names(tmp_path / "maps", volumes_of(folder))
+    assert found == {f"v{place}.nii.gz": form.format(place) for place in range(8)}
+
+
+def test_a_numbered_channel_is_no_part_of_the_name(tmp_path):
+    for place in range(2):
+        write_nifti(tmp_path / "volumes" / f"case{place}_0000.nii.gz", random_voxels(place), AFFINE)
+    write_maps(tmp_path / "maps", ["case0.nii.gz", "case1.nii.gz"])
+    found = partner_names(tmp_path / "maps", volumes_of(tmp_path / "volumes"))
+    assert found == {f"case{place}_0000.nii.gz": f"case{place}.nii.gz" for place in range(2)}
+
+
+def test_a_csv_pairs_any_names(folder, tmp_path):
+    write_maps(tmp_path / "elsewhere", [f"m{place}.nii.gz" for place in range(8)])
+    rows = [f"v{place}.nii.gz,elsewhere/m{7 - place}.nii.gz" for place in range(8)]
+    (tmp_path / "pairs.csv").write_text("\n".join(["file,labels", *rows]))
+    found = partner_names(tmp_path / "pairs.csv", volumes_of(folder))
+    assert found == {f"v{place}.nii.gz": f"m{7 - place}.nii.gz" for place in range(8)}
+
+
+def test_a_key_of_dataset_json_pairs_its_entries(folder, tmp_path):
+    write_maps(folder / "maps", [f"m{place}.nii.gz" for place in range(8)])
+    entries = [{"image": f"v{place}.nii.gz", "seg": f"maps/m{place}.nii.gz"} for place in range(8)]
+    (folder / "dataset.json").write_text(json.dumps({"training": entries}))
+    volumes = volumes_of(folder)
+    pairs = prepare_pairs(conditioning("key:seg"), build_settings(source=str(folder)), volumes)
+    assert [p.path.name for p in pairs.labels] == [f"m{f.name[1]}.nii.gz" for f in (*volumes.train, *volumes.val)]
+
+
+def test_every_missing_doubled_and_unsuitable_partner_is_named_at_once(folder, tmp_path):
+    maps = tmp_path / "maps"
+    write_maps(maps, [f"v{place}.nii.gz" for place in range(1, 8)])
+    write_nifti(maps / "v1.nii", label_map(1), AFFINE)
+    write_nifti(maps / "v2.nii.gz", label_map(1, (12, 10, 20)), AFFINE)
+    write_nifti(maps / "v3.nii.gz", label_map(1) + 2, AFFINE)
+    write_nifti(maps / "v4.nii.gz", label_map(1) + 0.5, AFFINE)
+    (maps / "v5.nii.gz").write_bytes(b"nothing")
+    moved = AFFINE.copy()
+    moved[0, 3] += 40
+    write_nifti(maps / "v6.nii.gz", label_map(1), moved)
+    with pytest.raises(DataError) as error:
+        partner_names(maps, volumes_of(folder))
+    text = str(error.value)
+    assert "ldm.conditioning: 7 problems with the volumes' partners:" in text
+    assert "v0.nii.gz: no partner in ldm.conditioning.labels.source: " in text
+    assert "v1.nii.gz: 2 partners in " in text
+    assert "v2.nii.gz: 12 x 10 x 20 voxels of 2 x 2.5 x 3 mm from (-11.0, -13.2, 3.5), and its volume" in text
+    assert "v3.nii.gz: label values from 2 to 4; ldm.conditioning.labels.num_classes: 3 allows 0 to 2; set 5" in text
+    assert "v4.nii.gz: values that are not whole numbers" in text
+    assert "v5.nii.gz: not a .nii.gz file" in text
+    assert "v6.nii.gz: 12 x 10 x 8 voxels" in text
+
+
+def test_one_map_for_two_volumes_is_refused(tmp_path):
+    for place in ("a", "b"):
+        write_nifti(tmp_path / "volumes" / place / "x.nii.gz", random_voxels(ord(place)), AFFINE)
+    write_maps(tmp_path / "maps", ["x.nii.gz"])
+    volumes = volumes_of(tmp_path / "volumes")
+    _, problems = check_pairs(conditioning(tmp_path / "maps"), build_settings(), (*volumes.train, *volumes.val))
+    assert len(problems) == 2
+    assert "has the name of 2 volumes; each needs one of its own" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("nowhere", "is neither a folder nor a CSV file"),
+        ("empty", "holds no volume"),
+        ("wrong.csv", "has the columns file, map; file and labels are needed"),
+        ("key:seg", "needs a dataset.json as data.source"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_refused(folder, tmp_path, source, text):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "wrong.csv").write_text("file,map\n")
+    with pytest.raises(DataError, match=text):
+        partner_names(source, volumes_of(folder))
+
+
+def part_of(image: np.ndarray, part: slice) -> np.ndarray:
+    return image[..., part]
+
+
+@pytest.mark.parametrize("resize", ["resample", "crop_or_pad"])
+@pytest.mark.parametrize("grid", [(12, 10, 8), (16, 8, 8)])
+def test_a_label_map_takes_the_way_of_its_volume(tmp_path, resize, grid):
+    turned = np.array([[0, -2.5, 0, 4], [2.0, 0, 0, -10], [0, 0, 3.0, 5], [0, 0, 0, 1]])
+    write_nifti(tmp_path / "map.nii.gz", label_map(5), turned)
+    s = build_settings(voxel_size=list(grid), resize=resize)
+    coarse = [axis // 2 for axis in grid]
+    found = label_shares(tmp_path / "map.nii.gz", 3, s, coarse)
+    assert found.shape == (3, *coarse)
+    np.testing.assert_allclose(found.sum(axis=0), 1, atol=1e-6)
+
+    voxels, header = read_volume(tmp_path / "map.nii.gz")
+    geometry = geometry_of(header, s)
+    for value in (1, 2):
+        # As an image in the network's range, whose lower end is what padding gets.
+        image = geometry.oriented(2 * (voxels == value).astype(np.float32) - 1)
+        whole = geometry.to_network_grid(1, partial(part_of, image))[0] / 2 + 0.5
+        blocks = whole.reshape(coarse[0], 2, coarse[1], 2, coarse[2], 2).mean(axis=(1, 3, 5))
+        np.testing.assert_allclose(found[value], blocks, atol=1e-6)
+    assert found[1:].std() > 0.05

@@ -1,0 +1,144 @@
+"""Conditions: joined to the latent, hidden with their own probability, guided, and absent without a trace."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from diffusion.conditioning import NOTHING, Condition, hidden, some_hidden
+from diffusion.conditioning.conditions import empty_condition
+from diffusion.latent_batches import LatentBatch
+from diffusion.sampling import guided
+from runtime.processes import Process
+from runtime.randomness import SampleNoise
+from settings import Settings
+from settings.conditioning import ConditioningSettings
+from tests.training.step_gradients import gradients
+from training.ldm_step import LatentDiffusionStep
+
+CPU = Process(torch.device("cpu"))
+LABELS: dict[str, Any] = {"labels": {"source": "maps", "num_classes": 4, "dropout": 0.25}}
+BOTH: dict[str, Any] = {"type": "class", "num_classes": 3, "dropout": 0.5, **LABELS}
+
+
+def make_step(values: dict[str, Any], conditioning: dict[str, Any], **ldm: Any) -> LatentDiffusionStep:
+    values = copy.deepcopy(values)
+    values["ldm"] |= {"conditioning": conditioning, **ldm}
+    step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
+    torch.nn.init.normal_(step.unet.out[2].conv.weight, std=0.1, generator=torch.Generator().manual_seed(1))
+    return step
+
+
+def shares(number: int, *grid: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.rand((number, 4, *grid), generator=generator).softmax(dim=1)
+
+
+def test_joined_channels_are_further_inputs_and_all_keys_stay(tiny_values):
+    plain, joined = make_step(tiny_values, {}).unet, make_step(tiny_values, LABELS).unet
+    shapes = {name: tuple(value.shape) for name, value in plain.state_dict().items()}
+    other = {name: tuple(value.shape) for name, value in joined.state_dict().items()}
+    assert shapes.keys() == other.keys()
+    assert [name for name in shapes if shapes[name] != other[name]] == ["conv_in.conv.weight"]
+    assert other["conv_in.conv.weight"][1] == shapes["conv_in.conv.weight"][1] + 4
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_accumulated_micro_batches_with_conditions_have_the_gradients_of_one(tiny_values, batch_size):
+    found = []
+    for size in (4, batch_size):
+        step = make_step(tiny_values, BOTH)
+        shape = step.settings.latent_shape
+        mean = torch.randn((4, *shape), generator=torch.Generator().manual_seed(3))
+        joined = shares(4, *shape[1:])
+        batches = [
+            LatentBatch(
+                *(mean[part], 0.1 * mean[part].abs(), tuple(range(4))[part], torch.tensor([0, 1, 2, 0])[part]),
+                ("a",) * size,
+                Condition(joined=joined[part]),
+            )
+            for part in (slice(start, start + size) for start in range(0, 4, size))
+        ]
+        step.backward(batches, 2)
+        found.append(gradients(step))
+    for name, expected in found[0].items():
+        assert (found[1][name] - expected).norm() <= 1e-5 * expected.norm() or expected.norm() < 1e-6, name
+
+
+def test_each_condition_is_hidden_with_its_own_probability_and_often_together():
+    s = ConditioningSettings.model_validate(BOTH)
+    number = 4000
+    noise = SampleNoise(1, CPU.device)
+    given = Condition(torch.zeros(number, dtype=torch.long), torch.full((number, 4, 1, 1, 1), 0.25))
+    found = some_hidden(given, s, lambda purpose: noise.uniform(purpose, range(number)))
+    assert found.classes is not None
+    assert found.joined is not None
+    no_class, no_map = found.classes == 3, (found.joined == 0).flatten(1).all(dim=1)
+    assert torch.equal(no_map, (found.joined == 0).flatten(1).any(dim=1))
+    assert 0.47 < no_class.double().mean() < 0.53
+    assert 0.22 < no_map.double().mean() < 0.28
+    # Half of the samples draw once for both: 0.5 * 0.25 + 0.5 * 0.5 * 0.25 of all.
+    assert 0.16 < (no_class & no_map).double().mean() < 0.215
+    assert (no_map & ~no_class).any()
+    assert (no_class & ~no_map).any()
+
+
+def test_a_class_alone_is_hidden_by_the_same_draws_as_ever():
+    s = ConditioningSettings.model_validate({"type": "class", "num_classes": 3, "dropout": 0.3})
+    noise = SampleNoise(7, CPU.device)
+    purposes = []
+
+    def draw(purpose: str) -> torch.Tensor:
+        purposes.append(purpose)
+        return noise.uniform(purpose, range(50))
+
+    classes = torch.arange(50) % 3
+    found = some_hidden(Condition(classes), s, draw).classes
+    expected = torch.where(noise.uniform("label", range(50)) < 0.3, 3, classes)
+    assert found is not None
+    assert torch.equal(found, expected)
+    assert purposes == ["label"]
+
+
+def test_without_conditions_nothing_is_drawn_and_the_input_is_the_same_tensor():
+    def draw(purpose: str) -> torch.Tensor:
+        raise AssertionError(purpose)
+
+    assert some_hidden(NOTHING, ConditioningSettings(), draw) == NOTHING
+    noisy = torch.zeros(1, 3, 2, 2, 2)
+    assert NOTHING.joined_to(noisy) is noisy
+    assert NOTHING.arguments == {}
+
+
+@pytest.mark.parametrize("conditioning", [LABELS, BOTH])
+def test_guidance_compares_with_all_conditions_hidden(tiny_values, conditioning):
+    step = make_step(tiny_values, conditioning, sampling={"guidance_scale": 3.0})
+    step.unet.eval()
+    torch.manual_seed(0)
+    grid = step.settings.latent_shape[1:]
+    noisy, times = torch.randn(2, 3, *grid), torch.tensor([500, 500])
+    joined = shares(2, *grid)
+    given = Condition(torch.tensor([0, 2]) if "type" in conditioning else None, joined)
+    told: dict[str, Any] = {"class_labels": given.classes} if "type" in conditioning else {}
+    untold = {"class_labels": torch.tensor([3, 3])} if told else {}
+    with torch.no_grad():
+        found = guided(step.unet, step.settings.ldm, given)(noisy, times)
+        with_all = step.unet(torch.cat([noisy, joined], dim=1), times, **told)
+        without = step.unet(torch.cat([noisy, torch.zeros(2, 4, *grid)], dim=1), times, **untold)
+    torch.testing.assert_close(found, without + 3 * (with_all - without), rtol=1e-4, atol=1e-5)
+    assert (with_all - without).abs().max() > 1e-4
+
+
+def test_a_hidden_condition_has_the_shape_of_a_given_one(tiny_values):
+    settings = make_step(tiny_values, BOTH).settings
+    empty = empty_condition(settings, 2)
+    nothing = hidden(Condition(torch.tensor([1, 2]), shares(2, *settings.latent_shape[1:])), settings.ldm.conditioning)
+    assert empty.joined is not None
+    assert nothing.joined is not None
+    assert nothing.classes is not None
+    assert nothing.joined.shape == empty.joined.shape
+    assert not nothing.joined.any()
+    assert nothing.classes.tolist() == [3, 3]
