@@ -40,6 +40,7 @@ def learn(quantiser: VectorQuantiser, batches: list[torch.Tensor]) -> dict[str, 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_codes_values_gradients_and_averages_are_those_of_monai(dtype, tolerance):
+    torch.manual_seed(0)
     theirs = EMAQuantizer(3, CODES, CHANNELS, commitment_cost=1.0, decay=DECAY).to(dtype)
     ours = VectorQuantiser(CODES, CHANNELS, DECAY, restart_below=0.0).to(dtype)
     theirs.embedding.weight.data.mul_(0.5)
@@ -77,6 +78,7 @@ def in_double(theirs: EMAQuantizer) -> Any:
 
 
 def test_the_nearest_code_does_not_depend_on_how_many_distances_are_held_at_a_time(monkeypatch):
+    torch.manual_seed(0)
     quantiser, latent = VectorQuantiser(CODES, CHANNELS, DECAY, 0.0), latents(1)
     whole = quantiser.codes(latent)
     monkeypatch.setattr(bottleneck_module, "_MOST_DISTANCES", 7 * CODES)
@@ -97,6 +99,7 @@ def test_an_update_of_several_micro_batches_is_one_step_of_the_averages():
 
 
 def test_codes_that_are_hardly_used_start_again_at_latents_of_the_update():
+    torch.manual_seed(0)
     quantiser = VectorQuantiser(CODES, CHANNELS, DECAY, restart_below=0.03)
     quantiser.codebook.fill_(100.0)
     quantiser.codebook[0] = 0.0
@@ -142,6 +145,8 @@ def test_an_encoder_reaches_every_level_and_zero_is_a_level(levels):
     quantised, codes = quantiser(latent)
     assert codes.unique().tolist() == list(range(levels))
     assert (latent.diff(dim=2) >= 0).all()
+    ends = torch.tensor([-(levels // 2), (levels - 1) // 2]) / (levels // 2)
+    torch.testing.assert_close(torch.stack(latent.aminmax()), ends, rtol=0, atol=1e-2)
     assert float((quantised - latent).abs().max()) <= 0.51 / (levels // 2)
     assert quantiser.bounded(torch.zeros(1, 1, 1, 1, 1)).abs().max() < 1e-6
     # What stage 2 draws may lie outside.
