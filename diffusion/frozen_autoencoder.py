@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models import StockAutoencoder, build_autoencoder
+from models.bottleneck import ScalarQuantiser
 from models.stock import ENCODER_PARTS
 from models.weight_files import load_weights
 from settings import AutoencoderSettings, CheckpointError, ConfigError, Settings, validate
@@ -88,7 +89,11 @@ def weights_digest(network: nn.Module, parts: str | tuple[str, ...] = "") -> str
 
 def latents_digest(autoencoder: StockAutoencoder) -> str:
     """Return a hash of the weights that a latent depends on, so it stays the same when only the decoder is trained."""
-    return weights_digest(autoencoder, ENCODER_PARTS)
+    digest = weights_digest(autoencoder, ENCODER_PARTS)
+    if isinstance(autoencoder.quantiser, ScalarQuantiser):
+        # The range of each channel follows from its number of levels, which is not among the weights.
+        digest = hashlib.sha256(f"{digest} {autoencoder.quantiser.levels}".encode()).hexdigest()
+    return digest
 
 
 def accepted_digests(autoencoder: StockAutoencoder) -> tuple[str, str]:
@@ -130,6 +135,9 @@ def _architecture(s: AutoencoderSettings) -> dict[str, Any]:
         "strides": [list(strides) for strides in s.level_strides],
         "num_res_blocks": list(s.res_blocks),
         "latent_channels": s.latent_channels,
+        "bottleneck": s.bottleneck,
+        "quantiser.codes": s.quantiser.codes if s.bottleneck == "vq" else None,
+        "quantiser.levels": list(s.channel_levels) if s.bottleneck == "fsq" else None,
         "norm_num_groups": s.num_groups,
         "attention_levels": list(s.attention_levels),
         "use_nonlocal_attention": s.has_middle_attention,

@@ -13,6 +13,7 @@ from evaluation.pair_metrics import absolute_error, psnr, ssim
 from evaluation.pictures import Row, picture_of, reconstruction_rows
 from evaluation.previews import MAX_COPIES, Preview, ViewerVolume
 from evaluation.real_volumes import spacing_of
+from models.bottleneck import code_use
 from settings import DataSettings
 from training.autoencoder_step import AutoencoderStep
 
@@ -23,17 +24,19 @@ def validate_autoencoder(
 ) -> tuple[dict[str, float], Preview | None]:
     """Return mean PSNR, SSIM and absolute error over all processes, and a preview of this process's first volumes.
 
+    With a quantiser, also how its codes are used over all held-out volumes.
     `files` are the held-out volumes that the positions of the batches index; the preview takes their spacing.
     Decode the mean of the latent distribution, with the averaged weights if there are any. Volumes larger than the
     training patches run in slabs.
     """
     totals = torch.zeros(4, dtype=torch.float64)  # PSNR, SSIM, mean absolute error, number of volumes
+    counts = _code_counts(step)
     preview = _PreviewOfPairs(step.settings.data, files)
     network = step.autoencoder.eval()
     with step.average.swapped_in() if step.average is not None else nullcontext():
         for batch in batches:
             image = batch.image.to(step.process.device, non_blocking=True)
-            reconstruction, values = reconstruct_and_measure(step, image)
+            reconstruction, values = reconstruct_and_measure(step, image, counts)
             totals += values.cpu()
             preview.add(batch, image[0], reconstruction[0])
     network.train()
@@ -41,13 +44,33 @@ def validate_autoencoder(
     if not count:  # a data set of one volume has no held-out volumes
         return {}, None
     means = {"val_psnr": psnr_sum / count, "val_ssim": ssim_sum / count, "val_l1": error_sum / count}
+    if counts is not None:
+        means |= {f"val_{name}": float(value) for name, value in code_use(step.process.sum(counts)).items()}
     return means, preview.finished()
 
 
-def reconstruct_and_measure(step: AutoencoderStep, image: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the reconstructions of a batch, and its sums of PSNR, SSIM, absolute error and number of volumes."""
-    codec = step.codec
-    reconstruction = torch.stack([codec.decode(codec.encode(volume)[0]) for volume in image])
+def _code_counts(step: AutoencoderStep) -> Tensor | None:
+    """Return zeros to count the codes with; None without a quantiser."""
+    quantiser = step.autoencoder.quantiser
+    return None if quantiser is None else torch.zeros(quantiser.num_codes, dtype=torch.float64)
+
+
+def reconstruct_and_measure(
+    step: AutoencoderStep, image: Tensor, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the reconstructions of a batch, and its sums of PSNR, SSIM, absolute error and number of volumes.
+
+    Add how often each code occurs to `counts`, a tensor of the host, if given.
+    """
+    codec, quantiser = step.codec, step.autoencoder.quantiser
+    reconstructions = []
+    for volume in image:
+        latent, _ = codec.encode(volume)
+        reconstructions.append(codec.decode(latent))
+        if quantiser is not None and counts is not None:
+            codes = quantiser.codes(latent[None]).flatten().cpu()
+            counts.index_add_(0, codes, torch.ones_like(codes, dtype=counts.dtype))
+    reconstruction = torch.stack(reconstructions)
     error = absolute_error(reconstruction, image)
     values = [psnr(reconstruction, image), ssim(reconstruction, image), error, torch.ones_like(error)]
     return reconstruction, torch.stack([value.double().sum() for value in values])

@@ -2,10 +2,11 @@
 
 from losses.adversarial import discriminator_loss_fake, discriminator_loss_real, generator_adversarial_loss
 from losses.perceptual import build_perceptual_loss, ensure_perceptual_weights
-from losses.variational import edge_loss, kl_divergence, reconstruction_loss
+from losses.variational import commitment_loss, edge_loss, kl_divergence, reconstruction_loss
 
 __all__ = [
     "build_perceptual_loss",
+    "commitment_loss",
     "discriminator_loss_fake",
     "discriminator_loss_real",
     "edge_loss",

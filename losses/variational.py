@@ -1,4 +1,4 @@
-"""The terms of a variational autoencoder: errors of voxels and edges, and the latent's KL divergence from N(0, 1)."""
+"""The terms of an autoencoder: errors of voxels and edges, and what keeps the latent near N(0, 1) or its codes."""
 
 import torch
 from torch import Tensor
@@ -33,6 +33,12 @@ def edge_loss(reconstruction: Tensor, target: Tensor, kind: str) -> Tensor:
                 difference = error.diff(dim=axis)
                 total = total + (difference.abs() if kind == "l1" else difference.square()).mean()
         return total
+
+
+def commitment_loss(latent: Tensor, quantised: Tensor) -> Tensor:
+    """Return the mean squared distance of a latent from its quantised values, in fp32; the latent is drawn to them."""
+    with torch.autocast(latent.device.type, enabled=False):
+        return F.mse_loss(latent.float(), quantised.detach().float())
 
 
 def kl_divergence(mu: Tensor, sigma: Tensor, num_voxels: int) -> Tensor:

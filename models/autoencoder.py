@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models.arguments import autoencoder_arguments
+from models.bottleneck import Quantiser, build_quantiser
 from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block, resamples
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
 from models.lean.compression import Compression
@@ -88,7 +89,8 @@ class LeanAutoencoder(StockAutoencoder):
 
     `encode`, `decode` and the state dict are the same as MONAI's. The memory settings change results only by rounding.
     `strides` gives the strides of each downsampling along the three axes; the decoder's upsampling mirrors them. MONAI
-    has only strides of 2; others do not change the names and shapes of the weights.
+    has only strides of 2; others do not change the names and shapes of the weights. With a quantiser, `encode` returns
+    the latent before quantisation and a sigma of zeros, and `decode` quantises.
     """
 
     fastest_layout = CHANNELS_LAST
@@ -104,15 +106,38 @@ class LeanAutoencoder(StockAutoencoder):
         self.decoder = LeanCoder(self.decoder.blocks, self.num_levels - 1, reversed(strides))
         self.nested = False
 
+    def quantise_with(self, quantiser: Quantiser) -> None:
+        """Put a quantiser between encoder and decoder; the latent then has no sigma."""
+        self.quantiser = quantiser
+        del self.quant_conv_log_sigma  # unused parameters would stop training in several processes
+
+    def forward(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the reconstruction, the latent's mean and its sigma.
+
+        With a quantiser: the reconstruction, the latent before quantisation, and its codes.
+        """
+        if self.quantiser is None:
+            return super().forward(x, noise)
+        with self.encoder_gradients():
+            latent, _ = self.encode(x)
+        quantised, codes = self.quantiser(latent)
+        return self._decoded(quantised), latent, codes
+
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latent's mean and sigma."""
         x = arranged(self.entering(x), self.layout)
         h = gradient_checkpoint_forward(self.encoder, x, use_gradient_checkpointing=self.nested)
+        if self.quantiser is not None:
+            latent = self.quantiser.bounded(self.quant_conv_mu(h))
+            return latent, torch.zeros_like(latent)
         mean, log_variance = self.quant_conv_mu(h), self.quant_conv_log_sigma(h)
         return mean, torch.exp(torch.clamp(log_variance, -30.0, 20.0) / 2)
 
     def decode(self, z: Tensor) -> Tensor:
         """Return the volume of a latent."""
+        return self._decoded(z if self.quantiser is None else self.quantiser(z)[0])
+
+    def _decoded(self, z: Tensor) -> Tensor:
         return self.leaving(self.decoder(self.post_quant_conv(arranged(z, self.layout))))
 
     def gradient_checkpointing_enable(
@@ -164,7 +189,9 @@ def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
     arguments |= {"upsampling": settings.upsampling, "value_range": settings.value_range}
     model: StockAutoencoder
     if settings.implementation == "lean":
-        model = LeanAutoencoder(strides=settings.level_strides, **arguments)
+        model = lean = LeanAutoencoder(settings.level_strides, **arguments)
+        if (quantiser := build_quantiser(settings)) is not None:
+            lean.quantise_with(quantiser)
     else:
         model = StockAutoencoder(**arguments)
     training = settings.training

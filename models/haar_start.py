@@ -49,8 +49,9 @@ def start_as_haar_transform(autoencoder: StockAutoencoder, in_channels: int, str
         conv.weight.zero_()
         conv.bias.zero_()
         _add_centre(conv, latent_channels)
-    autoencoder.quant_conv_log_sigma.conv.weight.zero_()
-    autoencoder.quant_conv_log_sigma.conv.bias.fill_(2 * math.log(SIGMA))
+    if autoencoder.quantiser is None:
+        autoencoder.quant_conv_log_sigma.conv.weight.zero_()
+        autoencoder.quant_conv_log_sigma.conv.bias.fill_(2 * math.log(SIGMA))
     decoder[0].conv.weight.mul_(REST)
     _add_centre(decoder[0].conv, latent_channels)
     parting = [block.postconv.conv for block in decoder if hasattr(block, "postconv")]

@@ -12,6 +12,7 @@ from monai.networks.nets import AutoencoderKL
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
 
+from models.bottleneck import Quantiser
 from models.lean.layout import CONTIGUOUS, LaidOut, arranged
 from models.lean.norm import full_precision
 
@@ -33,6 +34,7 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
     def __init__(self, upsampling: str = "nearest", value_range: str = "symmetric", **arguments: Any) -> None:
         super().__init__(use_flash_attention=True, **arguments)
         self.value_range, self.encoder_is_frozen = value_range, False
+        self.quantiser: Quantiser | None = None
         for coder in (self.encoder, self.decoder):
             match_channels(coder.blocks, coder.norm_num_groups, coder.norm_eps)
         if upsampling == "trilinear":
@@ -40,8 +42,7 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
 
     def forward(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the reconstruction, the latent's mean and its sigma; the latent is `mean + sigma * noise`."""
-        # Without gradients, a frozen encoder keeps no activations.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.encoder_is_frozen):
+        with self.encoder_gradients():
             mean, sigma = self.encode(x)
         if noise is None:
             # Not `randn_like`: it draws in memory order, so its numbers would depend on the layout.
@@ -63,6 +64,10 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
     def leaving(self, y: Tensor) -> Tensor:
         """Bring a decoded volume back to [-1, 1]; in full precision, where values near zero keep their digits."""
         return y if self.value_range == "symmetric" else full_precision(y) * 2 - 1
+
+    def encoder_gradients(self) -> torch.set_grad_enabled:
+        """Return the context of a pass through the encoder; without gradients, a frozen one keeps no activations."""
+        return torch.set_grad_enabled(torch.is_grad_enabled() and not self.encoder_is_frozen)
 
     def freeze_encoder(self) -> None:
         """Train the decoder only: the encoder and the convolutions after it get no gradients."""

@@ -66,6 +66,12 @@ class Process:
             dist.all_reduce(values, group=self.control)
         return values
 
+    def sum_on_device(self, values: Tensor) -> Tensor:
+        """Return the sum over all processes of a tensor on this process's device, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
     def barrier(self) -> None:
         """Wait for all processes."""
         if self.world_size > 1:

@@ -31,9 +31,9 @@ class SampleNoise:
             sample.normal_(generator=self.generator)
         return noise
 
-    def uniform(self, purpose: str, positions: Sequence[int]) -> Tensor:
-        """Return a uniform number in [0, 1) for each sample position."""
-        numbers = torch.empty(len(positions), device=self.device)
+    def uniform(self, purpose: str, positions: Sequence[int], shape: Sequence[int] = ()) -> Tensor:
+        """Return uniform numbers in [0, 1), one or as many as `shape` says, for each sample position."""
+        numbers = torch.empty((len(positions), *shape), device=self.device)
         for number, position in zip(numbers, positions, strict=True):
             self.generator.manual_seed(derive_seed(self.seed, purpose, position))
             number.uniform_(generator=self.generator)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from settings.errors import Problem
 from settings.section import (
@@ -25,7 +27,12 @@ from settings.section import (
     per_level,
     section,
 )
+from storage.names import counted
 
+MOST_LEARNED_CODES = 2**16
+MOST_CODES = 2**20
+QuantiserLevels = Annotated[int, Field(ge=2, le=256)]
+QuantiserLevelsPerChannel = Annotated[tuple[QuantiserLevels, ...], Field(strict=False, min_length=1, max_length=20)]
 PerceptualNetwork = Literal["lpips-squeeze", "lpips-alex", "lpips-vgg", "medicalnet-resnet10", "structural"]
 
 
@@ -43,6 +50,23 @@ class DiscriminatorSettings(Section):
 
     num_layers_d: int = key(2, "Convolution layers after the first.", ge=1, le=10)
     num_channels: Channels = key(16, "Channels of the first layer; each further layer doubles them.")
+
+
+class QuantiserSettings(Section):
+    """The codebook of `bottleneck: vq`, or the grid of `bottleneck: fsq`."""
+
+    codes: int = key(512, "vq: number of vectors in the codebook.", ge=2, le=MOST_LEARNED_CODES)
+    decay: float = key(0.99, "vq: decay of the averages of latents that the codebook follows.", ge=0, lt=1)
+    commitment_weight: float = key(0.25, "vq: weight of the squared distance between a latent and its code.", ge=0)
+    restart_below: float = key(
+        0.03,
+        "vq: a code used less than this share of the mean starts again at a latent of the batch; 0: never.",
+        ge=0,
+        lt=1,
+    )
+    levels: QuantiserLevels | QuantiserLevelsPerChannel = key(
+        8, "fsq: values that a latent channel can take: one number for all channels, or a list; 5 or more are advised."
+    )
 
 
 class AutoencoderTraining(TrainingSettings):
@@ -128,6 +152,12 @@ class AutoencoderSettings(Section):
         2, "Residual blocks per level: one number for all levels, or a list."
     )
     latent_channels: Channels = key(3, "Channels of the latent.")
+    bottleneck: Literal["kl", "vq", "fsq"] = key(
+        "kl",
+        "kl: a Gaussian latent; vq: each position is the nearest of a set of learned vectors; fsq: each channel is "
+        "rounded. The KL term belongs to kl.",
+    )
+    quantiser: QuantiserSettings = section(QuantiserSettings, "Quantisation of the latent, for bottleneck vq and fsq.")
     norm_num_groups: Count | Literal["auto"] = key(
         "auto", "GroupNorm groups; auto: the largest number up to 8 that divides every entry of num_channels."
     )
@@ -151,6 +181,11 @@ class AutoencoderSettings(Section):
     def has_middle_attention(self) -> bool:
         """Return whether the middle blocks of encoder and decoder have attention."""
         return any(self.attention_levels) if self.use_nonlocal_attention == "auto" else self.use_nonlocal_attention
+
+    @property
+    def channel_levels(self) -> tuple[int, ...]:
+        """Return how many values each latent channel can take with bottleneck fsq."""
+        return per_level(self.quantiser.levels, self.latent_channels)
 
     @property
     def level_strides(self) -> tuple[tuple[int, ...], ...]:
@@ -185,3 +220,22 @@ def bottleneck_problems(s: AutoencoderSettings) -> Iterator[tuple[Problem, tuple
         found = "decoder without autoencoder.pretrained, so the encoder would keep its random weights"
         remedy = "set autoencoder.pretrained to the weights to fine-tune, or trainable: all"
         yield Problem("autoencoder.training.trainable", found, "", remedy), ("autoencoder.pretrained",)
+    if s.bottleneck != "kl" and s.implementation == "monai":
+        found = f"{s.bottleneck} with implementation: monai, whose autoencoder has a Gaussian latent only"
+        remedy = "set kl, or autoencoder.implementation: lean"
+        yield Problem("autoencoder.bottleneck", found, "allowed: kl", remedy), ("autoencoder.implementation",)
+    if s.bottleneck == "fsq":
+        yield from _level_problems(s)
+
+
+def _level_problems(s: AutoencoderSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    where, sources = "autoencoder.quantiser.levels", ("autoencoder.latent_channels", "autoencoder.bottleneck")
+    levels, channels = s.channel_levels, counted(s.latent_channels, "latent channel")
+    if len(levels) != s.latent_channels:
+        found = f"{counted(len(levels), 'entry')} for {channels}"
+        allowed = f"allowed: {s.latent_channels}, one for each channel"
+        yield Problem(where, found, allowed, f"give {counted(s.latent_channels, 'entry')} or one number"), sources
+    elif math.prod(levels) > MOST_CODES:
+        found = f"{channels} of {' x '.join(map(str, levels))} levels have {math.prod(levels):,} combinations"
+        remedy = "use fewer levels or fewer latent channels"
+        yield Problem(where, found, f"allowed: at most {MOST_CODES:,} combinations", remedy), sources

@@ -12,6 +12,7 @@ from data import Batch
 from diffusion.volume_codec import VolumeCodec, block_bytes
 from losses import (
     build_perceptual_loss,
+    commitment_loss,
     discriminator_loss_fake,
     discriminator_loss_real,
     edge_loss,
@@ -20,6 +21,7 @@ from losses import (
     reconstruction_loss,
 )
 from models import build_autoencoder, build_discriminator, start_as_haar_transform
+from models.bottleneck import CodeStatistics, VectorQuantiser
 from runtime.phases import phase
 from runtime.placement import move
 from runtime.processes import Process, synchronised
@@ -38,7 +40,10 @@ class AutoencoderStep(TrainingStep):
 
     training: AutoencoderTraining
     stage = "autoencoder"
-    terms = ("reconstruction", "edges", "kl", "perceptual", "adversarial", "discriminator_fake", "discriminator_real")
+    terms = (
+        *("reconstruction", "edges", "kl", "commitment", "perceptual"),
+        *("adversarial", "discriminator_fake", "discriminator_real"),
+    )
 
     def __init__(
         self, settings: Settings, process: Process, load_weights: bool = True, files_of: FilesOf = no_names
@@ -55,6 +60,13 @@ class AutoencoderStep(TrainingStep):
         # Whole volumes get the memory that training needs anyway; those larger than the patches run in slabs.
         training_bytes = training.batch_size * block_bytes(settings.autoencoder, self.precision, settings.training_grid)
         self.codec = VolumeCodec(self.autoencoder, settings.autoencoder, self.precision, training_bytes)
+        self._code_statistics: CodeStatistics | None = None
+        if self.autoencoder.quantiser is not None:
+            # Fine-tuning the decoder leaves the codebook as it is.
+            draw = self._draw if training.trains_encoder else None
+            self._code_statistics = CodeStatistics(
+                self.autoencoder.quantiser, self.samples_per_update, process.device, draw
+            )
         self.discriminator: nn.Module | None = None
         if training.uses_discriminator:
             self.discriminator = build_discriminator(settings.autoencoder)
@@ -72,6 +84,7 @@ class AutoencoderStep(TrainingStep):
             "reconstruction": 1.0,
             "edges": training.edge_weight,
             "kl": training.kl_weight,
+            "commitment": settings.autoencoder.quantiser.commitment_weight,
             "perceptual": training.perceptual_weight,
             "adversarial": training.adversarial_weight,
         }
@@ -102,15 +115,16 @@ class AutoencoderStep(TrainingStep):
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Run forward and backward of the autoencoder; return the loss terms and the reconstruction, all detached."""
         s = self.settings.autoencoder
-        noise = self.noise.normal("latent", positions, (s.latent_channels, *s.latent_grid(images.shape[2:])))
+        noise: Tensor | None = None
+        if s.bottleneck == "kl":
+            noise = self.noise.normal("latent", positions, (s.latent_channels, *s.latent_grid(images.shape[2:])))
         with synchronised(self._parallel_autoencoder, is_last):
             with phase("generator forward"), self.precision.autocast():
-                reconstruction, mu, sigma = self._parallel_autoencoder(images, noise)
+                reconstruction, latent, other = self._parallel_autoencoder(images, noise)
                 terms = {
                     "reconstruction": reconstruction_loss(reconstruction, images, self.training.reconstruction_loss),
+                    **self._bottleneck_terms(latent, other, images, positions),
                 }
-                if self.training.trains_encoder:
-                    terms["kl"] = kl_divergence(mu, sigma, num_voxels=images[0].numel())
                 if self.training.edge_weight > 0:
                     terms["edges"] = edge_loss(reconstruction, images, self.training.reconstruction_loss)
                 if self.perceptual is not None:
@@ -124,6 +138,33 @@ class AutoencoderStep(TrainingStep):
             with phase("generator backward"):
                 self.precision.backward(loss)
         return {name: term.detach() for name, term in terms.items()}, reconstruction.detach()
+
+    def _bottleneck_terms(
+        self, latent: Tensor, other: Tensor, images: Tensor, positions: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """Return the loss term of the bottleneck, if it has one; `other` is the latent's sigma, or its codes."""
+        quantiser = self.autoencoder.quantiser
+        if self._code_statistics is not None:
+            self._code_statistics.add(latent, other, positions)
+        if not self.training.trains_encoder:
+            return {}
+        if quantiser is None:
+            return {"kl": kl_divergence(latent, other, num_voxels=images[0].numel())}
+        if isinstance(quantiser, VectorQuantiser):
+            return {"commitment": commitment_loss(latent, quantiser.embed(other))}
+        return {}
+
+    def update(self, step: int) -> dict[str, Tensor]:
+        """Update networks and codebook; return gradient norms and, with a quantiser, how codes were used."""
+        norms = super().update(step)
+        if self._code_statistics is None:
+            return norms
+        with phase("optimizer"):
+            is_blocked = self.guard.blocks_update(norms["autoencoder_gradient_norm"])
+            return norms | self._code_statistics.finish(self.process.sum_on_device, is_blocked)
+
+    def _draw(self, positions: Sequence[int], number: int) -> Tensor:
+        return self.noise.uniform("restart", positions, (number,))
 
     def _discriminator_pass(
         self, images: Tensor, reconstruction: Tensor, share: float, is_last: bool

@@ -31,6 +31,11 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
                     f"autoencoder.{name}: {found}; MONAI's AutoencoderKL has {stock} only, so it would compute "
                     "something else with these weights; they cannot be exported"
                 )
+        if settings.autoencoder.bottleneck != "kl":
+            raise CheckpointError(
+                f"autoencoder.bottleneck: {settings.autoencoder.bottleneck}; MONAI's AutoencoderKL cannot quantise its "
+                "latent; only networks trained with bottleneck: kl can be exported"
+            )
         return autoencoder_arguments(settings.autoencoder)
     if network == "discriminator":
         return discriminator_arguments(settings.autoencoder)

@@ -75,6 +75,7 @@ def _autoencoder_settings(state: State) -> dict[str, Any]:
     blocks = tuple(sum(kind == "residual" for kind, _ in level) for level in levels)
     implied: dict[str, Any] = {
         "autoencoder.strides": 2,  # MONAI has no others, and the weights would fit any
+        "autoencoder.bottleneck": "kl",
         "autoencoder.in_channels": state["encoder.blocks.0.conv.weight"].shape[1],
         "autoencoder.latent_channels": state["quant_conv_mu.conv.weight"].shape[0],
         "autoencoder.num_res_blocks": blocks,

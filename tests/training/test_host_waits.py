@@ -27,6 +27,8 @@ STAGE_1: dict[str, dict[str, Any]] = {
     "checkpointed": {"use_gradient_checkpointing": True},
     "slabs": {"use_gradient_checkpointing": True, "slab_rows": 8},
     "perceptual": {"use_perceptual_loss": True, "perceptual": {"network": "structural"}},
+    "codebook": {"bottleneck": "vq"},
+    "rounded latents": {"bottleneck": "fsq"},
     "warm-up and decay": {"warmup_steps": 2, "learning_rate_decay": "cosine", "weight_decay": 0.01},
 }
 STAGE_2: dict[str, dict[str, Any]] = {
@@ -52,6 +54,8 @@ def step_of(values: dict[str, Any], stage: str, changes: dict[str, Any]) -> Any:
     for key, change in changes.items():
         if key == "device":
             values["device"] = {"type": "cpu", **change}
+        elif key == "bottleneck":
+            section.update(bottleneck=change, quantiser={"codes": 16})
         elif key in ("conditioning", "scheduler", "sampling", "latents"):
             section.setdefault(key, {}).update(change)
         else:

@@ -1,0 +1,239 @@
+"""Bottlenecks that quantise the latent: a learned codebook (vq), or rounding on a fixed grid (fsq).
+
+Both keep the latent of the encoder as it is until the decoder asks for it: `encode` returns the latent before
+quantisation, on which stage 2 trains, and `decode` quantises. Quantising twice is the same as quantising once.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from settings import AutoencoderSettings
+
+# Distances between latents and codes at a time: 16 MiB in fp32.
+_MOST_DISTANCES = 2**22
+# Keeps the average of a code that is never used above zero, as in MONAI's EMAQuantizer.
+_SMOOTHING = 1e-5
+# A code starts again with this multiple of the use below which it is replaced, to have time to find its latents.
+_GRACE = 2.0
+# Lets the outermost levels be reached by finite values, and keeps two levels from dividing by zero.
+_WIDENING = 1e-3
+
+
+class Quantiser(nn.Module, ABC):
+    """What both kinds have in common; `codes` number the values that a position of the latent can take."""
+
+    num_codes: int
+
+    def bounded(self, encoded: Tensor) -> Tensor:
+        """Return the latent, still continuous, from the encoder's output."""
+        return encoded
+
+    @abstractmethod
+    def codes(self, latent: Tensor) -> Tensor:
+        """Return the number of the nearest value for each position, int64 (B, D, H, W)."""
+
+    @abstractmethod
+    def embed(self, codes: Tensor) -> Tensor:
+        """Return the values of codes as a latent (B, C, D, H, W)."""
+
+    def forward(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the quantised latent and its codes; gradients pass as if nothing had been quantised."""
+        codes = self.codes(latent)
+        quantised = self.embed(codes)
+        # In this order the sum is the quantised latent to the bit.
+        return quantised + (latent - latent.detach()), codes
+
+
+class VectorQuantiser(Quantiser):
+    """A codebook that follows moving averages of the latents nearest to each code, as MONAI's `EMAQuantizer` does.
+
+    The averages move once per update of the weights, by `update`, from the sums over all of its micro-batches.
+    """
+
+    codebook: Tensor
+    ema_sizes: Tensor
+    ema_sums: Tensor
+
+    def __init__(self, num_codes: int, channels: int, decay: float, restart_below: float) -> None:
+        super().__init__()
+        self.num_codes = num_codes
+        self.decay = decay
+        self.restart_below = restart_below
+        codebook = torch.randn(num_codes, channels)
+        self.register_buffer("codebook", codebook)
+        self.register_buffer("ema_sizes", torch.zeros(num_codes))
+        self.register_buffer("ema_sums", codebook.clone())
+
+    @torch.no_grad()
+    def codes(self, latent: Tensor) -> Tensor:
+        """Return the number of the nearest code for each position, int64 (B, D, H, W)."""
+        by_position = latent.detach().movedim(1, -1)
+        vectors = by_position.reshape(-1, latent.shape[1]).to(self.codebook.dtype)
+        with torch.autocast(latent.device.type, enabled=False):
+            lengths = self.codebook.square().sum(dim=1)
+            rows = max(1, _MOST_DISTANCES // self.num_codes)
+            # The squared distance without the length of the latent, which is the same for all codes.
+            nearest = [
+                torch.addmm(lengths, part, self.codebook.t(), alpha=-2).argmin(dim=1) for part in vectors.split(rows)
+            ]
+        return torch.cat(nearest).view(by_position.shape[:-1])
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """Return the values of codes as a latent (B, C, D, H, W)."""
+        return self.codebook[codes].movedim(-1, 1)
+
+    @torch.no_grad()
+    def update(self, sizes: Tensor, sums: Tensor, candidates: Tensor, is_blocked: Tensor) -> None:
+        """Move the averages by what one update saw, and restart codes that are hardly used at some of its latents.
+
+        `sizes` (N) counts the latents nearest to each code and `sums` (N, C) adds them up; `candidates` (M, C) are
+        latents to restart at. Nothing moves if `is_blocked`, a number on the device, is not 0.
+        """
+        ema_sizes = self.ema_sizes * self.decay + sizes * (1 - self.decay)
+        ema_sums = self.ema_sums * self.decay + sums * (1 - self.decay)
+        total = ema_sizes.sum()
+        smoothed = (ema_sizes + _SMOOTHING) / (total + self.num_codes * _SMOOTHING) * total
+        codebook = ema_sums / smoothed[:, None]
+
+        least = self.restart_below * total / self.num_codes
+        place = (ema_sizes < least).cumsum(0) - 1
+        # A code that has no candidate left waits for the next update.
+        restarts = (ema_sizes < least) & (place < len(candidates))
+        latents = candidates[place.clamp(0, len(candidates) - 1)]
+        ema_sizes = torch.where(restarts, _GRACE * least, ema_sizes)
+        ema_sums = torch.where(restarts[:, None], _GRACE * least * latents, ema_sums)
+        codebook = torch.where(restarts[:, None], latents, codebook)
+
+        for kept, moved in ((self.ema_sizes, ema_sizes), (self.ema_sums, ema_sums), (self.codebook, codebook)):
+            kept.copy_(torch.where(is_blocked > 0, kept, moved))
+
+
+class ScalarQuantiser(Quantiser):
+    """Finite scalar quantisation (Mentzer et al. 2023): each channel is squashed and rounded to one of its levels.
+
+    Values lie in [-1, 1]. With an even number of levels the grid is not symmetric: it has -1 and 0, but not 1.
+    """
+
+    half_range: Tensor
+    offset: Tensor
+    shift: Tensor
+    half_width: Tensor
+    highest: Tensor
+    levels_of: Tensor
+    basis: Tensor
+
+    def __init__(self, levels: Sequence[int]) -> None:
+        super().__init__()
+        self.levels = tuple(levels)
+        self.num_codes = math.prod(levels)
+        half_range = [(number - 1) * (1 + _WIDENING) / 2 for number in levels]
+        offset = [0.0 if number % 2 else 0.5 for number in levels]
+        constants: dict[str, list[float] | list[int]] = {
+            "half_range": half_range,
+            "offset": offset,
+            # An encoder that returns 0 is at level 0.
+            "shift": [math.atanh(off / half) for off, half in zip(offset, half_range, strict=True)],
+            "half_width": [float(number // 2) for number in levels],
+            "highest": [float((number - 1) // 2) for number in levels],
+            "levels_of": list(levels),
+            "basis": [math.prod(levels[:channel]) for channel in range(len(levels))],
+        }
+        for name, values in constants.items():
+            # They follow from the settings, so no weight file needs them.
+            self.register_buffer(name, torch.tensor(values).view(-1, 1, 1, 1), persistent=False)
+
+    def bounded(self, encoded: Tensor) -> Tensor:
+        """Return the latent, between the lowest and the highest level but not rounded, from the encoder's output."""
+        with torch.autocast(encoded.device.type, enabled=False):
+            squashed = torch.tanh(encoded.to(self.shift.dtype) + self.shift) * self.half_range - self.offset
+            return squashed / self.half_width
+
+    @torch.no_grad()
+    def codes(self, latent: Tensor) -> Tensor:
+        """Return the number of the nearest grid point for each position, int64 (B, D, H, W)."""
+        level = torch.round(latent.detach().to(self.shift.dtype) * self.half_width)
+        # Latents that stage 2 has drawn may lie outside the range.
+        level = level.clamp(-self.half_width, self.highest) + self.half_width
+        return (level.long() * self.basis).sum(dim=1)
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """Return the values of codes as a latent (B, C, D, H, W)."""
+        level = codes[:, None] // self.basis % self.levels_of
+        return (level - self.half_width) / self.half_width
+
+
+def build_quantiser(s: AutoencoderSettings) -> Quantiser | None:
+    """Build the quantiser that the settings ask for; None for a Gaussian latent (kl)."""
+    if s.bottleneck == "kl":
+        return None
+    if s.bottleneck == "fsq":
+        return ScalarQuantiser(s.channel_levels)
+    return VectorQuantiser(s.quantiser.codes, s.latent_channels, s.quantiser.decay, s.quantiser.restart_below)
+
+
+class CodeStatistics:
+    """Which codes the latents of one update have, added up over its micro-batches and over all processes.
+
+    For a codebook that learns, also the sums of the latents of each code, and latents to restart codes at. Those are
+    drawn by `draw`, which returns numbers in [0, 1) that depend on the sample alone, and have their places by sample,
+    so that they do not depend on how an update is divided.
+    """
+
+    def __init__(
+        self,
+        quantiser: Quantiser,
+        samples_per_update: int,
+        device: torch.device,
+        draw: Callable[[Sequence[int], int], Tensor] | None = None,
+    ) -> None:
+        self.quantiser = quantiser
+        self.samples = samples_per_update
+        self.sizes = torch.zeros(quantiser.num_codes, device=device)
+        self.learned = quantiser if isinstance(quantiser, VectorQuantiser) and draw is not None else None
+        self._draw = draw
+        if self.learned is not None:
+            self.sizes = torch.zeros_like(self.learned.ema_sizes)
+            self.sums = torch.zeros_like(self.learned.codebook)
+            per_sample = math.ceil(quantiser.num_codes / samples_per_update)
+            channels = self.learned.codebook.shape[1]
+            self.candidates = self.sums.new_zeros(per_sample, samples_per_update, channels)
+
+    @torch.no_grad()
+    def add(self, latent: Tensor, codes: Tensor, positions: Sequence[int]) -> None:
+        """Add a micro-batch: its latents, their codes, and the positions of its samples in the run."""
+        flat = codes.flatten()
+        self.sizes.index_add_(0, flat, torch.ones_like(flat, dtype=self.sizes.dtype))
+        if self.learned is None or self._draw is None:
+            return
+        batch, channels = latent.shape[:2]
+        vectors = latent.detach().movedim(1, -1).reshape(batch, -1, channels).to(self.sums.dtype)
+        self.sums.index_add_(0, flat, vectors.flatten(0, 1))
+        chosen = (self._draw(positions, len(self.candidates)) * vectors.shape[1]).long()
+        found = vectors.gather(1, chosen[..., None].expand(-1, -1, channels))
+        for sample, position in zip(found, positions, strict=True):
+            self.candidates[:, position % self.samples] = sample
+
+    @torch.no_grad()
+    def finish(self, add_up: Callable[[Tensor], Tensor], is_blocked: Tensor) -> dict[str, Tensor]:
+        """Add up over all processes with `add_up`, let the codebook learn, return how codes were used, begin anew."""
+        collected = [self.sizes] if self.learned is None else [self.sizes, self.sums, self.candidates]
+        for values in collected:
+            add_up(values)
+        if self.learned is not None:
+            self.learned.update(self.sizes, self.sums, self.candidates.flatten(0, 1), is_blocked)
+        metrics = code_use(self.sizes)
+        for values in collected:
+            values.zero_()
+        return metrics
+
+
+def code_use(counts: Tensor) -> dict[str, Tensor]:
+    """Return the share of codes that occur at all, and the perplexity: how many equally frequent codes say as much."""
+    shares = counts / counts.sum()
+    return {"codebook_use": (counts > 0).to(shares.dtype).mean(), "perplexity": torch.special.entr(shares).sum().exp()}

@@ -1,0 +1,217 @@
+"""Quantised bottlenecks: MONAI's codebook arithmetic, the grid of FSQ, and an autoencoder around them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from monai.networks.layers.vector_quantizer import EMAQuantizer
+
+from models import bottleneck as bottleneck_module
+from models import build_autoencoder
+from models.bottleneck import CodeStatistics, ScalarQuantiser, VectorQuantiser, code_use
+from settings import ConfigError, Settings
+
+CODES, CHANNELS, DECAY = 24, 3, 0.9
+FREE = torch.zeros(())
+
+
+def latents(seed: int, batch: int = 2, channels: int = CHANNELS, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((batch, channels, 4, 3, 5), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def numbers(positions, number: int) -> torch.Tensor:
+    return torch.stack([torch.rand(number, generator=torch.Generator().manual_seed(p)) for p in positions])
+
+
+def learn(quantiser: VectorQuantiser, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Let the codebook see one update that consists of these micro-batches."""
+    statistics = CodeStatistics(quantiser, sum(map(len, batches)), torch.device("cpu"), numbers)
+    position = 0
+    for latent in batches:
+        statistics.add(latent, quantiser.codes(latent), range(position, position + len(latent)))
+        position += len(latent)
+    return statistics.finish(lambda values: values, FREE)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_codes_values_gradients_and_averages_are_those_of_monai(dtype, tolerance):
+    torch.manual_seed(0)
+    theirs = EMAQuantizer(3, CODES, CHANNELS, commitment_cost=1.0, decay=DECAY).to(dtype)
+    ours = VectorQuantiser(CODES, CHANNELS, DECAY, restart_below=0.0).to(dtype)
+    theirs.embedding.weight.data.mul_(0.5)
+    theirs.ema_w.copy_(theirs.embedding.weight)
+    ours.codebook.copy_(theirs.embedding.weight)
+    ours.ema_sums.copy_(theirs.ema_w)
+    if dtype == torch.float64:
+        theirs.quantize = in_double(theirs)
+    for seed in range(6):
+        found, expected = latents(seed, dtype=dtype).requires_grad_(), latents(seed, dtype=dtype).requires_grad_()
+        quantised, codes = ours(found)
+        same, loss, same_codes = theirs(expected)
+        assert torch.equal(codes, same_codes)
+        torch.testing.assert_close(quantised, same, rtol=0, atol=tolerance)
+        (quantised.square().sum() + (found - quantised.detach()).square().mean()).backward()
+        (same.square().sum() + loss).backward()
+        torch.testing.assert_close(found.grad, expected.grad, rtol=tolerance, atol=tolerance)
+        learn(ours, [found.detach()])
+        torch.testing.assert_close(ours.ema_sizes, theirs.ema_cluster_size, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(ours.ema_sums, theirs.ema_w, rtol=tolerance, atol=tolerance)
+        used = theirs.ema_cluster_size > 0
+        torch.testing.assert_close(ours.codebook[used], theirs.embedding.weight[used], rtol=tolerance, atol=tolerance)
+
+
+def in_double(theirs: EMAQuantizer) -> Any:
+    """Return MONAI's `quantize` without its cast of the latents to float32."""
+
+    def quantize(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        flat = inputs.permute(theirs.flatten_permutation).reshape(-1, CHANNELS)
+        codes = torch.cdist(flat, theirs.embedding.weight).argmin(dim=1)
+        encodings = torch.nn.functional.one_hot(codes, CODES).to(inputs.dtype)
+        return flat, encodings, codes.view(inputs.shape[0], *inputs.shape[2:])
+
+    return quantize
+
+
+def test_the_nearest_code_does_not_depend_on_how_many_distances_are_held_at_a_time(monkeypatch):
+    torch.manual_seed(0)
+    quantiser, latent = VectorQuantiser(CODES, CHANNELS, DECAY, 0.0), latents(1)
+    whole = quantiser.codes(latent)
+    monkeypatch.setattr(bottleneck_module, "_MOST_DISTANCES", 7 * CODES)
+    assert torch.equal(quantiser.codes(latent), whole)
+    distances = torch.cdist(latent.movedim(1, -1).reshape(-1, CHANNELS), quantiser.codebook)
+    assert torch.equal(whole.flatten(), distances.argmin(dim=1))
+
+
+def test_an_update_of_several_micro_batches_is_one_step_of_the_averages():
+    torch.manual_seed(0)
+    whole = VectorQuantiser(CODES, CHANNELS, DECAY, restart_below=0.2)
+    parted = copy.deepcopy(whole)
+    for seed in range(3):
+        latent = latents(seed, batch=4)
+        use = learn(whole, [latent])
+        torch.testing.assert_close(learn(parted, list(latent.split(1))), use)
+        torch.testing.assert_close(parted.state_dict(), whole.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def test_codes_that_are_hardly_used_start_again_at_latents_of_the_update():
+    torch.manual_seed(0)
+    quantiser = VectorQuantiser(CODES, CHANNELS, DECAY, restart_below=0.03)
+    quantiser.codebook.fill_(100.0)
+    quantiser.codebook[0] = 0.0
+    latent = latents(0)
+    assert float(learn(quantiser, [latent])["codebook_use"]) == pytest.approx(1 / CODES)
+    distances = torch.cdist(latent.movedim(1, -1).reshape(-1, CHANNELS), quantiser.codebook[1:])
+    assert float(distances.min(dim=0).values.max()) < 1e-5
+    use = [float(learn(quantiser, [latents(seed)])["codebook_use"]) for seed in range(1, 8)]
+    assert use[-1] > 0.7
+
+
+def test_codes_without_a_candidate_wait_and_a_blocked_update_changes_nothing():
+    torch.manual_seed(0)
+    quantiser = VectorQuantiser(CODES, CHANNELS, DECAY, restart_below=0.03)
+    before = copy.deepcopy(quantiser.state_dict())
+    sizes = torch.zeros(CODES).index_fill(0, torch.tensor([0]), 50.0)
+    candidates = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    quantiser.update(sizes, torch.ones(CODES, CHANNELS), candidates, torch.ones(()))
+    torch.testing.assert_close(quantiser.state_dict(), before, rtol=0, atol=0)
+    quantiser.update(sizes, torch.ones(CODES, CHANNELS), candidates, FREE)
+    torch.testing.assert_close(quantiser.codebook[1:3], candidates, rtol=0, atol=0)
+    # Never used, and not restarted either: far away, as MONAI leaves it.
+    assert float(quantiser.codebook[3:].abs().max()) > 1e3
+
+
+@pytest.mark.parametrize("levels", [(5, 3), (8, 4), (8, 5, 2), (7,)])
+def test_the_grid_of_fsq_has_every_combination_of_levels_once(levels):
+    quantiser = ScalarQuantiser(levels)
+    codes = torch.arange(quantiser.num_codes).view(1, -1, 1, 1)
+    values = quantiser.embed(codes)
+    assert torch.equal(quantiser.codes(values), codes)
+    expected = itertools.product(*([(k - n // 2) / (n // 2) for k in range(n)] for n in levels))
+    assert {tuple(v) for v in values[0, :, :, 0, 0].t().tolist()} == {
+        tuple(torch.tensor(point).tolist()) for point in expected
+    }
+
+
+@pytest.mark.parametrize("levels", [2, 3, 4, 5, 8])
+def test_an_encoder_reaches_every_level_and_zero_is_a_level(levels):
+    quantiser = ScalarQuantiser([levels])
+    line = torch.linspace(-9, 9, 2001).view(1, 1, -1, 1, 1)
+    latent = quantiser.bounded(line)
+    quantised, codes = quantiser(latent)
+    assert codes.unique().tolist() == list(range(levels))
+    assert (latent.diff(dim=2) >= 0).all()
+    ends = torch.tensor([-(levels // 2), (levels - 1) // 2]) / (levels // 2)
+    torch.testing.assert_close(torch.stack(latent.aminmax()), ends, rtol=0, atol=1e-2)
+    assert float((quantised - latent).abs().max()) <= 0.51 / (levels // 2)
+    assert quantiser.bounded(torch.zeros(1, 1, 1, 1, 1)).abs().max() < 1e-6
+    # What stage 2 draws may lie outside.
+    assert quantiser.codes(torch.tensor([-7.0, 7.0]).view(1, 1, 2, 1, 1)).flatten().tolist() == [0, levels - 1]
+
+
+def test_gradients_pass_the_grid_unchanged():
+    quantiser = ScalarQuantiser([8, 5, 3])
+    latent = latents(0).requires_grad_()
+    quantised, _ = quantiser(latent)
+    weights = latents(1)
+    (quantised * weights).sum().backward()
+    torch.testing.assert_close(latent.grad, weights, rtol=0, atol=0)
+
+
+def test_use_and_perplexity_count_what_occurs():
+    use = code_use(torch.tensor([4.0, 4.0, 0.0, 0.0]))
+    assert float(use["codebook_use"]) == 0.5
+    assert float(use["perplexity"]) == pytest.approx(2.0)
+
+
+def build(values: dict[str, Any], kind: str, **changes: Any) -> Any:
+    values = copy.deepcopy(values)
+    values["autoencoder"].update({"bottleneck": kind, "quantiser": {"codes": CODES}, **changes})
+    torch.manual_seed(0)
+    return build_autoencoder(Settings.model_validate(values).autoencoder)
+
+
+@pytest.mark.parametrize("kind", ["vq", "fsq"])
+def test_decoding_quantises_and_quantising_twice_changes_nothing(tiny_values, kind):
+    network = build(tiny_values, kind).eval()
+    volume = latents(0, channels=1).repeat(1, 1, 2, 2, 2)[:, :, :8, :4, :8]
+    with torch.no_grad():
+        reconstruction, latent, codes = network(volume)
+        mean, sigma = network.encode(volume)
+        assert torch.equal(mean, latent)
+        assert not sigma.any()
+        assert torch.equal(network.decode(latent), reconstruction)
+        values = network.quantiser.embed(codes)
+        assert torch.equal(network.decode(values), reconstruction)
+        assert not torch.equal(values, latent)
+
+
+def test_a_gaussian_bottleneck_is_built_as_before(tiny_values):
+    network = build(tiny_values, "kl")
+    assert network.quantiser is None
+    assert not any("quantiser" in name for name in network.state_dict())
+    # The network around a quantiser has the same first weights, without the layer for sigma.
+    first = {name: tensor for name, tensor in network.state_dict().items() if "log_sigma" not in name}
+    around = {name: t for name, t in build(tiny_values, "vq").state_dict().items() if not name.startswith("quantiser.")}
+    torch.testing.assert_close(around, first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bottleneck": "vq", "implementation": "monai"}, "vq with implementation: monai"),
+        ({"bottleneck": "fsq", "quantiser": {"levels": [8, 5]}}, "2 entries for 3 latent channels"),
+        (
+            {"bottleneck": "fsq", "quantiser": {"levels": 128}},
+            "2,097,152 combinations; allowed: at most 1,048,576",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_refused_in_one_sentence(tiny_values, changes, message):
+    tiny_values["autoencoder"].update(changes)
+    with pytest.raises(ConfigError, match=message):
+        Settings.model_validate(tiny_values)

@@ -1,0 +1,217 @@
+"""Stage 1 with a quantised latent: one codebook update per step, however it is divided, resumed to the bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from diffusion.frozen_autoencoder import latents_digest
+from evaluation.autoencoder_validation import validate_autoencoder
+from memory.predict.step import track_step
+from models import build_autoencoder
+from models.bottleneck import CodeStatistics, VectorQuantiser
+from models.exchange.networks import monai_arguments
+from models.exchange.shapes import settings_that_differ
+from runtime.processes import Process
+from settings import CheckpointError, Settings
+from tests.finished_run import export_autoencoder, run_here, train_ldm
+from tests.training.step_gradients import gradients
+from tests.training.test_autoencoder_step import make_batches
+from training.autoencoder_step import AutoencoderStep
+from training.ldm_step import LatentDiffusionStep
+
+CPU = Process(torch.device("cpu"))
+KINDS = ["vq", "fsq"]
+
+
+def quantised(values: dict[str, Any], kind: str, **training: Any) -> dict[str, Any]:
+    values = copy.deepcopy(values)
+    values["autoencoder"].update(bottleneck=kind, quantiser={"codes": 16, "levels": 5, "decay": 0.9})
+    values["autoencoder"]["training"].update({"adversarial_weight": 0.0, **training})
+    return values
+
+
+def step_of(values: dict[str, Any], kind: str, **training: Any) -> AutoencoderStep:
+    return AutoencoderStep(Settings.model_validate(quantised(values, kind, **training)), CPU, load_weights=False)
+
+
+def codebook_of(step: AutoencoderStep) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in step.autoencoder.state_dict().items() if name.startswith("quantiser.")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_4_once_equals_batch_1_four_times(tiny_values, kind):
+    found = []
+    for batch_size in (4, 1):
+        step = step_of(tiny_values, kind, batch_size=batch_size, gradient_accumulation_steps=4 // batch_size)
+        terms = step.backward(make_batches(step, batch_size), 5)
+        found.append((gradients(step), terms | step.update(5), codebook_of(step)))
+    (whole, terms, codebook), (parted, same_terms, same_codebook) = found
+    assert whole.keys() == parted.keys()
+    for name, expected in whole.items():
+        assert (parted[name] - expected).norm() <= 1e-5 * expected.norm() or expected.norm() < 1e-7, name
+    assert ("commitment" in terms) == (kind == "vq")
+    torch.testing.assert_close(same_terms, terms, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(same_codebook, codebook, rtol=1e-5, atol=1e-6)
+    assert len(codebook) == (3 if kind == "vq" else 0)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"use_gradient_checkpointing": True}])
+def test_the_codebook_moves_once_per_step_also_with_recomputation(tiny_values, knobs):
+    values = quantised(tiny_values, "vq", **knobs)
+    values["autoencoder"]["quantiser"]["restart_below"] = 0.0
+    step = AutoencoderStep(Settings.model_validate(values), CPU)
+    for number in range(2):
+        step(make_batches(step, 2), number)
+    total = float(codebook_of(step)["quantiser.ema_sizes"].sum())
+    # Averages that began at zero, of the 512 positions of 4 volumes.
+    assert total == pytest.approx((0.1 + 0.09) * 4 * 512, rel=1e-5)
+
+
+def test_a_resumed_run_continues_to_the_bit(tiny_values):
+    def train(step: AutoencoderStep, numbers: range) -> None:
+        for number in numbers:
+            step(make_batches(step, 2), number)
+
+    whole = step_of(tiny_values, "vq", ema_decay=0.9)
+    train(whole, range(2))
+    file = io.BytesIO()
+    torch.save(whole.state_dict(), file)
+    train(whole, range(2, 4))
+    file.seek(0)
+    resumed = step_of(tiny_values, "vq", ema_decay=0.9)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    train(resumed, range(2, 4))
+    torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+class Totals:
+    """Stands for a sum over processes: gives out what was added up before."""
+
+    def __init__(self, totals: list[Any]) -> None:
+        self.left = iter(totals)
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        return values.copy_(next(self.left))
+
+
+def test_two_processes_learn_the_codebook_of_one_that_accumulates_twice_as_much():
+    def draw(positions, number: int) -> torch.Tensor:
+        return torch.stack([torch.rand(number, generator=torch.Generator().manual_seed(p)) for p in positions])
+
+    torch.manual_seed(0)
+    alone = VectorQuantiser(16, 3, 0.9, 0.1)
+    pair = [copy.deepcopy(alone) for _ in range(2)]
+    latents = torch.randn(4, 3, 4, 4, 4)
+    single = CodeStatistics(alone, 4, CPU.device, draw)
+    ranks = [CodeStatistics(quantiser, 4, CPU.device, draw) for quantiser in pair]
+    for position, latent in enumerate(latents.split(1)):
+        single.add(latent, alone.codes(latent), [position])
+        ranks[position % 2].add(latent, alone.codes(latent), [position])
+    sums = [[getattr(rank, name).clone() for rank in ranks] for name in ("sizes", "sums", "candidates")]
+    expected = single.finish(lambda values: values, torch.zeros(()))
+    for quantiser, rank in zip(pair, ranks, strict=True):
+        use = rank.finish(Totals([sum(parts) for parts in sums]), torch.zeros(()))
+        torch.testing.assert_close(use, expected)
+        torch.testing.assert_close(quantiser.state_dict(), alone.state_dict(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_step_that_is_not_finite_leaves_the_codebook_alone(tiny_values):
+    step = step_of(tiny_values, "vq")
+    step(make_batches(step, 2), 0)
+    before = codebook_of(step)
+    batches = make_batches(step, 2)
+    batches[1].image[0, 0, 3, 3, 3] = float("nan")
+    step(batches, 1)
+    torch.testing.assert_close(codebook_of(step), before, rtol=0, atol=0)
+
+
+def test_fine_tuning_the_decoder_leaves_the_codebook_alone(tiny_values):
+    tiny_values["autoencoder"]["pretrained"] = "given.safetensors"
+    step = step_of(tiny_values, "vq", trainable="decoder")
+    before = codebook_of(step)
+    metrics = step(make_batches(step, 2), 0)
+    torch.testing.assert_close(codebook_of(step), before, rtol=0, atol=0)
+    assert "commitment" not in metrics
+    assert 0 < float(metrics["codebook_use"]) <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_volumes_tell_how_codes_are_used(tiny_values, kind):
+    step = step_of(tiny_values, kind)
+    metrics, _ = validate_autoencoder(step, make_batches(step, 1, total=2))
+    assert {"val_psnr", "val_codebook_use", "val_perplexity"} <= metrics.keys()
+    assert 1 <= metrics["val_perplexity"] <= (16 if kind == "vq" else 5**3)
+    assert "val_perplexity" not in validate_autoencoder(step_of(tiny_values, "kl"), make_batches(step, 1, total=1))[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_real_step_is_what_is_predicted(tiny_values, kind):
+    settings = Settings.model_validate(quantised(tiny_values, kind))
+    predicted, real = (track_step(settings, "autoencoder", fake=fake, cuda=False) for fake in (True, False))
+    assert predicted.peak["device"] == pytest.approx(real.peak["device"], rel=0.01)
+
+
+def test_stage_two_trains_before_quantisation_and_samples_through_it(tiny_values, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = quantised(tiny_values, "vq")
+    values["ldm"]["training"].update(max_steps=1, pixel_loss={"weight": 0.1})
+    values["ldm"]["sampling"]["num_previews"] = 0
+    Path("tiny.yaml").write_text(yaml.safe_dump(values))
+    export_autoencoder(values)
+    assert train_ldm(Path("tiny.yaml")) == 0
+    assert run_here("scripts/sample.py", "--run", "runs/tiny", "--num", "1", "--steps", "1", "--out", "drawn") == 0
+    export = ["--weights", "runs/tiny/autoencoder.safetensors", "--out", "out.pt"]
+    assert run_here("scripts/export_checkpoint.py", *export) == 2
+    with pytest.raises(CheckpointError, match=r'autoencoder\.bottleneck: "vq" -> "kl"'):
+        train_ldm(Path("tiny.yaml"), "name=other", "autoencoder.bottleneck=kl", f"ldm.autoencoder={export[1]}")
+
+
+def test_the_pixel_loss_reaches_the_latent_through_the_quantiser(tiny_values):
+    tiny_values["ldm"]["training"]["pixel_loss"] = {"weight": 1.0}
+    step = LatentDiffusionStep(Settings.model_validate(quantised(tiny_values, "fsq")), CPU, load_weights=False)
+    terms = step([step.example_batch(1)], 0)
+    assert float(terms["pixel_gradient_norm"]) > 0
+
+
+def test_weights_of_monai_do_not_fit_and_none_are_made_for_it(tiny_values):
+    settings = Settings.model_validate(quantised(tiny_values, "vq"))
+    state = build_autoencoder(Settings.model_validate(tiny_values).autoencoder).state_dict()
+    said = "autoencoder.bottleneck: vq in the config, kl in the weights; set autoencoder.bottleneck=kl"
+    assert said in settings_that_differ("autoencoder", state, settings)
+    with pytest.raises(CheckpointError, match="MONAI's AutoencoderKL cannot quantise"):
+        monai_arguments("autoencoder", settings)
+
+
+def test_the_digest_of_latents_follows_the_levels_but_not_the_codebook(tiny_values):
+    network = step_of(tiny_values, "vq").autoencoder
+    digest = latents_digest(network)
+    assert isinstance(network.quantiser, VectorQuantiser)
+    network.quantiser.codebook += 1
+    assert latents_digest(network) == digest
+    values = quantised(tiny_values, "fsq")
+    digests = set()
+    for levels in (5, 7):
+        values["autoencoder"]["quantiser"]["levels"] = levels
+        torch.manual_seed(0)
+        digests.add(latents_digest(build_autoencoder(Settings.model_validate(values).autoencoder)))
+    assert len(digests) == 2
+
+
+def test_the_commitment_term_counts_by_its_weight(tiny_values):
+    found = []
+    for weight in (0.0, 0.25, 1.0):
+        values = quantised(tiny_values, "vq")
+        values["autoencoder"]["quantiser"]["commitment_weight"] = weight
+        step = AutoencoderStep(Settings.model_validate(values), CPU)
+        step.backward(make_batches(step, 2), 0)
+        found.append(gradients(step)["autoencoder.quant_conv_mu.conv.weight"])
+    without, quarter, whole = found
+    assert (whole - without).norm() > 1e-3 * without.norm()
+    torch.testing.assert_close(4 * (quarter - without), whole - without, rtol=1e-3, atol=1e-5)
