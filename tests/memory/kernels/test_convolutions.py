@@ -5,9 +5,9 @@ import torch
 
 from memory.kernels.convolutions import SHIPPED_CUDNN, cudnn_version
 from memory.predict.emulation import emulated
+from memory.predict.prediction import GIB
 from memory.predict.tracker import MemoryTracker
 
-GIB = 1 << 30
 # Published: the unfolded copy that torch could not allocate, or the whole peak, in GiB.
 FALLBACKS = {
     "pytorch#128947": ((1, 256, 5, 1090, 1922), 64, torch.float32, 0, 161.37),

@@ -12,11 +12,10 @@ from losses import pieces
 from memory.predict import emulation
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, measure_peak, tracked
+from memory.predict.prediction import GIB
 from memory.predict.tracker import _call
 from models.lean.norm import torch_kernels
 from models.lean.norm.operators import group_norm
-
-GIB = 1 << 30
 
 
 def test_peak_counts_views_once_and_releases():
