@@ -107,7 +107,7 @@ def test_modules_are_followed_only_while_tracking_and_left_when_they_fail():
     assert nn.Module.__call__ is before
     outside = nn.Identity()
     tracker.name_modules("outside", outside)
-    outside.register_forward_pre_hook(lambda module, args: seen.append(tracker._modules[:]))
+    outside.register_forward_pre_hook(lambda module, args: seen.append(tracker._modules.running[:]))
     seen: list[list[str]] = []
     outside(torch.zeros(1))
     assert seen == [[]]
