@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.recipe import NUM_COMPONENTS
 from benchmarks.variants import OUR_OBJECTIVE, STOCK, STOCK_CHECKPOINTED, TUTORIAL_OBJECTIVE
+from memory.predict.prediction import GIB
 
-GIB = 1 << 30
 CLOSE = 1.03
 """Two times within 3 % are called equal."""
 MEMORY_PICTURE, TIME_PICTURE = "benchmark_memory.png", "benchmark_time.png"

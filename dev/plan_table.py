@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import parser, run
+from memory.predict.prediction import GIB
 from settings import DataSettings
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ PATH = ROOT / "docs" / "plans.md"
 NAMES = ("CT", "MR", "thick slices", "small crops", "two channels")
 BUDGETS = (6, 12, 24, 48)
 GPU = "RTX 4090"
-GIB = 1 << 30
 
 _INTRODUCTION = f"""# Plans
 

@@ -98,11 +98,13 @@ def block_bytes(s: AutoencoderSettings, precision: Precision, grid: Sequence[int
     return _TENSORS_WITHOUT_SLABS * max(s.num_channels[:2]) * width * torch.Size(grid).numel()
 
 
-def frozen_codec(settings: Settings, device: torch.device, load_weights: bool = True) -> VolumeCodec:
+def frozen_codec(
+    settings: Settings, device: torch.device, load_weights: bool = True, budget_bytes: int | None = None
+) -> VolumeCodec:
     """Return a codec with the frozen autoencoder of a config, trained unless `load_weights` is False."""
     if load_weights:
         autoencoder = load_autoencoder(settings, autoencoder_path(settings))
     else:
         autoencoder = freeze(build_autoencoder(settings.autoencoder))
     move(autoencoder, device, settings.device.memory_format)
-    return VolumeCodec(autoencoder, settings.autoencoder, Precision(settings.device, device))
+    return VolumeCodec(autoencoder, settings.autoencoder, Precision(settings.device, device), budget_bytes)

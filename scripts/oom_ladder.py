@@ -17,7 +17,6 @@ from storage.names import printable
 if TYPE_CHECKING:
     from memory.ladder.walk import Ladder
 
-GIB = 1 << 30
 LARGEST_BUDGET_GB = 1_000_000
 
 
@@ -65,6 +64,7 @@ def main(options: argparse.Namespace) -> int:
     from memory.kernels.gpus import chosen_gpu
     from memory.ladder.text import config_with_reasons, describe_ladder
     from memory.ladder.walk import walk
+    from memory.predict.prediction import GIB
     from memory.watch.calibration import corrected
 
     budget_bytes = round(options.budget_gb * GIB)

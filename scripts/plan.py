@@ -22,7 +22,6 @@ from storage.run_folder import SHARED_NAMES
 if TYPE_CHECKING:
     from memory.kernels.gpus import Gpu
 
-GIB = 1 << 30
 LARGEST_BUDGET_GB = 1_000_000
 NUM_WORKERS = 2
 PLANNED = "# Planned for "
@@ -58,6 +57,7 @@ def main(options: argparse.Namespace) -> int:
     given = _check(options)
     from memory.kernels.gpus import chosen_gpu
     from memory.predict import Predictor
+    from memory.predict.prediction import GIB
 
     gpu = chosen_gpu(options.gpu)
     source = {"source": os.path.abspath(os.path.expanduser(options.data))}

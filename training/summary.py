@@ -13,6 +13,7 @@ from diffusion.conditioning import check_classes
 from models import build_autoencoder, build_discriminator, build_unet
 from runtime.processes import Process
 from settings import Settings, TrainingSettings, UserError
+from settings.ldm import SchedulerSettings
 from settings.rules import find_problems
 from storage.names import counted
 
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int = 1) -> str:
-    """Return grid, latent shape, parameter counts, effective batch and steps per pass, one per line."""
+    """Return grid, latent shape, parameter counts, noise process, effective batch and steps per pass, one per line."""
     with torch.device("meta"):
         networks = {"autoencoder": build_autoencoder(settings.autoencoder)}
         if stage == "autoencoder" and settings.autoencoder.training.uses_discriminator:
@@ -41,6 +42,8 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
         f" x {counted(world_size, 'process')} = {samples}",
         "steps per pass": f"{math.ceil(num_volumes / samples)} over {num_volumes} training volumes",
     }
+    if stage == "ldm":
+        lines["noise process"] = _noise_process(settings.ldm.scheduler)
     return "\n".join(f"{name + ':':<17}{text}" for name, text in lines.items())
 
 
@@ -60,6 +63,13 @@ def warn_of_stage_two(settings: Settings, volumes: DataSplit, process: Process) 
 
 def _length(training: TrainingSettings) -> str:
     return counted(training.max_steps, "step") if training.max_hours is None else f"{training.max_hours:g} hours"
+
+
+def _noise_process(scheduler: SchedulerSettings) -> str:
+    """Return what the U-Net predicts, and which keys have no effect on that."""
+    if scheduler.type == "rflow":
+        return "rflow, predicts the flow; prediction, schedule, beta_start and beta_end are for ddpm and have no effect"
+    return f"ddpm, {scheduler.num_train_timesteps} timesteps, predicts {scheduler.prediction}"
 
 
 def _axes(grid: tuple[int, ...] | list[int]) -> str:

@@ -30,12 +30,14 @@ aten = torch.ops.aten
 class ConvolutionMemory:
     """Bytes that the passes of one call hold, one pass after the other, and what they are.
 
+    copies: those of arguments in another layout, which torch makes first and holds until the passes are over.
     unfolded: the size of the unfolded input if this call is, or with an older cuDNN would be, computed without cuDNN.
     """
 
     passes: tuple[int, ...]
     is_unfolded: bool = False
     unfolded: int = 0
+    copies: tuple[int, ...] = ()
 
 
 @functools.cache
@@ -51,11 +53,12 @@ def convolution_memory(func: Any, args: tuple[Any, ...], out: Any, cudnn: int) -
     packet = func._overloadpacket
     if packet is aten.convolution:
         x, weight, _, _, _, _, is_transposed, _, groups = args
-        return _memory([(x, out)], x, weight, out, is_transposed, groups, cudnn)
+        return _memory([(x, out)], [x], x, weight, out, is_transposed, groups, cudnn)
     if packet is aten.convolution_backward:
         grad, x, weight, *_, is_transposed, _, groups, needs = args
         wanted = [part for part, is_needed in zip(((grad, x), (x, grad)), needs[:2], strict=True) if is_needed]
-        return _memory(wanted, x, weight, grad, is_transposed, groups, cudnn)
+        read = [x, grad] if needs[1] else [grad]
+        return _memory(wanted, read, x, weight, grad, is_transposed, groups, cudnn)
     return None
 
 
@@ -72,6 +75,7 @@ def convolution_layout(func: Any, args: tuple[Any, ...]) -> torch.memory_format 
 
 def _memory(
     wanted: list[tuple[Tensor, Tensor]],
+    read: list[Tensor],
     x: Tensor,
     weight: Tensor,
     y: Tensor,
@@ -85,12 +89,10 @@ def _memory(
     if _cudnn_refuses(weight, last, is_low, is_large, cudnn):
         nbytes = _unfolded_bytes(x, weight, y, is_transposed, groups)
         return ConvolutionMemory((nbytes,) * len(wanted), is_unfolded=True, unfolded=nbytes)
-    copies = _copied_bytes(x, last) + (_copied_bytes(y, last) if wanted and wanted[0][0] is y else 0)
-    workspaces = (
-        copies + (nbytes_of(source) + nbytes_of(result) if is_low and not last else 0) for source, result in wanted
-    )
     return ConvolutionMemory(
-        tuple(workspaces), unfolded=_unfolded_bytes(x, weight, y, is_transposed, groups) if is_large else 0
+        tuple(nbytes_of(source) + nbytes_of(result) if is_low and not last else 0 for source, result in wanted),
+        unfolded=_unfolded_bytes(x, weight, y, is_transposed, groups) if is_large else 0,
+        copies=tuple(_copied_bytes(part, last, part is not x) for part in read) if wanted else (),
     )
 
 
@@ -112,12 +114,17 @@ def is_channels_last(x: Tensor) -> bool:
     return x.dim() in (4, 5) and x.stride(1) == 1 and x.stride(-1) >= x.shape[1]
 
 
-def _copied_bytes(x: Tensor, last: bool) -> int:
-    """Return the size of the copy that torch makes if `x` is not dense in the layout of the call; 0 if it is."""
+def _copied_bytes(x: Tensor, last: bool, is_gradient: bool) -> int:
+    """Return the size of the copy that torch makes if `x` is not dense in the layout of the call; 0 if it is.
+
+    A volume with one channel is dense in both layouts. torch reads the strides of an input as it likes, but copies a
+    gradient whose strides name the other layout.
+    """
     layout = torch.contiguous_format
     if last:
         layout = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
-    return 0 if x.is_contiguous(memory_format=layout) else nbytes_of(x)
+    is_read = x.is_contiguous(memory_format=layout) and not (is_gradient and is_channels_last(x) != last)
+    return 0 if is_read else nbytes_of(x)
 
 
 def nbytes_of(x: Tensor) -> int:

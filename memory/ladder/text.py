@@ -67,10 +67,11 @@ def _verdict(ladder: Ladder) -> str:
     budget = gib(ladder.budget_bytes)
     if ladder.first is None or ladder.fastest is None or ladder.recommended is None:
         smallest = ladder.smallest
+        needed = gib(smallest.prediction.required_bytes) + _context(smallest)
         holder = smallest.prediction.largest[0]
         return (
-            f"Nothing on the ladder fits {budget}. The smallest is '{smallest.rung.name}' with "
-            f"{gib(smallest.prediction.required_bytes)}; it peaks in {smallest.prediction.phase}, held by "
+            f"Nothing on the ladder fits {budget}. {_left_out(ladder)}The smallest is '{smallest.rung.name}' with "
+            f"{needed}; it peaks in {smallest.prediction.phase}, held by "
             f"{holder['module'] or holder['category']} ({gib(holder['bytes'])} in one tensor of "
             f"{'x'.join(map(str, holder['shape']))}). Use a smaller grid or patches (data.patch_size), or a larger GPU."
         )
@@ -83,6 +84,17 @@ def _verdict(ladder: Ladder) -> str:
     for key, value in ladder.recommended.rung.all_changes.items():
         lines.append(f"  {key}={as_override(value)}")
     return "\n".join(lines)
+
+
+def _context(predicted: PredictedRung) -> str:
+    context = predicted.prediction.context_bytes
+    return f", {gib(context)} of it for the CUDA context" if context else ""
+
+
+def _left_out(ladder: Ladder) -> str:
+    if not ladder.is_hopeless or len(ladder.rungs) < 2:
+        return ""
+    return "The last rung has the changes of all others, so those in between were not predicted. "
 
 
 def as_override(value: Any) -> str:

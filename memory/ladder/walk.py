@@ -70,13 +70,14 @@ class PredictedRung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """All rungs that were predicted, in order."""
+    """All rungs that were predicted, in order; `is_hopeless`: only the ends, because not even the last can fit."""
 
     stage: Stage
     order: Order
     budget_bytes: int
     rungs: tuple[PredictedRung, ...]
     gpu: Gpu
+    is_hopeless: bool = False
 
     @property
     def first(self) -> PredictedRung | None:
@@ -137,13 +138,15 @@ def walk(
 ) -> Ladder:
     """Predict the rungs, two at a time, until the remaining ones cannot change the choice.
 
-    Thinner slabs are skipped once thicker ones fit, and changes to the mathematics once any rung fits without one.
+    Thinner slabs are skipped once thicker ones fit, and changes to the mathematics once any rung fits without one. If
+    the last rung, which has the changes of all others, cannot fit, those in between are skipped.
     correct: scales a prediction by earlier measurements on this machine. gpu: the card whose time counts.
     """
     card = gpu or chosen_gpu(None)
     rungs = build_rungs(settings, stage, order)
     predicted: list[PredictedRung] = []
     waiting: list[tuple[Rung, Future[Prediction]]] = []
+    is_hopeless = False
 
     def collect() -> None:
         rung, future = waiting.pop(0)
@@ -155,13 +158,24 @@ def walk(
             progress(len(predicted), len(rungs), rung.name)
 
     with Predictor(NUM_WORKERS, card.without_triton) as predictor:
-        for rung in _still_wanted(rungs, predicted, order):
-            waiting.append((rung, predictor.submit(rung.settings, stage)))
+        ends = [(end, predictor.submit(end.settings, stage)) for end in _ends(rungs)]
+        last = ends[-1][1].result()
+        # Its tensors alone: what is reserved on top of them depends on their order, and may be less on another rung.
+        if last.peak_allocated_bytes + last.context_bytes > budget_bytes:
+            is_hopeless, waiting, rungs = True, ends, _ends(rungs)
+        for rung in () if is_hopeless else _still_wanted(rungs, predicted, order):
+            known = [future for end, future in ends if end.settings == rung.settings]
+            waiting.append((rung, known[0] if known else predictor.submit(rung.settings, stage)))
             if len(waiting) == NUM_WORKERS:
                 collect()
         while waiting:
             collect()
-    return Ladder(stage, order, budget_bytes, tuple(predicted), card)
+    return Ladder(stage, order, budget_bytes, tuple(predicted), card, is_hopeless)
+
+
+def _ends(rungs: list[Rung]) -> list[Rung]:
+    """Return the first rung, and the last one with all of its changes as if it came right after the first."""
+    return [rungs[0], *(replace(rung, changes=rung.all_changes) for rung in rungs[1:][-1:])]
 
 
 def _still_wanted(rungs: list[Rung], predicted: list[PredictedRung], order: Order) -> Iterator[Rung]:

@@ -52,10 +52,10 @@ class AllocatorLimits:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A piece of a segment; `address` counts from the start of the segment, `is_mapped`: it has memory behind it."""
+    """A piece of a segment, which has a number; `address` counts from its start; `is_mapped`: memory is behind it."""
 
     size: int
-    number: int
+    segment: int
     is_free: bool = False
     before: _Block | None = None
     after: _Block | None = None
@@ -65,11 +65,14 @@ class _Block:
 
 @dataclass(slots=True)
 class _Pool:
-    """The free blocks of one pool, ordered by size for best fit, and the last block of its expandable segment."""
+    """The free blocks of one pool, ordered by size for best fit, and the last block of its expandable segment.
+
+    Among blocks of one size the oldest segment comes first, and in it the lowest address.
+    """
 
     is_small: bool
     is_expandable: bool
-    free: list[tuple[int, int, _Block]] = field(default_factory=list)
+    free: list[tuple[int, int, int, _Block]] = field(default_factory=list)
     last: _Block | None = None
     unmapped: list[_Block] = field(default_factory=list)
 
@@ -80,25 +83,22 @@ class _Pool:
 
     def add(self, block: _Block) -> None:
         block.is_free = True
-        insort(self.free, (block.size, self._order(block), block))
+        insort(self.free, (block.size, block.segment, block.address, block))
 
     def remove(self, block: _Block) -> None:
         block.is_free = False
-        del self.free[bisect_left(self.free, (block.size, self._order(block)))]
+        del self.free[bisect_left(self.free, (block.size, block.segment, block.address))]
 
     def best_fit(self, size: int, limits: AllocatorLimits) -> _Block | None:
         position = bisect_left(self.free, (size,))
         if position == len(self.free):
             return None
-        found = self.free[position][2]
-        for _, _, larger in self.free[position + 1 :] if self.is_expandable else ():
+        found = self.free[position][-1]
+        for *_, larger in self.free[position + 1 :] if self.is_expandable else ():
             if self._possible_size(larger) >= self._possible_size(found):
                 break
             found = larger
         return found if limits.allow(size, found.size) else None
-
-    def _order(self, block: _Block) -> int:
-        return block.address if self.is_expandable else block.number
 
     def _possible_size(self, block: _Block) -> float:
         """Return what a block counts as: all that it can become by mapping what follows it."""
@@ -114,7 +114,7 @@ class CachingAllocator:
         self.limits, self.expandable_segments = limits, limits.expandable_segments
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._pools = {is_small: _Pool(is_small, limits.expandable_segments) for is_small in (True, False)}
-        self._numbers = count()
+        self._segments = count(1)
 
     def allocate(self, nbytes: int) -> _Block | None:
         """Return a block for `nbytes`; None for an empty tensor."""
@@ -152,7 +152,7 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Give memory that is not in use back to the driver: whole segments, or the pages of expandable ones."""
         for pool in self._pools.values():
-            for _, _, block in list(pool.free):
+            for *_, block in list(pool.free):
                 if self.expandable_segments:
                     self._unmap(pool, block)
                 elif block.before is None and block.after is None:
@@ -173,11 +173,27 @@ class CachingAllocator:
             pool.add(self._cut(pool, middle, end - middle.address))
         middle.is_mapped = False
         self.reserved -= middle.size
-        pool.unmapped = sorted([*pool.unmapped, middle], key=lambda hole: hole.address)
+        self._add_hole(pool, middle)
+
+    def _add_hole(self, pool: _Pool, hole: _Block) -> None:
+        """Merge a hole with those beside it; at the end of the segment it becomes part of what was never mapped."""
+        before, after = hole.before, hole.after
+        if before is not None and not before.is_mapped:
+            pool.unmapped.remove(before)
+            hole = self._merge(pool, before, hole)
+        if after is not None and not after.is_mapped:
+            pool.unmapped.remove(after)
+            hole = self._merge(pool, hole, after)
+        if pool.last is hole:
+            pool.last = hole.before
+            if hole.before is not None:
+                hole.before.after = None
+        else:
+            pool.unmapped = sorted([*pool.unmapped, hole], key=lambda other: other.address)
 
     def _cut(self, pool: _Pool, block: _Block, size: int) -> _Block:
         """Shorten a block to `size` and return the rest as a block of its own."""
-        rest = _Block(block.size - size, next(self._numbers), before=block, after=block.after)
+        rest = _Block(block.size - size, block.segment, before=block, after=block.after)
         rest.address = block.address + size
         if block.after is not None:
             block.after.before = rest
@@ -196,7 +212,7 @@ class CachingAllocator:
         else:
             segment = LARGE_SEGMENT if size < MEDIUM_REQUEST else round_up(size, LARGE_ROUNDING)
         self._reserve(segment)
-        return _Block(segment, next(self._numbers))
+        return _Block(segment, next(self._segments))
 
     def _extend(self, pool: _Pool, size: int) -> _Block:
         """Map memory at the first address with enough room: in a hole and what is free around it, or at the end."""
@@ -229,18 +245,18 @@ class CachingAllocator:
         grown = round_up(nbytes, pool.page)
         if hole is None:
             end = pool.last
-            block = _Block(grown, next(self._numbers), before=end)
+            block = _Block(grown, 0, before=end)
             if end is not None:
                 block.address, end.after = end.address + end.size, block
             pool.last = block
         else:
             block, grown = hole, min(grown, hole.size)
             pool.unmapped.remove(hole)
+            hole.is_mapped = True
             if grown < hole.size:
                 rest = self._cut(pool, hole, grown)
                 rest.is_mapped = False
-                pool.unmapped = sorted([*pool.unmapped, rest], key=lambda other: other.address)
-            hole.is_mapped = True
+                self._add_hole(pool, rest)
         self._reserve(grown)
         return block
 

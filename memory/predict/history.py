@@ -47,13 +47,15 @@ def training_trace(
     copies = _Copies(kept)
     before = [event for event in trace[: step.start] if event >= 0]
     released = {~event for event in trace[: step.start] if event < 0}
-    backward, update = trace[step.start : step.update], trace[step.update : step.end]
+    update = trace[step.update : step.end]
     is_accumulating = any(categories[index] == "gradients" and index not in released for index in before)
     for index in before:
-        if index not in released and categories[index] not in ("optimizer", "gradients"):
+        if index not in released and categories[index] not in ("optimizer", "gradients", "inputs"):
             copies.allocate(index)
+    inputs = [index for index in before if index not in released and categories[index] == "inputs"]
+    backward = [*inputs, *trace[step.start : step.update], *(~index for index in inputs)]
     for number in range(2):
-        emptying = {event - step.start for event in emptied} if not number else set()
+        emptying = {event - step.start + len(inputs) for event in emptied} if not number else set()
         if is_accumulating:
             copies.run(backward, incoming, emptying)
             copies.forget(incoming)

@@ -1,10 +1,16 @@
-"""What the tracker writes down: storages, floating-point operations, and the work of kernels."""
+"""What the tracker writes down: storages, floating-point operations, the work of kernels, and which module ran."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from memory.kernels.timing import WorkPart
 
@@ -96,3 +102,51 @@ def work_parts(
         total.flops += done.flops * times
         total.kernels += done.kernels * times
     return [WorkPart(*key, total.nbytes, total.flops, total.kernels) for key, total in sums.items()]
+
+
+class ModuleNames:
+    """Knows the named modules that are `running`, the innermost last, and which one each backward node belongs to."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._of_node: dict[int, str] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    def follow(self) -> None:
+        """Follow the calls of all modules until `stop`."""
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        """Stop following."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def add(self, name: str, root: nn.Module) -> None:
+        """Name a module, and by their paths those inside it."""
+        for path, module in root.named_modules():
+            self._names[module] = f"{name}.{path}" if path else name
+
+    def note_operator(self) -> None:
+        """Remember which module the operator belongs to that forward runs now."""
+        if self.running:
+            # An operator's autograd node is created just before it runs, so the newest number is this operator's.
+            self._of_node[torch._C._autograd._get_sequence_nr() - 1] = self.running[-1]
+
+    def current(self, in_backward: bool) -> str:
+        """Return the module that runs now, or whose backward does; "" if it has no name."""
+        if self.running:
+            return self.running[-1]
+        node = torch._C._current_autograd_node() if in_backward else None
+        return self._of_node.get(node._sequence_nr(), "") if node is not None else ""
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module in self._names:
+            self.running.append(self._names[module])
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if module in self._names:
+            self.running.pop()

@@ -48,15 +48,15 @@ def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryT
         if stage == "autoencoder":
             image = torch.zeros(1, settings.autoencoder.in_channels, *settings.data.voxel_size)
             return {VALIDATED_VOLUME: _done_by(tracker, lambda: reconstruct_and_measure(step, image))}
-        step.codec.budget_bytes = 0
+        codec = VolumeCodec(step.autoencoder, settings.autoencoder, step.precision, budget_bytes=0)
         step.unet.eval()
         condition = empty_condition(settings, 1)
         zeros = torch.zeros(1, *settings.latent_shape)
         batch = LatentBatch(zeros, zeros, (0,), condition.classes, ("",), replace(condition, classes=None))
         parts = {VALIDATED_VOLUME: _done_by(tracker, lambda: held_out_losses(step, batch))}
         if settings.ldm.sampling.num_previews:
-            drawn = _done_by(tracker, lambda: _sample(step.unet, step.codec, settings))
-            decoded = _done_by(tracker, lambda: step.codec.decode(zeros[0]))
+            drawn = _done_by(tracker, lambda: _sample(step.unet, codec, settings))
+            decoded = _done_by(tracker, lambda: codec.decode(zeros[0]))
             parts[PREVIEWS] = _all_previews(settings, parts[VALIDATED_VOLUME], drawn, decoded)
         return parts
 
@@ -110,9 +110,7 @@ def _track(program: Any, cuda: bool) -> MemoryTracker:
 
 
 def _codec(settings: Settings) -> VolumeCodec:
-    codec = frozen_codec(settings, CPU, load_weights=False)
-    codec.budget_bytes = 0
-    return codec
+    return frozen_codec(settings, CPU, load_weights=False, budget_bytes=0)
 
 
 def _unet(settings: Settings) -> torch.nn.Module:

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from memory.kernels import operators
 from memory.kernels.attention import attention_workspaces
@@ -26,11 +24,13 @@ from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.flops import count_flops
 from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes, sum_bytes
 from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
-from memory.predict.records import WORKSPACE, Allocation, Flops, Place, StepEvents, Work, WorkKey
+from memory.predict.records import WORKSPACE, Allocation, Flops, ModuleNames, Place, StepEvents, Work, WorkKey
 from models.lean.norm.torch_kernels import EMULATED_GPU, is_emulated_gpu
 from runtime.phases import current_phase
 
 aten = torch.ops.aten
+_RESULT_FIRST = (torch.ops.lean.group_norm.default, torch.ops.lean.group_norm_backward.default)
+"""Those of our operators that allocate their result before they sum."""
 _CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES = "convolution workspaces", "library workspaces"
@@ -75,10 +75,7 @@ class MemoryTracker(TorchDispatchMode):
         self.incoming: set[int] = set()  # gradients as backward hands them to parameters
         self._place: Place = "device"
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._modules: list[str] = []
-        self._module_of_node: dict[int, str] = {}
-        self._hooks: list[RemovableHandle] = []
+        self._modules = ModuleNames()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -86,29 +83,16 @@ class MemoryTracker(TorchDispatchMode):
         return False
 
     def __enter__(self) -> "MemoryTracker":
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        self._modules.follow()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._modules.stop()
         super().__exit__(*error)
-
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if module in self._names:
-            self._modules.append(self._names[module])
-
-    def _leave_module(self, module: nn.Module, args: Any, out: Any) -> None:
-        if module in self._names:
-            self._modules.pop()
 
     def name_modules(self, name: str, root: nn.Module) -> None:
         """Label allocations inside `root` with the names of its modules, prefixed with `name`."""
-        for path, module in root.named_modules():
-            self._names[module] = f"{name}.{path}" if path else name
+        self._modules.add(name, root)
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -174,37 +158,30 @@ class MemoryTracker(TorchDispatchMode):
             return plausible_value(args[0].dtype)
         in_backward = torch._C._current_graph_task_id() != -1
         tiles = partial_sum_bytes(func, args) if self.cuda and func.namespace == "lean" and not is_emulated_gpu() else 0
-        sums_first = func is not torch.ops.lean.group_norm.default  # which allocates its result before it sums
+        sums_first = func not in _RESULT_FIRST
         self._pass_through(tiles if sums_first else 0, str(func), in_backward, LIBRARY_WORKSPACES)
         if in_backward and self.fake is not None and is_added_in_place(func, args, kwargs):
             out = args[0]
         else:
             out = self._execute(func, args, kwargs)
-        if not in_backward and self._modules:
-            # An operator's autograd node is created just before it runs, so the newest number is this operator's.
-            self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = self._modules[-1]
+        if not in_backward:
+            self._modules.note_operator()
         self._count(func, args, kwargs, out, in_backward)
-        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._alive:
-                    self._allocate(leaf, storage, str(func), in_backward)
+        memory = convolution_memory(func, args, out, self.cudnn) if self.cuda else None
+        if memory is not None:
+            self._convolve(memory, func, args, out, in_backward)
+        else:
+            self._allocate_results(out, str(func), in_backward)
         if self.cuda and operators.kind_of(func) == "matrix product" and in_backward not in self._threads_with_cublas:
             self._threads_with_cublas.add(in_backward)
             self._keep_from_the_start(CUBLAS_WORKSPACE_BYTES, "cuBLAS", in_backward)
         if self.cuda:
-            if (memory := convolution_memory(func, args, out, self.cudnn)) is not None:
-                self._convolve(memory, str(func), in_backward)
-                if self.benchmarks and (key := key_of(func, args, kwargs)) not in self._tried:
-                    self._tried.add(key)
-                    self.benchmarked.append(len(self.trace))
-                if func._overloadpacket is aten.convolution_backward and args[-1][2]:
-                    self._pass_through(channel_sum_bytes(args[0]), str(func), in_backward, LIBRARY_WORKSPACES)
-            else:
-                held = (*attention_workspaces(func, args), sum_bytes(func, args), 0 if sums_first else tiles)
-                self._pass_through(held, str(func), in_backward, LIBRARY_WORKSPACES)
+            held = (*attention_workspaces(func, args), sum_bytes(func, args), 0 if sums_first else tiles)
+            self._pass_through(held, str(func), in_backward, LIBRARY_WORKSPACES)
         elif (memory := cpu_convolution_memory(func, args, out)) is not None:
-            self._convolve(memory, str(func), in_backward)
+            for nbytes in memory.passes:
+                self._pass_through(nbytes, str(func), in_backward, CONVOLUTION_WORKSPACES)
+            self.workspace = max(self.workspace, *memory.passes, 0)
         if func.namespace == "lean" and self.fake is not None and (not self.cuda or is_emulated_gpu()):
             self._pass_through(self._held_inside(func, args, kwargs), str(func), in_backward, LIBRARY_WORKSPACES)
         return out
@@ -224,11 +201,37 @@ class MemoryTracker(TorchDispatchMode):
             self._inside[key] = inner.peak["device"] - kept
         return self._inside[key]
 
-    def _convolve(self, memory: ConvolutionMemory, op: str, in_backward: bool) -> None:
-        for nbytes in memory.passes:
-            self._pass_through(nbytes, op, in_backward, CONVOLUTION_WORKSPACES)
-        self.workspace = max(self.workspace, *memory.passes, 0)
+    def _convolve(
+        self, memory: ConvolutionMemory, func: Any, args: tuple[Any, ...], out: Any, in_backward: bool
+    ) -> None:
+        """Count a convolution on a GPU: copies of its arguments, then a result and a workspace in each of its passes.
+
+        cuDNN tries its algorithms at the first pass of its kind in each thread.
+        """
+        op, passes = str(func), iter(memory.passes)
+        results = out if isinstance(out, tuple) else (out,)
+        copies = self._hold(memory.copies, op, in_backward, LIBRARY_WORKSPACES)
+        for number, result in enumerate(results[:2]):
+            if result is not None:
+                self._allocate_results(result, op, in_backward)
+                key = (number, in_backward, key_of(func, args[:10], {}))  # without what else backward returns
+                if self.benchmarks and key not in self._tried:
+                    self._tried.add(key)
+                    self.benchmarked.append(len(self.trace))
+                self._pass_through(next(passes), op, in_backward, CONVOLUTION_WORKSPACES)
+        self._let_go(copies)
+        if any(result is not None for result in results[2:]):
+            self._allocate_results(results[2], op, in_backward)
+            self._pass_through(channel_sum_bytes(args[0]), op, in_backward, LIBRARY_WORKSPACES)
+        self.workspace = max(self.workspace, sum(memory.copies) + max(memory.passes, default=0))
         self.unfolded[memory.is_unfolded] = max(self.unfolded[memory.is_unfolded], memory.unfolded)
+
+    def _allocate_results(self, out: Any, op: str, in_backward: bool) -> None:
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._alive:
+                    self._allocate(leaf, storage, op, in_backward)
 
     def _allocate(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, op: str, in_backward: bool = False
@@ -238,13 +241,20 @@ class MemoryTracker(TorchDispatchMode):
         self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
 
     def _pass_through(self, nbytes: int | tuple[int, ...], op: str, in_backward: bool, category: str) -> None:
-        """Count memory that a kernel allocates and frees before it returns; it costs a write and a read."""
+        """Count memory that a kernel allocates and frees before it returns."""
+        self._let_go(self._hold((nbytes,) if isinstance(nbytes, int) else nbytes, op, in_backward, category))
+
+    def _hold(self, sizes: tuple[int, ...], op: str, in_backward: bool, category: str) -> list[int]:
+        """Count memory that a kernel allocates for itself, which costs a write and a read."""
         held = []
-        for size in (nbytes,) if isinstance(nbytes, int) else nbytes:
+        for size in sizes:
             if size:
                 held.append(self._record(size, (size,), WORKSPACE, op, in_backward))
                 self.allocations[held[-1]].category = category
                 self._add_work("copy", (size,), WORKSPACE, Work(2 * size, 0, 0))
+        return held
+
+    def _let_go(self, held: list[int]) -> None:
         for index in held:
             self._record_release(index)
 
@@ -267,7 +277,7 @@ class MemoryTracker(TorchDispatchMode):
             dtype=dtype.removeprefix("torch."),
             op=op.removeprefix("aten."),
             phase=current_phase(),
-            module=self._current_module(in_backward),
+            module=self._modules.current(in_backward),
             in_backward=in_backward,
             place=self._place,
         )
@@ -296,12 +306,6 @@ class MemoryTracker(TorchDispatchMode):
         if level > self.phase_peaks.get(phase, 0):
             self.phase_peaks[phase] = level
 
-    def _current_module(self, in_backward: bool) -> str:
-        if self._modules:
-            return self._modules[-1]
-        node = torch._C._current_autograd_node() if in_backward else None
-        return self._module_of_node.get(node._sequence_nr(), "") if node is not None else ""
-
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, in_backward: bool) -> None:
         self.calls.number += 1
         if not operators.is_kernel(func):
@@ -320,7 +324,7 @@ class MemoryTracker(TorchDispatchMode):
             self.flops.attention += flops
         if not in_backward:
             self.flops.forward += flops
-        elif torch.is_grad_enabled() or self._modules:
+        elif torch.is_grad_enabled() or self._modules.running:
             # Backward itself runs with gradients disabled; only a checkpoint enables them, to recompute its forward.
             self.flops.recompute += flops
         else:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from memory.predict import predict
+from memory.predict.prediction import GIB
 from settings import load_settings
 from tests.gpu.conftest import PEAKS, ROOT, TIMES
 from tests.gpu.table import Row
 
 pytestmark = pytest.mark.gpu
 
-GIB = 2**30
 LIBRARIES_BYTES = 128 << 20
 """Workspaces of cuBLAS and partly used segments, which matter beside the smallest steps only."""
 

@@ -7,12 +7,12 @@ import torch
 from monai.networks.nets import DiffusionModelUNet
 
 from memory.predict.emulation import measure_peak
+from memory.predict.prediction import GIB
 from memory.predict.tracker import CUBLAS_WORKSPACE_BYTES
 from models import build_autoencoder, build_unet
 from runtime.placement import move
 from settings import Settings
 
-GIB = 2**30
 HIGH_RES = (256, 256, 64)
 
 

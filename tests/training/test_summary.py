@@ -1,4 +1,4 @@
-"""Stage 1 warns of a config that stage 2 would refuse."""
+"""What a run says before it starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from data import DataSplit, VolumeFile
 from runtime.processes import Process
 from settings import Settings
-from training.summary import warn_of_stage_two
+from training.summary import summarise, warn_of_stage_two
 
 FILES = tuple(VolumeFile(Path(f"{name}.nii"), name, label) for label, name in enumerate(("a", "b")))
 VOLUMES = DataSplit(FILES[:1], FILES[1:], ("healthy", "lesion"))
@@ -42,3 +42,12 @@ def test_wrong_number_of_classes_is_reported_in_stage_one(tiny_values, caplog):
     tiny_values["ldm"]["conditioning"] = {"type": "class", "num_classes": 3}
     (said,) = warnings(tiny_values, caplog)
     assert "ldm.conditioning.num_classes: 3, but the data has 2 (healthy, lesion)" in said
+
+
+def test_stage_two_says_what_its_network_predicts_and_which_keys_rectified_flow_leaves_unused(tiny_values):
+    settings = Settings.model_validate(tiny_values)
+    assert "noise process:   ddpm, 1000 timesteps, predicts epsilon" in summarise(settings, "ldm", 4)
+    assert "noise process" not in summarise(settings, "autoencoder", 4)
+    flow = {"ldm.scheduler.type": "rflow", "ldm.scheduler.prediction": "v", "ldm.sampling.sampler": "rflow"}
+    said = summarise(settings.with_overrides(flow), "ldm", 4)
+    assert "rflow, predicts the flow; prediction, schedule, beta_start and beta_end are for ddpm" in said

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from memory.kernels.convolutions import SHIPPED_CUDNN, cudnn_version
 from memory.predict.emulation import emulated
+from memory.predict.prediction import GIB
 from memory.predict.tracker import MemoryTracker
 
-GIB = 1 << 30
 # Published: the unfolded copy that torch could not allocate, or the whole peak, in GiB.
 FALLBACKS = {
     "pytorch#128947": ((1, 256, 5, 1090, 1922), 64, torch.float32, 0, 161.37),
@@ -69,16 +70,59 @@ def test_cudnn_9_8_to_9_14_refuse_contiguous_volumes_in_16_bits_only():
         assert not other.unfolded[True]
 
 
-def test_both_gradients_take_a_workspace_each_one_after_the_other():
+def test_both_gradients_take_a_workspace_each_one_after_the_other_while_copies_are_held():
     with emulated() as mode:
         x = torch.zeros(1, 8, 8, 8, 8, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.zeros(4, 8, 3, 3, 3, dtype=torch.bfloat16, requires_grad=True)
         with MemoryTracker(fake=mode) as tracker:
-            torch.nn.functional.conv3d(x, weight, padding=1).sum().backward()
-    sizes = [r.nbytes for r in tracker.allocations if r.category == "convolution workspaces"]
-    assert sizes[0] == (8 + 4) * 8**3 * 2
-    # The gradient of a sum is an expanded number, which torch first copies.
-    assert sizes[1:] == [sizes[0] + 4 * 8**3 * 2] * 2
+            out = torch.nn.functional.conv3d(x, weight, padding=1)
+            # An expanded number, which torch first copies.
+            torch.autograd.grad(out, (x, weight), torch.zeros((), dtype=torch.bfloat16).expand(out.shape))
+    inputs, outputs, weights = 8 * 8**3 * 2, 4 * 8**3 * 2, 4 * 8 * 27 * 2
+    first = next(n for n, record in enumerate(tracker.allocations) if "backward" in record.op)
+    events = tracker.trace[tracker.trace.index(first) :]
+    sizes = [
+        tracker.allocations[event].nbytes if event >= 0 else -tracker.allocations[~event].nbytes for event in events
+    ]
+    workspace = inputs + outputs
+    held = [outputs, inputs, workspace, -workspace, weights, workspace, -workspace, -outputs]
+    assert sizes[: len(held)] == held
+    forward = [r.nbytes for r in tracker.allocations[:first] if r.category == "convolution workspaces"]
+    assert forward == [workspace]
+
+
+def test_gradient_of_one_channel_is_copied_into_the_layout_of_the_input():
+    def copies(layout):
+        with emulated() as mode:
+            x = torch.zeros(1, 8, 8, 8, 8).to(memory_format=layout).requires_grad_()
+            weight = torch.zeros(1, 8, 3, 3, 3)
+            with MemoryTracker(fake=mode) as tracker:
+                out = torch.nn.functional.conv3d(x, weight, padding=1)
+                torch.autograd.grad(out, x, torch.zeros(out.shape))
+        return [record.nbytes for record in tracker.allocations if record.category == "library workspaces"]
+
+    assert copies(torch.channels_last_3d) == [8**3 * 4]
+    assert copies(torch.contiguous_format) == []
+
+
+def test_algorithms_are_tried_once_for_each_pass_in_each_thread():
+    def block(x, weight):
+        return torch.nn.functional.conv3d(x, weight, padding=1).relu()
+
+    def tried(calls):
+        with emulated() as mode:
+            x = torch.zeros(1, 8, 8, 8, 8, requires_grad=True)
+            weight = torch.zeros(8, 8, 3, 3, 3, requires_grad=True)
+            with MemoryTracker(fake=mode) as tracker:
+                tracker.benchmarks = True
+                for _ in range(calls):
+                    out = checkpoint(block, x, weight, use_reentrant=False)
+                    out.sum().backward()
+        assert tracker.benchmarked == sorted(tracker.benchmarked)
+        return len(tracker.benchmarked)
+
+    # Forward, the same again when backward's thread recomputes it, and two gradients.
+    assert tried(1) == tried(2) == 4
 
 
 def test_a_tensor_that_is_not_dense_is_copied_first():

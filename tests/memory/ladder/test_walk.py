@@ -228,6 +228,25 @@ def test_budget_out_of_reach_says_the_smallest_and_what_holds_it():
     assert ladder.smallest.rung.name in text
 
 
+@pytest.mark.parametrize("order", ["lossless-first", "guide"])
+def test_budget_out_of_reach_takes_two_predictions(order):
+    ladder = walk(heavy(), "autoencoder", 1, order)
+    rungs = build_rungs(heavy(), "autoencoder", order)
+    assert [step.rung.name for step in ladder.rungs] == ["as configured", rungs[-1].name]
+    assert InventedPredictor.asked == [rungs[0].settings, rungs[-1].settings]
+    assert ladder.rungs[1].rung.changes == rungs[-1].all_changes
+    assert "those in between were not predicted" in describe_ladder(ladder)
+
+
+def test_config_that_nothing_makes_smaller_is_predicted_once():
+    smallest = heavy()
+    while len(rungs := build_rungs(smallest, "autoencoder", "lossless-first")) > 1:
+        smallest = rungs[-1].settings
+    ladder = walk(smallest, "autoencoder", 1)
+    assert len(ladder.rungs) == len(InventedPredictor.asked) == 1
+    assert "not predicted" not in describe_ladder(ladder)
+
+
 def test_json_has_what_programs_need():
     values = walk(heavy(), "autoencoder", 6 * GIB).to_json()
     keys = {
@@ -255,7 +274,7 @@ def test_written_config_is_complete_and_carries_the_reasons():
 
 
 def test_a_rung_with_the_peak_of_the_rung_above_says_why_it_is_there():
-    ladder = walk(heavy(), "autoencoder", GIB // 4)
+    ladder = walk(heavy(), "autoencoder", round(1.05 * GIB))
     names = {step.rung.name for step in ladder.without_effect}
     assert {"SDPA and lean blocks", "perceptual loss one slice at a time"} <= names
     assert not names & {"as configured", "micro-batch 2", "mixed precision"}

@@ -69,7 +69,7 @@ def test_random_trace_keeps_its_totals_consistent(expandable):
     for block, nbytes in alive:
         allocator.release(block, nbytes)
     assert allocator.allocated == 0
-    free = sum(size for pool in allocator._pools.values() for size, _, _ in pool.free)
+    free = sum(size for pool in allocator._pools.values() for size, *_ in pool.free)
     assert free == allocator.reserved
 
 
@@ -120,6 +120,46 @@ def test_emptying_the_cache_gives_whole_pages_back_and_holes_are_mapped_again():
     allocator.release(first, 60 * MIB)
     allocator.release(third, 60 * MIB)
     assert allocator.peak_reserved == 180 * MIB
+
+
+def test_what_is_unmapped_at_the_end_of_a_segment_joins_what_was_never_mapped():
+    allocator = CachingAllocator(AllocatorLimits(expandable_segments=True))
+    first, last = (allocator.allocate(size * MIB) for size in (40, 30))
+    allocator.release(last, 30 * MIB)
+    allocator.allocate(8 * MIB)
+    allocator.empty_cache()
+    assert allocator.reserved == 60 * MIB
+    allocator.release(first, 40 * MIB)
+    # The 12 MiB before the end can grow without limit, so the 40 MiB count as the better fit and are split.
+    allocator.allocate(10 * MIB)
+    allocator.allocate(40 * MIB)
+    assert allocator.reserved == 100 * MIB
+
+
+def test_holes_side_by_side_are_one():
+    allocator = CachingAllocator(AllocatorLimits(expandable_segments=True))
+    _, first, second, other, _ = [allocator.allocate(size * MIB) for size in (30, 30, 40, 40, 20)]
+    for block, size in ((first, 30), (second, 40)):
+        allocator.release(block, size * MIB)
+        allocator.empty_cache()
+    allocator.release(other, 40 * MIB)
+    assert allocator.reserved == 100 * MIB
+    # The 10 MiB below the holes count as 70 with both of them, so the free 40 MiB fit better and are split.
+    allocator.allocate(6 * MIB)
+    allocator.allocate(40 * MIB)
+    assert allocator.reserved == 140 * MIB
+
+
+def test_of_equal_free_blocks_the_one_in_the_oldest_segment_is_taken():
+    allocator = CachingAllocator(AllocatorLimits())
+    oldest, newest = (allocator.allocate(size * MIB) for size in (64, 32))
+    allocator.release(oldest, 64 * MIB)
+    allocator.allocate(32 * MIB)
+    allocator.release(newest, 32 * MIB)
+    # The other half of the oldest segment, although that block is the youngest.
+    allocator.allocate(32 * MIB)
+    allocator.empty_cache()
+    assert allocator.reserved == 64 * MIB
 
 
 def test_emptying_the_cache_of_the_default_allocator_frees_unused_segments():

@@ -12,11 +12,10 @@ from losses import pieces
 from memory.predict import emulation
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, measure_peak, tracked
+from memory.predict.prediction import GIB
 from memory.predict.tracker import _call
 from models.lean.norm import torch_kernels
 from models.lean.norm.operators import group_norm
-
-GIB = 1 << 30
 
 
 def test_peak_counts_views_once_and_releases():
@@ -108,7 +107,7 @@ def test_modules_are_followed_only_while_tracking_and_left_when_they_fail():
     assert nn.Module.__call__ is before
     outside = nn.Identity()
     tracker.name_modules("outside", outside)
-    outside.register_forward_pre_hook(lambda module, args: seen.append(tracker._modules[:]))
+    outside.register_forward_pre_hook(lambda module, args: seen.append(tracker._modules.running[:]))
     seen: list[list[str]] = []
     outside(torch.zeros(1))
     assert seen == [[]]

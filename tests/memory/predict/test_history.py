@@ -1,0 +1,28 @@
+"""The trace of two updates, made of one tracked step."""
+
+from memory.predict.history import training_trace
+from memory.predict.records import StepEvents
+
+WEIGHT, INPUT, STATE, ACTIVATION, INCOMING = range(5)
+CATEGORIES = ["parameters", "inputs", "optimizer", "", "gradients"]
+# The step begins at the fourth event and updates after the seventh.
+TRACE = [WEIGHT, STATE, INPUT, ACTIVATION, INCOMING, ~ACTIVATION, ~INCOMING]
+STEP = StepEvents(3, 6, 7)
+
+
+def names(trace, sources):
+    return [sources[event] if event >= 0 else ~sources[~event] for event in trace]
+
+
+def test_each_micro_batch_brings_its_input_and_optimizer_states_come_after_the_first_backward():
+    trace, sources, emptied = training_trace(TRACE, CATEGORIES, STEP, {INCOMING}, set())
+    micro_batch = [INPUT, ACTIVATION, INCOMING, ~ACTIVATION, ~INPUT]
+    assert names(trace, sources) == [WEIGHT, *micro_batch, STATE, ~INCOMING, *micro_batch, ~INCOMING]
+    assert not emptied
+    assert all(trace.count(~event) <= 1 for event in range(len(sources)))
+
+
+def test_cache_is_emptied_in_the_first_micro_batch_only():
+    trace, sources, emptied = training_trace(TRACE, CATEGORIES, STEP, {INCOMING}, set(), emptied=[4, 5])
+    assert [names(trace, sources)[position] for position in sorted(emptied)] == [INCOMING, ~ACTIVATION]
+    assert max(emptied) < names(trace, sources).index(STATE)
