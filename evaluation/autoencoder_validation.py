@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from data import Batch, VolumeFile
-from evaluation.pair_metrics import absolute_error, psnr, ssim
+from evaluation.pair_metrics import absolute_error, chamfer, iou, psnr, ssim
 from evaluation.pictures import Row, picture_of, reconstruction_rows
 from evaluation.previews import MAX_COPIES, Preview, ViewerVolume
 from evaluation.real_volumes import spacing_of
 from models.bottleneck import code_use
 from settings import DataSettings
 from training.autoencoder_step import AutoencoderStep
+
+_NAMES = ("psnr", "ssim", "l1", "count")
+_OCCUPANCY = ("iou", "chamfer")
 
 
 @torch.no_grad()
@@ -24,12 +27,14 @@ def validate_autoencoder(
 ) -> tuple[dict[str, float], Preview | None]:
     """Return mean PSNR, SSIM and absolute error over all processes, and a preview of this process's first volumes.
 
-    With a quantiser, also how its codes are used over all held-out volumes.
+    With a quantiser, also how its codes are used over all held-out volumes; of volumes that are mostly empty, also IoU
+    and Chamfer distance.
     `files` are the held-out volumes that the positions of the batches index; the preview takes their spacing.
     Decode the mean of the latent distribution, with the averaged weights if there are any. Volumes larger than the
     training patches run in slabs.
     """
-    totals = torch.zeros(4, dtype=torch.float64)  # PSNR, SSIM, mean absolute error, number of volumes
+    names = [*_NAMES, *(_OCCUPANCY if step.training.occupied_weight > 1 else [])]
+    totals = torch.zeros(len(names), dtype=torch.float64)
     counts = _code_counts(step)
     preview = _PreviewOfPairs(step.settings.data, files)
     network = step.autoencoder.eval()
@@ -37,16 +42,25 @@ def validate_autoencoder(
         for batch in batches:
             image = batch.image.to(step.process.device, non_blocking=True)
             reconstruction, values = reconstruct_and_measure(step, image, counts)
-            totals += values.cpu()
+            totals += torch.cat([values.cpu(), _occupancy(step, reconstruction, image)])
             preview.add(batch, image[0], reconstruction[0])
     network.train()
-    psnr_sum, ssim_sum, error_sum, count = step.process.sum(totals).tolist()
+    sums = dict(zip(names, step.process.sum(totals).tolist(), strict=True))
+    count = sums.pop("count")
     if not count:  # a data set of one volume has no held-out volumes
         return {}, None
-    means = {"val_psnr": psnr_sum / count, "val_ssim": ssim_sum / count, "val_l1": error_sum / count}
+    means = {f"val_{name}": value / count for name, value in sums.items()}
     if counts is not None:
         means |= {f"val_{name}": float(value) for name, value in code_use(step.process.sum(counts)).items()}
     return means, preview.finished()
+
+
+def _occupancy(step: AutoencoderStep, reconstruction: Tensor, image: Tensor) -> Tensor:
+    """Return the sums of IoU and Chamfer distance over a batch of volumes that are mostly empty; else nothing."""
+    s = step.training
+    measures = (iou, chamfer) if s.occupied_weight > 1 else ()
+    sums = [measure(reconstruction, image, s.occupied_threshold).double().sum().cpu() for measure in measures]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
 
 
 def _code_counts(step: AutoencoderStep) -> Tensor | None:

@@ -1,17 +1,22 @@
 """Metrics of a volume against its reference: PSNR, SSIM, mean absolute error and MS-SSIM.
 
-All but MS-SSIM run in slabs, so that large volumes need no full-size temporaries.
+All but MS-SSIM run in slabs, so that large volumes need no full-size temporaries. In sparse volumes, such as radar and
+occupancy grids, these reward a network that predicts nothing; IoU and Chamfer distance compare the occupied voxels,
+those above a threshold that is a share of the intensity range from 0 to 1.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import models.monai_import  # noqa: F401  # first: it keeps MONAI's import short
 
 # isort: split
+import numpy as np
 import torch
 from monai.metrics.regression import SSIMMetric, compute_ms_ssim
+from scipy.ndimage import distance_transform_edt
 from torch import Tensor
 
 DATA_RANGE = 2.0  # volumes lie in [-1, 1]
@@ -67,6 +72,32 @@ def ms_ssim(first: Tensor, second: Tensor) -> Tensor:
     return similarity.flatten()
 
 
+def occupied(volumes: Tensor, threshold: float) -> Tensor:
+    """Return which voxels of volumes in [-1, 1] are occupied."""
+    return volumes > 2 * threshold - 1
+
+
+def iou(reconstruction: Tensor, image: Tensor, threshold: float) -> Tensor:
+    """Return the intersection over union of the occupied voxels of each volume in a batch; 1 if both are empty."""
+    found, true = (occupied(volumes, threshold).flatten(1) for volumes in (reconstruction, image))
+    both, either = (found & true).sum(1), (found | true).sum(1)
+    return torch.where(either == 0, 1.0, both / either.clamp_min(1))
+
+
+def chamfer(reconstruction: Tensor, image: Tensor, threshold: float) -> Tensor:
+    """Return the Chamfer distance of each volume in a batch, in voxels: how far occupied voxels are from one another.
+
+    It is the mean distance of an occupied voxel of one volume to the nearest one of the other, averaged over both
+    directions and the channels. If only one of the two is empty, it is the diagonal of the grid.
+    """
+    found, true = (occupied(volumes, threshold).cpu().numpy() for volumes in (reconstruction, image))
+    distances = [
+        np.mean([_chamfer(a, b) for a, b in zip(one, other, strict=True)])
+        for one, other in zip(found, true, strict=True)
+    ]
+    return torch.tensor(distances, dtype=torch.float64, device=image.device)
+
+
 def _scales_and_window(smallest: int) -> tuple[int, int]:
     for fewest in (3, 2, 1):
         for window in range(LARGEST_WINDOW, SMALLEST_WINDOW - 1, -2):
@@ -90,3 +121,10 @@ def _mean(measure: Callable[[Tensor, Tensor], Tensor], reconstruction: Tensor, i
         first, second = (volume[:, :, start : end + halo].float() for volume in (reconstruction, image))
         total = total + measure(first, second) * ((end - start) / num_rows)
     return total
+
+
+def _chamfer(first: np.ndarray, second: np.ndarray) -> float:
+    if not first.any() or not second.any():
+        return 0.0 if first.any() == second.any() else math.hypot(*first.shape)
+    to_second, to_first = (distance_transform_edt(~grid) for grid in (second, first))
+    return float(to_second[first].mean() + to_first[second].mean()) / 2

@@ -8,14 +8,22 @@ from torch.nn import functional as F
 SMALLEST_SIGMA = 2e-9
 
 
-def reconstruction_loss(reconstruction: Tensor, target: Tensor, kind: str) -> Tensor:
-    """Return the mean absolute (`l1`) or mean squared (`l2`) error over all voxels, in fp32."""
+def reconstruction_loss(
+    reconstruction: Tensor, target: Tensor, kind: str, occupied_weight: float = 1.0, threshold: float = 0.0
+) -> Tensor:
+    """Return the mean absolute (`l1`) or mean squared (`l2`) error over all voxels, in fp32.
+
+    The error of a voxel whose target lies above `threshold`, a share of the intensity range, counts `occupied_weight`
+    times. The mean is still over the number of voxels, so that accumulated micro-batches equal one large batch.
+    """
     assert kind in ("l1", "l2"), f"reconstruction loss is l1 or l2, not {kind!r}"
     assert reconstruction.shape == target.shape, f"shapes differ: {reconstruction.shape} and {target.shape}"
+    measure = F.l1_loss if kind == "l1" else F.mse_loss
     with torch.autocast(reconstruction.device.type, enabled=False):
-        if kind == "l1":
-            return F.l1_loss(reconstruction.float(), target.float())
-        return F.mse_loss(reconstruction.float(), target.float())
+        if occupied_weight == 1:
+            return measure(reconstruction.float(), target.float())
+        errors = measure(reconstruction.float(), target.float(), reduction="none")
+        return torch.where(target > 2 * threshold - 1, occupied_weight * errors, errors).mean()
 
 
 def edge_loss(reconstruction: Tensor, target: Tensor, kind: str) -> Tensor:

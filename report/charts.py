@@ -17,6 +17,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("Held-out PSNR, dB", "val_psnr"),
     ("Held-out SSIM", "val_ssim"),
     ("Held-out mean absolute error", "val_l1"),
+    ("Held-out IoU of occupied voxels", "val_iou"),
+    ("Held-out Chamfer distance, voxels", "val_chamfer"),
     ("Diffusion loss", "diffusion|val_diffusion"),
     ("Held-out diffusion loss by noise level", r"val_diffusion_.*"),
     ("Pixel loss", "pixel.*"),

@@ -93,6 +93,15 @@ class AutoencoderTraining(TrainingSettings):
         "for activations; the KL term, which then has no gradient, is left out.",
     )
     reconstruction_loss: Literal["l1", "l2"] = key("l1", "Mean absolute or mean squared error.")
+    occupied_weight: float = key(
+        1.0,
+        "How many times the error of an occupied voxel counts; above 1 for mostly empty volumes, such as radar "
+        "or occupancy grids, which are then also validated by IoU and Chamfer distance.",
+        ge=1,
+    )
+    occupied_threshold: float = key(
+        0.1, "occupied_weight above 1 only: share of the intensity range above which a voxel is occupied.", ge=0, lt=1
+    )
     edge_weight: float = key(
         0.0, "Weight of the error, l1 or l2 too, of differences between neighbouring voxels; 0: no such term.", ge=0
     )

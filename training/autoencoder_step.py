@@ -122,7 +122,7 @@ class AutoencoderStep(TrainingStep):
             with phase("generator forward"), self.precision.autocast():
                 reconstruction, latent, other = self._parallel_autoencoder(images, noise)
                 terms = {
-                    "reconstruction": reconstruction_loss(reconstruction, images, self.training.reconstruction_loss),
+                    "reconstruction": self._reconstruction_loss(reconstruction, images),
                     **self._bottleneck_terms(latent, other, images, positions),
                 }
                 if self.training.edge_weight > 0:
@@ -138,6 +138,12 @@ class AutoencoderStep(TrainingStep):
             with phase("generator backward"):
                 self.precision.backward(loss)
         return {name: term.detach() for name, term in terms.items()}, reconstruction.detach()
+
+    def _reconstruction_loss(self, reconstruction: Tensor, images: Tensor) -> Tensor:
+        s = self.training
+        return reconstruction_loss(
+            reconstruction, images, s.reconstruction_loss, s.occupied_weight, s.occupied_threshold
+        )
 
     def _bottleneck_terms(
         self, latent: Tensor, other: Tensor, images: Tensor, positions: Sequence[int]

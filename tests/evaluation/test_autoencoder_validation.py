@@ -12,7 +12,7 @@ from torch import Tensor
 from data import Batch
 from evaluation import pair_metrics
 from evaluation.autoencoder_validation import validate_autoencoder
-from evaluation.pair_metrics import absolute_error, psnr, ssim
+from evaluation.pair_metrics import absolute_error, chamfer, iou, psnr, ssim
 from memory.predict.emulation import measure_peak
 from runtime.processes import Process
 from settings import Settings
@@ -98,3 +98,13 @@ def test_measures_taken_in_slabs_equal_those_of_the_whole_volume(measure, monkey
     monkeypatch.setattr(pair_metrics, "_SLAB_VOXELS", 16 * image[:, :, 0].numel())
     torch.testing.assert_close(measure(reconstruction, image), whole, rtol=1e-6, atol=0)
     assert measure is not ssim or len(seen) > 1
+
+
+def test_volumes_that_are_mostly_empty_are_validated_by_their_occupied_voxels(values):
+    values["autoencoder"]["training"] |= {"occupied_weight": 10.0, "occupied_threshold": 0.5}
+    step = make_step(values, [16, 16, 16])
+    found, _ = validate_autoencoder(step, held_out())
+    image = held_out()[0].image
+    reconstruction = torch.stack([step.codec.decode(step.codec.encode(volume)[0]) for volume in image])
+    assert found["val_iou"] == pytest.approx(float(iou(reconstruction, image, 0.5)))
+    assert found["val_chamfer"] == pytest.approx(float(chamfer(reconstruction, image, 0.5)))

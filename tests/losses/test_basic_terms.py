@@ -83,3 +83,17 @@ def test_adversarial_terms_do_not_overflow_on_fp16_logits():
     logits = torch.full((4,), 1000.0, dtype=torch.float16)
     for term in (generator_adversarial_loss, discriminator_loss_real, discriminator_loss_fake):
         assert torch.isfinite(term(logits))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("l1", (3 * 0.5 * 10 + 1 * 0.5) / 4), ("l2", (3 * 0.25 * 10 + 0.25) / 4)]
+)
+def test_errors_of_occupied_voxels_count_more_and_micro_batches_still_add_up(kind, expected):
+    target = torch.tensor([-1.0, -0.7, 0.0, 1.0]).view(1, 1, 1, 2, 2)  # occupied: all but the first
+    found = reconstruction_loss(target + 0.5, target, kind, occupied_weight=10.0, threshold=0.1)
+    assert float(found) == pytest.approx(expected)
+    assert float(reconstruction_loss(target + 0.5, target, kind, 10.0, 0.6)) < expected
+    other = torch.full_like(target, -1.0)
+    both = reconstruction_loss(torch.cat([target, other]) + 0.5, torch.cat([target, other]), kind, 10.0, 0.1)
+    alone = reconstruction_loss(other + 0.5, other, kind, 10.0, 0.1)
+    assert float(both) == pytest.approx((float(found) + float(alone)) / 2)
