@@ -46,7 +46,8 @@ def unscalable_text(lower: tuple[float, ...], upper: tuple[float, ...]) -> str |
 def flat_text(lower: tuple[float, ...], upper: tuple[float, ...], s: IntensitySettings) -> str:
     """Return the message for a channel without contrast between the two percentiles."""
     channel = next(c for c, (low, high) in enumerate(zip(lower, upper, strict=True)) if low >= high)
+    _, first, second = s.of_channel(channel)
     return (
-        f"channel {channel} is {lower[channel]:g} at both the {s.lower:g}th and the {s.upper:g}th percentile; "
+        f"channel {channel} is {lower[channel]:g} at both the {first:g}th and the {second:g}th percentile; "
         "percentile scaling needs contrast; remove the file, widen data.intensity or use mode: window"
     )

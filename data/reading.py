@@ -70,15 +70,21 @@ def measure(path: Path, s: DataSettings) -> tuple[Stored, VolumeFacts]:
         stored, header = stored.channel(s.frame), replace(header, num_channels=1)
     channels = [rank(stored.channel(number)) for number in range(header.num_channels)]
     num_not_finite = sum(channel.num_not_finite for channel in channels)
-    ends = (s.intensity.lower, s.intensity.upper)
-    is_window = s.intensity.mode == "window"
-    asked = (0.0, 1.0, 50.0, 99.0, 100.0, *(() if is_window else ends))
-    # One call for all of them, because each call may be a pass over the volume.
-    found = [channel.percentiles(asked) if channel.count else [float("nan")] * len(asked) for channel in channels]
+    # A file with more channels than there are rules is refused later; until then its last ones go by the last rule.
+    most = len(channels) if s.intensity.channels is None else len(s.intensity.channels)
+    rules = [s.intensity.of_channel(min(number, most - 1)) for number in range(len(channels))]
+    found = []
+    for channel, (mode, *ends) in zip(channels, rules, strict=True):
+        # One call for all of them, because each call may be a pass over the volume.
+        asked = (0.0, 1.0, 50.0, 99.0, 100.0, *(() if mode == "window" else ends))
+        found.append(channel.percentiles(asked) if channel.count else [float("nan")] * len(asked))
     if num_not_finite:
         ranges = [(0.0, 0.0)] * len(channels)
     else:
-        ranges = [ends if is_window else (values[5], values[6]) for values in found]
+        ranges = [
+            (lower, upper) if mode == "window" else (values[5], values[6])
+            for (mode, lower, upper), values in zip(rules, found, strict=True)
+        ]
     counts = [channel.num_values for channel in channels]
     known = [values for values, channel in zip(found, channels, strict=True) if channel.count] or found
     facts = VolumeFacts(

@@ -184,7 +184,7 @@ def _problems(checked: Checked, s: DataSettings, num_channels: int) -> list[str]
     if facts is None:
         return list(checked.problems)
     problems = list(problems_of(checked.path, facts, s, num_channels))
-    if s.intensity.mode == "percentile" and _is_flat(facts) and facts.minimum < facts.maximum:
+    if s.intensity.of_channel(0)[0] == "percentile" and _is_flat(facts) and facts.minimum < facts.maximum:
         flat = flat_text(facts.lower, facts.upper, s.intensity)
         return [problem for problem in problems if not problem.endswith(flat)]
     return problems

@@ -160,7 +160,8 @@ def _summary(source, volumes, settings) -> str:
     lines = [
         f"{counted(len(facts), 'volume')}{' without a' if volumes is None else ', no'} problem{parts}",
         *range_lines(facts, data),
-        f"resized to {_times(data.voxel_size)} ({data.resize}), intensities scaled by {data.intensity.mode}",
+        f"resized to {_times(data.voxel_size)} ({data.resize}), intensities scaled by "
+        + (data.intensity.mode if data.intensity.channels is None else "a rule for each channel"),
     ]
     if volumes is not None and volumes.class_names:
         files = (*volumes.train, *volumes.val)

@@ -136,12 +136,12 @@ def _number_above_zero(value: Any, path: Path) -> float:
 
 def _sample_frame(settings: Settings) -> dict[str, Any]:
     """Return the spacing, intensities and classes of samples from the config; 1 mm and [0, 1] where it has none."""
-    intensity, channels = settings.data.intensity, settings.autoencoder.in_channels
-    lower, upper = (intensity.lower, intensity.upper) if intensity.mode == "window" else (0.0, 1.0)
+    rules = [settings.data.intensity.of_channel(number) for number in range(settings.autoencoder.in_channels)]
+    ends = [(lower, upper) if mode == "window" else (0.0, 1.0) for mode, lower, upper in rules]
     return {
         "spacing_mm": settings.data.spacing or (1.0, 1.0, 1.0),
-        "lower": [lower] * channels,
-        "upper": [upper] * channels,
+        "lower": [lower for lower, _ in ends],
+        "upper": [upper for _, upper in ends],
         "class_names": [str(number) for number in range(settings.ldm.conditioning.num_classes)],
     }
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from settings.errors import Problem
 from settings.section import FREE, SAME, WITHOUT_NUL, PathText, Section, Triple, TripleMm, key, section
+from storage.names import counted
 
+ChannelRule = Annotated[tuple[Literal["percentile", "window"], float, float], Field(strict=False)]
 Workers = Annotated[int, Field(ge=0, le=256)]
 
 
@@ -17,6 +21,15 @@ class IntensitySettings(Section):
     mode: Literal["percentile", "window"] = key("percentile", "Percentiles of each volume, or a fixed window.")
     lower: float = key(0.5, "Percentile or intensity mapped to the lower end.")
     upper: float = key(99.5, "Percentile or intensity mapped to the upper end.")
+    channels: Annotated[tuple[ChannelRule, ...], Field(strict=False, min_length=1, max_length=1024)] | None = key(
+        None,
+        "A rule [mode, lower, upper] for each channel, such as [[window, 0, 80], [percentile, 1, 99]], in place of the "
+        "three keys above; null: they hold for all channels.",
+    )
+
+    def of_channel(self, number: int) -> ChannelRule:
+        """Return mode, lower and upper of one channel."""
+        return (self.mode, self.lower, self.upper) if self.channels is None else self.channels[number]
 
 
 class DataSettings(Section):
@@ -79,7 +92,38 @@ class DataSettings(Section):
         older = {"prepared": "memory"} if rate > 0 else {}
         return older | {name: value for name, value in values.items() if name != "cache_rate"}
 
+    def reading(self, names: set[str]) -> dict[str, Any]:
+        """Return keys that decide how volumes are read, for the names of caches.
+
+        Rules for single channels are left out if there are none, so that older caches stay valid.
+        """
+        content = self.model_dump(mode="json", include=names)
+        if self.intensity.channels is None:
+            del content["intensity"]["channels"]
+        return content
+
     @property
     def training_grid(self) -> tuple[int, ...]:
         """Return the grid of a training step: a patch or a whole volume."""
         return self.patch_size or self.voxel_size
+
+
+def intensity_problems(
+    where: str, s: IntensitySettings, num_channels: int
+) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    """Yield the problems of the rules by which intensities of `num_channels` channels are scaled."""
+    if s.channels is not None and len(s.channels) != num_channels:
+        found = f"{counted(len(s.channels), 'rule')} for {counted(num_channels, 'channel')}"
+        yield Problem(f"{where}.channels", found, f"allowed: {num_channels}", "give a rule for each channel"), ()
+    rules = [(where, s.of_channel(0))] if s.channels is None else [(f"{where}.channels", rule) for rule in s.channels]
+    for name, (mode, lower, upper) in rules:
+        if lower >= upper:
+            found = f"{lower:g} is not below upper ({upper:g})"
+            yield (
+                Problem(f"{where}.lower" if s.channels is None else name, found, "", "swap the two"),
+                (f"{where}.upper",),
+            )
+        if mode == "percentile" and not (0 <= lower <= 100 and 0 <= upper <= 100):
+            found = f"lower {lower:g} and upper {upper:g} are not percentiles"
+            remedy = "set mode: window to use intensities"
+            yield Problem(name, found, "allowed: 0 to 100", remedy), (f"{where}.mode",)

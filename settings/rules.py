@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from settings.autoencoder import bottleneck_problems
 from settings.conditioning.rules import conditioning_problems
+from settings.data import intensity_problems
 from settings.errors import Problem
 from storage.names import counted
 from storage.run_folder import SHARED_NAMES
@@ -76,14 +77,7 @@ def find_problems(settings: Settings, stage: str | None) -> Iterator[tuple[Probl
 
 def _data(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
     data = settings.data
-    scale = data.intensity
-    if scale.lower >= scale.upper:
-        found = f"{scale.lower:g} is not below upper ({scale.upper:g})"
-        yield Problem("data.intensity.lower", found, "", "swap the two"), ("data.intensity.upper",)
-    if scale.mode == "percentile" and not (0 <= scale.lower <= 100 and 0 <= scale.upper <= 100):
-        found = f"lower {scale.lower:g} and upper {scale.upper:g} are not percentiles"
-        remedy = "set mode: window to use intensities"
-        yield Problem("data.intensity", found, "allowed: 0 to 100", remedy), ("data.intensity.mode",)
+    yield from intensity_problems("data.intensity", data.intensity, settings.autoencoder.in_channels)
     if data.persistent_workers and data.num_workers == 0:
         remedy = "set num_workers to 1 or more, or persistent_workers to false"
         yield Problem("data.persistent_workers", "true with num_workers 0", "", remedy), ("data.num_workers",)

@@ -85,11 +85,14 @@ def problems_of(path: Path, facts: VolumeFacts, s: DataSettings, in_channels: in
     reason = unusable(path, facts, s)
     if reason is not None:
         yield reason
-    elif s.intensity.mode == "window" and (facts.maximum <= s.intensity.lower or facts.minimum >= s.intensity.upper):
-        yield (
-            f"{where}: intensities {facts.minimum:g} to {facts.maximum:g} lie outside the window "
-            f"{s.intensity.lower:g} to {s.intensity.upper:g}; the window must hold some of them; change data.intensity"
-        )
+    else:
+        rules = s.intensity.channels or (s.intensity.of_channel(0),)
+        for low, high in {(low, high) for mode, low, high in rules if mode == "window"}:
+            if facts.maximum <= low or facts.minimum >= high:
+                yield (
+                    f"{where}: intensities {facts.minimum:g} to {facts.maximum:g} lie outside the window {low:g} to "
+                    f"{high:g}; the window must hold some of them; change data.intensity"
+                )
     if s.spacing is not None and not facts.has_spacing:
         yield f"{where}: numpy arrays carry no voxel spacing, and data.spacing is set; convert it or set null"
     elif s.spacing is not None:

@@ -64,7 +64,7 @@ def outlier_lines(names: Sequence[str], facts: Sequence[VolumeFacts], s: DataSet
     for axis, letter in enumerate(AXES):
         measures.append((f"size along {letter}", SIZE_FACTOR, [float(size[axis]) for size, _ in shapes]))
         measures.append((f"spacing along {letter} in mm", SIZE_FACTOR, [spacing[axis] for _, spacing in shapes]))
-    factor = INTENSITY_FACTORS[s.intensity.mode]
+    factor = INTENSITY_FACTORS[s.intensity.of_channel(0)[0]]
     largest = [max(abs(fact.maximum), abs(fact.minimum)) for fact in facts]
     measures.append(("largest intensity", factor, largest))
     measures.append(("range of intensities", factor, [fact.high - fact.low for fact in facts]))
