@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from diffusion.latent_files import latent_key
 from settings import ConfigError, DataError, validate
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
-RULES = [["window", 0, 80], ["percentile", 5, 95], ["window", -30, 30]]
+RULES: list[list[Any]] = [["window", 0, 80], ["percentile", 5, 95], ["window", -30, 30]]
 
 
 def test_each_channel_is_scaled_by_its_rule(tmp_path: Path) -> None:
