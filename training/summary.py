@@ -40,6 +40,8 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
         f" x {counted(world_size, 'process')} = {samples}",
         "steps per pass": f"{math.ceil(num_volumes / samples)} over {num_volumes} training volumes",
     }
+    if settings.autoencoder.num_codes is not None:
+        lines["codes"] = _codes(settings.autoencoder.num_codes, settings.latent_shape)
     return "\n".join(f"{name + ':':<17}{text}" for name, text in lines.items())
 
 
@@ -58,6 +60,16 @@ def warn_of_stage_two(settings: Settings, volumes: DataSplit, process: Process) 
 
 def _length(training: TrainingSettings) -> str:
     return counted(training.max_steps, "step") if training.max_hours is None else f"{training.max_hours:g} hours"
+
+
+def _codes(num_codes: int, latent_shape: tuple[int, ...]) -> str:
+    """Return what a whole volume's quantised latent needs as integers, beside what is kept for stage 2."""
+    bits, positions = max(1, math.ceil(math.log2(num_codes))), math.prod(latent_shape[1:])
+    as_floats = 4 * math.prod(latent_shape)
+    return (
+        f"{num_codes:,}, {counted(bits, 'bit')} each: {math.ceil(positions * bits / 8):,} bytes for a volume, "
+        f"{as_floats:,} before quantisation"
+    )
 
 
 def _axes(grid: tuple[int, ...] | list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Stage 1 warns of a config that stage 2 would refuse."""
+"""What a run says first: its summary, and in stage 1 a warning of a config that stage 2 would refuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from data import DataSplit, VolumeFile
 from runtime.processes import Process
 from settings import Settings
-from training.summary import warn_of_stage_two
+from training.summary import summarise, warn_of_stage_two
 
 FILES = tuple(VolumeFile(Path(f"{name}.nii"), name, label) for label, name in enumerate(("a", "b")))
 VOLUMES = DataSplit(FILES[:1], FILES[1:], ("healthy", "lesion"))
@@ -42,3 +42,10 @@ def test_wrong_number_of_classes_is_reported_in_stage_one(tiny_values, caplog):
     tiny_values["ldm"]["conditioning"] = {"type": "class", "num_classes": 3}
     (said,) = warnings(tiny_values, caplog)
     assert "ldm.conditioning.num_classes: 3, but the data has 2 (healthy, lesion)" in said
+
+
+def test_summary_says_what_a_quantised_latent_needs(tiny_values):
+    assert "codes:" not in summarise(Settings.model_validate(tiny_values), "autoencoder", 4)
+    tiny_values["autoencoder"].update(bottleneck="vq", quantiser={"codes": 300})
+    said = summarise(Settings.model_validate(tiny_values), "autoencoder", 4)
+    assert "codes:           300, 9 bits each: 576 bytes for a volume, 6,144 before quantisation" in said
