@@ -76,18 +76,18 @@ def reconstruct_and_measure(
 
     Add how often each code occurs to `counts`, a tensor of the host, if given.
     """
-    codec, quantiser = step.codec, step.autoencoder.quantiser
-    reconstructions = []
-    for volume in image:
-        latent, _ = codec.encode(volume)
-        reconstructions.append(codec.decode(latent))
-        if quantiser is not None and counts is not None:
-            codes = quantiser.codes(latent[None]).flatten().cpu()
-            counts.index_add_(0, codes, torch.ones_like(codes, dtype=counts.dtype))
-    reconstruction = torch.stack(reconstructions)
+    reconstruction = torch.stack([_reconstruct(step, volume, counts) for volume in image])
     error = absolute_error(reconstruction, image)
     values = [psnr(reconstruction, image), ssim(reconstruction, image), error, torch.ones_like(error)]
     return reconstruction, torch.stack([value.double().sum() for value in values])
+
+
+def _reconstruct(step: AutoencoderStep, volume: Tensor, counts: Tensor | None) -> Tensor:
+    latent = step.codec.encode(volume)[0]
+    if step.autoencoder.quantiser is not None and counts is not None:
+        codes = step.autoencoder.quantiser.codes(latent[None]).flatten().cpu()
+        counts.index_add_(0, codes, torch.ones_like(codes, dtype=counts.dtype))
+    return step.codec.decode(latent)
 
 
 class _PreviewOfPairs:

@@ -197,6 +197,13 @@ class AutoencoderSettings(Section):
         return per_level(self.quantiser.levels, self.latent_channels)
 
     @property
+    def num_codes(self) -> int | None:
+        """Return how many values a position of the latent can take; None if it is not quantised."""
+        if self.bottleneck == "kl":
+            return None
+        return self.quantiser.codes if self.bottleneck == "vq" else math.prod(self.channel_levels)
+
+    @property
     def level_strides(self) -> tuple[tuple[int, ...], ...]:
         """Return the strides of each downsampling, which leads from one level to the next, along the three axes."""
         return ((2, 2, 2),) * (len(self.num_channels) - 1) if self.strides == 2 else self.strides
@@ -244,7 +251,7 @@ def _level_problems(s: AutoencoderSettings) -> Iterator[tuple[Problem, tuple[str
         found = f"{counted(len(levels), 'entry')} for {channels}"
         allowed = f"allowed: {s.latent_channels}, one for each channel"
         yield Problem(where, found, allowed, f"give {counted(s.latent_channels, 'entry')} or one number"), sources
-    elif math.prod(levels) > MOST_CODES:
-        found = f"{channels} of {' x '.join(map(str, levels))} levels have {math.prod(levels):,} combinations"
+    elif (bits := sum(map(math.log2, levels))) > math.log2(MOST_CODES):
+        found = f"{channels} of these levels have 2^{bits:.1f} combinations"
         remedy = "use fewer levels or fewer latent channels"
-        yield Problem(where, found, f"allowed: at most {MOST_CODES:,} combinations", remedy), sources
+        yield Problem(where, found, "allowed: at most 2^20", remedy), sources

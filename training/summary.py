@@ -44,6 +44,8 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
     }
     if stage == "ldm":
         lines["noise process"] = _noise_process(settings.ldm.scheduler)
+    if settings.autoencoder.num_codes is not None:
+        lines["codes"] = _codes(settings.autoencoder.num_codes, settings.latent_shape)
     return "\n".join(f"{name + ':':<17}{text}" for name, text in lines.items())
 
 
@@ -70,6 +72,16 @@ def _noise_process(scheduler: SchedulerSettings) -> str:
     if scheduler.type == "rflow":
         return "rflow, predicts the flow; prediction, schedule, beta_start and beta_end are for ddpm and have no effect"
     return f"ddpm, {scheduler.num_train_timesteps} timesteps, predicts {scheduler.prediction}"
+
+
+def _codes(num_codes: int, latent_shape: tuple[int, ...]) -> str:
+    """Return what a whole volume's quantised latent needs as integers, beside what is kept for stage 2."""
+    bits, positions = max(1, math.ceil(math.log2(num_codes))), math.prod(latent_shape[1:])
+    as_floats = 4 * math.prod(latent_shape)
+    return (
+        f"{num_codes:,}, {counted(bits, 'bit')} each: {math.ceil(positions * bits / 8):,} bytes for a volume, "
+        f"{as_floats:,} before quantisation"
+    )
 
 
 def _axes(grid: tuple[int, ...] | list[int]) -> str:

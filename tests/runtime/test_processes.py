@@ -61,6 +61,13 @@ def test_gradients_of_two_processes_equal_those_of_one_with_twice_the_accumulati
     torch.testing.assert_close(first[stage], second[stage], rtol=0, atol=0)
 
 
+def test_codebook_of_two_processes_equals_that_of_one_with_twice_the_accumulation(found):
+    (one,), (first, second) = found["one"], found["two"]
+    assert len(one["codebook"]) == 3
+    torch.testing.assert_close(first["codebook"], one["codebook"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(first["codebook"], second["codebook"], rtol=0, atol=0)
+
+
 def test_gradients_are_exchanged_once_per_update(found):
     for process in found["two"]:
         for travelled in process["reductions"]:

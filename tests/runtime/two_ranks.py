@@ -87,6 +87,17 @@ def agreements(process: Process, found: dict[str, Any]) -> None:
         found["together"] = (str(error), error.exit_code, error.is_reported_by_another_rank)
 
 
+def codebook(settings: Settings, process: Process, volumes: DataSplit, found: dict[str, Any]) -> None:
+    """Make one update with a codebook, of which most codes restart."""
+    changes = {"bottleneck": "vq", "quantiser.codes": 32, "training.adversarial_weight": 0.0}
+    settings = settings.with_overrides({f"autoencoder.{key}": value for key, value in changes.items()})
+    step = AutoencoderStep(settings, process)
+    plan = BatchPlan.of(settings.autoencoder.training, settings.seed, process.rank, process.world_size)
+    step(next(training_batches(volumes.train, settings.data, plan, STEP, STEP + 1)), STEP)
+    state = step.autoencoder.state_dict()
+    found["codebook"] = {name: tensor for name, tensor in state.items() if name.startswith("quantiser.")}
+
+
 def bad_value(settings: Settings, process: Process, found: dict[str, Any]) -> None:
     """Let the last process meet a value that is not finite."""
     step = AutoencoderStep(settings, process, files_of=lambda number, micro_batch: [f"seen by {process.rank}"])
@@ -107,6 +118,7 @@ def main(config: str) -> None:
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
         stage_one(settings, process, volumes, found)
         stage_two(settings, process, volumes, found)
+        codebook(settings, process, volumes, found)
         agreements(process, found)
         bad_value(settings, process, found)
         torch.save(found, f"found_{process.rank}.pt")

@@ -1,4 +1,4 @@
-"""What a run says before it starts."""
+"""What a run says first: its summary, and in stage 1 a warning of a config that stage 2 would refuse."""
 
 from __future__ import annotations
 
@@ -51,3 +51,10 @@ def test_stage_two_says_what_its_network_predicts_and_which_keys_rectified_flow_
     flow = {"ldm.scheduler.type": "rflow", "ldm.scheduler.prediction": "v", "ldm.sampling.sampler": "rflow"}
     said = summarise(settings.with_overrides(flow), "ldm", 4)
     assert "rflow, predicts the flow; prediction, schedule, beta_start and beta_end are for ddpm" in said
+
+
+def test_summary_says_what_a_quantised_latent_needs(tiny_values):
+    assert "codes:" not in summarise(Settings.model_validate(tiny_values), "autoencoder", 4)
+    tiny_values["autoencoder"].update(bottleneck="vq", quantiser={"codes": 300})
+    said = summarise(Settings.model_validate(tiny_values), "autoencoder", 4)
+    assert "codes:           300, 9 bits each: 576 bytes for a volume, 6,144 before quantisation" in said
