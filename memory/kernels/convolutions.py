@@ -31,13 +31,15 @@ class ConvolutionMemory:
     """Bytes that the passes of one call hold, one pass after the other, and what they are.
 
     copies: those of arguments in another layout, which torch makes first and holds until the passes are over.
+    pass_copies: those that it makes for one pass.
     unfolded: the size of the unfolded input if this call is, or with an older cuDNN would be, computed without cuDNN.
     """
 
     passes: tuple[int, ...]
+    copies: tuple[int, ...] = ()
+    pass_copies: tuple[int, ...] = ()
     is_unfolded: bool = False
     unfolded: int = 0
-    copies: tuple[int, ...] = ()
 
 
 @functools.cache
@@ -53,12 +55,11 @@ def convolution_memory(func: Any, args: tuple[Any, ...], out: Any, cudnn: int) -
     packet = func._overloadpacket
     if packet is aten.convolution:
         x, weight, _, _, _, _, is_transposed, _, groups = args
-        return _memory([(x, out)], [x], x, weight, out, is_transposed, groups, cudnn)
+        return _memory([(x, out)], x, weight, None, out, is_transposed, groups, cudnn)
     if packet is aten.convolution_backward:
         grad, x, weight, *_, is_transposed, _, groups, needs = args
         wanted = [part for part, is_needed in zip(((grad, x), (x, grad)), needs[:2], strict=True) if is_needed]
-        read = [x, grad] if needs[1] else [grad]
-        return _memory(wanted, read, x, weight, grad, is_transposed, groups, cudnn)
+        return _memory(wanted, x, weight, grad, grad, is_transposed, groups, cudnn)
     return None
 
 
@@ -75,9 +76,9 @@ def convolution_layout(func: Any, args: tuple[Any, ...]) -> torch.memory_format 
 
 def _memory(
     wanted: list[tuple[Tensor, Tensor]],
-    read: list[Tensor],
     x: Tensor,
     weight: Tensor,
+    grad: Tensor | None,
     y: Tensor,
     is_transposed: bool,
     groups: int,
@@ -91,9 +92,29 @@ def _memory(
         return ConvolutionMemory((nbytes,) * len(wanted), is_unfolded=True, unfolded=nbytes)
     return ConvolutionMemory(
         tuple(nbytes_of(source) + nbytes_of(result) if is_low and not last else 0 for source, result in wanted),
+        *_copies([source is x for source, _ in wanted], x, weight, grad, last, is_transposed),
         unfolded=_unfolded_bytes(x, weight, y, is_transposed, groups) if is_large else 0,
-        copies=tuple(_copied_bytes(part, last, part is not x) for part in read) if wanted else (),
     )
+
+
+def _copies(
+    read_x: list[bool], x: Tensor, weight: Tensor, grad: Tensor | None, last: bool, is_transposed: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the copies that a call makes first, and those of each of its passes; `read_x`: which passes read `x`.
+
+    A gradient that is not dense is copied for each pass, but once for a transposed convolution, or if its strides name
+    the other layout. Those of a gradient with one channel may do that, although it is dense in both.
+    """
+    of_x, of_weight = (0 if _is_dense(part, last) else nbytes_of(part) for part in (x, weight))
+    if grad is None:
+        return (of_x,), (of_weight,)
+    of_grad, once = 0 if _is_dense(grad, last) else nbytes_of(grad), 0
+    if is_transposed:
+        of_grad, once = 0, of_grad
+    elif is_channels_last(grad) != last:
+        of_grad, once = 0, nbytes_of(grad)
+    first = (of_x if any(read_x) else 0, once)
+    return first if read_x else (), tuple(of_grad + (0 if reads_x else of_weight) for reads_x in read_x)
 
 
 def _cudnn_refuses(weight: Tensor, last: bool, is_low: bool, is_large: bool, cudnn: int) -> bool:
@@ -114,17 +135,12 @@ def is_channels_last(x: Tensor) -> bool:
     return x.dim() in (4, 5) and x.stride(1) == 1 and x.stride(-1) >= x.shape[1]
 
 
-def _copied_bytes(x: Tensor, last: bool, is_gradient: bool) -> int:
-    """Return the size of the copy that torch makes if `x` is not dense in the layout of the call; 0 if it is.
-
-    A volume with one channel is dense in both layouts. torch reads the strides of an input as it likes, but copies a
-    gradient whose strides name the other layout.
-    """
+def _is_dense(x: Tensor, last: bool) -> bool:
+    """Return whether torch reads `x` as it is in channels-last order, or in the other one."""
     layout = torch.contiguous_format
     if last:
         layout = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
-    is_read = x.is_contiguous(memory_format=layout) and not (is_gradient and is_channels_last(x) != last)
-    return 0 if is_read else nbytes_of(x)
+    return x.is_contiguous(memory_format=layout)
 
 
 def nbytes_of(x: Tensor) -> int:

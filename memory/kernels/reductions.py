@@ -9,6 +9,7 @@ each of its channels.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,27 +28,36 @@ _SUMMED |= {"group_norm_backward": 1}
 
 def channel_sum_bytes(x: Tensor) -> int:
     """Return the size of the partial sums for a sum over everything but the channels of `x`; 0 if it needs none."""
-    return _sum_bytes(x.shape[1], x.numel() // x.shape[1]) if is_channels_last(x) else 0
+    return _sum_bytes(x.shape[1], _divisible(x), x.numel() // x.shape[1]) if is_channels_last(x) else 0
 
 
 def sum_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the size of the partial sums of an operator that sums over everything but the channels; 0 for others."""
+    """Return the size of the partial sums of an operator that sums over all voxels; 0 for others."""
     if func is not torch.ops.aten.sum.dim_IntList:
         return 0
     x, axes = args[:2]
     if x.dim() == 2:
-        is_by_channel = list(axes) == [0] and x.stride(1) == 1 and x.stride(0) == x.shape[1]
-        return _sum_bytes(x.shape[1], x.shape[0]) if is_by_channel else 0
-    return channel_sum_bytes(x) if sorted(axes or ()) == [0, *range(2, x.dim())] else 0
+        is_by_channel = list(axes) == [0] and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+        return _sum_bytes(x.shape[1], _divisible(x), x.shape[0]) if is_by_channel else 0
+    voxel_axes = list(range(2, x.dim()))
+    if sorted(axes or ()) == voxel_axes and is_channels_last(x):
+        samples = x.shape[0] * x.shape[1]
+        return _sum_bytes(samples, _divisible(x), x.numel() // samples)
+    return channel_sum_bytes(x) if sorted(axes or ()) == [0, *voxel_axes] else 0
 
 
-def _sum_bytes(channels: int, added: int) -> int:
-    """Return the size of the partial sums for `added` values of each channel, with the channels of a voxel together."""
+def _divisible(x: Tensor) -> int:
+    """Return what vectors of channels must divide: their number, and the distance from one voxel to the next."""
+    return math.gcd(x.shape[1], x.stride(0 if x.dim() == 2 else -1))
+
+
+def _sum_bytes(results: int, divisible: int, added: int) -> int:
+    """Return the size of the partial sums for `added` values of each result, with the channels of a voxel together."""
     vector = _WIDEST_VECTOR
-    while channels % vector:
+    while divisible % vector:
         vector //= 2
     most = _MOST_THREADS // vector
-    across = min(_power_of_two(channels // vector), most)
+    across = min(_power_of_two(results // vector), most)
     down = min(_power_of_two(added), most)
     width = min(across, _WARP)
     height = min(down, most // width)
@@ -56,12 +66,12 @@ def _sum_bytes(channels: int, added: int) -> int:
     if values < min(height * 16, _MOST_VALUES):
         return 0
     values = -(-values // height)
-    grid = -(-(channels // vector) // width)
+    grid = -(-(results // vector) // width)
     target = MULTIPROCESSORS * (THREADS_OF_MULTIPROCESSOR // (width * height))
     if values < _MOST_VALUES or grid > target:
         return 0
     blocks = max(min(-(-target // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
-    return 4 * channels * blocks * width * vector if blocks > 1 else 0
+    return 4 * results * blocks * width * vector if blocks > 1 else 0
 
 
 def partial_sum_bytes(func: Any, args: tuple[Any, ...]) -> int:

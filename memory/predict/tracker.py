@@ -208,7 +208,7 @@ class MemoryTracker(TorchDispatchMode):
 
         cuDNN tries its algorithms at the first pass of its kind in each thread.
         """
-        op, passes = str(func), iter(memory.passes)
+        op, passes = str(func), zip(memory.passes, memory.pass_copies or (0, 0), strict=False)
         results = out if isinstance(out, tuple) else (out,)
         copies = self._hold(memory.copies, op, in_backward, LIBRARY_WORKSPACES)
         for number, result in enumerate(results[:2]):
@@ -218,12 +218,16 @@ class MemoryTracker(TorchDispatchMode):
                 if self.benchmarks and key not in self._tried:
                     self._tried.add(key)
                     self.benchmarked.append(len(self.trace))
-                self._pass_through(next(passes), op, in_backward, CONVOLUTION_WORKSPACES)
+                workspace, copied = next(passes)
+                held = self._hold((copied,), op, in_backward, LIBRARY_WORKSPACES)
+                self._pass_through(workspace, op, in_backward, CONVOLUTION_WORKSPACES)
+                self._let_go(held)
         self._let_go(copies)
         if any(result is not None for result in results[2:]):
             self._allocate_results(results[2], op, in_backward)
             self._pass_through(channel_sum_bytes(args[0]), op, in_backward, LIBRARY_WORKSPACES)
-        self.workspace = max(self.workspace, sum(memory.copies) + max(memory.passes, default=0))
+        copied = sum(memory.copies) + max(memory.pass_copies, default=0)
+        self.workspace = max(self.workspace, copied + max(memory.passes, default=0))
         self.unfolded[memory.is_unfolded] = max(self.unfolded[memory.is_unfolded], memory.unfolded)
 
     def _allocate_results(self, out: Any, op: str, in_backward: bool) -> None:

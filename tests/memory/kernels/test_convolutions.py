@@ -20,7 +20,7 @@ FALLBACKS = {
 def convolve(shape, outputs, dtype, padding=1, cudnn=SHIPPED_CUDNN, layout=torch.contiguous_format, kernel=3):
     """Return the tracker of one convolution of zeros without data."""
     with emulated() as mode:
-        weight = torch.zeros(outputs, shape[1], *(kernel,) * (len(shape) - 2), dtype=dtype)
+        weight = torch.zeros(outputs, shape[1], *(kernel,) * (len(shape) - 2), dtype=dtype).to(memory_format=layout)
         x = torch.zeros(shape, dtype=dtype).to(memory_format=layout)
         with MemoryTracker(fake=mode, cudnn=cudnn) as tracker:
             tracker.adopt([x], "inputs")
@@ -70,39 +70,51 @@ def test_cudnn_9_8_to_9_14_refuse_contiguous_volumes_in_16_bits_only():
         assert not other.unfolded[True]
 
 
-def test_both_gradients_take_a_workspace_each_one_after_the_other_while_copies_are_held():
+def backward_events(x, weight, grad_of):
+    """Return sizes in the order of events from the first one of a convolution's backward on, negative when released."""
     with emulated() as mode:
-        x = torch.zeros(1, 8, 8, 8, 8, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.zeros(4, 8, 3, 3, 3, dtype=torch.bfloat16, requires_grad=True)
+        x, weight = (torch.zeros(shape, dtype=dtype).to(memory_format=layout) for shape, dtype, layout in (x, weight))
+        x.requires_grad_()
+        weight.requires_grad_()
         with MemoryTracker(fake=mode) as tracker:
             out = torch.nn.functional.conv3d(x, weight, padding=1)
-            # An expanded number, which torch first copies.
-            torch.autograd.grad(out, (x, weight), torch.zeros((), dtype=torch.bfloat16).expand(out.shape))
-    inputs, outputs, weights = 8 * 8**3 * 2, 4 * 8**3 * 2, 4 * 8 * 27 * 2
-    first = next(n for n, record in enumerate(tracker.allocations) if "backward" in record.op)
-    events = tracker.trace[tracker.trace.index(first) :]
-    sizes = [
+            grad = grad_of(out)
+            start = len(tracker.trace)
+            kept = torch.autograd.grad(out, (x, weight), grad)
+            events = tracker.trace[start:]
+            del kept
+    return [
         tracker.allocations[event].nbytes if event >= 0 else -tracker.allocations[~event].nbytes for event in events
     ]
-    workspace = inputs + outputs
-    held = [outputs, inputs, workspace, -workspace, weights, workspace, -workspace, -outputs]
-    assert sizes[: len(held)] == held
-    forward = [r.nbytes for r in tracker.allocations[:first] if r.category == "convolution workspaces"]
-    assert forward == [workspace]
 
 
-def test_gradient_of_one_channel_is_copied_into_the_layout_of_the_input():
-    def copies(layout):
-        with emulated() as mode:
-            x = torch.zeros(1, 8, 8, 8, 8).to(memory_format=layout).requires_grad_()
-            weight = torch.zeros(1, 8, 3, 3, 3)
-            with MemoryTracker(fake=mode) as tracker:
-                out = torch.nn.functional.conv3d(x, weight, padding=1)
-                torch.autograd.grad(out, x, torch.zeros(out.shape))
-        return [record.nbytes for record in tracker.allocations if record.category == "library workspaces"]
+CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last_3d
 
-    assert copies(torch.channels_last_3d) == [8**3 * 4]
-    assert copies(torch.contiguous_format) == []
+
+def test_both_gradients_take_a_workspace_and_a_copy_each_one_after_the_other():
+    low = torch.bfloat16
+    events = backward_events(
+        ((1, 8, 8, 8, 8), low, CONTIGUOUS),
+        ((4, 8, 3, 3, 3), low, CONTIGUOUS),
+        lambda out: torch.zeros((), dtype=low).expand(out.shape),  # not dense
+    )
+    x, y, weight = 8 * 8**3 * 2, 4 * 8**3 * 2, 4 * 8 * 27 * 2
+    assert events == [x, y, x + y, -(x + y), -y, weight, y, x + y, -(x + y), -y]
+
+
+def test_gradient_in_the_other_layout_is_copied_once_even_if_one_channel_is_dense_in_both():
+    full = torch.float32
+    x, y, weight = 8 * 8**3 * 4, 8**3 * 4, 8 * 27 * 4
+    for layout, expected in ((LAST, [y, x, weight, -y]), (CONTIGUOUS, [x, weight])):
+        volume, kernel = ((1, 8, 8, 8, 8), full, layout), ((1, 8, 3, 3, 3), full, layout)
+        assert backward_events(volume, kernel, lambda out: torch.zeros(out.shape)) == expected
+
+
+def test_weights_in_another_layout_are_copied_where_they_are_read():
+    full = torch.float32
+    x, weight = 8 * 8**3 * 4, 2 * 8 * 27 * 4
+    volume, kernel = ((1, 8, 8, 8, 8), full, LAST), ((2, 8, 3, 3, 3), full, CONTIGUOUS)
+    assert backward_events(volume, kernel, torch.zeros_like) == [x, weight, -weight, weight]
 
 
 def test_algorithms_are_tried_once_for_each_pass_in_each_thread():
