@@ -60,7 +60,8 @@ def held_out_losses(step: LatentDiffusionStep, batch: LatentBatch) -> Tensor:
     labels = None if conditioning.type == "none" or batch.labels is None else batch.labels.to(step.process.device)
     losses = []
     for level in NOISE_LEVELS:
-        noise = step.noise.normal(f"validation {level}", batch.positions, clean.shape[1:])
+        white = step.noise.normal(f"validation {level}", batch.positions, clean.shape[1:])
+        noise = step.normalisation.shaped(white)
         times = step.noise_process.times(torch.full((1,), level, device=step.process.device))
         noisy = step.noise_process.add_noise(clean, noise, times)
         with step.precision.autocast():
