@@ -115,8 +115,7 @@ def prepare_latents(
     folder = LatentFolder(LATENTS / key)
     table = torch.zeros(len(files), 6 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
     kept = torch.zeros(len(files), 2, *settings.latent_shape) if cache == "memory" else None
-    kind = settings.ldm.latents.normalise
-    statistics = None if kind == "scale" else Statistics(settings.latent_shape)
+    statistics = Statistics(settings, len(volumes.train))
 
     share = list(range(process.rank, len(files), process.world_size))
     facts = {index: folder.facts(files[index]) if cache == "disk" else None for index in share}
@@ -132,12 +131,12 @@ def prepare_latents(
                 folder.write(files[index], (mean, sigma), known)
             elif kept is not None:
                 kept[index, 0], kept[index, 1] = mean, sigma
-            if statistics is not None and cache != "disk" and index < len(volumes.train):
-                statistics.add((mean, sigma))
-        if statistics is not None and cache == "disk":
+            if cache != "disk":
+                statistics.add(index, (mean, sigma))
+        if statistics.is_needed and cache == "disk":
             # In the order of the files, whichever of them were encoded before, so that the sums do not change.
-            for index in (number for number in share if number < len(volumes.train)):
-                statistics.add(folder.read(files[index]))
+            for index in share:
+                statistics.add(index, folder.read(files[index]))
     for index, found in facts.items():
         assert found is not None, f"volume {index} was not encoded"
         table[index] = torch.tensor(found.to_row(), dtype=torch.float64)
@@ -146,15 +145,10 @@ def prepare_latents(
     rows = [LatentFacts.from_row(row) for row in process.sum(table).tolist()]
     read = _reader(folder, files, None if kept is None else process.sum(kept)) if cache != "none" else None
     train = rows[: len(volumes.train)]
-    if statistics is None:
-        scale = latent_scale(train, math.prod(settings.latent_shape))
-        log.info("latents: scale %.4g (standard deviation %.4g over %d training volumes)", scale, 1 / scale, len(train))
-        normalisation = Normalisation(scale)
-    else:
-        statistics.mean, statistics.squares = process.sum(statistics.mean), process.sum(statistics.squares)
-        normalisation = statistics.normalisation(kind, len(train))
-        deviations = ", ".join(f"{1 / scale:.4g}" for scale in torch.as_tensor(normalisation.scale).flatten().tolist())
-        log.info("latents: standard deviation %s by channel, around the mean of each %s", deviations, kind)
+    scale = latent_scale(train, math.prod(settings.latent_shape))
+    log.info("latents: scale %.4g (standard deviation %.4g over %d training volumes)", scale, 1 / scale, len(train))
+    normalisation = statistics.normalisation(scale, process)
+    _describe(normalisation)
     middle = [
         tuple(np.median([getattr(row, name) for row in train], axis=0)) for name in ("spacing_mm", "lower", "upper")
     ]
@@ -170,6 +164,17 @@ def latent_scale(facts: Sequence[LatentFacts], num_elements: int) -> float:
     variance = math.fsum(f.sum_squared_mean + f.sum_squared_sigma for f in facts) / count - mean**2
     check_variance(variance)
     return 1 / math.sqrt(variance)
+
+
+def _describe(normalisation: Normalisation) -> None:
+    """Log what the normalisation has beyond one scale."""
+    if isinstance(normalisation.scale, Tensor):
+        found = ", ".join(f"{1 / scale:.4g}" for scale in normalisation.scale.flatten().tolist())
+        log.info("latents: standard deviation by channel %s", found)
+    if normalisation.noise_shape is not None:
+        deviations = normalisation.noise_shape.deviations.tolist()
+        ends = f", standard deviations {deviations[0]:.4g} to {deviations[-1]:.4g}" if deviations else ""
+        log.info("noise: as varied as the latents in %d principal components%s", len(deviations), ends)
 
 
 def _reader(folder: LatentFolder, files: Sequence[VolumeFile], kept: Tensor | None) -> Callable[[int], Moments]:

@@ -1,8 +1,9 @@
-"""Brings latents to mean 0 and standard deviation 1, in which the U-Net works, and back to what the decoder expects."""
+"""The space that the U-Net works in: latents of mean 0 and standard deviation 1, and the noise that hides them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +11,47 @@ import torch
 from torch import Tensor
 
 from diffusion.latent_files import Moments
-from settings import CheckpointError
-from settings.ldm import Normalise
+from runtime.processes import Process
+from settings import CheckpointError, Settings
+
+MOST_EXAMPLES = 256
+"""Principal components are those of at most this many training latents, which are in memory together."""
+
+_CHUNK = 2**16
+
+
+@dataclass(frozen=True)
+class NoiseShape:
+    """Noise with more variance in some directions: orthonormal (K, C, D, H, W), each with its standard deviation.
+
+    What is most alike in all latents, such as size and brightness, has far more variance than white noise has in any
+    direction. White noise hides it only at the end of the process, so a network that is not trained to the end gives
+    every sample nearly the same. Noise that already varies like the latents leaves the network the rest.
+    """
+
+    directions: Tensor
+    deviations: Tensor
+
+    def __call__(self, noise: Tensor) -> Tensor:
+        """Return white noise (B, C, D, H, W) in this shape."""
+        if not len(self.directions):
+            return noise
+        directions = self.directions.flatten(1)
+        # One by one, so that no sample depends on how many are drawn at once.
+        parts = [((self.deviations - 1) * (directions @ sample.flatten())) @ directions for sample in noise]
+        return noise + torch.stack(parts).view_as(noise)
 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """(latent - mean) * scale, with tensors that broadcast over (C, D, H, W).
+    """Latents as (latent - mean) * scale, with tensors that broadcast over (C, D, H, W), and the shape of their noise.
 
-    One scale for all elements is a number, and then there is no mean.
+    One scale for all elements is a number, and then there is no mean. Without a shape the noise is white.
     """
 
     scale: float | Tensor
     mean: Tensor | None = None
+    noise_shape: NoiseShape | None = None
 
     def apply(self, latents: Tensor) -> Tensor:
         """Return latents as the U-Net sees them."""
@@ -33,72 +62,138 @@ class Normalisation:
         unscaled = latents / self.scale
         return unscaled if self.mean is None else unscaled + self.mean
 
+    def shaped(self, noise: Tensor) -> Tensor:
+        """Return white noise in the shape that these latents are hidden with."""
+        return noise if self.noise_shape is None else self.noise_shape(noise)
+
     def to(self, device: torch.device) -> Normalisation:
         """Return the same normalisation with its tensors on a device."""
         scale = self.scale.to(device) if isinstance(self.scale, Tensor) else self.scale
-        return Normalisation(scale, None if self.mean is None else self.mean.to(device))
+        mean = None if self.mean is None else self.mean.to(device)
+        shape = self.noise_shape
+        if shape is not None:
+            shape = NoiseShape(shape.directions.to(device), shape.deviations.to(device))
+        return Normalisation(scale, mean, shape)
 
     @property
     def content(self) -> dict[str, float | Tensor]:
         """Return what is stored with the weights."""
-        if self.mean is None:
-            return {"latent_scale": self.scale}
-        assert isinstance(self.scale, Tensor), "a mean comes with a scale for each channel"
-        return {"latent_scale": self.scale.cpu(), "latent_mean": self.mean.cpu()}
+        tensors = {"latent_scale": self.scale, "latent_mean": self.mean}
+        if self.noise_shape is not None:
+            tensors |= {
+                "noise_directions": self.noise_shape.directions,
+                "noise_deviations": self.noise_shape.deviations,
+            }
+        found = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in tensors.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
     @classmethod
-    def stored(cls, content: dict[str, Any], kind: Normalise, shape: tuple[int, ...]) -> Normalisation:
-        """Return the normalisation that `content` describes; raise ValueError if it is not one of this kind."""
+    def stored(cls, content: dict[str, Any], settings: Settings) -> Normalisation:
+        """Return the normalisation that `content` describes; raise ValueError if it is not of the settings' kind."""
         scale, mean = content.get("latent_scale"), content.get("latent_mean")
-        if kind == "scale":
+        neutral = cls.neutral(settings)
+        if neutral.mean is None:
             number = scale if isinstance(scale, int | float) and not isinstance(scale, bool) else math.nan
             if mean is not None or not 0 < number < math.inf:
                 raise ValueError("latent_scale is not a finite number above 0")
-            return cls(float(number))
-        expected = {"latent_scale": (scale, _by_channel(shape)), "latent_mean": (mean, _mean_shape(kind, shape))}
-        for name, (values, wanted) in expected.items():
-            if not isinstance(values, Tensor) or values.shape != wanted or not values.isfinite().all():
-                raise ValueError(f"{name} is not a tensor of {tuple(wanted)} finite values")
-        assert isinstance(scale, Tensor), "its shape was checked"
-        if not (scale > 0).all():
-            raise ValueError("latent_scale is not above 0")
-        return cls(scale, mean)
+            scale = float(number)
+        else:
+            assert isinstance(neutral.scale, Tensor), "a mean comes with a scale for each channel"
+            scale, mean = _tensor(content, "latent_scale", neutral.scale), _tensor(content, "latent_mean", neutral.mean)
+            if not (scale > 0).all():
+                raise ValueError("latent_scale is not above 0")
+        if neutral.noise_shape is None:
+            return cls(scale, mean)
+        expected = neutral.noise_shape
+        found = content.get("noise_deviations")
+        number = min(len(found), len(expected.deviations)) if isinstance(found, Tensor) and found.ndim else 0
+        directions = _tensor(content, "noise_directions", expected.directions[:number])
+        return cls(
+            scale, mean, NoiseShape(directions, _tensor(content, "noise_deviations", expected.deviations[:number]))
+        )
 
     @classmethod
-    def neutral(cls, kind: Normalise, shape: tuple[int, ...]) -> Normalisation:
-        """Return a normalisation that changes nothing, with tensors as large as those of latents of `shape`."""
+    def neutral(cls, settings: Settings) -> Normalisation:
+        """Return a normalisation that changes nothing, with tensors as large as those of a training set."""
+        kind, shape = settings.ldm.latents.normalise, settings.latent_shape
+        number = settings.ldm.scheduler.noise_components
+        noise_shape = NoiseShape(torch.zeros(number, *shape), torch.ones(number)) if number else None
         if kind == "scale":
-            return cls(1.0)
-        return cls(torch.ones(_by_channel(shape)), torch.zeros(_mean_shape(kind, shape)))
+            return cls(1.0, None, noise_shape)
+        by_channel = (shape[0], 1, 1, 1)
+        return cls(torch.ones(by_channel), torch.zeros(shape if kind == "position" else by_channel), noise_shape)
 
 
 class Statistics:
-    """Sums over latents of one shape, from which their normalisation by channel or by position follows."""
+    """What the normalisation of a training set needs to know of its `count` latents."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, settings: Settings, count: int) -> None:
+        self.kind, self.count = settings.ldm.latents.normalise, count
+        self.num_components = settings.ldm.scheduler.noise_components
+        shape = settings.latent_shape
         self.mean = torch.zeros(shape, dtype=torch.float64)
-        self.squares = torch.zeros(_by_channel(shape), dtype=torch.float64)
+        self.squares = torch.zeros(shape[0], 1, 1, 1, dtype=torch.float64)
+        number = min(count, MOST_EXAMPLES) if self.num_components else 0
+        self.places = {place * count // number: place for place in range(number)}
+        self.examples = torch.zeros(number, *shape)
 
-    def add(self, moments: Moments) -> None:
-        """Add one latent, as training draws it: with its mean and its sigma."""
+    @property
+    def is_needed(self) -> bool:
+        """Return whether latents must be added: one scale alone follows from their facts."""
+        return self.kind != "scale" or self.num_components > 0
+
+    def add(self, index: int, moments: Moments) -> None:
+        """Add one latent by its index, as training draws it: with its mean and its sigma; ignore held-out ones."""
+        if index >= self.count:
+            return
         mean, sigma = (part.double() for part in moments)
         self.mean += mean
         self.squares += (mean.square() + sigma.square()).sum(dim=(1, 2, 3), keepdim=True)
+        if index in self.places:
+            self.examples[self.places[index]] = moments[0]
 
-    def normalisation(self, kind: Normalise, count: int) -> Normalisation:
-        """Return what brings the `count` added latents to mean 0 and, in each channel, to standard deviation 1.
+    def normalisation(self, scale: float, process: Process) -> Normalisation:
+        """Return the normalisation of the latents of all processes; `scale` is for those that have one scale."""
+        if not self.is_needed:
+            return Normalisation(scale)
+        result = Normalisation(scale)
+        if self.kind != "scale":
+            result = self._by_channel(process.sum(self.mean) / self.count, process.sum(self.squares))
+        if not self.num_components:
+            return result
+        examples = result.apply(process.sum(self.examples))
+        shape = principal_components(examples - examples.mean(dim=0), self.num_components)
+        return Normalisation(result.scale, result.mean, shape)
 
-        The mean is that of each channel, or of each position in it.
-        """
-        mean = self.mean / count
-        if kind == "channel":
+    def _by_channel(self, mean: Tensor, squares: Tensor) -> Normalisation:
+        """Return what brings latents to mean 0, at each position or in each channel, and to deviation 1 by channel."""
+        if self.kind == "channel":
             mean = mean.mean(dim=(1, 2, 3), keepdim=True)
-        per_channel = self.mean[0].numel()
-        explained = mean.square().expand_as(self.mean).sum(dim=(1, 2, 3), keepdim=True) / per_channel
-        variance = self.squares / (count * per_channel) - explained
+        num_positions = self.mean[0].numel()
+        explained = mean.square().expand_as(self.mean).sum(dim=(1, 2, 3), keepdim=True) / num_positions
+        variance = squares / (self.count * num_positions) - explained
         for number in variance.flatten().tolist():
             check_variance(number)
         return Normalisation(variance.rsqrt().float(), mean.float())
+
+
+def principal_components(centred: Tensor, number: int) -> NoiseShape:
+    """Return at most `number` directions in which centred examples (N, C, D, H, W) vary more than white noise."""
+    products = torch.zeros(len(centred), len(centred), dtype=torch.float64)
+    for part in _chunks(centred):
+        products += part @ part.T
+    # The products of N examples have the eigenvalues of their covariance, which would be far too large to compute.
+    values, vectors = torch.linalg.eigh(products / max(1, len(centred) - 1))
+    chosen = [place for place in reversed(range(len(values))) if values[place] > 1][:number]
+    combined = torch.cat([vectors[:, chosen].T @ part for part in _chunks(centred)], dim=1)
+    directions = combined / combined.norm(dim=1, keepdim=True)
+    return NoiseShape(directions.float().view(len(chosen), *centred.shape[1:]), values[chosen].sqrt().float())
+
+
+def _chunks(examples: Tensor) -> Iterator[Tensor]:
+    """Yield the examples as float64 matrices of some columns, because all columns would need twice their memory."""
+    for part in examples.flatten(1).split(_CHUNK, dim=1):
+        yield part.double()
 
 
 def check_variance(variance: float) -> None:
@@ -110,9 +205,9 @@ def check_variance(variance: float) -> None:
         )
 
 
-def _by_channel(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[0], 1, 1, 1)
-
-
-def _mean_shape(kind: Normalise, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(shape) if kind == "position" else _by_channel(shape)
+def _tensor(content: dict[str, Any], name: str, like: Tensor) -> Tensor:
+    """Return a tensor of `content`; raise ValueError unless it has the shape of `like` and finite values."""
+    found = content.get(name)
+    if not isinstance(found, Tensor) or found.shape != like.shape or not found.isfinite().all():
+        raise ValueError(f"{name} is not a tensor of {tuple(like.shape)} finite values")
+    return found

@@ -56,12 +56,14 @@ def sample_latents(
     num_steps: int,
     sampler: str = "ddim",
     on_step: Callable[[], object] = lambda: None,
+    shaped: Callable[[Tensor], Tensor] = lambda white: white,
 ) -> Tensor:
     """Draw one normalised latent of `shape` for each position, independent of the other positions.
 
-    `on_step` is called when the network reaches a new time, so `num_steps` times.
+    `on_step` is called when the network reaches a new time, so `num_steps` times. `shaped` gives white noise the shape
+    that the latents were trained with.
     """
-    latents = noise.normal("sample", positions, shape)
+    latents = shaped(noise.normal("sample", positions, shape))
     dtype = torch.float32 if process.is_flow else torch.int64
     follow, choose_times = SAMPLERS[sampler]
     times = [
@@ -77,9 +79,10 @@ def sample_latents(
             on_step()
         return result
 
-    return follow(
-        process, denoise, latents, times, lambda number: noise.normal(f"sample step {number}", positions, shape)
-    )
+    def fresh(number: int) -> Tensor:
+        return shaped(noise.normal(f"sample step {number}", positions, shape))
+
+    return follow(process, denoise, latents, times, fresh)
 
 
 def draw_volumes(
@@ -111,7 +114,9 @@ def draw_volumes(
         predict = guided(network, ldm, condition.to(device))
         steps, sampler = ldm.sampling.num_inference_steps, ldm.sampling.sampler
         with torch.autocast(device.type, enabled=False):
-            latents = sample_latents(predict, process, noise, part, settings.latent_shape, steps, sampler, on_step)
+            latents = sample_latents(
+                predict, process, noise, part, settings.latent_shape, steps, sampler, on_step, normalisation.shaped
+            )
         for latent in latents:
             yield codec.decode(normalisation.undo(latent))
     network.train(was_training)

@@ -61,7 +61,8 @@ def held_out_losses(step: LatentDiffusionStep, batch: LatentBatch) -> Tensor:
     condition = step.condition_of(batch)
     losses = []
     for level in NOISE_LEVELS:
-        noise = step.noise.normal(f"validation {level}", batch.positions, clean.shape[1:])
+        white = step.noise.normal(f"validation {level}", batch.positions, clean.shape[1:])
+        noise = step.normalisation.shaped(white)
         times = step.noise_process.times(torch.full((1,), level, device=step.process.device))
         noisy = step.noise_process.add_noise(clean, noise, times)
         with step.precision.autocast():

@@ -141,9 +141,10 @@ class TrainedRun:
             )
         has_classes = self.settings.ldm.conditioning.type == "class"
         known = metadata if has_classes else {**metadata, "class_names": ()}
-        kind, shape = self.settings.ldm.latents.normalise, self.settings.latent_shape
         try:
-            frame = SampleFrame.model_validate({**known, "normalisation": Normalisation.stored(metadata, kind, shape)})
+            frame = SampleFrame.model_validate(
+                {**known, "normalisation": Normalisation.stored(metadata, self.settings)}
+            )
         except ValueError:  # also of pydantic
             raise foreign from None
         channels = self.settings.autoencoder.in_channels

@@ -95,6 +95,12 @@ class SchedulerSettings(Section):
     zero_terminal_snr: bool = key(
         False, "ddpm with prediction v: rescale the schedule so that the last timestep is pure noise."
     )
+    noise_components: int = key(
+        0,
+        "Principal components of the training latents in which the noise varies as much as they do; 0: white noise.",
+        ge=0,
+        le=1024,
+    )
     time_sampling: Literal["uniform", "logit_normal"] = key(
         "uniform", "rflow only: train on all times equally often, or more often on those in the middle."
     )

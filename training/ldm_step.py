@@ -60,8 +60,7 @@ class LatentDiffusionStep(TrainingStep):
         self.codec = codec or frozen_codec(settings, process.device, load_weights)
         self.autoencoder = self.codec.autoencoder
         self.noise_process = NoiseProcess(settings.ldm.scheduler, process.device)
-        kind, shape = settings.ldm.latents.normalise, settings.latent_shape
-        normalisation = Normalisation.neutral(kind, shape) if latents is None else latents.normalisation
+        normalisation = Normalisation.neutral(settings) if latents is None else latents.normalisation
         self.normalisation = normalisation.to(process.device)
         self._facts = {} if latents is None else latents.metadata
         self._partners = None if latents is None or latents.conditions is None else latents.conditions.digest
@@ -97,7 +96,7 @@ class LatentDiffusionStep(TrainingStep):
         """Add noise, predict, run backward; return the detached loss terms and the pixel loss's gradient norm."""
         with phase("latents"), torch.no_grad():
             clean = self.draw_clean(batch)
-            noise = self.noise.normal("diffusion", batch.positions, clean.shape[1:])
+            noise = self.normalisation.shaped(self.noise.normal("diffusion", batch.positions, clean.shape[1:]))
             times = self.noise_process.training_times(self._spread(batch.positions))
             noisy = self.noise_process.add_noise(clean, noise, times)
             target = self.noise_process.target(clean, noise, times)
@@ -199,8 +198,7 @@ class LatentDiffusionStep(TrainingStep):
                 "changed; put them back to resume, or choose another name for a new run"
             )
         super().load_state_dict(state)
-        kind, shape = self.settings.ldm.latents.normalise, self.settings.latent_shape
-        self.normalisation = Normalisation.stored(state, kind, shape).to(self.process.device)
+        self.normalisation = Normalisation.stored(state, self.settings).to(self.process.device)
 
     def example_batch(self, batch_size: int) -> LatentBatch | Batch:
         """Return a micro-batch of zeros in the shape that training uses."""

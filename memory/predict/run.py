@@ -134,7 +134,7 @@ def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> No
     short = settings.with_overrides({"ldm.sampling.num_inference_steps": 2})
     batch = _preview_batch(settings)
     volume_before = _volume(settings)  # whoever asked for the samples still has it
-    neutral = Normalisation.neutral(settings.ldm.latents.normalise, settings.latent_shape)
+    neutral = Normalisation.neutral(settings)
     next(draw_volumes(unet, codec, short, neutral, 0, range(batch), batch_size=batch))
     del volume_before
 

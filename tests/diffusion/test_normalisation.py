@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,20 +12,23 @@ from data import prepare_volumes
 from diffusion.frozen_autoencoder import freeze
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents, prepare_latents
-from diffusion.normalisation import Normalisation, Statistics
-from diffusion.sampling import draw_volumes
+from diffusion.normalisation import Normalisation, Statistics, principal_components
+from diffusion.sampling import draw_volumes, sample_latents
 from diffusion.volume_codec import VolumeCodec
 from evaluation.ldm_validation import held_out_losses
 from models import build_autoencoder
 from models.weight_files import load_weights, save_weights
 from runtime.precision import Precision
 from runtime.processes import Process
+from runtime.randomness import SampleNoise
 from settings import CheckpointError, Settings
 from training.ldm_step import LatentDiffusionStep
 
 CPU = Process(torch.device("cpu"))
 SHAPE = (3, 2, 4, 3)
 KINDS = ("channel", "position")
+ONES = torch.ones(3, 1, 1, 1)
+FIVE_COMPONENTS = {"noise_directions": torch.ones(5, *SHAPE), "noise_deviations": torch.ones(5)}
 
 
 def moments(number: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,11 +40,26 @@ def moments(number: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, 0.5 * spread * torch.rand(number, *SHAPE, generator=generator)
 
 
-def normalisation_of(mean: torch.Tensor, sigma: torch.Tensor, kind) -> Normalisation:
-    statistics = Statistics(SHAPE)
-    for pair in zip(mean, sigma, strict=True):
-        statistics.add(pair)
-    return statistics.normalisation(kind, len(mean))
+def settings_of(kind: str, components: int = 0) -> Settings:
+    """Return settings whose latents have the shape of these tests."""
+    grid = {"voxel_size": [2 * axis for axis in SHAPE[1:]]}
+    autoencoder: dict[str, Any] = {
+        "latent_channels": SHAPE[0],
+        "num_channels": [8, 8],
+        "attention_levels": [False, False],
+    }
+    autoencoder |= {"latent_channels": SHAPE[0], "training": {"adversarial_weight": 0.0}}
+    ldm = {"latents": {"normalise": kind, "pad": True}, "scheduler": {"noise_components": components}}
+    settings = Settings.model_validate({"data": grid, "autoencoder": autoencoder, "ldm": ldm})
+    assert settings.latent_shape == SHAPE
+    return settings
+
+
+def normalisation_of(mean: torch.Tensor, sigma: torch.Tensor, kind: str, components: int = 0) -> Normalisation:
+    statistics = Statistics(settings_of(kind, components), len(mean))
+    for index, pair in enumerate(zip(mean, sigma, strict=True)):
+        statistics.add(index, pair)
+    return statistics.normalisation(0.5, CPU)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,42 +97,79 @@ def test_a_channel_without_variance_is_refused():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_weight_file_gives_back_the_normalisation_and_the_weights_alone(kind, tmp_path):
-    normalisation = normalisation_of(*moments(5), kind)
+    normalisation = normalisation_of(*moments(5), kind, components=4)
     weights = {"conv.weight": torch.rand(2, 2)}
     save_weights(tmp_path / "ldm.safetensors", weights, {"stage": "ldm", **normalisation.content})
     state, metadata = load_weights(tmp_path / "ldm.safetensors")
     assert state.keys() == weights.keys()
     assert metadata["stage"] == "ldm"
-    found = Normalisation.stored(metadata, kind, SHAPE)
+    found = Normalisation.stored(metadata, settings_of(kind, 4))
     for name, values in normalisation.content.items():
         assert torch.equal(torch.as_tensor(values), torch.as_tensor(found.content[name]))
 
 
 @pytest.mark.parametrize(
-    ("content", "kind", "reason"),
+    ("content", "kind", "components", "reason"),
     [
-        ({}, "scale", "not a finite number above 0"),
-        ({"latent_scale": True}, "scale", "not a finite number above 0"),
-        ({"latent_scale": float("nan")}, "scale", "not a finite number above 0"),
-        ({"latent_scale": 1.0}, "channel", "latent_scale is not a tensor"),
-        ({"latent_scale": torch.ones(3, 1, 1, 1)}, "channel", "latent_mean is not a tensor"),
-        ({"latent_scale": torch.zeros(3, 1, 1, 1), "latent_mean": torch.ones(3, 1, 1, 1)}, "channel", "not above 0"),
-        (
-            {"latent_scale": torch.ones(3, 1, 1, 1), "latent_mean": torch.ones(3, 1, 1, 1)},
-            "position",
-            r"\(3, 2, 4, 3\)",
-        ),
+        ({}, "scale", 0, "not a finite number above 0"),
+        ({"latent_scale": True}, "scale", 0, "not a finite number above 0"),
+        ({"latent_scale": float("nan")}, "scale", 0, "not a finite number above 0"),
+        ({"latent_scale": 1.0}, "channel", 0, "latent_scale is not a tensor"),
+        ({"latent_scale": ONES}, "channel", 0, "latent_mean is not a tensor"),
+        ({"latent_scale": 0 * ONES, "latent_mean": ONES}, "channel", 0, "not above 0"),
+        ({"latent_scale": ONES, "latent_mean": ONES}, "position", 0, r"latent_mean is not a tensor of \(3, 2, 4, 3\)"),
+        ({"latent_scale": 1.0}, "scale", 4, "noise_directions is not a tensor"),
+        ({"latent_scale": 1.0, **FIVE_COMPONENTS}, "scale", 4, r"noise_directions is not a tensor of \(4, "),
     ],
 )
-def test_what_is_not_a_normalisation_of_the_kind_is_refused(content, kind, reason):
+def test_what_is_not_a_normalisation_of_the_kind_is_refused(content, kind, components, reason):
     with pytest.raises(ValueError, match=reason):
-        Normalisation.stored(content, kind, SHAPE)
+        Normalisation.stored(content, settings_of(kind, components))
+
+
+def test_shaped_noise_varies_like_the_latents_in_their_principal_components_and_like_white_noise_elsewhere():
+    generator = torch.Generator().manual_seed(1)
+    basis = torch.linalg.qr(torch.randn(72, 72, generator=generator))[0]
+    wanted = torch.cat([torch.tensor([30.0, 12.0, 5.0]), torch.full((69,), 0.2)])
+    latents = (torch.randn(200, 72, generator=generator) * wanted) @ basis.T
+    shape = principal_components((latents - latents.mean(dim=0)).view(200, *SHAPE), 8)
+    # The rest of the latents varies less than white noise, so these three are all.
+    torch.testing.assert_close(shape.deviations, wanted[:3], rtol=0.15, atol=0.0)
+    directions = shape.directions.flatten(1)
+    torch.testing.assert_close(directions @ directions.T, torch.eye(3), rtol=0, atol=1e-5)
+    assert (directions @ basis[:, :3]).abs().diagonal().min() > 0.98
+    white = torch.eye(72).view(72, *SHAPE)
+    found = shape(white).flatten(1)  # the symmetric matrix that shapes noise
+    expected = torch.eye(72) + directions.T @ ((shape.deviations - 1)[:, None] * directions)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    values = torch.linalg.eigvalsh(found)
+    torch.testing.assert_close(values[-3:].flip(0), shape.deviations, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(values[:-3], torch.ones(69), rtol=1e-4, atol=1e-4)
+
+
+def test_principal_components_are_those_of_evenly_chosen_examples(monkeypatch):
+    monkeypatch.setattr("diffusion.normalisation.MOST_EXAMPLES", 4)
+    mean, sigma = moments(10)
+    found = normalisation_of(mean, sigma, "position", 3).noise_shape
+    assert found is not None
+    few = normalisation_of(mean, sigma, "position").apply(mean[[0, 2, 5, 7]])
+    expected = principal_components(few - few.mean(dim=0), 3)
+    torch.testing.assert_close(found.deviations, expected.deviations)
+    assert len(found.directions) == 3
+
+
+def test_one_volume_has_no_components_and_white_noise():
+    normalisation = normalisation_of(*moments(1), "channel", 3)
+    noise = torch.randn(2, *SHAPE)
+    assert torch.equal(normalisation.shaped(noise), noise)
+    assert len(Normalisation.stored(normalisation.content, settings_of("channel", 3)).content["noise_directions"]) == 0  # type: ignore[arg-type]
 
 
 def prepared(values, cache: str = "memory") -> tuple[LatentDiffusionStep, Latents]:
     """Return a step and the latents of phantoms, with an autoencoder whose decoder does not forget its input's mean."""
     values = copy.deepcopy(values)
     values["ldm"]["latents"] = {"cache": cache, "normalise": "position"}
+    values["ldm"]["scheduler"] = {"noise_components": 3}
     values["ldm"]["training"]["pixel_loss"] = {"weight": 0.5}
     settings = Settings.model_validate(values)
     torch.manual_seed(0)
@@ -129,13 +185,13 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> None:
 
 
 def test_the_normalisation_is_of_the_training_volumes_and_the_same_for_every_cache(tiny_values):
-    _, latents = prepared(tiny_values)
+    step, latents = prepared(tiny_values)
     assert latents.read is not None
     pairs = [latents.read(index) for index in range(len(latents.volumes.train))]
-    statistics = Statistics(tuple(pairs[0][0].shape))
-    for pair in pairs:
-        statistics.add(pair)
-    expected = statistics.normalisation("position", len(pairs)).content
+    statistics = Statistics(step.settings, len(pairs))
+    for index, pair in enumerate(pairs):
+        statistics.add(index, pair)
+    expected = statistics.normalisation(1.0, CPU).content
     for cache in ("memory", "none", "disk", "disk"):  # at the second time the latents are found
         _, others = prepared(tiny_values, cache)
         for name, values in others.normalisation.content.items():
@@ -187,7 +243,7 @@ def test_the_held_out_loss_is_of_normalised_latents(tiny_values):
     [batch, *_] = latents.validation_batches(step.codec.encode, CPU)
     found = held_out_losses(step, batch)
     normalised = LatentBatch(step.normalisation.apply(batch.mean), batch.sigma, batch.positions, None, batch.files)
-    step.normalisation = Normalisation(1.0)
+    step.normalisation = Normalisation(1.0, None, step.normalisation.noise_shape)
     torch.testing.assert_close(found, held_out_losses(step, normalised), rtol=1e-5, atol=1e-6)
 
 
@@ -200,3 +256,35 @@ def test_the_normalisation_travels_with_the_state_of_the_step(tiny_values):
     for name, values in step.normalisation.content.items():
         assert torch.equal(torch.as_tensor(values), torch.as_tensor(other.normalisation.content[name]))
         assert torch.equal(torch.as_tensor(values), torch.as_tensor(other.metadata[name]))
+
+
+def test_training_and_sampling_use_the_shaped_noise(tiny_values, monkeypatch):
+    step, latents = prepared(tiny_values)
+    assert latents.read is not None
+    mean, sigma = latents.read(0)
+    batch = LatentBatch(mean[None], sigma[None], (0,), None, ("a",))
+    seen = []
+
+    def target(clean: torch.Tensor, noise: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        seen.append(noise)
+        return noise
+
+    monkeypatch.setattr(step.noise_process, "target", target)
+    step.backward([batch], 0)
+    white = step.noise.normal("diffusion", (0,), mean.shape)
+    expected = step.normalisation.shaped(white)
+    assert (expected - white).norm() > 0.01 * white.norm()
+    torch.testing.assert_close(seen[0], expected)
+
+    noise, given = SampleNoise(3, CPU.device), []
+
+    def predict(noisy: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        given.append(noisy)
+        return torch.zeros_like(noisy)
+
+    shaped = step.normalisation.shaped
+    arguments = (predict, step.noise_process, noise, [2], mean.shape, 2, "ddpm")
+    found = [sample_latents(*arguments, shaped=change) for change in (shaped, lambda white: white)]
+    torch.testing.assert_close(given[0], shaped(noise.normal("sample", [2], mean.shape)))
+    # Everything is linear in the noise here, so the noise of the step between is shaped as well.
+    torch.testing.assert_close(found[0], shaped(found[1]), rtol=1e-4, atol=1e-4)
