@@ -37,6 +37,7 @@ class SampleFrame(BaseModel):
     lower: tuple[float, ...]
     upper: tuple[float, ...]
     class_names: tuple[str, ...]
+    volume_scale: Positive = 1.0
 
     def affine(self, settings: Settings) -> np.ndarray:
         """Return an affine (RAS+, millimetres) centred on the origin, with the axes of data.orientation."""

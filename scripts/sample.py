@@ -45,6 +45,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--labels", metavar="FILE_OR_FOLDER", help="label maps; each sample lies in the space of its map"
     )
     result.add_argument(
+        "--condition", metavar="FILE_OR_FOLDER", help="condition volumes; each sample lies in the space of its volume"
+    )
+    result.add_argument(
+        "--mask", metavar="FILE_OR_FOLDER", help="masks, above 0 where the condition volumes are to be filled"
+    )
+    result.add_argument(
         "--guidance-scale", type=at_least(0.0), help="values above 1 follow the conditions more closely"
     )
     result.add_argument(
@@ -66,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
     from data import to_unit
     from data.formats import write_nifti
     from diffusion.conditioning import Condition, class_number
-    from diffusion.conditioning.given import given_conditions
+    from diffusion.conditioning.given import GivenFiles, given_conditions
     from diffusion.sampling import classes_in_turn, draw_volumes
     from evaluation.pictures import Row, picture_of, save_picture
     from evaluation.trained_run import TrainedRun
@@ -86,16 +92,17 @@ def main(options: argparse.Namespace) -> int:
     settings = trained.settings.with_overrides({key: value for key, value in changes.items() if value is not None})
     network, frame = trained.unet()
     label = None if options.class_name is None else class_number(options.class_name, frame.class_names)
-    cases = given_conditions(settings, options.labels)
+    codec = trained.codec()
+    given = GivenFiles(options.labels, options.condition, options.mask)
+    cases = given_conditions(settings, given, codec, frame.volume_scale)
     num = options.num or (1 if cases else 8)
     total = num * max(1, len(cases))
-    codec = trained.codec()
     title = _title(options)
 
     def condition_of(positions: Sequence[int]) -> Condition:
         if not cases:
             return classes_in_turn(settings, positions, label)
-        parts = [cases[position // num].condition(settings, 1, label) for position in positions]
+        parts = [cases[position // num].condition(settings, label) for position in positions]
         return functools.reduce(Condition.beside, parts)
 
     rows: list[Row] = []
@@ -120,7 +127,8 @@ def main(options: argparse.Namespace) -> int:
             if case is None:
                 write_nifti(path, frame.intensities(unit.numpy()), frame.affine(settings))
             else:
-                write_nifti(path, *case.restored(frame.intensities(unit.numpy())))
+                voxels = case.space.restored(unit.numpy(), frame.lower, frame.upper)
+                write_nifti(path, voxels, case.space.geometry.affine)
             rows.append(Row.of(path.name, unit[0], frame.spacing_mm))
     picture = out / f"montage_{title}.png"
     save_picture(picture, picture_of(rows), f"{trained.settings.name}, {total} samples")

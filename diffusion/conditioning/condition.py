@@ -1,7 +1,7 @@
 """The conditions of one batch as one object, which data, step, sampler and predictor pass on; and how to hide them.
 
-Hidden channels and numbers are zeros, which no condition that is given can be: the shares of label values add up to
-1. A hidden class has a number of its own.
+Hidden channels are zeros, which no condition that is given can be: the shares of label values add up to 1, and a volume
+comes with a channel that says where it is known. A hidden class has a number of its own.
 """
 
 from __future__ import annotations
@@ -77,9 +77,15 @@ def some_hidden(condition: Condition, s: ConditioningSettings, draw: Callable[[s
     if classes is not None:
         classes = torch.where(is_hidden("label", s.dropout), s.num_classes, classes)
     if joined is not None:
-        parts = list(joined.split([s.labels.num_joined], dim=1))
-        dropouts = [("label map", s.labels.dropout)]
-        for place, (purpose, dropout) in enumerate(dropouts):
-            parts[place] = parts[place] * (~is_hidden(purpose, dropout))[:, None, None, None, None]
+        of_labels = s.labels.num_joined
+        kinds = (
+            ("label map", s.labels.dropout, joined[:, :of_labels]),
+            ("volume", s.volume.dropout, joined[:, of_labels:]),
+        )
+        parts = [
+            part * (~is_hidden(purpose, dropout))[:, None, None, None, None]
+            for purpose, dropout, part in kinds
+            if part.shape[1]
+        ]
         joined = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
     return Condition(classes, joined)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from settings.conditioning.sections import ConditioningSettings, LabelMapSettings
+from settings.conditioning.sections import (
+    TARGET,
+    ConditioningSettings,
+    DegradeSettings,
+    LabelMapSettings,
+    VolumeSettings,
+)
 
-__all__ = ["ConditioningSettings", "LabelMapSettings"]
+__all__ = ["TARGET", "ConditioningSettings", "DegradeSettings", "LabelMapSettings", "VolumeSettings"]
