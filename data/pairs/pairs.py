@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from data.formats import read_header
 from data.pairs.geometry import mismatch
 from data.pairs.label_maps import label_problem, mask_problem
+from data.pairs.numbers import Row, read_numbers
 from data.pairs.partners import find_partners
 from data.preparation.checking import check_files
 from data.reading import VolumeFacts, unusable
@@ -40,12 +42,14 @@ class Pairs:
     labels: Partners = ()
     volumes: Partners = ()
     masks: Partners = ()
+    numbers: tuple[Row, ...] = ()
 
     @property
     def digest(self) -> str:
         """Return a hash of the content of all partners, which decides what a run learns."""
         kinds = {"labels": self.labels, "volumes": self.volumes, "masks": self.masks}
         parts = [f"{kind}\t{file.digest}" for kind, files in kinds.items() for file in files]
+        parts += [json.dumps(row, sort_keys=True) for row in self.numbers]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -77,13 +81,15 @@ def check_pairs(s: ConditioningSettings, data: DataSettings, files: Sequence[Vol
     as_labels = label_reading(data, number)
     labels = partners(s.labels.source, as_labels, LABELS, 1, lambda p, f: label_problem(p, f, number, LABELS))
     masks = partners(volume.degrade.masks, as_labels, MASKS, 1, mask_problem)
+    rows, wrong = read_numbers(s.numbers, files) if s.numbers.table is not None else ([], [])
+    problems += wrong
     if volume.is_from_target:
-        return Pairs(labels, tuple(files), masks), problems
+        return Pairs(labels, tuple(files), masks, tuple(rows)), problems
     source, reading = volume.source if volume.is_used else None, volume_reading(data, volume)
     volumes = partners(
         source, reading, VOLUME, volume.num_channels, lambda p, f: volume_problem(p, f, reading, volume.num_channels)
     )
-    return Pairs(labels, volumes, masks), problems
+    return Pairs(labels, volumes, masks, tuple(rows)), problems
 
 
 def volume_reading(data: DataSettings, s: VolumeSettings) -> DataSettings:

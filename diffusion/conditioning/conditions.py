@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data import DataSplit, load_file, to_unit
 from data.pairs.label_maps import label_shares, mask_on_grid
+from data.pairs.numbers import NumberCode, code_of
 from data.pairs.pairs import Pairs, volume_reading
 from diffusion.conditioning.condition import Condition
 from diffusion.conditioning.kept import keep
@@ -35,7 +36,8 @@ class Conditions:
     """How to read the conditions of the volumes, whose numbers are found by their names.
 
     `joined` has a reader for each kind of condition that is joined to the noisy latent, whose grid is `grid`. The
-    channels of a volume are multiplied by `volume_scale`, which makes their standard deviation 1.
+    channels of a volume are multiplied by `volume_scale`, which makes their standard deviation 1. `vectors` are the
+    numbers of all volumes in their `code`.
     """
 
     numbers: dict[str, int]
@@ -43,6 +45,8 @@ class Conditions:
     grid: tuple[int, ...]
     digest: str
     volume_scale: float = 1.0
+    code: NumberCode | None = None
+    vectors: Tensor | None = None
 
     def of(self, names: Sequence[str], passes: Sequence[int] | None = None) -> Condition:
         """Return the conditions of the volumes with these names, without their classes.
@@ -50,9 +54,11 @@ class Conditions:
         A volume whose condition has variants has another in each pass over the volumes, the first by default.
         """
         numbers = [self.numbers[name] for name in names]
-        return Condition(
-            joined=torch.stack([self._joined(*pair) for pair in zip(numbers, passes or [0] * len(names), strict=True)])
-        )
+        joined = None
+        if self.joined:
+            pairs = zip(numbers, passes or [0] * len(names), strict=True)
+            joined = torch.stack([self._joined(number, variant) for number, variant in pairs])
+        return Condition(joined=joined, numbers=None if self.vectors is None else self.vectors[numbers])
 
     def _joined(self, number: int, variant: int) -> Tensor:
         parts = [
@@ -79,7 +85,8 @@ class Conditions:
     @property
     def metadata(self) -> dict[str, Any]:
         """Return what is stored with the trained weights because sampling needs it."""
-        return {"volume_scale": self.volume_scale}
+        code = {} if self.code is None else {"numbers": self.code.model_dump(mode="json")}
+        return {"volume_scale": self.volume_scale, **code}
 
 
 def scaled(joined: Tensor, scale: float) -> Tensor:
@@ -105,7 +112,11 @@ def prepare_conditions(
         scale = _scale(readers[VOLUME], len(volumes.train), process)
     names = [file.name for file in (*volumes.train, *volumes.val)]
     numbers = {name: place for place, name in enumerate(names)}
-    return Conditions(numbers, readers, settings.latent_shape[1:], pairs.digest, scale)
+    code = vectors = None
+    if pairs.numbers:
+        code = code_of(settings.ldm.conditioning.numbers, pairs.numbers, len(volumes.train))
+        vectors = torch.tensor([code.encode(row) for row in pairs.numbers])
+    return Conditions(numbers, readers, settings.latent_shape[1:], pairs.digest, scale, code, vectors)
 
 
 def _label_maps(settings: Settings, pairs: Pairs, process: Process) -> ReadVariant:
@@ -194,4 +205,5 @@ def empty_condition(settings: Settings, batch_size: int) -> Condition:
     classes = torch.zeros(batch_size, dtype=torch.long) if conditioning.type == "class" else None
     number = conditioning.num_joined(settings.autoencoder.latent_channels)
     joined = torch.zeros(batch_size, number, *settings.latent_shape[1:]) if number else None
-    return Condition(classes, joined)
+    width = sum(conditioning.numbers.widths)
+    return Condition(classes, joined, torch.zeros(batch_size, width) if width else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from data.discovery import expanded
 from data.formats import SUFFIXES, suffix_of
 from data.geometry import geometry_of
 from data.pairs.label_maps import label_problem, label_shares, mask_problem
+from data.pairs.numbers import NumberCode
 from data.pairs.pairs import LABELS, label_reading
 from data.pairs.space import Space, Unknown, mask_of, space_of_volume
 from data.reading import measure
@@ -42,10 +44,11 @@ class GivenCondition:
 
     def condition(self, settings: Settings, label: int | None = None) -> Condition:
         """Return the condition of one sample of the case; without a label its class is hidden."""
-        classes = empty_condition(settings, 1).classes
+        nothing = empty_condition(settings, 1)
+        classes = nothing.classes
         if classes is not None:
             classes = torch.full_like(classes, settings.ldm.conditioning.num_classes if label is None else label)
-        return Condition(classes, self.joined[None])
+        return replace(nothing, classes=classes, joined=self.joined[None])
 
 
 def given_conditions(
@@ -82,6 +85,29 @@ def given_conditions(
         assert space is not None, "a case has at least one file"
         cases.append(GivenCondition(name, torch.cat(parts), space))
     return cases
+
+
+def given_numbers(asked: Sequence[str], code: NumberCode | None) -> Tensor | None:
+    """Return the coded numbers (1, N) of texts such as age=63, others hidden; None if the run has no numbers."""
+    if code is None:
+        if asked:
+            raise UserError(f"--number: {printable(asked[0])}, but the run was trained without numbers; leave it out")
+        return None
+    known = code.columns
+    values: dict[str, str] = {}
+    for text in asked:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or name not in known or name in values:
+            what = "given twice" if name in values else "not a number of the run"
+            raise UserError(
+                f"--number: {printable(text)}, {what}; allowed: {', '.join(map(printable, known))}, each once; write "
+                f"{printable(known[0])}=VALUE"
+            )
+        values[name] = value
+    try:
+        return torch.tensor([code.encode(values)])
+    except ValueError as error:
+        raise UserError(f"--number: {error}; correct it") from None
 
 
 def _check_options(settings: Settings, given: GivenFiles) -> None:

@@ -7,7 +7,15 @@ from settings.conditioning.sections import (
     ConditioningSettings,
     DegradeSettings,
     LabelMapSettings,
+    NumberSettings,
     VolumeSettings,
 )
 
-__all__ = ["TARGET", "ConditioningSettings", "DegradeSettings", "LabelMapSettings", "VolumeSettings"]
+__all__ = [
+    "TARGET",
+    "ConditioningSettings",
+    "DegradeSettings",
+    "LabelMapSettings",
+    "NumberSettings",
+    "VolumeSettings",
+]

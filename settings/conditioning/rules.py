@@ -28,6 +28,7 @@ def conditioning_problems(settings: Settings) -> Found:
         )
     yield from _label_maps(ldm)
     yield from _volume(settings)
+    yield from _numbers(ldm)
     yield from _guidance(ldm)
 
 
@@ -87,6 +88,22 @@ def _volume(settings: Settings) -> Found:
         found = f"{list(degrade.hole)} on a grid of {list(grid)} voxels"
         allowed = "allowed: at least 1 along each axis, and smaller than the grid"
         yield Problem(f"{where}.degrade.hole", found, allowed, "change it"), ("data.voxel_size",)
+
+
+def _numbers(ldm: LdmSettings) -> Found:
+    where, numbers = "ldm.conditioning.numbers", ldm.conditioning.numbers
+    if numbers.columns and numbers.table is None:
+        remedy = "set it to the CSV file that has them, or take the columns out"
+        found = f"null with columns {', '.join(numbers.columns)}"
+        yield Problem(f"{where}.table", found, "", remedy), (f"{where}.continuous", f"{where}.categorical")
+    if numbers.table is not None and not numbers.columns:
+        remedy = "name columns in continuous or categorical, or set table: null"
+        yield Problem(f"{where}.continuous", "no columns for the table", "", remedy), (f"{where}.table",)
+    names = [name.lower() for name in numbers.columns]
+    twice = next((name for name in names if names.count(name) > 1 or name == "file"), None)
+    if twice is not None:
+        found = f"column {twice} " + ("names the volumes" if twice == "file" else "named twice")
+        yield Problem(f"{where}.continuous", found, "", "take it out"), (f"{where}.categorical",)
 
 
 def _guidance(ldm: LdmSettings) -> Found:

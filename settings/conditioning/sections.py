@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from settings.data import IntensitySettings
-from settings.section import FREE, LARGEST_AXIS, Count, PathText, Section, Triple, key, section
+from settings.section import FREE, LARGEST_AXIS, WITHOUT_NUL, Count, PathText, Section, Triple, key, section
 
 _SOURCE = (
     "a folder whose files have the names of the volumes, a CSV file with columns file and {column}, or key:NAME of "
@@ -104,6 +104,32 @@ class LabelMapSettings(Section):
         return self.num_classes
 
 
+Columns = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=100, pattern=WITHOUT_NUL)], ...],
+    Field(strict=False, max_length=64),
+]
+
+
+class NumberSettings(Section):
+    """Columns of a table, embedded and added to the embedding of the timestep."""
+
+    table: PathText | None = key(None, "A CSV file with a column file and those named below; null: none.", FREE)
+    continuous: Columns = key((), "Columns of numbers, such as age; standardised by the training volumes.")
+    categorical: Columns = key((), "Columns of words, such as sex or scanner.")
+    max_categories: Count = key(16, "Room for different words in each categorical column.", le=4096)
+    dropout: float = key(0.1, "Fraction of the values hidden in training, one by one; guidance needs it.", ge=0, lt=1)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of all columns in the order of their code."""
+        return (*self.continuous, *self.categorical)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Return the length of each column's code: a value and whether it is given, or a place for each word."""
+        return (2,) * len(self.continuous) + (self.max_categories,) * len(self.categorical)
+
+
 class ConditioningSettings(Section):
     """What samples are conditioned on: any combination of a class and the subsections."""
 
@@ -112,6 +138,7 @@ class ConditioningSettings(Section):
     dropout: float = key(0.1, "Fraction of class labels hidden in training; guidance needs it.", ge=0, lt=1)
     labels: LabelMapSettings = section(LabelMapSettings, "Label maps as conditions.")
     volume: VolumeSettings = section(VolumeSettings, "Other volumes as conditions.")
+    numbers: NumberSettings = section(NumberSettings, "Columns of a table as conditions.")
 
     @property
     def dropouts(self) -> dict[str, float]:
@@ -120,6 +147,7 @@ class ConditioningSettings(Section):
             "ldm.conditioning": (self.type == "class", self.dropout),
             "ldm.conditioning.labels": (self.labels.num_classes > 0, self.labels.dropout),
             "ldm.conditioning.volume": (self.volume.is_used, self.volume.dropout),
+            "ldm.conditioning.numbers": (bool(self.numbers.columns), self.numbers.dropout),
         }
         return {where: dropout for where, (is_used, dropout) in kinds.items() if is_used}
 
@@ -131,7 +159,7 @@ class ConditioningSettings(Section):
     @property
     def needs_pairs(self) -> bool:
         """Return whether each volume needs more than its own file and its class."""
-        return self.labels.num_classes > 0 or self.volume.is_used
+        return self.labels.num_classes > 0 or self.volume.is_used or bool(self.numbers.columns)
 
     def num_joined(self, latent_channels: int) -> int:
         """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
