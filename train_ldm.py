@@ -27,9 +27,7 @@ def main(options: argparse.Namespace) -> int:
 def train(settings: Settings, is_dry_run: bool) -> int:
     """Train, resuming from the newest checkpoint if there is one; return the exit code."""
     from data import BatchPlan, prepare_volumes
-    from data.pairs.pairs import prepare_pairs
-    from diffusion.conditioning import check_classes
-    from diffusion.conditioning.conditions import prepare_conditions
+    from diffusion.conditioning import check_conditions
     from diffusion.latents import prepare_latents
     from diffusion.volume_codec import frozen_codec
     from evaluation.ldm_validation import RealVolumes, validate_ldm
@@ -48,8 +46,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     with processes(settings.device) as process, MemoryWatch(settings, "ldm", process) as watch:
         # Check everything that the run needs, and say what it will do.
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
-        check_classes(settings.ldm.conditioning, volumes)
-        pairs = prepare_pairs(settings.ldm.conditioning, settings.data, volumes)
+        pairs = check_conditions(settings, volumes)
         log.info(summarise(settings, "ldm", len(volumes.train), process.world_size))
         watch.announce(len(volumes.train), len(volumes.val))
         if is_dry_run:
@@ -59,8 +56,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
             # Load the frozen autoencoder, prepare the latents, build the U-Net, and resume where the run stopped.
             codec = frozen_codec(settings, process.device)
             with watch.guard(run_folder.path, 0, "encoding the latents"):
-                conditions = prepare_conditions(settings, pairs, volumes, process)
-                latents = prepare_latents(codec, volumes, settings, process, conditions)
+                latents = prepare_latents(codec, volumes, settings, process, pairs)
             plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
             step = LatentDiffusionStep(settings, process, True, codec, latents, plan.names(volumes.train))
             checkpoints = Checkpoints(run_folder.checkpoints, "ldm", step.training.keep_checkpoints)

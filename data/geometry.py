@@ -57,8 +57,8 @@ class Geometry:
     def to_file_grid(self, voxels: np.ndarray) -> np.ndarray:
         """Undo `oriented` and `to_network_grid`; voxels that were cropped away come back as the lower end."""
         spaced = self.spaced_shape
-        voxels = _crop_or_pad(voxels, spaced) if self.crops_or_pads else _regridded(voxels, spaced)
-        voxels = _regridded(voxels, tuple(self.shape[axis] for axis in self.axes))
+        voxels = _crop_or_pad(voxels, spaced) if self.crops_or_pads else regridded(voxels, spaced)
+        voxels = regridded(voxels, tuple(self.shape[axis] for axis in self.axes))
         return self._flipped(voxels).transpose(0, *(1 + int(axis) for axis in np.argsort(self.axes)))
 
     def oriented(self, voxels: np.ndarray) -> np.ndarray:
@@ -119,7 +119,8 @@ def _regridding(old: Grid, new: Grid, crops_or_pads: bool) -> np.ndarray:
     return matrix
 
 
-def _regridded(image: np.ndarray, grid: Grid) -> np.ndarray:
+def regridded(image: np.ndarray, grid: Grid) -> np.ndarray:
+    """Resample a (C, D, H, W) volume linearly to another grid over the same extent."""
     return _resampled(len(image), lambda part: image[..., part], image.shape[1:], grid)
 
 

@@ -63,9 +63,13 @@ def latent_batches(
     assert files, "training needs at least one volume"
     order = VolumeOrder(plan.seed, len(files))
 
+    def training_batch(chunk: Sequence[int]) -> LatentBatch:
+        passes = [position // len(files) for position in chunk]
+        return collate(read, files, [order(position) for position in chunk], chunk, conditions, passes)
+
     def load(step: int) -> list[LatentBatch]:
         chunks = [plan.positions(step, micro_batch) for micro_batch in range(plan.accumulation)]
-        batches = [collate(read, files, [order(position) for position in chunk], chunk, conditions) for chunk in chunks]
+        batches = [training_batch(chunk) for chunk in chunks]
         return [batch.pin_memory() for batch in batches] if pin_memory else batches
 
     yield from one_ahead(map(load, range(first_step, last_step)))
@@ -77,8 +81,9 @@ def collate(
     indices: Sequence[int],
     positions: Sequence[int],
     conditions: Conditions | None = None,
+    passes: Sequence[int] | None = None,
 ) -> LatentBatch:
-    """Return the latents of the files at `indices` as one batch."""
+    """Return the latents of the files at `indices` as one batch, with their conditions in the given passes."""
     moments = [read(index) for index in indices]
     labels = [files[index].label for index in indices]
     names = tuple(files[index].name for index in indices)
@@ -88,14 +93,18 @@ def collate(
         positions=tuple(positions),
         labels=None if None in labels else torch.tensor(labels, dtype=torch.long),
         files=names,
-        condition=NOTHING if conditions is None else conditions.of(names),
+        condition=NOTHING if conditions is None else conditions.of(names, passes),
     )
 
 
-def with_conditions(steps: Iterator[list[Batch]], conditions: Conditions) -> Iterator[list[VolumeBatch]]:
-    """Yield batches of volumes with the conditions of their files."""
+def with_conditions(
+    steps: Iterator[list[Batch]], conditions: Conditions, num_volumes: int
+) -> Iterator[list[VolumeBatch]]:
+    """Yield batches of volumes with the conditions of their files; a pass is over `num_volumes` volumes."""
+
+    def paired(batch: Batch) -> VolumeBatch:
+        condition = conditions.of(batch.files, [position // num_volumes for position in batch.positions])
+        return VolumeBatch(batch.image, batch.positions, batch.labels, batch.files, condition)
+
     for batches in steps:
-        yield [
-            VolumeBatch(batch.image, batch.positions, batch.labels, batch.files, conditions.of(batch.files))
-            for batch in batches
-        ]
+        yield [paired(batch) for batch in batches]

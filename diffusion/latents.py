@@ -19,7 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, load_file, training_batches
-from diffusion.conditioning.conditions import Conditions
+from data.pairs.pairs import NO_PAIRS, Pairs
+from diffusion.conditioning.conditions import Conditions, prepare_conditions
 from diffusion.frozen_autoencoder import latents_digest
 from diffusion.latent_batches import LatentBatch, collate, latent_batches, with_conditions
 from diffusion.latent_files import LatentFacts, LatentFolder, Moments, facts_of, latent_key
@@ -58,7 +59,11 @@ class Latents:
         """Yield the micro-batches of each step: latents, or volumes if latents are not kept."""
         if self.read is None:
             volumes = training_batches(self.volumes.train, self.settings, plan, first_step, last_step)
-            return volumes if self.conditions is None else with_conditions(volumes, self.conditions)
+            return (
+                volumes
+                if self.conditions is None
+                else with_conditions(volumes, self.conditions, len(self.volumes.train))
+            )
         files, conditions = self.volumes.train, self.conditions
         return latent_batches(self.read, files, plan, first_step, last_step, self.pin_memory, conditions)
 
@@ -84,6 +89,7 @@ class Latents:
             "upper": self.upper,
             "class_names": self.volumes.class_names,
             "autoencoder": self.autoencoder,
+            **({} if self.conditions is None else self.conditions.metadata),
         }
 
 
@@ -97,7 +103,7 @@ def prepare_latents(
     volumes: DataSplit,
     settings: Settings,
     process: Process,
-    conditions: Conditions | None = None,
+    pairs: Pairs = NO_PAIRS,
 ) -> Latents:
     """Encode the volumes that are not encoded yet, shared among the processes, and find how to normalise them.
 
@@ -154,6 +160,7 @@ def prepare_latents(
     ]
     spacing_mm, lower, upper = (tuple(map(float, values)) for values in middle)
     pin_memory = bool(data.pin_memory) and process.device.type == "cuda"
+    conditions = prepare_conditions(settings, pairs, volumes, process, codec)
     return Latents(volumes, data, read, normalisation, spacing_mm, lower, upper, autoencoder, pin_memory, conditions)
 
 

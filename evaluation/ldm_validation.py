@@ -93,7 +93,7 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
         label = ", ".join(part for part in (name, condition) if part)
         rows.append(Row.of(label, to_unit(volume[0]).cpu(), latents.spacing_mm))
         if latents.conditions is not None:
-            rows += _condition_and_target(latents, place)
+            rows += _condition_and_target(step, latents, place)
         if place < MAX_COPIES:
             kept = ViewerVolume.of(volume, place)
             shown[f"sample_{place}"] = kept.described(latents.spacing_mm, settings.data.orientation, name, condition)
@@ -117,13 +117,16 @@ def _held_out_condition(latents: Latents, positions: Sequence[int]) -> Condition
     return replace(latents.conditions.of([file.name for file in files]), classes=classes)
 
 
-def _condition_and_target(latents: Latents, place: int) -> list[Row]:
+def _condition_and_target(step: LatentDiffusionStep, latents: Latents, place: int) -> list[Row]:
     """Return rows that show what a preview sample was conditioned on, and the real volume of that case."""
     assert latents.conditions is not None, "without partners a sample has no target"
     file = _held_out(latents, place)
-    factors = [n / m for n, m in zip(latents.settings.voxel_size, latents.conditions.grid, strict=True)]
-    spacing_mm = [mm * factor for mm, factor in zip(latents.spacing_mm, factors, strict=True)]
-    rows = [Row.of(f"{kind} of {file.name}", shown, spacing_mm) for kind, shown in latents.conditions.shown(file.name)]
+    is_encoded = step.settings.ldm.conditioning.volume.encoding == "autoencoder"
+    rows = []
+    for kind, shown in latents.conditions.shown(file.name, step.codec.decode if is_encoded else None):
+        factors = [n / m for n, m in zip(latents.settings.voxel_size, shown.shape, strict=True)]
+        spacing_mm = [mm * factor for mm, factor in zip(latents.spacing_mm, factors, strict=True)]
+        rows.append(Row.of(f"{kind} of {file.name}", shown, spacing_mm))
     target = to_unit(load_file(file, latents.settings).image[0])
     return [*rows, Row.of(f"{file.name}, real", target, latents.spacing_mm)]
 

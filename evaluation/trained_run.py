@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from data.pairs.numbers import NumberCode
 from diffusion.frozen_autoencoder import accepted_digests, autoencoder_of, autoencoder_path, load_autoencoder
 from diffusion.normalisation import Normalisation
 from diffusion.volume_codec import VolumeCodec
@@ -38,6 +39,8 @@ class SampleFrame(BaseModel):
     lower: tuple[float, ...]
     upper: tuple[float, ...]
     class_names: tuple[str, ...]
+    volume_scale: Positive = 1.0
+    numbers: NumberCode | None = None
 
     def affine(self, settings: Settings) -> np.ndarray:
         """Return an affine (RAS+, millimetres) centred on the origin, with the axes of data.orientation."""

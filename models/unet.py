@@ -67,9 +67,12 @@ class TimeResidualBlock(nn.Module):
 
 
 class DiffusionUNet(DiffusionModelUNet, LaidOut):
-    """MONAI's `DiffusionModelUNet` with self-attention only; every block can be checkpointed."""
+    """MONAI's `DiffusionModelUNet` with self-attention only; every block can be checkpointed.
 
-    def __init__(self, **arguments: Any) -> None:
+    With `num_numbers` it takes that many numbers, whose embedding is added to that of the timestep.
+    """
+
+    def __init__(self, num_numbers: int = 0, **arguments: Any) -> None:
         super().__init__(use_flash_attention=True, **arguments)
         for name, module in list(self.named_modules()):
             lean: nn.Module | None = None
@@ -82,14 +85,26 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
             if lean is not None:
                 parent, _, child = name.rpartition(".")
                 setattr(self.get_submodule(parent), child, lean)
+        self.number_embedding: nn.Module | None = None
+        if num_numbers:
+            width = self.time_embed[0].out_features
+            self.number_embedding = nn.Sequential(nn.Linear(num_numbers, width), nn.SiLU(), nn.Linear(width, width))
         self.checkpointed = self.offload = False
 
     def forward(
-        self, x: Tensor, timesteps: Tensor, context: Tensor | None = None, class_labels: Tensor | None = None
+        self,
+        x: Tensor,
+        timesteps: Tensor,
+        context: Tensor | None = None,
+        class_labels: Tensor | None = None,
+        numbers: Tensor | None = None,
     ) -> Tensor:
-        """Return the prediction for the noisy latent `x`; a class-conditional network needs `class_labels`."""
-        assert context is None, "the network has self-attention only: conditioning goes through class_labels"
-        embedding = self._embed(x, timesteps, class_labels)
+        """Return the prediction for `x`, the noisy latent and what is joined to it.
+
+        A class-conditional network needs `class_labels`, one with numbers needs `numbers`.
+        """
+        assert context is None, "the network has self-attention only: it takes no context"
+        embedding = self._embed(x, timesteps, class_labels, numbers)
         offload = HostOffload() if self.offload else False
 
         def run(block: nn.Module, *args: Tensor) -> Tensor:
@@ -123,8 +138,11 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
         norm, _, conv = self.out
         return conv(group_norm(h, norm, silu=True))
 
-    def _embed(self, x: Tensor, timesteps: Tensor, class_labels: Tensor | None) -> Tensor:
+    def _embed(self, x: Tensor, timesteps: Tensor, class_labels: Tensor | None, numbers: Tensor | None) -> Tensor:
         embedding = self.time_embed(get_timestep_embedding(timesteps, self.block_out_channels[0]).to(x.dtype))
+        if self.number_embedding is not None:
+            assert numbers is not None, "numbers are missing: the network is conditioned on them"
+            embedding = embedding + self.number_embedding(numbers.to(x.dtype))
         if self.num_class_embeds is None:
             return embedding
         assert class_labels is not None, "class_labels are missing: the network is class-conditional"
@@ -151,7 +169,8 @@ def _inputs(resampler: nn.Module, h: Tensor, embedding: Tensor) -> tuple[Tensor,
 
 def build_unet(settings: LdmSettings, latent_channels: int) -> DiffusionUNet:
     """Build the U-Net that the settings describe, for latents of `latent_channels` channels."""
-    model = DiffusionUNet(**unet_arguments(settings, latent_channels))
+    num_numbers = sum(settings.conditioning.numbers.widths)
+    model = DiffusionUNet(num_numbers, **unet_arguments(settings, latent_channels))
     if settings.training.checkpoints_blocks:
         model.gradient_checkpointing_enable(offload=settings.training.use_gradient_checkpointing_offload)
     return model

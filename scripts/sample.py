@@ -8,6 +8,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -45,6 +46,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--labels", metavar="FILE_OR_FOLDER", help="label maps; each sample lies in the space of its map"
     )
     result.add_argument(
+        "--condition", metavar="FILE_OR_FOLDER", help="condition volumes; each sample lies in the space of its volume"
+    )
+    result.add_argument(
+        "--mask", metavar="FILE_OR_FOLDER", help="masks, above 0 where the condition volumes are to be filled"
+    )
+    result.add_argument(
+        "--number",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a number or word of all volumes, such as age=63; may be repeated; others stay hidden",
+    )
+    result.add_argument(
         "--guidance-scale", type=at_least(0.0), help="values above 1 follow the conditions more closely"
     )
     result.add_argument(
@@ -66,7 +80,7 @@ def main(options: argparse.Namespace) -> int:
     from data import to_unit
     from data.formats import write_nifti
     from diffusion.conditioning import Condition, class_number
-    from diffusion.conditioning.given import given_conditions
+    from diffusion.conditioning.given import GivenFiles, given_conditions, given_numbers
     from diffusion.sampling import classes_in_turn, draw_volumes
     from evaluation.pictures import Row, picture_of, save_picture
     from evaluation.trained_run import TrainedRun
@@ -86,17 +100,20 @@ def main(options: argparse.Namespace) -> int:
     settings = trained.settings.with_overrides({key: value for key, value in changes.items() if value is not None})
     network, frame = trained.unet()
     label = None if options.class_name is None else class_number(options.class_name, frame.class_names)
-    cases = given_conditions(settings, options.labels)
+    codec = trained.codec()
+    given = GivenFiles(options.labels, options.condition, options.mask)
+    cases = given_conditions(settings, given, codec, frame.volume_scale)
+    numbers = given_numbers(options.number, frame.numbers)
     num = options.num or (1 if cases else 8)
     total = num * max(1, len(cases))
-    codec = trained.codec()
     title = _title(options)
 
     def condition_of(positions: Sequence[int]) -> Condition:
+        told = None if numbers is None else numbers.expand(len(positions), -1)
         if not cases:
-            return classes_in_turn(settings, positions, label)
-        parts = [cases[position // num].condition(settings, 1, label) for position in positions]
-        return functools.reduce(Condition.beside, parts)
+            return replace(classes_in_turn(settings, positions, label), numbers=told)
+        parts = [cases[position // num].condition(settings, label) for position in positions]
+        return replace(functools.reduce(Condition.beside, parts), numbers=told)
 
     rows: list[Row] = []
     num_batches = -(-total // options.batch_size)
@@ -120,7 +137,8 @@ def main(options: argparse.Namespace) -> int:
             if case is None:
                 write_nifti(path, frame.intensities(unit.numpy()), frame.affine(settings))
             else:
-                write_nifti(path, *case.restored(frame.intensities(unit.numpy())))
+                voxels = case.space.restored(unit.numpy(), frame.lower, frame.upper)
+                write_nifti(path, voxels, case.space.geometry.affine)
             rows.append(Row.of(path.name, unit[0], frame.spacing_mm))
     picture = out / f"montage_{title}.png"
     save_picture(picture, picture_of(rows), f"{trained.settings.name}, {total} samples")
@@ -134,6 +152,7 @@ def _title(options: argparse.Namespace) -> str:
     parts = [f"seed{options.seed}", *(["best"] if options.best else [])]
     if options.class_name is not None:
         parts.append(options.class_name.replace("/", "%2F"))
+    parts += [text.replace("/", "%2F") for text in options.number]
     if options.steps is not None:
         parts.append(f"steps{options.steps}")
     if options.guidance_scale is not None:

@@ -274,7 +274,7 @@ def _sampling(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
             ("ldm.scheduler.type",),
         )
     yield from _noise_levels(ldm)
-    yield from conditioning_problems(ldm)
+    yield from conditioning_problems(settings)
     if ldm.sampling.num_inference_steps > ldm.scheduler.num_train_timesteps:
         most = ldm.scheduler.num_train_timesteps
         yield (

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from data.formats import write_nifti
-from settings import CheckpointError, DataError
+from settings import CheckpointError, ConfigError, DataError, load_settings
 from tests.conditional_run import AFFINE, LABEL_MAPS, conditional_config
 from tests.finished_run import run_here, train_ldm
 
@@ -94,6 +94,153 @@ def test_a_missing_partner_stops_training_and_the_check_of_the_data(config, caps
         ),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(config, overrides, text, capsys):
-    assert run_here("train_ldm.py", "--config", config, *overrides) == 2
-    assert text in capsys.readouterr().err
+def test_keys_that_do_not_go_together_are_refused(tiny_config, overrides, text):
+    labels = ["ldm.conditioning.labels.source=maps", "ldm.conditioning.labels.num_classes=3"]
+    with pytest.raises(ConfigError) as error:
+        load_settings(tiny_config, [*labels, *overrides])
+    assert text in str(error.value)
+
+
+def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    hole = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": [5, 5, 5], "num_holes": 2}}
+    config = conditional_config(tmp_path, {"volume": hole})
+    assert train_ldm(config) == 0
+    mask = np.zeros((1, 20, 16, 14), np.float32)
+    mask[0, 5:12, 4:10, 4:9] = 1
+    write_nifti(Path("mask.nii.gz"), mask, AFFINE)
+    arguments = ("--run", "runs/tiny", "--steps", "2", "--condition", "images/case_3.nii.gz")
+    assert run_here("scripts/sample.py", *arguments, "--mask", "mask.nii.gz", "--num", "2", "--out", "filled") == 0
+    source = nib.load("images/case_3.nii.gz").get_fdata()
+    drawn = [nib.load(path) for path in sorted(Path("filled").glob("*.nii.gz"))]
+    inside = mask[0] > 0
+    for image in drawn:
+        np.testing.assert_allclose(image.affine, AFFINE)
+        assert np.array_equal(image.get_fdata()[~inside], source[~inside])
+        assert np.abs(image.get_fdata()[inside] - source[inside]).mean() > 1
+    assert np.abs(drawn[0].get_fdata() - drawn[1].get_fdata()).max() > 1e-3
+    capsys.readouterr()
+    assert run_here("scripts/sample.py", *arguments) == 2
+    assert "--mask: not given; the run fills what a mask says is unknown" in capsys.readouterr().err
+    assert run_here("scripts/sample.py", "--run", "runs/tiny", "--labels", "maps") == 2
+    assert "--labels: the run was trained without label maps; leave it out" in capsys.readouterr().err
+
+
+def test_a_coarse_volume_and_a_label_map_together_give_a_finer_volume(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    finer = {"encoding": "resample", "source": "target", "degrade": {"downsample": [1, 2, 1]}}
+    config = conditional_config(tmp_path, {"volume": finer, **LABEL_MAPS})
+    assert train_ldm(config, "ldm.training.max_steps=2", "ldm.sampling.num_previews=0") == 0
+    source = nib.load("images/case_3.nii.gz").get_fdata().astype(np.float32)
+    # The second axis of the network's grid is the first of the file.
+    coarse = source.reshape(10, 2, 16, 14).mean(axis=1)
+    affine = AFFINE @ np.array([[2.0, 0, 0, 0.5], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
+    write_nifti(Path("coarse.nii.gz"), coarse[None], affine)
+    arguments = ("--run", "runs/tiny", "--steps", "2", "--condition", "coarse.nii.gz")
+    assert run_here("scripts/sample.py", *arguments, "--labels", "maps/case_3.nii.gz", "--out", "finer") == 0
+    image = nib.load(next(Path("finer").glob("coarse_*.nii.gz")))
+    assert image.shape == source.shape
+    np.testing.assert_allclose(image.affine, AFFINE)
+    np.testing.assert_allclose(image.get_fdata().reshape(10, 2, 16, 14).mean(axis=1), coarse, rtol=1e-4, atol=1e-2)
+
+
+def test_other_volumes_of_the_cases_are_conditions_with_intensities_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = {
+        "encoding": "autoencoder",
+        "source": "maps",
+        "intensity": {"mode": "window", "lower": 0, "upper": 2},
+    }
+    config = conditional_config(tmp_path, {"volume": other})
+    assert train_ldm(config, "ldm.training.max_steps=2", "ldm.sampling.num_previews=0") == 0
+    arguments = ("--run", "runs/tiny", "--steps", "2", "--condition", "maps/case_3.nii.gz", "--out", "translated")
+    assert run_here("scripts/sample.py", *arguments) == 0
+    image = nib.load(next(Path("translated").glob("case_3_*.nii.gz")))
+    assert image.shape == (20, 16, 14)
+    np.testing.assert_allclose(image.affine, AFFINE)
+
+
+VOLUME = "ldm.conditioning.volume"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ([f"{VOLUME}.encoding=resample"], f"{VOLUME}.source: null with encoding resample"),
+        ([f"{VOLUME}.source=ct"], f"{VOLUME}.encoding: none with a source of volumes"),
+        (
+            [f"{VOLUME}.source=ct", f"{VOLUME}.encoding=autoencoder", f"{VOLUME}.num_channels=2"],
+            f"{VOLUME}.num_channels: 2, and autoencoder.in_channels is 1",
+        ),
+        ([f"{VOLUME}.degrade.hole=[4,4,4]"], f"{VOLUME}.degrade: hole without source: target"),
+        (
+            [f"{VOLUME}.source=target", f"{VOLUME}.encoding=resample"],
+            f"{VOLUME}.degrade: nothing is taken from the target",
+        ),
+        (
+            [
+                *(f"{VOLUME}.source=target", f"{VOLUME}.encoding=resample"),
+                *(f"{VOLUME}.degrade.hole=[4,0,4]", f"{VOLUME}.degrade.downsample=[1,3,1]"),
+            ],
+            f"{VOLUME}.degrade: downsample and hole at once",
+        ),
+    ],
+)
+def test_keys_of_condition_volumes_that_do_not_go_together_are_refused(tiny_config, overrides, text):
+    with pytest.raises(ConfigError) as error:
+        load_settings(tiny_config, overrides)
+    assert text in str(error.value)
+    if len(overrides) == 4:
+        assert f"{VOLUME}.degrade.downsample: [1, 3, 1] does not divide data.voxel_size" in str(error.value)
+        assert f"{VOLUME}.degrade.hole: [4, 0, 4] on a grid of [16, 16, 16] voxels" in str(error.value)
+
+
+NUMBERS = {"table": "people.csv", "continuous": ["age"], "categorical": ["sex"], "max_categories": 4}
+
+
+def test_numbers_of_a_table_are_learned_with_other_conditions_and_asked_for_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"case_{place}.nii.gz,{40 + place},{'FM'[place % 2]}" for place in range(8)]
+    Path("people.csv").write_text("\n".join(["file,age,sex", *rows]))
+    config = conditional_config(tmp_path, {"numbers": NUMBERS, **LABEL_MAPS})
+    assert train_ldm(config) == 0
+    trained = load_file("runs/tiny/ldm.safetensors")
+    assert trained["number_embedding.0.weight"].shape[1] == 6
+    capsys.readouterr()
+    arguments = ("--run", "runs/tiny", "--steps", "2", "--num", "1", "--out", "drawn")
+    for number in ("age=41", "age=80"):
+        assert run_here("scripts/sample.py", *arguments, "--number", number, "--number", "sex=F") == 0
+    drawn = [nib.load(path).get_fdata() for path in sorted(Path("drawn").glob("*.nii.gz"))]
+    assert len(drawn) == 2
+    assert np.abs(drawn[0] - drawn[1]).max() > 0
+    capsys.readouterr()
+    for wrong, text in (
+        ("age", "--number: age, not a number of the run; allowed: age, sex, each once; write age=VALUE"),
+        ("sex=X", "--number: sex=X is none of F, M; correct it"),
+        ("age=old", "--number: age=old is not a number; correct it"),
+    ):
+        assert run_here("scripts/sample.py", *arguments, "--number", wrong) == 2
+        assert text in capsys.readouterr().err
+    weights = ("--weights", "runs/tiny/ldm.safetensors", "--out", "exported.pt")
+    assert run_here("scripts/export_checkpoint.py", *weights) == 2
+    assert "MONAI's DiffusionModelUNet takes no numbers" in capsys.readouterr().err
+    Path("people.csv").write_text("\n".join(["file,age,sex", *rows[1:]]))
+    with pytest.raises(DataError, match=r"case_0\.nii\.gz: no row in ldm\.conditioning\.numbers\.table"):
+        train_ldm(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["ldm.conditioning.numbers.continuous=[age]"], "ldm.conditioning.numbers.table: null with columns age"),
+        (["ldm.conditioning.numbers.table=people.csv"], "ldm.conditioning.numbers.continuous: no columns"),
+        (
+            ["ldm.conditioning.numbers.table=t.csv", "ldm.conditioning.numbers.continuous=[age, AGE]"],
+            "ldm.conditioning.numbers.continuous: column age named twice",
+        ),
+    ],
+)
+def test_keys_of_numbers_that_do_not_go_together_are_refused(tiny_config, overrides, text):
+    with pytest.raises(ConfigError) as error:
+        load_settings(tiny_config, overrides)
+    assert text in str(error.value)

@@ -8,8 +8,7 @@ import math
 import torch
 
 from data import DataSplit
-from data.pairs.pairs import prepare_pairs
-from diffusion.conditioning import check_classes
+from diffusion.conditioning import check_conditions
 from models import build_autoencoder, build_discriminator, build_unet
 from runtime.processes import Process
 from settings import Settings, TrainingSettings, UserError
@@ -55,8 +54,7 @@ def warn_of_stage_two(settings: Settings, volumes: DataSplit, process: Process) 
         return
     problems = [str(problem) for problem, _ in find_problems(settings, "ldm")]
     try:
-        check_classes(settings.ldm.conditioning, volumes)
-        prepare_pairs(settings.ldm.conditioning, settings.data, volumes)
+        check_conditions(settings, volumes)
     except UserError as error:
         problems.append(str(error))
     for problem in problems:

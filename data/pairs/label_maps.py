@@ -35,6 +35,27 @@ def label_shares(path: Path, num_classes: int, s: DataSettings, grid: Sequence[i
     return shares
 
 
+def mask_on_grid(path: Path, s: DataSettings) -> np.ndarray:
+    """Return bool (D, H, W) on the network's grid: True wherever a mask above 0 covers any part of a voxel."""
+    stored, header = read_stored(path)
+    geometry = geometry_of(header, s)
+    oriented = geometry.oriented(stored.array)
+
+    def planes(part: slice) -> np.ndarray:
+        return 2 * (stored.values(oriented[..., part]) > 0).astype(np.float32) - 1
+
+    # A little above the lower end, for the rounding of weights that add up to 1.
+    return geometry.to_network_grid(1, planes)[0] > -1 + 1e-4
+
+
+def mask_problem(path: Path, facts: VolumeFacts) -> str | None:
+    """Return why a file cannot be a mask, or None if it can."""
+    if facts.num_channels != 1 or facts.num_not_finite:
+        found = f"{facts.num_channels} channels" if facts.num_channels != 1 else "values that are not finite"
+        return f"{printable(path)}: {found}; a mask has one channel of finite numbers; repair it"
+    return None
+
+
 def label_problem(path: Path, facts: VolumeFacts, num_classes: int, where: str) -> str | None:
     """Return why a file cannot be a label map of `num_classes` values, or None if it can."""
     name = printable(path)

@@ -3,40 +3,58 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.formats import read_header
 from data.pairs.geometry import mismatch
-from data.pairs.label_maps import label_problem
+from data.pairs.label_maps import label_problem, mask_problem
+from data.pairs.numbers import Row, read_numbers
 from data.pairs.partners import find_partners
 from data.preparation.checking import check_files
-from data.reading import VolumeFacts
+from data.reading import VolumeFacts, unusable
 from data.volumes import DataSplit, VolumeFile
 from settings import DataError
-from settings.conditioning import ConditioningSettings
+from settings.conditioning import ConditioningSettings, VolumeSettings
 from settings.data import DataSettings, IntensitySettings
 from storage import run_folder
 from storage.names import counted, printable
 
 LABELS = "ldm.conditioning.labels"
+VOLUME = "ldm.conditioning.volume"
+MASKS = "ldm.conditioning.volume.degrade.masks"
+
+
+Partners = tuple[VolumeFile, ...]
+Check = Callable[[Path, VolumeFacts], str | None]
+"""Returns why a file cannot be a partner, or None if it can."""
 
 
 @dataclass(frozen=True)
 class Pairs:
     """The partners of all volumes, first those of the training volumes, then those of the validation volumes.
 
-    A kind that is not in use is empty.
+    A kind that is not in use is empty. A volume that is made from its target is the target itself.
     """
 
-    labels: tuple[VolumeFile, ...] = ()
+    labels: Partners = ()
+    volumes: Partners = ()
+    masks: Partners = ()
+    numbers: tuple[Row, ...] = ()
 
     @property
     def digest(self) -> str:
         """Return a hash of the content of all partners, which decides what a run learns."""
-        parts = [f"labels\t{file.digest}" for file in self.labels]
+        kinds = {"labels": self.labels, "volumes": self.volumes, "masks": self.masks}
+        parts = [f"{kind}\t{file.digest}" for kind, files in kinds.items() for file in files]
+        parts += [json.dumps(row, sort_keys=True) for row in self.numbers]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+NO_PAIRS = Pairs()
+"""The partners of volumes that need none."""
 
 
 def prepare_pairs(s: ConditioningSettings, data: DataSettings, volumes: DataSplit) -> Pairs:
@@ -50,15 +68,43 @@ def prepare_pairs(s: ConditioningSettings, data: DataSettings, volumes: DataSpli
 
 def check_pairs(s: ConditioningSettings, data: DataSettings, files: Sequence[VolumeFile]) -> tuple[Pairs, list[str]]:
     """Return the partners of `files` and every problem with them; without a problem no partner is missing."""
-    labels: list[VolumeFile] = []
     problems: list[str] = []
-    if s.labels.source is not None:
-        number = s.labels.num_classes
-        reading = label_reading(data, number)
-        labels, problems = _partners(
-            s.labels.source, files, reading, LABELS, lambda path, facts: label_problem(path, facts, number, LABELS)
+    number, volume = s.labels.num_classes, s.volume
+
+    def partners(source: str | None, reading: DataSettings, where: str, channels: int, check: Check) -> Partners:
+        if source is None:
+            return ()
+        found, wrong = _partners(source, files, reading, where, channels, check)
+        problems.extend(wrong)
+        return tuple(found)
+
+    as_labels = label_reading(data, number)
+    labels = partners(s.labels.source, as_labels, LABELS, 1, lambda p, f: label_problem(p, f, number, LABELS))
+    masks = partners(volume.degrade.masks, as_labels, MASKS, 1, mask_problem)
+    rows, wrong = read_numbers(s.numbers, files) if s.numbers.table is not None else ([], [])
+    problems += wrong
+    if volume.is_from_target:
+        return Pairs(labels, tuple(files), masks, tuple(rows)), problems
+    source, reading = volume.source if volume.is_used else None, volume_reading(data, volume)
+    volumes = partners(
+        source, reading, VOLUME, volume.num_channels, lambda p, f: volume_problem(p, f, reading, volume.num_channels)
+    )
+    return Pairs(labels, volumes, masks, tuple(rows)), problems
+
+
+def volume_reading(data: DataSettings, s: VolumeSettings) -> DataSettings:
+    """Return the settings with which condition volumes are read: as the volumes, with intensities of their own."""
+    return data if s.is_from_target else data.model_copy(update={"intensity": s.intensity})
+
+
+def volume_problem(path: Path, facts: VolumeFacts, s: DataSettings, num_channels: int) -> str | None:
+    """Return why a file cannot be a condition of `num_channels` channels, or None if it can."""
+    if facts.num_channels != num_channels:
+        return (
+            f"{printable(path)}: {counted(facts.num_channels, 'channel')} ({' x '.join(map(str, facts.axes))}); "
+            f"{VOLUME}.num_channels is {num_channels}; change one of the two"
         )
-    return Pairs(tuple(labels)), problems
+    return unusable(path, facts, s)
 
 
 def label_reading(data: DataSettings, num_classes: int) -> DataSettings:
@@ -72,11 +118,12 @@ def _partners(
     files: Sequence[VolumeFile],
     s: DataSettings,
     where: str,
-    problem_of: Callable[[Path, VolumeFacts], str | None],
+    num_channels: int,
+    problem_of: Check,
 ) -> tuple[list[VolumeFile], list[str]]:
     found, problems = find_partners(source, files, s, where)
     paired = [file for file in files if file.name in found]
-    checked = check_files([found[file.name] for file in paired], s, 1, run_folder.CHECKS) if paired else []
+    checked = check_files([found[file.name] for file in paired], s, num_channels, run_folder.CHECKS) if paired else []
     partners = []
     for file, result in zip(paired, checked, strict=True):
         facts = result.facts

@@ -32,18 +32,19 @@ def find_partners(
 ) -> tuple[dict[str, Path], list[str]]:
     """Return the partner of each volume by the volume's name, and a line for each volume without exactly one.
 
-    `where` is the section of the config that asks, and its last name is the column of a CSV. Raises DataError if the
-    source itself cannot be read.
+    `where` is the section or key of the config that asks, and its last name is the column of a CSV. Raises DataError if
+    the source itself cannot be read.
     """
-    named = f"{where}.source: {printable(source)}"
+    setting = where if where.endswith("masks") else f"{where}.source"
+    named = f"{setting}: {printable(source)}"
     if source.startswith(KEY):
-        listed = _of_dataset_json(source.removeprefix(KEY).strip(), s, where)
-        return _paired(listed, files, f"{where}.source: {printable(source)} in dataset.json")
+        listed = _of_dataset_json(source.removeprefix(KEY).strip(), s, setting)
+        return _paired(listed, files, f"{named} in dataset.json")
     place = expanded(source)
     if os.path.isdir(place):
         return _by_name(place, files, named)
     if place.suffix.lower() == ".csv" and os.path.isfile(place):
-        return _paired(_of_table(place, where), files, named)
+        return _paired(_of_table(place, setting, where.rsplit(".", 1)[-1]), files, named)
     raise DataError(
         f"{named} is neither a folder nor a CSV file; a folder, a CSV file or {KEY}NAME of dataset.json is allowed; "
         "check it"
@@ -115,13 +116,12 @@ def _stem(name: str) -> str:
     return name[: len(name) - len(suffix_of(name) or "")]
 
 
-def _of_table(table: Path, where: str) -> dict[str, list[Path]]:
+def _of_table(table: Path, setting: str, column: str) -> dict[str, list[Path]]:
     """Return the paths in a CSV by the names in its column file; relative paths begin at the CSV's folder."""
-    column = where.rsplit(".", 1)[-1]
-    columns, rows = read_table(table, f"{where}.source")
+    columns, rows = read_table(table, setting)
     if columns.count("file") != 1 or columns.count(column) != 1:
         raise DataError(
-            f"{where}.source: {printable(table)} has the columns {printable(', '.join(columns)) or '(none)'}; file and "
+            f"{setting}: {printable(table)} has the columns {printable(', '.join(columns)) or '(none)'}; file and "
             f"{column} are needed, once each; make file,{column} its first line"
         )
     listed: dict[str, list[Path]] = {}
@@ -132,7 +132,7 @@ def _of_table(table: Path, where: str) -> dict[str, list[Path]]:
     return listed
 
 
-def _of_dataset_json(key: str, s: DataSettings, where: str) -> dict[str, list[Path]]:
+def _of_dataset_json(key: str, s: DataSettings, setting: str) -> dict[str, list[Path]]:
     """Return the paths under one key of the entries of dataset.json, by the names of their images."""
     place = expanded(s.source)
     listing = place / "dataset.json" if os.path.isdir(place) else place
@@ -141,7 +141,7 @@ def _of_dataset_json(key: str, s: DataSettings, where: str) -> dict[str, list[Pa
     except (OSError, ValueError, RecursionError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise DataError(
-            f"{where}.source: {KEY}{printable(key)} needs a dataset.json as data.source, and {printable(listing)} "
+            f"{setting}: {KEY}{printable(key)} needs a dataset.json as data.source, and {printable(listing)} "
             f"cannot be read ({why}); give a folder or a CSV file instead"
         ) from error
     lists = [content.get(name) for name in ("training", "validation")] if isinstance(content, dict) else []

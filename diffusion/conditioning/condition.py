@@ -1,13 +1,14 @@
 """The conditions of one batch as one object, which data, step, sampler and predictor pass on; and how to hide them.
 
-Hidden channels and numbers are zeros, which no condition that is given can be: the shares of label values add up to
-1. A hidden class has a number of its own.
+Hidden channels and numbers are zeros, which no condition that is given can be: the shares of label values add up to 1,
+a volume comes with a channel that says where it is known, and a number with a 1. A hidden class has a number of its
+own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,14 +22,23 @@ TOGETHER = 0.5
 
 @dataclass(frozen=True)
 class Condition:
-    """What a batch is conditioned on: class numbers (B,), and channels (B, C, D, H, W) to join to the noisy latent."""
+    """What a batch is conditioned on.
+
+    Class numbers (B,), channels (B, C, D, H, W) to join to the noisy latent, and coded numbers (B, N).
+    """
 
     classes: Tensor | None = None
     joined: Tensor | None = None
+    numbers: Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """Return all parts in the order of the fields."""
+        return self.classes, self.joined, self.numbers
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Condition:
         """Return the condition with every tensor changed."""
-        return Condition(*(None if part is None else change(part) for part in (self.classes, self.joined)))
+        return Condition(*(None if part is None else change(part) for part in self.parts))
 
     def to(self, device: torch.device) -> Condition:
         """Return the condition on `device`, copied without waiting for the copy."""
@@ -36,7 +46,7 @@ class Condition:
 
     def beside(self, other: Condition) -> Condition:
         """Return one condition for this batch followed by the batch of `other`, which has the same parts."""
-        pairs = zip((self.classes, self.joined), (other.classes, other.joined), strict=True)
+        pairs = zip(self.parts, other.parts, strict=True)
         return Condition(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs))
 
     def joined_to(self, noisy: Tensor) -> Tensor:
@@ -46,7 +56,8 @@ class Condition:
     @property
     def arguments(self) -> dict[str, Tensor]:
         """Return what the network takes besides its input and the times."""
-        return {} if self.classes is None else {"class_labels": self.classes}
+        told = {"class_labels": self.classes, "numbers": self.numbers}
+        return {name: part for name, part in told.items() if part is not None}
 
 
 NOTHING = Condition()
@@ -56,7 +67,7 @@ NOTHING = Condition()
 def hidden(condition: Condition, s: ConditioningSettings) -> Condition:
     """Return the condition of the same shape that says nothing."""
     classes = None if condition.classes is None else torch.full_like(condition.classes, s.num_classes)
-    return Condition(classes, None if condition.joined is None else torch.zeros_like(condition.joined))
+    return replace(condition.map(torch.zeros_like), classes=classes)
 
 
 def some_hidden(condition: Condition, s: ConditioningSettings, draw: Callable[[str], Tensor]) -> Condition:
@@ -64,7 +75,7 @@ def some_hidden(condition: Condition, s: ConditioningSettings, draw: Callable[[s
 
     `draw` returns a uniform number in [0, 1) for each sample and purpose.
     """
-    several = len(s.dropouts) > 1
+    several = len(s.dropouts) > 1 or len(s.numbers.columns) > 1
     together, of_all = (draw("hide together") < TOGETHER, draw("hide all")) if several else (None, None)
 
     def is_hidden(purpose: str, dropout: float) -> Tensor:
@@ -77,9 +88,20 @@ def some_hidden(condition: Condition, s: ConditioningSettings, draw: Callable[[s
     if classes is not None:
         classes = torch.where(is_hidden("label", s.dropout), s.num_classes, classes)
     if joined is not None:
-        parts = list(joined.split([s.labels.num_joined], dim=1))
-        dropouts = [("label map", s.labels.dropout)]
-        for place, (purpose, dropout) in enumerate(dropouts):
-            parts[place] = parts[place] * (~is_hidden(purpose, dropout))[:, None, None, None, None]
+        of_labels = s.labels.num_joined
+        kinds = (
+            ("label map", s.labels.dropout, joined[:, :of_labels]),
+            ("volume", s.volume.dropout, joined[:, of_labels:]),
+        )
+        parts = [
+            part * (~is_hidden(purpose, dropout))[:, None, None, None, None]
+            for purpose, dropout, part in kinds
+            if part.shape[1]
+        ]
         joined = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-    return Condition(classes, joined)
+    numbers = condition.numbers
+    if numbers is not None:
+        columns = zip(s.numbers.columns, numbers.split(s.numbers.widths, dim=1), strict=True)
+        shown = [part * (~is_hidden(f"number {name}", s.numbers.dropout))[:, None] for name, part in columns]
+        numbers = torch.cat(shown, dim=1)
+    return Condition(classes, joined, numbers)

@@ -2,78 +2,201 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from data import DataSplit
-from data.pairs.label_maps import label_shares
-from data.pairs.pairs import Pairs
+from data import DataSplit, load_file, to_unit
+from data.pairs.label_maps import label_shares, mask_on_grid
+from data.pairs.numbers import NumberCode, code_of
+from data.pairs.pairs import Pairs, volume_reading
 from diffusion.conditioning.condition import Condition
-from diffusion.conditioning.kept import Read, keep
+from diffusion.conditioning.kept import keep
+from diffusion.conditioning.volumes import Encode, degraded, joined_volume
+from diffusion.frozen_autoencoder import weights_digest
+from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
-from settings import Settings
+from settings import DataSettings, Settings
 
-LABEL_MAP = "label map"
+LABEL_MAP, VOLUME = "label map", "volume"
 
 READING = {"orientation", "spacing", "voxel_size", "resize"}
 """The settings that decide where a voxel of a file lies on the network's grid."""
+
+ReadVariant = Callable[[int, int], Tensor]
+"""Returns the channels (C, D, H, W) of the condition of a volume by its number and that of the variant."""
 
 
 @dataclass(frozen=True)
 class Conditions:
     """How to read the conditions of the volumes, whose numbers are found by their names.
 
-    `joined` has a reader for each kind of condition that is joined to the noisy latent, whose grid is `grid`.
+    `joined` has a reader for each kind of condition that is joined to the noisy latent, whose grid is `grid`. The
+    channels of a volume are multiplied by `volume_scale`, which makes their standard deviation 1. `vectors` are the
+    numbers of all volumes in their `code`.
     """
 
     numbers: dict[str, int]
-    joined: dict[str, Read]
+    joined: dict[str, ReadVariant]
     grid: tuple[int, ...]
     digest: str
+    volume_scale: float = 1.0
+    code: NumberCode | None = None
+    vectors: Tensor | None = None
 
-    def of(self, names: Sequence[str]) -> Condition:
-        """Return the conditions of the volumes with these names, without their classes."""
-        return Condition(joined=torch.stack([self._joined(self.numbers[name]) for name in names]))
+    def of(self, names: Sequence[str], passes: Sequence[int] | None = None) -> Condition:
+        """Return the conditions of the volumes with these names, without their classes.
 
-    def _joined(self, number: int) -> Tensor:
-        return torch.cat([read(number) for read in self.joined.values()])
+        A volume whose condition has variants has another in each pass over the volumes, the first by default.
+        """
+        numbers = [self.numbers[name] for name in names]
+        joined = None
+        if self.joined:
+            pairs = zip(numbers, passes or [0] * len(names), strict=True)
+            joined = torch.stack([self._joined(number, variant) for number, variant in pairs])
+        return Condition(joined=joined, numbers=None if self.vectors is None else self.vectors[numbers])
 
-    def shown(self, name: str) -> list[tuple[str, Tensor]]:
-        """Return each kind of condition of a volume as a (D, H, W) volume in [0, 1], to look at."""
-        return [(kind, _shown(kind, read(self.numbers[name]))) for kind, read in self.joined.items()]
+    def _joined(self, number: int, variant: int) -> Tensor:
+        parts = [
+            scaled(read(number, variant), self.volume_scale) if kind == VOLUME else read(number, variant)
+            for kind, read in self.joined.items()
+        ]
+        return torch.cat(parts)
+
+    def shown(self, name: str, decode: Callable[[Tensor], Tensor] | None) -> list[tuple[str, Tensor]]:
+        """Return each kind of condition of a volume as a (D, H, W) volume in [0, 1], to look at.
+
+        `decode` turns the channels of a volume into a (C, D, H, W) volume; None if they are one.
+        """
+        pictures = []
+        for kind, read in self.joined.items():
+            joined = read(self.numbers[name], 0)
+            if kind == LABEL_MAP:
+                values = torch.linspace(0, 1, len(joined))
+                pictures.append((kind, torch.einsum("c,cdhw->dhw", values, joined)))
+            else:
+                pictures.append((kind, to_unit(joined[:-1] if decode is None else decode(joined[:-1]))[0].cpu()))
+        return pictures
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Return what is stored with the trained weights because sampling needs it."""
+        code = {} if self.code is None else {"numbers": self.code.model_dump(mode="json")}
+        return {"volume_scale": self.volume_scale, **code}
 
 
-def prepare_conditions(settings: Settings, pairs: Pairs, volumes: DataSplit, process: Process) -> Conditions | None:
+def scaled(joined: Tensor, scale: float) -> Tensor:
+    """Multiply the channels of a condition volume, but not the last, which says what is known."""
+    return torch.cat([joined[:-1] * scale, joined[-1:]])
+
+
+def prepare_conditions(
+    settings: Settings, pairs: Pairs, volumes: DataSplit, process: Process, codec: VolumeCodec
+) -> Conditions | None:
     """Make the conditions of all volumes that are not kept yet; None if volumes need no partners.
 
     They are kept on disk with `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as latents.
     """
-    conditioning = settings.ldm.conditioning
-    if not conditioning.needs_pairs:
+    if not settings.ldm.conditioning.needs_pairs:
         return None
-    on_disk = settings.ldm.latents.cache == "disk"
-    readers: dict[str, Read] = {}
-    grid = settings.latent_shape[1:]
+    readers: dict[str, ReadVariant] = {}
+    scale = 1.0
     if pairs.labels:
-        number = conditioning.labels.num_classes
-        reading = settings.data.model_dump(mode="json", include=READING)
-
-        def shares(index: int) -> Tensor:
-            return torch.from_numpy(label_shares(pairs.labels[index].path, number, settings.data, grid))
-
-        digests = [file.digest for file in pairs.labels]
-        key = ["labels", number, reading, list(grid)]
-        readers[LABEL_MAP] = keep(shares, digests, (number, *grid), key, on_disk, process, "label maps")
+        readers[LABEL_MAP] = _label_maps(settings, pairs, process)
+    if pairs.volumes:
+        readers[VOLUME] = _volumes(settings, pairs, process, codec)
+        scale = _scale(readers[VOLUME], len(volumes.train), process)
     names = [file.name for file in (*volumes.train, *volumes.val)]
-    return Conditions({name: place for place, name in enumerate(names)}, readers, grid, pairs.digest)
+    numbers = {name: place for place, name in enumerate(names)}
+    code = vectors = None
+    if pairs.numbers:
+        code = code_of(settings.ldm.conditioning.numbers, pairs.numbers, len(volumes.train))
+        vectors = torch.tensor([code.encode(row) for row in pairs.numbers])
+    return Conditions(numbers, readers, settings.latent_shape[1:], pairs.digest, scale, code, vectors)
 
 
-def _shown(kind: str, joined: Tensor) -> Tensor:
-    values = torch.linspace(0, 1, len(joined))
-    return torch.einsum("c,cdhw->dhw", values, joined)
+def _label_maps(settings: Settings, pairs: Pairs, process: Process) -> ReadVariant:
+    number, grid = settings.ldm.conditioning.labels.num_classes, settings.latent_shape[1:]
+
+    def shares(index: int) -> Tensor:
+        return torch.from_numpy(label_shares(pairs.labels[index].path, number, settings.data, grid))
+
+    digests = [file.digest for file in pairs.labels]
+    key = ["labels", number, reading_of(settings.data), list(grid)]
+    read = keep(shares, digests, (number, *grid), key, _is_on_disk(settings), process, "label maps")
+    return lambda number, variant: read(number)
+
+
+def _volumes(settings: Settings, pairs: Pairs, process: Process, codec: VolumeCodec) -> ReadVariant:
+    s, grid = settings.ldm.conditioning.volume, settings.latent_shape[1:]
+    data, variants = volume_reading(settings.data, s), s.degrade.variants
+    encode = encoder_of(settings, codec)
+
+    def channels(number: int) -> Tensor:
+        index, variant = divmod(number, variants)
+        file = pairs.volumes[index]
+        image, unknown = load_file(file, data).image, None
+        if s.is_from_target:
+            mask = torch.from_numpy(mask_on_grid(pairs.masks[index].path, data)) if pairs.masks else None
+            image, unknown = degraded(image, s.degrade, settings.seed, file.digest, variant, mask)
+        return joined_volume(image, unknown, encode, grid)
+
+    masks = [file.digest for file in pairs.masks] or [""] * len(pairs.volumes)
+    names = [
+        f"{file.digest} {mask} {variant}"
+        for file, mask in zip(pairs.volumes, masks, strict=True)
+        for variant in range(variants)
+    ]
+    shape = (s.num_joined(settings.autoencoder.latent_channels), *grid)
+    degrade = s.degrade.model_dump(mode="json", include={"downsample", "hole"}) if s.is_from_target else None
+    by = None if encode is None else [weights_digest(codec.autoencoder), codec.precision.name]
+    intensity = data.model_dump(mode="json", include={"intensity", "frame"})
+    key = [
+        "volume",
+        reading_of(data),
+        intensity,
+        list(grid),
+        by,
+        degrade,
+        settings.seed if s.degrade.has_hole else None,
+    ]
+    read = keep(channels, names, shape, key, _is_on_disk(settings), process, "condition volumes")
+    return lambda number, variant: read(number * variants + variant % variants)
+
+
+def encoder_of(settings: Settings, codec: VolumeCodec) -> Encode | None:
+    """Return what encodes condition volumes, or None if they are averaged as they are."""
+    if settings.ldm.conditioning.volume.encoding == "resample":
+        return None
+    return lambda image: codec.encode(image)[0].cpu()
+
+
+def _scale(read: ReadVariant, num_train: int, process: Process) -> float:
+    """Return 1 / standard deviation of the channels of all training volumes, but not of those that say what is known.
+
+    The result is the same for any number of processes: one fills each row, and the rows are added in order.
+    """
+    sums = torch.zeros(num_train, 3, dtype=torch.float64)
+    with process.together():
+        for number in range(process.rank, num_train, process.world_size):
+            values = read(number, 0)[:-1].double()
+            sums[number] = torch.tensor([values.numel(), float(values.sum()), float(values.square().sum())])
+    count, total, squares = (math.fsum(column) for column in process.sum(sums).T.tolist())
+    variance = squares / count - (total / count) ** 2
+    return 1 / math.sqrt(variance) if variance > 0 else 1.0
+
+
+def reading_of(s: DataSettings) -> dict[str, Any]:
+    """Return the settings that decide where a voxel lies, as plain values."""
+    return s.model_dump(mode="json", include=READING)
+
+
+def _is_on_disk(settings: Settings) -> bool:
+    return settings.ldm.latents.cache == "disk"
 
 
 def empty_condition(settings: Settings, batch_size: int) -> Condition:
@@ -82,4 +205,5 @@ def empty_condition(settings: Settings, batch_size: int) -> Condition:
     classes = torch.zeros(batch_size, dtype=torch.long) if conditioning.type == "class" else None
     number = conditioning.num_joined(settings.autoencoder.latent_channels)
     joined = torch.zeros(batch_size, number, *settings.latent_shape[1:]) if number else None
-    return Condition(classes, joined)
+    width = sum(conditioning.numbers.widths)
+    return Condition(classes, joined, torch.zeros(batch_size, width) if width else None)

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from data.discovery import expanded
 from data.formats import SUFFIXES, suffix_of
-from data.geometry import Geometry, geometry_of
-from data.pairs.label_maps import label_problem, label_shares
+from data.geometry import geometry_of
+from data.pairs.label_maps import label_problem, label_shares, mask_problem
+from data.pairs.numbers import NumberCode
 from data.pairs.pairs import LABELS, label_reading
+from data.pairs.space import Space, Unknown, mask_of, space_of_volume
 from data.reading import measure
 from diffusion.conditioning.condition import Condition
-from diffusion.conditioning.conditions import empty_condition
+from diffusion.conditioning.conditions import empty_condition, encoder_of, scaled
+from diffusion.conditioning.volumes import joined_volume, without
+from diffusion.volume_codec import VolumeCodec
 from settings import DataError, Settings, UserError
 from storage.names import printable
+
+
+@dataclass(frozen=True)
+class GivenFiles:
+    """What a command is given: a file or a folder for each kind of condition, or None."""
+
+    labels: str | None = None
+    condition: str | None = None
+    mask: str | None = None
 
 
 @dataclass(frozen=True)
@@ -27,64 +40,148 @@ class GivenCondition:
 
     name: str
     joined: Tensor
-    geometry: Geometry
+    space: Space
 
-    def condition(self, settings: Settings, number: int, label: int | None = None) -> Condition:
-        """Return the condition of `number` samples of the case."""
-        nothing = empty_condition(settings, number)
-        classes = None if nothing.classes is None else torch.full_like(nothing.classes, _class(settings, label))
-        return replace(nothing, classes=classes, joined=self.joined.expand(number, -1, -1, -1, -1))
-
-    def restored(self, voxels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Bring a (C, D, H, W) volume from the network's grid back to that of the files; return it with its affine."""
-        return np.ascontiguousarray(self.geometry.to_file_grid(voxels)), self.geometry.affine
+    def condition(self, settings: Settings, label: int | None = None) -> Condition:
+        """Return the condition of one sample of the case; without a label its class is hidden."""
+        nothing = empty_condition(settings, 1)
+        classes = nothing.classes
+        if classes is not None:
+            classes = torch.full_like(classes, settings.ldm.conditioning.num_classes if label is None else label)
+        return replace(nothing, classes=classes, joined=self.joined[None])
 
 
-def _class(settings: Settings, label: int | None) -> int:
-    return settings.ldm.conditioning.num_classes if label is None else label
-
-
-def given_conditions(settings: Settings, labels: str | None) -> list[GivenCondition]:
+def given_conditions(
+    settings: Settings, given: GivenFiles, codec: VolumeCodec, volume_scale: float
+) -> list[GivenCondition]:
     """Return the cases of the files that a command is given, in the order of their names; empty without files.
 
-    Raises `UserError` if the run was not trained on such files, and DataError, naming the file, if one does not suit.
+    Files of different kinds belong together if they have the same name; a single file belongs to any. Raises
+    `UserError` if the run was not trained on such files, and DataError, naming the file, if one does not suit.
     """
-    conditioning = settings.ldm.conditioning
-    if labels is None:
-        if conditioning.labels.num_classes and not conditioning.labels.dropout:
+    _check_options(settings, given)
+    s = settings.ldm.conditioning
+    maps = _files_of(given.labels, "--labels")
+    volumes = _files_of(given.condition, "--condition")
+    masks = _files_of(given.mask, "--mask")
+    names = sorted({**maps, **volumes}) if len(maps) != 1 or len(volumes) != 1 else sorted(volumes)
+    cases = []
+    for name in names:
+        parts, space = [], None
+        if s.labels.num_classes:
+            path = _partner(name, maps, "--labels")
+            part, space = (torch.zeros(s.labels.num_joined, *settings.latent_shape[1:]), None)
+            if path is not None:
+                part, space = _label_map(path, settings)
+            parts.append(part)
+        if s.volume.is_used:
+            path, mask = _partner(name, volumes, "--condition"), _partner(name, masks, "--mask")
+            number = s.volume.num_joined(settings.autoencoder.latent_channels)
+            part = torch.zeros(number, *settings.latent_shape[1:])
+            if path is not None:
+                part, space = _volume(path, mask, settings, codec)
+                part = scaled(part, volume_scale)
+            parts.append(part)
+        assert space is not None, "a case has at least one file"
+        cases.append(GivenCondition(name, torch.cat(parts), space))
+    return cases
+
+
+def given_numbers(asked: Sequence[str], code: NumberCode | None) -> Tensor | None:
+    """Return the coded numbers (1, N) of texts such as age=63, others hidden; None if the run has no numbers."""
+    if code is None:
+        if asked:
+            raise UserError(f"--number: {printable(asked[0])}, but the run was trained without numbers; leave it out")
+        return None
+    known = code.columns
+    values: dict[str, str] = {}
+    for text in asked:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or name not in known or name in values:
+            what = "given twice" if name in values else "not a number of the run"
             raise UserError(
-                "--labels: not given, but the run was trained with a label map for every volume "
-                "(ldm.conditioning.labels.dropout: 0); give a label map or a folder of them"
+                f"--number: {printable(text)}, {what}; allowed: {', '.join(map(printable, known))}, each once; write "
+                f"{printable(known[0])}=VALUE"
             )
-        return []
-    if not conditioning.labels.num_classes:
-        raise UserError("--labels: the run was trained without label maps; leave it out")
-    return [_label_map(path, settings) for path in files_of(labels, "--labels")]
+        values[name] = value
+    try:
+        return torch.tensor([code.encode(values)])
+    except ValueError as error:
+        raise UserError(f"--number: {error}; correct it") from None
 
 
-def files_of(place: str, option: str) -> list[Path]:
-    """Return the volume file that an option names, or those of the folder that it names."""
+def _check_options(settings: Settings, given: GivenFiles) -> None:
+    """Raise `UserError` if an option is given that the run cannot use, or left out that it needs."""
+    s = settings.ldm.conditioning
+    kinds = (
+        ("--labels", given.labels, s.labels.num_classes > 0, s.labels.dropout, "label maps"),
+        ("--condition", given.condition, s.volume.is_used, s.volume.dropout, "condition volumes"),
+        ("--mask", given.mask, s.volume.fills, 1.0, "holes to fill"),
+    )
+    for option, place, is_used, dropout, what in kinds:
+        if place is not None and not is_used:
+            raise UserError(f"{option}: the run was trained without {what}; leave it out")
+        if place is None and is_used and not dropout:
+            raise UserError(
+                f"{option}: not given, but the run was trained with {what} for every volume (dropout: 0); give a file "
+                "or a folder of them"
+            )
+    if s.volume.fills and (given.condition is None) != (given.mask is None):
+        missing = "--mask" if given.mask is None else "--condition"
+        raise UserError(
+            f"{missing}: not given; the run fills what a mask says is unknown in a volume; give both --condition and "
+            "--mask"
+        )
+
+
+def _files_of(place: str | None, option: str) -> dict[str, Path]:
+    """Return the volume file that an option names, or those of the folder that it names, by name without its ending."""
+    if place is None:
+        return {}
     path = expanded(place)
+    found = [path] if path.is_file() else []
     if path.is_dir():
         found = sorted(item for item in path.iterdir() if suffix_of(item.name) and not item.name.startswith("."))
-        if found:
-            return found
-    elif path.is_file():
-        return [path]
+    if found:
+        named = {item.name[: len(item.name) - len(suffix_of(item.name) or "")]: item for item in found}
+        if len(named) == len(found):
+            return named
+        raise UserError(
+            f"{option}: {printable(place)} has two files of one name but for the ending; remove one of them"
+        )
     what = "holds no volume" if path.is_dir() else "does not exist"
     raise UserError(f"{option}: {printable(place)} {what}; a file ({' '.join(SUFFIXES)}) or a folder of them is needed")
 
 
-def _label_map(path: Path, settings: Settings) -> GivenCondition:
+def _partner(name: str, files: dict[str, Path], option: str) -> Path | None:
+    """Return the file of a case: the one of its name, or the only one."""
+    if not files or name in files:
+        return files.get(name)
+    if len(files) == 1:
+        return next(iter(files.values()))
+    raise UserError(f"{option}: no file named {printable(name)} as the other files of the case are; add or rename it")
+
+
+def _label_map(path: Path, settings: Settings) -> tuple[Tensor, Space]:
     number = settings.ldm.conditioning.labels.num_classes
     _, facts = measure(path, label_reading(settings.data, number))
     problem = label_problem(path, facts, number, LABELS)
     if problem is not None:
         raise DataError(problem)
     shares = label_shares(path, number, settings.data, settings.latent_shape[1:])
-    return GivenCondition(stem_of(path), torch.from_numpy(shares), geometry_of(facts.header, settings.data))
+    return torch.from_numpy(shares), Space(geometry_of(facts.header, settings.data))
 
 
-def stem_of(path: Path) -> str:
-    """Return a file's name without the ending of its type."""
-    return path.name[: len(path.name) - len(suffix_of(path.name) or "")]
+def _volume(path: Path, mask: Path | None, settings: Settings, codec: VolumeCodec) -> tuple[Tensor, Space]:
+    s = settings.ldm.conditioning.volume
+    image, space = space_of_volume(path, settings.data, s)
+    unknown: Unknown | None = None
+    if mask is not None:
+        _, facts = measure(mask, label_reading(settings.data, 2))
+        problem = mask_problem(mask, facts)
+        if problem is not None:
+            raise DataError(problem)
+        unknown = mask_of(mask, path, settings.data)
+        image, space = without(image, unknown.on_grid), replace(space, unknown=unknown.in_file)
+    on_grid = None if unknown is None else unknown.on_grid
+    return joined_volume(image, on_grid, encoder_of(settings, codec), settings.latent_shape[1:]), space

@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
-from settings.conditioning.sections import ConditioningSettings, LabelMapSettings
+from settings.conditioning.sections import (
+    TARGET,
+    ConditioningSettings,
+    DegradeSettings,
+    LabelMapSettings,
+    NumberSettings,
+    VolumeSettings,
+)
 
-__all__ = ["ConditioningSettings", "LabelMapSettings"]
+__all__ = [
+    "TARGET",
+    "ConditioningSettings",
+    "DegradeSettings",
+    "LabelMapSettings",
+    "NumberSettings",
+    "VolumeSettings",
+]

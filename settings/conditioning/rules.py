@@ -10,12 +10,14 @@ from storage.names import counted
 
 if TYPE_CHECKING:
     from settings.ldm import LdmSettings
+    from settings.root import Settings
 
 Found = Iterator[tuple[Problem, tuple[str, ...]]]
 
 
-def conditioning_problems(ldm: LdmSettings) -> Found:
+def conditioning_problems(settings: Settings) -> Found:
     """Yield each problem with the other keys involved."""
+    ldm = settings.ldm
     conditioning = ldm.conditioning
     if conditioning.type == "class" and conditioning.num_classes < 2:
         found = f"{counted(conditioning.num_classes, 'class')} for conditioning type class"
@@ -25,6 +27,8 @@ def conditioning_problems(ldm: LdmSettings) -> Found:
             ("ldm.conditioning.type",),
         )
     yield from _label_maps(ldm)
+    yield from _volume(settings)
+    yield from _numbers(ldm)
     yield from _guidance(ldm)
 
 
@@ -39,6 +43,67 @@ def _label_maps(ldm: LdmSettings) -> Found:
     if labels.source is not None and not labels.num_classes:
         remedy = "set it to the number of label values with the background, or source: null"
         yield Problem(f"{where}.num_classes", "0 with a source of label maps", "", remedy), (f"{where}.source",)
+
+
+def _volume(settings: Settings) -> Found:
+    where, volume = "ldm.conditioning.volume", settings.ldm.conditioning.volume
+    degrade, channels = volume.degrade, settings.autoencoder.in_channels
+    if volume.is_used and volume.source is None:
+        remedy = "set it to the folder of the other volumes or to target, or encoding: none"
+        found = f"null with encoding {volume.encoding}"
+        yield Problem(f"{where}.source", found, "", remedy), (f"{where}.encoding",)
+    if volume.source is not None and not volume.is_used:
+        remedy = "set autoencoder or resample, or source: null"
+        yield Problem(f"{where}.encoding", "none with a source of volumes", "", remedy), (f"{where}.source",)
+    needs_same = volume.encoding == "autoencoder" or volume.is_from_target
+    if volume.is_used and needs_same and volume.num_channels != channels:
+        found = f"{volume.num_channels}, and autoencoder.in_channels is {channels}"
+        why = "the frozen autoencoder encodes" if volume.encoding == "autoencoder" else "the volumes to learn have"
+        yield (
+            Problem(f"{where}.num_channels", found, f"allowed: {channels}, which {why}", f"set {channels}"),
+            (f"{where}.encoding", f"{where}.source", "autoencoder.in_channels"),
+        )
+    takes = [
+        name
+        for name, is_asked in (
+            ("downsample", any(factor > 1 for factor in degrade.downsample)),
+            ("hole", degrade.has_hole),
+            ("masks", degrade.masks is not None),
+        )
+        if is_asked
+    ]
+    sources = (f"{where}.source", *(f"{where}.degrade.{name}" for name in takes))
+    if takes and not volume.is_from_target:
+        found = f"{', '.join(takes)} without source: target, so there is nothing to take it from"
+        yield Problem(f"{where}.degrade", found, "", "set source: target with an encoding, or take it out"), sources
+    if volume.is_from_target and len(takes) != 1:
+        found = "nothing is taken from the target" if not takes else f"{' and '.join(takes)} at once"
+        remedy = "set one of downsample, hole and masks"
+        yield Problem(f"{where}.degrade", found, "allowed: one of the three", remedy), sources
+    grid = settings.data.voxel_size
+    if any(n % factor for n, factor in zip(grid, degrade.downsample, strict=True)):
+        found = f"{list(degrade.downsample)} does not divide data.voxel_size {list(grid)}"
+        yield Problem(f"{where}.degrade.downsample", found, "", "change one of the two"), ("data.voxel_size",)
+    if degrade.has_hole and not all(0 < size < n for size, n in zip(degrade.hole, grid, strict=True)):
+        found = f"{list(degrade.hole)} on a grid of {list(grid)} voxels"
+        allowed = "allowed: at least 1 along each axis, and smaller than the grid"
+        yield Problem(f"{where}.degrade.hole", found, allowed, "change it"), ("data.voxel_size",)
+
+
+def _numbers(ldm: LdmSettings) -> Found:
+    where, numbers = "ldm.conditioning.numbers", ldm.conditioning.numbers
+    if numbers.columns and numbers.table is None:
+        remedy = "set it to the CSV file that has them, or take the columns out"
+        found = f"null with columns {', '.join(numbers.columns)}"
+        yield Problem(f"{where}.table", found, "", remedy), (f"{where}.continuous", f"{where}.categorical")
+    if numbers.table is not None and not numbers.columns:
+        remedy = "name columns in continuous or categorical, or set table: null"
+        yield Problem(f"{where}.continuous", "no columns for the table", "", remedy), (f"{where}.table",)
+    names = [name.lower() for name in numbers.columns]
+    twice = next((name for name in names if names.count(name) > 1 or name == "file"), None)
+    if twice is not None:
+        found = f"column {twice} " + ("names the volumes" if twice == "file" else "named twice")
+        yield Problem(f"{where}.continuous", found, "", "take it out"), (f"{where}.categorical",)
 
 
 def _guidance(ldm: LdmSettings) -> Found:

@@ -2,14 +2,88 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from settings.section import FREE, PathText, Section, key, section
+from pydantic import Field
+
+from settings.data import IntensitySettings
+from settings.section import FREE, LARGEST_AXIS, WITHOUT_NUL, Count, PathText, Section, Triple, key, section
 
 _SOURCE = (
     "a folder whose files have the names of the volumes, a CSV file with columns file and {column}, or key:NAME of "
     "data.source's dataset.json"
 )
+
+
+TARGET = "target"
+"""The source of condition volumes that are made from the volumes to learn."""
+
+Sizes = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=LARGEST_AXIS)], ...], Field(strict=False, min_length=3, max_length=3)
+]
+
+
+class DegradeSettings(Section):
+    """What a condition that is made from its target lacks."""
+
+    downsample: Triple = key(
+        (1, 1, 1), "Voxels that are averaged to one along each axis; the network learns to undo it."
+    )
+    hole: Sizes = key((0, 0, 0), "Size in voxels of a box that is cut out; the network learns to fill it; 0: none.")
+    num_holes: Count = key(4, "Different holes in each volume, which take turns from pass to pass.", le=1024)
+    masks: PathText | None = key(
+        None, f"Masks of what is cut out instead of a box, above 0 there: {_SOURCE.format(column='masks')}.", FREE
+    )
+
+    @property
+    def has_hole(self) -> bool:
+        """Return whether a box is cut out."""
+        return any(self.hole)
+
+    @property
+    def variants(self) -> int:
+        """Return the number of different conditions of one volume."""
+        return self.num_holes if self.has_hole else 1
+
+
+class VolumeSettings(Section):
+    """Another volume of the same case, joined to the noisy latent with a channel that says which part is known."""
+
+    encoding: Literal["none", "autoencoder", "resample"] = key(
+        "none",
+        "How a volume gets to the latent grid: encoded by the frozen autoencoder, or averaged as it is; none: unused.",
+    )
+    source: PathText | None = key(
+        None,
+        f"The other volumes: {_SOURCE.format(column='volume')}; or target: each is made from the volume to learn by "
+        "degrade.",
+        FREE,
+    )
+    num_channels: Count = key(1, "Channels of the other volumes.", le=1024)
+    intensity: IntensitySettings = section(IntensitySettings, "Intensity scaling of the other volumes.")
+    degrade: DegradeSettings = section(DegradeSettings, "What is taken from the target, if the source is target.")
+    dropout: float = key(0.1, "Fraction of the volumes hidden in training; guidance needs it.", ge=0, lt=1)
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether samples are conditioned on a volume."""
+        return self.encoding != "none"
+
+    @property
+    def is_from_target(self) -> bool:
+        """Return whether the condition is made from the volume to learn."""
+        return self.is_used and self.source == TARGET
+
+    @property
+    def fills(self) -> bool:
+        """Return whether a part of the condition is unknown, which samples fill."""
+        return self.is_from_target and (self.degrade.has_hole or self.degrade.masks is not None)
+
+    def num_joined(self, latent_channels: int) -> int:
+        """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
+        if not self.is_used:
+            return 0
+        return 1 + (latent_channels if self.encoding == "autoencoder" else self.num_channels)
 
 
 class LabelMapSettings(Section):
@@ -30,6 +104,32 @@ class LabelMapSettings(Section):
         return self.num_classes
 
 
+Columns = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=100, pattern=WITHOUT_NUL)], ...],
+    Field(strict=False, max_length=64),
+]
+
+
+class NumberSettings(Section):
+    """Columns of a table, embedded and added to the embedding of the timestep."""
+
+    table: PathText | None = key(None, "A CSV file with a column file and those named below; null: none.", FREE)
+    continuous: Columns = key((), "Columns of numbers, such as age; standardised by the training volumes.")
+    categorical: Columns = key((), "Columns of words, such as sex or scanner.")
+    max_categories: Count = key(16, "Room for different words in each categorical column.", le=4096)
+    dropout: float = key(0.1, "Fraction of the values hidden in training, one by one; guidance needs it.", ge=0, lt=1)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of all columns in the order of their code."""
+        return (*self.continuous, *self.categorical)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Return the length of each column's code: a value and whether it is given, or a place for each word."""
+        return (2,) * len(self.continuous) + (self.max_categories,) * len(self.categorical)
+
+
 class ConditioningSettings(Section):
     """What samples are conditioned on: any combination of a class and the subsections."""
 
@@ -37,6 +137,8 @@ class ConditioningSettings(Section):
     num_classes: int = key(0, "Number of classes in the data; required if the type is class.", ge=0, le=65_536)
     dropout: float = key(0.1, "Fraction of class labels hidden in training; guidance needs it.", ge=0, lt=1)
     labels: LabelMapSettings = section(LabelMapSettings, "Label maps as conditions.")
+    volume: VolumeSettings = section(VolumeSettings, "Other volumes as conditions.")
+    numbers: NumberSettings = section(NumberSettings, "Columns of a table as conditions.")
 
     @property
     def dropouts(self) -> dict[str, float]:
@@ -44,6 +146,8 @@ class ConditioningSettings(Section):
         kinds = {
             "ldm.conditioning": (self.type == "class", self.dropout),
             "ldm.conditioning.labels": (self.labels.num_classes > 0, self.labels.dropout),
+            "ldm.conditioning.volume": (self.volume.is_used, self.volume.dropout),
+            "ldm.conditioning.numbers": (bool(self.numbers.columns), self.numbers.dropout),
         }
         return {where: dropout for where, (is_used, dropout) in kinds.items() if is_used}
 
@@ -55,8 +159,8 @@ class ConditioningSettings(Section):
     @property
     def needs_pairs(self) -> bool:
         """Return whether each volume needs more than its own file and its class."""
-        return self.labels.num_classes > 0
+        return self.labels.num_classes > 0 or self.volume.is_used or bool(self.numbers.columns)
 
     def num_joined(self, latent_channels: int) -> int:
         """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
-        return self.labels.num_joined
+        return self.labels.num_joined + self.volume.num_joined(latent_channels)

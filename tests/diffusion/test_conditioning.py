@@ -21,6 +21,9 @@ from training.ldm_step import LatentDiffusionStep
 
 CPU = Process(torch.device("cpu"))
 LABELS: dict[str, Any] = {"labels": {"source": "maps", "num_classes": 4, "dropout": 0.25}}
+NUMBERS: dict[str, Any] = {
+    "numbers": {"table": "t", "continuous": ["age"], "categorical": ["sex"], "max_categories": 3, "dropout": 0.4}
+}
 BOTH: dict[str, Any] = {"type": "class", "num_classes": 3, "dropout": 0.5, **LABELS}
 
 
@@ -50,7 +53,7 @@ def test_joined_channels_are_further_inputs_and_all_keys_stay(tiny_values):
 def test_accumulated_micro_batches_with_conditions_have_the_gradients_of_one(tiny_values, batch_size):
     found = []
     for size in (4, batch_size):
-        step = make_step(tiny_values, BOTH)
+        step = make_step(tiny_values, BOTH | NUMBERS)
         shape = step.settings.latent_shape
         mean = torch.randn((4, *shape), generator=torch.Generator().manual_seed(3))
         joined = shares(4, *shape[1:])
@@ -58,7 +61,7 @@ def test_accumulated_micro_batches_with_conditions_have_the_gradients_of_one(tin
             LatentBatch(
                 *(mean[part], 0.1 * mean[part].abs(), tuple(range(4))[part], torch.tensor([0, 1, 2, 0])[part]),
                 ("a",) * size,
-                Condition(joined=joined[part]),
+                Condition(joined=joined[part], numbers=torch.linspace(-1, 1, 20).view(4, 5)[part]),
             )
             for part in (slice(start, start + size) for start in range(0, 4, size))
         ]
@@ -84,6 +87,41 @@ def test_each_condition_is_hidden_with_its_own_probability_and_often_together():
     assert 0.16 < (no_class & no_map).double().mean() < 0.215
     assert (no_map & ~no_class).any()
     assert (no_class & ~no_map).any()
+
+
+def test_each_number_is_hidden_by_itself_and_all_often_together():
+    s = ConditioningSettings.model_validate(NUMBERS)
+    number, noise = 4000, SampleNoise(2, CPU.device)
+    found = some_hidden(Condition(numbers=torch.ones(number, 5)), s, lambda p: noise.uniform(p, range(number))).numbers
+    assert found is not None
+    no_age, no_sex = (found[:, :2] == 0).all(dim=1), (found[:, 2:] == 0).all(dim=1)
+    assert torch.equal(no_age, (found[:, :2] == 0).any(dim=1))
+    assert torch.equal(no_sex, (found[:, 2:] == 0).any(dim=1))
+    assert 0.36 < no_age.double().mean() < 0.44
+    assert 0.36 < no_sex.double().mean() < 0.44
+    # 0.5 * 0.4 + 0.5 * 0.4 * 0.4 of all.
+    assert 0.24 < (no_age & no_sex).double().mean() < 0.32
+
+
+def test_numbers_add_their_embedding_and_nothing_else(tiny_values):
+    plain, step = make_step(tiny_values, {}), make_step(tiny_values, NUMBERS)
+    new = step.unet.state_dict().keys() - plain.unet.state_dict().keys()
+    assert new == {f"number_embedding.{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias")}
+    grid = step.settings.latent_shape[1:]
+    noisy, times, numbers = torch.randn(2, 3, *grid), torch.tensor([3, 500]), torch.randn(2, 5)
+    # Convolutions that begin at zero would hide the embedding.
+    for parameter in plain.unet.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    step.unet.load_state_dict(plain.unet.state_dict(), strict=False)
+    layers = step.unet.number_embedding
+    assert layers is not None
+    with torch.no_grad():
+        told, other = (step.unet(noisy, times, numbers=part) for part in (numbers, 2 * numbers))
+        layers[2].weight.zero_()  # type: ignore[index]
+        layers[2].bias.zero_()  # type: ignore[index]
+        torch.testing.assert_close(step.unet(noisy, times, numbers=numbers), plain.unet(noisy, times))
+    assert (told - other).abs().max() > 1e-4
 
 
 def test_a_class_alone_is_hidden_by_the_same_draws_as_ever():

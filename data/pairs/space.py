@@ -1,0 +1,122 @@
+"""The space of a condition, which its samples are written in: grid, affine, intensities, and what is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.files.header import Header
+from data.formats import read_stored
+from data.geometry import Geometry, geometry_of, regridded
+from data.intensity import scale_to_network
+from data.pairs.label_maps import mask_on_grid
+from data.pairs.pairs import volume_problem, volume_reading
+from data.reading import measure
+from settings import DataError
+from settings.conditioning import VolumeSettings
+from settings.data import DataSettings
+from storage.names import printable
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What is unknown of a volume: bool on the network's grid (D, H, W) and on the file's."""
+
+    on_grid: Tensor
+    in_file: np.ndarray
+
+
+@dataclass(frozen=True)
+class Space:
+    """Where a condition lies.
+
+    `lower` and `upper` are its intensities if its samples have the same, as they have if it is made from its target.
+    Then `voxels` are those of its file (C, X, Y, Z), and samples keep them: wherever `unknown` is False, or, if each
+    stands for a block of `factors` voxels of the sample, as the mean of the block.
+    """
+
+    geometry: Geometry
+    lower: tuple[float, ...] | None = None
+    upper: tuple[float, ...] | None = None
+    voxels: np.ndarray | None = None
+    unknown: np.ndarray | None = None
+    factors: tuple[int, ...] = (1, 1, 1)
+
+    def restored(self, unit: np.ndarray, lower: tuple[float, ...], upper: tuple[float, ...]) -> np.ndarray:
+        """Return a sample (C, D, H, W) in [0, 1] on the file's grid; `lower` and `upper` are the training set's."""
+        low, high = (
+            np.array(ends, np.float32)[:, None, None, None] for ends in (self.lower or lower, self.upper or upper)
+        )
+        result = self.geometry.to_file_grid(unit * 2 - 1)
+        result = (result / 2 + 0.5) * (high - low) + low
+        if self.voxels is not None and self.unknown is not None:
+            result = np.where(self.unknown, result, self.voxels)
+        elif self.voxels is not None and self.factors != (1, 1, 1):
+            result = result + _repeated(self.voxels - _block_means(result, self.factors), self.factors)
+        return np.ascontiguousarray(result, dtype=np.float32)
+
+
+def space_of_volume(path: Path, data: DataSettings, s: VolumeSettings) -> tuple[Tensor, Space]:
+    """Read a condition volume onto the network's grid (C, D, H, W); return it with its space.
+
+    A file of lower resolution than its target is first interpolated to the target's voxels.
+    """
+    reading = volume_reading(data, s)
+    stored, facts = measure(path, reading)
+    problem = volume_problem(path, facts, reading, s.num_channels)
+    if problem is not None:
+        raise DataError(problem)
+    voxels, header, factors = stored.values(stored.array), facts.header, (1, 1, 1)
+    if s.is_from_target and any(factor > 1 for factor in s.degrade.downsample):
+        axes = geometry_of(header, reading).axes
+        by_axis = dict(zip(axes, s.degrade.downsample, strict=True))
+        factors = (by_axis[0], by_axis[1], by_axis[2])
+        header = _finer(header, factors)
+    geometry = geometry_of(header, reading)
+    oriented = geometry.oriented(regridded(voxels, header.shape) if factors != (1, 1, 1) else voxels)
+
+    def planes(part: slice) -> np.ndarray:
+        values = np.array(oriented[..., part], dtype=np.float32)
+        for channel, low, high in zip(values, facts.lower, facts.upper, strict=True):
+            scale_to_network(channel, low, high)
+        return values
+
+    image = torch.from_numpy(geometry.to_network_grid(facts.num_channels, planes))
+    if not s.is_from_target:
+        return image, Space(geometry)
+    return image, Space(geometry, facts.lower, facts.upper, voxels, None, factors)
+
+
+def mask_of(path: Path, volume: Path, data: DataSettings) -> Unknown:
+    """Read a mask, above 0 where the volume is unknown; raise DataError unless it has the volume's shape."""
+    stored, header = read_stored(path)
+    _, of_volume = read_stored(volume)
+    if header.shape != of_volume.shape:
+        raise DataError(
+            f"{printable(path)}: {' x '.join(map(str, header.shape))} voxels, and {printable(volume)} has "
+            f"{' x '.join(map(str, of_volume.shape))}; a mask needs the shape of its volume; resample it"
+        )
+    return Unknown(torch.from_numpy(mask_on_grid(path, data)), stored.values(stored.array)[0] > 0)
+
+
+def _finer(header: Header, factors: tuple[int, int, int]) -> Header:
+    """Return the header of the same volume with each voxel divided into blocks of `factors` voxels."""
+    x, y, z = (n * factor for n, factor in zip(header.shape, factors, strict=True))
+    division = np.diag([*(1 / factor for factor in factors), 1.0])
+    division[:3, 3] = [(1 / factor - 1) / 2 for factor in factors]
+    return replace(header, shape=(x, y, z), axes=(x, y, z), affine=header.affine @ division)
+
+
+def _block_means(voxels: np.ndarray, factors: tuple[int, ...]) -> np.ndarray:
+    shape = [part for n, factor in zip(voxels.shape[1:], factors, strict=True) for part in (n // factor, factor)]
+    return voxels.reshape(len(voxels), *shape).mean(axis=(2, 4, 6))
+
+
+def _repeated(voxels: np.ndarray, factors: tuple[int, ...]) -> np.ndarray:
+    for axis, factor in enumerate(factors, start=1):
+        voxels = np.repeat(voxels, factor, axis=axis)
+    return voxels

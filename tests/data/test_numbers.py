@@ -1,0 +1,58 @@
+"""Columns of a table as conditions: every problem named, coded by the training volumes, hidden as zeros."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data.pairs.numbers import NumberCode, code_of, read_numbers
+from data.volumes import VolumeFile
+from settings import DataError
+from settings.conditioning import NumberSettings
+
+
+def settings(**values) -> NumberSettings:
+    return NumberSettings.model_validate(
+        {"table": "people.csv", "continuous": ["Age"], "categorical": ["sex"], "max_categories": 3, **values}
+    )
+
+
+def files(*names: str) -> list[VolumeFile]:
+    return [VolumeFile(Path(name), name) for name in names]
+
+
+def test_values_are_standardised_by_the_training_volumes_and_words_have_places(tmp_path):
+    Path("people.csv").write_text("file,sex,age,other\nb.nii,M,70,x\nsub/a.nii,F,50,y\nc.nii,X,1000,z\n")
+    s = settings()
+    rows, problems = read_numbers(s, files("sub/a.nii", "folder/b.nii", "c.nii"))
+    assert problems == []
+    code = NumberCode.model_validate_json(code_of(s, rows, 2).model_dump_json())
+    assert code.continuous == (("Age", 60.0, 10.0),)
+    assert code.encode(rows[0]) == [-1.0, 1.0, 1.0, 0.0, 0.0]
+    assert code.encode(rows[1]) == [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert code.encode({"sex": "X"}) == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert code.encode({}) == [0.0] * sum(s.widths)
+    with pytest.raises(ValueError, match="sex=Y is none of F, M, X"):
+        code.encode({"sex": "Y"})
+    with pytest.raises(ValueError, match="Age=old is not a number"):
+        code.encode({"Age": "old"})
+
+
+def test_every_missing_doubled_and_wrong_row_is_named(tmp_path):
+    Path("people.csv").write_text("file,sex,age\na,F,5\na,M,6\nb,,7\nc,M,old\nd,N,inf\ne,O,1\nf,P,2\n")
+    _, problems = read_numbers(settings(), files(*"abcdefg"))
+    text = "\n".join(problems)
+    assert "a: 2 rows in ldm.conditioning.numbers.table: people.csv" in text
+    assert "b: sex is empty in " in text
+    assert "c: Age is old, which is not a finite number" in text
+    assert "d: Age is inf, which is not a finite number" in text
+    assert "g: no row in " in text
+    assert "column sex has 5 different values; ldm.conditioning.numbers.max_categories allows 3" in text
+    assert len(problems) == 6
+
+
+def test_a_table_without_the_columns_is_refused(tmp_path):
+    Path("people.csv").write_text("file,age\na,1\n")
+    with pytest.raises(DataError, match="has the columns file, age; file, Age, sex are needed, once each; add sex"):
+        read_numbers(settings(), files("a"))

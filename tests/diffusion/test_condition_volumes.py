@@ -1,0 +1,130 @@
+"""Condition volumes: what is taken from the target, how the rest reaches the latent grid, and what samples keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from data.formats import write_nifti
+from data.pairs.space import mask_of, space_of_volume
+from diffusion.conditioning.volumes import degraded, hole_mask, joined_volume, lowered
+from settings import DataError
+from settings.conditioning import DegradeSettings, VolumeSettings
+from tests.data.small_volumes import build_settings, random_voxels, read_volume
+
+TURNED = np.array([[0, -2.5, 0, 4], [2.0, 0, 0, -10], [0, 0, 3.0, 5], [0, 0, 0, 1]])
+
+
+def test_a_lowered_volume_keeps_what_is_linear_and_its_means_are_those_of_the_blocks():
+    ramp = torch.arange(8.0).view(1, 1, 8, 1).expand(1, 4, 8, 4).contiguous()
+    found = lowered(ramp, (1, 2, 1))
+    torch.testing.assert_close(found[:, :, 1:-1], ramp[:, :, 1:-1])
+    noise = torch.randn(2, 4, 8, 4, generator=torch.Generator().manual_seed(0))
+    coarse = torch.nn.functional.avg_pool3d(noise[None], (2, 2, 1))[0]
+    torch.testing.assert_close(lowered(noise, (2, 2, 1)).mean(), coarse.mean(), atol=0.1, rtol=0)
+    assert torch.equal(lowered(noise, (1, 1, 1)), noise)
+
+
+def test_a_hole_has_its_size_and_depends_on_seed_volume_and_variant():
+    places = set()
+    for seed, digest, variant in [(1, "a", 0), (1, "a", 1), (1, "b", 0), (2, "a", 0)]:
+        mask = hole_mask((12, 10, 8), (5, 4, 3), seed, digest, variant)
+        corners = mask.nonzero()
+        assert (corners.max(dim=0).values - corners.min(dim=0).values + 1).tolist() == [5, 4, 3]
+        assert mask.sum() == 5 * 4 * 3
+        assert torch.equal(mask, hole_mask((12, 10, 8), (5, 4, 3), seed, digest, variant))
+        places.add(tuple(corners[0].tolist()))
+    assert len(places) > 1
+
+
+def test_nothing_of_the_target_is_left_in_a_hole():
+    image = torch.rand(1, 8, 8, 8)
+    s = DegradeSettings(hole=(3, 3, 3))
+    found, unknown = degraded(image, s, 0, "a", 0, None)
+    assert unknown is not None
+    assert (found[:, unknown] == -1).all()
+    assert torch.equal(found[:, ~unknown], image[:, ~unknown])
+    given = torch.zeros(8, 8, 8, dtype=torch.bool)
+    given[2, 3, 4] = True
+    found, unknown = degraded(image, s, 0, "a", 0, given)
+    assert unknown is given
+    assert (found != image).sum() == 1
+
+
+@pytest.mark.parametrize("is_encoded", [False, True])
+def test_the_last_channel_is_the_share_that_is_known(is_encoded):
+    image = torch.rand(2, 8, 8, 8)
+    unknown = torch.zeros(8, 8, 8, dtype=torch.bool)
+    unknown[:2, :1, :2] = True
+    encode = (lambda image: image[:, ::2, ::2, ::2] * 3) if is_encoded else None
+    found = joined_volume(image, unknown, encode, (4, 4, 4))
+    assert found.shape == (3, 4, 4, 4)
+    assert found[-1, 0, 0, 0] == 0.5
+    assert (found[-1].flatten()[1:] == 1).all()
+    blocks = image.reshape(2, 4, 2, 4, 2, 4, 2).mean(dim=(2, 4, 6))
+    torch.testing.assert_close(found[:-1], image[:, ::2, ::2, ::2] * 3 if is_encoded else blocks)
+    assert (joined_volume(image, None, encode, (4, 4, 4))[-1] == 1).all()
+
+
+def from_target(**degrade) -> VolumeSettings:
+    return VolumeSettings.model_validate({"encoding": "resample", "source": "target", "degrade": degrade})
+
+
+def test_a_filled_volume_keeps_every_known_voxel_of_the_file(tmp_path):
+    voxels = random_voxels(1)
+    mask = np.zeros((1, 12, 10, 8), np.float32)
+    mask[0, 3:7, 2:6, 1:5] = 1
+    write_nifti(tmp_path / "a.nii.gz", voxels, TURNED)
+    write_nifti(tmp_path / "mask.nii.gz", mask, TURNED)
+    data = build_settings(voxel_size=[8, 12, 8])
+    _, space = space_of_volume(tmp_path / "a.nii.gz", data, from_target(hole=[2, 2, 2]))
+    unknown = mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
+    assert unknown.on_grid.shape == (8, 12, 8)
+    result = replace(space, unknown=unknown.in_file).restored(np.full((1, 8, 12, 8), 0.5, np.float32), (7.0,), (9.0,))
+    hole = mask[0] > 0
+    assert np.array_equal(result[:, ~hole], voxels[:, ~hole])
+    assert space.lower is not None
+    assert space.upper is not None
+    # In the file's own intensities, not in those of the training set.
+    np.testing.assert_allclose(result[:, hole], (space.lower[0] + space.upper[0]) / 2, rtol=1e-5)
+
+    write_nifti(tmp_path / "short.nii.gz", mask[:, :6], TURNED)
+    with pytest.raises(DataError, match=r"6 x 10 x 8 voxels, and .* has 12 x 10 x 8; a mask needs the shape"):
+        mask_of(tmp_path / "short.nii.gz", tmp_path / "a.nii.gz", data)
+
+
+@pytest.mark.parametrize("resize", ["resample", "crop_or_pad"])
+def test_a_finer_volume_has_the_condition_as_the_means_of_its_blocks(tmp_path, resize):
+    voxels = random_voxels(3)
+    write_nifti(tmp_path / "coarse.nii.gz", voxels, TURNED)
+    # The network's second axis is the file's first.
+    data = build_settings(voxel_size=[10, 24, 8], resize=resize)
+    image, space = space_of_volume(tmp_path / "coarse.nii.gz", data, from_target(downsample=[1, 2, 1]))
+    assert image.shape == (1, 10, 24, 8)
+    assert space.factors == (2, 1, 1)
+    sample = np.random.default_rng(0).random((1, 10, 24, 8)).astype(np.float32)
+    result = space.restored(sample, (0.0,), (1.0,))
+    assert result.shape == (1, 24, 10, 8)
+    np.testing.assert_allclose(result.reshape(1, 12, 2, 10, 8).mean(axis=2), voxels, rtol=1e-5, atol=1e-3)
+    # The two grids cover the same space.
+    corner = space.geometry.affine @ [-0.5, -0.5, -0.5, 1]
+    np.testing.assert_allclose(corner, TURNED @ [-0.5, -0.5, -0.5, 1])
+    far = space.geometry.affine @ [23.5, 9.5, 7.5, 1]
+    np.testing.assert_allclose(far, TURNED @ [11.5, 9.5, 7.5, 1])
+
+
+def test_another_volume_has_intensities_of_its_own_and_samples_those_of_the_training_set(tmp_path):
+    write_nifti(tmp_path / "ct.nii.gz", random_voxels(3) * 10, TURNED)
+    s = VolumeSettings.model_validate(
+        {"encoding": "resample", "source": "ct", "intensity": {"mode": "window", "lower": 0, "upper": 6000}}
+    )
+    data = build_settings(voxel_size=[10, 12, 8])
+    image, space = space_of_volume(tmp_path / "ct.nii.gz", data, s)
+    voxels, _ = read_volume(tmp_path / "ct.nii.gz")
+    torch.testing.assert_close(image.max().item(), voxels.max() / 3000 - 1, rtol=1e-3, atol=1e-3)
+    assert (space.restored(np.ones((1, 10, 12, 8), np.float32), (7.0,), (9.0,)) == 9).all()
+    with pytest.raises(DataError, match=r"1 channel \(12 x 10 x 8\); ldm.conditioning.volume.num_channels is 2"):
+        space_of_volume(tmp_path / "ct.nii.gz", data, s.model_copy(update={"num_channels": 2}))
