@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from models.arguments import autoencoder_arguments
 from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block, resamples
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
-from models.lean.layout import CHANNELS_LAST, arranged
+from models.lean.layout import CHANNELS_LAST, arranged, layout_of
 from models.lean.resampling import Strides
 from models.lean.slabs import Volume
 from models.stock import StockAutoencoder
@@ -47,7 +47,8 @@ class LeanCoder(nn.Module):
         """Run all blocks."""
         offload = HostOffload() if self.offload else None
         first, *middle = self.blocks[:-2]
-        h: Volume = first(x)
+        # On a CPU, convolutions of few channels return contiguous volumes whatever they are given.
+        h: Volume = arranged(first(x), layout_of(x))
         for block, level in zip(middle, self.levels[1:-2], strict=True):
             if isinstance(block, LeanBlock) and block.slab_rows and not torch.is_grad_enabled():
                 h = block.consume(h)
@@ -115,7 +116,7 @@ class LeanAutoencoder(StockAutoencoder):
 
     def decode(self, z: Tensor) -> Tensor:
         """Return the volume of a latent."""
-        return self.decoder(self.post_quant_conv(arranged(z, self.layout)))
+        return self.decoder(arranged(self.post_quant_conv(arranged(z, self.layout)), self.layout))
 
     def gradient_checkpointing_enable(
         self, levels: int | str = "all", offload: bool = False, nested: bool = False
