@@ -115,12 +115,10 @@ def _rough_means(x: Tensor, groups: int) -> Tensor:
     three bits at most.
     """
     some = x[:, :, ::8]
-    line = _line(some)
-    volume = _fold(some, line)
-    sums = volume.new_zeros((*volume.shape[:2], 1, 1, 1), dtype=torch.promote_types(x.dtype, torch.float32))
-    for part, total in _pieces(volume, sums):
+    sums = x.new_zeros((*x.shape[:2], 1, 1, 1), dtype=torch.promote_types(x.dtype, torch.float32))
+    for part, total in _pieces(some, sums):
         total += part.sum((2, 3, 4), keepdim=True, dtype=sums.dtype)
-    return _unfold_sums(sums, line).view(x.shape[0], groups, -1).mean(2) / some.shape[2:].numel()
+    return sums.view(x.shape[0], groups, -1).mean(2) / some.shape[2:].numel()
 
 
 def _refined(x: Tensor, mean: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -244,13 +242,13 @@ def _line(*volumes: Tensor) -> int:
     A CPU combines a channels-last volume with values of channels in runs as short as the number of channels. Runs of a
     whole line take up to half the time.
     """
-    joined = all(part.is_cpu and part.stride(1) == 1 and part.stride(4) == part.shape[1] for part in volumes)
+    joined = all(part.is_cpu and part[0].movedim(0, 3).is_contiguous() for part in volumes)
     return volumes[0].shape[4] if joined else 1
 
 
 def _fold(x: Tensor, line: int) -> Tensor:
-    """View (batch, channels, rows, height, line) as (batch, line * channels, rows, height, 1), if `line` is not 1."""
-    return x if line == 1 else x.movedim(1, 4).flatten(3).movedim(3, 1).unsqueeze(4)
+    """View a volume as (batch, line * channels, rows * height, 1, 1), unless `line` is 1."""
+    return x if line == 1 else x.movedim(1, 4).flatten(3).flatten(1, 2).movedim(2, 1)[..., None, None]
 
 
 def _unfold_sums(sums: Tensor, line: int) -> Tensor:

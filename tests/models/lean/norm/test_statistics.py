@@ -43,6 +43,6 @@ def test_volumes_are_folded_without_a_copy_only_where_lines_of_voxels_lie_side_b
     assert [torch_kernels._line(part) for part in (x, x[:, :, 1:], x[:, :2], x.contiguous())] == [5, 5, 1, 1]
     assert torch_kernels._line(x, x.contiguous()) == 1
     folded = torch_kernels._fold(x[:, :, 1:], 5)
-    assert folded.shape == (2, 20, 2, 2, 1)
+    assert folded.shape == (2, 20, 4, 1, 1)
     assert folded.data_ptr() == x[:, :, 1:].data_ptr()
-    assert torch.equal(folded[0, 4 * 3 + 1, 1, 0, 0], x[0, 1, 2, 0, 3])
+    assert torch.equal(folded[0, 4 * 3 + 1, 2 * 1, 0, 0], x[0, 1, 2, 0, 3])
