@@ -15,7 +15,7 @@ from models.bottleneck import Quantiser, build_quantiser
 from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block, resamples
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
 from models.lean.compression import Compression
-from models.lean.layout import CHANNELS_LAST, arranged
+from models.lean.layout import CHANNELS_LAST, arranged, layout_of
 from models.lean.resampling import Strides
 from models.lean.slabs import Volume
 from models.stock import StockAutoencoder
@@ -51,7 +51,8 @@ class LeanCoder(nn.Module):
         offload = HostOffload() if self.offload else None
         keep = offload if self.checkpoint_dtype == "same" else Compression(self.checkpoint_dtype, offload)
         first, *middle = self.blocks[:-2]
-        h: Volume = first(x)
+        # On a CPU, convolutions of few channels return contiguous volumes whatever they are given.
+        h: Volume = arranged(first(x), layout_of(x))
         for block, level in zip(middle, self.levels[1:-2], strict=True):
             if isinstance(block, LeanBlock) and block.slab_rows and not torch.is_grad_enabled():
                 h = block.consume(h)
@@ -138,7 +139,8 @@ class LeanAutoencoder(StockAutoencoder):
         return self._decoded(z if self.quantiser is None else self.quantiser(z)[0])
 
     def _decoded(self, z: Tensor) -> Tensor:
-        return self.leaving(self.decoder(self.post_quant_conv(arranged(z, self.layout))))
+        h = arranged(self.post_quant_conv(arranged(z, self.layout)), self.layout)
+        return self.leaving(self.decoder(h))
 
     def gradient_checkpointing_enable(
         self, levels: int | str = "all", offload: bool = False, nested: bool = False, dtype: str = "same"

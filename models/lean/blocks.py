@@ -5,12 +5,15 @@ Each lean block holds the layers of one stock block under the same names, so the
 
 from __future__ import annotations
 
+import torch
 from monai.networks.blocks import Convolution, SpatialAttentionBlock, Upsample
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from models.lean.attention import AttentionBlock
 from models.lean.interpolation import InterpolatedRows, interpolated_conv
+from models.lean.layout import CHANNELS_LAST, layout_of
 from models.lean.norm import compute_dtype, group_norm
 from models.lean.resampling import Strides, UpsampledRows, downsample_conv, upsample_conv
 from models.lean.slab_blocks import norm_conv, residual
@@ -32,6 +35,17 @@ class LeanBlock(nn.Module):
         return self(x)
 
 
+def pointwise_conv(x: Tensor, conv: nn.Conv3d) -> Tensor:
+    """Apply a 1x1x1 convolution and keep the layout of `x`.
+
+    On one thread, torch's own convolution on a CPU copies a channels-last fp32 volume into the other layout and stays
+    there, forward and backward; there the matrix product of all voxels with the weight takes its place.
+    """
+    if x.is_cpu and type(x) is Tensor and compute_dtype(x) == torch.float32 and layout_of(x) == CHANNELS_LAST:
+        return F.linear(x.movedim(1, -1), conv.weight.flatten(1), conv.bias).movedim(-1, 1)
+    return conv(x)
+
+
 class ResidualBlock(LeanBlock):
     """Norm, SiLU and convolution, twice, added to the input."""
 
@@ -46,8 +60,11 @@ class ResidualBlock(LeanBlock):
         if self.slab_rows:
             return self._in_slabs(x, overwrite=False)
         h = self.conv1(group_norm(x, self.norm1, silu=True))
-        h = self.conv2(group_norm(h, self.norm2, silu=True))
-        return self.nin_shortcut(x) + h
+        h = group_norm(h, self.norm2, silu=True)
+        # Ahead of the last convolution, which a checkpoint then skips: it stops once it has what backward needs.
+        if isinstance(self.nin_shortcut, Convolution):
+            x = pointwise_conv(x, self.nin_shortcut.conv)
+        return x + self.conv2(h)
 
     def consume(self, x: Volume) -> Tensor:
         """Return the block's output, in the memory of its input if it fits."""

@@ -10,7 +10,9 @@ from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import nn
 
 from memory.predict.cuda_autocast import cuda_autocast_rules
-from models.lean.blocks import DownsampleBlock, Head, ResidualBlock, UpsampleBlock, lean_block
+from models.lean.blocks import DownsampleBlock, Head, ResidualBlock, UpsampleBlock, lean_block, pointwise_conv
+from models.lean.checkpointing import gradient_checkpoint_forward
+from models.lean.layout import CHANNELS_LAST, layout_of
 from tests.models.gradients import BATCHES, DTYPES, LIMITS, LOW_PRECISION, Problem, floor, small_work_counts
 from tests.models.layouts import LAYOUTS, batch_last, channels_last, every_other_voxel, some_channels
 from tests.models.problems import volumes, with_lively_weights
@@ -132,3 +134,29 @@ def test_downsampling_takes_an_input_that_needs_no_gradient():
     assert isinstance(block, DownsampleBlock)
     block(volumes(2, CHANNELS, *GRID)).sum().backward()
     assert all(parameter.grad is not None for parameter in block.parameters())
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_pointwise_convolution_stays_in_channels_last_and_equals_a_convolution(batch):
+    conv = nn.Conv3d(4, 3, 1)
+    x = channels_last(torch.randn(batch, 4, 3, 2, 5)).requires_grad_()
+    grad = channels_last(torch.randn(batch, 3, 3, 2, 5))
+    found = pointwise_conv(x, conv)
+    wanted = conv(x)
+    assert layout_of(found) == CHANNELS_LAST
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    leaves = (x, *conv.parameters())
+    ours, theirs = (torch.autograd.grad(out, leaves, grad) for out in (found, wanted))
+    assert layout_of(ours[0]) == CHANNELS_LAST
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_checkpoint_recomputes_a_residual_block_without_its_last_convolution():
+    block = ResidualBlock(AEKLResBlock(3, CHANNELS, GROUPS, EPS, 2 * CHANNELS))
+    calls = []
+    for conv in (block.conv1, block.conv2):
+        conv.register_forward_hook(lambda conv, *_: calls.append(conv))
+    gradient_checkpoint_forward(
+        block, torch.randn(1, CHANNELS, *GRID), use_gradient_checkpointing=True
+    ).sum().backward()
+    assert calls == [block.conv1, block.conv2, block.conv1]
