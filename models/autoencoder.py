@@ -186,7 +186,7 @@ class LeanAutoencoder(StockAutoencoder):
 
 
 def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
-    """Build the autoencoder that the settings describe, with their memory settings applied."""
+    """Build the autoencoder that the settings describe, with their memory settings applied, in its fastest layout."""
     arguments = autoencoder_arguments(settings)
     arguments |= {"upsampling": settings.upsampling, "value_range": settings.value_range}
     model: StockAutoencoder
@@ -196,6 +196,7 @@ def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
             lean.quantise_with(quantiser)
     else:
         model = StockAutoencoder(**arguments)
+    model.set_layout(model.fastest_layout)
     training = settings.training
     model.set_slab_rows(training.slab_rows)
     if training.checkpoints_blocks:
