@@ -69,12 +69,14 @@ def _result_pass(
 def _weight_pass(grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], is_transposed: bool) -> int:
     if not _asks_onednn(x, weight, stride):
         return 0 if _is_pointwise(weight, stride) else _unfolded_bytes(x, grad, weight, is_transposed)
-    if is_channels_last(x) or is_channels_last(weight):
-        return 0
+    last = is_channels_last(x) or is_channels_last(weight)
     if _block() < 16 and not _is_pointwise(weight, stride):
-        # Without AVX-512 one row of the input is unfolded at a time.
+        # Without AVX-512 one row of the input is unfolded at a time, after the whole was copied from channels-last.
         large, small = (grad, x) if is_transposed else (x, grad)
-        return _unfolded_bytes(large, small, weight, False) // small.shape[0] // small.shape[2]
+        row = _unfolded_bytes(large, small, weight, False) // small.shape[0] // small.shape[2]
+        return row + (nbytes_of(large) if last else 0)
+    if last:
+        return 0
     return (_blocked_bytes(x) + _blocked_bytes(grad)) * (2 if x.element_size() == 2 else 1)
 
 
