@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from data import VolumeFile, load_file, to_unit
-from diffusion.conditioning import Condition
+from data import VolumeFile, from_unit, load_file, to_unit
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import predict_padded
@@ -82,7 +81,9 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
         step.normalisation,
         settings.seed,
         range(number),
-        None if latents.conditions is None else lambda positions: _held_out_condition(latents, positions),
+        None
+        if latents.conditions is None
+        else partial(latents.conditions.of_held_out, latents.volumes.val, settings.ldm.conditioning),
         batch_size=step.training.batch_size,
     )
     rows, samples = [], []
@@ -93,7 +94,15 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
         label = ", ".join(part for part in (name, condition) if part)
         rows.append(Row.of(label, to_unit(volume[0]).cpu(), latents.spacing_mm))
         if latents.conditions is not None:
-            rows += _condition_and_target(step, latents, place)
+            accompanying = _condition_and_target(step, latents, place)
+            rows += [Row.of(name, one, spacing_mm) for _, name, one, spacing_mm in accompanying]
+            if place < MAX_COPIES:
+                shown |= {
+                    f"{role}_{place}": ViewerVolume.of(from_unit(one[None]), place).described(
+                        spacing_mm, settings.data.orientation, name
+                    )
+                    for role, name, one, spacing_mm in accompanying
+                }
         if place < MAX_COPIES:
             kept = ViewerVolume.of(volume, place)
             shown[f"sample_{place}"] = kept.described(latents.spacing_mm, settings.data.orientation, name, condition)
@@ -109,26 +118,23 @@ def _held_out(latents: Latents, place: int) -> VolumeFile:
     return latents.volumes.val[place % len(latents.volumes.val)]
 
 
-def _held_out_condition(latents: Latents, positions: Sequence[int]) -> Condition:
-    files = [_held_out(latents, position) for position in positions]
-    assert latents.conditions is not None, "without partners previews have no held-out condition"
-    labels = [file.label for file in files]
-    classes = None if None in labels else torch.tensor(labels, dtype=torch.long)
-    return replace(latents.conditions.of([file.name for file in files]), classes=classes)
+def _condition_and_target(
+    step: LatentDiffusionStep, latents: Latents, place: int
+) -> list[tuple[str, str, Tensor, tuple[float, ...]]]:
+    """Return what a preview sample was conditioned on, and the real volume of that case.
 
-
-def _condition_and_target(step: LatentDiffusionStep, latents: Latents, place: int) -> list[Row]:
-    """Return rows that show what a preview sample was conditioned on, and the real volume of that case."""
+    Each with its role in the viewer, its name, its (D, H, W) voxels in [0, 1] and its spacing.
+    """
     assert latents.conditions is not None, "without partners a sample has no target"
     file = _held_out(latents, place)
     is_encoded = step.settings.ldm.conditioning.volume.encoding == "autoencoder"
-    rows = []
+    result = []
     for kind, shown in latents.conditions.shown(file.name, step.codec.decode if is_encoded else None):
         factors = [n / m for n, m in zip(latents.settings.voxel_size, shown.shape, strict=True)]
-        spacing_mm = [mm * factor for mm, factor in zip(latents.spacing_mm, factors, strict=True)]
-        rows.append(Row.of(f"{kind} of {file.name}", shown, spacing_mm))
+        spacing_mm = tuple(mm * factor for mm, factor in zip(latents.spacing_mm, factors, strict=True))
+        result.append((kind.replace(" ", ""), f"{kind} of {file.name}", shown, spacing_mm))
     target = to_unit(load_file(file, latents.settings).image[0])
-    return [*rows, Row.of(f"{file.name}, real", target, latents.spacing_mm)]
+    return [*result, ("target", f"{file.name}, real", target, latents.spacing_mm)]
 
 
 def _condition(step: LatentDiffusionStep, latents: Latents, place: int) -> str:

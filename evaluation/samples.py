@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data import VolumeFile, load_file, to_unit
+from diffusion.conditioning import Condition
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
@@ -113,12 +114,13 @@ def draw_samples(
     seed: int,
     num: int,
     batch_size: int,
+    condition_of: Callable[[Sequence[int]], Condition] | None = None,
 ) -> list[Tensor]:
     """Draw samples with a progress bar; return them on the CPU with values in [0, 1]."""
     total = -(-num // batch_size) * settings.ldm.sampling.num_inference_steps
     with tqdm(total=total, desc="sampling", unit="step") as bar:
         volumes = draw_volumes(
-            network, codec, settings, normalisation, seed, range(num), batch_size=batch_size, on_step=bar.update
+            network, codec, settings, normalisation, seed, range(num), condition_of, batch_size, bar.update
         )
         return [to_unit(volume).cpu() for volume in volumes]
 

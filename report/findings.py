@@ -36,6 +36,7 @@ def _scores(evaluation: dict[str, Any]) -> str:
         ]
         for key, words, form in _RECONSTRUCTION
     ]
+    rows += _condition_rows(evaluation.get("conditions"))
     if samples:
         untrained = evaluation.get("untrained") or {}
         anchors = [
@@ -52,6 +53,19 @@ def _scores(evaluation: dict[str, Any]) -> str:
         if samples.get("fid"):
             rows.append(["2.5D FID", _number(samples["fid"].get("mean")), "mean of three planes"])
     return table(["", "this run", "compare with"], rows)
+
+
+def _condition_rows(values: dict[str, Any] | None) -> list[list[str]]:
+    """Return the errors of samples against the volumes whose conditions they have."""
+    if not values:
+        return []
+    what = f"{values['num']} samples to their own volumes" + (" in the hole" if values.get("region") == "hole" else "")
+    others = {"shuffled": "another volume's condition", "hidden": "no condition", "interpolated": "interpolation"}
+    rows = []
+    for key, name, form in (("l1", "L1", "{:.4f}"), ("psnr", "PSNR", "{:.2f} dB")):
+        compared = [f"{text} {_number(values[n].get(key), form)}" for n, text in others.items() if values.get(n)]
+        rows.append([f"{name} of {what}", _number(values["right"].get(key), form), "; ".join(compared)])
+    return rows
 
 
 def _closest(samples: dict[str, Any]) -> str:

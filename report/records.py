@@ -84,10 +84,25 @@ class _ReconstructionScores(_Record):
     volumes: list[dict[str, Any]] = Field(default_factory=list)
 
 
+class _Errors(_Record):
+    l1: float | None = None
+    psnr: float | None = None
+
+
+class _ConditionScores(_Record):
+    num: int
+    region: str = "volume"
+    right: _Errors
+    shuffled: _Errors
+    hidden: _Errors | None = None
+    interpolated: _Errors | None = None
+
+
 class Evaluation(_Record):
     """evaluation.json."""
 
     reconstruction: _ReconstructionScores
+    conditions: _ConditionScores | None = None
     samples: _SampleScores | None = None
     untrained: _SampleScores | None = None
 

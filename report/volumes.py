@@ -144,7 +144,8 @@ def _by_importance(volumes: Sequence[StoredVolume]) -> list[tuple[StoredVolume, 
 
 def _whole_columns(volumes: dict[str, Any]) -> dict[str, Any]:
     """Leave out inputs without their reconstructions, the reverse, and what only accompanies samples."""
-    partners = {"input": "reconstruction", "reconstruction": "input", "nearest": "sample", "real": "sample"}
+    partners = {"input": "reconstruction", "reconstruction": "input"}
+    partners |= dict.fromkeys(("nearest", "real", "labelmap", "volume", "target"), "sample")
     kept = {}
     for role, volume in volumes.items():
         kind, place = role.split("_")

@@ -7,6 +7,8 @@ import json
 import logging
 import math
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +65,17 @@ def main(options: argparse.Namespace) -> int:
     import torch
 
     from data import prepare_volumes
+    from data.pairs.pairs import NO_PAIRS
+    from diffusion.conditioning import check_conditions
+    from diffusion.conditioning.conditions import prepare_conditions
     from diffusion.latents import stage_two_data
+    from evaluation.conditional.effect import condition_effect
     from evaluation.fid import load_features
     from evaluation.reconstructions import evaluate_reconstructions
     from evaluation.samples import anchors, draw_samples, evaluate_samples, load_reference, reconstruction_discrepancy
     from evaluation.trained_run import TrainedRun
     from report import write_report
+    from runtime.processes import Process
     from storage.atomic import write_text
 
     if options.json is not None:
@@ -82,6 +89,7 @@ def main(options: argparse.Namespace) -> int:
     changes = {} if options.steps is None else {"ldm.sampling.num_inference_steps": options.steps}
     settings = trained.settings.with_overrides(changes)
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+    pairs = check_conditions(settings, volumes) if has_stage_two else NO_PAIRS
     data = stage_two_data(settings.data)
     if len(volumes.val) < 2:
         raise DataError(
@@ -93,7 +101,16 @@ def main(options: argparse.Namespace) -> int:
     }
     if has_stage_two:
         reference = load_reference(volumes.train, volumes.val, data)
-        drawn = (settings, frame.normalisation, options.seed, options.num, options.batch_size)
+        conditions = prepare_conditions(settings, pairs, volumes, Process(codec.precision.device), codec)
+        told = None
+        if conditions is not None:
+            conditions = replace(conditions, volume_scale=frame.volume_scale)
+            told = partial(conditions.of_held_out, volumes.val, settings.ldm.conditioning)
+            compared = (pairs, volumes.val[: options.num], data, options.seed, options.batch_size)
+            results["conditions"] = condition_effect(
+                network, codec, settings, frame.normalisation, conditions, *compared
+            )
+        drawn = (settings, frame.normalisation, options.seed, options.num, options.batch_size, told)
         results["samples"] = evaluate_samples(draw_samples(network, codec, *drawn), reference, features)
         results["anchors"] = anchors(reference, options.num, options.seed)
         if len(volumes.train) > 1:
@@ -141,6 +158,8 @@ def _without_nan(results: dict[str, Any]) -> dict[str, Any]:
 
 def _table(results: dict[str, Any]) -> str:
     """Return the results as text: one line per held-out volume, then the samples."""
+    from evaluation.conditional.effect import effect_lines
+
     rows = [*results["reconstruction"]["volumes"], {"volume": "mean", **results["reconstruction"]["mean"]}]
     width = max(len(str(row["volume"])) for row in rows)
     lines = [f"{'reconstruction':<{width}}   PSNR dB     SSIM  MS-SSIM"]
@@ -150,6 +169,8 @@ def _table(results: dict[str, Any]) -> str:
         f"{'95 % high':<{width}}  " + _ends(results["reconstruction"]["interval"], 1),
         f"sharpness of reconstructions: {_sharpness(results['reconstruction']['sharpness'])}",
     ]
+    if "conditions" in results:
+        lines += ["", *effect_lines(results["conditions"])]
     for name in ("samples", "untrained"):
         if name in results:
             lines += [

@@ -48,6 +48,15 @@ def test_a_run_with_label_maps_trains_resumes_and_samples_in_their_space(config,
     assert np.abs(first.get_fdata() - second.get_fdata()).max() > 1e-3
     assert run_here("scripts/sample.py", *arguments, "--labels", "maps", "--batch-size", "3", "--out", "b") == 0
     assert len(list(Path("b").glob("case_*.nii.gz"))) == 8
+    assert run_here("scripts/evaluate.py", "--run", "runs/tiny", "--num", "2", "--steps", "2", "--json", "e.json") == 0
+    errors = json.loads(Path("e.json").read_text())["conditions"]
+    assert errors["num"] == 2
+    assert {"right", "shuffled", "hidden"} < errors.keys()
+    assert "L1 with the right condition is" in capsys.readouterr().out
+    page = Path("runs/tiny/report.html").read_text()
+    assert "L1 of 2 samples to their own volumes" in page
+    for role in ("labelmap_0", "sample_0", "target_0"):
+        assert f'"{role}"' in page
     write_nifti(Path("more.nii.gz"), np.full((1, 20, 16, 14), 3.0, np.float32), AFFINE)
     capsys.readouterr()
     assert run_here("scripts/sample.py", *arguments, "--labels", "more.nii.gz") == 2

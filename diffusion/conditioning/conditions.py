@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from data import DataSplit, load_file, to_unit
+from data import DataSplit, VolumeFile, load_file, to_unit
 from data.pairs.label_maps import label_shares, mask_on_grid
 from data.pairs.numbers import NumberCode, code_of
 from data.pairs.pairs import Pairs, volume_reading
@@ -21,6 +21,7 @@ from diffusion.frozen_autoencoder import weights_digest
 from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
 from settings import DataSettings, Settings
+from settings.conditioning import ConditioningSettings
 
 LABEL_MAP, VOLUME = "label map", "volume"
 
@@ -59,6 +60,15 @@ class Conditions:
             pairs = zip(numbers, passes or [0] * len(names), strict=True)
             joined = torch.stack([self._joined(number, variant) for number, variant in pairs])
         return Condition(joined=joined, numbers=None if self.vectors is None else self.vectors[numbers])
+
+    def of_files(self, files: Sequence[VolumeFile], s: ConditioningSettings) -> Condition:
+        """Return the conditions of volumes, their classes among them."""
+        classes = torch.tensor([file.label or 0 for file in files]) if s.type == "class" else None
+        return replace(self.of([file.name for file in files]), classes=classes)
+
+    def of_held_out(self, files: Sequence[VolumeFile], s: ConditioningSettings, positions: Sequence[int]) -> Condition:
+        """Return the conditions of samples: those of the held-out `files` in turn."""
+        return self.of_files([files[position % len(files)] for position in positions], s)
 
     def _joined(self, number: int, variant: int) -> Tensor:
         parts = [

@@ -21,8 +21,13 @@ def lowered(image: Tensor, factors: Sequence[int]) -> Tensor:
 
     A file of the lower resolution gets to the network's grid by the same interpolation.
     """
-    coarse = F.avg_pool3d(image[None], tuple(factors), tuple(factors))
+    coarse = block_means(image, factors)[None]
     return F.interpolate(coarse, size=image.shape[1:], mode="trilinear", align_corners=False)[0]
+
+
+def block_means(image: Tensor, factors: Sequence[int]) -> Tensor:
+    """Average blocks of `factors` voxels of a (C, D, H, W) volume."""
+    return F.avg_pool3d(image[None], tuple(factors), tuple(factors))[0]
 
 
 def hole_mask(grid: Sequence[int], size: Sequence[int], seed: int, digest: str, variant: int) -> Tensor:
@@ -64,5 +69,4 @@ def joined_volume(image: Tensor, unknown: Tensor | None, encode: Encode | None, 
 
 def averaged(image: Tensor, grid: Sequence[int]) -> Tensor:
     """Average equal blocks of a (C, D, H, W) volume, one for each voxel of `grid`."""
-    factors = tuple(n // m for n, m in zip(image.shape[1:], grid, strict=True))
-    return F.avg_pool3d(image[None], factors, factors)[0]
+    return block_means(image, [n // m for n, m in zip(image.shape[1:], grid, strict=True)])

@@ -156,7 +156,8 @@ function redraw() {
   });
 }
 
-const TITLES = { sample: "sample", nearest: "nearest training", real: "real", input: "input", reconstruction: "reconstruction" };
+const TITLES = { sample: "sample", nearest: "nearest training", real: "real", input: "input", reconstruction: "reconstruction",
+  labelmap: "label map", volume: "condition", target: "target" };
 
 async function pictureOf(set, kind, place) {
   const volume = set.volumes[`${kind}_${place}`];
@@ -182,8 +183,9 @@ async function columnOf(set, place) {
     return [input, result, errorOf(input, result)].filter(Boolean);
   }
   const real = placesOf(set, "real"), partner = real.length ? real[place % real.length] : 0;
-  const pictures = [await pictureOf(set, "sample", place), await pictureOf(set, "nearest", place), await pictureOf(set, "real", partner)];
-  return pictures.filter(Boolean);
+  const pictures = [];
+  for (const kind of ["labelmap", "volume", "sample", "target", "nearest"]) pictures.push(await pictureOf(set, kind, place));
+  return [...pictures, await pictureOf(set, "real", partner)].filter(Boolean);
 }
 
 async function sampleGroups(sets) {

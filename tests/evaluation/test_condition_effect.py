@@ -1,0 +1,97 @@
+"""What a condition is worth: a network that draws its condition scores with the right one only."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from data import load_file, prepare_volumes, to_unit
+from data.formats import write_nifti
+from data.pairs.pairs import Pairs
+from diffusion.conditioning.conditions import Conditions
+from evaluation.conditional.effect import condition_effect, effect_lines
+from runtime.precision import Precision
+from settings import Settings
+
+TARGET = {"encoding": "resample", "source": "target"}
+
+
+class Codec:
+    """Latents are volumes, in their range."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.precision = Precision(settings.device, torch.device("cpu"))
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """Return the first channel."""
+        return latent[:1]
+
+
+class DrawsItsCondition(torch.nn.Module):
+    """Predicts the noise that leaves the first joined channel, whatever the noisy latent."""
+
+    def forward(self, x: Tensor, times: Tensor) -> Tensor:
+        """Return what makes the clean latent equal to the condition, for rectified flow."""
+        return (x[:, 3:4] - x[:, :3]) * (1000 / times.view(-1, 1, 1, 1, 1))
+
+
+@pytest.fixture
+def cases(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place in range(6):
+        voxels = np.random.default_rng(place).normal(0, 1, (1, 16, 16, 16)).astype(np.float32)
+        write_nifti(tmp_path / "images" / f"{place}.nii.gz", voxels, np.eye(4))
+
+
+def effect(values, volume, is_right: bool):
+    values = copy.deepcopy(values)
+    # The latent grid is the volume's.
+    values["autoencoder"] |= {"num_channels": [8], "attention_levels": [False]}
+    values["data"] |= {"source": "images", "val_fraction": 0.8}
+    values["ldm"] |= {"conditioning": {"volume": volume}, "scheduler": {"type": "rflow"}}
+    values["ldm"]["sampling"] |= {"sampler": "rflow", "num_inference_steps": 3}
+    values["ldm"]["unet"] |= {"num_channels": [16], "attention_levels": [False], "num_head_channels": 8}
+    settings = Settings.model_validate(values)
+    split = prepare_volumes(settings.data, settings.seed, 1)
+    files = (*split.train, *split.val)
+    images = [load_file(file, settings.data).image for file in files]
+
+    def read(number: int, variant: int) -> Tensor:
+        return torch.cat([images[number] if is_right else -images[number], torch.ones(1, 16, 16, 16)])
+
+    numbers = {file.name: number for number, file in enumerate(files)}
+    conditions = Conditions(numbers, {"volume": read}, (16, 16, 16), "")
+    return condition_effect(
+        *(DrawsItsCondition(), Codec(settings), settings, 1.0, conditions, Pairs(volumes=files)),  # type: ignore[arg-type]
+        *(split.val, settings.data, 0, 2),
+    ), [to_unit(load_file(file, settings.data).image) for file in split.val]
+
+
+@pytest.mark.parametrize("degrade", [{"hole": [4, 4, 4]}, {"downsample": [1, 2, 1]}])
+def test_the_right_condition_has_no_error_and_another_has_one(tiny_values, cases, degrade):
+    found, targets = effect(tiny_values, TARGET | {"degrade": degrade}, is_right=True)
+    assert found["num"] == len(targets) >= 2
+    assert found["region"] == ("hole" if "hole" in degrade else "volume")
+    assert found["right"]["l1"] < 1e-5
+    assert found["shuffled"]["l1"] > 0.05
+    assert found["hidden"]["l1"] > 0.05
+    assert ("interpolated" in found) == ("downsample" in degrade)
+    text = "\n".join(effect_lines(found))
+    assert "L1 with the right condition is 100.0 % lower than with another's" in text
+    if "downsample" in degrade:
+        blocks = torch.stack(targets).reshape(len(targets), 16, 8, 2, 16)
+        assert found["interpolated"]["psnr"] == pytest.approx(found["shuffled"]["psnr"], abs=6)
+        # What is known as means of blocks is kept, so that a wrong sample errs within blocks only.
+        spread = (blocks - blocks.mean(dim=3, keepdim=True)).abs().mean()
+        assert found["hidden"]["l1"] == pytest.approx(float(spread), rel=1e-3)
+
+
+def test_an_inverted_condition_is_as_bad_as_that_of_another_volume(tiny_values, cases):
+    found, _ = effect(tiny_values, {"encoding": "resample", "source": "other"}, is_right=False)
+    assert found["region"] == "volume"
+    assert found["right"]["l1"] > 0.05
+    assert "interpolated" not in found
