@@ -144,7 +144,7 @@ class Statistics:
 
     def add(self, index: int, moments: Moments) -> None:
         """Add one latent by its index, as training draws it: with its mean and its sigma; ignore held-out ones."""
-        if index >= self.count:
+        if index >= self.count or not self.is_needed:
             return
         mean, sigma = (part.double() for part in moments)
         self.mean += mean

@@ -50,9 +50,10 @@ def test_a_finished_run_has_everything_that_sampling_needs(tmp_path_factory):
 
 def test_killed_and_resumed_equals_uninterrupted_to_the_bit(prepared, command):
     overrides = ["ldm.training.max_steps=6", "ldm.training.gradient_accumulation_steps=2", "ldm.training.save_every=1"]
-    overrides += ["ldm.sampling.num_previews=0"]
+    overrides += ["ldm.sampling.num_previews=0", "ldm.latents.normalise=position", "ldm.scheduler.noise_components=3"]
     train_ldm(prepared, *overrides)
     expected = load_file("runs/tiny/ldm.safetensors")
+    assert {"metadata.latent_mean", "metadata.noise_directions"} <= expected.keys()
     metrics = Path("runs/tiny/metrics.jsonl").read_text()
     for path in [*Path("runs/tiny/checkpoints").glob("ldm*"), Path("runs/tiny/ldm.safetensors")]:
         path.unlink()
@@ -73,6 +74,7 @@ def test_killed_and_resumed_equals_uninterrupted_to_the_bit(prepared, command):
         return [{n: v for n, v in line.items() if n in ("step", "diffusion", "val_diffusion")} for line in lines]
 
     assert without_time(Path("runs/tiny/metrics.jsonl").read_text()) == without_time(metrics)
+    assert run_here("scripts/sample.py", "--run", "runs/tiny", "--num", "1") == 0
 
 
 def test_without_a_trained_autoencoder_it_says_what_to_do(tiny_config, tmp_path, monkeypatch, capsys):

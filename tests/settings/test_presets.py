@@ -52,6 +52,19 @@ def test_preset_builds_on_the_meta_device(path):
         assert build_unet(settings.ldm, settings.autoencoder.latent_channels)
 
 
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_has_the_recipe_of_stage_two_that_was_measured_with_quickstart(path):
+    found, measured = (load_settings(file).ldm for file in (path, ROOT / "configs" / "quickstart.yaml"))
+    assert found.scheduler == measured.scheduler
+    assert found.latents.normalise == measured.latents.normalise
+    assert found.sampling.sampler == measured.sampling.sampler
+    for name in ("learning_rate_decay", "ema_length", "max_grad_norm", "loss_weighting", "weight_decay"):
+        assert getattr(found.training, name) == getattr(measured.training, name), name
+    # The learning rate falls with the width of the network.
+    width = measured.unet.num_channels[0] / found.unet.num_channels[0]
+    assert found.training.learning_rate == pytest.approx(measured.training.learning_rate * width, rel=0.1)
+
+
 def test_generated_documents_are_current():
     advice = "run python dev/generate_documents.py"
     assert (ROOT / "configs" / "schema.json").read_text() == json_schema(), advice
