@@ -32,6 +32,7 @@ def acting_values(settings: Settings, stage: Stage) -> dict[str, Any]:
         levels = training.checkpoint_levels if training.checkpoints_blocks else "all"
         offload = training.use_gradient_checkpointing_offload
         knobs = {"slab_rows": training.slab_rows, "levels": levels, "offload": offload}
+        knobs["checkpoint_dtype"] = training.checkpoint_dtype
     values["autoencoder"] = {**values["autoencoder"], "training": knobs, "norm_num_groups": None}
     if not pixel_loss.weight and settings.ldm.latents.cache != "none":
         values["autoencoder"]["implementation"] = None

@@ -169,6 +169,11 @@ def _mixed_precision(settings: Settings) -> Iterator[Proposal]:
     yield Proposal("mixed precision", {"device.mixed_precision": True}, False, "activations, which become 16-bit")
 
 
+def _compressed_checkpoints(settings: Settings) -> Iterator[Proposal]:
+    changes = {"autoencoder.training.checkpoint_dtype": "int8"}
+    yield Proposal("block inputs in 8 bits", changes, False, "block inputs, on the device or the host")
+
+
 def _no_perceptual(settings: Settings) -> Iterator[Proposal]:
     changes = {"autoencoder.training.use_perceptual_loss": False}
     yield Proposal("no perceptual loss", changes, False, "the perceptual network and its activations")
@@ -280,6 +285,7 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
         _offload,
         _perceptual_chunk,
         _mixed_precision,
+        _compressed_checkpoints,
         _no_perceptual,
         _discriminator,
         _attention("autoencoder"),
