@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from settings.data import intensity_problems
 from settings.errors import Problem
 from storage.names import counted
 
@@ -55,6 +56,8 @@ def _volume(settings: Settings) -> Found:
     if volume.source is not None and not volume.is_used:
         remedy = "set autoencoder or resample, or source: null"
         yield Problem(f"{where}.encoding", "none with a source of volumes", "", remedy), (f"{where}.source",)
+    if volume.is_used and not volume.is_from_target:
+        yield from intensity_problems(f"{where}.intensity", volume.intensity, volume.num_channels)
     needs_same = volume.encoding == "autoencoder" or volume.is_from_target
     if volume.is_used and needs_same and volume.num_channels != channels:
         found = f"{volume.num_channels}, and autoencoder.in_channels is {channels}"
