@@ -6,6 +6,7 @@ from dev.guide.techniques import (
     AMP,
     CHECKPOINTED,
     FEWER_CHANNELS,
+    INT8,
     LEAN,
     NESTED,
     NO_ATTENTION,
@@ -80,6 +81,22 @@ CATALOGUE = (
         ),
         "Use it when the GPU is full and the host has memory to spare: block inputs are kept in pinned host memory and "
         "copied back while backward computes. It replaces nesting, which would recompute what the host already keeps.",
+    ),
+    Technique(
+        "Checkpoint inputs in 8 bits",
+        f"`{TRAINING}.checkpoint_dtype`",
+        "halves what checkpoints hold, on the device or the host",
+        (
+            Point("checkpointing", {**AMP, **LEAN, **CHECKPOINTED}),
+            Point("checkpointing, int8", {**AMP, **LEAN, **CHECKPOINTED, **INT8}),
+            Point("checkpointing, offload", {**AMP, **LEAN, **CHECKPOINTED, **OFFLOAD}),
+            Point("checkpointing, offload, int8", {**AMP, **LEAN, **CHECKPOINTED, **OFFLOAD, **INT8}),
+        ),
+        "Use it if the same mathematics is not enough, before smaller networks. On small networks in fp32, int8 moved "
+        "the gradient by 0.1 to 0.5 % and fp8 by 0.8 to 4.5 %, compared with double precision; bf16 alone moves it by "
+        "0.4 to 1.4 % (batches of 1 to 4; a test holds int8 below bf16). The conversions move more bytes than they "
+        "keep.",
+        promise="different mathematics",
     ),
     Technique(
         "Slabs",

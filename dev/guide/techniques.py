@@ -69,6 +69,7 @@ OFFLOAD: Changes = {
     f"{TRAINING}.use_gradient_checkpointing_offload": True,
     f"{TRAINING}.use_nested_checkpointing": False,
 }
+INT8: Changes = {f"{TRAINING}.checkpoint_dtype": "int8"}
 NO_PERCEPTUAL: Changes = {f"{TRAINING}.use_perceptual_loss": False}
 SMALL_DISCRIMINATOR: Changes = {
     f"{TRAINING}.discriminator.num_layers_d": 2,
