@@ -14,6 +14,8 @@ from memory.predict.prediction import Prediction, Predictor, Stage
 from settings import Settings, look_up
 
 NUM_WORKERS = 2
+FAR = 5
+"""A config that needs so many times the budget may be out of reach, so its last rung is looked at first."""
 Progress = Callable[[int, int, str], None]
 
 
@@ -139,7 +141,8 @@ def walk(
     """Predict the rungs, two at a time, until the remaining ones cannot change the choice.
 
     Thinner slabs are skipped once thicker ones fit, and changes to the mathematics once any rung fits without one. If
-    the last rung, which has the changes of all others, cannot fit, those in between are skipped.
+    the budget is far away and the last rung, which has the changes of all others, cannot fit, those in between are
+    skipped.
     correct: scales a prediction by earlier measurements on this machine. gpu: the card whose time counts.
     """
     card = gpu or chosen_gpu(None)
@@ -158,11 +161,13 @@ def walk(
             progress(len(predicted), len(rungs), rung.name)
 
     with Predictor(NUM_WORKERS, card.without_triton) as predictor:
-        ends = [(end, predictor.submit(end.settings, stage)) for end in _ends(rungs)]
-        last = ends[-1][1].result()
-        # Its tensors alone: what is reserved on top of them depends on their order, and may be less on another rung.
-        if last.peak_allocated_bytes + last.context_bytes > budget_bytes:
-            is_hopeless, waiting, rungs = True, ends, _ends(rungs)
+        ends = [(rungs[0], predictor.submit(rungs[0].settings, stage))]
+        if ends[0][1].result().required_bytes > FAR * budget_bytes:
+            ends += [(end, predictor.submit(end.settings, stage)) for end in _ends(rungs)[1:]]
+            last = ends[-1][1].result()
+            # Its tensors alone: what is reserved besides depends on their order, and may be less on another rung.
+            if last.peak_allocated_bytes + last.context_bytes > budget_bytes:
+                is_hopeless, waiting, rungs = True, ends, _ends(rungs)
         for rung in () if is_hopeless else _still_wanted(rungs, predicted, order):
             known = [future for end, future in ends if end.settings == rung.settings]
             waiting.append((rung, known[0] if known else predictor.submit(rung.settings, stage)))

@@ -72,7 +72,7 @@ class MemoryTracker(TorchDispatchMode):
         self.benchmarks = False  # whether cuDNN tries its algorithms at the first call of each convolution
         self.benchmarked: list[int] = []  # where it does, after which torch empties its cache
         self._tried: set[Any] = set()
-        self.incoming: set[int] = set()  # gradients as backward hands them to parameters
+        self._first_gradients: dict[int, int] = {}
         self._place: Place = "device"
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._modules = ModuleNames()
@@ -112,10 +112,10 @@ class MemoryTracker(TorchDispatchMode):
             self.allocations[self._alive[storage._cdata][0]].category = category
 
     def adopt_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Categorise each gradient as soon as backward stores it."""
+        """Categorise each gradient as soon as backward stores it; of several backward passes the first one's stays."""
 
-        def note(grad: torch.Tensor) -> None:
-            self.incoming.add(self._alive[grad.untyped_storage()._cdata][0])
+        def note(number: int, grad: torch.Tensor) -> None:
+            self._first_gradients.setdefault(number, self._alive[grad.untyped_storage()._cdata][0])
 
         def mark(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
@@ -123,8 +123,13 @@ class MemoryTracker(TorchDispatchMode):
 
         for parameter in parameters:
             if parameter.requires_grad:
-                parameter.register_hook(note)
+                parameter.register_hook(functools.partial(note, id(parameter)))
                 parameter.register_post_accumulate_grad_hook(mark)
+
+    @property
+    def incoming(self) -> set[int]:
+        """Return the gradients as the first backward pass hands them to parameters, which keep them."""
+        return set(self._first_gradients.values())
 
     def reset(self) -> None:
         """Reset peaks and counts; live storages stay counted."""

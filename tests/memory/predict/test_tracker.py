@@ -272,3 +272,16 @@ def test_norms_on_a_gpu_without_triton_count_their_copies_in_fp32(monkeypatch):
     # Its input and its result in 16 bits with Triton; a copy in fp32 besides without it.
     assert with_triton == pytest.approx(4 * voxels, rel=0.05)
     assert without == pytest.approx(8 * voxels, rel=0.05)
+
+
+def test_of_two_backward_passes_parameters_keep_the_gradients_of_the_first():
+    def run(tracker):
+        layer = nn.Linear(64, 8)
+        tracker.adopt_gradients(layer.parameters())
+        for _ in range(2):
+            layer(torch.zeros(4, 64)).square().sum().backward()
+
+    tracker = measure_peak(run)
+    kept = [tracker.allocations[index] for index in tracker.incoming]
+    assert sorted(record.nbytes for record in kept) == [8 * 4, 64 * 8 * 4]
+    assert all(record.category == "gradients" for record in kept)
