@@ -94,7 +94,7 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
         label = ", ".join(part for part in (name, condition) if part)
         rows.append(Row.of(label, to_unit(volume[0]).cpu(), latents.spacing_mm))
         if latents.conditions is not None:
-            accompanying = _condition_and_target(step, latents, place)
+            accompanying = _condition_and_target(latents, place)
             rows += [Row.of(name, one, spacing_mm) for _, name, one, spacing_mm in accompanying]
             if place < MAX_COPIES:
                 shown |= {
@@ -118,18 +118,15 @@ def _held_out(latents: Latents, place: int) -> VolumeFile:
     return latents.volumes.val[place % len(latents.volumes.val)]
 
 
-def _condition_and_target(
-    step: LatentDiffusionStep, latents: Latents, place: int
-) -> list[tuple[str, str, Tensor, tuple[float, ...]]]:
+def _condition_and_target(latents: Latents, place: int) -> list[tuple[str, str, Tensor, tuple[float, ...]]]:
     """Return what a preview sample was conditioned on, and the real volume of that case.
 
     Each with its role in the viewer, its name, its (D, H, W) voxels in [0, 1] and its spacing.
     """
     assert latents.conditions is not None, "without partners a sample has no target"
     file = _held_out(latents, place)
-    is_encoded = step.settings.ldm.conditioning.volume.encoding == "autoencoder"
     result = []
-    for kind, shown in latents.conditions.shown(file.name, step.codec.decode if is_encoded else None):
+    for kind, shown in latents.conditions.shown(file.name):
         factors = [n / m for n, m in zip(latents.settings.voxel_size, shown.shape, strict=True)]
         spacing_mm = tuple(mm * factor for mm, factor in zip(latents.spacing_mm, factors, strict=True))
         result.append((kind.replace(" ", ""), f"{kind} of {file.name}", shown, spacing_mm))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from data.formats import write_nifti
+from dev.support.tiny_config import TINY
+from diffusion.conditioning.conditions import coder_of
+from diffusion.volume_codec import frozen_codec
 from settings import CheckpointError, ConfigError, DataError, load_settings
 from tests.conditional_run import AFFINE, LABEL_MAPS, conditional_config
-from tests.finished_run import run_here, train_ldm
+from tests.finished_run import export_autoencoder, run_here, train_ldm
 
 
 @pytest.fixture
@@ -153,15 +157,29 @@ def test_a_coarse_volume_and_a_label_map_together_give_a_finer_volume(tmp_path, 
     np.testing.assert_allclose(image.get_fdata().reshape(10, 2, 16, 14).mean(axis=1), coarse, rtol=1e-4, atol=1e-2)
 
 
-def test_other_volumes_of_the_cases_are_conditions_with_intensities_of_their_own(tmp_path, monkeypatch):
+def test_other_volumes_of_the_cases_have_intensities_and_an_autoencoder_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    values = copy.deepcopy(TINY) | {"name": "other"}
+    values["autoencoder"]["latent_channels"] = 2
+    export_autoencoder(values)
     other = {
         "encoding": "autoencoder",
         "source": "maps",
         "intensity": {"mode": "window", "lower": 0, "upper": 2},
+        "autoencoder": "runs/other/autoencoder.safetensors",
+        "latent_channels": 2,
     }
     config = conditional_config(tmp_path, {"volume": other})
-    assert train_ldm(config, "ldm.training.max_steps=2", "ldm.sampling.num_previews=0") == 0
+    assert train_ldm(config, "ldm.training.max_steps=2", "ldm.sampling.num_previews=1") == 0
+    assert load_file("runs/tiny/ldm.safetensors")["conv_in.conv.weight"].shape[1] == 3 + 2 + 1
+    for wrong, text in (
+        ("ldm.conditioning.volume.latent_channels=3", "its latents have 2 channels"),
+        ("ldm.conditioning.volume.num_channels=2", "it takes 1 channels"),
+        ("ldm.conditioning.volume.autoencoder=nowhere.safetensors", "nowhere.safetensors does not exist"),
+    ):
+        settings = load_settings(config, [wrong])
+        with pytest.raises(CheckpointError, match=text):
+            coder_of(settings, frozen_codec(settings, torch.device("cpu")))
     arguments = ("--run", "runs/tiny", "--steps", "2", "--condition", "maps/case_3.nii.gz", "--out", "translated")
     assert run_here("scripts/sample.py", *arguments) == 0
     image = nib.load(next(Path("translated").glob("case_3_*.nii.gz")))
@@ -181,6 +199,8 @@ VOLUME = "ldm.conditioning.volume"
             [f"{VOLUME}.source=ct", f"{VOLUME}.encoding=autoencoder", f"{VOLUME}.num_channels=2"],
             f"{VOLUME}.num_channels: 2, and autoencoder.in_channels is 1",
         ),
+        ([f"{VOLUME}.autoencoder=a"], f"{VOLUME}.autoencoder: given with encoding none and source null"),
+        ([f"{VOLUME}.latent_channels=4"], f"{VOLUME}.latent_channels: 4 without another autoencoder"),
         ([f"{VOLUME}.degrade.hole=[4,4,4]"], f"{VOLUME}.degrade: hole without source: target"),
         (
             [f"{VOLUME}.source=target", f"{VOLUME}.encoding=resample"],

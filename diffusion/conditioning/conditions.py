@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from data.pairs.numbers import NumberCode, code_of
 from data.pairs.pairs import Pairs, volume_reading
 from diffusion.conditioning.condition import Condition
 from diffusion.conditioning.kept import keep
+from diffusion.conditioning.other_autoencoder import other_codec
 from diffusion.conditioning.volumes import Encode, degraded, joined_volume
 from diffusion.frozen_autoencoder import weights_digest
 from diffusion.volume_codec import VolumeCodec
@@ -32,13 +34,17 @@ ReadVariant = Callable[[int, int], Tensor]
 """Returns the channels (C, D, H, W) of the condition of a volume by its number and that of the variant."""
 
 
+Image = Callable[[int, int], tuple[Tensor, Tensor | None]]
+"""Returns the condition volume (C, D, H, W) by the same numbers, and where it is unknown, as bool (D, H, W)."""
+
+
 @dataclass(frozen=True)
 class Conditions:
     """How to read the conditions of the volumes, whose numbers are found by their names.
 
     `joined` has a reader for each kind of condition that is joined to the noisy latent, whose grid is `grid`. The
     channels of a volume are multiplied by `volume_scale`, which makes their standard deviation 1. `vectors` are the
-    numbers of all volumes in their `code`.
+    numbers of all volumes in their `code`. `image` returns the condition volume itself.
     """
 
     numbers: dict[str, int]
@@ -48,6 +54,7 @@ class Conditions:
     volume_scale: float = 1.0
     code: NumberCode | None = None
     vectors: Tensor | None = None
+    image: Image | None = None
 
     def of(self, names: Sequence[str], passes: Sequence[int] | None = None) -> Condition:
         """Return the conditions of the volumes with these names, without their classes.
@@ -77,19 +84,15 @@ class Conditions:
         ]
         return torch.cat(parts)
 
-    def shown(self, name: str, decode: Callable[[Tensor], Tensor] | None) -> list[tuple[str, Tensor]]:
-        """Return each kind of condition of a volume as a (D, H, W) volume in [0, 1], to look at.
-
-        `decode` turns the channels of a volume into a (C, D, H, W) volume; None if they are one.
-        """
+    def shown(self, name: str) -> list[tuple[str, Tensor]]:
+        """Return each kind of condition of a volume as a (D, H, W) volume in [0, 1], to look at."""
         pictures = []
         for kind, read in self.joined.items():
-            joined = read(self.numbers[name], 0)
             if kind == LABEL_MAP:
-                values = torch.linspace(0, 1, len(joined))
-                pictures.append((kind, torch.einsum("c,cdhw->dhw", values, joined)))
-            else:
-                pictures.append((kind, to_unit(joined[:-1] if decode is None else decode(joined[:-1]))[0].cpu()))
+                shares = read(self.numbers[name], 0)
+                pictures.append((kind, torch.einsum("c,cdhw->dhw", torch.linspace(0, 1, len(shares)), shares)))
+            elif self.image is not None:
+                pictures.append((kind, to_unit(self.image(self.numbers[name], 0)[0][0])))
         return pictures
 
     @property
@@ -114,11 +117,14 @@ def prepare_conditions(
     if not settings.ldm.conditioning.needs_pairs:
         return None
     readers: dict[str, ReadVariant] = {}
-    scale = 1.0
+    scale, image, digest = 1.0, None, pairs.digest
     if pairs.labels:
         readers[LABEL_MAP] = _label_maps(settings, pairs, process)
     if pairs.volumes:
-        readers[VOLUME] = _volumes(settings, pairs, process, codec)
+        image = _image(settings, pairs)
+        coder = coder_of(settings, codec)
+        readers[VOLUME] = _volumes(settings, pairs, process, coder, image)
+        digest += "" if coder in (None, codec) else f" {weights_digest(coder.autoencoder)}"
         scale = _scale(readers[VOLUME], len(volumes.train), process)
     names = [file.name for file in (*volumes.train, *volumes.val)]
     numbers = {name: place for place, name in enumerate(names)}
@@ -126,7 +132,7 @@ def prepare_conditions(
     if pairs.numbers:
         code = code_of(settings.ldm.conditioning.numbers, pairs.numbers, len(volumes.train))
         vectors = torch.tensor([code.encode(row) for row in pairs.numbers])
-    return Conditions(numbers, readers, settings.latent_shape[1:], pairs.digest, scale, code, vectors)
+    return Conditions(numbers, readers, settings.latent_shape[1:], digest, scale, code, vectors, image)
 
 
 def _label_maps(settings: Settings, pairs: Pairs, process: Process) -> ReadVariant:
@@ -141,19 +147,29 @@ def _label_maps(settings: Settings, pairs: Pairs, process: Process) -> ReadVaria
     return lambda number, variant: read(number)
 
 
-def _volumes(settings: Settings, pairs: Pairs, process: Process, codec: VolumeCodec) -> ReadVariant:
+def _image(settings: Settings, pairs: Pairs) -> Image:
+    s = settings.ldm.conditioning.volume
+    data = volume_reading(settings.data, s)
+
+    def image(index: int, variant: int) -> tuple[Tensor, Tensor | None]:
+        file = pairs.volumes[index]
+        loaded = load_file(file, data).image
+        if not s.is_from_target:
+            return loaded, None
+        mask = torch.from_numpy(mask_on_grid(pairs.masks[index].path, data)) if pairs.masks else None
+        return degraded(loaded, s.degrade, settings.seed, file.digest, variant, mask)
+
+    return image
+
+
+def _volumes(
+    settings: Settings, pairs: Pairs, process: Process, coder: VolumeCodec | None, image: Image
+) -> ReadVariant:
     s, grid = settings.ldm.conditioning.volume, settings.latent_shape[1:]
     data, variants = volume_reading(settings.data, s), s.degrade.variants
-    encode = encoder_of(settings, codec)
 
     def channels(number: int) -> Tensor:
-        index, variant = divmod(number, variants)
-        file = pairs.volumes[index]
-        image, unknown = load_file(file, data).image, None
-        if s.is_from_target:
-            mask = torch.from_numpy(mask_on_grid(pairs.masks[index].path, data)) if pairs.masks else None
-            image, unknown = degraded(image, s.degrade, settings.seed, file.digest, variant, mask)
-        return joined_volume(image, unknown, encode, grid)
+        return joined_volume(*image(*divmod(number, variants)), encoder_of(coder), grid)
 
     masks = [file.digest for file in pairs.masks] or [""] * len(pairs.volumes)
     names = [
@@ -163,7 +179,7 @@ def _volumes(settings: Settings, pairs: Pairs, process: Process, codec: VolumeCo
     ]
     shape = (s.num_joined(settings.autoencoder.latent_channels), *grid)
     degrade = s.degrade.model_dump(mode="json", include={"downsample", "hole"}) if s.is_from_target else None
-    by = None if encode is None else [weights_digest(codec.autoencoder), codec.precision.name]
+    by = None if coder is None else [weights_digest(coder.autoencoder), coder.precision.name]
     intensity = data.model_dump(mode="json", include={"intensity", "frame"})
     key = [
         "volume",
@@ -178,11 +194,20 @@ def _volumes(settings: Settings, pairs: Pairs, process: Process, codec: VolumeCo
     return lambda number, variant: read(number * variants + variant % variants)
 
 
-def encoder_of(settings: Settings, codec: VolumeCodec) -> Encode | None:
-    """Return what encodes condition volumes, or None if they are averaged as they are."""
-    if settings.ldm.conditioning.volume.encoding == "resample":
+def coder_of(settings: Settings, codec: VolumeCodec) -> VolumeCodec | None:
+    """Return the autoencoder of condition volumes, or None if they are averaged as they are."""
+    s = settings.ldm.conditioning.volume
+    if s.encoding == "resample":
         return None
-    return lambda image: codec.encode(image)[0].cpu()
+    if s.autoencoder is None:
+        return codec
+    number = s.latent_channels or settings.autoencoder.latent_channels
+    return other_codec(Path(s.autoencoder).expanduser(), s.num_channels, number, settings, codec.precision)
+
+
+def encoder_of(coder: VolumeCodec | None) -> Encode | None:
+    """Return what encodes condition volumes, or None if they are averaged as they are."""
+    return None if coder is None else lambda image: coder.encode(image)[0].cpu()
 
 
 def _scale(read: ReadVariant, num_train: int, process: Process) -> float:

@@ -18,8 +18,8 @@ from data.pairs.pairs import LABELS, label_reading
 from data.pairs.space import Space, Unknown, mask_of, space_of_volume
 from data.reading import measure
 from diffusion.conditioning.condition import Condition
-from diffusion.conditioning.conditions import empty_condition, encoder_of, scaled
-from diffusion.conditioning.volumes import joined_volume, without
+from diffusion.conditioning.conditions import coder_of, empty_condition, encoder_of, scaled
+from diffusion.conditioning.volumes import Encode, joined_volume, without
 from diffusion.volume_codec import VolumeCodec
 from settings import DataError, Settings, UserError
 from storage.names import printable
@@ -65,6 +65,7 @@ def given_conditions(
     volumes = _files_of(given.condition, "--condition")
     masks = _files_of(given.mask, "--mask")
     names = sorted({**maps, **volumes}) if len(maps) != 1 or len(volumes) != 1 else sorted(volumes)
+    encode = encoder_of(coder_of(settings, codec)) if volumes else None
     cases = []
     for name in names:
         parts, space = [], None
@@ -79,7 +80,7 @@ def given_conditions(
             number = s.volume.num_joined(settings.autoencoder.latent_channels)
             part = torch.zeros(number, *settings.latent_shape[1:])
             if path is not None:
-                part, space = _volume(path, mask, settings, codec)
+                part, space = _volume(path, mask, settings, encode)
                 part = scaled(part, volume_scale)
             parts.append(part)
         assert space is not None, "a case has at least one file"
@@ -172,7 +173,7 @@ def _label_map(path: Path, settings: Settings) -> tuple[Tensor, Space]:
     return torch.from_numpy(shares), Space(geometry_of(facts.header, settings.data))
 
 
-def _volume(path: Path, mask: Path | None, settings: Settings, codec: VolumeCodec) -> tuple[Tensor, Space]:
+def _volume(path: Path, mask: Path | None, settings: Settings, encode: Encode | None) -> tuple[Tensor, Space]:
     s = settings.ldm.conditioning.volume
     image, space = space_of_volume(path, settings.data, s)
     unknown: Unknown | None = None
@@ -184,4 +185,4 @@ def _volume(path: Path, mask: Path | None, settings: Settings, codec: VolumeCode
         unknown = mask_of(mask, path, settings.data)
         image, space = without(image, unknown.on_grid), replace(space, unknown=unknown.in_file)
     on_grid = None if unknown is None else unknown.on_grid
-    return joined_volume(image, on_grid, encoder_of(settings, codec), settings.latent_shape[1:]), space
+    return joined_volume(image, on_grid, encode, settings.latent_shape[1:]), space

@@ -58,7 +58,15 @@ def _volume(settings: Settings) -> Found:
         yield Problem(f"{where}.encoding", "none with a source of volumes", "", remedy), (f"{where}.source",)
     if volume.is_used and not volume.is_from_target:
         yield from intensity_problems(f"{where}.intensity", volume.intensity, volume.num_channels)
-    needs_same = volume.encoding == "autoencoder" or volume.is_from_target
+    if volume.autoencoder is not None and (volume.encoding != "autoencoder" or volume.is_from_target):
+        found = f"given with encoding {volume.encoding} and source {volume.source or 'null'}"
+        allowed = "allowed: with encoding autoencoder and other volumes"
+        yield Problem(f"{where}.autoencoder", found, allowed, "set null"), (f"{where}.encoding", f"{where}.source")
+    if volume.latent_channels is not None and volume.autoencoder is None:
+        found = f"{volume.latent_channels} without another autoencoder"
+        yield Problem(f"{where}.latent_channels", found, "", "set null"), (f"{where}.autoencoder",)
+    is_encoded_alike = volume.encoding == "autoencoder" and volume.autoencoder is None
+    needs_same = is_encoded_alike or volume.is_from_target
     if volume.is_used and needs_same and volume.num_channels != channels:
         found = f"{volume.num_channels}, and autoencoder.in_channels is {channels}"
         why = "the frozen autoencoder encodes" if volume.encoding == "autoencoder" else "the volumes to learn have"

@@ -60,6 +60,12 @@ class VolumeSettings(Section):
         FREE,
     )
     num_channels: Count = key(1, "Channels of the other volumes.", le=1024)
+    autoencoder: PathText | None = key(
+        None,
+        "encoding autoencoder only: weights of another autoencoder for the other volumes, an autoencoder.safetensors "
+        "with the same downsampling; null: the one that is trained on.",
+    )
+    latent_channels: Count | None = key(None, "Latent channels of that other autoencoder; null: as the first.", le=1024)
     intensity: IntensitySettings = section(IntensitySettings, "Intensity scaling of the other volumes.")
     degrade: DegradeSettings = section(DegradeSettings, "What is taken from the target, if the source is target.")
     dropout: float = key(0.1, "Fraction of the volumes hidden in training; guidance needs it.", ge=0, lt=1)
@@ -83,7 +89,9 @@ class VolumeSettings(Section):
         """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
         if not self.is_used:
             return 0
-        return 1 + (latent_channels if self.encoding == "autoencoder" else self.num_channels)
+        if self.encoding == "resample":
+            return 1 + self.num_channels
+        return 1 + (latent_channels if self.latent_channels is None else self.latent_channels)
 
 
 class LabelMapSettings(Section):
