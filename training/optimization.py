@@ -15,11 +15,19 @@ from runtime.precision import Precision
 from runtime.processes import Process
 from settings import TrainingSettings
 from training.guard import Guard
+from training.optimizers.eight_bit import EightBitAdamW
 
 
-def build_optimizer(network: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Return fused AdamW, which makes no foreach copies of the gradients and skips updates on the device."""
+def build_optimizer(
+    network: nn.Module, learning_rate: float, weight_decay: float, states: str = "float32"
+) -> torch.optim.Optimizer:
+    """Return fused AdamW, which makes no foreach copies of the gradients and skips updates on the device.
+
+    With `states` 8bit, return AdamW that keeps its moments in 8 bits.
+    """
     parameters = [p for p in network.parameters() if p.requires_grad]
+    if states == "8bit":
+        return EightBitAdamW(parameters, learning_rate, weight_decay)
     return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
 
 
@@ -90,13 +98,14 @@ class Updater:
         settings: TrainingSettings,
         precision: Precision,
         schedule: Schedule | None = None,
+        states: str = "float32",
     ) -> None:
         self.name = name
         self.settings = settings
         self.schedule = schedule or Schedule(settings)
         self.learning_rate = learning_rate
         self.precision = precision
-        self.optimizer = build_optimizer(network, learning_rate, settings.weight_decay)
+        self.optimizer = build_optimizer(network, learning_rate, settings.weight_decay, states)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def gradient_norm(self, guard: Guard) -> Tensor:

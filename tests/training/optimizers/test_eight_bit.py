@@ -1,0 +1,121 @@
+"""AdamW in 8 bits: torch's update where it keeps float32, unbiased moments elsewhere, a quarter of the bytes."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from memory.predict.step import build_step, track_step
+from models import build_autoencoder, build_unet
+from settings import Settings, load_settings
+from tests.conftest import ROOT
+from training.optimizers.eight_bit import _MEAN, _SQUARE, BLOCK, SMALLEST, EightBitAdamW
+
+RATE, DECAY = 1e-2, 0.1
+
+
+def parameter_of(size: int | tuple[int, ...]) -> nn.Parameter:
+    return nn.Parameter(torch.randn(size, generator=torch.Generator().manual_seed(0)))
+
+
+def gradient_of(parameter: nn.Parameter, number: int) -> torch.Tensor:
+    """Return noise whose size differs from value to value."""
+    generator = torch.Generator().manual_seed(number)
+    sizes = torch.logspace(-3, 0, parameter.numel()).view(parameter.shape)
+    return sizes * (1 + torch.randn(parameter.shape, generator=generator))
+
+
+def run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, numbers: range) -> None:
+    for number in numbers:
+        parameter.grad = gradient_of(parameter, number)
+        optimizer.step()
+
+
+def test_small_parameters_are_updated_as_by_torch():
+    ours, theirs = parameter_of(SMALLEST - 1), parameter_of(SMALLEST - 1)
+    run(EightBitAdamW([ours], RATE, DECAY), ours, range(20))
+    run(torch.optim.AdamW([theirs], RATE, weight_decay=DECAY, fused=True), theirs, range(20))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_moments_in_8_bits_follow_those_in_32_without_bias():
+    ours, theirs = parameter_of(40 * BLOCK), parameter_of(40 * BLOCK)
+    optimizer = EightBitAdamW([ours], RATE, DECAY)
+    exact = torch.optim.AdamW([theirs], RATE, weight_decay=DECAY, fused=True)
+    run(optimizer, ours, range(250))
+    run(exact, theirs, range(250))
+    states, expected = optimizer.state[ours], exact.state[theirs]
+    square = _SQUARE.decode(states["square"], states["square_scale"]).flatten()
+    ratio = square / expected["exp_avg_sq"]
+    assert float(ratio.mean()) == pytest.approx(1, abs=0.02)
+    assert float(ratio.std()) < 0.3
+    mean = _MEAN.decode(states["mean"], states["mean_scale"]).flatten()
+    assert (mean - expected["exp_avg"]).norm() < 0.05 * expected["exp_avg"].norm()
+    moved = theirs - parameter_of(40 * BLOCK)
+    assert (ours - theirs).norm() < 0.05 * moved.norm()
+
+
+def test_states_need_at_most_three_tenths_of_float32():
+    settings = load_settings(ROOT / "configs" / "default.yaml")
+    with torch.device("meta"):
+        unet = build_unet(settings.ldm, settings.autoencoder.latent_channels)
+        networks: list[nn.Module] = [build_autoencoder(settings.autoencoder), unet]
+    for network in networks:
+        optimizer = EightBitAdamW(network.parameters(), RATE, 0.0)
+        states = [optimizer._begin(parameter) for parameter in network.parameters()]
+        found = sum(value.nbytes for each in states for value in each.values())
+        assert found <= 0.3 * 8 * sum(parameter.numel() for parameter in network.parameters())
+
+
+def test_a_blocked_update_changes_nothing():
+    for size in (10, SMALLEST + 1):
+        parameter = parameter_of(size)
+        optimizer = EightBitAdamW([parameter], RATE, DECAY)
+        run(optimizer, parameter, range(2))
+        before = copy.deepcopy((parameter.detach(), dict(optimizer.state[parameter])))
+        parameter.grad = torch.full_like(parameter, float("nan"))
+        optimizer.found_inf = torch.ones(())
+        optimizer.step()
+        torch.testing.assert_close((parameter.detach(), dict(optimizer.state[parameter])), before, rtol=0, atol=0)
+
+
+def test_a_resumed_optimizer_continues_to_the_bit():
+    parameter = parameter_of(SMALLEST + 7)
+    optimizer = EightBitAdamW([parameter], RATE, DECAY)
+    run(optimizer, parameter, range(3))
+    file, resumed = io.BytesIO(), nn.Parameter(parameter.detach().clone())
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = EightBitAdamW([resumed], RATE, DECAY)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert {value.dtype for value in other.state[resumed].values()} == {
+        *(torch.int8, torch.uint8, torch.int64, torch.float32)
+    }
+    run(optimizer, parameter, range(3, 6))
+    run(other, resumed, range(3, 6))
+    assert torch.equal(parameter, resumed)
+
+
+def test_the_memory_layout_changes_nothing():
+    shape = (16, 32, 3, 3, 3)
+    contiguous = parameter_of(shape)
+    channels_last = nn.Parameter(contiguous.detach().contiguous(memory_format=torch.channels_last_3d))
+    for parameter in (contiguous, channels_last):
+        run(EightBitAdamW([parameter], RATE, DECAY), parameter, range(3))
+    assert not channels_last.is_contiguous()
+    assert torch.equal(contiguous, channels_last)
+
+
+def test_both_stages_have_it_and_the_real_step_is_what_is_predicted(tiny_values):
+    tiny_values["device"]["optimizer_states"] = "8bit"
+    tiny_values["autoencoder"]["training"]["adversarial_weight"] = 0.0
+    tiny_values["autoencoder"].update(num_channels=[16, 16], num_res_blocks=0, attention_levels=[False, False])
+    settings = Settings.model_validate(tiny_values)
+    for stage in ("autoencoder", "ldm"):
+        assert isinstance(build_step(settings, stage).updaters[stage].optimizer, EightBitAdamW)
+    predicted, real = (track_step(settings, "autoencoder", fake=fake, cuda=False) for fake in (True, False))
+    assert predicted.peak["device"] == pytest.approx(real.peak["device"], rel=0.01)

@@ -1,0 +1,161 @@
+"""AdamW with its two moments in 8 bits, which need a quarter of the memory.
+
+Written here because an update must be skipped on the device when a value is not finite, without asking the host, and
+must run on the CPU and on the tensors without values of a memory prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+BLOCK = 256
+"""Values that share a scale."""
+SMALLEST = 4096
+"""Parameters with fewer values, such as norms and biases, keep moments in float32."""
+
+# Blocks at a time: temporary tensors of a million values.
+_MOST_BLOCKS = 4096
+_BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
+# Steps of a sequence modulo 2^32 that fills [0, 1) evenly, for blocks, values in a block, and updates.
+_DITHER = (2654435769, 1779033703, 3144134277)
+
+
+class _Coding:
+    """Numbers as integers up to `most`: the root of their share of the largest number in the block, rounded.
+
+    Roots give small numbers more of the integers. Rounding up or down is decided by a dither, so that a moving average
+    keeps moving by the right amount, although each of its changes is smaller than the step between two integers.
+    """
+
+    def __init__(self, dtype: torch.dtype, most: int, power: int) -> None:
+        self.dtype, self.most, self.power = dtype, most, power
+
+    def encode(self, values: Tensor, dither: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the integers and the scale of each row."""
+        scale = values.abs().amax(dim=1, keepdim=True)
+        share = values.abs() / scale.clamp_min(torch.finfo(values.dtype).tiny)
+        below = (share.pow(1 / self.power) * self.most).floor().clamp_max(self.most - 1)
+        low, high = self._value(below), self._value(below + 1)
+        codes = below + ((share - low) / (high - low) > dither)
+        return (codes * values.sign()).to(self.dtype), scale.squeeze(1)
+
+    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """Return the numbers."""
+        signed = codes.to(scale.dtype)
+        return self._value(signed.abs()) * signed.sign() * scale[:, None]
+
+    def _value(self, codes: Tensor) -> Tensor:
+        return (codes / self.most).pow(self.power)
+
+
+_MEAN = _Coding(torch.int8, 127, 2)
+_SQUARE = _Coding(torch.uint8, 255, 4)
+
+
+class EightBitAdamW(Optimizer):
+    """AdamW whose moments are kept in 8 bits with a float32 scale for each block of 256 values.
+
+    `found_inf`, a number on the device, makes the next update change nothing if it is not 0, as in torch's fused AdamW.
+    """
+
+    found_inf: Tensor | None = None
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have gradients."""
+        assert closure is None, "the loss is not evaluated again"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group["lr"], group["weight_decay"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the states; torch converts all of them to the type of their parameter, which is undone here."""
+        super().load_state_dict(state_dict)
+        for states in self.state.values():
+            for name, dtype in (("mean", _MEAN.dtype), ("square", _SQUARE.dtype), ("step", torch.int64)):
+                if name in states:
+                    states[name] = states[name].to(dtype)
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, rate: float, decay: float) -> None:
+        states = self.state[parameter] or self._begin(parameter)
+        moves = torch.ones_like(states["step"]) if self.found_inf is None else (self.found_inf == 0).to(torch.int64)
+        states["step"] += moves
+        # A copy if the parameter is not contiguous, because blocks do not depend on the memory layout.
+        values, gradients = parameter.view(-1) if parameter.is_contiguous() else parameter.flatten(), gradient.flatten()
+        if "exp_avg" in states:
+            mean, square = states["exp_avg"], states["exp_avg_sq"]
+            _adam(values, gradients, mean, square, states["step"], rate, decay, moves)
+        else:
+            self._update_blocks(values, gradients, states, rate, decay, moves)
+        if not parameter.is_contiguous():
+            parameter.copy_(values.view(parameter.shape))
+
+    def _update_blocks(
+        self, values: Tensor, gradients: Tensor, states: dict[str, Tensor], rate: float, decay: float, moves: Tensor
+    ) -> None:
+        for first in range(0, len(states["mean"]), _MOST_BLOCKS):
+            rows = slice(first, first + _MOST_BLOCKS)
+            part = slice(first * BLOCK, (first + _MOST_BLOCKS) * BLOCK)
+            kept = [states[name][rows] for name in ("mean", "mean_scale", "square", "square_scale")]
+            mean, square = _MEAN.decode(kept[0], kept[1]).flatten(), _SQUARE.decode(kept[2], kept[3]).flatten()
+            count = len(gradients[part])
+            _adam(values[part], gradients[part], mean[:count], square[:count], states["step"], rate, decay, moves)
+            dither = _dither(first, len(kept[0]), states["step"])
+            found = (
+                *_MEAN.encode(mean.view(-1, BLOCK), dither),
+                *_SQUARE.encode(square.view(-1, BLOCK), 1 - dither),
+            )
+            for before, after in zip(kept, found, strict=True):
+                before.copy_(torch.where(moves > 0, after, before))
+
+    def _begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return states of zeros, and keep them."""
+        states = self.state[parameter]
+        states["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
+        if parameter.numel() < SMALLEST:
+            for name in ("exp_avg", "exp_avg_sq"):
+                states[name] = parameter.new_zeros(parameter.numel())
+            return states
+        blocks = -(-parameter.numel() // BLOCK)
+        for name, coding in (("mean", _MEAN), ("square", _SQUARE)):
+            states[name] = torch.zeros(blocks, BLOCK, dtype=coding.dtype, device=parameter.device)
+            states[f"{name}_scale"] = parameter.new_zeros(blocks)
+        return states
+
+
+def _adam(
+    values: Tensor,
+    gradients: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    step: Tensor,
+    rate: float,
+    decay: float,
+    moves: Tensor,
+) -> None:
+    """Make AdamW's update of values and moments in place, unless `moves` is 0."""
+    new_mean = torch.lerp(mean, gradients, 1 - _BETA1)
+    new_square = _BETA2 * square + (1 - _BETA2) * gradients.square()
+    # In float64, because after the first steps both are differences of nearly equal numbers.
+    of_mean, of_square = (1 - beta ** step.double() for beta in (_BETA1, _BETA2))
+    corrected = (new_square / of_square).sqrt_().add_(_EPSILON)
+    moved = values * (1 - rate * decay) - rate * (new_mean / of_mean) / corrected
+    for before, after in ((values, moved), (mean, new_mean), (square, new_square)):
+        before.copy_(torch.where(moves > 0, after, before))
+
+
+def _dither(first: int, rows: int, step: Tensor) -> Tensor:
+    """Return a number in [0, 1) for each value of some blocks, evenly spread over the updates."""
+    by_row, by_column, by_step = _DITHER
+    row = torch.arange(first, first + rows, device=step.device)[:, None] * by_row
+    column = torch.arange(BLOCK, device=step.device) * by_column
+    return ((row + column + step * by_step) & 0xFFFFFFFF).float() * 2.0**-32
