@@ -24,9 +24,9 @@ _CHUNK = 2**16
 class NoiseShape:
     """Noise with more variance in some directions: orthonormal (K, C, D, H, W), each with its standard deviation.
 
-    What is most alike in all latents, such as size and brightness, has far more variance than white noise has in any
-    direction. White noise hides it only at the end of the process, so a network that is not trained to the end gives
-    every sample nearly the same. Noise that already varies like the latents leaves the network the rest.
+    Large patterns, such as size and brightness, vary far more between latents than white noise does in any direction.
+    White noise hides them only at the end of the process, and there a network with few updates predicts their mean, so
+    all samples come out alike. Noise that varies like the latents leaves such patterns as varied as they should be.
     """
 
     directions: Tensor
