@@ -94,12 +94,12 @@ def test_batches_are_the_same_wherever_latents_are_kept(config):
         joined = [batch.condition.joined for batch in batches if isinstance(batch, LatentBatch | VolumeBatch)]
         found.append(([part for part in joined if part is not None], latents.conditions.volume_scale))
         assert len(found[-1][0]) == 5
-    for joined, scale in found[1:]:
+    for others, scale in found[1:]:
         assert scale == found[0][1]
-        assert all(torch.equal(one, other) for one, other in zip(joined, found[0][0], strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(others, found[0][0], strict=True))
     # Three label values, one channel and what is known; the hole moves from pass to pass.
     assert found[0][0][0].shape == (2, 5, 8, 8, 8)
-    assert len({tuple(part[-1].flatten().tolist()) for joined in found[0][0] for part in joined}) > len(volumes.train)
+    assert len({tuple(part[-1].flatten().tolist()) for whole in found[0][0] for part in whole}) > len(volumes.train)
 
 
 def test_a_missing_partner_stops_training_and_the_check_of_the_data(config, capsys):
