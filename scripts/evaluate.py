@@ -7,8 +7,6 @@ import json
 import logging
 import math
 import sys
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +63,13 @@ def main(options: argparse.Namespace) -> int:
     import torch
 
     from data import prepare_volumes
-    from data.pairs.pairs import NO_PAIRS
-    from diffusion.conditioning import check_conditions
-    from diffusion.conditioning.conditions import prepare_conditions
     from diffusion.latents import stage_two_data
-    from evaluation.conditional.effect import condition_effect
+    from evaluation.conditional.effect import evaluate_conditions
     from evaluation.fid import load_features
     from evaluation.reconstructions import evaluate_reconstructions
     from evaluation.samples import anchors, draw_samples, evaluate_samples, load_reference, reconstruction_discrepancy
     from evaluation.trained_run import TrainedRun
     from report import write_report
-    from runtime.processes import Process
     from storage.atomic import write_text
 
     if options.json is not None:
@@ -89,7 +83,6 @@ def main(options: argparse.Namespace) -> int:
     changes = {} if options.steps is None else {"ldm.sampling.num_inference_steps": options.steps}
     settings = trained.settings.with_overrides(changes)
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
-    pairs = check_conditions(settings, volumes) if has_stage_two else NO_PAIRS
     data = stage_two_data(settings.data)
     if len(volumes.val) < 2:
         raise DataError(
@@ -101,15 +94,9 @@ def main(options: argparse.Namespace) -> int:
     }
     if has_stage_two:
         reference = load_reference(volumes.train, volumes.val, data)
-        conditions = prepare_conditions(settings, pairs, volumes, Process(codec.precision.device), codec)
-        told = None
-        if conditions is not None:
-            conditions = replace(conditions, volume_scale=frame.volume_scale)
-            told = partial(conditions.of_held_out, volumes.val, settings.ldm.conditioning)
-            compared = (pairs, volumes.val[: options.num], data, options.seed, options.batch_size)
-            results["conditions"] = condition_effect(
-                network, codec, settings, frame.normalisation, conditions, *compared
-            )
+        scales, drawn_by = (frame.normalisation, frame.volume_scale), (options.seed, options.num, options.batch_size)
+        told, effect = evaluate_conditions(network, codec, settings, *scales, volumes, *drawn_by)
+        results |= {} if effect is None else {"conditions": effect}
         drawn = (settings, frame.normalisation, options.seed, options.num, options.batch_size, told)
         results["samples"] = evaluate_samples(draw_samples(network, codec, *drawn), reference, features)
         results["anchors"] = anchors(reference, options.num, options.seed)

@@ -3,25 +3,54 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from data import VolumeFile, load_file, to_unit
+from data import DataSplit, VolumeFile, load_file, to_unit
 from data.pairs.label_maps import mask_on_grid
 from data.pairs.pairs import Pairs
-from diffusion.conditioning import Condition, hidden
-from diffusion.conditioning.conditions import Conditions
+from diffusion.conditioning import Condition, check_conditions, hidden
+from diffusion.conditioning.conditions import Conditions, prepare_conditions
 from diffusion.conditioning.volumes import block_means, hole_mask, lowered
+from diffusion.latents import stage_two_data
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
+from runtime.processes import Process
 from settings import DataSettings, Settings
 from settings.conditioning import VolumeSettings
 
 RIGHT, SHUFFLED, HIDDEN, INTERPOLATED = "right", "shuffled", "hidden", "interpolated"
+
+
+def evaluate_conditions(
+    network: nn.Module,
+    codec: VolumeCodec,
+    settings: Settings,
+    normalisation: Normalisation,
+    volume_scale: float,
+    volumes: DataSplit,
+    seed: int,
+    num: int,
+    batch_size: int,
+) -> tuple[Callable[[Sequence[int]], Condition] | None, dict[str, Any] | None]:
+    """Return the conditions of samples, those of held-out volumes in turn, and what they are worth.
+
+    Both are None if the run was trained without partners of its volumes.
+    """
+    pairs = check_conditions(settings, volumes)
+    conditions = prepare_conditions(settings, pairs, volumes, Process(codec.precision.device), codec)
+    if conditions is None:
+        return None, None
+    conditions = replace(conditions, volume_scale=volume_scale)
+    compared = (volumes.val[:num], stage_two_data(settings.data), seed, batch_size)
+    effect = condition_effect(network, codec, settings, normalisation, conditions, pairs, *compared)
+    return partial(conditions.of_held_out, volumes.val, settings.ldm.conditioning), effect
 
 
 def condition_effect(

@@ -14,7 +14,7 @@ from diffusion.latent_batches import LatentBatch
 from diffusion.sampling import guided
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
-from settings import Settings
+from settings import CheckpointError, Settings
 from settings.conditioning import ConditioningSettings
 from tests.training.step_gradients import gradients
 from training.ldm_step import LatentDiffusionStep
@@ -180,3 +180,13 @@ def test_a_hidden_condition_has_the_shape_of_a_given_one(tiny_values):
     assert nothing.joined.shape == empty.joined.shape
     assert not nothing.joined.any()
     assert nothing.classes.tolist() == [3, 3]
+
+
+def test_resuming_with_other_partners_is_refused(tiny_values):
+    step = make_step(tiny_values, LABELS)
+    step._partners = "these"
+    state = step.state_dict()
+    step.load_state_dict(state)
+    step._partners = "others"
+    with pytest.raises(CheckpointError, match="made with other conditions: the volumes' partners changed"):
+        step.load_state_dict(state)
