@@ -122,14 +122,14 @@ class Compression(AbstractContextManager[None]):
             return tensor
         packed = compress(tensor.detach(), self._kind)
         if self._offload is not None:
-            packed.codes, packed.low, packed.step = map(self._offload.pack, (packed.codes, packed.low, packed.step))
+            # The codes last: one copy leaves while the blocks run on, and the next fetch begins with what left last.
+            packed.step, packed.low, packed.codes = map(self._offload.pack, (packed.step, packed.low, packed.codes))
         return packed
 
     def _unpack(self, packed: Tensor | Compressed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         if self._offload is not None:
-            # In the opposite order, because the next fetch starts with what was packed last.
-            step, low, codes = map(self._offload.unpack, (packed.step, packed.low, packed.codes))
+            codes, low, step = map(self._offload.unpack, (packed.codes, packed.low, packed.step))
             packed = Compressed(codes, low, step, packed.shape, packed.dtype, packed.layout)
         return expand(packed)

@@ -9,7 +9,8 @@ import torch
 
 from models import build_autoencoder
 from models.lean import compression
-from models.lean.compression import GROUP, compress, expand
+from models.lean.checkpointing import HostOffload
+from models.lean.compression import GROUP, Compression, compress, expand
 from tests.models.gradients import distances, run_backward, small_work_counts
 from tests.models.layouts import channels_last
 from tests.models.problems import autoencoder_settings, problem, run_autoencoder
@@ -96,3 +97,13 @@ def test_the_forward_pass_is_the_same_and_offloading_changes_no_bit():
     assert all(torch.equal(a, b) for a, b in zip(plain.outputs, packed.outputs, strict=True))
     assert all(torch.equal(packed.gradients[name], offloaded.gradients[name]) for name in packed.gradients)
     assert any(not torch.equal(plain.gradients[name], packed.gradients[name]) for name in packed.gradients)
+
+
+def test_the_codes_of_the_block_before_are_fetched_while_a_block_runs_backward():
+    offload = HostOffload()
+    keep = Compression("int8", offload)
+    with small_work_counts(), mock.patch.object(compression, "MIN_OFFLOAD_BYTES", 0):
+        first, second = (keep._pack(torch.randn(1, 2, 4, 4, 4)) for _ in range(2))
+        assert [packed.dtype for packed, _ in offload._leaving] == [torch.uint8], "the large copy is the one in flight"
+        keep._unpack(second)
+    assert first.codes.fetched is not None
