@@ -92,17 +92,18 @@ class Prediction:
     @property
     def needing_phase(self) -> str:
         """Return the part of the run that needs the most memory: the training step, or what runs beside it."""
-        others = {name: peak["reserved_bytes"] for name, peak in self.run_peaks.items()}
-        return max({TRAINING_STEP: self.peak_reserved_bytes, **others}.items(), key=lambda item: item[1])[0]
+        return max(self._reserved_by_phase.items(), key=lambda item: item[1])[0]
 
     @property
     def required_bytes(self) -> int:
-        """Return the memory a device must have for the whole run: its largest reserved peak, and the context.
+        """Return the memory a device must have for the whole run: its largest reserved peak, and the context."""
+        return max(self._reserved_by_phase.values()) + self.context_bytes
 
-        Measurements correct the training step only.
-        """
-        peaks = [peak["reserved_bytes"] for peak in self.run_peaks.values()]
-        return max(round(self.peak_reserved_bytes * self.correction), *peaks, 0) + self.context_bytes
+    @property
+    def _reserved_by_phase(self) -> dict[str, int]:
+        """The reserved peak of each part of the run; measurements correct the training step only."""
+        others = {name: peak["reserved_bytes"] for name, peak in self.run_peaks.items()}
+        return {TRAINING_STEP: round(self.peak_reserved_bytes * self.correction), **others}
 
     def needed_bytes(self, num_gpus: int) -> int:
         """Return the memory that each of `num_gpus` devices must have."""

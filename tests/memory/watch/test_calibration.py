@@ -61,6 +61,14 @@ def test_no_measurement_takes_a_prediction_below_its_tensors():
     assert calibration.corrected(prediction).required_bytes == 4 * GIB + prediction.context_bytes
 
 
+def test_the_phase_that_is_named_is_the_one_whose_corrected_peak_is_needed():
+    prediction = made(run_peaks={"validation": {"allocated_bytes": 4 * GIB, "reserved_bytes": 5 * GIB}})
+    assert prediction.needing_phase == "validation"
+    calibration.record(prediction, 6 * GIB)
+    again = calibration.corrected(prediction)
+    assert (again.needing_phase, again.required_bytes) == ("training step", 6 * GIB + prediction.context_bytes)
+
+
 def test_measured_times_replace_the_lower_bound():
     gpu = check_gpu("RTX 4090")
     work = [WorkPart("copy", None, True, nbytes=round(gpu.bandwidth_gbs * 1e9), flops=0, kernels=1).to_json()]

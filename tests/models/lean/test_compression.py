@@ -10,7 +10,7 @@ import torch
 from models import build_autoencoder
 from models.lean import compression
 from models.lean.checkpointing import HostOffload
-from models.lean.compression import GROUP, Compression, compress, expand
+from models.lean.compression import GROUP, Compressed, Compression, compress, expand
 from tests.models.gradients import distances, run_backward, small_work_counts
 from tests.models.layouts import channels_last
 from tests.models.problems import autoencoder_settings, problem, run_autoencoder
@@ -104,6 +104,7 @@ def test_the_codes_of_the_block_before_are_fetched_while_a_block_runs_backward()
     keep = Compression("int8", offload)
     with small_work_counts(), mock.patch.object(compression, "MIN_OFFLOAD_BYTES", 0):
         first, second = (keep._pack(torch.randn(1, 2, 4, 4, 4)) for _ in range(2))
+        assert isinstance(first, Compressed)
         assert [packed.dtype for packed, _ in offload._leaving] == [torch.uint8], "the large copy is the one in flight"
         keep._unpack(second)
     assert first.codes.fetched is not None
