@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def main(options: argparse.Namespace) -> int:
         return UserError.exit_code
     volumes = split_source(source, settings.data, settings.seed, settings.autoencoder.in_channels)
     print(_summary(source, volumes, settings))
-    print(f"\nnext: python train_autoencoder.py --config {options.config} {' '.join(options.overrides)}".rstrip())
+    print("\nnext: " + shlex.join(["python", "train_autoencoder.py", "--config", options.config, *options.overrides]))
     return 0
 
 
@@ -184,7 +185,7 @@ def _summary(source, volumes, settings) -> str:
         lines.append(f"data.voxel_size {_times(grid)} suits these volumes and both stages")
     elif grid is not None:
         numbers = ",".join(map(str, grid))
-        lines.append(f"a grid that suits these volumes and both stages: data.voxel_size=[{numbers}]")
+        lines.append(f"a grid that suits these volumes and both stages: data.voxel_size={numbers}")
         lines.append(f"it has {cost_text(grid, settings, len(facts))}")
     return "\n".join(lines)
 

@@ -79,7 +79,10 @@ def outlier_lines(names: Sequence[str], facts: Sequence[VolumeFacts], s: DataSet
             found.setdefault(name, []).append(f"looks like {kind}, most others like {usual}")
     lines = [f"{printable(name)}: {'; '.join(texts)}" for name, texts in sorted(found.items())]
     if count <= len(kinds) / 2:
-        mixed = ", ".join(f"{number} look like {kind}" for kind, number in Counter(kinds).most_common())
+        mixed = ", ".join(
+            f"{number} {'looks' if number == 1 else 'look'} like {kind}"
+            for kind, number in Counter(kinds).most_common()
+        )
         lines.append(f"several modalities in one set: {mixed}")
     return lines
 
