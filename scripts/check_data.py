@@ -111,7 +111,7 @@ def _partner_problems(source, settings) -> list[str]:
 
 def _write_json(path: str, source, settings, unpaired: list[str]) -> None:
     from data.survey.grids import suggested_grid
-    from data.survey.overview import outlier_lines
+    from data.survey.overview import outlier_lines, statistics
     from data.survey.patients import suspected_patients
 
     names, usable = _usable(source)
@@ -130,6 +130,7 @@ def _write_json(path: str, source, settings, unpaired: list[str]) -> None:
         "problems": source.problems,
         "partner_problems": unpaired,
         "left_out": source.left_out,
+        "statistics": statistics(usable, settings.data) if usable else {},
         "unusual": outlier_lines(names, usable, settings.data),
         "patients": suspected_patients(source.found),
         "suggested_grid": suggested_grid(usable, settings) if usable else None,

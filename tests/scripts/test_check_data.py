@@ -118,6 +118,8 @@ def test_findings_are_written_as_json(check_here: Callable[..., int], tmp_path: 
     assert first["problems"] == []
     assert "not a .nii.gz file" in second["problems"][0]
     assert last["minimum"] is None
+    assert values["statistics"]["size along z"]["95th percentile"] == 14
+    assert 120 < values["statistics"]["99th percentile of intensities"]["median"] < 170
     assert len(values["problems"]) == 2
 
 
