@@ -15,7 +15,7 @@ from typing import Any
 
 from data.files import dicom
 from data.formats import SUFFIXES, suffix_of
-from data.survey.names import class_folder, folder_classes, label_files
+from data.survey.names import folder_classes, label_files
 from settings import DataError
 from storage.names import counted, printable
 from storage.reading import read_text, reason
@@ -56,9 +56,9 @@ def find(source: str, allow_outside_root: bool) -> tuple[list[Found], list[str]]
                 f"data.source: {printable(source)} belongs to the operating system; a folder of volumes, "
                 "a dataset.json or phantoms is allowed; give the folder that holds your volumes"
             )
-        listing = place / "dataset.json"
-        if not os.path.lexists(listing):
+        if is_plain_folder(source):
             return _in_folder(place)
+        listing = place / "dataset.json"
         log.info("data: %s lists the volumes of %s", listing, place)
         place = listing
     if place.suffix.lower() == ".json" and os.path.exists(place):
@@ -71,6 +71,11 @@ def find(source: str, allow_outside_root: bool) -> tuple[list[Found], list[str]]
     raise DataError(
         f"data.source: {printable(source)} does not exist; a folder, a dataset.json or phantoms is allowed; check it"
     )
+
+
+def is_plain_folder(source: str) -> bool:
+    """Return whether a source is a folder that has no dataset.json, so that every volume in it counts."""
+    return os.path.isdir(expanded(source)) and not os.path.lexists(expanded(source) / "dataset.json")
 
 
 def expanded(path: str) -> Path:
@@ -143,14 +148,13 @@ def _in_folder(root: Path) -> tuple[list[Found], list[str]]:
             f"data.source: {printable(root)} holds no volume; {' '.join(SUFFIXES)} are read, in subfolders too; "
             "check the folder"
         )
-    ordered = sorted(names)
-    classes = folder_classes(ordered)
-    tops = sorted({top for name in ordered if (top := class_folder(name)) is not None})
-    if classes is None and tops:
-        some = ", ".join(printable(top) for top in tops[:3])
-        log.info("data: folders such as %s are not read as classes; data.labels can name classes", some)
-    found = [Found(names[name], name, classes[name] if classes else None) for name in ordered]
-    return found, left_out
+    return with_folders([Found(names[name], name) for name in sorted(names)]), left_out
+
+
+def with_folders(found: Sequence[Found]) -> list[Found]:
+    """Return the volumes of a folder with its subfolders as classes, if that is what they are."""
+    classes = folder_classes([item.name for item in found])
+    return [replace(item, class_name=classes[item.name] if classes else None) for item in found]
 
 
 def _series(root: Path, folder: Path) -> tuple[dict[str, Path], list[str]]:
@@ -172,8 +176,7 @@ def _series(root: Path, folder: Path) -> tuple[dict[str, Path], list[str]]:
         if uid in volumes:
             first = next(image.path for image in images if not image.is_localizer)
             names[place[:-1] if place and len(volumes) == 1 else f"{place}{first.name}"] = first
-    for path in scanned.others:
-        left_out.append(f"{printable(f'{place}{path.name}')}: left out, DICOM without an image")
+    left_out += [f"{printable(f'{place}{path.name}')}: left out, DICOM without an image" for path in scanned.others]
     if not volumes:
         # Named as a problem, because it may have been a slice.
         names |= {f"{place}{path.name}": path for path in scanned.unreadable}
@@ -334,12 +337,11 @@ def _read_label_table(table: Path) -> dict[str, str]:
             f"{where} has the columns {_cut(printable(', '.join(columns))) or '(none)'}; "
             "file and label are needed, once each; make file,label its first line"
         )
-    file_column, label_column = columns.index("file"), columns.index("label")
     classes: dict[str, str] = {}
     for number, row in rows:
         if len(row) > len(columns):
             raise DataError(f"{where} line {number} has {len(row)} fields for {len(columns)} columns; quote its commas")
-        name, label = (row[n].strip() if n < len(row) else "" for n in (file_column, label_column))
+        name, label = (row[n].strip() if n < len(row) else "" for n in map(columns.index, ("file", "label")))
         if not name or not label:
             raise DataError(f"{where} line {number} has no file or no label; both are needed; complete it")
         key = os.path.normpath(name).replace(os.sep, "/")

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.discovery import Found, class_names_of, find, with_labels
+from data.discovery import Found, class_names_of, find, is_plain_folder, with_folders, with_labels
 from data.files import dicom
 from data.phantoms import phantom_files, phantom_root
 from data.preparation.checking import Checked, check_files
-from data.survey.names import grouped
+from data.survey.names import class_folder, grouped
 from data.survey.overview import looks_like_labels
 from data.survey.patients import groups_of, parted_patients
 from settings import DataError
@@ -88,7 +88,7 @@ def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -
     """Split the volumes of a checked source; raise one DataError that lists every problem of every file."""
     if source.problems:
         lines = "\n".join(f"  {problem}" for problem in source.problems)
-        raise DataError(f"data.source: {s.source} has {len(source.problems)} problems:\n{lines}")
+        raise DataError(f"data.source: {printable(s.source)} has {counted(len(source.problems), 'problem')}:\n{lines}")
     for line in (*grouped(source.left_out), *copies_lines(source.found, source.checked)):
         log.warning("data: %s", line)
     found = source.found
@@ -111,8 +111,8 @@ def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -
         log.warning("data: %s", warning)
     if not val:
         raise DataError(
-            f"data.source: {s.source} has {len(found)} volume; at least two are needed, one to train on and one to "
-            "validate with; add volumes"
+            f"data.source: {printable(s.source)} has {counted(len(found), 'volume')}; at least two are needed, one to "
+            "train on and one to validate with; add volumes"
         )
     log.info("data: %d training and %d validation volumes", len(train), len(val))
     return DataSplit(tuple(files[item] for item in train), tuple(files[item] for item in val), class_names)
@@ -136,6 +136,12 @@ def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
     if not s.label_maps:
         found, checked, maps = _without_label_maps(found, checked)
         left_out += maps
+    if s.source != PHANTOMS and s.labels is None and is_plain_folder(s.source):
+        found = with_folders(found)  # again, because folders of label maps that are left out say nothing
+        tops = sorted({top for item in found if (top := class_folder(item.name)) is not None})
+        if tops and not class_names_of(found):
+            some = ", ".join(printable(top) for top in tops[:3])
+            log.info("data: folders such as %s are not read as classes; data.labels can name classes", some)
     return Source(tuple(found), tuple(checked), tuple(unlabelled), tuple(left_out))
 
 
@@ -145,6 +151,11 @@ def _without_label_maps(
     """Take out volumes that look like label maps, unless all do: then label maps are what is to be learned."""
     pairs = list(zip(found, checked, strict=True))
     maps = [pair for pair in pairs if pair[1].facts is not None and looks_like_labels(pair[1].facts)]
+    if maps and len(maps) == len(pairs):
+        log.warning(
+            "data: every volume looks like a label map, so they are trained on as intensities; set data.label_maps: "
+            "true if that is meant"
+        )
     if not maps or len(maps) == len(pairs):
         return list(found), list(checked), []
     kept = [pair for pair in pairs if pair not in maps]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from data.intensity import flat_text
 from data.preparation.checking import Checked, problems_of
 from data.reading import VolumeFacts
 from data.survey.overview import looks_like_labels, modality_of, outlier_lines, turned
-from data.survey.patients import SUGGESTED, groups_of
+from data.survey.patients import groups_of, suspected_groups
 from data.volumes import check_source, split
 from settings import DataError
 from settings.data import DataSettings
@@ -171,7 +170,7 @@ def take_fingerprint(s: DataSettings, seed: int) -> Fingerprint:
         background=float(np.median([fact.background for fact in facts])),
         num_flat=sum(_is_flat(fact) for fact in facts),
         classes=_classes(source.found),
-        group_by=_patients(source.found, s),
+        group_by=_patients(source.found),
         num_label_maps=len(maps) or _listed_label_maps(s.source),
         left_out=tuple(line for line in source.left_out if line not in maps),
         unusual=tuple(outlier_lines(names, facts, s)),
@@ -200,15 +199,11 @@ def _classes(found: Sequence[Found]) -> dict[str, int]:
     return {name: counts[name] for name in names}
 
 
-def _patients(found: Sequence[Found], s: DataSettings) -> str | None:
-    """Return the pattern that names a patient in every volume's name, if some patients have several volumes."""
-    stems = [item.name[: len(item.name) - len(suffix_of(item.name) or "")] for item in found]
-    for suggested in SUGGESTED:
-        if all(re.search(suggested, stem) for stem in stems):
-            pattern = suggested.removesuffix("$")
-            patients = groups_of(found, s.model_copy(update={"group_by": pattern})) or {}
-            if 2 < len(set(patients.values())) < len(found):
-                return pattern
+def _patients(found: Sequence[Found]) -> str | None:
+    """Return the `data.group_by` that names a patient for every volume, if some patients have several volumes."""
+    for patients, group_by in suspected_groups(found):
+        if len(patients) == len(found) and len({*patients.values()}) > 2:
+            return group_by
     return None
 
 

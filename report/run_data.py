@@ -60,11 +60,15 @@ def _stage(run: RunFolder, settings: Settings, stage: str, metrics: list[dict[st
     if not lines and memory is None:
         return None
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+    step = max((line["step"] for line in lines), default=0)
+    # The weights of a finished run that is being continued are still there.
+    is_continued = training.max_hours is None and 0 < step < training.max_steps
     return {
         "name": stage,
-        "step": max((line["step"] for line in lines), default=0),
+        "step": step,
         "max_steps": training.max_steps,
-        "is_finished": run.weights(stage).is_file(),
+        "max_hours": training.max_hours,
+        "is_finished": run.weights(stage).is_file() and not is_continued,
         "seconds": _seconds(lines),
         "curves": _curves(lines),
         "memory": memory,

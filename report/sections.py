@@ -7,6 +7,7 @@ from typing import Any
 
 from report.charts import STAGE_TITLES, highest, last
 from report.markup import escaped, gib, table
+from storage.names import counted
 from training.recording.progress import duration_text
 
 _FIGURES = (
@@ -43,7 +44,11 @@ def _chip(stage: dict[str, Any]) -> str:
     name = STAGE_TITLES[stage["name"]].split(",")[0].lower()
     share = 100 * stage["step"] / max(1, stage["max_steps"])
     if stage["is_finished"]:
-        kind, progress = "good", f"done, {stage['step']:,} steps"
+        kind, progress = "good", f"done, {counted(stage['step'], 'step')}"
+    elif stage["max_hours"] is not None:
+        limit = 3600 * stage["max_hours"]
+        share = 100 * (stage["seconds"] or 0) / limit
+        kind, progress = "going", f"step {stage['step']:,}, to train for {duration_text(limit)}"
     else:
         kind, progress = "going", f"step {stage['step']:,} of {stage['max_steps']:,}"
     if stage["seconds"] is not None:

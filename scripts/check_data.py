@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def main(options: argparse.Namespace) -> int:
         return UserError.exit_code
     volumes = split_source(source, settings.data, settings.seed, settings.autoencoder.in_channels)
     print(_summary(source, volumes, settings))
-    print(f"\nnext: python train_autoencoder.py --config {options.config} {' '.join(options.overrides)}".rstrip())
+    print("\nnext: " + shlex.join(["python", "train_autoencoder.py", "--config", options.config, *options.overrides]))
     return 0
 
 
@@ -110,7 +111,7 @@ def _partner_problems(source, settings) -> list[str]:
 
 def _write_json(path: str, source, settings, unpaired: list[str]) -> None:
     from data.survey.grids import suggested_grid
-    from data.survey.overview import outlier_lines
+    from data.survey.overview import outlier_lines, statistics
     from data.survey.patients import suspected_patients
 
     names, usable = _usable(source)
@@ -129,6 +130,7 @@ def _write_json(path: str, source, settings, unpaired: list[str]) -> None:
         "problems": source.problems,
         "partner_problems": unpaired,
         "left_out": source.left_out,
+        "statistics": statistics(usable, settings.data) if usable else {},
         "unusual": outlier_lines(names, usable, settings.data),
         "patients": suspected_patients(source.found),
         "suggested_grid": suggested_grid(usable, settings) if usable else None,
@@ -184,7 +186,7 @@ def _summary(source, volumes, settings) -> str:
         lines.append(f"data.voxel_size {_times(grid)} suits these volumes and both stages")
     elif grid is not None:
         numbers = ",".join(map(str, grid))
-        lines.append(f"a grid that suits these volumes and both stages: data.voxel_size=[{numbers}]")
+        lines.append(f"a grid that suits these volumes and both stages: data.voxel_size={numbers}")
         lines.append(f"it has {cost_text(grid, settings, len(facts))}")
     return "\n".join(lines)
 

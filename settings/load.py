@@ -35,9 +35,10 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | 
     document = read_document(path)
     values = document.values
     values.setdefault("name", path.stem)
+    alone = copy.deepcopy(values)
     overridden, problems = _apply(values, overrides)
     _spread(values)
-    of_file = []
+    of_file: list[Problem] = []
     try:
         settings = validate(values, stage)
     except ConfigError as error:
@@ -45,13 +46,25 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | 
             if any(overlap(problem.where, dotted) for dotted in overridden):
                 problems.append(problem)
             else:
-                of_file.append(_with_line(problem, document.lines))
+                of_file.append(problem)
     if of_file:
         by_override = (replace(problem, where=f"override {problem.where}") for problem in problems)
-        raise ConfigError([*by_override, *of_file], source=str(path))
+        with_lines = (_with_line(problem, document.lines) for problem in of_file)
+        is_without = {*of_file} <= {*_problems(alone, stage)}
+        source = str(path) if is_without else f"{path} with the overrides"
+        raise ConfigError([*by_override, *with_lines], source=source)
     if problems:
         raise ConfigError(problems, source="the overrides")
     return settings
+
+
+def _problems(values: dict[str, Any], stage: str | None) -> tuple[Problem, ...]:
+    _spread(values)
+    try:
+        validate(values, stage)
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from settings import Settings, TrainingSettings, UserError
 from settings.ldm import SchedulerSettings
 from settings.rules import find_problems
 from storage.names import counted
+from training.recording.progress import duration_text
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
         "parameters": ", ".join(f"{name} {_count(network):,}" for name, network in networks.items()),
         "effective batch": f"{training.batch_size} x {training.gradient_accumulation_steps} accumulated"
         f" x {counted(world_size, 'process')} = {samples}",
-        "steps per pass": f"{math.ceil(num_volumes / samples)} over {num_volumes} training volumes",
+        "steps per pass": f"{math.ceil(num_volumes / samples)} over {counted(num_volumes, 'training volume')}",
     }
     if stage == "ldm":
         lines["noise process"] = _noise_process(settings.ldm.scheduler)
@@ -62,7 +63,9 @@ def warn_of_stage_two(settings: Settings, volumes: DataSplit, process: Process) 
 
 
 def _length(training: TrainingSettings) -> str:
-    return counted(training.max_steps, "step") if training.max_hours is None else f"{training.max_hours:g} hours"
+    return (
+        counted(training.max_steps, "step") if training.max_hours is None else duration_text(3600 * training.max_hours)
+    )
 
 
 def _noise_process(scheduler: SchedulerSettings) -> str:

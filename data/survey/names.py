@@ -13,8 +13,10 @@ LABEL_FOLDERS = {
     *("labels", "label", "labelstr", "labelsts", "labels_tr", "labels_ts", "labelmaps", "masks", "mask"),
     *("segmentations", "segmentation", "segs", "seg", "annotations", "rois"),
 }
-PATIENTS = (r"sub-[A-Za-z0-9]+", r"(?i)(?:patient|subject|subj|pat)[-_]?\d+")
+PATIENTS = (r"sub-[A-Za-z0-9]+", r"(?i)(?:patient|subject|subj|pat)[-_ ]?\d+")
 """Patterns that people name patients by, the most telling first."""
+CASES = (*PATIENTS, r"(?i)(?:case|id|p|s)[-_ ]?\d+")
+"""Patterns that say as much only if a folder has no other name."""
 LEFT_OUT = ": left out, "
 MOST_OF_A_REASON = 3  # files that are left out for the same reason and named one by one
 FEWEST_CASES = 2  # two folders with one volume each may still be two classes
@@ -55,18 +57,20 @@ def class_folder(name: str) -> str | None:
 def folder_classes(names: Sequence[str]) -> dict[str, str] | None:
     """Return the class of each volume by its top folder, or None where folders say nothing about classes.
 
-    They do only if every volume lies in one. Folders that are named after patients, and folders that hold one volume
-    each, are cases.
+    They do only if every volume lies in one. Folders are cases if they are named after patients, hold one volume each,
+    or give their names to the volumes in them.
     """
     classes = {name: folder for name in names if (folder := class_folder(name)) is not None}
     folders = set(classes.values())
     if len(classes) < len(names) or all(_is_patient(folder) for folder in folders):
         return None
+    if len(folders) > 1 and all(PurePosixPath(name).name.startswith(folder) for name, folder in classes.items()):
+        return None
     return None if len(folders) == len(names) > FEWEST_CASES else classes
 
 
 def _is_patient(folder: str) -> bool:
-    return any(re.fullmatch(pattern, folder) for pattern in PATIENTS)
+    return any(re.fullmatch(pattern, folder) for pattern in CASES)
 
 
 def is_images(folder: PurePosixPath) -> bool:

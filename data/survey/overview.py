@@ -11,7 +11,7 @@ import numpy as np
 from data.geometry import geometry_of
 from data.reading import VolumeFacts
 from settings.data import DataSettings
-from storage.names import printable
+from storage.names import counted, printable
 
 # A volume is an outlier if it differs from the median by this factor and by this many robust standard deviations.
 SIZE_FACTOR = 2.0
@@ -24,6 +24,13 @@ FEWEST = 4
 LARGEST_RINGING = 0.1
 
 AXES = "xyz"
+
+# Of fewer volumes the 5th and 95th percentile are hardly inside the range.
+FEWEST_FOR_PERCENTILES = 20
+PERCENTILES = {"minimum": 0, "5th percentile": 5, "median": 50, "95th percentile": 95, "maximum": 100}
+
+
+INTENSITIES = (("low", "1st percentile"), ("median", "median"), ("high", "99th percentile"))
 
 
 def looks_like_labels(facts: VolumeFacts) -> bool:
@@ -48,11 +55,26 @@ def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
     if len(spacings):
         lines.append("spacing:    " + _axes(spacings, "{:.3g}", " mm"))
     if len(spacings) < len(facts):
-        lines.append(f"spacing:    {len(facts) - len(spacings)} of {len(facts)} volumes store none")
-    for name, title in (("low", "1st percentile"), ("median", "median"), ("high", "99th percentile")):
+        without = len(facts) - len(spacings)
+        verb = "stores" if without == 1 else "store"
+        lines.append(f"spacing:    {without} of {counted(len(facts), 'volume')} {verb} none")
+    for name, title in INTENSITIES:
         values = np.array([getattr(fact, name) for fact in facts])
         lines.append(f"intensity:  {title} {_range(values, '{:g}')}")
     return lines
+
+
+def statistics(facts: Sequence[VolumeFacts], s: DataSettings) -> dict[str, dict[str, float]]:
+    """Return percentiles of sizes, spacings and intensities over all volumes, by what was measured."""
+    shapes = [turned(fact, s) for fact in facts]
+    measures: dict[str, list[float]] = {}
+    for axis, letter in enumerate(AXES):
+        measures[f"size along {letter}"] = [float(size[axis]) for size, _ in shapes]
+        spacings = [spacing[axis] for (_, spacing), fact in zip(shapes, facts, strict=True) if fact.has_spacing]
+        measures[f"spacing along {letter} in mm"] = spacings
+    for name, title in INTENSITIES:
+        measures[f"{title} of intensities"] = [getattr(fact, name) for fact in facts]
+    return {name: _percentiles(values) for name, values in measures.items() if values}
 
 
 def outlier_lines(names: Sequence[str], facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
@@ -63,7 +85,11 @@ def outlier_lines(names: Sequence[str], facts: Sequence[VolumeFacts], s: DataSet
     shapes = [turned(fact, s) for fact in facts]
     for axis, letter in enumerate(AXES):
         measures.append((f"size along {letter}", SIZE_FACTOR, [float(size[axis]) for size, _ in shapes]))
-        measures.append((f"spacing along {letter} in mm", SIZE_FACTOR, [spacing[axis] for _, spacing in shapes]))
+        # A volume that stores no spacing has none to differ by; the summary counts such volumes.
+        known = [shape[1][axis] for shape, fact in zip(shapes, facts, strict=True) if fact.has_spacing]
+        usual_mm = float(np.median(known)) if known else 1.0
+        spacings = [mm[axis] if fact.has_spacing else usual_mm for (_, mm), fact in zip(shapes, facts, strict=True)]
+        measures.append((f"spacing along {letter} in mm", SIZE_FACTOR, spacings))
     factor = INTENSITY_FACTORS[s.intensity.of_channel(0)[0]]
     largest = [max(abs(fact.maximum), abs(fact.minimum)) for fact in facts]
     measures.append(("largest intensity", factor, largest))
@@ -79,7 +105,10 @@ def outlier_lines(names: Sequence[str], facts: Sequence[VolumeFacts], s: DataSet
             found.setdefault(name, []).append(f"looks like {kind}, most others like {usual}")
     lines = [f"{printable(name)}: {'; '.join(texts)}" for name, texts in sorted(found.items())]
     if count <= len(kinds) / 2:
-        mixed = ", ".join(f"{number} look like {kind}" for kind, number in Counter(kinds).most_common())
+        mixed = ", ".join(
+            f"{number} {'looks' if number == 1 else 'look'} like {kind}"
+            for kind, number in Counter(kinds).most_common()
+        )
         lines.append(f"several modalities in one set: {mixed}")
     return lines
 
@@ -104,10 +133,19 @@ def _far_from_median(names: Sequence[str], values: Sequence[float], factor: floa
             yield name, f"{value:.4g}, median {math.exp(middle):.4g}"
 
 
+def _percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """Return the range, the median and two percentiles, which are values of volumes."""
+    ends = {word: float(np.percentile(values, share, method="nearest")) for word, share in PERCENTILES.items()}
+    return {**ends, "median": float(np.median(values))}
+
+
 def _axes(values: np.ndarray, form: str, unit: str) -> str:
     return ", ".join(f"{AXES[axis]} {_range(values[:, axis], form)}" for axis in range(3)) + unit
 
 
 def _range(values: np.ndarray, form: str) -> str:
-    low, middle, high = (form.format(value) for value in (values.min(), float(np.median(values)), values.max()))
-    return low if low == high else f"{low} to {high} (median {middle})"
+    low, some, middle, most, high = map(form.format, _percentiles(values).values())
+    if low == high:
+        return low
+    inner = f", 90 % from {some} to {most}" if len(values) >= FEWEST_FOR_PERCENTILES else ""
+    return f"{low} to {high} (median {middle}{inner})"

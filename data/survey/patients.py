@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from data.discovery import Found, column_of
-from data.formats import suffix_of
 from data.survey.names import PATIENTS
 from settings import DataError
 from settings.data import DataSettings
-from storage.names import printable
+from storage.names import counted, printable
 
 log = logging.getLogger(__name__)
 
 FOLDER = "folder"
 COLUMN = "column:"
 
-# Each names what it matched, its first group if it has one.
-SUGGESTED = (*PATIENTS, r"(.*\d.*?)[-_](?:scan|ses|session|visit|tp|t)?[-_]?\d{1,2}$")
+# A patient's number in a file's or folder's name, and what may follow it: the number of a scan, of a channel (0000,
+# 0001), of a visit, or a modality. A pattern names what it matches, its first group if it has one.
+_FOLLOWED = tuple(
+    rf"(?i)([^/]*\d[^/]*?){following}(?:\.|$)"
+    for following in (
+        r"[-_]\d{1,2}",
+        r"[-_]000\d",
+        r"[-_/](?:scan|ses|session|visit|tp|t)[-_]?\d{1,2}",
+        r"[-_/](?:t[12]\w{0,2}|flair|dwi|adc|pd|ct|pet|mri?)",
+    )
+)
+# With more scans each on average, what these patterns find are sets and not patients.
+MOST_SCANS = 12
 
 
 def groups_of(found: Sequence[Found], s: DataSettings) -> dict[Found, str] | None:
@@ -44,11 +55,11 @@ def groups_of(found: Sequence[Found], s: DataSettings) -> dict[Found, str] | Non
     groups: dict[Found, str] = {}
     unmatched: list[Found] = []
     for item in found:
-        match = pattern.search(item.name)
-        if match is None:
+        group = _group(pattern, item.name)
+        if group is None:
             unmatched.append(item)
         else:
-            groups[item] = match.group(1) if match.re.groups and match.group(1) is not None else match.group()
+            groups[item] = group
     if not groups:
         raise DataError(
             f"data.group_by: {printable(s.group_by)} matches 0 of {len(found)} volumes, not "
@@ -84,39 +95,63 @@ def _by_column(found: Sequence[Found], s: DataSettings) -> dict[Found, str]:
 
 def parted_patients(train: Sequence[Found], val: Sequence[Found]) -> str | None:
     """Return a warning if names suggest that scans of one patient are on both sides of the split, else None."""
-    for pattern in SUGGESTED:
-        sides = [{_patient(pattern, item.name) for item in side} - {None} for side in (train, val)]
-        parted = sorted(str(patient) for patient in sides[0] & sides[1])
+    for patients, group_by in suspected_groups([*train, *val]):
+        sides = [{patients[item] for item in side if item in patients} for side in (train, val)]
+        parted = sorted(sides[0] & sides[1])
         if parted:
             some = ", ".join(printable(patient) for patient in parted[:3]) + (" ..." if len(parted) > 3 else "")
             return (
                 f"names suggest that scans of the same patient are in training and in validation ({some}); "
-                f"set data.group_by: '{pattern.removesuffix('$')}' to keep them together"
+                f"set data.group_by: {_quoted(group_by)} to keep them together"
             )
     return None
 
 
 def suspected_patients(found: Sequence[Found]) -> str | None:
     """Return a line on patients with several scans, by their names; None if names suggest none."""
-    for pattern in SUGGESTED:
-        counts: dict[str, int] = {}
-        for item in found:
-            patient = _patient(pattern, item.name)
-            if patient is not None:
-                counts[patient] = counts.get(patient, 0) + 1
-        several = {patient: count for patient, count in counts.items() if count > 1}
-        if several and len(counts) > 1:
-            most = max(several, key=lambda patient: several[patient])
-            return (
-                f"{len(several)} patients seem to have several scans by their names (for example {printable(most)}: "
-                f"{several[most]}); data.group_by: '{pattern.removesuffix('$')}' keeps each on one side of the split"
-            )
+    for patients, group_by in suspected_groups(found):
+        several = {patient: count for patient, count in Counter(patients.values()).items() if count > 1}
+        most = max(several, key=lambda patient: several[patient])
+        return (
+            f"{counted(len(several), 'patient')} {'seems' if len(several) == 1 else 'seem'} to have several scans by "
+            f"{'its name' if len(several) == 1 else 'their names'} (for example {printable(most)}: {several[most]}); "
+            f"data.group_by: {_quoted(group_by)} keeps each on one side of the split"
+        )
     return None
 
 
-def _patient(pattern: str, name: str) -> str | None:
-    suffix = suffix_of(name)
-    match = re.search(pattern, name[: len(name) - len(suffix or "")])
+def suspected_groups(found: Sequence[Found]) -> list[tuple[dict[Found, str], str]]:
+    """Return the patients that names suggest, some with several scans, and the `data.group_by` that finds them.
+
+    The most telling come first. One patient alone is none: nothing could be split.
+    """
+    named = [_matched(pattern, found) for pattern in PATIENTS]
+    # Of the others, the one that covers most volumes: names may end in t1, t2 and flair.
+    followed = sorted((_matched(pattern, found) for pattern in _FOLLOWED), key=lambda match: -len(match[0]))
+    followed = [(patients, by) for patients, by in followed if len(patients) <= MOST_SCANS * len({*patients.values()})]
+    several = [(p, by) for p, by in (*named, *followed) if 1 < len({*p.values()}) < len(p)]
+    return [(patients, _by_folder(patients, found) or by) for patients, by in several]
+
+
+def _matched(pattern: str, found: Sequence[Found]) -> tuple[dict[Found, str], str]:
+    """Return the patient of each volume that a pattern matches, and the pattern."""
+    groups = {item: _group(re.compile(pattern), item.name) for item in found}
+    return {item: group for item, group in groups.items() if group is not None}, pattern
+
+
+def _by_folder(patients: Mapping[Found, str], found: Sequence[Found]) -> str | None:
+    """Return `folder` if each patient has a folder and no volume lies elsewhere."""
+    pairs = {(patients.get(item), PurePosixPath(item.name).parent) for item in found}
+    return FOLDER if len(pairs) == len({*patients.values()}) == len({folder for _, folder in pairs}) else None
+
+
+def _quoted(group_by: str) -> str:
+    """Return a value of `data.group_by` as YAML."""
+    return group_by if group_by == FOLDER else f"'{group_by}'"
+
+
+def _group(pattern: re.Pattern[str], name: str) -> str | None:
+    match = pattern.search(name)
     if match is None:
         return None
-    return match.group(1) if match.re.groups else match.group()
+    return match.group(1) if pattern.groups and match.group(1) is not None else match.group()

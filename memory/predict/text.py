@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from memory.kernels.gpus import Gpu
@@ -48,13 +49,16 @@ def describe_prediction(prediction: Prediction, gpu: Gpu, num_gpus: int = 1) -> 
     return "\n\n".join(parts)
 
 
-def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1) -> str:
-    """Return how long an update and the whole run take at least, and what takes most of an update."""
+def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1, max_hours: float | None = None) -> str:
+    """Return how long an update and the whole run take at least, and what takes most of an update.
+
+    A run with `max_hours` has no last update; how many it has at most is said instead.
+    """
     seconds = p.seconds_per_step(gpu)
     cards = gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}"
     text = (
-        f"Time on {cards}: at least {seconds:.3g} s an update, {hours_text(p.hours(gpu))} for the whole run of "
-        f"{p.max_steps:,} updates{_beside_text(p, p.seconds_beside(gpu))} "
+        f"Time on {cards}: at least {seconds:.3g} s an update, "
+        f"{_whole_text(p, seconds, hours_text(p.hours(gpu)), p.seconds_beside(gpu), max_hours)} "
         f"({p.traffic_bytes / GIB:,.1f} GiB moved by {p.kernels:,} kernels; bandwidth and half the peak: {gpu.source})."
     )
     if num_gpus > 1:
@@ -64,15 +68,26 @@ def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1) -> str:
     return text + dominant_text(p, gpu)
 
 
-def describe_cpu_time(p: Prediction) -> str:
-    """Return how long an update and the whole run take on this machine's CPU."""
+def describe_cpu_time(p: Prediction, max_hours: float | None = None) -> str:
+    """Return how long an update and the whole run take on this machine's CPU; `max_hours` as in `describe_time`."""
     parts = p.seconds_on_cpu
     beside = {name: seconds for name, seconds in parts.items() if name != TRAINING_STEP}
+    seconds = p.cpu_seconds[TRAINING_STEP]
     return (
-        f"Time on this machine's CPU with {counted(p.cpu_threads, 'thread')}: about "
-        f"{p.cpu_seconds[TRAINING_STEP]:.3g} s an update, {duration_text(sum(parts.values()))} for the whole run "
-        f"of {p.max_steps:,} updates{_beside_text(p, beside)}."
+        f"Time on this machine's CPU with {counted(p.cpu_threads, 'thread')}: about {seconds:.3g} s an update, "
+        f"{_whole_text(p, seconds, duration_text(sum(parts.values())), beside, max_hours)}."
     )
+
+
+def _whole_text(
+    p: Prediction, seconds: float, whole: str, seconds_beside: dict[str, float], max_hours: float | None
+) -> str:
+    """Return the time of the whole run, or the most updates of `seconds` each that fit into its time limit."""
+    if max_hours is None:
+        return f"{whole} for the whole run of {counted(p.max_steps, 'update')}{_beside_text(p, seconds_beside)}"
+    limit = 3600 * max_hours
+    most = counted(math.ceil(limit / seconds), "update") if seconds > 0 else "as many updates as fit"
+    return f"at most {most} in the {duration_text(limit)} that the run trains"
 
 
 def _beside_text(p: Prediction, seconds_beside: dict[str, float]) -> str:
@@ -81,12 +96,12 @@ def _beside_text(p: Prediction, seconds_beside: dict[str, float]) -> str:
     if not times:
         return ""
     num_train, num_held_out = p.num_volumes
-    held_out = f"{num_held_out} held-out volumes" if num_held_out else "each held-out volume"
+    held_out = counted(num_held_out, "held-out volume") if num_held_out else "each held-out volume"
     words = {
-        VALIDATED_VOLUME: f"{times.get(VALIDATED_VOLUME)} for {p.num_validations} validations of {held_out}",
+        VALIDATED_VOLUME: f"{times.get(VALIDATED_VOLUME)} for {counted(p.num_validations, 'validation')} of {held_out}",
         PREVIEWS: f"{times.get(PREVIEWS)} for their previews",
         ENCODED_VOLUME: f"{times.get(ENCODED_VOLUME)} for encoding "
-        + (f"{num_train + num_held_out} volumes" if num_train else "each volume"),
+        + (counted(num_train + num_held_out, "volume") if num_train else "each volume"),
     }
     return ", with " + ", ".join(words[name] for name in times)
 

@@ -56,7 +56,7 @@ class BackgroundPrediction:
             prediction = replace(prediction, num_volumes=list(num_volumes)) if any(num_volumes) else prediction
             _announce(prediction, self.settings, self.stage, device_bytes(device))
             if device.type != "cpu":
-                log.info("%s", describe_time(prediction, card_of(device)))
+                log.info("%s", describe_time(prediction, card_of(device), max_hours=self._max_hours))
             elif self._predictor is not None:
                 prediction = self._timed_on_cpu(self._predictor, prediction)
         self.close()
@@ -68,8 +68,13 @@ class BackgroundPrediction:
         except PredictionError as error:
             log.warning("time: no prediction (%s)", error)
             return prediction
-        log.info("%s", describe_cpu_time(timed))
+        log.info("%s", describe_cpu_time(timed, self._max_hours))
         return timed
+
+    @property
+    def _max_hours(self) -> float | None:
+        s = self.settings
+        return (s.autoencoder if self.stage == "autoencoder" else s.ldm).training.max_hours
 
     def close(self) -> None:
         """Stop the worker."""

@@ -63,6 +63,10 @@ class MemoryWatch:
         """Log the predicted peak and time of a run on so many volumes; name the next rung if it will not fit."""
         if self._pending is not None:
             self.prediction = self._pending.announce(self.process.device, (num_train, num_held_out))
+        elif self.process.is_first:
+            log.info(
+                "memory and time are not predicted for so small a run; the time left is measured on its first steps"
+            )
 
     def record(self, folder: Path) -> None:
         """Write the prediction and the position on the ladder to the run folder, for its report."""

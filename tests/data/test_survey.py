@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -126,11 +127,36 @@ def test_patients_on_both_sides_are_reported_once_and_not_with_groups(
         (["phantom_0001.nii", "phantom_0002.nii", "phantom_0003.nii"], False),
         (["hippocampus_001.nii.gz", "hippocampus_002.nii.gz"], False),
         (["v1.nii", "v2.nii"], False),
+        (["site1/vol_01.nii", "site1/vol_02.nii", "site2/vol_01.nii", "site2/vol_02.nii"], False),
+        (["study2_01.nii", "study2_02.nii", "study2_03.nii"], False),
+        ([f"set{i // 30}_{i % 30:02d}.nii" for i in range(60)], False),
+        (["case_001_0000.nii", "case_001_0001.nii", "case_002_0000.nii", "case_002_0001.nii"], True),
+        (["P1/t1.nii", "P1/flair.nii", "P2/t1.nii", "P2/flair.nii"], True),
     ],
 )
 def test_patients_are_suspected_by_names(names: list[str], is_suspected: bool) -> None:
     assert (suspected_patients(found(*names)) is not None) == is_suspected
     assert (parted_patients(found(*names[::2]), found(*names[1::2])) is not None) == is_suspected
+
+
+@pytest.mark.parametrize(
+    ("folder", "suggestion"), [("", r"flair\|dwi"), ("{patient}/", "folder"), ("{ending}/", r"flair\|dwi")]
+)
+def test_suggested_group_keeps_all_scans_of_a_patient_together(folder: str, suggestion: str) -> None:
+    names = [
+        f"{folder.format(patient=patient, ending=ending)}{patient}_{ending}.nii.gz"
+        for patient in (f"BraTS20_Training_{i:03d}" for i in range(5))
+        for ending in ("t1", "t1ce", "t2", "flair")
+    ]
+    volumes = found(*names)
+    line = suspected_patients(volumes)
+    assert line is not None
+    match = re.search(r"5 patients .* data\.group_by: (.*) keeps", line)
+    assert match is not None
+    assert re.search(suggestion, match[1])
+    groups = groups_of(volumes, build_settings(group_by=match[1].strip("'")))
+    assert groups is not None
+    assert len({*groups.values()}) == 5
 
 
 def test_one_volume_of_a_4d_file_can_be_chosen(tmp_path: Path) -> None:
@@ -203,6 +229,8 @@ def test_natural_spread_is_not_unusual_and_what_is_beyond_it_is_named(make_volum
     facts[4] = replace(facts[4], minimum=-1024.0, low=-1000.0, maximum=2000.0)
     facts[5] = replace(facts[5], maximum=2e6)
     facts[6] = replace(facts[6], shape=(30, 40, 200))
+    assert re.search(r"z 2\d to 200 \(median 3[\d.]+, 90 % from 2\d to 4\d\)", range_lines(facts, build_settings())[0])
+    facts[7] = replace(facts[7], has_spacing=False, affine=tuple(map(tuple, np.eye(4).tolist())))
     large, ct, spike, long = outlier_lines(names, facts, build_settings())
     assert large.startswith("v03: largest intensity 1e+06, median ")
     assert "range of intensities 4e+05, median " in large
@@ -228,3 +256,28 @@ def test_suggested_grid_is_accepted_by_both_stages(folder: Path) -> None:
     assert grid is not None
     assert stage_problems(settings, grid) == []
     assert all(abs(axis - size) <= 16 for axis, size in zip(grid, (12, 10, 8), strict=True))
+
+
+def test_folders_of_cases_are_no_classes_and_label_maps_do_not_make_them_so(tmp_path: Path) -> None:
+    for i in range(3):
+        for place in (
+            f"one/case_{i}/image",
+            f"bids/sub-{i}/anat/sub-{i}_T1w",
+            f"brats/B_{i}/B_{i}_t1",
+            f"brats/B_{i}/B_{i}_t2",
+        ):
+            write_nifti(tmp_path / f"{place}.nii.gz", random_voxels(i), AFFINE)
+        for place in (f"one/case_{i}/truth", f"bids/derivatives/sub-{i}_dseg"):
+            write_nifti(tmp_path / f"{place}.nii.gz", (random_voxels(i) > 100).astype(np.uint8), AFFINE)
+    for name, number in (("one", 3), ("bids", 3), ("brats", 6)):
+        source = check_source(build_settings(source=str(tmp_path / name)), 0, 1)
+        assert [item.class_name for item in source.found] == [None] * number
+
+
+def test_set_of_label_maps_alone_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for i in range(3):
+        write_nifti(tmp_path / f"maps/m{i}.nii.gz", (random_voxels(i) > 100).astype(np.uint8), AFFINE)
+    for asked in (False, True):
+        caplog.clear()
+        check_source(build_settings(source=str(tmp_path / "maps"), label_maps=asked), 0, 1)
+        assert ("every volume looks like a label map" in caplog.text) == (not asked)

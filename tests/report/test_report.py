@@ -18,6 +18,7 @@ from dev.support.tiny_config import TINY
 from evaluation.previews import FACTS, MAX_VOXELS, ViewerVolume, save_viewer_volumes, shown_grid
 from memory.watch.run_record import ladder_position, write_memory_record
 from report import write_comparison, write_report
+from report.page import page_of
 from report.run_data import MAX_POINTS, read_run
 from report.volumes import stored_volumes, viewer_data
 from settings import Settings, UserError
@@ -102,6 +103,22 @@ def test_running_out_of_memory_is_shown_until_the_run_has_passed_that_step(tmp_p
     assert "Ran out of memory in step 31, generator backward. Next rung: offload (same mathematics)." in page
     (folder / "oom_report.json").write_text(json.dumps({**report, "step": 20}))
     assert "Ran out of memory" not in write_report(folder).read_text()
+
+
+def test_a_finished_run_that_is_continued_is_not_called_done(tmp_path):
+    training = {**TINY["autoencoder"]["training"], "max_steps": 30}
+    run = make_run(tmp_path, with_volumes=False, autoencoder={**TINY["autoencoder"], "training": training})
+    (run / "autoencoder.safetensors").touch()
+    assert "stage 1: done, 30 steps" in page_of([run])
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("max_steps: 30", "max_steps: 60"))
+    assert "stage 1: step 30 of 60" in page_of([run])
+
+
+def test_a_run_with_a_time_limit_has_no_last_step(tmp_path):
+    training = {**TINY["autoencoder"]["training"], "max_hours": 2.5}
+    run = make_run(tmp_path, with_volumes=False, autoencoder={**TINY["autoencoder"], "training": training})
+    assert "stage 1: step 30, to train for 2 h 30 min" in page_of([run])
 
 
 def test_what_is_not_a_run_is_named(tmp_path):

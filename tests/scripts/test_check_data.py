@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,6 +66,16 @@ def test_good_volumes_are_listed_with_a_summary(
     assert "preparing volumes" in output.err
 
 
+def test_next_command_can_be_pasted_into_a_shell(
+    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_volumes(tmp_path / "my volumes")
+    overrides = ["data.source=my volumes", "data.group_by=(.*)[.]nii"]
+    assert check_here(*overrides) == 0
+    following = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
+    assert shlex.split(following) == ["python", "train_autoencoder.py", *ARGUMENTS[1:], *overrides]
+
+
 def test_every_problem_is_listed_and_the_exit_code_is_2(tmp_path: Path) -> None:
     write_volumes(tmp_path / "volumes")
     (tmp_path / "volumes/ill/a.nii.gz").write_text("text")
@@ -107,6 +118,8 @@ def test_findings_are_written_as_json(check_here: Callable[..., int], tmp_path: 
     assert first["problems"] == []
     assert "not a .nii.gz file" in second["problems"][0]
     assert last["minimum"] is None
+    assert values["statistics"]["size along z"]["95th percentile"] == 14
+    assert 120 < values["statistics"]["99th percentile of intensities"]["median"] < 170
     assert len(values["problems"]) == 2
 
 
@@ -203,7 +216,7 @@ def test_a_folder_as_people_have_them_is_understood(
         load_settings(ROOT / "configs/quickstart.yaml", [f"data.voxel_size={grid}"], stage)
     pattern = next(line.split("'")[1] for line in lines if "patients seem to have" in line)
     assert check_here("data.source=all", "data.frame=0", f"data.group_by='{pattern}'") == 0
-    assert "\n".join(lines).count(f"data.voxel_size=[{','.join(map(str, grid))}]") == 1
+    assert "\n".join(lines).count(f"data.voxel_size={','.join(map(str, grid))}") == 1
 
 
 def test_help_needs_no_torch() -> None:

@@ -213,6 +213,14 @@ def test_a_run_cannot_take_the_name_of_a_folder_that_all_runs_share(tmp_path, na
     )
 
 
+def test_a_line_that_only_an_override_makes_wrong_is_not_called_a_problem_of_the_file(tmp_path):
+    text = "data: {voxel_size: 32x48x32, patch_size: [16, 24, 16]}"
+    head, line = answer(tmp_path, text, "data.voxel_size=32,16,32").splitlines()
+    assert head.endswith(".yaml with the overrides:")
+    assert line.startswith("  line 1, data.patch_size: [16, 24, 16] is larger than voxel_size [32, 16, 32]; ")
+    assert answer(tmp_path, text.replace("48", "16"), "seed=2").splitlines()[0].endswith(".yaml:")
+
+
 @pytest.mark.parametrize("override", ["=3", ".=3", "data.=3", ".x=3", "data..x=3"])
 def test_an_override_without_a_key_is_refused(tmp_path, override):
     expected = f"  {override}: not an override; allowed: section.key=value; write a key before the ="

@@ -48,6 +48,9 @@ def test_stage_two_says_what_its_network_predicts_and_which_keys_rectified_flow_
     settings = Settings.model_validate(tiny_values)
     assert "noise process:   ddpm, 1000 timesteps, predicts epsilon" in summarise(settings, "ldm", 4)
     assert "noise process" not in summarise(settings, "autoencoder", 4)
+    limited = settings.with_overrides({"ldm.training.max_hours": 0.25})
+    assert "stage ldm, 15 min 0 s\n" in summarise(limited, "ldm", 1)
+    assert "over 1 training volume\n" in summarise(limited, "ldm", 1)
     flow = {"ldm.scheduler.type": "rflow", "ldm.scheduler.prediction": "v", "ldm.sampling.sampler": "rflow"}
     said = summarise(settings.with_overrides(flow), "ldm", 4)
     assert "rflow, predicts the flow; prediction, schedule, beta_start and beta_end are for ddpm" in said

@@ -1,5 +1,7 @@
 """The least time of a step follows from bytes, operations and a card; names of cards are understood."""
 
+import re
+
 import pytest
 
 from memory.kernels.gpus import DEFAULT, GPUS, check_gpu, chosen_gpu, find_gpu
@@ -111,6 +113,8 @@ def test_hours_of_a_run_contain_validation_previews_and_encoding():
     text = describe_time(prediction, RTX)
     assert "2 validations of 3 held-out volumes" in text
     assert "encoding 5 volumes" in text
+    limited = describe_time(prediction, RTX, max_hours=0.5)
+    assert re.search(r"at most 1,80\d updates in the 30 min 0 s that the run trains \(", limited)
 
 
 @pytest.mark.parametrize(
