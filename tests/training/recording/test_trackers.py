@@ -132,6 +132,9 @@ def test_training_tells_both_trackers_each_logged_step_and_the_validation(calls,
     assert [step for step, names in logged if "val_psnr" in names] == [4]
     assert [step for step, names in logged if names == {"reconstruction"}] == [4], "the picture"
     assert not any("elapsed_seconds" in names for _, names in logged)
+    *_, step, validation = map(json.loads, Path("runs/tiny/metrics.jsonl").read_text().splitlines())
+    assert "val_psnr" in validation
+    assert validation["elapsed_seconds"] > step["elapsed_seconds"], "the duration of a run has its last validation"
     metrics = [call for call in calls() if call[0] == "metric"]
     assert [call[4] for call in metrics if call[2] == "kl"] == [1, 2, 3, 4]
     assert calls()[-2:] == [["finish", 0], ["end", "7", "FINISHED"]]
