@@ -39,14 +39,12 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from training.finished_weights import export
     from training.ldm_step import LatentDiffusionStep
     from training.loop import run_loop
-    from training.recording.trackers import check_trackers
     from training.resume import resume, save
     from training.run_setup import describe_run, open_run
     from training.summary import summarise
 
     with processes(settings.device) as process, MemoryWatch(settings, "ldm", process) as watch:
         # Check everything that the run needs, and say what it will do.
-        check_trackers(settings.logging)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
         pairs = check_conditions(settings, volumes)
         log.info(summarise(settings, "ldm", len(volumes.train), process.world_size))
