@@ -24,7 +24,7 @@ COLUMN = "column:"
 _NUMBERED = (
     r"(?i)(?:^|/)((?:case|id|p|s)[-_ ]?\d+)/",
     *(
-        rf"(?i)([^/]*\d[^/]*?){following}(?:\.|$)"
+        rf"(?i)(?:^|/)([^/]*\d[^/]*?){following}(?:\.|$)"
         for following in (
             r"[-_]\d{1,2}",
             r"[-_]000\d",
