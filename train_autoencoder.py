@@ -37,12 +37,14 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from training.checkpoints import Checkpoints
     from training.finished_weights import ensure_pretrained, export
     from training.loop import run_loop
+    from training.recording.trackers import check_trackers
     from training.resume import resume, save
     from training.run_setup import describe_run, open_run
     from training.summary import summarise, warn_of_stage_two
 
     with processes(settings.device) as process, MemoryWatch(settings, "autoencoder", process) as watch:
         # Check everything that the run needs, and say what it will do.
+        check_trackers(settings.logging)
         ensure_perceptual_weights(settings.autoencoder.training)
         ensure_pretrained(settings.autoencoder)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)

@@ -44,7 +44,11 @@ def _scores(evaluation: dict[str, Any]) -> str:
             *([f"untrained U-Net {_number(untrained.get('mmd'))}"] if untrained else []),
         ]
         rows.append(
-            [f"MMD of {samples['num']} samples to held-out volumes", _number(samples.get("mmd")), "; ".join(anchors)]
+            [
+                f"MMD of {counted(samples['num'], 'sample')} to held-out volumes",
+                _number(samples.get("mmd")),
+                "; ".join(anchors),
+            ]
         )
         real = f"between held-out volumes {_number(samples.get('held_out_pairwise_ms_ssim'))}"
         rows.append(["MS-SSIM between samples", _number(samples.get("pairwise_ms_ssim")), real])
@@ -59,7 +63,8 @@ def _condition_rows(values: dict[str, Any] | None) -> list[list[str]]:
     """Return the errors of samples against the volumes whose conditions they have."""
     if not values:
         return []
-    what = f"{values['num']} samples to their own volumes" + (" in the hole" if values.get("region") == "hole" else "")
+    whose = "its own volume" if values["num"] == 1 else "their own volumes"
+    what = f"{counted(values['num'], 'sample')} to {whose}" + (" in the hole" if values.get("region") == "hole" else "")
     others = {"shuffled": "another volume's condition", "hidden": "no condition", "interpolated": "interpolation"}
     rows = []
     for key, name, form in (("l1", "L1", "{:.4f}"), ("psnr", "PSNR", "{:.2f} dB")):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from storage.names import counted
 from storage.reading import check_regular, read_text, reason
 
 log = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     lines = [_metrics_line(text) for text in texts]
     num_damaged = sum(text.strip() != b"" and line is None for text, line in zip(texts[:-1], lines, strict=False))
     if num_damaged:
-        log.warning("%s: %d damaged lines; left out of the report", path, num_damaged)
+        log.warning("%s: %s; left out of the report", path, counted(num_damaged, "damaged line"))
     return [line for line in lines if line is not None]
 
 

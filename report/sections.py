@@ -189,7 +189,8 @@ def config_section(runs: Sequence[dict[str, Any]]) -> str:
         config = runs[0]["config"]
         changed = [[key["key"], key["preset"], key["value"]] for key in config["keys"] if key["preset"] != key["value"]]
         source = escaped(config["preset"])
-        head = f"<h3>{len(changed)} of {len(config['keys'])} keys differ from {source}</h3>"
+        verb = "differs" if len(changed) == 1 else "differ"
+        head = f"<h3>{len(changed)} of {len(config['keys'])} keys {verb} from {source}</h3>"
         differences = table(["key", "preset", "this run"], changed) if changed else ""
         every = [[key["key"], key["value"]] for key in config["keys"]]
         return f"{head}{differences}<details><summary>All keys</summary>{table(['key', 'value'], every)}</details>"
@@ -198,7 +199,8 @@ def config_section(runs: Sequence[dict[str, Any]]) -> str:
     rows = [[key, *(one.get(key, "") for one in values)] for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     labels = [run["label"] for run in runs]
-    return f"<h3>{len(differing)} keys differ</h3>{table(['key', *labels], differing)}"
+    verb = "differs" if len(differing) == 1 else "differ"
+    return f"<h3>{counted(len(differing), 'key')} {verb}</h3>{table(['key', *labels], differing)}"
 
 
 def environment_section(runs: Sequence[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,7 +84,8 @@ def main(options: argparse.Namespace) -> int:
     if options.write_config is not None:
         # The file's name goes into a comment, so a line break in it must be escaped.
         write_output(options.write_config, config_with_reasons(ladder, printable(options.config)))
-        print(f"written: {options.write_config}")
+        print(f"written: {printable(options.write_config)}")
+        print(f"next: python train_{options.stage}.py --config {shlex.quote(options.write_config)}")
     return 0
 
 

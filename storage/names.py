@@ -12,9 +12,12 @@ def printable(text: object, keep: str = "") -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: 1 entry, 2 entries."""
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"
+    """Return a number with its noun: 1 entry, 2 entries, 2 keys."""
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("y") and not noun.endswith(("ay", "ey", "oy", "uy")):
+        return f"{number:,} {noun[:-1]}ies"
+    return f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def size_text(num_bytes: int) -> str:

@@ -45,6 +45,6 @@ def cost_text(grid: Sequence[int], settings: Settings, number: int) -> str:
     ratio = math.prod(grid) / math.prod(settings.data.voxel_size)
     disk = 4 * settings.autoencoder.in_channels * math.prod(grid) * number
     return (
-        f"{ratio:.2f} times the voxels of data.voxel_size, and about that much of its memory and time; "
+        f"{ratio:.3g} times the voxels of data.voxel_size, and about that much of its memory and time; "
         f"{size_text(disk)} of prepared volumes"
     )

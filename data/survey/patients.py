@@ -19,16 +19,19 @@ log = logging.getLogger(__name__)
 FOLDER = "folder"
 COLUMN = "column:"
 
-# A patient's number in a file's or folder's name, and what may follow it: the number of a scan, of a channel (0000,
-# 0001), of a visit, or a modality. A pattern names what it matches, its first group if it has one.
-_FOLLOWED = tuple(
-    rf"(?i)([^/]*\d[^/]*?){following}(?:\.|$)"
-    for following in (
-        r"[-_]\d{1,2}",
-        r"[-_]000\d",
-        r"[-_/](?:scan|ses|session|visit|tp|t)[-_]?\d{1,2}",
-        r"[-_/](?:t[12]\w{0,2}|flair|dwi|adc|pd|ct|pet|mri?)",
-    )
+# A folder of a case; or a number in a file's or folder's name, and what may follow it: the number of a scan, of a
+# channel (0000, 0001), of a visit, or a modality. A pattern names what it matches, its first group if it has one.
+_NUMBERED = (
+    r"(?i)(?:^|/)((?:case|id|p|s)[-_ ]?\d+)/",
+    *(
+        rf"(?i)(?:^|/)([^/]*\d[^/]*?){following}(?:\.|$)"
+        for following in (
+            r"[-_]\d{1,2}",
+            r"[-_]000\d",
+            r"[-_/](?:scan|ses|session|visit|tp|t)[-_]?\d{1,2}",
+            r"[-_/](?:t[12]\w{0,2}|flair|dwi|adc|pd|ct|pet|mri?)",
+        )
+    ),
 )
 # With more scans each on average, what these patterns find are sets and not patients.
 MOST_SCANS = 12
@@ -127,9 +130,9 @@ def suspected_groups(found: Sequence[Found]) -> list[tuple[dict[Found, str], str
     """
     named = [_matched(pattern, found) for pattern in PATIENTS]
     # Of the others, the one that covers most volumes: names may end in t1, t2 and flair.
-    followed = sorted((_matched(pattern, found) for pattern in _FOLLOWED), key=lambda match: -len(match[0]))
-    followed = [(patients, by) for patients, by in followed if len(patients) <= MOST_SCANS * len({*patients.values()})]
-    several = [(p, by) for p, by in (*named, *followed) if 1 < len({*p.values()}) < len(p)]
+    numbered = sorted((_matched(pattern, found) for pattern in _NUMBERED), key=lambda match: -len(match[0]))
+    numbered = [(patients, by) for patients, by in numbered if len(patients) <= MOST_SCANS * len({*patients.values()})]
+    several = [(p, by) for p, by in (*named, *numbered) if 1 < len({*p.values()}) < len(p)]
     return [(patients, _by_folder(patients, found) or by) for patients, by in several]
 
 

@@ -193,13 +193,13 @@ async function sampleGroups(sets) {
   for (const set of sets) {
     const columns = [];
     for (const place of placesOf(set, "sample")) columns.push({ choice: { set, place }, pictures: (await columnOf(set, place)).filter((one) => one.role !== "real") });
-    groups.push({ title: sets.length > 1 ? `${set.label.replace(/, $/, "")}, step ${set.step.toLocaleString("en")}` : "Samples", columns });
+    groups.push({ title: set.label ? `${set.label}step ${set.step.toLocaleString("en")}` : "Samples", columns });
   }
   const withReal = sets.find((set) => placesOf(set, "real").length);
   if (withReal) {
     const columns = [];
     for (const place of placesOf(withReal, "real")) columns.push({ choice: null, pictures: [await pictureOf(withReal, "real", place)] });
-    groups.push({ title: "Real, held out", columns });
+    groups.push({ title: `Real, held out${sets.length > 1 ? ` (${withReal.label.replace(/, $/, "")})` : ""}`, columns });
   }
   return groups;
 }

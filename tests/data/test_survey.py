@@ -132,6 +132,7 @@ def test_patients_on_both_sides_are_reported_once_and_not_with_groups(
         ([f"set{i // 30}_{i % 30:02d}.nii" for i in range(60)], False),
         (["case_001_0000.nii", "case_001_0001.nii", "case_002_0000.nii", "case_002_0001.nii"], True),
         (["P1/t1.nii", "P1/flair.nii", "P2/t1.nii", "P2/flair.nii"], True),
+        (["case_1/image.nii", "case_1/dose.nii", "case_2/image.nii", "case_2/dose.nii"], True),
     ],
 )
 def test_patients_are_suspected_by_names(names: list[str], is_suspected: bool) -> None:

@@ -214,6 +214,8 @@ def test_comparison_of_one_and_two_stages_has_no_empty_half(tmp_path, screen, wi
     )
     filled = [row for row in table if all(cell not in ("", "-") for cell in row)]
     assert len(filled) >= 3
+    titles = browser.run("return Array.from(document.querySelectorAll('#sample-gallery h3')).map(e => e.textContent)")
+    assert titles == ["both, step 5", "Real, held out"]
     for column in (1, 2):
         empty = sum(row[column] in ("", "-") for row in table)
         assert empty <= len(table) / 3

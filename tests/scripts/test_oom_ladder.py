@@ -85,10 +85,11 @@ def test_impossible_output_is_refused_before_anything_is_predicted(option, targe
 def test_name_of_the_config_cannot_leave_the_comment_of_the_written_one(tmp_path):
     source = tmp_path / os.fsdecode(b"odd\xff\nseed: 12345.yaml")
     source.write_text((ROOT / "configs/quickstart.yaml").read_text(encoding="utf-8"))
-    written = tmp_path / "new" / "fits.yaml"
+    written = tmp_path / "new ones" / "fits.yaml"
     arguments = ["--quiet", "--config", source, "--budget-gb", 500, "--write-config", written, "name=odd", *SMALL]
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"next: python train_autoencoder.py --config '{written}'"
     assert r"odd\udcff\nseed: 12345.yaml" in written.read_text(encoding="utf-8").splitlines()[0]
     assert load_settings(written).seed == load_settings(ROOT / "configs/quickstart.yaml").seed
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from storage.names import printable
+from storage.names import counted, printable
 from storage.reading import check_regular, read_text
 
 
@@ -45,3 +45,9 @@ def test_only_regular_files_are_opened(tmp_path):
         check_regular(tmp_path)
     with pytest.raises(OSError, match="null"):
         check_regular(tmp_path / "a\0b")
+
+
+def test_nouns_are_plural_unless_there_is_one():
+    said = [counted(number, noun) for noun in ("entry", "key", "process", "volume") for number in (1, 2000)]
+    assert said[:4] == ["1 entry", "2,000 entries", "1 key", "2,000 keys"]
+    assert said[4:] == ["1 process", "2,000 processes", "1 volume", "2,000 volumes"]

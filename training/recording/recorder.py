@@ -107,7 +107,6 @@ class Recorder:
         self._waited = 0.0
         line |= extra
         self.clock.mark(step)
-        line[ELAPSED] = round(self.clock.elapsed, 3)
         self._sums, self._counts, self._samples, self._since = {}, {}, 0, now
         self.write(step, line)
         if self._bar is not None:
@@ -124,14 +123,18 @@ class Recorder:
         return line
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Write the values of one step to metrics.jsonl and TensorBoard."""
+        """Write the values of one step to metrics.jsonl and TensorBoard, and when that was.
+
+        Validations have their time as well, because no line follows the last one.
+        """
         if self.process.is_first:
-            self._lines.write(json.dumps({"stage": self.stage, "step": step, **values}) + "\n")
+            elapsed = round(self.clock.elapsed, 3)
+            self._lines.write(json.dumps({"stage": self.stage, "step": step, **values, ELAPSED: elapsed}) + "\n")
             self._lines.flush()
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
             for tracker in self._trackers:
-                tracker.log(step, {name: value for name, value in values.items() if name != ELAPSED})
+                tracker.log(step, values)
 
     def timed(self, batches: Iterable[Batches]) -> Iterator[Batches]:
         """Yield the batches, and add up how long the loop waited for them."""

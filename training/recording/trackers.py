@@ -33,7 +33,9 @@ def check_trackers(settings: LoggingSettings) -> None:
     """Raise `UserError` if a package that the settings ask for is missing, or a server is asked for but not named."""
     for name in _PACKAGES:
         mode = getattr(settings, name)
-        if mode != "none" and importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name) if mode != "none" else None
+        # A folder of that name, such as the one that wandb writes, is found as a package without an origin.
+        if mode != "none" and (spec is None or spec.origin is None):
             raise UserError(f"logging.{name}: {mode}, but the package is missing; pip install {name}, or set none")
     if settings.mlflow == "online" and not os.environ.get("MLFLOW_TRACKING_URI"):
         raise UserError("logging.mlflow: online needs the address of a server; set MLFLOW_TRACKING_URI, or set offline")

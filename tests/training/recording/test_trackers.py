@@ -132,6 +132,9 @@ def test_training_tells_both_trackers_each_logged_step_and_the_validation(calls,
     assert [step for step, names in logged if "val_psnr" in names] == [4]
     assert [step for step, names in logged if names == {"reconstruction"}] == [4], "the picture"
     assert not any("elapsed_seconds" in names for _, names in logged)
+    *_, step, validation = map(json.loads, Path("runs/tiny/metrics.jsonl").read_text().splitlines())
+    assert "val_psnr" in validation
+    assert validation["elapsed_seconds"] > step["elapsed_seconds"], "the duration of a run has its last validation"
     metrics = [call for call in calls() if call[0] == "metric"]
     assert [call[4] for call in metrics if call[2] == "kl"] == [1, 2, 3, 4]
     assert calls()[-2:] == [["finish", 0], ["end", "7", "FINISHED"]]
@@ -145,8 +148,18 @@ def test_missing_package_is_named_before_training(name, monkeypatch, tmp_path, c
     with pytest.raises(UserError, match=rf"logging\.{name}: offline, but the package is missing; pip install {name}"):
         check_trackers(LoggingSettings.model_validate({name: "offline"}))
     Path("tiny.yaml").write_text(yaml.safe_dump(tiny_values))
-    assert run_here("train_autoencoder.py", "--config", "tiny.yaml", f"logging.{name}=offline") == 2
-    assert f"pip install {name}, or set none" in capsys.readouterr().err
+    assert run_here("train_autoencoder.py", "--config", "tiny.yaml", f"logging.{name}=offline", "--dry-run") == 2
+    said = capsys.readouterr().err
+    assert f"pip install {name}, or set none" in said
+    assert "training and" not in said, "volumes were prepared first"
+
+
+def test_folder_named_like_a_tracker_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UserError, match="the package is missing"):
+        check_trackers(LoggingSettings(wandb="offline"))
 
 
 def test_neither_package_is_imported_unless_asked_for():
