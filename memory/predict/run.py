@@ -91,9 +91,23 @@ def other_programs(settings: Settings, stage: Stage, cuda: bool) -> dict[str, Me
     if stage == "autoencoder":
         return {RECONSTRUCTION: _track(lambda: _reconstruct(_codec(settings), settings), cuda)}
     programs = {SAMPLING: _track(lambda: _sample(_unet(settings), _codec(settings), settings), cuda)}
-    if settings.ldm.latents.cache != "none":
+    if encodings_per_volume(settings):
         programs[ENCODING] = _track(lambda: _codec(settings).encode(_volume(settings)), cuda)
     return programs
+
+
+def encodings_per_volume(settings: Settings) -> int:
+    """Return how often each volume is encoded before stage 2: for its latent, if that is kept, and its conditions."""
+    volume = settings.ldm.conditioning.volume
+    conditions = volume.degrade.variants if volume.encoding == "autoencoder" else 0
+    return (settings.ldm.latents.cache != "none") + conditions
+
+
+def encoded_volume(settings: Settings, once: MemoryTracker) -> PartOfRun:
+    """Return what a volume and its conditions take to be encoded, from what one encoding does."""
+    times, calls = encodings_per_volume(settings), Calls()
+    calls.add_all(once.calls, times)
+    return PartOfRun(combined([(times, once.work)]), calls)
 
 
 def peaks(tracker: MemoryTracker, limits: AllocatorLimits, is_cuda: bool) -> dict[str, int]:

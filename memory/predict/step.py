@@ -30,7 +30,7 @@ from memory.predict.prediction import (
     tier_of,
 )
 from memory.predict.records import WORKSPACE, Allocation, Flops, StepEvents, work_parts
-from memory.predict.run import ENCODING, VALIDATION, PartOfRun, other_programs, peaks, run_validation
+from memory.predict.run import ENCODING, VALIDATION, PartOfRun, encoded_volume, other_programs, peaks, run_validation
 from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
 from models.lean.norm.torch_kernels import is_emulated_gpu
 from runtime.processes import Process
@@ -156,7 +156,7 @@ def predict_step(
         programs = other_programs(_on_cpu(settings), stage, is_cuda)
         run_peaks = {name: peaks(t, limits, is_cuda) for name, t in {VALIDATION: tracker, **programs}.items()}
         if ENCODING in programs:
-            beside[ENCODED_VOLUME] = PartOfRun(programs[ENCODING].work, programs[ENCODING].calls)
+            beside[ENCODED_VOLUME] = encoded_volume(settings, programs[ENCODING])
     if calls is not None:
         calls |= {TRAINING_STEP: end.done.calls, **{name: part.calls for name, part in beside.items()}}
     on_host = [record.nbytes if record.place == "host" else 0 for record in tracker.allocations]

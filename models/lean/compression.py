@@ -94,10 +94,9 @@ def expand(packed: Compressed) -> Tensor:
             scale.narrow(axis, start // GROUP, number).unsqueeze(axis + 1) for scale in (packed.low, packed.step)
         )
         codes = packed.codes.narrow(axis, start, number * size).unflatten(axis, (number, size))
-        if codes.dtype != torch.uint8:
-            codes = codes.to(step.dtype)
+        distance = codes * step if codes.dtype == torch.uint8 else codes.to(step.dtype).mul_(step)
         target = values.narrow(axis, start, number * size).unflatten(axis, (number, size))
-        torch.add(codes * step, low, out=target)
+        torch.add(distance, low, out=target)
     return out
 
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 
+from memory.predict.run import ENCODING, encoded_volume, other_programs
 from memory.predict.step import predict_step
 from settings import Settings
 
@@ -33,3 +34,14 @@ def test_conditions_count_as_inputs_and_as_weights_of_the_first_convolution(tiny
     weights = channels * joined * 27 + (2 * width + width) + (width * width + width)
     assert found.breakdown["parameters"] - without.breakdown["parameters"] == 4 * weights
     assert found.peak_allocated_bytes > without.peak_allocated_bytes
+
+
+@pytest.mark.parametrize(("cache", "encodings"), [("disk", 1 + 4), ("none", 4)])
+def test_the_time_of_encoding_knows_the_variants_of_condition_volumes(tiny_values, cache, encodings):
+    volume = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": [4, 4, 4], "num_holes": 4}}
+    values = {**tiny_values["ldm"], "latents": {"cache": cache}, "conditioning": {"volume": volume}}
+    settings = Settings.model_validate({**tiny_values, "ldm": values})
+    once = other_programs(settings, "ldm", cuda=False)[ENCODING]
+    found = encoded_volume(settings, once)
+    assert sum(part.nbytes for part in found.work.values()) == encodings * sum(w.nbytes for w in once.work.values())
+    assert found.calls.number == encodings * once.calls.number
