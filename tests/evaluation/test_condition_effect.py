@@ -13,6 +13,7 @@ from data import load_file, prepare_volumes, to_unit
 from data.formats import write_nifti
 from data.pairs.pairs import Pairs
 from diffusion.conditioning.conditions import Conditions
+from diffusion.normalisation import Normalisation
 from evaluation.conditional.effect import condition_effect, effect_lines
 from runtime.precision import Precision
 from settings import Settings
@@ -66,7 +67,7 @@ def effect(values, volume, is_right: bool):
     numbers = {file.name: number for number, file in enumerate(files)}
     conditions = Conditions(numbers, {"volume": read}, (16, 16, 16), "")
     return condition_effect(
-        *(DrawsItsCondition(), Codec(settings), settings, 1.0, conditions, Pairs(volumes=files)),  # type: ignore[arg-type]
+        *(DrawsItsCondition(), Codec(settings), settings, Normalisation(1.0), conditions, Pairs(volumes=files)),  # type: ignore[arg-type]
         *(split.val, settings.data, 0, 2),
     ), [to_unit(load_file(file, settings.data).image) for file in split.val]
 
