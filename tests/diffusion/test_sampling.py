@@ -92,6 +92,7 @@ def train_on_two_points(values, **scheduler) -> LatentDiffusionStep:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheduler", "samplers"),
     [
