@@ -90,6 +90,8 @@ def weights_digest(network: nn.Module, parts: str | tuple[str, ...] = "") -> str
 def latents_digest(autoencoder: StockAutoencoder) -> str:
     """Return a hash of the weights that a latent depends on, so it stays the same when only the decoder is trained."""
     digest = weights_digest(autoencoder, ENCODER_PARTS)
+    if autoencoder.value_range != "symmetric":
+        digest = hashlib.sha256(f"{digest} {autoencoder.value_range}".encode()).hexdigest()
     if isinstance(autoencoder.quantiser, ScalarQuantiser):
         # The range of each channel follows from its number of levels, which is not among the weights.
         digest = hashlib.sha256(f"{digest} {autoencoder.quantiser.levels}".encode()).hexdigest()
@@ -131,6 +133,8 @@ def _architecture(s: AutoencoderSettings) -> dict[str, Any]:
     """Return the settings that decide the network's architecture, with every `auto` resolved."""
     return {
         "in_channels": s.in_channels,
+        "value_range": s.value_range,
+        "upsampling": s.upsampling,
         "num_channels": list(s.num_channels),
         "strides": [list(strides) for strides in s.level_strides],
         "num_res_blocks": list(s.res_blocks),

@@ -180,7 +180,7 @@ def _volumes(
     shape = (s.num_joined(settings.autoencoder.latent_channels), *grid)
     degrade = s.degrade.model_dump(mode="json", include={"downsample", "hole"}) if s.is_from_target else None
     by = None if coder is None else [weights_digest(coder.autoencoder), coder.precision.name]
-    intensity = data.model_dump(mode="json", include={"intensity", "frame"})
+    intensity = data.reading({"intensity", "frame"})
     key = [
         "volume",
         reading_of(data),

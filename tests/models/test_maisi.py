@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from monai.apps.generation.maisi.networks.autoencoderkl_maisi import AutoencoderKlMaisi
 
+from dev.support.tiny_config import TINY
+from diffusion.frozen_autoencoder import autoencoder_of, latents_digest
 from models import build_autoencoder
 from models.exchange.weights import find_state, to_our_names
 from models.lean.interpolation import Enlarged
 from models.lean.layout import CHANNELS_LAST
-from settings import CheckpointError
+from settings import CheckpointError, validate
 from tests.models.autoencoders import stock_like
 from tests.models.gradients import BATCHES, DTYPES, Problem, small_work_counts
 from tests.models.layouts import channels_last
@@ -139,3 +142,21 @@ def test_weights_of_another_library_are_told_apart():
     stock = stock_like(settings_of({})).state_dict()
     with pytest.raises(CheckpointError, match=r"holds MONAI's autoencoder, which --from maisi does not fit"):
         to_our_names(stock, "maisi", path)
+
+
+@pytest.mark.parametrize(("key", "value"), [("upsampling", "trilinear"), ("value_range", "unit")])
+def test_weights_are_refused_by_a_config_that_would_compute_something_else_with_them(tmp_path, key, value):
+    plain = validate(copy.deepcopy(TINY))
+    other = copy.deepcopy(TINY)
+    other["autoencoder"][key] = value
+    metadata = {"stage": "autoencoder", "settings": validate(other).model_dump(mode="json")}
+    with pytest.raises(CheckpointError, match=rf"autoencoder\.{key}"):
+        autoencoder_of(plain, {}, metadata, tmp_path)
+
+
+def test_latents_of_another_range_are_others():
+    digests = set()
+    for value in ("symmetric", "unit"):
+        torch.manual_seed(0)
+        digests.add(latents_digest(build_autoencoder(settings_of({}, value_range=value))))
+    assert len(digests) == 2
