@@ -129,6 +129,26 @@ def _check_settings(settings: Settings, trained: dict[str, Any], path: Path, is_
         )
 
 
+def check_pretrained(settings: AutoencoderSettings, metadata: dict[str, Any], path: Path) -> None:
+    """Raise `CheckpointError` if the config's network would compute something else with pretrained weights.
+
+    Names and shapes of the weights do not show everything, such as strides and norm groups.
+    """
+    if not isinstance(metadata.get("settings"), dict):
+        return
+    try:
+        before = validate(metadata["settings"]).autoencoder
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: its settings do not belong to this version of the program: {error}") from None
+    changed = list(_differences("autoencoder", _architecture(before), _architecture(settings)))
+    if changed:
+        raise CheckpointError(
+            f"{path}: the pretrained autoencoder has different settings:\n  "
+            + "\n  ".join(changed)
+            + "\nset these back"
+        )
+
+
 def _architecture(s: AutoencoderSettings) -> dict[str, Any]:
     """Return the settings that decide the network's architecture, with every `auto` resolved."""
     return {

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from diffusion.frozen_autoencoder import check_pretrained
 from models.weight_files import load_into, load_weights, save_weights
 from settings import AutoencoderSettings, Settings
 from storage.run_folder import RunFolder
@@ -19,9 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def ensure_pretrained(autoencoder: AutoencoderSettings) -> None:
-    """Raise `CheckpointError` if the weights to start from cannot be read, before anything slow happens."""
+    """Raise `CheckpointError` if the weights to start from cannot be used, before anything slow happens."""
     if autoencoder.pretrained is not None:
-        load_weights(Path(autoencoder.pretrained))
+        path = Path(autoencoder.pretrained)
+        check_pretrained(autoencoder, load_weights(path)[1], path)
 
 
 def load_pretrained(networks: dict[str, nn.Module], path: Path) -> None:

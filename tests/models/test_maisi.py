@@ -11,7 +11,7 @@ import torch
 from monai.apps.generation.maisi.networks.autoencoderkl_maisi import AutoencoderKlMaisi
 
 from dev.support.tiny_config import TINY
-from diffusion.frozen_autoencoder import autoencoder_of, latents_digest
+from diffusion.frozen_autoencoder import autoencoder_of, check_pretrained, latents_digest
 from models import build_autoencoder
 from models.exchange.weights import find_state, to_our_names
 from models.lean.interpolation import Enlarged
@@ -152,6 +152,9 @@ def test_weights_are_refused_by_a_config_that_would_compute_something_else_with_
     metadata = {"stage": "autoencoder", "settings": validate(other).model_dump(mode="json")}
     with pytest.raises(CheckpointError, match=rf"autoencoder\.{key}"):
         autoencoder_of(plain, {}, metadata, tmp_path)
+    with pytest.raises(CheckpointError, match=rf"pretrained autoencoder has different settings:\n  autoencoder\.{key}"):
+        check_pretrained(plain.autoencoder, metadata, tmp_path)
+    check_pretrained(validate(other).autoencoder, metadata, tmp_path)
 
 
 def test_latents_of_another_range_are_others():
