@@ -22,7 +22,7 @@ from data import (
     validation_batches,
 )
 from diffusion.frozen_autoencoder import freeze
-from diffusion.latents import prepare_latents, stage_two_data
+from diffusion.latents import Latents, prepare_latents, stage_two_data
 from diffusion.volume_codec import VolumeCodec
 from evaluation.pair_metrics import psnr
 from evaluation.samples import draw_samples
@@ -114,9 +114,9 @@ def compare_recipes(
         networks = {}
         for name, changes in _chosen(STAGE_ONE, ablations).items():
             step = AutoencoderStep(settings.with_overrides(changes), CPU)
-            num_steps = _train(step, _volumes(step.settings, split))
+            num_steps = train(step, volume_batches(step.settings, split))
             networks[name] = step.autoencoder
-            add(1, name, seed, {"steps": num_steps, **_reconstructions(step.autoencoder, split, settings)})
+            add(1, name, seed, {"steps": num_steps, **reconstructions(step.autoencoder, split, settings)})
         for name, changes in _chosen(STAGE_TWO, ablations).items():
             for sampled, row in _samples(networks[CONFIGURED], settings.with_overrides(changes, "ldm"), judge, name):
                 add(2, sampled, seed, row)
@@ -124,8 +124,8 @@ def compare_recipes(
             best: tuple[float, StockAutoencoder] | None = None
             for rate in LOOP_RATES:
                 loop = ReferenceLoop(settings, rate, LOOP_KL_WEIGHT)
-                num_steps = _train_loop(loop, _volumes(settings, split), seconds[0], settings)
-                found = _reconstructions(loop.autoencoder, split, settings)
+                num_steps = _train_loop(loop, volume_batches(settings, split), seconds[0], settings)
+                found = reconstructions(loop.autoencoder, split, settings)
                 add(1, f"{LOOP}, {rate:g}", seed, {"steps": num_steps, **found})
                 best = max(best or (0.0, loop.autoencoder), (found["psnr"], loop.autoencoder), key=lambda pair: pair[0])
             assert best is not None, "the loop has learning rates to try"
@@ -147,14 +147,15 @@ def _chosen(recipes: dict[str, dict[str, Any]], ablations: bool) -> dict[str, di
     return recipes if ablations else {CONFIGURED: recipes[CONFIGURED]}
 
 
-def _volumes(settings: Settings, split: DataSplit) -> Iterator[list[Batch]]:
+def volume_batches(settings: Settings, split: DataSplit) -> Iterator[list[Batch]]:
+    """Return the micro-batches of each update of stage 1."""
     training = settings.autoencoder.training
     plan = BatchPlan.of(training, settings.seed, 0, 1)
     return training_batches(split.train, settings.data, plan, 0, training.last_step)
 
 
-def _train(step: TrainingStep, batches: Iterator[Sequence[Any]]) -> int:
-    """Train until the CPU seconds are used up, put the averaged weights in place, and return the number of steps."""
+def train(step: TrainingStep, batches: Iterator[Sequence[Any]]) -> int:
+    """Train to the end of the schedule in CPU time, put averaged weights in place, and return the number of steps."""
     step.schedule.start(clock=time.process_time)
     done = 0
     while not step.schedule.is_over(done):
@@ -176,7 +177,7 @@ def _train_loop(loop: ReferenceLoop, batches: Iterator[list[Batch]], seconds: fl
 
 
 @torch.no_grad()
-def _reconstructions(network: StockAutoencoder, split: DataSplit, settings: Settings) -> dict[str, float]:
+def reconstructions(network: StockAutoencoder, split: DataSplit, settings: Settings) -> dict[str, float]:
     """Return mean PSNR and relative sharpness of the held-out volumes, decoded from the means of their latents."""
     network.eval()
     ratios, found, wanted = [], [], []
@@ -230,20 +231,27 @@ class SampleJudge:
         return squared_discrepancy(vectors, self.held_out, widths=(1.0,))[0]
 
 
+def train_on_latents(
+    network: StockAutoencoder, settings: Settings, split: DataSplit
+) -> tuple[LatentDiffusionStep, Latents, int]:
+    """Train stage 2 on the latents of an autoencoder; return the step, the latents and the number of updates."""
+    step = LatentDiffusionStep(settings, CPU, load_weights=False)
+    codec = VolumeCodec(freeze(network), settings.autoencoder, step.precision)
+    latents = prepare_latents(codec, split, settings, CPU)
+    step = LatentDiffusionStep(settings, CPU, codec=codec, latents=latents)
+    plan = BatchPlan.of(step.training, settings.seed, 0, 1)
+    return step, latents, train(step, iter(latents.training_batches(plan, 0, step.training.last_step)))
+
+
 def _samples(
     network: StockAutoencoder, settings: Settings, judge: SampleJudge, name: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Train stage 2 and yield how good its samples are; as configured also with 25 steps of ddim."""
-    step = LatentDiffusionStep(settings, CPU, load_weights=False)
-    codec = VolumeCodec(freeze(network), settings.autoencoder, step.precision)
-    latents = prepare_latents(codec, judge.split, settings, CPU)
-    step = LatentDiffusionStep(settings, CPU, codec=codec, latents=latents)
-    plan = BatchPlan.of(step.training, settings.seed, 0, 1)
-    num_steps = _train(step, iter(latents.training_batches(plan, 0, step.training.last_step)))
+    step, _, num_steps = train_on_latents(network, settings, judge.split)
     sampled = {name: settings}
     if name == CONFIGURED and settings.ldm.scheduler.type == "ddpm":
         many = {"ldm.sampling.sampler": "ddim", "ldm.sampling.num_inference_steps": 25}
         sampled[DDIM_25] = settings.with_overrides(many, "ldm")
     for which, chosen in sampled.items():
-        samples = draw_samples(step.unet, codec, chosen, step.normalisation, settings.seed, judge.num_samples, 4)
+        samples = draw_samples(step.unet, step.codec, chosen, step.normalisation, settings.seed, judge.num_samples, 4)
         yield which, {"steps": num_steps, **judge.judge(samples)}
