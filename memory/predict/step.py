@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from memory.kernels.cpu_calls import Calls
 from memory.predict.allocator import AllocatorLimits, replay_pinned
-from memory.predict.emulation import emulated, tracked
+from memory.predict.emulation import emulated, place, tracked, weights_laid_out
 from memory.predict.history import replay_training
 from memory.predict.known_results import CPU, KnownResultsMode
 from memory.predict.prediction import (
@@ -73,11 +73,11 @@ def track_step(
     settings = _on_cpu(settings)
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
     with emulated(fake, cuda) as mode:
-        with KnownResultsMode(mode, cuda) if mode is not None else nullcontext():
+        with KnownResultsMode(mode, cuda) if mode is not None else nullcontext(), weights_laid_out() as laid_out:
             step = build(settings, stage)
         with tracked(mode, cuda) as tracker:
             tracker.benchmarks = settings.device.cudnn_benchmark
-            _adopt_step(tracker, step)
+            _adopt_step(tracker, step, laid_out)
             for updater in step.updaters.values():
                 make_optimizer_state(updater)
                 tracker.adopt(_tensors(updater.optimizer.state.values()), "optimizer")
@@ -268,12 +268,12 @@ def _on_cpu(settings: Settings) -> Settings:
     return settings.with_overrides({"device.type": "cpu", "device.amp_dtype": dtype})
 
 
-def _adopt_step(tracker: MemoryTracker, step: Any) -> None:
+def _adopt_step(tracker: MemoryTracker, step: Any, laid_out: list[Tensor]) -> None:
     """Give the tracker the names of the networks and the categories of tensors that outlive a step."""
     for name, value in vars(step).items():
         if isinstance(value, nn.Module) and not name.startswith("_"):
             tracker.name_modules(name, value)
-            tracker.adopt([*value.parameters(), *value.buffers()], "parameters")
+            place(tracker, [*value.parameters(), *value.buffers()], laid_out)
             tracker.adopt_gradients(value.parameters())
     if getattr(step, "average", None) is not None:
         tracker.adopt(step.average.averages, "ema")

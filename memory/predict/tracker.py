@@ -250,8 +250,13 @@ class MemoryTracker(TorchDispatchMode):
         self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
 
     def _pass_through(self, nbytes: int | tuple[int, ...], op: str, in_backward: bool, category: str) -> None:
-        """Count memory that a kernel allocates and frees before it returns."""
-        self._let_go(self._hold((nbytes,) if isinstance(nbytes, int) else nbytes, op, in_backward, category))
+        """Count memory that a kernel allocates and frees before it returns; ~n stands where it frees the nth of it."""
+        held: list[int] = []
+        for size in (nbytes,) if isinstance(nbytes, int) else nbytes:
+            if size < 0:
+                self._let_go([held[~size]])
+            held += self._hold((max(0, size),), op, in_backward, category)
+        self._let_go([index for index in held if not self.allocations[index].released])
 
     def _hold(self, sizes: tuple[int, ...], op: str, in_backward: bool, category: str) -> list[int]:
         """Count memory that a kernel allocates for itself, which costs a write and a read."""
