@@ -75,6 +75,7 @@ def track_step(
     with emulated(fake, cuda) as mode:
         with KnownResultsMode(mode, cuda) if mode is not None else nullcontext(), weights_laid_out() as laid_out:
             step = build(settings, stage)
+            batch = step.example_batch(training.batch_size)
         with tracked(mode, cuda) as tracker:
             tracker.benchmarks = settings.device.cudnn_benchmark
             _adopt_step(tracker, step, laid_out)
@@ -85,8 +86,10 @@ def track_step(
                     for parameter in updater.parameters:
                         parameter.grad = torch.zeros_like(parameter)
                         tracker.adopt([parameter.grad], "gradients")
-            batch = step.example_batch(training.batch_size)
-            tracker.adopt(_tensors(_fields(batch)), "inputs")
+            if fake and cuda:
+                tracker.wait_on_host(_tensors(_fields(batch)))
+            else:
+                tracker.adopt(_tensors(_fields(batch)), "inputs")
             tracker.reset()
             tracker.step = _run(step, batch, fullest_step(settings, stage), tracker)
             if after is not None:
@@ -275,8 +278,10 @@ def _adopt_step(tracker: MemoryTracker, step: Any, laid_out: list[Tensor]) -> No
             tracker.name_modules(name, value)
             place(tracker, [*value.parameters(), *value.buffers()], laid_out)
             tracker.adopt_gradients(value.parameters())
-    if getattr(step, "average", None) is not None:
-        tracker.adopt(step.average.averages, "ema")
+            if step.average is not None and value is step.network:
+                tracker.adopt(step.average.averages, "ema")
+        elif name == "normalisation":
+            tracker.adopt(_tensors([value]), "parameters")
 
 
 @torch.no_grad()
