@@ -86,12 +86,11 @@ def track_step(
                     for parameter in updater.parameters:
                         parameter.grad = torch.zeros_like(parameter)
                         tracker.adopt([parameter.grad], "gradients")
-            if fake and cuda:
-                tracker.wait_on_host(_tensors(_fields(batch)))
-            else:
+            if not (fake and cuda):
                 tracker.adopt(_tensors(_fields(batch)), "inputs")
             tracker.reset()
-            tracker.step = _run(step, batch, fullest_step(settings, stage), tracker)
+            with tracker.waiting_on_host(_tensors(_fields(batch)) if fake and cuda else ()):
+                tracker.step = _run(step, batch, fullest_step(settings, stage), tracker)
             if after is not None:
                 del batch
                 after(step, tracker)

@@ -124,9 +124,14 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
                 parameter.register_hook(functools.partial(note, id(parameter)))
                 parameter.register_post_accumulate_grad_hook(mark)
 
-    def wait_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let fake tensors be on the host, without counting them, until the step copies them to the device."""
-        self._waiting |= {tensor.untyped_storage()._cdata for tensor in tensors}
+    @contextmanager
+    def waiting_on_host(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Inside the block fake tensors are on the host and not counted; their copies on the device are inputs."""
+        self._waiting = {tensor.untyped_storage()._cdata for tensor in tensors}
+        try:
+            yield
+        finally:
+            self._waiting = set()
 
     def _waits_on_host(self, tensor: Any) -> bool:
         return bool(self._waiting) and tensor.untyped_storage()._cdata in self._waiting
