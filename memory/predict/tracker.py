@@ -223,20 +223,22 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
     ) -> None:
         """Count a convolution on a GPU: copies of its arguments, then a result and a workspace in each of its passes.
 
-        cuDNN tries its algorithms at the first pass of its kind in each thread.
+        The pass for the gradient of a weight makes its own copies before its result, the others after it. cuDNN tries
+        its algorithms at the first pass of its kind in each thread.
         """
         op, passes = str(func), zip(memory.passes, memory.pass_copies or (0, 0), strict=False)
         results = out if isinstance(out, tuple) else (out,)
         copies = self._hold(memory.copies, op, in_backward, LIBRARY_WORKSPACES)
         for number, result in enumerate(results[:2]):
             if result is not None:
+                workspace, copied = next(passes)
+                held = self._hold((copied if number else 0,), op, in_backward, LIBRARY_WORKSPACES)
                 self._allocate_results(result, op, in_backward)
+                held += self._hold((0 if number else copied,), op, in_backward, LIBRARY_WORKSPACES)
                 key = (number, in_backward, key_of(func, args[:10], {}))  # without what else backward returns
                 if self.benchmarks and key not in self._tried:
                     self._tried.add(key)
                     self.benchmarked.append(len(self.trace))
-                workspace, copied = next(passes)
-                held = self._hold((copied,), op, in_backward, LIBRARY_WORKSPACES)
                 self._pass_through(workspace, op, in_backward, CONVOLUTION_WORKSPACES)
                 self._let_go(held)
         self._let_go(copies)
