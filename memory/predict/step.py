@@ -30,7 +30,7 @@ from memory.predict.prediction import (
     tier_of,
 )
 from memory.predict.records import WORKSPACE, Allocation, Flops, StepEvents, work_parts
-from memory.predict.run import ENCODING, VALIDATION, PartOfRun, encoded_volume, other_programs, peaks, run_validation
+from memory.predict.run import VALIDATION, PartOfRun, assumptions, encoded_volume, other_programs, peaks, run_validation
 from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
 from models.lean.norm.torch_kernels import is_emulated_gpu
 from runtime.processes import Process
@@ -117,9 +117,10 @@ class _StepEnd:
     alive: list[Allocation]
     flops: Flops
     done: PartOfRun
+    trained: int  # bytes of the weights that train
 
     @classmethod
-    def of(cls, tracker: MemoryTracker) -> _StepEnd:
+    def of(cls, tracker: MemoryTracker, step: Any) -> _StepEnd:
         """Copy the counts."""
         return cls(
             len(tracker.trace),
@@ -129,6 +130,7 @@ class _StepEnd:
             tracker.alive_at_peak(),
             tracker.flops,
             PartOfRun(tracker.work, tracker.calls),
+            sum(weight.nbytes for updater in step.updaters.values() for weight in updater.parameters),
         )
 
 
@@ -146,7 +148,7 @@ def predict_step(
     beside: dict[str, PartOfRun] = {}
 
     def after(step: Any, tracker: MemoryTracker) -> None:
-        ends.append(_StepEnd.of(tracker))
+        ends.append(_StepEnd.of(tracker, step))
         tracker.reset()
         if whole_run:
             beside.update(run_validation(step, settings, stage, tracker))
@@ -157,8 +159,8 @@ def predict_step(
     if whole_run:
         programs = other_programs(_on_cpu(settings), stage, is_cuda)
         run_peaks = {name: peaks(t, limits, is_cuda) for name, t in {VALIDATION: tracker, **programs}.items()}
-        if ENCODING in programs:
-            beside[ENCODED_VOLUME] = encoded_volume(settings, programs[ENCODING])
+        if (encoded := encoded_volume(settings, programs)) is not None:
+            beside[ENCODED_VOLUME] = encoded
     if calls is not None:
         calls |= {TRAINING_STEP: end.done.calls, **{name: part.calls for name, part in beside.items()}}
     on_host = [record.nbytes if record.place == "host" else 0 for record in tracker.allocations]
@@ -196,9 +198,9 @@ def predict_step(
         num_validations=math.ceil(training.max_steps / training.validate_every),
         num_volumes=list(num_volumes(settings.data)),
         run_peaks=run_peaks,
-        warnings=_warnings(tracker),
+        warnings=[*_warnings(tracker), *assumptions(settings, stage)],
         max_steps=training.max_steps,
-        bucket_bytes=_bucket_bytes(end.alive),
+        bucket_bytes=_bucket_bytes(end),
         config=fingerprint(settings, stage),
         context_bytes=Prediction.context_bytes if is_cuda else 0,
     )
@@ -209,11 +211,9 @@ def _flops_of(flops: Flops, updates: int) -> dict[str, int]:
     return {**parts, "total": flops.total * updates}
 
 
-def _bucket_bytes(alive: list[Allocation]) -> int:
+def _bucket_bytes(end: _StepEnd) -> int:
     """Return what the buckets of several processes add: room for all gradients; those at the peak live in them."""
-    parameters = sum(record.nbytes for record in alive if record.category == "parameters")
-    gradients = sum(record.nbytes for record in alive if record.category == "gradients")
-    return max(0, parameters - gradients)
+    return max(0, end.trained - sum(record.nbytes for record in end.alive if record.category == "gradients"))
 
 
 def _warnings(tracker: MemoryTracker) -> list[str]:
