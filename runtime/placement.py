@@ -23,6 +23,10 @@ def move(network: Network, device: torch.device, memory_format: MemoryFormat | N
     if any(tensor.device != device for tensor in (*network.parameters(), *network.buffers())):
         network.to(device)
     if memory_format is not None:
-        laid_out: Any = network
-        laid_out.set_layout(laid_out.fastest_layout if memory_format == "auto" else _LAYOUTS[memory_format])
+        lay_out(network, memory_format)
     return network
+
+
+def lay_out(network: Any, memory_format: MemoryFormat) -> None:
+    """Bring the weights of one of our networks into a memory format, on the device where they are."""
+    network.set_layout(network.fastest_layout if memory_format == "auto" else _LAYOUTS[memory_format])

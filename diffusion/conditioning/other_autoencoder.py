@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import Tensor
+
 from diffusion.frozen_autoencoder import freeze
 from diffusion.volume_codec import VolumeCodec
 from models import build_autoencoder
@@ -11,6 +13,7 @@ from models.weight_files import load_state, load_weights
 from runtime.placement import move
 from runtime.precision import Precision
 from settings import CheckpointError, ConfigError, Settings, validate
+from settings.autoencoder import AutoencoderSettings
 
 
 def other_codec(
@@ -20,6 +23,17 @@ def other_codec(
 
     Raises `CheckpointError` unless it takes `in_channels`, gives `latent_channels`, and downsamples like the other.
     """
+    own, state = load_other(path, in_channels, latent_channels, settings)
+    autoencoder = build_autoencoder(own)
+    load_state(autoencoder, state, path)
+    move(freeze(autoencoder), precision.device, settings.device.memory_format)
+    return VolumeCodec(autoencoder, own, precision)
+
+
+def load_other(
+    path: Path, in_channels: int, latent_channels: int, settings: Settings
+) -> tuple[AutoencoderSettings, dict[str, Tensor]]:
+    """Return the settings and the weights of the autoencoder of `path`; raise `CheckpointError` as `other_codec`."""
     key = "ldm.conditioning.volume"
     if not path.is_file():
         raise CheckpointError(f"{key}.autoencoder: {path} does not exist; give the autoencoder.safetensors of a run")
@@ -45,7 +59,4 @@ def other_codec(
             f"{path}: it divides the grid by {list(own.downsampling)}, and the autoencoder that is trained on by "
             f"{list(downsampling)}; both must be the same; give another"
         )
-    autoencoder = build_autoencoder(own)
-    load_state(autoencoder, state, path)
-    move(freeze(autoencoder), precision.device, settings.device.memory_format)
-    return VolumeCodec(autoencoder, own, precision)
+    return own, state

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memory.kernels.convolutions import is_channels_last
+from memory.kernels.convolutions import is_channels_last, nbytes_of
 
 MULTIPROCESSORS, THREADS_OF_MULTIPROCESSOR = 108, 2048
 _MOST_THREADS, _WARP, _WIDEST_VECTOR = 512, 32, 4
@@ -26,13 +26,27 @@ _SUMMED |= {"group_norm_backward": 1}
 """The position of the volume among the arguments of those of our operators that sum."""
 
 
+def held_elements(func: Any, args: tuple[Any, ...]) -> int:
+    """Return how many elements the memory of a result has; 0 if as many as the result.
+
+    The mean of squared differences keeps the memory that torch allocates for all of them.
+    """
+    return args[0].numel() if _is_mean_squared_error(func, args) else 0
+
+
+def _is_mean_squared_error(func: Any, args: tuple[Any, ...]) -> bool:
+    return func is torch.ops.aten.mse_loss.default and args[2:] != (0,)  # 0: not reduced
+
+
 def channel_sum_bytes(x: Tensor) -> int:
     """Return the size of the partial sums for a sum over everything but the channels of `x`; 0 if it needs none."""
     return _sum_bytes(x.shape[1], _divisible(x), x.numel() // x.shape[1]) if is_channels_last(x) else 0
 
 
 def sum_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the size of the partial sums of an operator that sums over all voxels; 0 for others."""
+    """Return the size of what an operator that sums over all voxels allocates for what it adds up; 0 for others."""
+    if _is_mean_squared_error(func, args):
+        return nbytes_of(args[0])
     if func is not torch.ops.aten.sum.dim_IntList:
         return 0
     x, axes = args[:2]

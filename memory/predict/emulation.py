@@ -1,10 +1,11 @@
 """Run any piece of code under the tracker, on fake or real tensors, with CUDA's autocast rules or the CPU's."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -15,6 +16,8 @@ from memory.predict.cuda_autocast import cuda_autocast_rules
 from memory.predict.records import Flops, combined
 from memory.predict.tracker import MemoryTracker
 from models.lean import checkpointing
+from runtime import placement
+from runtime.placement import MemoryFormat
 
 
 @contextmanager
@@ -82,6 +85,40 @@ def _equal_chunks_repeated_by(tracker: MemoryTracker) -> Iterator[None]:
         yield
     finally:
         pieces.in_turn = in_turn
+
+
+@contextmanager
+def weights_laid_out() -> Iterator[list[Tensor]]:
+    """Yield a list that gets the weights which networks copy into another layout, where they moved, inside the block.
+
+    A GPU has held such weights in both layouts, which leaves holes.
+    """
+    lay_out = placement.lay_out
+    copied: list[Tensor] = []
+
+    def noted_lay_out(network: Any, memory_format: MemoryFormat) -> None:
+        before = list(network.parameters())
+        lay_out(network, memory_format)
+        copied.extend(new for old, new in zip(before, network.parameters(), strict=True) if new is not old)
+
+    placement.lay_out = noted_lay_out
+    try:
+        yield copied
+    finally:
+        placement.lay_out = lay_out
+
+
+def place(tracker: MemoryTracker, weights: Iterable[Tensor], laid_out: Sequence[Tensor]) -> None:
+    """Let the tracker see weights arrive on a device: all of them, and then the copies of those that are laid out."""
+    is_copied = {id(weight) for weight in laid_out}
+    originals: list[tuple[Tensor, Tensor]] = []
+    for weight in weights:
+        if id(weight) in is_copied:
+            originals.append((weight, torch.empty_like(weight)))
+        tracker.adopt([originals[-1][1] if id(weight) in is_copied else weight], "parameters")
+    while originals:
+        weight, _ = originals.pop(0)
+        tracker.adopt([weight], "parameters")
 
 
 def _shape_of(chunk: Sequence[Index]) -> tuple[int, tuple[bool, ...]]:

@@ -12,6 +12,9 @@ from memory.predict.allocator import AllocatorLimits, CachingAllocator, replay
 from memory.predict.records import StepEvents
 from memory.predict.tracker import MemoryTracker
 
+_LATER = ("optimizer", "gradients", "inputs")
+"""What a tracked step begins with, but a run does not."""
+
 
 def replay_training(
     tracker: MemoryTracker, limits: AllocatorLimits, left_out: tuple[str, ...] = ()
@@ -49,9 +52,10 @@ def training_trace(
     released = {~event for event in trace[: step.start] if event < 0}
     update = trace[step.update : step.end]
     is_accumulating = any(categories[index] == "gradients" and index not in released for index in before)
-    for index in before:
-        if index not in released and categories[index] not in ("optimizer", "gradients", "inputs"):
-            copies.allocate(index)
+    for event in trace[: step.start]:
+        index = max(event, ~event)
+        if categories[index] == "parameters" or (index not in released and categories[index] not in _LATER):
+            copies.allocate(index) if event >= 0 else copies.release(index)
     inputs = [index for index in before if index not in released and categories[index] == "inputs"]
     backward = [*inputs, *trace[step.start : step.update], *(~index for index in inputs)]
     for number in range(2):
@@ -85,6 +89,9 @@ class _Copies:
         self.trace.append(len(self.sources))
         self.sources.append(index)
 
+    def release(self, index: int) -> None:
+        self.trace.append(~self._live.pop(index))
+
     def run(self, events: Sequence[int], kept: set[int], emptying: Container[int] = ()) -> None:
         """Repeat events; do not release allocations in `kept`, and empty the cache before events in `emptying`."""
         for position, event in enumerate(events):
@@ -92,7 +99,7 @@ class _Copies:
                 self.emptied.add(len(self.trace))
             if event < 0:
                 if ~event not in kept and ~event in self._live and ~event not in self.kept:
-                    self.trace.append(~self._live.pop(~event))
+                    self.release(~event)
                     self._of_update.discard(~event)
             elif event not in self._live or event not in self.kept:
                 self.allocate(event)

@@ -17,6 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory.kernels.convolutions import convolution_layout
+from memory.kernels.reductions import held_elements
 
 How = Literal["in place", "out", "view", "remembered", "asked"]
 CPU = torch.device("cpu")
@@ -61,9 +62,9 @@ class KnownResults:
             return func(*args, **kwargs)
         if key not in self._results:
             out = func(*args, **kwargs)
-            layout = convolution_layout(func, args) if self.cuda else None
-            self._results[key] = _shapes(out, layout)
-            if layout is None:
+            layout, least = _layout(func, args, self.cuda), held_elements(func, args)
+            self._results[key] = _shapes(out, layout, least)
+            if layout is None and not least:
                 return out
         shapes = self._results[key]
         if shapes is None:
@@ -71,9 +72,11 @@ class KnownResults:
         made = [None if shape is None else self._make(*shape) for shape in shapes]
         return made[0] if len(func._schema.returns) == 1 else tuple(made)
 
-    def _make(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> FakeTensor:
+    def _make(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, least: int) -> FakeTensor:
         with no_dispatch():
             meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            if least:
+                meta = torch.empty(least, dtype=dtype, device="meta").as_strided(shape, stride)
         return FakeTensor(self.mode, meta, CPU)
 
     def _wrap(self, view: Tensor) -> Tensor:
@@ -93,12 +96,19 @@ class KnownResultsMode(TorchDispatchMode):
         return CPU if func is torch.ops.prim.device.default else self._known(func, args, kwargs or {})
 
 
-def _shapes(out: Any, layout: torch.memory_format | None) -> list[Any] | None:
-    """Return shape, strides and dtype of every result; with a layout, volumes have it."""
+def _layout(func: Any, args: tuple[Any, ...], cuda: bool) -> torch.memory_format | None:
+    """Return the layout of an operator's results where fake ones may have another; None for other operators."""
+    if func is aten.mse_loss_backward.default:
+        return torch.contiguous_format
+    return convolution_layout(func, args) if cuda else None
+
+
+def _shapes(out: Any, layout: torch.memory_format | None, least: int) -> list[Any] | None:
+    """Return shape, strides and dtype of every result, and elements it holds; with a layout, volumes have it."""
     parts = list(out) if isinstance(out, tuple) else [out]
     if not all(part is None or type(part) is FakeTensor for part in parts):
         return None
-    return [None if part is None else (tuple(part.shape), _strides(part, layout), part.dtype) for part in parts]
+    return [None if part is None else (tuple(part.shape), _strides(part, layout), part.dtype, least) for part in parts]
 
 
 def _strides(part: Tensor, layout: torch.memory_format | None) -> tuple[int, ...]:

@@ -90,6 +90,11 @@ class Prediction:
     not_predicted: Sequence[str] = field(default=NOT_PREDICTED)
 
     @property
+    def is_for_gpu(self) -> bool:
+        """Return whether the run is predicted on a GPU, which has a context, and not on a CPU."""
+        return self.context_bytes > 0
+
+    @property
     def needing_phase(self) -> str:
         """Return the part of the run that needs the most memory: the training step, or what runs beside it."""
         return max(self._reserved_by_phase.items(), key=lambda item: item[1])[0]

@@ -12,6 +12,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from memory.kernels import operators
+from memory.kernels.cpu_calls import Calls
+from memory.kernels.flops import count_flops
 from memory.kernels.timing import WorkPart
 
 Place = Literal["device", "host"]
@@ -53,6 +56,7 @@ class Work:
     kernels: int = 0
 
 
+Purpose = Literal["forward", "backward", "recompute"]
 WorkKey = tuple[str, tuple[int, ...], str]
 """The kind of an operator, and the shape and dtype of its first tensor."""
 
@@ -102,6 +106,49 @@ def work_parts(
         total.flops += done.flops * times
         total.kernels += done.kernels * times
     return [WorkPart(*key, total.nbytes, total.flops, total.kernels) for key, total in sums.items()]
+
+
+class WorkCounter:
+    """Counts what operators do: floating-point operations, work of kernels, and calls on a CPU."""
+
+    def start_counting(self) -> None:
+        """Set all counts to zero."""
+        self.flops = Flops()
+        self.work: dict[WorkKey, Work] = {}
+        self.calls = Calls()
+
+    def count(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        purpose: Purpose,
+        has_calls: bool,
+    ) -> None:
+        """Count one operator; `has_calls`: for a CPU, whose times follow from calls."""
+        self.calls.number += 1
+        if not operators.is_kernel(func):
+            return
+        flops = count_flops(func, args, out)
+        first = next(operators.tensors_in((*args, out)), None)
+        if first is not None:
+            moved = operators.traffic_bytes(func, args, kwargs, out)
+            shape, dtype = tuple(first.shape), str(first.dtype)
+            self.add_work(operators.kind_of(func), shape, dtype, Work(moved, flops, operators.passes(func)))
+            if has_calls:
+                self.calls.add(func, args, kwargs, flops, moved)
+        if flops:
+            setattr(self.flops, purpose, getattr(self.flops, purpose) + flops)
+            if "scaled_dot_product" in func._overloadpacket.__name__:
+                self.flops.attention += flops
+
+    def add_work(self, kind: str, shape: tuple[int, ...], dtype: str, more: Work) -> None:
+        """Add work of one kind on tensors of one shape."""
+        done = self.work.setdefault((kind, shape, dtype), Work())
+        done.nbytes += more.nbytes
+        done.flops += more.flops
+        done.kernels += more.kernels
 
 
 class ModuleNames:

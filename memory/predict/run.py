@@ -7,13 +7,16 @@ what they need in slabs, unless the blocks are MONAI's, which have none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffusion.conditioning.conditions import empty_condition
+from diffusion.conditioning.other_autoencoder import load_other
+from diffusion.frozen_autoencoder import freeze
 from diffusion.latent_batches import LatentBatch
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
@@ -27,11 +30,15 @@ from memory.predict.known_results import CPU
 from memory.predict.prediction import PREVIEWS, VALIDATED_VOLUME, Stage
 from memory.predict.records import Work, WorkKey, combined
 from memory.predict.tracker import MemoryTracker
-from models import build_unet
+from models import build_autoencoder, build_unet
 from runtime.phases import phase
+from runtime.placement import move
 from settings import Settings
+from settings.autoencoder import AutoencoderSettings
 
 VALIDATION, ENCODING, SAMPLING, RECONSTRUCTION = "validation", "encoding the latents", "sampling", "reconstruct.py"
+CONDITIONS = "encoding the conditions"
+"""With an autoencoder of their own, which is on the device beside the first one."""
 
 
 @dataclass(frozen=True)
@@ -90,24 +97,73 @@ def other_programs(settings: Settings, stage: Stage, cuda: bool) -> dict[str, Me
     """Return the trackers of what runs before or after training, in memory of its own."""
     if stage == "autoencoder":
         return {RECONSTRUCTION: _track(lambda: _reconstruct(_codec(settings), settings), cuda)}
-    programs = {SAMPLING: _track(lambda: _sample(_unet(settings), _codec(settings), settings), cuda)}
+    other = other_autoencoder(settings)
+
+    def sample() -> None:
+        unet, codec = _unet(settings), _codec(settings)
+        if settings.ldm.conditioning.volume.encoding == "autoencoder":
+            _encode_condition(settings, codec, other)
+        _sample(unet, codec, settings)
+
+    programs = {SAMPLING: _track(sample, cuda)}
     if encodings_per_volume(settings):
         programs[ENCODING] = _track(lambda: _codec(settings).encode(_volume(settings)), cuda)
+    if other is not None:
+        programs[CONDITIONS] = _track(lambda: _encode_condition(settings, _codec(settings), other), cuda)
     return programs
 
 
-def encodings_per_volume(settings: Settings) -> int:
-    """Return how often each volume is encoded before stage 2: for its latent, if that is kept, and its conditions."""
+def other_autoencoder(settings: Settings) -> AutoencoderSettings | None:
+    """Return the settings of the autoencoder that condition volumes have of their own; None if they have none.
+
+    Until its file exists it is taken to be like the first one.
+    """
     volume = settings.ldm.conditioning.volume
-    conditions = volume.degrade.variants if volume.encoding == "autoencoder" else 0
-    return (settings.ldm.latents.cache != "none") + conditions
+    if volume.autoencoder is None:
+        return None
+    path, s = Path(volume.autoencoder).expanduser(), settings.autoencoder
+    number = volume.latent_channels or s.latent_channels
+    if path.is_file():
+        return load_other(path, volume.num_channels, number, settings)[0]
+    return s.model_copy(update={"in_channels": volume.num_channels, "latent_channels": number})
 
 
-def encoded_volume(settings: Settings, once: MemoryTracker) -> PartOfRun:
-    """Return what a volume and its conditions take to be encoded, from what one encoding does."""
-    times, calls = encodings_per_volume(settings), Calls()
-    calls.add_all(once.calls, times)
-    return PartOfRun(combined([(times, once.work)]), calls)
+def assumptions(settings: Settings, stage: Stage) -> list[str]:
+    """Return what had to be assumed about the files of a config."""
+    path = settings.ldm.conditioning.volume.autoencoder if stage == "ldm" else None
+    if path is None or Path(path).expanduser().is_file():
+        return []
+    return [f"ldm.conditioning.volume.autoencoder: {path} does not exist yet; it is predicted like the first one"]
+
+
+def _encode_condition(settings: Settings, codec: VolumeCodec, other: AutoencoderSettings | None) -> None:
+    """Encode a condition volume with the codec, or beside it with an autoencoder that such volumes have."""
+    coder = codec
+    if other is not None:
+        autoencoder = move(freeze(build_autoencoder(other)), CPU, settings.device.memory_format)
+        coder = VolumeCodec(autoencoder, other, codec.precision, budget_bytes=0)
+    coder.encode(torch.zeros(settings.ldm.conditioning.volume.num_channels, *settings.data.voxel_size))
+
+
+def encodings_per_volume(settings: Settings) -> int:
+    """Return how often the autoencoder encodes each volume before stage 2: for a kept latent, and for conditions."""
+    volume = settings.ldm.conditioning.volume
+    return (settings.ldm.latents.cache != "none") + (0 if volume.autoencoder else _encoded_conditions(settings))
+
+
+def _encoded_conditions(settings: Settings) -> int:
+    volume = settings.ldm.conditioning.volume
+    return volume.degrade.variants if volume.encoding == "autoencoder" else 0
+
+
+def encoded_volume(settings: Settings, programs: Mapping[str, MemoryTracker]) -> PartOfRun | None:
+    """Return what a volume and its conditions take to be encoded; None if nothing is encoded."""
+    times = {ENCODING: encodings_per_volume(settings), CONDITIONS: _encoded_conditions(settings)}
+    parts = [(times[name], programs[name]) for name in times if name in programs]
+    calls = Calls()
+    for number, once in parts:
+        calls.add_all(once.calls, number)
+    return PartOfRun(combined([(number, once.work) for number, once in parts]), calls) if parts else None
 
 
 def peaks(tracker: MemoryTracker, limits: AllocatorLimits, is_cuda: bool) -> dict[str, int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from memory.kernels.cpu_calls import Calls
 from memory.predict.allocator import AllocatorLimits, replay_pinned
-from memory.predict.emulation import emulated, tracked
+from memory.predict.emulation import emulated, place, tracked, weights_laid_out
 from memory.predict.history import replay_training
 from memory.predict.known_results import CPU, KnownResultsMode
 from memory.predict.prediction import (
@@ -30,7 +30,7 @@ from memory.predict.prediction import (
     tier_of,
 )
 from memory.predict.records import WORKSPACE, Allocation, Flops, StepEvents, work_parts
-from memory.predict.run import ENCODING, VALIDATION, PartOfRun, encoded_volume, other_programs, peaks, run_validation
+from memory.predict.run import VALIDATION, PartOfRun, assumptions, encoded_volume, other_programs, peaks, run_validation
 from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
 from models.lean.norm.torch_kernels import is_emulated_gpu
 from runtime.processes import Process
@@ -73,11 +73,12 @@ def track_step(
     settings = _on_cpu(settings)
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
     with emulated(fake, cuda) as mode:
-        with KnownResultsMode(mode, cuda) if mode is not None else nullcontext():
+        with KnownResultsMode(mode, cuda) if mode is not None else nullcontext(), weights_laid_out() as laid_out:
             step = build(settings, stage)
+            batch = step.example_batch(training.batch_size)
         with tracked(mode, cuda) as tracker:
             tracker.benchmarks = settings.device.cudnn_benchmark
-            _adopt_step(tracker, step)
+            _adopt_step(tracker, step, laid_out)
             for updater in step.updaters.values():
                 make_optimizer_state(updater)
                 tracker.adopt(_tensors(updater.optimizer.state.values()), "optimizer")
@@ -85,10 +86,11 @@ def track_step(
                     for parameter in updater.parameters:
                         parameter.grad = torch.zeros_like(parameter)
                         tracker.adopt([parameter.grad], "gradients")
-            batch = step.example_batch(training.batch_size)
-            tracker.adopt(_tensors(_fields(batch)), "inputs")
+            if not (fake and cuda):
+                tracker.adopt(_tensors(_fields(batch)), "inputs")
             tracker.reset()
-            tracker.step = _run(step, batch, fullest_step(settings, stage), tracker)
+            with tracker.waiting_on_host(_tensors(_fields(batch)) if fake and cuda else ()):
+                tracker.step = _run(step, batch, fullest_step(settings, stage), tracker)
             if after is not None:
                 del batch
                 after(step, tracker)
@@ -115,9 +117,10 @@ class _StepEnd:
     alive: list[Allocation]
     flops: Flops
     done: PartOfRun
+    trained: int  # bytes of the weights that train
 
     @classmethod
-    def of(cls, tracker: MemoryTracker) -> _StepEnd:
+    def of(cls, tracker: MemoryTracker, step: Any) -> _StepEnd:
         """Copy the counts."""
         return cls(
             len(tracker.trace),
@@ -127,6 +130,7 @@ class _StepEnd:
             tracker.alive_at_peak(),
             tracker.flops,
             PartOfRun(tracker.work, tracker.calls),
+            sum(weight.nbytes for updater in step.updaters.values() for weight in updater.parameters),
         )
 
 
@@ -144,7 +148,7 @@ def predict_step(
     beside: dict[str, PartOfRun] = {}
 
     def after(step: Any, tracker: MemoryTracker) -> None:
-        ends.append(_StepEnd.of(tracker))
+        ends.append(_StepEnd.of(tracker, step))
         tracker.reset()
         if whole_run:
             beside.update(run_validation(step, settings, stage, tracker))
@@ -155,8 +159,8 @@ def predict_step(
     if whole_run:
         programs = other_programs(_on_cpu(settings), stage, is_cuda)
         run_peaks = {name: peaks(t, limits, is_cuda) for name, t in {VALIDATION: tracker, **programs}.items()}
-        if ENCODING in programs:
-            beside[ENCODED_VOLUME] = encoded_volume(settings, programs[ENCODING])
+        if (encoded := encoded_volume(settings, programs)) is not None:
+            beside[ENCODED_VOLUME] = encoded
     if calls is not None:
         calls |= {TRAINING_STEP: end.done.calls, **{name: part.calls for name, part in beside.items()}}
     on_host = [record.nbytes if record.place == "host" else 0 for record in tracker.allocations]
@@ -194,9 +198,9 @@ def predict_step(
         num_validations=math.ceil(training.max_steps / training.validate_every),
         num_volumes=list(num_volumes(settings.data)),
         run_peaks=run_peaks,
-        warnings=_warnings(tracker),
+        warnings=[*_warnings(tracker), *assumptions(settings, stage)],
         max_steps=training.max_steps,
-        bucket_bytes=_bucket_bytes(end.alive),
+        bucket_bytes=_bucket_bytes(end),
         config=fingerprint(settings, stage),
         context_bytes=Prediction.context_bytes if is_cuda else 0,
     )
@@ -207,11 +211,9 @@ def _flops_of(flops: Flops, updates: int) -> dict[str, int]:
     return {**parts, "total": flops.total * updates}
 
 
-def _bucket_bytes(alive: list[Allocation]) -> int:
+def _bucket_bytes(end: _StepEnd) -> int:
     """Return what the buckets of several processes add: room for all gradients; those at the peak live in them."""
-    parameters = sum(record.nbytes for record in alive if record.category == "parameters")
-    gradients = sum(record.nbytes for record in alive if record.category == "gradients")
-    return max(0, parameters - gradients)
+    return max(0, end.trained - sum(record.nbytes for record in end.alive if record.category == "gradients"))
 
 
 def _warnings(tracker: MemoryTracker) -> list[str]:
@@ -268,15 +270,17 @@ def _on_cpu(settings: Settings) -> Settings:
     return settings.with_overrides({"device.type": "cpu", "device.amp_dtype": dtype})
 
 
-def _adopt_step(tracker: MemoryTracker, step: Any) -> None:
+def _adopt_step(tracker: MemoryTracker, step: Any, laid_out: list[Tensor]) -> None:
     """Give the tracker the names of the networks and the categories of tensors that outlive a step."""
     for name, value in vars(step).items():
         if isinstance(value, nn.Module) and not name.startswith("_"):
             tracker.name_modules(name, value)
-            tracker.adopt([*value.parameters(), *value.buffers()], "parameters")
+            place(tracker, [*value.parameters(), *value.buffers()], laid_out)
             tracker.adopt_gradients(value.parameters())
-    if getattr(step, "average", None) is not None:
-        tracker.adopt(step.average.averages, "ema")
+            if step.average is not None and value is step.network:
+                tracker.adopt(step.average.averages, "ema")
+        elif name == "normalisation":
+            tracker.adopt(_tensors([value]), "parameters")
 
 
 @torch.no_grad()

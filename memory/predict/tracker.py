@@ -19,18 +19,17 @@ from torch.utils._pytree import tree_leaves
 from memory.kernels import operators
 from memory.kernels.attention import attention_workspaces
 from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version
-from memory.kernels.cpu_calls import Calls
 from memory.kernels.cpu_convolutions import cpu_convolution_memory
-from memory.kernels.flops import count_flops
 from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes, sum_bytes
 from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
-from memory.predict.records import WORKSPACE, Allocation, Flops, ModuleNames, Place, StepEvents, Work, WorkKey
+from memory.predict.records import WORKSPACE, Allocation, ModuleNames, Place, Purpose, StepEvents, Work, WorkCounter
 from models.lean.norm.torch_kernels import EMULATED_GPU, is_emulated_gpu
 from runtime.phases import current_phase
 
 aten = torch.ops.aten
 _RESULT_FIRST = (torch.ops.lean.group_norm.default, torch.ops.lean.group_norm_backward.default)
 """Those of our operators that allocate their result before they sum."""
+_HOST = torch.device("meta")  # stands for the host, so that a copy to the CPU, which stands for the GPU, is one
 _CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES = "convolution workspaces", "library workspaces"
@@ -39,7 +38,7 @@ CUBLAS_WORKSPACE_BYTES = 32 << 20
 kept. MONAI asks for this size by setting CUBLAS_WORKSPACE_CONFIG."""
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode, WorkCounter):
     """Record the allocation and release of every storage created while the mode is active.
 
     `trace` holds the events in order: an allocation is its index into `allocations`, a release the complement of that
@@ -61,9 +60,7 @@ class MemoryTracker(TorchDispatchMode):
         self.peak: dict[Place, int] = {"device": 0, "host": 0}
         self.peak_event = 0
         self.phase_peaks: dict[str, int] = {}
-        self.flops = Flops()
-        self.work: dict[WorkKey, Work] = {}
-        self.calls = Calls()  # only for a CPU
+        self.start_counting()
         self.workspace = 0  # the largest that one convolution takes
         self.unfolded: dict[bool, int] = {True: 0, False: 0}  # by whether cuDNN refuses the call or an older one would
         self._threads_with_cublas: set[bool] = set()
@@ -73,6 +70,7 @@ class MemoryTracker(TorchDispatchMode):
         self.benchmarked: list[int] = []  # where it does, after which torch empties its cache
         self._tried: set[Any] = set()
         self._first_gradients: dict[int, int] = {}
+        self._waiting: set[int] = set()
         self._place: Place = "device"
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._modules = ModuleNames()
@@ -126,6 +124,18 @@ class MemoryTracker(TorchDispatchMode):
                 parameter.register_hook(functools.partial(note, id(parameter)))
                 parameter.register_post_accumulate_grad_hook(mark)
 
+    @contextmanager
+    def waiting_on_host(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Inside the block fake tensors are on the host and not counted; their copies on the device are inputs."""
+        self._waiting = {tensor.untyped_storage()._cdata for tensor in tensors}
+        try:
+            yield
+        finally:
+            self._waiting = set()
+
+    def _waits_on_host(self, tensor: Any) -> bool:
+        return bool(self._waiting) and tensor.untyped_storage()._cdata in self._waiting
+
     @property
     def incoming(self) -> set[int]:
         """Return the gradients as the first backward pass hands them to parameters, which keep them."""
@@ -133,8 +143,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def reset(self) -> None:
         """Reset peaks and counts; live storages stay counted."""
-        self.flops = Flops()
-        self.work, self.calls = {}, Calls()
+        self.start_counting()
         self.phase_peaks = {}
         self.peak = dict(self.live)
         self.peak_event = len(self.trace)
@@ -154,7 +163,7 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            return self.device
+            return _HOST if self._waits_on_host(args[0]) else self.device
         if self.device is not CPU and "device" in kwargs:
             kwargs["device"] = CPU
         if func.namespace == "profiler":
@@ -171,12 +180,15 @@ class MemoryTracker(TorchDispatchMode):
             out = self._execute(func, args, kwargs)
         if not in_backward:
             self._modules.note_operator()
-        self._count(func, args, kwargs, out, in_backward)
+        has_calls = not self.cuda and self.fake is not None
+        self.count(func, args, kwargs, out, self._purpose(in_backward), has_calls)
         memory = convolution_memory(func, args, out, self.cudnn) if self.cuda else None
         if memory is not None:
             self._convolve(memory, func, args, out, in_backward)
         else:
             self._allocate_results(out, str(func), in_backward)
+        if func is aten._to_copy.default and self._waits_on_host(args[0]):
+            self.adopt([out], "inputs")
         if self.cuda and operators.kind_of(func) == "matrix product" and in_backward not in self._threads_with_cublas:
             self._threads_with_cublas.add(in_backward)
             self._keep_from_the_start(CUBLAS_WORKSPACE_BYTES, "cuBLAS", in_backward)
@@ -211,20 +223,22 @@ class MemoryTracker(TorchDispatchMode):
     ) -> None:
         """Count a convolution on a GPU: copies of its arguments, then a result and a workspace in each of its passes.
 
-        cuDNN tries its algorithms at the first pass of its kind in each thread.
+        The pass for the gradient of a weight makes its own copies before its result, the others after it. cuDNN tries
+        its algorithms at the first pass of its kind in each thread.
         """
         op, passes = str(func), zip(memory.passes, memory.pass_copies or (0, 0), strict=False)
         results = out if isinstance(out, tuple) else (out,)
         copies = self._hold(memory.copies, op, in_backward, LIBRARY_WORKSPACES)
         for number, result in enumerate(results[:2]):
             if result is not None:
+                workspace, copied = next(passes)
+                held = self._hold((copied if number else 0,), op, in_backward, LIBRARY_WORKSPACES)
                 self._allocate_results(result, op, in_backward)
+                held += self._hold((0 if number else copied,), op, in_backward, LIBRARY_WORKSPACES)
                 key = (number, in_backward, key_of(func, args[:10], {}))  # without what else backward returns
                 if self.benchmarks and key not in self._tried:
                     self._tried.add(key)
                     self.benchmarked.append(len(self.trace))
-                workspace, copied = next(passes)
-                held = self._hold((copied,), op, in_backward, LIBRARY_WORKSPACES)
                 self._pass_through(workspace, op, in_backward, CONVOLUTION_WORKSPACES)
                 self._let_go(held)
         self._let_go(copies)
@@ -250,8 +264,13 @@ class MemoryTracker(TorchDispatchMode):
         self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
 
     def _pass_through(self, nbytes: int | tuple[int, ...], op: str, in_backward: bool, category: str) -> None:
-        """Count memory that a kernel allocates and frees before it returns."""
-        self._let_go(self._hold((nbytes,) if isinstance(nbytes, int) else nbytes, op, in_backward, category))
+        """Count memory that a kernel allocates and frees before it returns; ~n stands where it frees the nth of it."""
+        held: list[int] = []
+        for size in (nbytes,) if isinstance(nbytes, int) else nbytes:
+            if size < 0:
+                self._let_go([held[~size]])
+            held += self._hold((max(0, size),), op, in_backward, category)
+        self._let_go([index for index in held if not self.allocations[index].released])
 
     def _hold(self, sizes: tuple[int, ...], op: str, in_backward: bool, category: str) -> list[int]:
         """Count memory that a kernel allocates for itself, which costs a write and a read."""
@@ -260,7 +279,7 @@ class MemoryTracker(TorchDispatchMode):
             if size:
                 held.append(self._record(size, (size,), WORKSPACE, op, in_backward))
                 self.allocations[held[-1]].category = category
-                self._add_work("copy", (size,), WORKSPACE, Work(2 * size, 0, 0))
+                self.add_work("copy", (size,), WORKSPACE, Work(2 * size, 0, 0))
         return held
 
     def _let_go(self, held: list[int]) -> None:
@@ -315,35 +334,14 @@ class MemoryTracker(TorchDispatchMode):
         if level > self.phase_peaks.get(phase, 0):
             self.phase_peaks[phase] = level
 
-    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, in_backward: bool) -> None:
-        self.calls.number += 1
-        if not operators.is_kernel(func):
-            return
-        flops = count_flops(func, args, out)
-        first = next(operators.tensors_in((*args, out)), None)
-        if first is not None:
-            moved = operators.traffic_bytes(func, args, kwargs, out)
-            shape, dtype = tuple(first.shape), str(first.dtype)
-            self._add_work(operators.kind_of(func), shape, dtype, Work(moved, flops, operators.passes(func)))
-            if not self.cuda and self.fake is not None:
-                self.calls.add(func, args, kwargs, flops, moved)
-        if not flops:
-            return
-        if "scaled_dot_product" in func._overloadpacket.__name__:
-            self.flops.attention += flops
-        if not in_backward:
-            self.flops.forward += flops
-        elif torch.is_grad_enabled() or self._modules.running:
-            # Backward itself runs with gradients disabled; only a checkpoint enables them, to recompute its forward.
-            self.flops.recompute += flops
-        else:
-            self.flops.backward += flops
+    def _purpose(self, in_backward: bool) -> Purpose:
+        """Return what an operator runs for now.
 
-    def _add_work(self, kind: str, shape: tuple[int, ...], dtype: str, more: Work) -> None:
-        done = self.work.setdefault((kind, shape, dtype), Work())
-        done.nbytes += more.nbytes
-        done.flops += more.flops
-        done.kernels += more.kernels
+        Backward itself runs with gradients disabled; only a checkpoint enables them, to recompute its forward.
+        """
+        if not in_backward:
+            return "forward"
+        return "recompute" if torch.is_grad_enabled() or self._modules.running else "backward"
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

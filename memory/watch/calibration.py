@@ -1,4 +1,4 @@
-"""Correct predictions by full steps measured on this machine, kept by GPU, torch and cuDNN version.
+"""Correct predictions by full steps measured on this machine, kept by device, torch and cuDNN version.
 
 A full step has every optimizer state and every loss term. Measured on the config itself, its ratio replaces the guess;
 measured on another config of the same stage and tier, it can only raise a prediction. The margin shrinks with each
@@ -53,7 +53,7 @@ def corrected(prediction: Prediction) -> Prediction:
     known = _read()
     if not known:
         return prediction  # without importing torch
-    key = _key()
+    key = _key(prediction)
     measured = [entry for entry in known.get(key, []) if _is_alike(entry, prediction)]
     own = [entry for entry in measured if entry["config"] == prediction.config]
     result = prediction
@@ -78,7 +78,7 @@ def _is_alike(entry: Any, prediction: Prediction) -> bool:
 
 
 def _save(prediction: Prediction, what: str, ratio: float) -> float | None:
-    key, known = _key(), _read()
+    key, known = _key(prediction), _read()
     entry = {
         "config": prediction.config,
         "stage": prediction.stage,
@@ -111,11 +111,13 @@ def _read() -> dict[str, list[Any]]:
     return {key: entries for key, entries in values.items() if isinstance(entries, list)}
 
 
-def _key() -> str:
+def _key(prediction: Prediction) -> str:
+    """Return the device that a prediction is for, and the libraries: a GPU says nothing about a CPU."""
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.device_count():
-        device, cudnn = torch.cuda.get_device_name(), torch.backends.cudnn.version()
-    else:
-        device, cudnn = "cpu", "none"
+    device, cudnn = "cpu", "none"
+    if prediction.is_for_gpu:
+        device = "no GPU"
+        if torch.cuda.is_available() and torch.cuda.device_count():
+            device, cudnn = torch.cuda.get_device_name(), torch.backends.cudnn.version()
     return f"{device}, torch {torch.__version__}, cuDNN {cudnn}"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 
-from memory.predict.run import ENCODING, encoded_volume, other_programs
+from memory.predict.run import CONDITIONS as ENCODING_CONDITIONS
+from memory.predict.run import ENCODING, assumptions, encoded_volume, other_autoencoder, other_programs
 from memory.predict.step import predict_step
+from models import build_autoencoder
+from models.weight_files import save_weights
 from settings import Settings
 
 CONDITIONS = {
@@ -41,7 +45,35 @@ def test_the_time_of_encoding_knows_the_variants_of_condition_volumes(tiny_value
     volume = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": [4, 4, 4], "num_holes": 4}}
     values = {**tiny_values["ldm"], "latents": {"cache": cache}, "conditioning": {"volume": volume}}
     settings = Settings.model_validate({**tiny_values, "ldm": values})
-    once = other_programs(settings, "ldm", cuda=False)[ENCODING]
-    found = encoded_volume(settings, once)
+    programs = other_programs(settings, "ldm", cuda=False)
+    once, found = programs[ENCODING], encoded_volume(settings, programs)
     assert sum(part.nbytes for part in found.work.values()) == encodings * sum(w.nbytes for w in once.work.values())
     assert found.calls.number == encodings * once.calls.number
+
+
+def test_an_autoencoder_that_only_conditions_have_is_predicted_from_its_file(tiny_values, tmp_path):
+    path = tmp_path / "autoencoder.safetensors"
+    values = copy.deepcopy(tiny_values)
+    volume = {"encoding": "autoencoder", "source": "other", "num_channels": 2, "autoencoder": str(path)}
+    values["ldm"] |= {"conditioning": {"volume": volume}, "latents": {"cache": "none"}}
+    settings = Settings.model_validate(values)
+    [said] = assumptions(settings, "ldm")
+    assert f"{path} does not exist yet" in said
+    assert assumptions(settings, "autoencoder") == []
+    like_the_first = {**values["autoencoder"], "in_channels": 2}
+    assert other_autoencoder(settings) == Settings.model_validate({"autoencoder": like_the_first}).autoencoder
+
+    own = Settings.model_validate(tiny_values).with_overrides(
+        {"autoencoder.in_channels": 2, "autoencoder.num_channels": (16, 32)}
+    )
+    metadata = {"stage": "autoencoder", "settings": own.model_dump(mode="json")}
+    save_weights(path, build_autoencoder(own.autoencoder).state_dict(), metadata)
+    assert assumptions(settings, "ldm") == []
+    assert other_autoencoder(settings) == own.autoencoder
+    programs = other_programs(settings, "ldm", cuda=False)
+    assert ENCODING not in programs
+    once, found = programs[ENCODING_CONDITIONS], encoded_volume(settings, programs)
+    assert sum(part.nbytes for part in found.work.values()) == sum(part.nbytes for part in once.work.values())
+    weights = [build_autoencoder(s.autoencoder).state_dict().values() for s in (settings, own)]
+    both = sum(tensor.nbytes for tensors in weights for tensor in tensors)
+    assert once.peak["device"] > both + 4 * 2 * math.prod(settings.data.voxel_size)

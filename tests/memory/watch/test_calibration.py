@@ -55,6 +55,15 @@ def test_other_configs_are_raised_within_the_tier_and_never_lowered():
     assert calibration.corrected(other) == other
 
 
+def test_what_a_gpu_measured_says_nothing_about_a_cpu():
+    calibration.record(made(), 5 * GIB)
+    on_cpu = made(context_bytes=0)
+    assert calibration.corrected(on_cpu) == on_cpu
+    calibration.record(on_cpu, 6 * GIB)
+    assert calibration.corrected(on_cpu).correction == pytest.approx(1.5)
+    assert calibration.corrected(made()).correction == pytest.approx(1.25)
+
+
 def test_no_measurement_takes_a_prediction_below_its_tensors():
     prediction = made(peak_allocated_bytes=4 * GIB, peak_reserved_bytes=5 * GIB)
     calibration.record(prediction, 3 * GIB)
