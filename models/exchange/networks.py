@@ -45,6 +45,11 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
             f"ldm.conditioning.numbers: {', '.join(settings.ldm.conditioning.numbers.columns)}; MONAI's "
             "DiffusionModelUNet takes no numbers; only networks trained without them can be exported"
         )
+    if settings.ldm.conditioning.scan.inputs:
+        raise CheckpointError(
+            f"ldm.conditioning.scan: {', '.join(settings.ldm.conditioning.scan.inputs)}; MONAI's DiffusionModelUNet is "
+            "not told of scans; only networks trained without these inputs can be exported"
+        )
     return unet_arguments(settings.ldm, settings.autoencoder.latent_channels)
 
 
