@@ -28,7 +28,7 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     """Train, resuming from the newest checkpoint if there is one; return the exit code."""
     from data import BatchPlan, prepare_volumes
     from diffusion.conditioning import check_conditions
-    from diffusion.latents import prepare_latents
+    from diffusion.latents import prepare_latents, pretrained_unet
     from diffusion.volume_codec import frozen_codec
     from evaluation.ldm_validation import RealVolumes, validate_ldm
     from memory.watch.memory_watch import MemoryWatch
@@ -45,13 +45,13 @@ def train(settings: Settings, is_dry_run: bool) -> int:
 
     with processes(settings.device) as process, MemoryWatch(settings, "ldm", process) as watch:
         # Check everything that the run needs, and say what it will do.
+        pretrained_unet(settings)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
         pairs = check_conditions(settings, volumes)
         log.info(summarise(settings, "ldm", len(volumes.train), process.world_size))
         watch.announce(len(volumes.train), len(volumes.val))
         if is_dry_run:
             return 0
-
         with open_run(settings, process) as run_folder:
             # Load the frozen autoencoder, prepare the latents, build the U-Net, and resume where the run stopped.
             codec = frozen_codec(settings, process.device)

@@ -25,10 +25,13 @@ from diffusion.frozen_autoencoder import latents_digest
 from diffusion.latent_batches import LatentBatch, collate, latent_batches, with_conditions
 from diffusion.latent_files import LatentFacts, LatentFolder, Moments, facts_of, latent_key
 from diffusion.normalisation import Normalisation, Statistics, check_variance
+from diffusion.pretrained import pretrained_unet
 from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
 from settings import DataSettings, Settings
 from storage.run_folder import LATENTS
+
+__all__ = ["Latents", "latent_scale", "prepare_latents", "pretrained_unet", "stage_two_data"]
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +112,7 @@ def prepare_latents(
 
     With `cache: disk` an interrupted encoding continues where it stopped, and every run with the same autoencoder
     weights and the same reading of the data reuses the latents. Only training volumes count for the normalisation, with
-    latents as training draws them: the variance is var(mean) + mean(sigma^2).
+    latents as training draws them: the variance is var(mean) + mean(sigma^2). A pretrained U-Net keeps its own.
     """
     data = stage_two_data(settings.data)
     if data != settings.data:
@@ -121,6 +124,9 @@ def prepare_latents(
     folder = LatentFolder(LATENTS / key)
     table = torch.zeros(len(files), 6 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
     kept = torch.zeros(len(files), 2, *settings.latent_shape) if cache == "memory" else None
+    start = pretrained_unet(settings)
+    if start is not None:
+        start.check_autoencoder(codec.autoencoder)
     statistics = Statistics(settings, len(volumes.train))
 
     share = list(range(process.rank, len(files), process.world_size))
@@ -139,7 +145,7 @@ def prepare_latents(
                 kept[index, 0], kept[index, 1] = mean, sigma
             if cache != "disk":
                 statistics.add(index, (mean, sigma))
-        if statistics.is_needed and cache == "disk":
+        if start is None and statistics.is_needed and cache == "disk":
             # In the order of the files, whichever of them were encoded before, so that the sums do not change.
             for index in share:
                 statistics.add(index, folder.read(files[index]))
@@ -153,7 +159,9 @@ def prepare_latents(
     train = rows[: len(volumes.train)]
     scale = latent_scale(train, math.prod(settings.latent_shape))
     log.info("latents: scale %.4g (standard deviation %.4g over %d training volumes)", scale, 1 / scale, len(train))
-    normalisation = statistics.normalisation(scale, process)
+    normalisation = statistics.normalisation(scale, process) if start is None else start.normalisation
+    if start is not None:
+        log.info("latents: normalised as those that the U-Net of %s was trained on", start.path)
     _describe(normalisation)
     middle = [
         tuple(np.median([getattr(row, name) for row in train], axis=0)) for name in ("spacing_mm", "lower", "upper")

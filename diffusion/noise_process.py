@@ -5,6 +5,8 @@ Every process here is x(t) = signal(t) * clean + noise_level(t) * noise, so one 
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,8 @@ from settings.ldm import SchedulerSettings
 
 # Below this signal, dividing by it to recover the clean latent would only amplify the error of the predicted noise.
 SMALLEST_SIGNAL = 0.01
+
+T = TypeVar("T", float, Tensor)
 
 
 class NoiseProcess:
@@ -28,7 +32,7 @@ class NoiseProcess:
         self.prediction = "flow" if self.is_flow else s.prediction
         self.num_timesteps = s.num_train_timesteps
         self.device = device
-        self.time_sampling = s.time_sampling
+        self.time_sampling, self.time_shift = s.time_sampling, s.time_shift
         kept = np.ones(1) if self.is_flow else _kept_variance(s)
         # A schedule that ends in pure noise is sampled from its end: v needs no division by the signal.
         self.num_usable = len(kept) if s.zero_terminal_snr else int((np.sqrt(kept) >= SMALLEST_SIGNAL).sum())
@@ -47,12 +51,16 @@ class NoiseProcess:
         """Map uniform numbers in [0, 1) to the times that training draws.
 
         With `time_sampling: logit_normal` the middle of the process comes most often (Esser et al. 2024, equation 19,
-        with mean 0 and standard deviation 1).
+        with mean 0 and standard deviation 1). A `time_shift` then moves them towards noise (equation 23 there).
         """
-        if self.time_sampling == "uniform":
-            return self.times(uniform)
-        # Single precision has no number between 1 - 2^-24 and 1, where the normal quantile is infinite.
-        return self.times(torch.special.ndtri(uniform.clamp(2**-24, 1 - 2**-24)).sigmoid())
+        if self.time_sampling == "logit_normal":
+            # Single precision has no number between 1 - 2^-24 and 1, where the normal quantile is infinite.
+            uniform = torch.special.ndtri(uniform.clamp(2**-24, 1 - 2**-24)).sigmoid()
+        return self.times(uniform if self.time_shift == 1 else self._shifted(uniform))
+
+    def _shifted(self, share: T) -> T:
+        """Return where shares of the time in [0, 1] come to lie: latents with more voxels need more noise to hide."""
+        return self.time_shift * share / (1 + (self.time_shift - 1) * share)
 
     def coefficients(self, times: Tensor) -> tuple[Tensor, Tensor]:
         """Return the signal and noise level at each time, shaped to broadcast over (B, C, D, H, W)."""
@@ -105,7 +113,8 @@ class NoiseProcess:
     def sampling_times(self, num_steps: int) -> list[float]:
         """Return the times of the sampler's steps, from noise to clean; the last step ends at the clean latent."""
         if self.is_flow:
-            return [self.num_timesteps * (1 - step / num_steps) for step in range(num_steps)]
+            shares = [1 - step / num_steps for step in range(num_steps)]
+            return [self.num_timesteps * (share if self.time_shift == 1 else self._shifted(share)) for share in shares]
         last = self.num_usable - 1
         return np.linspace(last, 0, num_steps).round().tolist() if num_steps > 1 else [float(last)]
 

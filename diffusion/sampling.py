@@ -126,7 +126,7 @@ def classes_in_turn(settings: Settings, positions: Sequence[int], label: int | N
     """Return a condition that is hidden but for the class: `label` if given, else the classes in turn."""
     nothing = empty_condition(settings, len(positions))
     number = settings.ldm.conditioning.num_classes
-    if nothing.classes is None:
+    if nothing.classes is None or settings.ldm.conditioning.type != "class":
         return nothing
     classes = [position % number if label is None else label for position in positions]
     return replace(nothing, classes=torch.tensor(classes))

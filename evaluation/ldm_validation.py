@@ -93,7 +93,7 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
         name = f"sample {place + 1}"
         label = ", ".join(part for part in (name, condition) if part)
         rows.append(Row.of(label, to_unit(volume[0]).cpu(), latents.spacing_mm))
-        if latents.conditions is not None:
+        if settings.ldm.conditioning.has_targets:
             accompanying = _condition_and_target(latents, place)
             rows += [Row.of(name, one, spacing_mm) for _, name, one, spacing_mm in accompanying]
             if place < MAX_COPIES:
@@ -143,7 +143,7 @@ def _condition(step: LatentDiffusionStep, latents: Latents, place: int) -> str:
         if latents.conditions is not None:
             number = _held_out(latents, place).label or 0
         words.append(f"class {names[number] if number < len(names) else number}")
-    if latents.conditions is not None:
+    if conditioning.has_targets:
         words.append(f"conditions of {_held_out(latents, place).name}")
     return ", ".join(words)
 

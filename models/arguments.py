@@ -56,5 +56,5 @@ def unet_arguments(settings: LdmSettings, latent_channels: int) -> dict[str, Any
         "num_head_channels": unet.head_channels,
         "norm_num_groups": unet.num_groups,
         "resblock_updown": unet.resblock_updown,
-        "num_class_embeds": conditioning.num_classes + 1 if conditioning.type == "class" else None,
+        "num_class_embeds": conditioning.num_embedded_classes,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,8 +26,17 @@ from models.lean.layout import LaidOut, arranged, layout_of
 from models.lean.norm import group_norm
 from models.lean.resampling import add_upsampled, halved, upsample_conv
 from settings import LdmSettings
+from settings.conditioning.scan import WIDTHS
 
 log = logging.getLogger(__name__)
+
+
+SCAN_LAYERS = {
+    "top_region": "top_region_index_layer",
+    "bottom_region": "bottom_region_index_layer",
+    "spacing": "spacing_layer",
+}
+"""MAISI's names of the layers that embed what it is told of a scan."""
 
 
 class _OwnGradient(torch.autograd.Function):
@@ -69,10 +79,12 @@ class TimeResidualBlock(nn.Module):
 class DiffusionUNet(DiffusionModelUNet, LaidOut):
     """MONAI's `DiffusionModelUNet` with self-attention only; every block can be checkpointed.
 
-    With `num_numbers` it takes that many numbers, whose embedding is added to that of the timestep.
+    With `num_numbers` it takes that many numbers, whose embedding is added to that of the timestep. With the names of
+    `scan_inputs` it is MAISI's `DiffusionModelUNetMaisi`: the embedding of each input is joined to that of the
+    timestep, so every residual block projects a longer one.
     """
 
-    def __init__(self, num_numbers: int = 0, **arguments: Any) -> None:
+    def __init__(self, num_numbers: int = 0, scan_inputs: Sequence[str] = (), **arguments: Any) -> None:
         super().__init__(use_flash_attention=True, **arguments)
         for name, module in list(self.named_modules()):
             lean: nn.Module | None = None
@@ -85,10 +97,15 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
             if lean is not None:
                 parent, _, child = name.rpartition(".")
                 setattr(self.get_submodule(parent), child, lean)
-        self.number_embedding: nn.Module | None = None
-        if num_numbers:
-            width = self.time_embed[0].out_features
-            self.number_embedding = nn.Sequential(nn.Linear(num_numbers, width), nn.SiLU(), nn.Linear(width, width))
+        width = self.time_embed[0].out_features
+        self.number_embedding: nn.Module | None = _embedding(num_numbers, width) if num_numbers else None
+        self.scan_inputs = tuple(scan_inputs)
+        for name in self.scan_inputs:
+            setattr(self, SCAN_LAYERS[name], _embedding(WIDTHS[name], width))
+        for block in self.modules() if self.scan_inputs else ():
+            if isinstance(block, TimeResidualBlock):
+                joined = width * (1 + len(self.scan_inputs))
+                block.time_emb_proj = nn.Linear(joined, block.time_emb_proj.out_features)
         self.checkpointed = self.offload = False
 
     def forward(
@@ -98,13 +115,15 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
         context: Tensor | None = None,
         class_labels: Tensor | None = None,
         numbers: Tensor | None = None,
+        scan: Tensor | None = None,
     ) -> Tensor:
         """Return the prediction for `x`, the noisy latent and what is joined to it.
 
-        A class-conditional network needs `class_labels`, one with numbers needs `numbers`.
+        A class-conditional network needs `class_labels`, one with numbers needs `numbers`, and one with scan inputs
+        needs `scan`, which has their numbers side by side.
         """
         assert context is None, "the network has self-attention only: it takes no context"
-        embedding = self._embed(x, timesteps, class_labels, numbers)
+        embedding = self._with_scan(self._embed(x, timesteps, class_labels, numbers), scan)
         offload = HostOffload() if self.offload else False
 
         def run(block: nn.Module, *args: Tensor) -> Tensor:
@@ -148,6 +167,15 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
         assert class_labels is not None, "class_labels are missing: the network is class-conditional"
         return embedding + self.class_embedding(class_labels).to(x.dtype)
 
+    def _with_scan(self, embedding: Tensor, scan: Tensor | None) -> Tensor:
+        """Return the embedding followed by those of the scan inputs."""
+        if not self.scan_inputs:
+            return embedding
+        assert scan is not None, "scan is missing: the network is told of its scans"
+        numbers = scan.to(embedding.dtype).split([WIDTHS[name] for name in self.scan_inputs], dim=1)
+        layers = [self.get_submodule(SCAN_LAYERS[name]) for name in self.scan_inputs]
+        return torch.cat([embedding, *(layer(part) for layer, part in zip(layers, numbers, strict=True))], dim=1)
+
     def gradient_checkpointing_enable(self, offload: bool = False) -> None:
         """Recompute every block in backward instead of keeping its activations; acts in training with gradients on."""
         self.checkpointed, self.offload = True, offload
@@ -162,6 +190,10 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
         log.info("gradient checkpointing off: the diffusion U-Net keeps the activations of all blocks")
 
 
+def _embedding(num_inputs: int, width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(num_inputs, width), nn.SiLU(), nn.Linear(width, width))
+
+
 def _inputs(resampler: nn.Module, h: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:
     """Return the inputs of a resampling block; residual ones (`resblock_updown`) take the timestep too."""
     return (h, embedding) if isinstance(resampler, TimeResidualBlock) else (h,)
@@ -170,7 +202,7 @@ def _inputs(resampler: nn.Module, h: Tensor, embedding: Tensor) -> tuple[Tensor,
 def build_unet(settings: LdmSettings, latent_channels: int) -> DiffusionUNet:
     """Build the U-Net that the settings describe, for latents of `latent_channels` channels."""
     num_numbers = sum(settings.conditioning.numbers.widths)
-    model = DiffusionUNet(num_numbers, **unet_arguments(settings, latent_channels))
+    model = DiffusionUNet(num_numbers, settings.conditioning.scan.inputs, **unet_arguments(settings, latent_channels))
     if settings.training.checkpoints_blocks:
         model.gradient_checkpointing_enable(offload=settings.training.use_gradient_checkpointing_offload)
     return model

@@ -25,7 +25,7 @@ def main(options: argparse.Namespace) -> None:
         )
     import torch
 
-    from models.exchange.networks import CLASSES, monai_arguments, stock_network
+    from models.exchange.networks import CLASSES, monai_arguments, monai_class, stock_network
     from models.weight_files import load_weights, save_weights
     from storage.atomic import replacing
 
@@ -35,23 +35,27 @@ def main(options: argparse.Namespace) -> None:
             f"{source}: not weights of a run, because they name no stage and settings; give a file from a run folder"
         )
     network, settings = metadata["stage"], validate(metadata["settings"])
+    kind = monai_class(network, settings)
+    # The submodules of monai.networks.nets are its own business.
+    module = "monai.networks.nets" if kind.__module__.startswith("monai.networks.nets") else kind.__module__
+    name = kind.__name__
     try:
         with torch.device("meta"):
             stock_network(network, settings).load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{source}: MONAI's {CLASSES[network]} rejects these weights ({str(error).splitlines()[-1].strip()});"
+            f"{source}: MONAI's {name} rejects these weights ({str(error).splitlines()[-1].strip()});"
             " levels with num_res_blocks 0 that change the number of channels exist only here and cannot be exported"
         ) from None
     arguments = monai_arguments(network, settings)
     destination.parent.mkdir(parents=True, exist_ok=True)
     if destination.suffix == ".safetensors":
-        save_weights(destination, state, {"class": CLASSES[network], "arguments": arguments})
+        save_weights(destination, state, {"class": name, "arguments": arguments})
     else:
         with replacing(destination) as temporary:
             torch.save(state, temporary)
-    print("from monai.networks.nets import " + CLASSES[network])
-    print(f"network = {CLASSES[network]}(**{json.loads(json.dumps(arguments))})")
+    print(f"from {module} import {name}")
+    print(f"network = {name}(**{json.loads(json.dumps(arguments))})")
     read = "safetensors.torch.load_file" if destination.suffix == ".safetensors" else "torch.load"
     print(f"network.load_state_dict({read}({str(destination)!r}), strict=True)")
 

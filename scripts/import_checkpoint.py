@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import above_zero, add_config, check_output_folder, parser, run
-from settings import CheckpointError, ConfigError, Settings, dump_yaml, load_settings
+from settings import CheckpointError, Settings, dump_yaml, load_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +35,8 @@ def main(options: argparse.Namespace) -> None:
     check_values(state, path)
     state = to_our_names(state, options.origin, path)
     _check(network, state, settings, path, options.origin)
+    if network == "ldm":
+        _check_timesteps(content, settings, path)
 
     folder = RunFolder(Path(options.out))
     if folder.config.exists() and load_settings(folder.config) != settings:
@@ -48,11 +50,6 @@ def main(options: argparse.Namespace) -> None:
         "settings": settings.model_dump(mode="json"),
         "imported_from": f"{options.origin}: {path.name}",
     }
-    if network == "ldm" and settings.ldm.latents.normalise != "scale":
-        raise ConfigError(
-            f"ldm.latents.normalise: {settings.ldm.latents.normalise}; allowed with weights from elsewhere: scale, "
-            "because their latents were multiplied by one number; set scale"
-        )
     if network == "ldm":
         metadata |= {"latent_scale": _latent_scale(options, content, path), **_sample_frame(settings)}
     save_weights(folder.weights(network), state, metadata)
@@ -69,6 +66,14 @@ def main(options: argparse.Namespace) -> None:
     }
     if network in following:
         log.info("next: %s", following[network])
+    if network == "ldm":
+        weights = {stage: shlex.quote(str(folder.weights(stage))) for stage in ("autoencoder", "ldm")}
+        log.info(
+            "or fine-tune: python train_ldm.py --config %s name=finetuned ldm.autoencoder=%s ldm.pretrained=%s",
+            shlex.quote(str(folder.config)),
+            weights["autoencoder"],
+            weights["ldm"],
+        )
 
 
 def _check(network: str, state: dict[str, Tensor], settings: Settings, path: Path, origin: str) -> None:
@@ -97,7 +102,11 @@ def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
     unseen: dict[str, list[tuple[str, Any]]] = {
         "autoencoder": [("autoencoder.norm_num_groups", autoencoder.num_groups)],
         "discriminator": [],
-        "ldm": [("ldm.unet.norm_num_groups", unet.num_groups), ("ldm.unet.num_head_channels", unet.head_channels)],
+        "ldm": [
+            ("ldm.unet.norm_num_groups", unet.num_groups),
+            ("ldm.unet.num_head_channels", unet.head_channels),
+            ("ldm.scheduler.type", settings.ldm.scheduler.type),
+        ],
     }
     lines = [
         f"{key} is {value}; the weights cannot confirm this, so check that they were trained with it"
@@ -108,6 +117,17 @@ def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
             "volumes are scaled to [-1, 1]; weights trained on another range, such as [0, 1], need fine-tuning"
         )
     return lines
+
+
+def _check_timesteps(content: Any, settings: Settings, path: Path) -> None:
+    """Raise unless the number of timesteps beside the weights, as in MAISI's files, is that of the config."""
+    found = content.get("num_train_timesteps") if isinstance(content, dict) else None
+    configured = settings.ldm.scheduler.num_train_timesteps
+    if isinstance(found, int) and found != configured:
+        raise CheckpointError(
+            f"{path}: was trained with {found} timesteps; ldm.scheduler.num_train_timesteps is {configured}; set "
+            f"ldm.scheduler.num_train_timesteps={found}"
+        )
 
 
 def _latent_scale(options: argparse.Namespace, content: Any, path: Path) -> float:

@@ -10,12 +10,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import at_least, check_output_folder, parser, run
-from settings import UserError
+from settings import Settings, UserError
 from storage.names import counted
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from diffusion.conditioning import Condition
+    from diffusion.conditioning.given import GivenCondition
+    from diffusion.conditioning.scan import GivenScan
 
 log = logging.getLogger("sample")
 
@@ -56,7 +64,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a number or word of all volumes, such as age=63; may be repeated; others stay hidden",
+        help="a number or word of all volumes, such as age=63 or top_region=chest; may be repeated; others stay hidden",
     )
     result.add_argument(
         "--guidance-scale", type=at_least(0.0), help="values above 1 follow the conditions more closely"
@@ -79,9 +87,10 @@ def main(options: argparse.Namespace) -> int:
 
     from data import to_unit
     from data.formats import write_nifti
-    from diffusion.conditioning import Condition, class_number
+    from diffusion.conditioning import class_number
     from diffusion.conditioning.given import GivenFiles, given_conditions, given_numbers
-    from diffusion.sampling import classes_in_turn, draw_volumes
+    from diffusion.conditioning.scan import given_scan
+    from diffusion.sampling import draw_volumes
     from evaluation.pictures import Row, picture_of, save_picture
     from evaluation.trained_run import TrainedRun
 
@@ -103,17 +112,11 @@ def main(options: argparse.Namespace) -> int:
     codec = trained.codec()
     given = GivenFiles(options.labels, options.condition, options.mask)
     cases = given_conditions(settings, given, codec, frame.volume_scale)
-    numbers = given_numbers(options.number, frame.numbers)
+    scan, asked = given_scan(options.number, settings.ldm.conditioning.scan)
+    numbers = given_numbers(asked, frame.numbers)
     num = options.num or (1 if cases else 8)
     total = num * max(1, len(cases))
     title = _title(options)
-
-    def condition_of(positions: Sequence[int]) -> Condition:
-        told = None if numbers is None else numbers.expand(len(positions), -1)
-        if not cases:
-            return replace(classes_in_turn(settings, positions, label), numbers=told)
-        parts = [cases[position // num].condition(settings, label) for position in positions]
-        return replace(functools.reduce(Condition.beside, parts), numbers=told)
 
     rows: list[Row] = []
     num_batches = -(-total // options.batch_size)
@@ -125,7 +128,7 @@ def main(options: argparse.Namespace) -> int:
             frame.normalisation,
             options.seed,
             range(total),
-            condition_of,
+            functools.partial(_condition, settings, scan, cases, num, numbers, label, frame.spacing_mm),
             options.batch_size,
             bar.update,
         )
@@ -145,6 +148,29 @@ def main(options: argparse.Namespace) -> int:
     log.info("%s written to %s, montage %s", counted(total, "volume"), out, picture)
     log.info("next: python scripts/evaluate.py --run %s", shlex.quote(options.run))
     return 0
+
+
+def _condition(
+    settings: Settings,
+    scan: GivenScan,
+    cases: Sequence[GivenCondition],
+    num: int,
+    numbers: Tensor | None,
+    label: int | None,
+    spacing_mm: Sequence[float],
+    positions: Sequence[int],
+) -> Condition:
+    """Return the condition of some samples: `num` of each case, or without cases as many as are asked for."""
+    from diffusion.conditioning import Condition
+    from diffusion.sampling import classes_in_turn
+
+    told = None if numbers is None else numbers.expand(len(positions), -1)
+    if not cases:
+        condition = replace(classes_in_turn(settings, positions, label), numbers=told)
+        return scan.told(condition, [spacing_mm] * len(positions))
+    chosen = [cases[position // num] for position in positions]
+    condition = functools.reduce(Condition.beside, [case.condition(settings, label) for case in chosen])
+    return scan.told(replace(condition, numbers=told), [case.space.geometry.spacing_mm.tolist() for case in chosen])
 
 
 def _title(options: argparse.Namespace) -> str:

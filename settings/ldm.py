@@ -104,6 +104,13 @@ class SchedulerSettings(Section):
     time_sampling: Literal["uniform", "logit_normal"] = key(
         "uniform", "rflow only: train on all times equally often, or more often on those in the middle."
     )
+    time_shift: float = key(
+        1.0,
+        "rflow only: values above 1 move the times of training and of equal sampling steps towards noise, as large "
+        "latents need; MAISI's is the cube root of the latent's voxels / 32^3.",
+        gt=0,
+        le=1000,
+    )
 
 
 Normalise = Literal["scale", "channel", "position"]
@@ -169,6 +176,11 @@ class LdmSettings(Section):
         "Weights of the autoencoder; null: autoencoder.safetensors in the run folder. A trained stage 2 accepts others "
         "only if their encoder is the same.",
         FREE,
+    )
+    pretrained: PathText | None = key(
+        None,
+        "Weights of the U-Net to start from, ldm.safetensors of a run or from scripts/import_checkpoint.py; their "
+        "normalisation of latents comes with them; null: random weights.",
     )
     unet: UNetSettings = section(UNetSettings, "The diffusion U-Net.")
     scheduler: SchedulerSettings = section(SchedulerSettings, "The noise process.")

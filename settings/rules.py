@@ -301,12 +301,10 @@ def _noise_levels(ldm: LdmSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]
         remedy = "set false" if scheduler.type == "rflow" else "set prediction: v, or zero_terminal_snr: false"
         sources = ("ldm.scheduler.type", "ldm.scheduler.prediction")
         yield Problem("ldm.scheduler.zero_terminal_snr", found, "", remedy), sources
-    if scheduler.time_sampling != "uniform" and scheduler.type != "rflow":
-        found = f"{scheduler.time_sampling} with scheduler type ddpm"
-        yield (
-            Problem("ldm.scheduler.time_sampling", found, "allowed: uniform", "set uniform, or type: rflow"),
-            ("ldm.scheduler.type",),
-        )
+    for name, usual in (("time_sampling", "uniform"), ("time_shift", 1)):
+        if (value := getattr(scheduler, name)) != usual and scheduler.type != "rflow":
+            found, remedy = f"{value} with scheduler type ddpm", f"set {usual}, or type: rflow"
+            yield Problem(f"ldm.scheduler.{name}", found, f"allowed: {usual}", remedy), ("ldm.scheduler.type",)
     if ldm.training.loss_weighting == "min_snr" and scheduler.zero_terminal_snr:
         found = "min_snr with zero_terminal_snr, so pure noise would have no weight"
         remedy = "set none, or zero_terminal_snr: false"

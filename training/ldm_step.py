@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +24,15 @@ from diffusion.normalisation import Normalisation
 from diffusion.pixel_loss import PixelLoss
 from diffusion.volume_codec import VolumeCodec, frozen_codec
 from models import build_unet
+from models.weight_files import load_into
 from runtime.phases import phase
 from runtime.processes import Process, synchronised
 from runtime.randomness import derive_seed
 from settings import CheckpointError, Settings
 from training.guard import FilesOf, no_names
 from training.step import TrainingStep
+
+log = logging.getLogger(__name__)
 
 # Consecutive multiples of the golden ratio, modulo 1, cover [0, 1) more evenly than random numbers.
 _GOLDEN_RATIO = 0.6180339887498949
@@ -56,6 +61,11 @@ class LatentDiffusionStep(TrainingStep):
         training = settings.ldm.training
         super().__init__(settings, training, process, files_of)
         self.unet = build_unet(settings.ldm, settings.autoencoder.latent_channels)
+        if settings.ldm.pretrained is not None and load_weights:
+            # Before the network is registered, because averages start from the weights that it has then.
+            path = Path(settings.ldm.pretrained).expanduser()
+            load_into(self.unet, path)
+            log.info("%s: the U-Net starts from these weights", path)
         self._parallel_unet = self.register("ldm", self.unet, training.learning_rate)
         self.codec = codec or frozen_codec(settings, process.device, load_weights)
         self.autoencoder = self.codec.autoencoder
@@ -170,7 +180,7 @@ class LatentDiffusionStep(TrainingStep):
         paired = batch.condition if isinstance(batch, LatentBatch | VolumeBatch) else NOTHING
         is_class = self.settings.ldm.conditioning.type == "class"
         assert batch.labels is not None or not is_class, "a class-conditional step needs labels"
-        return replace(paired, classes=batch.labels if is_class else None).to(self.process.device)
+        return (replace(paired, classes=batch.labels) if is_class else paired).to(self.process.device)
 
     def _condition(self, batch: LatentBatch | Batch) -> Condition:
         """Return the conditions, some hidden for classifier-free guidance."""
@@ -203,7 +213,8 @@ class LatentDiffusionStep(TrainingStep):
     def example_batch(self, batch_size: int) -> LatentBatch | Batch:
         """Return a micro-batch of zeros in the shape that training uses."""
         condition = empty_condition(self.settings, batch_size)
-        labels, rest = condition.classes, replace(condition, classes=None)
+        is_class = self.settings.ldm.conditioning.type == "class"
+        labels, rest = (condition.classes, replace(condition, classes=None)) if is_class else (None, condition)
         positions, files = tuple(range(batch_size)), ("",) * batch_size
         if self.settings.ldm.latents.cache == "none":
             shape = (batch_size, self.settings.autoencoder.in_channels, *self.settings.data.voxel_size)

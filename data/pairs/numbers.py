@@ -57,16 +57,19 @@ class NumberCode(BaseModel):
         return vector
 
 
-def read_numbers(s: NumberSettings, files: Sequence[VolumeFile]) -> tuple[list[Row], list[str]]:
-    """Return the values of each volume, and a line for each that is missing, doubled or wrong."""
+def read_numbers(s: NumberSettings, files: Sequence[VolumeFile], section: str = NUMBERS) -> tuple[list[Row], list[str]]:
+    """Return the values of each volume, and a line for each that is missing, doubled or wrong.
+
+    `section` is the one that names the table.
+    """
     assert s.table is not None, "numbers need a table"
-    where = f"{NUMBERS}.table: {printable(s.table)}"
-    columns, lines = read_table(expanded(s.table), f"{NUMBERS}.table")
+    where = f"{section}.table: {printable(s.table)}"
+    columns, lines = read_table(expanded(s.table), f"{section}.table")
     absent = [name for name in ("file", *s.columns) if columns.count(name.lower()) != 1]
     if absent:
         raise DataError(
             f"{where} has the columns {printable(', '.join(columns)) or '(none)'}; file, {', '.join(s.columns)} are "
-            f"needed, once each; add {absent[0]}, or change {NUMBERS}"
+            f"needed, once each; add {absent[0]}, or change {section}"
         )
     listed: dict[str, list[Row]] = {}
     for _, line in lines:

@@ -17,7 +17,8 @@ from data.preparation.checking import check_files
 from data.reading import VolumeFacts, unusable
 from data.volumes import DataSplit, VolumeFile
 from settings import DataError
-from settings.conditioning import ConditioningSettings, VolumeSettings
+from settings.conditioning import ConditioningSettings, NumberSettings, ScanSettings, VolumeSettings
+from settings.conditioning.scan import REGIONS
 from settings.data import DataSettings, IntensitySettings
 from storage import run_folder
 from storage.names import counted, printable
@@ -25,6 +26,7 @@ from storage.names import counted, printable
 LABELS = "ldm.conditioning.labels"
 VOLUME = "ldm.conditioning.volume"
 MASKS = "ldm.conditioning.volume.degrade.masks"
+SCAN = "ldm.conditioning.scan"
 
 
 Partners = tuple[VolumeFile, ...]
@@ -43,13 +45,14 @@ class Pairs:
     volumes: Partners = ()
     masks: Partners = ()
     numbers: tuple[Row, ...] = ()
+    regions: tuple[Row, ...] = ()
 
     @property
     def digest(self) -> str:
         """Return a hash of the content of all partners, which decides what a run learns."""
         kinds = {"labels": self.labels, "volumes": self.volumes, "masks": self.masks}
         parts = [f"{kind}\t{file.digest}" for kind, files in kinds.items() for file in files]
-        parts += [json.dumps(row, sort_keys=True) for row in self.numbers]
+        parts += [json.dumps(row, sort_keys=True) for row in (*self.numbers, *self.regions)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -82,14 +85,29 @@ def check_pairs(s: ConditioningSettings, data: DataSettings, files: Sequence[Vol
     labels = partners(s.labels.source, as_labels, LABELS, 1, lambda p, f: label_problem(p, f, number, LABELS))
     masks = partners(volume.degrade.masks, as_labels, MASKS, 1, mask_problem)
     rows, wrong = read_numbers(s.numbers, files) if s.numbers.table is not None else ([], [])
-    problems += wrong
+    regions, unknown = _read_regions(s.scan, files)
+    problems += [*wrong, *unknown]
     if volume.is_from_target:
-        return Pairs(labels, tuple(files), masks, tuple(rows)), problems
+        return Pairs(labels, tuple(files), masks, tuple(rows), regions), problems
     source, reading = volume.source if volume.is_used else None, volume_reading(data, volume)
     volumes = partners(
         source, reading, VOLUME, volume.num_channels, lambda p, f: volume_problem(p, f, reading, volume.num_channels)
     )
-    return Pairs(labels, volumes, masks, tuple(rows)), problems
+    return Pairs(labels, volumes, masks, tuple(rows), regions), problems
+
+
+def _read_regions(s: ScanSettings, files: Sequence[VolumeFile]) -> tuple[tuple[Row, ...], list[str]]:
+    """Return the body regions of each volume that its table has, and a line for each problem with them."""
+    if s.table is None:
+        return (), []
+    rows, problems = read_numbers(NumberSettings(table=s.table, categorical=s.columns), files, SCAN)
+    found = sorted({row[column] for row in rows for column in s.columns} - {*REGIONS, ""})
+    problems += [
+        f"{SCAN}.table: {printable(s.table)} has the region {printable(word)}; allowed: {', '.join(REGIONS)}; "
+        "correct it"
+        for word in found
+    ]
+    return tuple(rows), problems
 
 
 def volume_reading(data: DataSettings, s: VolumeSettings) -> DataSettings:

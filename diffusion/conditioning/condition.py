@@ -24,17 +24,19 @@ TOGETHER = 0.5
 class Condition:
     """What a batch is conditioned on.
 
-    Class numbers (B,), channels (B, C, D, H, W) to join to the noisy latent, and coded numbers (B, N).
+    Numbers of classes or modalities (B,), channels (B, C, D, H, W) to join to the noisy latent, coded numbers (B, N),
+    and what MAISI's U-Net is told of a scan (B, M), which is never hidden.
     """
 
     classes: Tensor | None = None
     joined: Tensor | None = None
     numbers: Tensor | None = None
+    scan: Tensor | None = None
 
     @property
     def parts(self) -> tuple[Tensor | None, ...]:
         """Return all parts in the order of the fields."""
-        return self.classes, self.joined, self.numbers
+        return self.classes, self.joined, self.numbers, self.scan
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Condition:
         """Return the condition with every tensor changed."""
@@ -56,7 +58,7 @@ class Condition:
     @property
     def arguments(self) -> dict[str, Tensor]:
         """Return what the network takes besides its input and the times."""
-        told = {"class_labels": self.classes, "numbers": self.numbers}
+        told = {"class_labels": self.classes, "numbers": self.numbers, "scan": self.scan}
         return {name: part for name, part in told.items() if part is not None}
 
 
@@ -66,8 +68,8 @@ NOTHING = Condition()
 
 def hidden(condition: Condition, s: ConditioningSettings) -> Condition:
     """Return the condition of the same shape that says nothing."""
-    classes = None if condition.classes is None else torch.full_like(condition.classes, s.num_classes)
-    return replace(condition.map(torch.zeros_like), classes=classes)
+    classes = None if condition.classes is None else torch.full_like(condition.classes, s.hidden_class)
+    return replace(condition.map(torch.zeros_like), classes=classes, scan=condition.scan)
 
 
 def some_hidden(condition: Condition, s: ConditioningSettings, draw: Callable[[str], Tensor]) -> Condition:
@@ -86,7 +88,7 @@ def some_hidden(condition: Condition, s: ConditioningSettings, draw: Callable[[s
 
     classes, joined = condition.classes, condition.joined
     if classes is not None:
-        classes = torch.where(is_hidden("label", s.dropout), s.num_classes, classes)
+        classes = torch.where(is_hidden("label", s.class_dropout), s.hidden_class, classes)
     if joined is not None:
         of_labels = s.labels.num_joined
         kinds = (
@@ -104,4 +106,4 @@ def some_hidden(condition: Condition, s: ConditioningSettings, draw: Callable[[s
         columns = zip(s.numbers.columns, numbers.split(s.numbers.widths, dim=1), strict=True)
         shown = [part * (~is_hidden(f"number {name}", s.numbers.dropout))[:, None] for name, part in columns]
         numbers = torch.cat(shown, dim=1)
-    return Condition(classes, joined, numbers)
+    return Condition(classes, joined, numbers, condition.scan)

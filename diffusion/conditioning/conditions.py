@@ -18,6 +18,7 @@ from data.pairs.pairs import Pairs, volume_reading
 from diffusion.conditioning.condition import Condition
 from diffusion.conditioning.kept import keep
 from diffusion.conditioning.other_autoencoder import other_codec
+from diffusion.conditioning.scan import scan_vectors
 from diffusion.conditioning.volumes import Encode, degraded, joined_volume
 from diffusion.frozen_autoencoder import weights_digest
 from diffusion.volume_codec import VolumeCodec
@@ -44,7 +45,8 @@ class Conditions:
 
     `joined` has a reader for each kind of condition that is joined to the noisy latent, whose grid is `grid`. The
     channels of a volume are multiplied by `volume_scale`, which makes their standard deviation 1. `vectors` are the
-    numbers of all volumes in their `code`. `image` returns the condition volume itself.
+    numbers of all volumes in their `code`, `scans` what MAISI's U-Net is told of them besides their `modality`.
+    `image` returns the condition volume itself.
     """
 
     numbers: dict[str, int]
@@ -55,9 +57,11 @@ class Conditions:
     code: NumberCode | None = None
     vectors: Tensor | None = None
     image: Image | None = None
+    scans: Tensor | None = None
+    modality: int | None = None
 
     def of(self, names: Sequence[str], passes: Sequence[int] | None = None) -> Condition:
-        """Return the conditions of the volumes with these names, without their classes.
+        """Return the conditions of the volumes with these names, with their modality but without their classes.
 
         A volume whose condition has variants has another in each pass over the volumes, the first by default.
         """
@@ -66,12 +70,16 @@ class Conditions:
         if self.joined:
             pairs = zip(numbers, passes or [0] * len(names), strict=True)
             joined = torch.stack([self._joined(number, variant) for number, variant in pairs])
-        return Condition(joined=joined, numbers=None if self.vectors is None else self.vectors[numbers])
+        classes = None if self.modality is None else torch.full((len(names),), self.modality)
+        told, scan = (None if rows is None else rows[numbers] for rows in (self.vectors, self.scans))
+        return Condition(classes, joined, told, scan)
 
     def of_files(self, files: Sequence[VolumeFile], s: ConditioningSettings) -> Condition:
         """Return the conditions of volumes, their classes among them."""
-        classes = torch.tensor([file.label or 0 for file in files]) if s.type == "class" else None
-        return replace(self.of([file.name for file in files]), classes=classes)
+        condition = self.of([file.name for file in files])
+        if s.type != "class":
+            return condition
+        return replace(condition, classes=torch.tensor([file.label or 0 for file in files]))
 
     def of_held_out(self, files: Sequence[VolumeFile], s: ConditioningSettings, positions: Sequence[int]) -> Condition:
         """Return the conditions of samples: those of the held-out `files` in turn."""
@@ -110,11 +118,12 @@ def scaled(joined: Tensor, scale: float) -> Tensor:
 def prepare_conditions(
     settings: Settings, pairs: Pairs, volumes: DataSplit, process: Process, codec: VolumeCodec
 ) -> Conditions | None:
-    """Make the conditions of all volumes that are not kept yet; None if volumes need no partners.
+    """Make the conditions of all volumes that are not kept yet; None if there are none besides classes.
 
     They are kept on disk with `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as latents.
     """
-    if not settings.ldm.conditioning.needs_pairs:
+    scan = settings.ldm.conditioning.scan
+    if not (settings.ldm.conditioning.needs_pairs or scan.is_used):
         return None
     readers: dict[str, ReadVariant] = {}
     scale, image, digest = 1.0, None, pairs.digest
@@ -132,7 +141,9 @@ def prepare_conditions(
     if pairs.numbers:
         code = code_of(settings.ldm.conditioning.numbers, pairs.numbers, len(volumes.train))
         vectors = torch.tensor([code.encode(row) for row in pairs.numbers])
-    return Conditions(numbers, readers, settings.latent_shape[1:], digest, scale, code, vectors, image)
+    scans = scan_vectors(scan, settings.data, (*volumes.train, *volumes.val), pairs.regions)
+    modality = scan.modality if scan.num_modalities else None
+    return Conditions(numbers, readers, settings.latent_shape[1:], digest, scale, code, vectors, image, scans, modality)
 
 
 def _label_maps(settings: Settings, pairs: Pairs, process: Process) -> ReadVariant:
@@ -237,8 +248,9 @@ def _is_on_disk(settings: Settings) -> bool:
 def empty_condition(settings: Settings, batch_size: int) -> Condition:
     """Return a condition of zeros in the shape that training uses: class 0, and everything else hidden."""
     conditioning = settings.ldm.conditioning
-    classes = torch.zeros(batch_size, dtype=torch.long) if conditioning.type == "class" else None
+    classes = None if conditioning.num_embedded_classes is None else torch.zeros(batch_size, dtype=torch.long)
     number = conditioning.num_joined(settings.autoencoder.latent_channels)
     joined = torch.zeros(batch_size, number, *settings.latent_shape[1:]) if number else None
     width = sum(conditioning.numbers.widths)
-    return Condition(classes, joined, torch.zeros(batch_size, width) if width else None)
+    numbers, scan = (torch.zeros(batch_size, n) if n else None for n in (width, conditioning.scan.width))
+    return Condition(classes, joined, numbers, scan)

@@ -47,7 +47,7 @@ class GivenCondition:
         nothing = empty_condition(settings, 1)
         classes = nothing.classes
         if classes is not None:
-            classes = torch.full_like(classes, settings.ldm.conditioning.num_classes if label is None else label)
+            classes = torch.full_like(classes, settings.ldm.conditioning.hidden_class if label is None else label)
         return replace(nothing, classes=classes, joined=self.joined[None])
 
 

@@ -41,16 +41,20 @@ def evaluate_conditions(
 ) -> tuple[Callable[[Sequence[int]], Condition] | None, dict[str, Any] | None]:
     """Return the conditions of samples, those of held-out volumes in turn, and what they are worth.
 
-    Both are None if the run was trained without partners of its volumes.
+    Both are None if the run was trained without such conditions, and the second if they do not say what a volume
+    looks like.
     """
     pairs = check_conditions(settings, volumes)
     conditions = prepare_conditions(settings, pairs, volumes, Process(codec.precision.device), codec)
     if conditions is None:
         return None, None
     conditions = replace(conditions, volume_scale=volume_scale)
+    condition_of = partial(conditions.of_held_out, volumes.val, settings.ldm.conditioning)
+    if not settings.ldm.conditioning.has_targets:
+        return condition_of, None
     compared = (volumes.val[:num], stage_two_data(settings.data), seed, batch_size)
     effect = condition_effect(network, codec, settings, normalisation, conditions, pairs, *compared)
-    return partial(conditions.of_held_out, volumes.val, settings.ldm.conditioning), effect
+    return condition_of, effect
 
 
 def condition_effect(

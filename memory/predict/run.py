@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryT
         step.unet.eval()
         condition = empty_condition(settings, 1)
         zeros = torch.zeros(1, *settings.latent_shape)
-        batch = LatentBatch(zeros, zeros, (0,), condition.classes, ("",), replace(condition, classes=None))
+        batch = LatentBatch(zeros, zeros, (0,), condition.classes, ("",), condition)
         parts = {VALIDATED_VOLUME: _done_by(tracker, lambda: held_out_losses(step, batch))}
         if settings.ldm.sampling.num_previews:
             drawn = _done_by(tracker, lambda: _sample(step.unet, codec, settings))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from models.arguments import autoencoder_arguments, discriminator_arguments, unet_arguments
 from models.autoencoder import build_autoencoder
 from models.discriminator import build_discriminator
-from models.unet import build_unet
+from models.unet import SCAN_LAYERS, build_unet
 from settings import CheckpointError, Settings
 
 CLASSES = {"autoencoder": "AutoencoderKL", "discriminator": "PatchDiscriminator", "ldm": "DiffusionModelUNet"}
@@ -45,14 +45,28 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
             f"ldm.conditioning.numbers: {', '.join(settings.ldm.conditioning.numbers.columns)}; MONAI's "
             "DiffusionModelUNet takes no numbers; only networks trained without them can be exported"
         )
-    return unet_arguments(settings.ldm, settings.autoencoder.latent_channels)
+    arguments = unet_arguments(settings.ldm, settings.autoencoder.latent_channels)
+    inputs = settings.ldm.conditioning.scan.inputs
+    if not inputs:
+        return arguments
+    told = {f"include_{SCAN_LAYERS[name].removesuffix('_layer')}_input": True for name in inputs}
+    return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, **told}
+
+
+def monai_class(network: str, settings: Settings) -> type[nn.Module]:
+    """Return MONAI's class of a network; a U-Net that is told of scans is MAISI's."""
+    if network == "ldm" and settings.ldm.conditioning.scan.inputs:
+        from monai.apps.generation.maisi.networks.diffusion_model_unet_maisi import DiffusionModelUNetMaisi
+
+        return DiffusionModelUNetMaisi
+    import monai.networks.nets
+
+    return getattr(monai.networks.nets, CLASSES[network])
 
 
 def stock_network(network: str, settings: Settings) -> nn.Module:
     """Build MONAI's own network."""
-    import monai.networks.nets
-
-    return getattr(monai.networks.nets, CLASSES[network])(**monai_arguments(network, settings))
+    return monai_class(network, settings)(**monai_arguments(network, settings))
 
 
 def expected_state(network: str, settings: Settings) -> dict[str, Tensor]:

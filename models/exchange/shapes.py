@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from models.unet import SCAN_LAYERS
 from settings import Settings, look_up
+from settings.conditioning.scan import REGIONS, TABLE
 
 State = Mapping[str, Tensor]
 
@@ -25,11 +27,16 @@ def settings_of(network: str, state: State) -> dict[str, Any]:
 
 def settings_that_differ(network: str, state: State, settings: Settings) -> list[str]:
     """Return one line for each setting that differs between the config and the weights."""
-    return _differences(settings_of(network, state), settings, "the weights")
+    regions = _regions_that_differ(state, settings) if network == "ldm" else []
+    return [*_differences(settings_of(network, state), settings, "the weights"), *regions]
 
 
 def settings_of_origin_that_differ(network: str, origin: str, settings: Settings) -> list[str]:
     """Return one line for each setting that the weights do not show but the library they come from implies."""
+    if network == "ldm":
+        # Latents from elsewhere were multiplied by one number and hidden by white noise.
+        implied: dict[str, Any] = {"ldm.latents.normalise": "scale", "ldm.scheduler.noise_components": 0}
+        return _differences(implied, settings, f"weights from {origin}")
     if network != "autoencoder":
         return []
     maisi = {"autoencoder.upsampling": "trilinear", "autoencoder.value_range": "unit"}
@@ -110,14 +117,36 @@ def _unet_settings(state: State) -> dict[str, Any]:
             len({match[1] for key in level if (match := re.search(r"\.resnets\.(\d+)\.", key))}) for level in levels
         ),
         "ldm.unet.attention_levels": tuple(any(".attentions." in key for key in level) for level in levels),
-        "ldm.conditioning.type": "class" if "class_embedding.weight" in state else "none",
+        "ldm.conditioning.scan.spacing": "spacing_layer.0.weight" in state,
     }
     if num_levels > 1:
         implied["ldm.unet.resblock_updown"] = any(".downsampler.conv1." in key for key in state)
-    if "class_embedding.weight" in state:
+    embedded = state["class_embedding.weight"].shape[0] if "class_embedding.weight" in state else 0
+    if is_told_of_scans(state):
+        return {**implied, "ldm.conditioning.type": "none", "ldm.conditioning.scan.num_modalities": embedded}
+    implied["ldm.conditioning.type"] = "class" if embedded else "none"
+    if embedded:
         # The last class of the network stands for a hidden label.
-        implied["ldm.conditioning.num_classes"] = state["class_embedding.weight"].shape[0] - 1
+        implied["ldm.conditioning.num_classes"] = embedded - 1
     return implied
+
+
+def is_told_of_scans(state: State) -> bool:
+    """Return whether a U-Net is MAISI's: its class embedding is of modalities."""
+    return any(f"{layer}.0.weight" in state for layer in SCAN_LAYERS.values())
+
+
+def _regions_that_differ(state: State, settings: Settings) -> list[str]:
+    """Return one line for each region that only one of the weights and the config has as an input."""
+    problems = []
+    for name, word in settings.ldm.conditioning.scan.regions.items():
+        has, where = f"{SCAN_LAYERS[name]}.0.weight" in state, f"ldm.conditioning.scan.{name}"
+        if has and word == "none":
+            choices = ", ".join((*REGIONS, TABLE))
+            problems.append(f"{where}: none in the config, an input of the weights; set it to one of {choices}")
+        elif not has and word != "none":
+            problems.append(f"{where}: {word} in the config, not an input of the weights; set {where}=none")
+    return problems
 
 
 def _block_kinds(state: State, coder: str) -> list[tuple[str, int]]:

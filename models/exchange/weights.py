@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from models.exchange.shapes import is_told_of_scans
 from settings import CheckpointError
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 from storage.reading import check_regular, reason
@@ -108,6 +109,8 @@ def to_our_names(state: Mapping[str, Tensor], origin: str, path: Path) -> State:
     if is_maisi != (origin == "maisi") and recognise(state) == "autoencoder":
         found, fitting = ("MAISI's", "maisi") if is_maisi else ("MONAI's", "monai or monai-generative")
         raise CheckpointError(f"{path}: holds {found} autoencoder, which --from {origin} does not fit; use {fitting}")
+    if origin != "maisi" and is_told_of_scans(state):
+        raise CheckpointError(f"{path}: holds MAISI's U-Net, which --from {origin} does not fit; use maisi")
     if origin == "maisi":
         return _expand_attention({_renamed(key, _MAISI_RENAMES): value for key, value in state.items()})
     renamed = {_renamed(key, _GENERATIVE_RENAMES): value for key, value in state.items() if not _is_unused(key)}

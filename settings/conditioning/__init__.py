@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from settings.conditioning.scan import ScanSettings
 from settings.conditioning.sections import (
     TARGET,
     ConditioningSettings,
@@ -17,5 +18,6 @@ __all__ = [
     "DegradeSettings",
     "LabelMapSettings",
     "NumberSettings",
+    "ScanSettings",
     "VolumeSettings",
 ]

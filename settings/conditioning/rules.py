@@ -30,6 +30,7 @@ def conditioning_problems(settings: Settings) -> Found:
     yield from _label_maps(ldm)
     yield from _volume(settings)
     yield from _numbers(ldm)
+    yield from _scan(ldm)
     yield from _guidance(ldm)
 
 
@@ -115,6 +116,31 @@ def _numbers(ldm: LdmSettings) -> Found:
     if twice is not None:
         found = f"column {twice} " + ("names the volumes" if twice == "file" else "named twice")
         yield Problem(f"{where}.continuous", found, "", "take it out"), (f"{where}.categorical",)
+
+
+def _scan(ldm: LdmSettings) -> Found:
+    where, scan = "ldm.conditioning.scan", ldm.conditioning.scan
+    regions = (f"{where}.top_region", f"{where}.bottom_region")
+    if scan.columns and scan.table is None:
+        found = f"null, but it is to say {' and '.join(scan.columns)}"
+        remedy = "set it to the CSV file that has these columns, or one region for all volumes"
+        yield Problem(f"{where}.table", found, "", remedy), regions
+    if scan.table is not None and not scan.columns:
+        remedy = "set top_region or bottom_region to table, or table: null"
+        yield Problem(f"{where}.table", "given, but no region comes from it", "", remedy), regions
+    if scan.num_modalities == 1:
+        remedy = "count the unknown modality too: 2 for one modality"
+        yield Problem(f"{where}.num_modalities", "1 modality", "allowed: 0, or 2 or more", remedy), ()
+    if scan.num_modalities > 1 and scan.modality >= scan.num_modalities:
+        allowed = f"allowed: 0 to {scan.num_modalities - 1}"
+        remedy = "choose one of these"
+        yield Problem(f"{where}.modality", str(scan.modality), allowed, remedy), (f"{where}.num_modalities",)
+    if scan.num_modalities and ldm.conditioning.type == "class":
+        found = f"{scan.num_modalities} with conditioning type class, which uses the same embedding"
+        yield (
+            Problem(f"{where}.num_modalities", found, "allowed: 0", "set 0, or type: none"),
+            ("ldm.conditioning.type",),
+        )
 
 
 def _guidance(ldm: LdmSettings) -> Found:

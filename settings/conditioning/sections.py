@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from settings.conditioning.scan import UNKNOWN_MODALITY, ScanSettings
 from settings.data import IntensitySettings
 from settings.section import FREE, LARGEST_AXIS, WITHOUT_NUL, Count, PathText, Section, Triple, key, section
 
@@ -147,6 +148,24 @@ class ConditioningSettings(Section):
     labels: LabelMapSettings = section(LabelMapSettings, "Label maps as conditions.")
     volume: VolumeSettings = section(VolumeSettings, "Other volumes as conditions.")
     numbers: NumberSettings = section(NumberSettings, "Columns of a table as conditions.")
+    scan: ScanSettings = section(ScanSettings, "Spacing, body regions and modality, as MAISI's U-Net takes them.")
+
+    @property
+    def num_embedded_classes(self) -> int | None:
+        """Return the number of classes or modalities that the U-Net embeds, with the hidden one; None without any."""
+        if self.type == "class":
+            return self.num_classes + 1
+        return self.scan.num_modalities or None
+
+    @property
+    def hidden_class(self) -> int:
+        """Return the number that stands for a hidden class or modality."""
+        return self.num_classes if self.type == "class" else UNKNOWN_MODALITY
+
+    @property
+    def class_dropout(self) -> float:
+        """Return the fraction of classes or modalities that is hidden in training."""
+        return self.dropout if self.type == "class" else self.scan.dropout
 
     @property
     def dropouts(self) -> dict[str, float]:
@@ -156,6 +175,7 @@ class ConditioningSettings(Section):
             "ldm.conditioning.labels": (self.labels.num_classes > 0, self.labels.dropout),
             "ldm.conditioning.volume": (self.volume.is_used, self.volume.dropout),
             "ldm.conditioning.numbers": (bool(self.numbers.columns), self.numbers.dropout),
+            "ldm.conditioning.scan": (self.scan.num_modalities > 0, self.scan.dropout),
         }
         return {where: dropout for where, (is_used, dropout) in kinds.items() if is_used}
 
@@ -167,6 +187,11 @@ class ConditioningSettings(Section):
     @property
     def needs_pairs(self) -> bool:
         """Return whether each volume needs more than its own file and its class."""
+        return self.has_targets or bool(self.scan.columns)
+
+    @property
+    def has_targets(self) -> bool:
+        """Return whether conditions say what a sample should look like, so that it can be compared with a volume."""
         return self.labels.num_classes > 0 or self.volume.is_used or bool(self.numbers.columns)
 
     def num_joined(self, latent_channels: int) -> int:

@@ -154,6 +154,20 @@ def test_logit_normal_times_have_the_quartiles_of_the_logistic_of_a_normal():
     torch.testing.assert_close(ours.times(torch.tensor([0.25])), torch.tensor([250.0]))
 
 
+def test_shifted_times_are_those_of_maisi():
+    from monai.networks.schedulers.rectified_flow import RFlowScheduler, timestep_transform
+
+    numel = 64 * 64 * 32
+    ours = process(type="rflow", time_shift=(numel / 32**3) ** (1 / 3))
+    uniform = torch.linspace(0, 0.999, 50)
+    torch.testing.assert_close(ours.training_times(uniform), timestep_transform(1000 * uniform, numel))
+    theirs = RFlowScheduler(use_discrete_timesteps=False, use_timestep_transform=True)
+    theirs.set_timesteps(7, input_img_size_numel=numel)
+    # MONAI rounds them to half precision.
+    torch.testing.assert_close(torch.tensor(ours.sampling_times(7)), theirs.timesteps.float(), rtol=5e-4, atol=0)
+    torch.testing.assert_close(ours.times(torch.tensor([0.25])), torch.tensor([250.0]))
+
+
 def test_uniform_times_of_training_are_those_of_validation():
     for ours in (process(), process(type="rflow")):
         uniform = torch.linspace(0, 0.999, 50)

@@ -186,7 +186,7 @@ def test_unet_with_a_normalisation_that_its_weights_do_not_have_is_refused(tmp_p
     torch.save(unet_state, tmp_path / "unet.pt")
     origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config, "--out", tmp_path / "run"]
     assert command(import_checkpoint, *origin, "--latent-scale", 1, "ldm.latents.normalise=position") == 2
-    assert "ldm.latents.normalise: position; allowed with weights from elsewhere: scale" in capsys.readouterr().err
+    assert "ldm.latents.normalise: position in the config, scale in weights from monai" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -1,0 +1,125 @@
+"""What MAISI's U-Net is told of a scan: numbers in its units, each volume's own, and words that a command gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data import DataSplit, VolumeFile
+from data.pairs.pairs import check_pairs
+from diffusion.conditioning import Condition, check_conditions, hidden, some_hidden
+from diffusion.conditioning.scan import given_scan, scan_vector, scan_vectors
+from settings import ConfigError, DataError, Settings, UserError, validate
+from settings.conditioning import ScanSettings
+from tests.conditional_run import write_cases
+
+ALL = ScanSettings(spacing=True, top_region="chest", bottom_region="pelvis", num_modalities=8, modality=3)
+
+
+def settings_of(scan: dict[str, Any], **data: Any) -> Settings:
+    return validate({"data": data, "ldm": {"conditioning": {"scan": scan}}})
+
+
+def test_regions_come_before_the_spacing_and_all_are_in_hundredths():
+    expected = [0, 100, 0, 0, 0, 0, 0, 100, 70, 80, 250]
+    assert scan_vector(ALL, (0.7, 0.8, 2.5), {}) == pytest.approx(expected)
+    only = ScanSettings(bottom_region="table", table="t")
+    assert scan_vector(only, (), {"bottom_region": "abdomen"}) == [0, 0, 100, 0]
+    assert (ALL.width, only.width, ScanSettings().width) == (11, 4, 0)
+
+
+def files_in(folder: Path) -> list[VolumeFile]:
+    return [VolumeFile(path, path.name, None, 1, path.name) for path in sorted((folder / "images").iterdir())]
+
+
+def test_the_spacing_is_that_of_each_volume_on_the_grid(tmp_path):
+    write_cases(tmp_path, 2)
+    files = files_in(tmp_path)
+    # Files of 1.5 x 2 x 3 mm, turned by a quarter, with 16 x 20 x 14 voxels along the axes of the body.
+    settings = settings_of({"spacing": True}, voxel_size=[16, 16, 16])
+    found = scan_vectors(settings.ldm.conditioning.scan, settings.data, files, ())
+    assert found is not None
+    torch.testing.assert_close(found, torch.tensor([[200.0, 150 * 20 / 16, 300 * 14 / 16]] * 2))
+    spaced = settings_of({"spacing": True}, spacing=[1.0, 1.0, 1.0], resize="crop_or_pad", voxel_size=[16, 16, 16])
+    found = scan_vectors(spaced.ldm.conditioning.scan, spaced.data, files, ())
+    torch.testing.assert_close(found, torch.full((2, 3), 100.0), rtol=0.05, atol=0)
+
+
+def test_regions_of_a_table_are_read_for_each_volume_and_wrong_words_named(tmp_path):
+    write_cases(tmp_path, 2)
+    files, table = files_in(tmp_path), tmp_path / "regions.csv"
+    table.write_text("file,top_region\ncase_1.nii.gz,head\ncase_0.nii.gz,abdomen\n")
+    settings = settings_of({"top_region": "table", "table": str(table)}, source=str(tmp_path / "images"))
+    pairs, problems = check_pairs(settings.ldm.conditioning, settings.data, files)
+    assert problems == []
+    found = scan_vectors(settings.ldm.conditioning.scan, settings.data, files, pairs.regions)
+    assert found is not None
+    assert found.tolist() == [[0, 0, 100, 0], [100, 0, 0, 0]]
+    table.write_text("file,top_region\ncase_1.nii.gz,leg\ncase_0.nii.gz,abdomen\n")
+    with pytest.raises(DataError, match=r"has the region leg; allowed: head, chest, abdomen, pelvis; correct it"):
+        check_conditions(settings, DataSplit(tuple(files), (), ()))
+
+
+def test_a_hidden_modality_is_the_unknown_one_and_the_scan_is_never_hidden():
+    s = settings_of({"spacing": True, "num_modalities": 8, "modality": 3, "dropout": 0.5}).ldm.conditioning
+    condition = Condition(classes=torch.full((4,), 3), scan=torch.arange(12.0).view(4, 3))
+    nothing = hidden(condition, s)
+    assert nothing.classes is not None
+    assert nothing.classes.tolist() == [0] * 4
+    assert nothing.scan is condition.scan
+    some = some_hidden(condition, s, lambda purpose: torch.tensor([0.1, 0.6, 0.4, 0.9]))
+    assert some.classes is not None
+    assert some.classes.tolist() == [0, 3, 0, 3]
+    assert some.scan is condition.scan
+    assert condition.arguments.keys() == {"class_labels", "scan"}
+
+
+def test_a_command_may_say_other_regions_and_another_modality():
+    scan, others = given_scan(["age=3", "modality=1", "bottom_region=head"], ALL)
+    assert others == ["age=3"]
+    told = scan.told(Condition(), [(1.0, 1.0, 2.0)] * 2)
+    assert told.classes is not None
+    assert told.classes.tolist() == [1, 1]
+    assert told.scan is not None
+    assert told.scan.tolist() == [[0, 100, 0, 0, 100, 0, 0, 0, 100, 100, 200]] * 2
+    unsaid = given_scan([], ALL)[0].told(Condition(), [(1.0, 1.0, 1.0)])
+    assert unsaid.classes is not None
+    assert unsaid.classes.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("asked", "scan", "text"),
+    [
+        (["modality=8"], ALL, "--number: modality=8; allowed for modality: 0 to 7"),
+        (["top_region=leg"], ALL, "allowed for top_region: head, chest, abdomen, pelvis"),
+        ([], ScanSettings(top_region="table", table="t"), "top_region is not given, and the run was trained with one"),
+    ],
+)
+def test_words_that_no_scan_has_are_refused(asked, scan, text):
+    with pytest.raises(UserError) as error:
+        given_scan(asked, scan)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("scan", "text"),
+    [
+        ({"top_region": "table"}, "scan.table: null, but it is to say top_region"),
+        ({"table": "t.csv"}, "scan.table: given, but no region comes from it"),
+        ({"num_modalities": 1}, "scan.num_modalities: 1 modality; allowed: 0, or 2 or more"),
+        ({"num_modalities": 4, "modality": 4}, "scan.modality: 4; allowed: 0 to 3"),
+        ({"num_modalities": 4, "modality": 1, "dropout": 0.0}, "guidance_scale: 2 with conditioning dropout 0"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(scan, text):
+    with pytest.raises(ConfigError) as error:
+        validate({"ldm": {"conditioning": {"scan": scan}, "sampling": {"guidance_scale": 2.0}}})
+    assert text in str(error.value)
+
+
+def test_modalities_and_classes_exclude_each_other():
+    with pytest.raises(ConfigError, match=r"8 with conditioning type class, which uses the same embedding"):
+        validate({"ldm": {"conditioning": {"type": "class", "num_classes": 2, "scan": {"num_modalities": 8}}}})
