@@ -8,8 +8,8 @@ from monai.networks.nets import DiffusionModelUNet
 
 from memory.predict.emulation import measure_peak
 from memory.predict.prediction import GIB
-from memory.predict.tracker import CUBLAS_WORKSPACE_BYTES
 from models import build_autoencoder, build_unet
+from runtime.cublas import workspace_bytes
 from runtime.placement import move
 from settings import Settings
 
@@ -28,9 +28,9 @@ def laid_out(model):
 
 
 def bytes_without_cublas(tracker):
-    """Return the peak on the device less what cuBLAS keeps: up to 64 MiB, whatever the network and the grid."""
+    """Return the peak on the device less what cuBLAS keeps: two workspaces, whatever the network and the grid."""
     cublas = sum(record.nbytes for record in tracker.alive_at_peak() if record.op == "cuBLAS")
-    assert cublas <= 2 * CUBLAS_WORKSPACE_BYTES
+    assert cublas <= 2 * workspace_bytes()
     return tracker.peak["device"] - cublas
 
 
