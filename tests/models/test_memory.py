@@ -59,16 +59,16 @@ STOCK = {"implementation": "monai", "use_gradient_checkpointing": False}
     ("knobs", "gib"),
     [
         ({"use_gradient_checkpointing": True}, 2.0),
-        # Two full-resolution volumes of 32 channels and two of 16 are 769 MiB; the rest is what coarser blocks save.
-        ({"use_gradient_checkpointing": True, "slab_rows": 16}, 1.0),
-        ({"use_gradient_checkpointing_offload": True, "slab_rows": 16}, 0.88),
+        # Two full-resolution volumes of 32 channels and one of 16 are 640 MiB; the rest is what coarser blocks save.
+        ({"use_gradient_checkpointing": True, "slab_rows": 16}, 0.83),
+        ({"use_gradient_checkpointing_offload": True, "slab_rows": 16}, 0.79),
     ],
     ids=["checkpointing", "slabs", "slabs and offload"],
 )
 def test_training_pass_of_high_res_stays_below_its_bar(knobs, gib):
     device, host = training_peak(HIGH_RES, **knobs)
     assert device <= gib * GIB
-    assert (host > GIB) == ("use_gradient_checkpointing_offload" in knobs)
+    assert (host > GIB / 2) == ("use_gradient_checkpointing_offload" in knobs)
     assert device < training_peak(HIGH_RES, **STOCK)[0] / 4.5
 
 
