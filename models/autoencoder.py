@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from models.arguments import autoencoder_arguments
 from models.bottleneck import Quantiser, build_quantiser
 from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block, resamples
-from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward
+from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward, recomputed
 from models.lean.compression import Compression
 from models.lean.layout import CHANNELS_LAST, arranged, layout_of
 from models.lean.resampling import Strides
@@ -40,6 +40,7 @@ class LeanCoder(nn.Module):
         self.levels = _level_of_each(self.blocks, first_level)
         self.checkpointed_levels = 0
         self.offload = False
+        self.nested = False
         self.checkpoint_dtype = "same"
         norm, conv = self.blocks[-2], self.blocks[-1]
         assert isinstance(norm, nn.GroupNorm), "the last two blocks are a norm and a convolution"
@@ -53,11 +54,17 @@ class LeanCoder(nn.Module):
         first, *middle = self.blocks[:-2]
         # On a CPU, convolutions of few channels return contiguous volumes whatever they are given.
         h: Volume = arranged(first(x), layout_of(x))
+        upsampling: tuple[nn.Module, Tensor] | None = None  # what `h` is computed from again, if it is
         for block, level in zip(middle, self.levels[1:-2], strict=True):
             if isinstance(block, LeanBlock) and block.slab_rows and not torch.is_grad_enabled():
                 h = block.consume(h)
             else:
-                h = self._run(block, h, level, keep)
+                assert isinstance(h, Tensor), "the block after an upsampling in slabs runs in slabs, too"
+                hooks = keep if upsampling is None else recomputed(h, *upsampling)
+                upsampling = None
+                if self._recomputes_upsampled and isinstance(block, UpsampleBlock):
+                    upsampling, hooks = (block, h), None  # its input stays on the device
+                h = self._run(block, h, level, hooks)
         (head,) = self._head
         return self._run(head.train(self.training), h, self.levels[-1], keep)
 
@@ -66,6 +73,15 @@ class LeanCoder(nn.Module):
         for block, level in zip([*self.blocks[:-2], *self._head], self.levels[:-1], strict=True):
             if isinstance(block, LeanBlock):
                 block.slab_rows = rows if level == 0 else 0
+
+    @property
+    def _recomputes_upsampled(self) -> bool:
+        """Whether upsampled volumes, the largest block inputs, are computed again from what was upsampled.
+
+        That takes one convolution of few taps, and no copy to the host and back. Volumes kept in 8 bits are not, so
+        that neither of the two settings changes what those 8 bits do to gradients.
+        """
+        return (self.nested or self.offload) and self.checkpoint_dtype == "same"
 
     def _run(self, block: nn.Module, x: Volume, level: int, keep: AbstractContextManager[None] | None) -> Tensor:
         wanted = level < self.checkpointed_levels
@@ -148,8 +164,9 @@ class LeanAutoencoder(StockAutoencoder):
         """Recompute the blocks of the `levels` highest-resolution levels in backward instead of keeping activations.
 
         `offload` keeps the blocks' inputs in host memory; `dtype` int8 or fp8 keeps them in 8 bits, which changes
-        gradients. `nested` adds a checkpoint around the whole encoder, so its block inputs are recomputed too. Has an
-        effect only in training mode with gradients enabled.
+        gradients. `nested` adds a checkpoint around the whole encoder, so its block inputs are recomputed too. Both
+        `offload` and `nested` recompute the decoder's upsampled volumes. Has an effect only in training mode with
+        gradients enabled.
         """
         count = self.num_levels if levels == "all" else int(levels)
         assert 1 <= count <= self.num_levels, f"levels is {levels}; allowed: all, or 1 to {self.num_levels}"
@@ -174,6 +191,7 @@ class LeanAutoencoder(StockAutoencoder):
         self.nested = nested
         for coder in (self.encoder, self.decoder):
             coder.checkpointed_levels, coder.offload, coder.checkpoint_dtype = count, offload, dtype
+            coder.nested = nested
 
     def set_slab_rows(self, rows: int) -> None:
         """Run the highest-resolution blocks in slabs of `rows` rows along the first spatial axis; 0: whole.

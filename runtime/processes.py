@@ -17,6 +17,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from command_line import OUT_OF_MEMORY
+from runtime import cublas
 from settings import ConfigError, DeviceSettings, Problem, TrainingError, UserError
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,10 @@ def synchronised(network: nn.Module, is_last: bool) -> Any:
 
 
 def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device:
-    """Return the device to train on; raise `ConfigError` if the settings ask for a GPU that does not exist."""
+    """Return the device to train on; raise `ConfigError` if the settings ask for a GPU that does not exist.
+
+    Also limits what the libraries of the device may do, which they read when they start.
+    """
     if settings.type == "cpu" or (settings.type == "auto" and not torch.cuda.is_available()):
         # Avoid oneDNN's 16-bit kernels, of which AVX2 has none: AMX is an illegal instruction on some machines that
         # report it, and the AVX-512 weight gradient of a one-channel convolution reads uninitialised memory.
@@ -136,6 +140,7 @@ def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device
     if local_rank >= torch.cuda.device_count():
         found = f"local rank {local_rank} on a machine with {torch.cuda.device_count()} GPUs"
         raise ConfigError([Problem("device.type", found, "", "start torchrun with fewer processes per machine")])
+    cublas.limit_workspaces()
     return torch.device("cuda", local_rank)
 
 

@@ -75,7 +75,10 @@ class AutoencoderTraining(TrainingSettings):
     gradient_accumulation_steps: Count = key(4, "Micro-batches whose gradients are summed before one update.", SAME)
     use_gradient_checkpointing: bool = key(True, "Recompute each block's activations in the backward pass.", SAME)
     use_nested_checkpointing: bool | Literal["auto"] = key(
-        "auto", "Checkpoint the whole encoder as well as its blocks; auto: with slabs and without offload.", SAME
+        "auto",
+        "Checkpoint the whole encoder as well as its blocks, and compute upsampled volumes again; auto: with slabs and "
+        "without offload.",
+        SAME,
     )
     checkpoint_levels: Count | Literal["all"] = key(
         "all", "How many levels to checkpoint, highest resolution first.", SAME

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from data import DataSplit
+from runtime import cublas
 from runtime.processes import Process
 from settings import Settings, UserError, dump_yaml
 from storage.atomic import write_text
@@ -109,6 +110,7 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process, volume
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
         "matmul_allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cublas_workspace": cublas.workspace_config(),
     }
     if volumes is not None:
         counts = {"training": len(volumes.train), "held_out": len(volumes.val)}

@@ -66,10 +66,13 @@ def main() -> None:
     """Answer the request on standard input."""
     import os
 
+    from runtime import cublas
+
     request = json.loads(sys.stdin.read())
     settings = Settings.model_validate(request["settings"])
     if settings.device.allocator:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.device.allocator
+    cublas.limit_workspaces()
     print(json.dumps(asdict(measure_step(settings, request["stage"]))))
 
 

@@ -24,6 +24,7 @@ from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes, sum_
 from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
 from memory.predict.records import WORKSPACE, Allocation, ModuleNames, Place, Purpose, StepEvents, Work, WorkCounter
 from models.lean.norm.torch_kernels import EMULATED_GPU, is_emulated_gpu
+from runtime import cublas
 from runtime.phases import current_phase
 
 aten = torch.ops.aten
@@ -33,9 +34,6 @@ _HOST = torch.device("meta")  # stands for the host, so that a copy to the CPU, 
 _CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES = "convolution workspaces", "library workspaces"
-CUBLAS_WORKSPACE_BYTES = 32 << 20
-"""Allocated by the first matrix product of the thread that runs forward, and again by the one that runs backward, and
-kept. MONAI asks for this size by setting CUBLAS_WORKSPACE_CONFIG."""
 
 
 class MemoryTracker(TorchDispatchMode, WorkCounter):
@@ -190,8 +188,8 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         if func is aten._to_copy.default and self._waits_on_host(args[0]):
             self.adopt([out], "inputs")
         if self.cuda and operators.kind_of(func) == "matrix product" and in_backward not in self._threads_with_cublas:
-            self._threads_with_cublas.add(in_backward)
-            self._keep_from_the_start(CUBLAS_WORKSPACE_BYTES, "cuBLAS", in_backward)
+            self._threads_with_cublas.add(in_backward)  # forward and backward run in threads of their own
+            self._keep_from_the_start(cublas.workspace_bytes(), "cuBLAS", in_backward)
         if self.cuda:
             held = (*attention_workspaces(func, args), sum_bytes(func, args), 0 if sums_first else tiles)
             self._pass_through(held, str(func), in_backward, LIBRARY_WORKSPACES)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +117,35 @@ class HostOffload(AbstractContextManager[None]):
         if entry.copied is not None:
             torch.cuda.current_stream(entry.device).wait_event(entry.copied)
         return tensor
+
+
+@contextmanager
+def recomputed(volume: Tensor, module: nn.Module, source: Tensor) -> Iterator[None]:
+    """Have autograd keep, in place of `volume`, how to compute it again: as the output of `module` for `source`."""
+    device = volume.device.type
+    autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+    again = functools.partial(_computed_again, module, source.detach(), autocast)
+    # Autograd keeps `pack`, which therefore must not keep the volume.
+    storage, shape = volume.untyped_storage()._cdata, volume.shape
+
+    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        if tensor.untyped_storage()._cdata != storage:
+            return tensor
+        assert tensor.shape == shape, "only the whole volume can be computed again"
+        return again
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        yield
+
+
+def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed()
+
+
+def _computed_again(module: nn.Module, source: Tensor, autocast: tuple[str, torch.dtype, bool]) -> Tensor:
+    device, dtype, enabled = autocast
+    with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
+        return module(source)
 
 
 def draws_random_numbers(module: Callable[..., Any]) -> bool:

@@ -5,6 +5,7 @@ They recompute the rest in backward, so they need no checkpoint; the offload hoo
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.lean import native
+from models.lean.layout import CHANNELS_LAST, layout_of
 from models.lean.norm import compute_dtype, full_precision, operators
 from models.lean.norm.affine import Norm
 from models.lean.slabs import (
@@ -166,6 +168,24 @@ class _Residual(torch.autograd.Function):
             return *_ResidualBackward(ctx, grad).run(), None, None, None, None
 
 
+def _places(x: Tensor, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return places for the gradient of x, for h, and for the gradient of h, which may share the memory of the first.
+
+    The gradient of x is written slab by slab after the last use of h, so h can lie in it if it fits. If h has at most
+    half the channels of x, its gradient fits too: channels last, at the end of each sample, where no slab but the last
+    reaches rows that are still to be read.
+    """
+    grad_x = empty(x)
+    if x.dtype != dtype or channels > x.shape[1]:
+        return grad_x, empty(x, channels, dtype), empty(x, channels, dtype)
+    if 2 * channels > x.shape[1] or layout_of(grad_x) != CHANNELS_LAST:
+        return grad_x, grad_x[:, :channels], empty(x, channels, dtype)
+    batch, _, *grid = x.shape
+    values, count = grad_x.movedim(1, -1).view(batch, -1), math.prod(grid) * channels
+    first, last = (part.view(batch, *grid, channels).movedim(-1, 1) for part in (values[:, :count], values[:, -count:]))
+    return grad_x, first, last
+
+
 class _ResidualBackward:
     """Backward of the residual block: two sweeps over the slabs, because each norm needs sums over all voxels."""
 
@@ -177,15 +197,7 @@ class _ResidualBackward:
         self.weight1, self.bias1, self.weight2 = (part.to(ctx.dtype) for part in (weight1, bias1, weight2))
         self.shortcut = None if shortcut is None else shortcut.to(ctx.dtype)
         self.slabs = slabs(x, ctx.rows, min(weight1.shape[:2]), ctx.dtype)
-        self.grad_x = empty(x)
-        # With a row of zeros on each side, so that the first and the last slab can be read with their halo too.
-        self.haloed_grad_h = empty(x, weight1.shape[0], ctx.dtype, halo=1)
-        self.haloed_grad_h[:, :, :1] = 0
-        self.haloed_grad_h[:, :, -1:] = 0
-        self.grad_h = self.haloed_grad_h[:, :, 1:-1]
-        # The gradient of x is written after the last use of h, so h can share its memory if it fits.
-        fits = weight1.shape[0] <= weight1.shape[1] and x.dtype == ctx.dtype
-        self.h = self.grad_x[:, : weight1.shape[0]] if fits else empty(x, weight1.shape[0], ctx.dtype)
+        self.grad_x, self.h, self.grad_h = _places(x, weight1.shape[0], ctx.dtype)
         self.first = NormedRows(x, Norm(mean1, rstd1, scale1, shift1, silu=True), ctx.dtype)
         self.second = NormedRows(self.h, Norm(mean2, rstd2, scale2, shift2, silu=True), ctx.dtype)
 
@@ -197,7 +209,7 @@ class _ResidualBackward:
         bias1 = bias_grad(self.grad_h) if self.needs["bias1"] else None
         weight1 = self._sweep_conv1()
         norm1 = self.first.finish()
-        del self.h, self.grad_h, self.haloed_grad_h, self.second
+        del self.h, self.grad_h, self.second
         shortcut = self._input_grad()
         bias2, shortcut_bias = bias if self.needs["bias2"] else None, bias if self.needs["shortcut_bias"] else None
         return self.grad_x, *norm1, weight1, bias1, *norm2, weight2, bias2, shortcut, shortcut_bias
@@ -219,7 +231,7 @@ class _ResidualBackward:
         """Go back through the first convolution; return the gradient of its weight."""
         total, needs = None, (True, self.needs["weight1"])
         for start, end in self.slabs:
-            grad = rows_of(self.haloed_grad_h, start, end + 2)
+            grad = rows_of(self.grad_h, start - 1, end + 1)
             grad_rows, grad_weight = convolve_backward(grad, self.first.rows(start, end), self.weight1, needs)
             del grad
             total = _add(total, grad_weight) if self.needs["weight1"] else None

@@ -55,10 +55,10 @@ def read(x: Volume, start: int, end: int) -> Tensor:
     return x[:, :, start:end] if isinstance(x, Tensor) else x.rows(start, end)
 
 
-def empty(x: Volume, channels: int | None = None, dtype: torch.dtype | None = None, halo: int = 0) -> Tensor:
-    """Return an uninitialised volume on the grid and in the layout of `x`, with `halo` more rows on each side."""
-    batch, own_channels, rows, *face = x.shape
-    shape = (batch, own_channels if channels is None else channels, rows + 2 * halo, *face)
+def empty(x: Volume, channels: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an uninitialised volume on the grid and in the layout of `x`."""
+    batch, own_channels, *grid = x.shape
+    shape = (batch, own_channels if channels is None else channels, *grid)
     layout = layout_of(x) if isinstance(x, Tensor) else x.layout
     return torch.empty(shape, dtype=dtype or x.dtype, device=x.device, memory_format=layout)
 

@@ -8,8 +8,8 @@ from monai.networks.nets import DiffusionModelUNet
 
 from memory.predict.emulation import measure_peak
 from memory.predict.prediction import GIB
-from memory.predict.tracker import CUBLAS_WORKSPACE_BYTES
 from models import build_autoencoder, build_unet
+from runtime.cublas import workspace_bytes
 from runtime.placement import move
 from settings import Settings
 
@@ -28,9 +28,9 @@ def laid_out(model):
 
 
 def bytes_without_cublas(tracker):
-    """Return the peak on the device less what cuBLAS keeps: up to 64 MiB, whatever the network and the grid."""
+    """Return the peak on the device less what cuBLAS keeps: two workspaces, whatever the network and the grid."""
     cublas = sum(record.nbytes for record in tracker.alive_at_peak() if record.op == "cuBLAS")
-    assert cublas <= 2 * CUBLAS_WORKSPACE_BYTES
+    assert cublas <= 2 * workspace_bytes()
     return tracker.peak["device"] - cublas
 
 
@@ -59,16 +59,16 @@ STOCK = {"implementation": "monai", "use_gradient_checkpointing": False}
     ("knobs", "gib"),
     [
         ({"use_gradient_checkpointing": True}, 2.0),
-        # Two full-resolution volumes of 32 channels and two of 16 are 769 MiB; the rest is what coarser blocks save.
-        ({"use_gradient_checkpointing": True, "slab_rows": 16}, 1.0),
-        ({"use_gradient_checkpointing_offload": True, "slab_rows": 16}, 0.88),
+        # Two full-resolution volumes of 32 channels and one of 16 are 640 MiB; the rest is what coarser blocks save.
+        ({"use_gradient_checkpointing": True, "slab_rows": 16}, 0.83),
+        ({"use_gradient_checkpointing_offload": True, "slab_rows": 16}, 0.79),
     ],
     ids=["checkpointing", "slabs", "slabs and offload"],
 )
 def test_training_pass_of_high_res_stays_below_its_bar(knobs, gib):
     device, host = training_peak(HIGH_RES, **knobs)
     assert device <= gib * GIB
-    assert (host > GIB) == ("use_gradient_checkpointing_offload" in knobs)
+    assert (host > GIB / 2) == ("use_gradient_checkpointing_offload" in knobs)
     assert device < training_peak(HIGH_RES, **STOCK)[0] / 4.5
 
 

@@ -77,6 +77,7 @@ def test_the_environment_states_the_cudnn_and_tf32_settings_in_force(tmp_path, m
     assert found["cudnn_deterministic"] is not flag
     assert found["cudnn_allow_tf32"] is flag
     assert found["matmul_allow_tf32"] is not flag
+    assert found["cublas_workspace"].startswith(":")
 
 
 def test_temporary_files_of_a_killed_process_are_removed_when_a_run_is_opened(tmp_path, monkeypatch, tiny_values):

@@ -72,7 +72,9 @@ def test_operators_know_their_kind():
     assert is_kernel(aten.relu_.default)
 
 
-def test_libraries_keep_a_workspace_for_each_thread_that_multiplies_matrices():
+def test_libraries_keep_a_workspace_for_each_thread_that_multiplies_matrices(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:4:16:1024")
+
     def run(tracker):
         layer = nn.Linear(8, 8)
         x = torch.zeros(4, 8)

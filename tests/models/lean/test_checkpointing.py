@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from models import gradient_checkpoint_forward
 from models.lean import checkpointing
-from models.lean.checkpointing import HostOffload
+from models.lean.checkpointing import HostOffload, recomputed
 
 
 class Toy(nn.Module):
@@ -95,7 +96,7 @@ def test_offload_releases_the_device_copy_before_backward(monkeypatch):
         x = gradient_checkpoint_forward(
             nn.Tanh(), x, use_gradient_checkpointing=True, use_gradient_checkpointing_offload=offload
         )
-        alive.append(torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage()))
+        alive.append(StorageWeakRef(x.untyped_storage()))
     assert [ref.expired() for ref in alive] == [True, True, False, False], "one copy in flight, and the result"
     x.sum().backward()
 
@@ -110,3 +111,51 @@ def test_offload_survives_a_second_backward(monkeypatch):
     first = x.grad.clone()
     y.backward()
     torch.testing.assert_close(x.grad, 2 * first, rtol=0, atol=0)
+
+
+def test_a_recomputed_volume_is_released_and_gives_the_same_gradients():
+    module, x = Toy(), torch.randn(8, 64, requires_grad=True)
+    module(x).square().sum().backward()
+    expected = [part.grad for part in (x, *module.parameters())]
+    x.grad = None
+    module.zero_grad()
+    volume = module(x)
+    storage = StorageWeakRef(volume.untyped_storage())
+    with recomputed(volume, module, x):
+        loss = volume.square().sum()
+    del volume
+    assert storage.expired()
+    loss.backward()
+    assert module.calls == 3
+    for one, part in zip(expected, (x, *module.parameters()), strict=True):
+        assert one is not None
+        assert part.grad is not None
+        assert torch.equal(one, part.grad)
+
+
+def test_a_recomputed_volume_has_the_precision_of_the_first_time():
+    module, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        volume = module(x)
+        with recomputed(volume, module, x):
+            loss = volume.square().sum()
+    loss.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.autograd.grad(_squares(module, x), x)[0])
+
+
+def _squares(module, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return module(x).square().sum()
+
+
+def test_other_tensors_are_kept_as_they_are_beside_a_recomputed_volume():
+    x, factor = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    volume = x * 1
+    with recomputed(volume, nn.Identity(), x):
+        product = volume * factor
+    product.sum().backward()
+    assert x.grad is not None
+    assert factor.grad is not None
+    assert torch.equal(x.grad, factor.detach())
+    assert torch.equal(factor.grad, x.detach())
