@@ -47,6 +47,7 @@ def test_the_time_of_encoding_knows_the_variants_of_condition_volumes(tiny_value
     settings = Settings.model_validate({**tiny_values, "ldm": values})
     programs = other_programs(settings, "ldm", cuda=False)
     once, found = programs[ENCODING], encoded_volume(settings, programs)
+    assert found is not None
     assert sum(part.nbytes for part in found.work.values()) == encodings * sum(w.nbytes for w in once.work.values())
     assert found.calls.number == encodings * once.calls.number
 
@@ -73,6 +74,7 @@ def test_an_autoencoder_that_only_conditions_have_is_predicted_from_its_file(tin
     programs = other_programs(settings, "ldm", cuda=False)
     assert ENCODING not in programs
     once, found = programs[ENCODING_CONDITIONS], encoded_volume(settings, programs)
+    assert found is not None
     assert sum(part.nbytes for part in found.work.values()) == sum(part.nbytes for part in once.work.values())
     weights = [build_autoencoder(s.autoencoder).state_dict().values() for s in (settings, own)]
     both = sum(tensor.nbytes for tensors in weights for tensor in tensors)
