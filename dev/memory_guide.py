@@ -248,6 +248,10 @@ def _host_memory() -> list[str]:
         "Do not combine it with `max_split_size_mb`: blocks above that limit are never split for smaller requests, "
         "which can double what is reserved.",
         "",
+        "**`CUBLAS_WORKSPACE_CONFIG`**: cuBLAS keeps a workspace for each thread that multiplies matrices, one in "
+        "forward and one in backward. MONAI asks for 32 MiB each. Training replaces that by 8 MiB, but leaves any "
+        "other value that you set.",
+        "",
         "**`ldm.latents.cache`**: with `disk` or `memory` the encoder uses no GPU memory while stage 2 trains, "
         "and each volume is encoded once.",
         "",

@@ -78,10 +78,10 @@ class LeanCoder(nn.Module):
     def _recomputes_upsampled(self) -> bool:
         """Whether upsampled volumes, the largest block inputs, are computed again from what was upsampled.
 
-        That takes one convolution of few taps, and no copy to the host and back. Volumes kept in 8 bits are not, so
-        that neither of the two settings changes what those 8 bits do to gradients.
+        That takes one convolution of few taps, and neither a copy to the host and back nor rounding to 8 bits. With 8
+        bits it does not depend on the other two settings, which must not change gradients.
         """
-        return (self.nested or self.offload) and self.checkpoint_dtype == "same"
+        return self.nested or self.offload or self.checkpoint_dtype != "same"
 
     def _run(self, block: nn.Module, x: Volume, level: int, keep: AbstractContextManager[None] | None) -> Tensor:
         wanted = level < self.checkpointed_levels
@@ -164,8 +164,8 @@ class LeanAutoencoder(StockAutoencoder):
         """Recompute the blocks of the `levels` highest-resolution levels in backward instead of keeping activations.
 
         `offload` keeps the blocks' inputs in host memory; `dtype` int8 or fp8 keeps them in 8 bits, which changes
-        gradients. `nested` adds a checkpoint around the whole encoder, so its block inputs are recomputed too. Both
-        `offload` and `nested` recompute the decoder's upsampled volumes. Has an effect only in training mode with
+        gradients. `nested` adds a checkpoint around the whole encoder, so its block inputs are recomputed too. Each
+        of the three also has the decoder's upsampled volumes computed again. Has an effect only in training mode with
         gradients enabled.
         """
         count = self.num_levels if levels == "all" else int(levels)

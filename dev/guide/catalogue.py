@@ -80,7 +80,8 @@ CATALOGUE = (
             Point("checkpointing, offload", {**AMP, **LEAN, **CHECKPOINTED, **OFFLOAD}),
         ),
         "Use it when the GPU is full and the host has memory to spare: block inputs are kept in pinned host memory and "
-        "copied back while backward computes. It replaces nesting, which would recompute what the host already keeps.",
+        "copied back while backward computes. It replaces nesting, which would recompute what the host already keeps. "
+        "Only upsampled volumes, the largest, are computed again instead of copied.",
     ),
     Technique(
         "Checkpoint inputs in 8 bits",

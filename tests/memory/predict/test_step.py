@@ -82,7 +82,9 @@ def test_offload_moves_bytes_from_the_device_to_the_host():
     )
     assert kept.host_bytes == 0 < moved.host_bytes
     assert moved.peak_allocated_bytes < kept.peak_allocated_bytes
-    assert moved.flops == kept.flops
+    assert moved.flops["backward"] == kept.flops["backward"]
+    # Volumes that upsampling made are computed again rather than copied.
+    assert kept.flops["recompute"] < moved.flops["recompute"] < 1.01 * kept.flops["recompute"]
 
 
 def test_checkpointing_trades_compute_for_memory():
