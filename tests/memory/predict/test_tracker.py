@@ -257,10 +257,10 @@ def test_equal_chunks_of_a_perceptual_loss_are_repeated_instead_of_run_with_the_
 
 
 def test_norms_on_a_gpu_without_triton_count_their_copies_in_fp32(monkeypatch):
-    voxels = 16 * 8**3
+    voxels = 16 * 64**3  # more than a CPU converts at once
 
     def run(tracker):
-        x = torch.zeros(1, 16, 8, 8, 8, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last_3d)
+        x = torch.zeros(1, 16, 64, 64, 64, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last_3d)
         weight, bias = torch.ones(16), torch.zeros(16)
         tracker.reset()
         group_norm(x, weight, bias, 4, 1e-5, True, torch.bfloat16)
