@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
-_BLOCK = 64  # tokens and channels of the blocks in which fp32 attention accumulates the gradient of the query
+_BLOCK_TOKENS = 64  # of the blocks in which fp32 attention accumulates the gradient of the query
 _BLOCK_STATE_BYTES = 16  # before each of them
 
 
@@ -31,7 +31,8 @@ def _flash_backward(batch: int, heads: int, tokens: int, channels: int) -> tuple
 def _memory_efficient_backward(batch: int, heads: int, tokens: int, channels: int) -> tuple[int, ...]:
     """The product of result and gradient, its sums by token and head, and the query's gradient in blocks."""
     sums = 4 * batch * heads * tokens
-    blocks = batch * heads * math.ceil(tokens / _BLOCK) * math.ceil(channels / _BLOCK)
-    workspace = blocks * (_BLOCK_STATE_BYTES + 4 * _BLOCK**2)
+    width = 64 if channels <= 64 else 128
+    blocks = batch * heads * math.ceil(tokens / _BLOCK_TOKENS) * math.ceil(channels / width)
+    workspace = blocks * (_BLOCK_STATE_BYTES + 4 * _BLOCK_TOKENS * width)
     reordered = (sums, ~1) if heads > 1 else ()
     return sums * channels, sums, *reordered, ~0, workspace

@@ -12,7 +12,7 @@ from memory.predict.allocator import AllocatorLimits, CachingAllocator, replay
 from memory.predict.records import StepEvents
 from memory.predict.tracker import MemoryTracker
 
-_LATER = ("optimizer", "gradients", "inputs")
+_LATER = ("optimizer", "gradients")
 """What a tracked step begins with, but a run does not."""
 
 
@@ -56,10 +56,9 @@ def training_trace(
         index = max(event, ~event)
         if categories[index] == "parameters" or (index not in released and categories[index] not in _LATER):
             copies.allocate(index) if event >= 0 else copies.release(index)
-    inputs = [index for index in before if index not in released and categories[index] == "inputs"]
-    backward = [*inputs, *trace[step.start : step.update], *(~index for index in inputs)]
+    backward = trace[step.start : step.update]
     for number in range(2):
-        emptying = {event - step.start + len(inputs) for event in emptied} if not number else set()
+        emptying = {event - step.start for event in emptied} if not number else set()
         if is_accumulating:
             copies.run(backward, incoming, emptying)
             copies.forget(incoming)

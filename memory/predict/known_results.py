@@ -7,7 +7,8 @@ Everything else goes through `FakeTensorMode`.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory.kernels.convolutions import convolution_layout
 from memory.kernels.reductions import held_elements
+from models.lean.norm import torch_kernels
 
 How = Literal["in place", "out", "view", "remembered", "asked"]
 CPU = torch.device("cpu")
@@ -156,6 +158,18 @@ def _collect(values: Sequence[Any], parts: list[Any]) -> bool:
         elif not (isinstance(value, (list, tuple)) and _collect(value, parts)):
             return False
     return True
+
+
+@contextmanager
+def pieces_of_a_gpu() -> Iterator[None]:
+    """Let our kernels cut fake volumes, which say that they are on a CPU, as on the GPU that is emulated."""
+    pieces = torch_kernels.PIECE_VALUES
+    before = pieces["cpu"]
+    pieces["cpu"] = pieces[torch_kernels.EMULATED_GPU.type]
+    try:
+        yield
+    finally:
+        pieces["cpu"] = before
 
 
 def is_added_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ order. The result is the peak, the storages alive at the peak, and the trace tha
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from memory.kernels.attention import attention_workspaces
 from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version
 from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes, sum_bytes
-from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
+from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, pieces_of_a_gpu, plausible_value
 from memory.predict.records import WORKSPACE, Allocation, ModuleNames, Place, Purpose, StepEvents, Work, WorkCounter
 from models.lean.norm.torch_kernels import EMULATED_GPU, is_emulated_gpu
 from runtime import cublas
@@ -205,7 +205,8 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         """Return what those of our kernels that are made of torch's hold besides arguments and results."""
         key = key_of(func, args, kwargs)
         if key not in self._inside:
-            with MemoryTracker(cuda=False, fake=self.fake) as inner:
+            on_gpu = pieces_of_a_gpu() if self.cuda else nullcontext()
+            with MemoryTracker(cuda=False, fake=self.fake) as inner, on_gpu:
                 if self.cuda:  # the kernels choose by the device of their arguments
                     inner.device = EMULATED_GPU
                 inner.adopt(operators.tensors_in((*args, *kwargs.values())), "inputs")

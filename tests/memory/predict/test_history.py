@@ -5,9 +5,9 @@ from memory.predict.records import StepEvents
 
 WEIGHT, INPUT, STATE, ACTIVATION, INCOMING = range(5)
 CATEGORIES = ["parameters", "inputs", "optimizer", "", "gradients"]
-# The step begins at the fourth event and updates after the seventh.
-TRACE = [WEIGHT, STATE, INPUT, ACTIVATION, INCOMING, ~ACTIVATION, ~INCOMING]
-STEP = StepEvents(3, 6, 7)
+# The step begins at the third event and updates after the seventh.
+TRACE = [WEIGHT, STATE, INPUT, ACTIVATION, INCOMING, ~ACTIVATION, ~INPUT, ~INCOMING]
+STEP = StepEvents(2, 7, 8)
 
 
 def names(trace, sources):
@@ -26,3 +26,12 @@ def test_cache_is_emptied_in_the_first_micro_batch_only():
     trace, sources, emptied = training_trace(TRACE, CATEGORIES, STEP, {INCOMING}, set(), emptied=[4, 5])
     assert [names(trace, sources)[position] for position in sorted(emptied)] == [INCOMING, ~ACTIVATION]
     assert max(emptied) < names(trace, sources).index(STATE)
+
+
+def test_weights_that_changed_their_layout_leave_their_holes_and_other_preparations_leave_none():
+    original, temporary = 5, 6
+    before = [original, temporary, ~temporary, WEIGHT, ~original, STATE]
+    trace = [*before, ACTIVATION, ~ACTIVATION]
+    found, sources, _ = training_trace(trace, [*CATEGORIES, "parameters", ""], StepEvents(6, 8, 8), set(), set())
+    assert names(found, sources)[:3] == [original, WEIGHT, ~original]
+    assert temporary not in sources

@@ -157,3 +157,10 @@ def test_worker_that_cannot_start_is_reported_in_one_line(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with Predictor(workers=1) as predictor, pytest.raises(PredictionError, match="exited with code 1"):
         predictor.predict(make({}), "autoencoder")
+
+
+def test_buckets_of_several_gpus_hold_the_gradients_of_what_trains():
+    """With accumulation all gradients exist at the peak already, and live in the buckets."""
+    decoder = {f"{TRAINING}.trainable": "decoder", "autoencoder.pretrained": "autoencoder.safetensors"}
+    knobs = {**decoder, f"{TRAINING}.gradient_accumulation_steps": 2}
+    assert predict_step(make(knobs), "autoencoder", whole_run=False).bucket_bytes == 0
