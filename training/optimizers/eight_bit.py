@@ -1,7 +1,9 @@
 """AdamW with its two moments in 8 bits, which need a quarter of the memory.
 
 Written here because an update must be skipped on the device when a value is not finite, without asking the host, and
-must run on the CPU and on the tensors without values of a memory prediction.
+must run on the CPU and on the tensors without values of a memory prediction. With torch 2.13, Adam8bit of bitsandbytes
+0.50 runs on the CPU but reads values on the host, which a prediction does not have; that of torchao 0.18 compiles its
+update first, which takes a C++ compiler and, for a network of two layers, minutes on a CPU.
 """
 
 from __future__ import annotations
