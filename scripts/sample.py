@@ -102,7 +102,7 @@ def main(options: argparse.Namespace) -> int:
     label = None if options.class_name is None else class_number(options.class_name, frame.class_names)
     codec = trained.codec()
     given = GivenFiles(options.labels, options.condition, options.mask)
-    cases = given_conditions(settings, given, codec, frame.volume_scale)
+    cases = given_conditions(settings, given, codec, frame.joined_scale)
     numbers = given_numbers(options.number, frame.numbers)
     num = options.num or (1 if cases else 8)
     total = num * max(1, len(cases))

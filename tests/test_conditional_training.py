@@ -92,7 +92,7 @@ def test_batches_are_the_same_wherever_latents_are_kept(config):
         batches = [batch for step in latents.training_batches(BatchPlan(1, 2, 1), 0, 5) for batch in step]
         assert latents.conditions is not None
         joined = [batch.condition.joined for batch in batches if isinstance(batch, LatentBatch | VolumeBatch)]
-        found.append(([part for part in joined if part is not None], latents.conditions.volume_scale))
+        found.append(([part for part in joined if part is not None], latents.conditions.scale.volume_scale))
         assert len(found[-1][0]) == 5
     for others, scale in found[1:]:
         assert scale == found[0][1]

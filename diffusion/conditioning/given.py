@@ -18,7 +18,8 @@ from data.pairs.pairs import LABELS, label_reading
 from data.pairs.space import Space, Unknown, mask_of, space_of_volume
 from data.reading import measure
 from diffusion.conditioning.condition import Condition
-from diffusion.conditioning.conditions import coder_of, empty_condition, encoder_of, scaled
+from diffusion.conditioning.conditions import coder_of, empty_condition, encoder_of
+from diffusion.conditioning.joined_scale import LABEL_MAP, VOLUME, JoinedScale
 from diffusion.conditioning.volumes import Encode, joined_volume, without
 from diffusion.volume_codec import VolumeCodec
 from settings import DataError, Settings, UserError
@@ -52,7 +53,7 @@ class GivenCondition:
 
 
 def given_conditions(
-    settings: Settings, given: GivenFiles, codec: VolumeCodec, volume_scale: float
+    settings: Settings, given: GivenFiles, codec: VolumeCodec, scale: JoinedScale
 ) -> list[GivenCondition]:
     """Return the cases of the files that a command is given, in the order of their names; empty without files.
 
@@ -74,6 +75,7 @@ def given_conditions(
             part, space = (torch.zeros(s.labels.num_joined, *settings.latent_shape[1:]), None)
             if path is not None:
                 part, space = _label_map(path, settings)
+                part = scale.apply(LABEL_MAP, part)
             parts.append(part)
         if s.volume.is_used:
             path, mask = _partner(name, volumes, "--condition"), _partner(name, masks, "--mask")
@@ -81,7 +83,7 @@ def given_conditions(
             part = torch.zeros(number, *settings.latent_shape[1:])
             if path is not None:
                 part, space = _volume(path, mask, settings, encode)
-                part = scaled(part, volume_scale)
+                part = scale.apply(VOLUME, part)
             parts.append(part)
         assert space is not None, "a case has at least one file"
         cases.append(GivenCondition(name, torch.cat(parts), space))

@@ -16,6 +16,7 @@ from data.pairs.label_maps import mask_on_grid
 from data.pairs.pairs import Pairs
 from diffusion.conditioning import Condition, check_conditions, hidden
 from diffusion.conditioning.conditions import Conditions, prepare_conditions
+from diffusion.conditioning.joined_scale import JoinedScale
 from diffusion.conditioning.volumes import block_means, hole_mask, lowered
 from diffusion.latents import stage_two_data
 from diffusion.normalisation import Normalisation
@@ -33,7 +34,7 @@ def evaluate_conditions(
     codec: VolumeCodec,
     settings: Settings,
     normalisation: Normalisation,
-    volume_scale: float,
+    scale: JoinedScale,
     volumes: DataSplit,
     seed: int,
     num: int,
@@ -47,7 +48,7 @@ def evaluate_conditions(
     conditions = prepare_conditions(settings, pairs, volumes, Process(codec.precision.device), codec)
     if conditions is None:
         return None, None
-    conditions = replace(conditions, volume_scale=volume_scale)
+    conditions = replace(conditions, scale=scale)
     compared = (volumes.val[:num], stage_two_data(settings.data), seed, batch_size)
     effect = condition_effect(network, codec, settings, normalisation, conditions, pairs, *compared)
     return partial(conditions.of_held_out, volumes.val, settings.ldm.conditioning), effect
