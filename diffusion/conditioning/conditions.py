@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from diffusion.conditioning.condition import Condition
 from diffusion.conditioning.joined_scale import AS_THEY_ARE, LABEL_MAP, VOLUME, JoinedScale, joined_scale
 from diffusion.conditioning.kept import keep
 from diffusion.conditioning.other_autoencoder import other_codec
+from diffusion.conditioning.regression import regress
 from diffusion.conditioning.volumes import Encode, degraded, joined_volume
 from diffusion.frozen_autoencoder import weights_digest
 from diffusion.volume_codec import VolumeCodec
@@ -41,7 +42,8 @@ class Conditions:
     """How to read the conditions of the volumes, whose numbers are found by their names.
 
     `joined` has a reader for each kind of condition that is joined to the noisy latent, whose grid is `grid`, and
-    `scale` says how its channels are scaled. `vectors` are the numbers of all volumes in their `code`. `image` returns
+    `scale` says how its channels are scaled. `left_out` has, for training volumes by their number, what a regression on
+    the other volumes says. `vectors` are the numbers of all volumes in their `code`. `image` returns
     the condition volume itself.
     """
 
@@ -50,6 +52,7 @@ class Conditions:
     grid: tuple[int, ...]
     digest: str
     scale: JoinedScale = AS_THEY_ARE
+    left_out: Mapping[int, Tensor] = field(default_factory=dict)
     code: NumberCode | None = None
     vectors: Tensor | None = None
     image: Image | None = None
@@ -76,7 +79,8 @@ class Conditions:
         return self.of_files([files[position % len(files)] for position in positions], s)
 
     def _joined(self, number: int, variant: int) -> Tensor:
-        return torch.cat([self.scale.apply(kind, read(number, variant)) for kind, read in self.joined.items()])
+        weights = self.left_out.get(number)
+        return torch.cat([self.scale.apply(kind, read(number, variant), weights) for kind, read in self.joined.items()])
 
     def shown(self, name: str) -> list[tuple[str, Tensor]]:
         """Return each kind of condition of a volume as a (D, H, W) volume in [0, 1], to look at."""
@@ -97,11 +101,18 @@ class Conditions:
 
 
 def prepare_conditions(
-    settings: Settings, pairs: Pairs, volumes: DataSplit, process: Process, codec: VolumeCodec
+    settings: Settings,
+    pairs: Pairs,
+    volumes: DataSplit,
+    process: Process,
+    codec: VolumeCodec,
+    examples: tuple[Sequence[int], Tensor] | None = None,
 ) -> Conditions | None:
     """Make the conditions of all volumes that are not kept yet; None if volumes need no partners.
 
-    They are kept on disk with `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as latents.
+    `examples` are the numbers of some training volumes with their normalised latents, which the regression on label
+    maps is fitted to; without them there is none. Conditions are kept on disk with `ldm.latents.cache: disk`, and
+    otherwise in memory: they are about as large as latents.
     """
     if not settings.ldm.conditioning.needs_pairs:
         return None
@@ -115,13 +126,17 @@ def prepare_conditions(
         readers[VOLUME] = _volumes(settings, pairs, process, coder, image)
         digest += "" if coder in (None, codec) else f" {weights_digest(coder.autoencoder)}"
     scale = joined_scale(readers, len(volumes.train), settings, process)
+    left_out: dict[int, Tensor] = {}
+    if examples is not None and settings.ldm.conditioning.labels.has_regression:
+        regression, left_out = regress(lambda number: readers[LABEL_MAP](number, 0), *examples)
+        scale = replace(scale, regression=regression)
     names = [file.name for file in (*volumes.train, *volumes.val)]
     numbers = {name: place for place, name in enumerate(names)}
     code = vectors = None
     if pairs.numbers:
         code = code_of(settings.ldm.conditioning.numbers, pairs.numbers, len(volumes.train))
         vectors = torch.tensor([code.encode(row) for row in pairs.numbers])
-    return Conditions(numbers, readers, settings.latent_shape[1:], digest, scale, code, vectors, image)
+    return Conditions(numbers, readers, settings.latent_shape[1:], digest, scale, left_out, code, vectors, image)
 
 
 def _label_maps(settings: Settings, pairs: Pairs, process: Process) -> ReadVariant:

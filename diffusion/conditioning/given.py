@@ -72,7 +72,8 @@ def given_conditions(
         parts, space = [], None
         if s.labels.num_classes:
             path = _partner(name, maps, "--labels")
-            part, space = (torch.zeros(s.labels.num_joined, *settings.latent_shape[1:]), None)
+            number = s.labels.num_joined(settings.autoencoder.latent_channels)
+            part, space = (torch.zeros(number, *settings.latent_shape[1:]), None)
             if path is not None:
                 part, space = _label_map(path, settings)
                 part = scale.apply(LABEL_MAP, part)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffusion.conditioning.regression import LabelRegression
 from runtime.processes import Process
 from settings import Settings
 
@@ -29,7 +30,7 @@ class Centre:
 
 @dataclass(frozen=True)
 class JoinedScale:
-    """The scales of joined channels.
+    """The scales of joined channels, and the regression whose guess is joined besides label maps.
 
     `centres` are there if `ldm.conditioning.normalise` is position. Latents then lie around the mean at their position,
     and a network of convolutions hardly knows the position. From a condition around its own mean it can tell how a case
@@ -38,9 +39,20 @@ class JoinedScale:
 
     volume_scale: float = 1.0
     centres: dict[str, Centre] | None = None
+    regression: LabelRegression | None = None
 
-    def apply(self, kind: str, channels: Tensor) -> Tensor:
-        """Return the channels (C, D, H, W) of one kind of condition as the network takes them."""
+    def apply(self, kind: str, channels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the channels (C, D, H, W) of one kind of condition as the network takes them.
+
+        `weights` are those of the regression's patterns; they follow from the label map unless they are given.
+        """
+        scaled = self._scaled(kind, channels)
+        if kind != LABEL_MAP or self.regression is None:
+            return scaled
+        weights = self.regression.weights(channels) if weights is None else weights
+        return torch.cat([scaled, self.regression.guess(weights)])
+
+    def _scaled(self, kind: str, channels: Tensor) -> Tensor:
         if self.centres is None:
             if kind == LABEL_MAP:
                 return channels
@@ -58,7 +70,7 @@ class JoinedScale:
         content: dict[str, float | Tensor] = {"volume_scale": self.volume_scale}
         for kind, centre in (self.centres or {}).items():
             content |= {_name(kind, "mean"): centre.mean, _name(kind, "scale"): centre.scale}
-        return content
+        return content if self.regression is None else {**content, **self.regression.content}
 
     @classmethod
     def stored(cls, content: dict[str, Any], settings: Settings) -> JoinedScale:
@@ -67,13 +79,16 @@ class JoinedScale:
         if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 < scale < math.inf:
             raise ValueError("volume_scale is not a finite number above 0")
         s = settings.ldm.conditioning
+        shape, regression = settings.latent_shape, None
+        if s.labels.has_regression:
+            regression = LabelRegression.stored(content, s.labels.num_classes, shape)
         if s.normalise == "scale":
-            return cls(float(scale))
+            return cls(float(scale), None, regression)
         centres = {}
         for kind, number in _numbers_of_channels(settings).items():
-            shapes = {"mean": (number, *settings.latent_shape[1:]), "scale": (number, 1, 1, 1)}
+            shapes = {"mean": (number, *shape[1:]), "scale": (number, 1, 1, 1)}
             centres[kind] = Centre(**{name: _tensor(content, _name(kind, name), sh) for name, sh in shapes.items()})
-        return cls(float(scale), centres)
+        return cls(float(scale), centres, regression)
 
 
 AS_THEY_ARE = JoinedScale()
@@ -130,7 +145,7 @@ def _volume_scale(read: Callable[[int, int], Tensor], num_train: int, process: P
 def _numbers_of_channels(settings: Settings) -> dict[str, int]:
     """Return how many channels of each kind of condition have a mean: all but the one that says what is known."""
     s = settings.ldm.conditioning
-    joined = {LABEL_MAP: s.labels.num_joined, VOLUME: s.volume.num_joined(settings.autoencoder.latent_channels)}
+    joined = {LABEL_MAP: s.labels.num_classes, VOLUME: s.volume.num_joined(settings.autoencoder.latent_channels)}
     return {kind: number - 1 for kind, number in joined.items() if number}
 
 
