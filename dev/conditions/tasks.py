@@ -51,8 +51,8 @@ def tasks(volumes: Path) -> dict[str, Task]:
         "labels": Task(
             "Label map to image", maps, 300, (Way(1, 1.0), Way(1, 2.0), Way(1, 3.0, seeds=3), Way(12, 3.0, num=10))
         ),
-        "hole": Task("Inpainting a hole of 16 x 16 x 16 voxels", hole, 250, once),
-        "finer": Task("Super-resolution by 2 along one axis", finer, 250, once),
+        "hole": Task("Inpainting a hole of 16 x 16 x 16 voxels", hole, 200, once),
+        "finer": Task("Super-resolution by 2 along one axis", finer, 200, once),
     }
 
 
