@@ -81,33 +81,28 @@ def regress(
 def fit(maps: Tensor, latents: Tensor) -> tuple[LabelRegression, Tensor]:
     """Regress latents (N, C, D, H, W) on the features (N, F) of their label maps.
 
-    Also return the weights (N, K) that each map gets from the other maps, up to the choice of patterns: what a network
-    learns from must be as good as what it will be given, and a regression is too good on what it was fitted to.
+    The patterns are the first principal components of the latents; fine detail, which no map tells, is left out. Also
+    return the weights (N, K) that each map gets from the other maps: what a network learns from must be as good as what
+    it will be given, and a regression is too good on what it was fitted to.
     """
     number = len(maps)
     inputs, mean = maps.double(), maps.double().mean(dim=0)
     inputs = inputs - mean
     centred = (latents - latents.mean(dim=0)).flatten(1)
-    kernel, products = inputs @ inputs.T, _products(centred)
+    values, vectors = torch.linalg.eigh(_products(centred))
+    chosen = [place for place in reversed(range(number)) if values[place] > 1e-6 * values[-1]][:NUM_PATTERNS]
+    sizes = values[chosen].sqrt()
+    patterns = ((vectors[:, chosen] / sizes).T.to(centred) @ centred).view(len(chosen), *latents.shape[1:])
+    true = vectors[:, chosen] * sizes
+
+    kernel = inputs @ inputs.T
     size = kernel.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
     identity = torch.eye(number, dtype=torch.float64)
-    inverses = [torch.linalg.inv(kernel + penalty * size * identity) for penalty in PENALTIES]
-    inverse = min(inverses, key=lambda one: _error_left_out(kernel @ one, products))
-    hat = kernel @ inverse
-    # The patterns are the principal components of what the regression predicts.
-    values, vectors = torch.linalg.eigh(hat @ products @ hat.T)
-    chosen = [place for place in reversed(range(number)) if values[place] > 1e-6 * values[-1].clamp_min(1e-12)]
-    vectors, sizes = vectors[:, chosen[:NUM_PATTERNS]], values[chosen[:NUM_PATTERNS]].sqrt()
-    combine = hat.T @ vectors / sizes
-    patterns = (combine.T.to(centred) @ centred).view(-1, *latents.shape[1:])
-    true = products @ combine
-    weights = inverse @ true
-    # Without its own row, a residual is larger by 1 / (1 - the row's share in its own prediction). The last term counts
-    # from the mean of the others.
-    left_out = true - (true - hat @ true) / (1 - _own_shares(hat)) + true / max(1, number - 1)
-    slopes = (inputs.T @ weights).T
-    regression = LabelRegression(slopes.float(), -(slopes @ mean).float(), patterns)
-    return regression, left_out.float()
+    solved = [torch.linalg.solve(kernel + penalty * size * identity, identity) for penalty in PENALTIES]
+    guesses = [_left_out(kernel @ one, true) for one in solved]
+    best = min(range(len(PENALTIES)), key=lambda place: float((guesses[place] - true).square().sum()))
+    slopes = (inputs.T @ solved[best] @ true).T
+    return LabelRegression(slopes.float(), -(slopes @ mean).float(), patterns), guesses[best].float()
 
 
 def _products(rows: Tensor) -> Tensor:
@@ -118,14 +113,14 @@ def _products(rows: Tensor) -> Tensor:
     return total
 
 
-def _error_left_out(hat: Tensor, products: Tensor) -> float:
-    """Return the squared error of all predictions that are made without the row that they are for."""
-    residual = (torch.eye(len(hat), dtype=hat.dtype) - hat) / (1 - _own_shares(hat))
-    return float((residual @ products @ residual.T).trace())
+def _left_out(hat: Tensor, true: Tensor) -> Tensor:
+    """Return what each row of `true` is predicted to be by the others, as a difference from their mean.
 
-
-def _own_shares(hat: Tensor) -> Tensor:
-    """Return the share (N, 1) that each row has in its own prediction, by the mean and by the regression."""
-    shares = hat.diagonal()[:, None] + 1 / len(hat)
-    # A single row is all that its mean knows.
-    return shares if len(hat) > 1 else torch.zeros_like(shares)
+    `hat` are the shares of all rows in all predictions. Without its own row, a residual is larger by 1 / (1 - the row's
+    share in its own prediction), and the mean moves.
+    """
+    number = len(hat)
+    if number == 1:
+        return torch.zeros_like(true)
+    own = hat.diagonal()[:, None] + 1 / number
+    return true - (true - hat @ true) / (1 - own) + true / (number - 1)
