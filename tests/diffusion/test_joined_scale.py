@@ -60,6 +60,9 @@ def test_what_is_stored_gives_the_same_channels_and_damage_is_refused(tiny_value
     latents = torch.randn(6, *settings.latent_shape, generator=GENERATOR)
     plain = joined_scale({LABEL_MAP: lambda number, _: maps[number]}, 6, settings, CPU)
     regression, _ = regress(maps.__getitem__, range(6), latents)
+    weights = torch.stack([regression.weights(one) for one in maps])
+    assert weights.std() > 0.01
+    torch.testing.assert_close(weights.mean(dim=0), torch.zeros(weights.shape[1]), atol=1e-4, rtol=0)
     scale = JoinedScale(plain.volume_scale, plain.centres, regression)
     again = JoinedScale.stored(scale.content, settings)
     joined = scale.apply(LABEL_MAP, maps[0])
