@@ -46,13 +46,11 @@ def tasks(volumes: Path) -> dict[str, Task]:
     maps = {f"{SETTING}.labels.source": volumes / "labels", f"{SETTING}.labels.num_classes": 3}
     hole = {**FROM_TARGET, f"{SETTING}.volume.degrade.hole": "[16,16,16]"}
     finer = {**FROM_TARGET, f"{SETTING}.volume.degrade.downsample": "[1,2,1]"}
-    once = (Way(1, 1.0), Way(12, 1.0, num=10))
+    once = (Way(1, 1.0), Way(12, 1.0))
     return {
-        "labels": Task(
-            "Label map to image", maps, 300, (Way(1, 1.0), Way(1, 2.0), Way(1, 3.0, seeds=3), Way(12, 3.0, num=10))
-        ),
+        "labels": Task("Label map to image", maps, 300, (Way(1, 1.0), Way(1, 2.0, seeds=3), Way(12, 2.0))),
         "hole": Task("Inpainting a hole of 16 x 16 x 16 voxels", hole, 200, once),
-        "finer": Task("Super-resolution by 2 along one axis", finer, 200, once),
+        "finer": Task("Super-resolution by 2 along one axis", finer, 120, once),
     }
 
 
