@@ -48,7 +48,7 @@ def tasks(volumes: Path) -> dict[str, Task]:
     finer = {**FROM_TARGET, f"{SETTING}.volume.degrade.downsample": "[1,2,1]"}
     once = (Way(1, 1.0), Way(12, 1.0))
     return {
-        "labels": Task("Label map to image", maps, 300, (Way(1, 1.0), Way(1, 2.0, seeds=3), Way(12, 2.0))),
+        "labels": Task("Label map to image", maps, 300, (Way(1, 1.0), Way(1, 2.0, seeds=3))),
         "hole": Task("Inpainting a hole of 16 x 16 x 16 voxels", hole, 200, once),
         "finer": Task("Super-resolution by 2 along one axis", finer, 120, once),
     }
