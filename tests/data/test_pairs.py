@@ -18,7 +18,7 @@ from data.volumes import DataSplit, VolumeFile, prepare_volumes
 from settings import DataError
 from settings.conditioning import ConditioningSettings
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels, read_volume
-from tests.data.test_dicom import write_series
+from tests.data.test_dicom import voxels_of, write_series
 
 
 def label_map(seed: int, shape: tuple[int, ...] = (12, 10, 8)) -> np.ndarray:
@@ -61,7 +61,7 @@ def test_a_numbered_channel_is_no_part_of_the_name(tmp_path):
 
 def test_dicom_series_are_partners_by_the_names_of_their_folders(tmp_path):
     for name in ("a", "deep/b"):
-        write_series(tmp_path / "series" / name, random_voxels((6, 5, 4)) * 100)
+        write_series(tmp_path / "series" / name, voxels_of(0))
     (tmp_path / "series" / "deep" / "c.nii.gz").write_bytes(b"")
     files = [VolumeFile(Path(name), name, None, 1, "") for name in ("images/a.nii.gz", "deep/b", "c.nii.gz")]
     found, problems = find_partners(str(tmp_path / "series"), files, build_settings(source="images"), "x.volume")
