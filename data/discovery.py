@@ -140,7 +140,7 @@ def _in_folder(root: Path) -> tuple[list[Found], list[str]]:
         left_out.append(f"{printable(name)}: left out, {why}")
         del names[name]
     for folder in sorted(dicom_folders):
-        series, unused = _series(root, folder)
+        series, unused = series_in(root, folder)
         names |= series
         left_out += unused
     if not names:
@@ -157,7 +157,7 @@ def with_folders(found: Sequence[Found]) -> list[Found]:
     return [replace(item, class_name=classes[item.name] if classes else None) for item in found]
 
 
-def _series(root: Path, folder: Path) -> tuple[dict[str, Path], list[str]]:
+def series_in(root: Path, folder: Path) -> tuple[dict[str, Path], list[str]]:
     """Return the DICOM series in a folder by name, each as its first file, and what is not a volume."""
     try:
         scanned = dicom.scan(folder)

@@ -168,7 +168,9 @@ def prepare_latents(
     ]
     spacing_mm, lower, upper = (tuple(map(float, values)) for values in middle)
     pin_memory = bool(data.pin_memory) and process.device.type == "cuda"
-    conditions = prepare_conditions(settings, pairs, volumes, process, codec)
+    is_regressed = settings.ldm.conditioning.labels.has_regression
+    examples = statistics.examples_in(normalisation, process) if is_regressed else None
+    conditions = prepare_conditions(settings, pairs, volumes, process, codec, examples)
     return Latents(volumes, data, read, normalisation, spacing_mm, lower, upper, autoencoder, pin_memory, conditions)
 
 

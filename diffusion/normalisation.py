@@ -133,14 +133,15 @@ class Statistics:
         shape = settings.latent_shape
         self.mean = torch.zeros(shape, dtype=torch.float64)
         self.squares = torch.zeros(shape[0], 1, 1, 1, dtype=torch.float64)
-        number = min(count, MOST_EXAMPLES) if self.num_components else 0
+        self.needs_examples = self.num_components > 0 or settings.ldm.conditioning.labels.has_regression
+        number = min(count, MOST_EXAMPLES) if self.needs_examples else 0
         self.places = {place * count // number: place for place in range(number)}
         self.examples = torch.zeros(number, *shape)
 
     @property
     def is_needed(self) -> bool:
         """Return whether latents must be added: one scale alone follows from their facts."""
-        return self.kind != "scale" or self.num_components > 0
+        return self.kind != "scale" or self.needs_examples
 
     def add(self, index: int, moments: Moments) -> None:
         """Add one latent by its index, as training draws it: with its mean and its sigma; ignore held-out ones."""
@@ -164,6 +165,10 @@ class Statistics:
         examples = result.apply(process.sum(self.examples))
         shape = principal_components(examples - examples.mean(dim=0), self.num_components)
         return Normalisation(result.scale, result.mean, shape)
+
+    def examples_in(self, normalisation: Normalisation, process: Process) -> tuple[list[int], Tensor]:
+        """Return the numbers of the volumes that are examples, and their normalised latents (N, C, D, H, W)."""
+        return list(self.places), normalisation.apply(process.sum(self.examples))
 
     def _by_channel(self, mean: Tensor, squares: Tensor) -> Normalisation:
         """Return what brings latents to mean 0, at each position or in each channel, and to deviation 1 by channel."""

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from data.pairs.numbers import NumberCode
+from diffusion.conditioning.joined_scale import AS_THEY_ARE, JoinedScale
 from diffusion.frozen_autoencoder import accepted_digests, autoencoder_of, autoencoder_path, load_autoencoder
 from diffusion.normalisation import Normalisation
 from diffusion.volume_codec import VolumeCodec
@@ -39,7 +40,7 @@ class SampleFrame(BaseModel):
     lower: tuple[float, ...]
     upper: tuple[float, ...]
     class_names: tuple[str, ...]
-    volume_scale: Positive = 1.0
+    joined_scale: JoinedScale = AS_THEY_ARE
     numbers: NumberCode | None = None
 
     def affine(self, settings: Settings) -> np.ndarray:
@@ -145,9 +146,11 @@ class TrainedRun:
         has_classes = self.settings.ldm.conditioning.type == "class"
         known = metadata if has_classes else {**metadata, "class_names": ()}
         try:
-            frame = SampleFrame.model_validate(
-                {**known, "normalisation": Normalisation.stored(metadata, self.settings)}
-            )
+            scales = {
+                "normalisation": Normalisation.stored(metadata, self.settings),
+                "joined_scale": JoinedScale.stored(metadata, self.settings),
+            }
+            frame = SampleFrame.model_validate({**known, **scales})
         except ValueError:  # also of pydantic
             raise foreign from None
         channels = self.settings.autoencoder.in_channels

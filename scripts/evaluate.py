@@ -94,7 +94,7 @@ def main(options: argparse.Namespace) -> int:
     }
     if has_stage_two:
         reference = load_reference(volumes.train, volumes.val, data)
-        scales, drawn_by = (frame.normalisation, frame.volume_scale), (options.seed, options.num, options.batch_size)
+        scales, drawn_by = (frame.normalisation, frame.joined_scale), (options.seed, options.num, options.batch_size)
         told, effect = evaluate_conditions(network, codec, settings, *scales, volumes, *drawn_by)
         results |= {} if effect is None else {"conditions": effect}
         drawn = (settings, frame.normalisation, options.seed, options.num, options.batch_size, told)

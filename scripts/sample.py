@@ -111,7 +111,7 @@ def main(options: argparse.Namespace) -> int:
     label = None if options.class_name is None else class_number(options.class_name, frame.class_names)
     codec = trained.codec()
     given = GivenFiles(options.labels, options.condition, options.mask)
-    cases = given_conditions(settings, given, codec, frame.volume_scale)
+    cases = given_conditions(settings, given, codec, frame.joined_scale)
     scan, asked = given_scan(options.number, settings.ldm.conditioning.scan)
     numbers = given_numbers(asked, frame.numbers)
     num = options.num or (1 if cases else 8)

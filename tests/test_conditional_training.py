@@ -23,7 +23,7 @@ from diffusion.latents import prepare_latents
 from diffusion.volume_codec import frozen_codec
 from runtime.processes import Process
 from settings import CheckpointError, ConfigError, DataError, load_settings
-from tests.conditional_run import AFFINE, LABEL_MAPS, conditional_config
+from tests.conditional_run import AFFINE, AS_IN_PRESETS, LABEL_MAPS, conditional_config
 from tests.finished_run import export_autoencoder, run_here, train_ldm
 
 VOLUME = "ldm.conditioning.volume"
@@ -33,7 +33,7 @@ HOLE = [f"{VOLUME}.source=target", f"{VOLUME}.degrade.hole=[6,6,6]"]
 @pytest.fixture
 def config(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    return conditional_config(tmp_path, LABEL_MAPS)
+    return conditional_config(tmp_path, AS_IN_PRESETS)
 
 
 def test_a_run_with_label_maps_trains_resumes_and_samples_in_their_space(config, capsys):
@@ -92,13 +92,13 @@ def test_batches_are_the_same_wherever_latents_are_kept(config):
         batches = [batch for step in latents.training_batches(BatchPlan(1, 2, 1), 0, 5) for batch in step]
         assert latents.conditions is not None
         joined = [batch.condition.joined for batch in batches if isinstance(batch, LatentBatch | VolumeBatch)]
-        found.append(([part for part in joined if part is not None], latents.conditions.volume_scale))
+        found.append(([part for part in joined if part is not None], latents.conditions.scale.content))
         assert len(found[-1][0]) == 5
     for others, scale in found[1:]:
-        assert scale == found[0][1]
+        torch.testing.assert_close(scale, found[0][1], rtol=0, atol=0)
         assert all(torch.equal(one, other) for one, other in zip(others, found[0][0], strict=True))
-    # Three label values, one channel and what is known; the hole moves from pass to pass.
-    assert found[0][0][0].shape == (2, 5, 8, 8, 8)
+    # Three label values, the guess, one channel and what is known; the hole moves from pass to pass.
+    assert found[0][0][0].shape == (2, 5 + settings.autoencoder.latent_channels, 8, 8, 8)
     assert len({tuple(part[-1].flatten().tolist()) for whole in found[0][0] for part in whole}) > len(volumes.train)
 
 
@@ -133,7 +133,7 @@ def test_keys_that_do_not_go_together_are_refused(tiny_config, overrides, text):
 def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     hole = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": [5, 5, 5], "num_holes": 2}}
-    config = conditional_config(tmp_path, {"volume": hole})
+    config = conditional_config(tmp_path, {"normalise": "position", "volume": hole})
     assert train_ldm(config) == 0
     mask = np.zeros((1, 20, 16, 14), np.float32)
     mask[0, 5:12, 4:10, 4:9] = 1

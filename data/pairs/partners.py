@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data.discovery import expanded, read_table
+from data.discovery import expanded, read_table, series_in
+from data.files import dicom
 from data.formats import SUFFIXES, suffix_of
 from data.survey.names import LABEL_ENDINGS
 from data.volumes import VolumeFile
@@ -69,15 +70,15 @@ def _paired(
 
 def _by_name(folder: Path, files: Sequence[VolumeFile], where: str) -> tuple[dict[str, Path], list[str]]:
     """Pair volumes with the files of a folder: by path, then by file name, each without the ending of its type."""
-    paths = sorted(_volumes_in(folder))
+    volumes = sorted(_volumes_in(folder))
     by_path: dict[str, list[Path]] = {}
     by_name: dict[str, list[Path]] = {}
-    for path in paths:
-        by_path.setdefault(_stem(path.relative_to(folder).as_posix()), []).append(path)
-        name = _stem(path.name)
+    for place, path in volumes:
+        by_path.setdefault(_stem(place), []).append(path)
+        name = _stem(PurePosixPath(place).name)
         for form in {name, _ENDING.sub("", name)}:
             by_name.setdefault(form, []).append(path)
-    if not paths:
+    if not volumes:
         raise DataError(f"{where} holds no volume; {' '.join(SUFFIXES)} are read, in subfolders too; check the folder")
     partners, problems = {}, []
     for file in files:
@@ -106,10 +107,16 @@ def _problem(name: str, found: Sequence[Path], where: str) -> str:
     return f"{printable(name)}: {len(found)} partners in {where} ({both}); one is allowed; remove the others"
 
 
-def _volumes_in(folder: Path) -> Iterator[Path]:
+def _volumes_in(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the volumes under a folder by their names in it; a DICOM series has the name of its folder."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place) / name for name in names if suffix_of(name) and not name.startswith("."))
+        files = [Path(place) / name for name in names if not name.startswith(".")]
+        slices = [path for path in files if dicom.is_dicom(path)]
+        if slices:
+            yield from series_in(folder, Path(place))[0].items()
+        others = (path for path in files if suffix_of(path.name) and path not in slices)
+        yield from ((path.relative_to(folder).as_posix(), path) for path in others)
 
 
 def _stem(name: str) -> str:

@@ -48,6 +48,8 @@ def question(settings: Settings, stage: Stage, has_matrix: bool = False) -> str:
     values["data"] = {name: grid for name, grid in grids.items() if grid is not None}
     if stage == "autoencoder":
         values.pop("ldm", None)
+    elif not settings.ldm.conditioning.is_used:
+        values.get("ldm", {}).pop("conditioning", None)
     return json.dumps({"stage": stage, **({"attention": "matrix"} if has_matrix else {}), **values}, sort_keys=True)
 
 

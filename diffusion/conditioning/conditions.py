@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ from data.pairs.label_maps import label_shares, mask_on_grid
 from data.pairs.numbers import NumberCode, code_of
 from data.pairs.pairs import Pairs, volume_reading
 from diffusion.conditioning.condition import Condition
+from diffusion.conditioning.joined_scale import AS_THEY_ARE, LABEL_MAP, VOLUME, JoinedScale, joined_scale
 from diffusion.conditioning.kept import keep
 from diffusion.conditioning.other_autoencoder import other_codec
+from diffusion.conditioning.regression import regress
 from diffusion.conditioning.scan import scan_vectors
 from diffusion.conditioning.volumes import Encode, degraded, joined_volume
 from diffusion.frozen_autoencoder import weights_digest
@@ -25,8 +26,6 @@ from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
 from settings import DataSettings, Settings
 from settings.conditioning import ConditioningSettings
-
-LABEL_MAP, VOLUME = "label map", "volume"
 
 READING = {"orientation", "spacing", "voxel_size", "resize"}
 """The settings that decide where a voxel of a file lies on the network's grid."""
@@ -43,17 +42,18 @@ Image = Callable[[int, int], tuple[Tensor, Tensor | None]]
 class Conditions:
     """How to read the conditions of the volumes, whose numbers are found by their names.
 
-    `joined` has a reader for each kind of condition that is joined to the noisy latent, whose grid is `grid`. The
-    channels of a volume are multiplied by `volume_scale`, which makes their standard deviation 1. `vectors` are the
-    numbers of all volumes in their `code`, `scans` what MAISI's U-Net is told of them besides their `modality`.
-    `image` returns the condition volume itself.
+    `joined` has a reader for each kind of condition that is joined to the noisy latent, whose grid is `grid`, and
+    `scale` says how its channels are scaled. `left_out` has, for training volumes by their number, what a regression on
+    the other volumes says. `vectors` are the numbers of all volumes in their `code`, `scans` what MAISI's U-Net is told
+    of them besides their `modality`. `image` returns the condition volume itself.
     """
 
     numbers: dict[str, int]
     joined: dict[str, ReadVariant]
     grid: tuple[int, ...]
     digest: str
-    volume_scale: float = 1.0
+    scale: JoinedScale = AS_THEY_ARE
+    left_out: Mapping[int, Tensor] = field(default_factory=dict)
     code: NumberCode | None = None
     vectors: Tensor | None = None
     image: Image | None = None
@@ -86,11 +86,8 @@ class Conditions:
         return self.of_files([files[position % len(files)] for position in positions], s)
 
     def _joined(self, number: int, variant: int) -> Tensor:
-        parts = [
-            scaled(read(number, variant), self.volume_scale) if kind == VOLUME else read(number, variant)
-            for kind, read in self.joined.items()
-        ]
-        return torch.cat(parts)
+        weights = self.left_out.get(number)
+        return torch.cat([self.scale.apply(kind, read(number, variant), weights) for kind, read in self.joined.items()])
 
     def shown(self, name: str) -> list[tuple[str, Tensor]]:
         """Return each kind of condition of a volume as a (D, H, W) volume in [0, 1], to look at."""
@@ -107,26 +104,28 @@ class Conditions:
     def metadata(self) -> dict[str, Any]:
         """Return what is stored with the trained weights because sampling needs it."""
         code = {} if self.code is None else {"numbers": self.code.model_dump(mode="json")}
-        return {"volume_scale": self.volume_scale, **code}
-
-
-def scaled(joined: Tensor, scale: float) -> Tensor:
-    """Multiply the channels of a condition volume, but not the last, which says what is known."""
-    return torch.cat([joined[:-1] * scale, joined[-1:]])
+        return {**self.scale.content, **code}
 
 
 def prepare_conditions(
-    settings: Settings, pairs: Pairs, volumes: DataSplit, process: Process, codec: VolumeCodec
+    settings: Settings,
+    pairs: Pairs,
+    volumes: DataSplit,
+    process: Process,
+    codec: VolumeCodec,
+    examples: tuple[Sequence[int], Tensor] | None = None,
 ) -> Conditions | None:
     """Make the conditions of all volumes that are not kept yet; None if there are none besides classes.
 
-    They are kept on disk with `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as latents.
+    `examples` are the numbers of some training volumes with their normalised latents, which the regression on label
+    maps is fitted to; without them there is none. Conditions are kept on disk with `ldm.latents.cache: disk`, and
+    otherwise in memory: they are about as large as latents.
     """
     scan = settings.ldm.conditioning.scan
     if not (settings.ldm.conditioning.needs_pairs or scan.is_used):
         return None
     readers: dict[str, ReadVariant] = {}
-    scale, image, digest = 1.0, None, pairs.digest
+    image, digest = None, pairs.digest
     if pairs.labels:
         readers[LABEL_MAP] = _label_maps(settings, pairs, process)
     if pairs.volumes:
@@ -134,7 +133,11 @@ def prepare_conditions(
         coder = coder_of(settings, codec)
         readers[VOLUME] = _volumes(settings, pairs, process, coder, image)
         digest += "" if coder in (None, codec) else f" {weights_digest(coder.autoencoder)}"
-        scale = _scale(readers[VOLUME], len(volumes.train), process)
+    scale = joined_scale(readers, len(volumes.train), settings, process)
+    left_out: dict[int, Tensor] = {}
+    if examples is not None and settings.ldm.conditioning.labels.has_regression:
+        regression, left_out = regress(lambda number: readers[LABEL_MAP](number, 0), *examples)
+        scale = replace(scale, regression=regression)
     names = [file.name for file in (*volumes.train, *volumes.val)]
     numbers = {name: place for place, name in enumerate(names)}
     code = vectors = None
@@ -143,7 +146,8 @@ def prepare_conditions(
         vectors = torch.tensor([code.encode(row) for row in pairs.numbers])
     scans = scan_vectors(scan, settings.data, (*volumes.train, *volumes.val), pairs.regions)
     modality = scan.modality if scan.num_modalities else None
-    return Conditions(numbers, readers, settings.latent_shape[1:], digest, scale, code, vectors, image, scans, modality)
+    grid = settings.latent_shape[1:]
+    return Conditions(numbers, readers, grid, digest, scale, left_out, code, vectors, image, scans, modality)
 
 
 def _label_maps(settings: Settings, pairs: Pairs, process: Process) -> ReadVariant:
@@ -219,21 +223,6 @@ def coder_of(settings: Settings, codec: VolumeCodec) -> VolumeCodec | None:
 def encoder_of(coder: VolumeCodec | None) -> Encode | None:
     """Return what encodes condition volumes, or None if they are averaged as they are."""
     return None if coder is None else lambda image: coder.encode(image)[0].cpu()
-
-
-def _scale(read: ReadVariant, num_train: int, process: Process) -> float:
-    """Return 1 / standard deviation of the channels of all training volumes, but not of those that say what is known.
-
-    The result is the same for any number of processes: one fills each row, and the rows are added in order.
-    """
-    sums = torch.zeros(num_train, 3, dtype=torch.float64)
-    with process.together():
-        for number in range(process.rank, num_train, process.world_size):
-            values = read(number, 0)[:-1].double()
-            sums[number] = torch.tensor([values.numel(), float(values.sum()), float(values.square().sum())])
-    count, total, squares = (math.fsum(column) for column in process.sum(sums).T.tolist())
-    variance = squares / count - (total / count) ** 2
-    return 1 / math.sqrt(variance) if variance > 0 else 1.0
 
 
 def reading_of(s: DataSettings) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
 
-from data.discovery import expanded
+from data.discovery import expanded, series_in
+from data.files import dicom
 from data.formats import SUFFIXES, suffix_of
 from data.geometry import geometry_of
 from data.pairs.label_maps import label_problem, label_shares, mask_problem
@@ -18,7 +19,8 @@ from data.pairs.pairs import LABELS, label_reading
 from data.pairs.space import Space, Unknown, mask_of, space_of_volume
 from data.reading import measure
 from diffusion.conditioning.condition import Condition
-from diffusion.conditioning.conditions import coder_of, empty_condition, encoder_of, scaled
+from diffusion.conditioning.conditions import coder_of, empty_condition, encoder_of
+from diffusion.conditioning.joined_scale import LABEL_MAP, VOLUME, JoinedScale
 from diffusion.conditioning.volumes import Encode, joined_volume, without
 from diffusion.volume_codec import VolumeCodec
 from settings import DataError, Settings, UserError
@@ -52,7 +54,7 @@ class GivenCondition:
 
 
 def given_conditions(
-    settings: Settings, given: GivenFiles, codec: VolumeCodec, volume_scale: float
+    settings: Settings, given: GivenFiles, codec: VolumeCodec, scale: JoinedScale
 ) -> list[GivenCondition]:
     """Return the cases of the files that a command is given, in the order of their names; empty without files.
 
@@ -71,9 +73,11 @@ def given_conditions(
         parts, space = [], None
         if s.labels.num_classes:
             path = _partner(name, maps, "--labels")
-            part, space = (torch.zeros(s.labels.num_joined, *settings.latent_shape[1:]), None)
+            number = s.labels.num_joined(settings.autoencoder.latent_channels)
+            part, space = (torch.zeros(number, *settings.latent_shape[1:]), None)
             if path is not None:
                 part, space = _label_map(path, settings)
+                part = scale.apply(LABEL_MAP, part)
             parts.append(part)
         if s.volume.is_used:
             path, mask = _partner(name, volumes, "--condition"), _partner(name, masks, "--mask")
@@ -81,7 +85,7 @@ def given_conditions(
             part = torch.zeros(number, *settings.latent_shape[1:])
             if path is not None:
                 part, space = _volume(path, mask, settings, encode)
-                part = scaled(part, volume_scale)
+                part = scale.apply(VOLUME, part)
             parts.append(part)
         assert space is not None, "a case has at least one file"
         cases.append(GivenCondition(name, torch.cat(parts), space))
@@ -136,22 +140,38 @@ def _check_options(settings: Settings, given: GivenFiles) -> None:
 
 
 def _files_of(place: str | None, option: str) -> dict[str, Path]:
-    """Return the volume file that an option names, or those of the folder that it names, by name without its ending."""
+    """Return the volume file that an option names, or those of the folder that it names, by name without its ending.
+
+    A DICOM series is a folder: the one that is named, or a folder in it.
+    """
     if place is None:
         return {}
     path = expanded(place)
     found = [path] if path.is_file() else []
+    series: dict[str, Path] = {}
     if path.is_dir():
-        found = sorted(item for item in path.iterdir() if suffix_of(item.name) and not item.name.startswith("."))
-    if found:
-        named = {item.name[: len(item.name) - len(suffix_of(item.name) or "")]: item for item in found}
-        if len(named) == len(found):
+        items = sorted(item for item in path.iterdir() if not item.name.startswith("."))
+        found = [item for item in items if suffix_of(item.name) and not item.is_dir() and not dicom.is_dicom(item)]
+        series = _series([path, *(item for item in items if item.is_dir())])
+    if found or series:
+        named = {item.name[: len(item.name) - len(suffix_of(item.name) or "")]: item for item in found} | series
+        if len(named) == len(found) + len(series):
             return named
         raise UserError(
             f"{option}: {printable(place)} has two files of one name but for the ending; remove one of them"
         )
     what = "holds no volume" if path.is_dir() else "does not exist"
     raise UserError(f"{option}: {printable(place)} {what}; a file ({' '.join(SUFFIXES)}) or a folder of them is needed")
+
+
+def _series(folders: Sequence[Path]) -> dict[str, Path]:
+    """Return the DICOM series in these folders, each as its first file, by the name of its folder."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        if any(dicom.is_dicom(item) for item in folder.iterdir()):
+            series, _ = series_in(folder.parent, folder)
+            found |= {PurePosixPath(name).name: path for name, path in series.items()}
+    return found
 
 
 def _partner(name: str, files: dict[str, Path], option: str) -> Path | None:

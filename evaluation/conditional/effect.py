@@ -16,6 +16,7 @@ from data.pairs.label_maps import mask_on_grid
 from data.pairs.pairs import Pairs
 from diffusion.conditioning import Condition, check_conditions, hidden
 from diffusion.conditioning.conditions import Conditions, prepare_conditions
+from diffusion.conditioning.joined_scale import JoinedScale
 from diffusion.conditioning.volumes import block_means, hole_mask, lowered
 from diffusion.latents import stage_two_data
 from diffusion.normalisation import Normalisation
@@ -25,7 +26,8 @@ from runtime.processes import Process
 from settings import DataSettings, Settings
 from settings.conditioning import VolumeSettings
 
-RIGHT, SHUFFLED, HIDDEN, INTERPOLATED = "right", "shuffled", "hidden", "interpolated"
+RIGHT, SHUFFLED, HIDDEN = "right", "shuffled", "hidden"
+INTERPOLATED, INTERPOLATED_KEPT = "interpolated", "interpolated_kept"
 
 
 def evaluate_conditions(
@@ -33,7 +35,7 @@ def evaluate_conditions(
     codec: VolumeCodec,
     settings: Settings,
     normalisation: Normalisation,
-    volume_scale: float,
+    scale: JoinedScale,
     volumes: DataSplit,
     seed: int,
     num: int,
@@ -48,7 +50,7 @@ def evaluate_conditions(
     conditions = prepare_conditions(settings, pairs, volumes, Process(codec.precision.device), codec)
     if conditions is None:
         return None, None
-    conditions = replace(conditions, volume_scale=volume_scale)
+    conditions = replace(conditions, scale=scale)
     condition_of = partial(conditions.of_held_out, volumes.val, settings.ldm.conditioning)
     if not settings.ldm.conditioning.has_targets:
         return condition_of, None
@@ -73,7 +75,7 @@ def condition_effect(
 
     `right` has the condition of the volume, `shuffled` that of the next one, `hidden` none, all from the same noise.
     What the right condition knows of the target is kept in all of them: around a hole, so that only the hole counts,
-    and as means of blocks. Then `interpolated` is the condition itself.
+    and as means of blocks. Then `interpolated` is the condition itself, and `interpolated_kept` has these means too.
     """
     s = settings.ldm.conditioning
     right = conditions.of_files(files, s)
@@ -97,7 +99,9 @@ def condition_effect(
         drawn = [to_unit(volume).cpu() for volume in volumes]
         results[name] = _errors([k.pair(v, t) for k, v, t in zip(known, drawn, targets, strict=True)])
     if s.volume.is_from_target and not s.volume.fills:
-        results[INTERPOLATED] = _errors([(lowered(t, s.volume.degrade.downsample), t) for t in targets])
+        smooth = [lowered(target, s.volume.degrade.downsample) for target in targets]
+        results[INTERPOLATED] = _errors(list(zip(smooth, targets, strict=True)))
+        results[INTERPOLATED_KEPT] = _errors([k.pair(v, t) for k, v, t in zip(known, smooth, targets, strict=True)])
     return results
 
 
@@ -149,6 +153,7 @@ def effect_lines(values: dict[str, Any]) -> list[str]:
         SHUFFLED: "with that of another volume",
         HIDDEN: "with none",
         INTERPOLATED: "condition, interpolated",
+        INTERPOLATED_KEPT: "the same with its means kept",
     }
     lines = [f"{values['num']} samples against their held-out volumes, error {where}", f"{'':<30}     L1   PSNR dB"]
     lines += [

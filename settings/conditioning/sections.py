@@ -105,12 +105,21 @@ class LabelMapSettings(Section):
         ge=0,
         le=1024,
     )
+    regression: bool = key(
+        False,
+        "Also join a first guess of the latent: what a linear regression of the training latents on their label maps "
+        "predicts. It helps most if volumes are few.",
+    )
     dropout: float = key(0.1, "Fraction of label maps hidden in training; guidance needs it.", ge=0, lt=1)
 
     @property
-    def num_joined(self) -> int:
-        """Return the number of channels that are joined to the noisy latent."""
-        return self.num_classes
+    def has_regression(self) -> bool:
+        """Return whether a guess is joined besides the label maps."""
+        return self.regression and self.num_classes > 0
+
+    def num_joined(self, latent_channels: int) -> int:
+        """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
+        return self.num_classes + (latent_channels if self.has_regression else 0)
 
 
 Columns = Annotated[
@@ -145,6 +154,11 @@ class ConditioningSettings(Section):
     type: Literal["none", "class"] = key("none", "Whether samples are conditioned on the class of their volume.")
     num_classes: int = key(0, "Number of classes in the data; required if the type is class.", ge=0, le=65_536)
     dropout: float = key(0.1, "Fraction of class labels hidden in training; guidance needs it.", ge=0, lt=1)
+    normalise: Literal["scale", "position"] = key(
+        "scale",
+        "How label maps and volumes are joined: position: as differences from their mean at each position over the "
+        "training set, which suits ldm.latents.normalise: position; scale: as they are.",
+    )
     labels: LabelMapSettings = section(LabelMapSettings, "Label maps as conditions.")
     volume: VolumeSettings = section(VolumeSettings, "Other volumes as conditions.")
     numbers: NumberSettings = section(NumberSettings, "Columns of a table as conditions.")
@@ -196,4 +210,4 @@ class ConditioningSettings(Section):
 
     def num_joined(self, latent_channels: int) -> int:
         """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
-        return self.labels.num_joined + self.volume.num_joined(latent_channels)
+        return self.labels.num_joined(latent_channels) + self.volume.num_joined(latent_channels)

@@ -13,10 +13,12 @@ from data.formats import write_nifti
 from data.geometry import geometry_of
 from data.pairs.label_maps import label_shares
 from data.pairs.pairs import check_pairs, prepare_pairs
-from data.volumes import DataSplit, prepare_volumes
+from data.pairs.partners import find_partners
+from data.volumes import DataSplit, VolumeFile, prepare_volumes
 from settings import DataError
 from settings.conditioning import ConditioningSettings
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels, read_volume
+from tests.data.test_dicom import voxels_of, write_series
 
 
 def label_map(seed: int, shape: tuple[int, ...] = (12, 10, 8)) -> np.ndarray:
@@ -55,6 +57,20 @@ def test_a_numbered_channel_is_no_part_of_the_name(tmp_path):
     write_maps(tmp_path / "maps", ["case0.nii.gz", "case1.nii.gz"])
     found = partner_names(tmp_path / "maps", volumes_of(tmp_path / "volumes"))
     assert found == {f"case{place}_0000.nii.gz": f"case{place}.nii.gz" for place in range(2)}
+
+
+def test_dicom_series_are_partners_by_the_names_of_their_folders(tmp_path):
+    for name in ("a", "deep/b"):
+        write_series(tmp_path / "series" / name, voxels_of(0))
+    (tmp_path / "series" / "deep" / "c.nii.gz").write_bytes(b"")
+    files = [VolumeFile(Path(name), name, None, 1, "") for name in ("images/a.nii.gz", "deep/b", "c.nii.gz")]
+    found, problems = find_partners(str(tmp_path / "series"), files, build_settings(source="images"), "x.volume")
+    assert not problems
+    assert {name: path.parent.name for name, path in found.items()} == {
+        "images/a.nii.gz": "a",
+        "deep/b": "b",
+        "c.nii.gz": "deep",
+    }
 
 
 def test_a_csv_pairs_any_names(folder, tmp_path):

@@ -212,6 +212,15 @@ def test_what_is_given_is_taken():
     assert of(plan, "data.voxel_size").reason == "given on the command line"
 
 
+def test_conditions_that_are_given_are_part_of_the_plan_and_of_its_memory():
+    plan = planned(SETS["MR"], ldm__conditioning__labels__source="/data/maps", ldm__conditioning__labels__num_classes=3)
+    found = plan.recommended.settings.ldm.conditioning
+    assert (found.labels.source, found.labels.num_classes) == ("/data/maps", 3)
+    assert found.normalise == "position"
+    assert found.labels.regression
+    assert "ldm.conditioning.normalise" not in {choice.key for choice in planned(SETS["MR"]).choices}
+
+
 def test_given_spacing_sets_the_grid():
     plan = planned(SETS["MR"], data__spacing=[2.0, 2.0, 2.0], data__resize="crop_or_pad")
     assert plan.recommended.settings.data.voxel_size == (96, 128, 128)

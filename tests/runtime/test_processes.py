@@ -47,7 +47,7 @@ def found(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     return result
 
 
-@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm", "conditional"])
 def test_gradients_of_two_processes_equal_those_of_one_with_twice_the_accumulation(found, stage):
     (one,), (first, second) = found["one"], found["two"]
     assert one[stage].keys() == first[stage].keys()
@@ -59,6 +59,13 @@ def test_gradients_of_two_processes_equal_those_of_one_with_twice_the_accumulati
             difference = (vector - vectors[0]).norm() / vectors[0].norm()
             assert difference <= 1e-6, f"{network}: {difference:.2e}"
     torch.testing.assert_close(first[stage], second[stage], rtol=0, atol=0)
+
+
+def test_conditions_of_two_processes_are_scaled_like_those_of_one(found):
+    (one,), (first, second) = found["one"], found["two"]
+    assert one["condition scale"].keys() == {"volume_scale", "joined_volume_mean", "joined_volume_scale"}
+    torch.testing.assert_close(first["condition scale"], one["condition scale"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(first["condition scale"], second["condition scale"], rtol=0, atol=0)
 
 
 def test_codebook_of_two_processes_equals_that_of_one_with_twice_the_accumulation(found):

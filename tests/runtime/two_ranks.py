@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from data import BatchPlan, DataSplit, prepare_volumes, training_batches, validation_batches
+from diffusion.conditioning import check_conditions
 from diffusion.latents import prepare_latents
 from diffusion.volume_codec import frozen_codec
 from evaluation.autoencoder_validation import validate_autoencoder
@@ -74,6 +75,21 @@ def stage_two(settings: Settings, process: Process, volumes: DataSplit, found: d
     found["held-out loss"] = _held_out_loss(step, latents)
 
 
+def conditional(settings: Settings, process: Process, volumes: DataSplit, found: dict[str, Any]) -> None:
+    """Make one backward with volumes in which a hole is to be filled."""
+    hole = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": (5, 5, 5)}}
+    changes = {"conditioning.normalise": "position", "conditioning.volume": hole, "latents.cache": "memory"}
+    settings = settings.with_overrides({f"ldm.{key}": value for key, value in changes.items()})
+    codec = frozen_codec(settings, process.device)
+    latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
+    assert latents.conditions is not None
+    found["condition scale"] = latents.conditions.scale.content
+    step = LatentDiffusionStep(settings, process, codec=codec, latents=latents)
+    plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
+    step.backward(next(iter(latents.training_batches(plan, STEP, STEP + 1))), STEP)
+    found["conditional"] = gradients(step)
+
+
 def agreements(process: Process, found: dict[str, Any]) -> None:
     """Raise errors in one process and record what each process gets."""
     is_last = process.rank == process.world_size - 1
@@ -118,6 +134,7 @@ def main(config: str) -> None:
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
         stage_one(settings, process, volumes, found)
         stage_two(settings, process, volumes, found)
+        conditional(settings, process, volumes, found)
         codebook(settings, process, volumes, found)
         agreements(process, found)
         bad_value(settings, process, found)

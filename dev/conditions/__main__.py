@@ -1,0 +1,73 @@
+"""Write docs/condition_measurements.md: what conditions are worth on given volumes, and `occupied_weight` on surfaces.
+
+Trains one autoencoder and one network for each task in runs/; what is trained there already is only measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from command_line import check_output_file, parser, run, write_output
+
+ROOT = Path(__file__).resolve().parents[2]
+PATH = ROOT / "docs" / "condition_measurements.md"
+NAMES = ("labels", "hole", "finer", "surfaces")
+WEIGHTS = (1.0, 10.0)
+SURFACE_STEPS = 120
+
+_INTRODUCTION = """# What conditions are worth
+
+Written by `python -m dev.conditions`; do not edit by hand.
+
+The networks are those of `configs/quickstart.yaml`, trained for the updates that are named, on one CPU core. Errors are
+those of samples for held-out volumes, on the scale of 0 to 1: with the volume's own condition, with that of another
+volume, and with none, each from the same noise.
+"""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    result = parser(__doc__ or "", ["python -m dev.conditions --volumes /data/hippocampus"])
+    result.add_argument(
+        "--volumes", required=True, metavar="DIR", help="volumes with label maps of the values 0 to 2 in labels/"
+    )
+    result.add_argument("--only", action="append", choices=NAMES, help="measure only this and keep the other sections")
+    result.add_argument("--out", default=str(PATH), metavar="FILE", help="the document")
+    return result.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Train and measure task by task, and write the document after each."""
+    import torch
+
+    from dev.conditions import tasks
+    from dev.conditions.document import section_of_surfaces, section_of_task, sections_of
+
+    torch.set_num_threads(1)
+    check_output_file(options.out)
+    volumes, out = Path(options.volumes).resolve(), Path(options.out)
+    sections = sections_of(out.read_text(encoding="utf-8")) if options.only and out.is_file() else {}
+    chosen = options.only or NAMES
+    known = tasks.tasks(volumes)
+    for name in chosen:
+        if name == "surfaces":
+            found = {weight: tasks.occupancy(weight, SURFACE_STEPS) for weight in WEIGHTS}
+            title, text = section_of_surfaces(found, SURFACE_STEPS)
+        else:
+            task = known[name]
+            tasks.stage_one(volumes)
+            tasks.stage_two(name, task, volumes)
+            title, text = section_of_task(task, list(tasks.measure(name, task.ways)))
+        sections[title] = text
+        body = "".join(f"\n## {heading}\n\n{part.strip()}\n" for heading, part in sections.items())
+        write_output(out, f"{_INTRODUCTION}{body}")
+        print(f"{title}\n{text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, parse()))
