@@ -1,4 +1,4 @@
-from dev.preset_recipes import FINE_TUNING, ROOT, SMALL, _kinds
+from dev.recipes.presets import FINE_TUNING, ROOT, SMALL, _kinds
 from settings import load_settings
 
 

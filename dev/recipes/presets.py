@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks.recipe import CPU, SampleJudge, reconstructions, train, train_on_latents, volume_batches
-from command_line import parser, run
+from command_line import parser
 from data import prepare_volumes
 from evaluation.ldm_validation import validate_ldm
 from evaluation.samples import draw_samples
@@ -22,7 +19,7 @@ from models import StockAutoencoder
 from settings import Settings, load_settings
 from training.autoencoder_step import AutoencoderStep
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NUM_SAMPLES = 32
 FINE_TUNING = "maisi"
 RECIPE = ("scheduler", "latents", "sampling", "training")
@@ -45,7 +42,7 @@ FIXED = {
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    result = parser(__doc__ or "", ["python dev/preset_recipes.py", "python dev/preset_recipes.py --steps 20"])
+    result = parser(__doc__ or "", ["python -m dev.recipes", "python -m dev.recipes --steps 20"])
     result.add_argument("--steps", type=int, default=150, help="updates of stage 2 (default: %(default)s)")
     result.add_argument("--out", type=Path, default=ROOT / "docs" / "preset_recipes.md", metavar="FILE")
     return result.parse_args(arguments)
@@ -103,7 +100,7 @@ def _head(num_steps: int, psnr: float, anchors: dict[str, float]) -> str:
     described = ", ".join(f"{value:.3f} for {name}" for name, value in anchors.items())
     return f"""# The presets' stage 2 at equal steps
 
-Written by `python dev/preset_recipes.py`; do not edit by hand.
+Written by `python -m dev.recipes`; do not edit by hand.
 
 {num_steps} updates on the latents of 160 phantoms of 16x16x16, a fifth of them held out, from one autoencoder
 ({psnr:.1f} dB), one seed. Held-out loss is the mean squared error of the prediction over four noise levels.
@@ -112,7 +109,3 @@ Sharpness is the gradient magnitude relative to held-out volumes.
 
 | presets | recipe | learning rate | held-out loss | mmd squared | sharpness |
 |---|---|---:|---:|---:|---:|"""
-
-
-if __name__ == "__main__":
-    sys.exit(run(main, parse()))

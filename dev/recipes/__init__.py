@@ -1,0 +1,1 @@
+"""The presets' recipes of stage 2 side by side: `python -m dev.recipes`."""
