@@ -1,3 +1,5 @@
+"""Compares the recipes of the presets."""
+
 import sys
 
 from command_line import run
