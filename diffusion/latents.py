@@ -178,8 +178,9 @@ def latent_scale(facts: Sequence[LatentFacts], num_elements: int) -> float:
     """Return 1 / standard deviation of latents drawn from these volumes, with `num_elements` elements each."""
     count = num_elements * len(facts)
     mean = math.fsum(f.sum_mean for f in facts) / count
-    variance = math.fsum(f.sum_squared_mean + f.sum_squared_sigma for f in facts) / count - mean**2
-    check_variance(variance)
+    mean_square = math.fsum(f.sum_squared_mean + f.sum_squared_sigma for f in facts) / count
+    variance = mean_square - mean**2
+    check_variance(variance, mean_square)
     return 1 / math.sqrt(variance)
 
 

@@ -19,6 +19,9 @@ MOST_EXAMPLES = 256
 
 _CHUNK = 2**16
 
+# Latents that vary less than this beside their mean square are constant: the rest is rounding.
+_SMALLEST_SHARE = 1e-12
+
 
 @dataclass(frozen=True)
 class NoiseShape:
@@ -177,8 +180,9 @@ class Statistics:
         num_positions = self.mean[0].numel()
         explained = mean.square().expand_as(self.mean).sum(dim=(1, 2, 3), keepdim=True) / num_positions
         variance = squares / (self.count * num_positions) - explained
-        for number in variance.flatten().tolist():
-            check_variance(number)
+        mean_squares = squares.flatten().tolist()
+        for channel, (found, total) in enumerate(zip(variance.flatten().tolist(), mean_squares, strict=True)):
+            check_variance(found, total / (self.count * num_positions), channel)
         return Normalisation(variance.rsqrt().float(), mean.float())
 
 
@@ -201,13 +205,18 @@ def _chunks(examples: Tensor) -> Iterator[Tensor]:
         yield part.double()
 
 
-def check_variance(variance: float) -> None:
-    """Raise `CheckpointError` unless latents of this variance can be scaled to one."""
-    if not (math.isfinite(variance) and variance > 0):
-        raise CheckpointError(
-            f"the variance of the autoencoder's latents is {variance:g}; it must be finite and above zero; "
-            "train stage 1 again"
-        )
+def check_variance(variance: float, mean_square: float, channel: int | None = None) -> None:
+    """Raise `CheckpointError` unless latents of this variance, or one channel of them, can be scaled to one."""
+    if math.isfinite(variance) and variance > _SMALLEST_SHARE * mean_square:
+        return
+    where, remedy = "", "train stage 1 again"
+    if channel is not None:
+        where = f" in channel {channel}, counted from 0"
+        if math.isfinite(variance):
+            remedy = f"set ldm.latents.normalise: scale, or {remedy}"
+    raise CheckpointError(
+        f"the variance of the autoencoder's latents is {variance:g}{where}; it must be finite and above zero; {remedy}"
+    )
 
 
 def _tensor(content: dict[str, Any], name: str, like: Tensor) -> Tensor:

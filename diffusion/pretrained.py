@@ -43,6 +43,13 @@ class PretrainedUNet:
         if changed:
             lines = "\n  ".join(changed)
             raise CheckpointError(f"{path}: the pretrained U-Net has different settings:\n  {lines}\nset these back")
+        knows_positions = settings.ldm.latents.normalise == "position" or settings.ldm.scheduler.noise_components > 0
+        if knows_positions and before.latent_shape != settings.latent_shape:
+            raise CheckpointError(
+                f"{path}: the pretrained U-Net knows the mean or the noise of each position of latents of "
+                f"{before.latent_shape[1:]}, and these are of {settings.latent_shape[1:]}; set data.voxel_size to "
+                f"{list(before.data.voxel_size)}"
+            )
         try:
             self.normalisation = Normalisation.stored(metadata, settings)
         except ValueError as error:

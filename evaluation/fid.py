@@ -71,7 +71,8 @@ def frechet_distance(first: Tensor, second: Tensor) -> float:
     root = vectors * values.clamp_min(0).sqrt() @ vectors.T
     # (cov_1 cov_2)^(1/2) has the same trace as this symmetric form, whose eigenvalues are real.
     shared = torch.linalg.eigvalsh(root @ cov_2 @ root).clamp_min(0).sqrt().sum()
-    return float((mean_1 - mean_2).square().sum() + cov_1.trace() + cov_2.trace() - 2 * shared)
+    # With fewer slices than features, rounding would take equal sets a little below zero.
+    return max(0.0, float((mean_1 - mean_2).square().sum() + cov_1.trace() + cov_2.trace() - 2 * shared))
 
 
 def _without_classifier(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
 from evaluation.fid import PLANES, frechet_distance, slice_features
-from evaluation.reconstructions import NORMAL_95
 from evaluation.set_metrics import (
     maximum_mean_discrepancy,
     mean_pairwise_ms_ssim,
@@ -29,6 +28,9 @@ from evaluation.set_metrics import (
 )
 from evaluation.sharpness import compare_sharpness, sharpness_of
 from settings import DataSettings, Settings
+
+NORMAL_95 = 1.96
+"""Standard errors on each side of a 95 % interval."""
 
 MEMORISED_RATIO = 0.5
 """A sample counts as memorised when its distance to the nearest training volume is below this share of the median

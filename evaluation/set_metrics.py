@@ -76,7 +76,7 @@ def squared_discrepancy(
         return math.nan, math.nan
 
     def kernel(first: Tensor, second: Tensor) -> Tensor:
-        squared = torch.cdist(first, second).square()
+        squared = _distances(first, second).square()
         return torch.stack([torch.exp(-squared / (2 * (width * typical) ** 2)) for width in widths]).mean(dim=0)
 
     cross = kernel(samples, reference)
@@ -102,9 +102,9 @@ def precision_and_recall(samples: Tensor, reference: Tensor) -> tuple[float, flo
     """
 
     def share_inside(vectors: Tensor, others: Tensor) -> float:
-        nearest_first = torch.cdist(others, others).sort(dim=1).values
+        nearest_first = _distances(others, others).sort(dim=1).values
         radius = nearest_first[:, min(NEIGHBOUR, len(others) - 1)]
-        return float((torch.cdist(vectors, others) <= radius).any(dim=1).double().mean())
+        return float((_distances(vectors, others) <= radius).any(dim=1).double().mean())
 
     return share_inside(samples, reference), share_inside(reference, samples)
 
@@ -122,6 +122,12 @@ def mean_pairwise_ms_ssim(volumes: Sequence[Tensor]) -> float:
 
 def nearest(vectors: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """Return the root-mean-square distance from each vector to the nearest of the others, and its index."""
-    distances = torch.cdist(vectors, others) / vectors.shape[1] ** 0.5
+    distances = _distances(vectors, others) / vectors.shape[1] ** 0.5
     smallest = distances.min(dim=1)
     return smallest.values, smallest.indices
+
+
+def _distances(first: Tensor, second: Tensor) -> Tensor:
+    """Return the distances between all pairs of vectors; equal vectors are exactly 0 apart."""
+    # With more than 25 vectors, cdist would multiply matrices, and the rounding of that keeps equal vectors apart.
+    return torch.cdist(first, second, compute_mode="donot_use_mm_for_euclid_dist")

@@ -48,7 +48,8 @@ def band_powers(volume: Tensor) -> Tensor:
         assert isinstance(power, Tensor), "a volume has slices"
         frequencies = [torch.fft.fftfreq(size, device=power.device) for size in power.shape]
         radius = torch.linalg.vector_norm(torch.stack(torch.meshgrid(*frequencies, indexing="ij")), dim=0)
-        band = (radius * 2 * NUM_BANDS).ceil().long() - 1
+        # A frequency at the end of a band belongs to it, even if rounding moves it a little beyond.
+        band = (radius * 2 * NUM_BANDS - 1e-5).ceil().long() - 1
         rows.append(torch.stack([power[band == number].double().mean() for number in range(NUM_BANDS)]).cpu())
         rows[-1] /= slices.numel()
     return torch.stack(rows)

@@ -83,8 +83,9 @@ class TrainedRun:
         return autoencoder_of(self.settings, *self._weights("autoencoder")).to(self.precision.device)
 
     def has_weights(self, stage: str) -> bool:
-        """Return whether a stage has finished weights or a checkpoint."""
-        return self.folder.weights(stage).is_file() or any(self.folder.checkpoints.glob(f"{stage}_step_*.pt"))
+        """Return whether a stage has finished weights or a checkpoint or, if they are asked for, its best weights."""
+        asked = [self.folder.weights(stage), *([self.folder.best_weights(stage)] if self.best == stage else [])]
+        return any(path.is_file() for path in asked) or any(self.folder.checkpoints.glob(f"{stage}_step_*.pt"))
 
     def _weights(self, stage: str) -> tuple[dict[str, Tensor], dict[str, Any], Path]:
         """Return a stage's weights, averaged if there is an average, with their metadata and their path."""

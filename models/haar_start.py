@@ -120,10 +120,11 @@ def _without_bias(conv: nn.Conv3d, channels: int) -> None:
 
 
 def _add_centre(conv: nn.Conv3d, period: int) -> None:
-    """Add one to the middle tap from input `channel % period` to each output channel."""
+    """Add one to the middle tap from input `channel % period`, if there is one, to each output channel."""
     middle = tuple(size // 2 for size in conv.kernel_size)
     for channel in range(conv.out_channels):
-        conv.weight[(channel, channel % period, *middle)] += 1
+        if channel % period < conv.in_channels:
+            conv.weight[(channel, channel % period, *middle)] += 1
 
 
 def _part(conv: nn.Conv3d, filters: list[_Axes], in_channels: int, latent_channels: int) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -58,6 +59,22 @@ def main(options: argparse.Namespace) -> None:
     print(f"network = {name}(**{json.loads(json.dumps(arguments))})")
     read = "safetensors.torch.load_file" if destination.suffix == ".safetensors" else "torch.load"
     print(f"network.load_state_dict({read}({str(destination)!r}), strict=True)")
+    for line in _latents(source, metadata):
+        print(f"# {line}")
+
+
+def _latents(source: Path, metadata: dict[str, Any]) -> list[str]:
+    """Return what a U-Net takes for latents and noise, which neither its class nor its weights say."""
+    scale, lines = metadata.get("latent_scale"), []
+    if isinstance(scale, float):
+        lines.append(f"It takes the autoencoder's latents times {scale!r}.")
+    elif scale is not None:
+        lines.append("It takes (latent - mean) * scale: metadata.latent_mean and metadata.latent_scale in")
+        lines.append(f"{source}.")
+    if len(metadata.get("noise_deviations", ())):
+        lines.append("Its noise is not white: along each of metadata.noise_directions it has the standard deviation in")
+        lines.append(f"metadata.noise_deviations, both in {source}. Samplers that draw white noise do not fit it.")
+    return lines
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -301,6 +301,9 @@ def _noise_levels(ldm: LdmSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]
         remedy = "set false" if scheduler.type == "rflow" else "set prediction: v, or zero_terminal_snr: false"
         sources = ("ldm.scheduler.type", "ldm.scheduler.prediction")
         yield Problem("ldm.scheduler.zero_terminal_snr", found, "", remedy), sources
+    elif scheduler.zero_terminal_snr and scheduler.num_train_timesteps == 1:
+        found, remedy = "true with one timestep, which cannot have both signal and none", "set false, or more timesteps"
+        yield Problem("ldm.scheduler.zero_terminal_snr", found, "", remedy), ("ldm.scheduler.num_train_timesteps",)
     for name, usual in (("time_sampling", "uniform"), ("time_shift", 1)):
         if (value := getattr(scheduler, name)) != usual and scheduler.type != "rflow":
             found, remedy = f"{value} with scheduler type ddpm", f"set {usual}, or type: rflow"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 from diffusion.frozen_autoencoder import check_pretrained
 from models.weight_files import load_into, load_weights, save_weights
-from settings import AutoencoderSettings, Settings
+from settings import AutoencoderSettings, CheckpointError, Settings
 from storage.run_folder import RunFolder
 from training.step import TrainingStep
 
@@ -57,7 +58,8 @@ def export(step: TrainingStep, run: RunFolder, settings: Settings) -> None:
 class BestWeights:
     """Writes the weights again whenever a validation is better than all before it: by PSNR, or by diffusion loss.
 
-    The file also holds the best value, so a resumed run compares with it. A new run removes the file.
+    The file also holds the best value, so a resumed run compares with it. A new run removes the file. A value that is
+    not finite is never the best.
     """
 
     def __init__(self, step: TrainingStep, run: RunFolder, first_step: int) -> None:
@@ -68,16 +70,24 @@ class BestWeights:
         if step.process.is_first and first_step == 0:
             self.path.unlink(missing_ok=True)
         elif step.process.is_first and self.path.is_file():
-            self.best = load_weights(self.path)[1].get(self.name)
+            self.best = self._best_before()
 
     def __call__(self, done: int, metrics: dict[str, float]) -> None:
         """Keep the weights if the metrics of the validation after `done` steps are the best so far."""
         value = metrics.get(self.name)
-        if value is None or not self.step.process.is_first:
+        if value is None or not math.isfinite(value) or not self.step.process.is_first:
             return
         if self.best is None or self.sign * value > self.sign * self.best:
             self.best = value
             _write(self.step, self.path, self.step.settings, {"step": done, self.name: value})
+
+    def _best_before(self) -> float | None:
+        """Return the value in the file; None, with a warning, if the file is damaged: training does not need it."""
+        try:
+            return load_weights(self.path)[1].get(self.name)
+        except CheckpointError:
+            log.warning("%s: damaged; only validations from here on count for the best weights", self.path)
+            return None
 
 
 def _write(step: TrainingStep, path: Path, settings: Settings, facts: dict[str, Any]) -> None:

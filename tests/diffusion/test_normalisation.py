@@ -11,7 +11,7 @@ import torch
 from data import prepare_volumes
 from diffusion.frozen_autoencoder import freeze
 from diffusion.latent_batches import LatentBatch
-from diffusion.latents import Latents, prepare_latents
+from diffusion.latents import Latents, prepare_latents, pretrained_unet
 from diffusion.normalisation import Normalisation, Statistics, principal_components
 from diffusion.sampling import draw_volumes, sample_latents
 from diffusion.volume_codec import VolumeCodec
@@ -96,6 +96,14 @@ def test_a_channel_without_variance_is_refused():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_constant_channel_is_refused_when_rounding_leaves_it_some_variance(kind):
+    mean, sigma = moments(100)
+    mean[:, 1], sigma[:, 1] = 1.7, 0.0
+    with pytest.raises(CheckpointError, match=r"in channel 1, counted from 0.*set ldm\.latents\.normalise: scale, or"):
+        normalisation_of(mean, sigma, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_weight_file_gives_back_the_normalisation_and_the_weights_alone(kind, tmp_path):
     normalisation = normalisation_of(*moments(5), kind, components=4)
     weights = {"conv.weight": torch.rand(2, 2)}
@@ -156,6 +164,21 @@ def test_principal_components_are_those_of_evenly_chosen_examples(monkeypatch):
     expected = principal_components(few - few.mean(dim=0), 3)
     torch.testing.assert_close(found.deviations, expected.deviations)
     assert len(found.directions) == 3
+
+
+def test_a_pretrained_unet_that_knows_positions_needs_their_grid(tmp_path):
+    before = settings_of("position", 2)
+    values = before.model_dump(mode="json")
+    values["ldm"]["pretrained"] = str(tmp_path / "ldm.safetensors")
+    content = normalisation_of(*moments(5), "position", 2).content
+    metadata = {"stage": "ldm", "settings": before.model_dump(mode="json"), **content}
+    save_weights(tmp_path / "ldm.safetensors", {"conv.weight": torch.rand(2, 2)}, metadata)
+    found = pretrained_unet(Settings.model_validate(values))
+    assert found is not None
+    values["data"]["voxel_size"] = [4, 8, 8]
+    message = r"of \(2, 4, 3\), and these are of \(2, 4, 4\); set data\.voxel_size to \[4, 8, 6\]"
+    with pytest.raises(CheckpointError, match=message):
+        pretrained_unet(Settings.model_validate(values))
 
 
 def test_one_volume_has_no_components_and_white_noise():

@@ -158,6 +158,13 @@ def test_guidance_acts_inside_its_interval_only_and_spares_the_second_half_of_th
             "loss_weighting: min_snr with zero_terminal_snr",
         ),
         (
+            {
+                "scheduler": {"prediction": "v", "zero_terminal_snr": True, "num_train_timesteps": 1},
+                "sampling": {"num_inference_steps": 1},
+            },
+            "zero_terminal_snr: true with one timestep, which cannot have both signal and none",
+        ),
+        (
             {"sampling": {"guidance_scale": 3.0}},
             "guidance_scale: 3 with conditioning type none, so there is no class to follow; allowed: 1",
         ),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from monai.metrics.fid import get_fid_score
 
 from evaluation.fid import frechet_distance, load_features, slice_features
 from evaluation.pair_metrics import _scales_and_window, ms_ssim
+from evaluation.reconstructions import mean_interval
 from evaluation.samples import Reference, anchors, evaluate_samples
 from evaluation.set_metrics import (
     maximum_mean_discrepancy,
@@ -89,6 +92,13 @@ def test_the_nearest_is_found_with_its_rms_distance():
     assert distances.tolist() == pytest.approx([1 / math.sqrt(2)])
 
 
+def test_copies_are_at_no_distance_however_many_vectors_there_are():
+    others = torch.rand((40, 4096), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    distances, indices = nearest(others[:30], others)
+    assert distances.tolist() == [0.0] * 30
+    assert indices.tolist() == list(range(30))
+
+
 def make_reference() -> tuple[Reference, list[torch.Tensor]]:
     training, held_out = blobs(10, 0), blobs(6, 1)
     vectors = [torch.stack([summary_vector(v) for v in volumes]) for volumes in (held_out, training)]
@@ -112,6 +122,8 @@ def test_the_frechet_distance_is_monais_and_exact_for_gaussians():
     assert frechet_distance(first, second) == pytest.approx(expected, rel=1e-5)
     assert frechet_distance(first, first) == pytest.approx(0, abs=1e-8)
     assert frechet_distance(first, first + 3) == pytest.approx(9 * 6, rel=1e-9)
+    few = torch.randn((5, 64), generator=generator).double()  # rounding alone would take these below zero
+    assert 0 <= frechet_distance(few, few) < 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +252,30 @@ def test_a_wave_has_its_power_in_the_band_of_its_frequency_and_only_in_planes_th
     assert powers.argmax(dim=1)[[0, 2]].tolist() == [2, 2]
     assert float(powers[1].sum()) < 1e-6 * float(powers[0].sum())
     assert torch.isnan(band_powers(torch.rand(1, 1, 1, 8))[1:]).any()
+
+
+def test_frequencies_at_the_end_of_a_band_belong_to_it():
+    """A plane of 12 x 56 voxels has frequencies at 1/8, 1/4 and 3/8 that single precision cannot hold exactly."""
+    shape = (12, 56)
+    plane = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    power = np.abs(np.fft.fft2(plane.double().numpy())) ** 2 / plane.numel()
+    expected: list[list[float]] = [[] for _ in range(4)]
+    for place, value in np.ndenumerate(power):
+        cycles = [min(k, size - k) for k, size in zip(place, shape, strict=True)]
+        squared = sum(Fraction(k, size) ** 2 for k, size in zip(cycles, shape, strict=True))
+        for band in range(4):
+            if Fraction(band, 8) ** 2 < squared <= Fraction(band + 1, 8) ** 2:
+                expected[band].append(value)
+    found = band_powers(plane.view(1, 1, *shape))[0]
+    np.testing.assert_allclose(found.numpy(), [np.mean(values) for values in expected], rtol=1e-5)
+
+
+@pytest.mark.parametrize("number", [2, 3, 8])
+def test_the_interval_of_a_mean_holds_the_truth_19_times_in_20_however_few_the_volumes(number):
+    draws = torch.randn((1000, number), generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    intervals = [mean_interval(values) for values in draws]
+    assert 920 <= sum(low < 0 < high for low, high in intervals) <= 980
+    assert all(math.isnan(end) for end in mean_interval([1.0]))
 
 
 def test_anchors_rank_as_they_should():

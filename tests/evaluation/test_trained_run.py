@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import shutil
 
 import nibabel as nib
@@ -140,6 +141,12 @@ def test_the_best_weights_are_those_of_the_best_validation(tmp_path_factory, tmp
     torch.testing.assert_close(dict(best.state_dict()), load_file(run / "ldm.safetensors"), rtol=0, atol=0)
     with safe_open(run / "ldm_best.safetensors", framework="pt") as file:
         assert json.loads(file.metadata()["step"]) == 4
+    # They are enough without the last weights, for example on another machine.
+    (run / "ldm.safetensors").rename(run / "last.safetensors")
+    (run / "checkpoints").rename(run / "elsewhere")
+    best, _ = TrainedRun(run, best="ldm").unet()
+    torch.testing.assert_close(dict(best.state_dict()), load_file(run / "last.safetensors"), rtol=0, atol=0)
+    (run / "last.safetensors").rename(run / "ldm.safetensors")
     (run / "ldm_best.safetensors").unlink()
     with pytest.raises(CheckpointError, match="no validation is finished yet; leave out --best"):
         TrainedRun(run, best="ldm").unet()
@@ -147,8 +154,9 @@ def test_the_best_weights_are_those_of_the_best_validation(tmp_path_factory, tmp
 
 @pytest.mark.parametrize(("stage", "metric", "kept"), [("autoencoder", "val_psnr", 2), ("ldm", "val_diffusion", 3)])
 def test_weights_are_kept_when_a_validation_is_better_than_all_before_it_even_of_an_earlier_session(
-    tiny_values, tmp_path, stage, metric, kept
+    tiny_values, tmp_path, caplog, stage, metric, kept
 ):
+    sign = {"val_psnr": 1, "val_diffusion": -1}[metric]
     settings = Settings.model_validate(tiny_values)
     make = AutoencoderStep if stage == "autoencoder" else LatentDiffusionStep
     step, folder = make(settings, Process(CPU), load_weights=False), RunFolder(tmp_path)
@@ -170,6 +178,13 @@ def test_weights_are_kept_when_a_validation_is_better_than_all_before_it_even_of
     validate(resumed, 4, 0.4)
     name = next(iter(dict(step.network.named_parameters())))
     assert load_file(keep.path)[name].unique().tolist() == [kept]
+    # Values that are not finite do not count, and a damaged file does not keep the run from going on.
+    keep.path.write_bytes(b"damaged")
+    resumed = BestWeights(step, folder, first_step=4)
+    assert f"{keep.path}: damaged; only validations from here on count" in caplog.text
+    for done, value in ((5, math.nan), (6, 0.5), (7, math.nan), (8, sign * math.inf)):
+        validate(resumed, done, value)
+    assert load_file(keep.path)[name].unique().tolist() == [6]
     # A run that starts again under the same name has no best step yet.
     BestWeights(step, folder, first_step=0)
     assert not keep.path.exists()

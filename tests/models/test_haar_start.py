@@ -126,3 +126,14 @@ def test_names_and_shapes_stay_and_every_weight_gets_a_gradient():
             for parameter in network.parameters():
                 parameter -= 0.1 * parameter.grad
     assert all(parameter.grad.abs().max() > 0 for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_latent_with_more_channels_than_the_last_level_starts_with_those_that_there_are(implementation):
+    _, network = networks(implementation=implementation, num_channels=(4, 4), norm_num_groups=4, latent_channels=6)
+    volume = torch.rand(1, 1, 8, 8, 8, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    with torch.no_grad():
+        mean, _ = network.encode(volume)
+    for channel, along in enumerate([(), (0,), (1,), (2,)]):
+        wanted = haar(volume[0, 0].numpy(), along).ravel()
+        assert np.corrcoef(mean[0, channel].numpy().ravel(), wanted)[0, 1] > 0.8, f"channel {channel}"

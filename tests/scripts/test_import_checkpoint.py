@@ -14,7 +14,7 @@ from monai.networks.nets import AutoencoderKL, DiffusionModelUNet
 from command_line import run
 from evaluation.trained_run import TrainedRun
 from models import build_autoencoder
-from models.weight_files import load_weights
+from models.weight_files import load_weights, save_weights
 from scripts import export_checkpoint, import_checkpoint
 from settings import load_settings
 
@@ -172,6 +172,29 @@ def test_imported_unet_opens_as_a_trained_run_with_its_scale(tmp_path, config, u
         assert frame.normalisation.scale == expected
         for key, value in network.state_dict().items():
             assert torch.equal(value.cpu(), unet_state[key])
+
+
+def test_an_exported_unet_says_which_latents_and_which_noise_it_takes(tmp_path, config, unet_state, capsys):
+    torch.save({"unet_state_dict": unet_state, "scale_factor": torch.tensor(0.75)}, tmp_path / "unet.pt")
+    origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config, "--out", tmp_path / "run"]
+    assert command(import_checkpoint, *origin) == 0
+    source = tmp_path / "run" / "ldm.safetensors"
+    export = ["--weights", source, "--out", tmp_path / "monai.pt"]
+    capsys.readouterr()
+    assert command(export_checkpoint, *export) == 0
+    recipe = capsys.readouterr().out
+    assert recipe.endswith("strict=True)\n# It takes the autoencoder's latents times 0.75.\n")
+    state, metadata = load_weights(source)
+    shaped = {"latent_mean": torch.zeros(3, 8, 8, 8), "latent_scale": torch.ones(3, 1, 1, 1)}
+    shaped |= {"noise_directions": torch.zeros(2, 3, 8, 8, 8), "noise_deviations": torch.ones(2)}
+    save_weights(source, state, metadata | shaped)
+    assert command(export_checkpoint, *export) == 0
+    recipe = capsys.readouterr().out
+    assert "# It takes (latent - mean) * scale: metadata.latent_mean and metadata.latent_scale in\n" in recipe
+    assert "# Its noise is not white: along each of metadata.noise_directions" in recipe
+    scope: dict = {"torch": torch}
+    exec(recipe, scope)
+    assert type(scope["network"]) is DiffusionModelUNet
 
 
 def test_unet_without_its_latent_scale_is_refused(tmp_path, config, unet_state, capsys):
