@@ -77,6 +77,11 @@ class TrainedRun:
     @functools.cached_property
     def _autoencoder(self) -> StockAutoencoder:
         path = autoencoder_path(self.settings, self.folder)
+        if self.settings.ldm.autoencoder is not None and self.best == "autoencoder":
+            raise CheckpointError(
+                f"--best: {self.folder.config} names the autoencoder's weights, {path}, so there is no choice; leave "
+                "out --best, or set ldm.autoencoder to null"
+            )
         if self.settings.ldm.autoencoder is not None or not self.has_weights("autoencoder"):
             return load_autoencoder(self.settings, path).to(self.precision.device)
         return autoencoder_of(self.settings, *self._weights("autoencoder")).to(self.precision.device)

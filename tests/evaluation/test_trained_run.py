@@ -152,6 +152,20 @@ def test_the_best_weights_are_those_of_the_best_validation(tmp_path_factory, tmp
         TrainedRun(run, best="ldm").unet()
 
 
+def test_the_best_autoencoder_is_refused_where_the_config_names_another(tmp_path_factory, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(finished_run(tmp_path_factory), run)
+    shutil.copy(run / "autoencoder.safetensors", run / "autoencoder_best.safetensors")
+    TrainedRun(run, best="autoencoder").codec()
+    config = (run / "config.yaml").read_text()
+    named = f"\nldm:\n  autoencoder: {run / 'autoencoder.safetensors'}\n"
+    assert "\nldm:\n  autoencoder: null\n" in config
+    (run / "config.yaml").write_text(config.replace("\nldm:\n  autoencoder: null\n", named))
+    TrainedRun(run).codec()
+    with pytest.raises(CheckpointError, match=r"--best: .* so there is no choice; leave out --best"):
+        TrainedRun(run, best="autoencoder").codec()
+
+
 @pytest.mark.parametrize(("stage", "metric", "kept"), [("autoencoder", "val_psnr", 2), ("ldm", "val_diffusion", 3)])
 def test_weights_are_kept_when_a_validation_is_better_than_all_before_it_even_of_an_earlier_session(
     tiny_values, tmp_path, caplog, stage, metric, kept
