@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,8 +60,8 @@ class SampleFrame(BaseModel):
 class TrainedRun:
     """The folder of a run with a trained stage 1 and, for sampling, a trained stage 2.
 
-    A stage that is not finished gives the weights of its newest checkpoint, with a warning. `best` names a stage that
-    gives those of its best validation instead.
+    A stage that is not finished gives the weights of its newest checkpoint, with a warning, and so does a stage 2 that
+    goes on after it was. `best` names a stage that gives those of its best validation instead.
     """
 
     def __init__(self, path: str | Path, budget_gb: float | None = None, best: str | None = None) -> None:
@@ -96,9 +97,14 @@ class TrainedRun:
         path = self.folder.best_weights(stage) if self.best == stage else self.folder.weights(stage)
         if self.best == stage and not path.is_file():
             raise CheckpointError(f"{path}: not found, because no validation is finished yet; leave out --best")
-        if path.is_file():
-            return *load_weights(path), path
         checkpoints = Checkpoints(self.folder.checkpoints, stage, keep=2)
+        if path.is_file():
+            weights, metadata = load_weights(path)
+            # Stage 2 was trained on the finished autoencoder, even if stage 1 goes on. Files of older versions do not
+            # say after which step they were written.
+            last = metadata.get("step", math.inf) if stage == "ldm" else math.inf
+            if self.best == stage or checkpoints.newest_step() <= last:
+                return weights, metadata, path
         newest = checkpoints.newest()
         assert newest is not None, f"stage {stage} has no checkpoint"
         state = checkpoints.read(newest)
