@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,8 +61,8 @@ class SampleFrame(BaseModel):
 class TrainedRun:
     """The folder of a run with a trained stage 1 and, for sampling, a trained stage 2.
 
-    A stage that is not finished gives the weights of its newest checkpoint, with a warning. `best` names a stage that
-    gives those of its best validation instead.
+    A stage that is not finished gives the weights of its newest checkpoint, with a warning, and so does a stage 2 that
+    goes on after it was. `best` names a stage that gives those of its best validation instead.
     """
 
     def __init__(self, path: str | Path, budget_gb: float | None = None, best: str | None = None) -> None:
@@ -78,6 +79,11 @@ class TrainedRun:
     @functools.cached_property
     def _autoencoder(self) -> StockAutoencoder:
         path = autoencoder_path(self.settings, self.folder)
+        if self.settings.ldm.autoencoder is not None and self.best == "autoencoder":
+            raise CheckpointError(
+                f"--best: {self.folder.config} names the autoencoder's weights, {path}, so there is no choice; leave "
+                "out --best, or set ldm.autoencoder to null"
+            )
         if self.settings.ldm.autoencoder is not None or not self.has_weights("autoencoder"):
             return load_autoencoder(self.settings, path).to(self.precision.device)
         return autoencoder_of(self.settings, *self._weights("autoencoder")).to(self.precision.device)
@@ -92,9 +98,14 @@ class TrainedRun:
         path = self.folder.best_weights(stage) if self.best == stage else self.folder.weights(stage)
         if self.best == stage and not path.is_file():
             raise CheckpointError(f"{path}: not found, because no validation is finished yet; leave out --best")
-        if path.is_file():
-            return *load_weights(path), path
         checkpoints = Checkpoints(self.folder.checkpoints, stage, keep=2)
+        if path.is_file():
+            weights, metadata = load_weights(path)
+            # Stage 2 was trained on the finished autoencoder, even if stage 1 goes on. Files of older versions do not
+            # say after which step they were written.
+            last = metadata.get("step", math.inf) if stage == "ldm" else math.inf
+            if self.best == stage or checkpoints.newest_step() <= last:
+                return weights, metadata, path
         newest = checkpoints.newest()
         assert newest is not None, f"stage {stage} has no checkpoint"
         state = checkpoints.read(newest)

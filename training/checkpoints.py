@@ -82,6 +82,11 @@ class Checkpoints:
             )
         return None
 
+    def newest_step(self) -> int:
+        """Return the step of the newest checkpoint by its name, damaged or not; 0 without one."""
+        names = [_NAME.match(path.name) for path in self._newest_first()[:1]]
+        return max((int(name["step"]) for name in names if name is not None), default=0)
+
     def read(self, path: Path) -> dict[str, Any]:
         """Return a checkpoint's state on the CPU; never execute code from the file."""
         try:

@@ -15,6 +15,7 @@ from diffusion.frozen_autoencoder import check_pretrained
 from models.weight_files import load_into, load_weights, save_weights
 from settings import AutoencoderSettings, CheckpointError, Settings
 from storage.run_folder import RunFolder
+from training.checkpoints import Checkpoints
 from training.step import TrainingStep
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ def export(step: TrainingStep, run: RunFolder, settings: Settings) -> None:
     if not step.process.is_first:
         return
     path = run.weights(step.stage)
-    _write(step, path, settings, {})
+    # The last step was saved before. A run that goes on later has checkpoints of further steps.
+    _write(step, path, settings, {"step": Checkpoints(run.checkpoints, step.stage, keep=2).newest_step()})
     log.info("%s: finished weights of stage %s", path, step.stage)
     following = {
         "autoencoder": f"python train_ldm.py --config {shlex.quote(str(run.config))}",

@@ -133,6 +133,25 @@ def test_an_unfinished_run_is_used_with_the_averaged_weights_of_its_newest_check
         TrainedRun(run).unet()
 
 
+def test_a_run_that_goes_on_after_its_end_is_used_with_its_newest_checkpoint(tmp_path_factory, tmp_path, caplog):
+    run = tmp_path / "goes_on"
+    shutil.copytree(finished_run(tmp_path_factory), run)
+    checkpoints = Checkpoints(run / "checkpoints", "ldm", 2)
+    path = checkpoints.newest()
+    assert path is not None
+    state = checkpoints.read(path)
+    first = next(iter(state["average"]))
+    state["average"][first] = torch.full_like(state["average"][first], 7.0)
+    finished = load_file(run / "ldm.safetensors")[first]
+    torch.testing.assert_close(TrainedRun(run).unet()[0].state_dict()[first], finished, rtol=0, atol=0)
+    assert "not finished" not in caplog.text
+    checkpoints.save(6, state)
+    assert TrainedRun(run).unet()[0].state_dict()[first].unique().tolist() == [7.0]
+    assert "stage ldm is not finished; using its averaged weights after step 6" in caplog.text
+    best = TrainedRun(run, best="ldm").unet()[0].state_dict()[first]
+    torch.testing.assert_close(best, finished, rtol=0, atol=0)
+
+
 def test_the_best_weights_are_those_of_the_best_validation(tmp_path_factory, tmp_path):
     run = tmp_path / "copy"
     shutil.copytree(finished_run(tmp_path_factory), run)
@@ -150,6 +169,20 @@ def test_the_best_weights_are_those_of_the_best_validation(tmp_path_factory, tmp
     (run / "ldm_best.safetensors").unlink()
     with pytest.raises(CheckpointError, match="no validation is finished yet; leave out --best"):
         TrainedRun(run, best="ldm").unet()
+
+
+def test_the_best_autoencoder_is_refused_where_the_config_names_another(tmp_path_factory, tmp_path):
+    run = tmp_path / "copy"
+    shutil.copytree(finished_run(tmp_path_factory), run)
+    shutil.copy(run / "autoencoder.safetensors", run / "autoencoder_best.safetensors")
+    TrainedRun(run, best="autoencoder").codec()
+    config = (run / "config.yaml").read_text()
+    named = f"\nldm:\n  autoencoder: {run / 'autoencoder.safetensors'}\n"
+    assert "\nldm:\n  autoencoder: null\n" in config
+    (run / "config.yaml").write_text(config.replace("\nldm:\n  autoencoder: null\n", named))
+    TrainedRun(run).codec()
+    with pytest.raises(CheckpointError, match=r"--best: .* so there is no choice; leave out --best"):
+        TrainedRun(run, best="autoencoder").codec()
 
 
 @pytest.mark.parametrize(("stage", "metric", "kept"), [("autoencoder", "val_psnr", 2), ("ldm", "val_diffusion", 3)])
