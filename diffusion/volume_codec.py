@@ -81,10 +81,11 @@ class VolumeCodec:
         """Turn slabs on if a block at full resolution would not fit into the budget or the free memory."""
         if self.slab_rows or not self.has_slabs:
             return
-        if block_bytes(self.settings, self.precision, grid) > self._available_bytes():
+        if block_bytes(self.settings, self.precision, grid) > self.available_bytes():
             self.slab_rows = _SLAB_ROWS
 
-    def _available_bytes(self) -> int:
+    def available_bytes(self) -> int:
+        """Return the budget, or without one the free memory of the device."""
         if self.budget_bytes is not None:
             return self.budget_bytes
         if self.precision.device.type == "cuda":

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from diffusion.conditioning import Condition
     from diffusion.conditioning.given import GivenCondition
     from diffusion.conditioning.scan import GivenScan
+    from diffusion.volume_codec import VolumeCodec
+
+MOST_AT_ONCE = 16
+"""Larger batches are hardly faster, and the first volume is written later."""
 
 log = logging.getLogger("sample")
 
@@ -70,12 +74,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--guidance-scale", type=at_least(0.0), help="values above 1 follow the conditions more closely"
     )
     result.add_argument(
-        "--batch-size", type=at_least(1), default=1, help="volumes to sample at once; does not change them (default: 1)"
+        "--batch-size",
+        type=at_least(1),
+        help="volumes to sample at once; does not change them (default: as many as the memory has room for)",
     )
     result.add_argument(
         "--budget-gb",
         type=at_least(0.0),
-        help="decode in slabs if more memory than this is needed (default: the free memory)",
+        help="sample fewer at once and decode in slabs if more memory than this is needed (default: the free memory)",
     )
     result.add_argument("--out", metavar="DIR", help="folder for the volumes (default: samples in the run folder)")
     return result.parse_args(arguments)
@@ -119,7 +125,8 @@ def main(options: argparse.Namespace) -> int:
     title = _title(options)
 
     rows: list[Row] = []
-    num_batches = -(-total // options.batch_size)
+    batch_size = options.batch_size or _batch_size(settings, codec, total)
+    num_batches = -(-total // batch_size)
     with tqdm(total=num_batches * settings.ldm.sampling.num_inference_steps, desc="sampling", unit="step") as bar:
         volumes = draw_volumes(
             network,
@@ -129,7 +136,7 @@ def main(options: argparse.Namespace) -> int:
             options.seed,
             range(total),
             functools.partial(_condition, settings, scan, cases, num, numbers, label, frame.spacing_mm),
-            options.batch_size,
+            batch_size,
             bar.update,
         )
         for number, volume in enumerate(volumes):
@@ -148,6 +155,18 @@ def main(options: argparse.Namespace) -> int:
     log.info("%s written to %s, montage %s", counted(total, "volume"), out, picture)
     log.info("next: python scripts/evaluate.py --run %s", shlex.quote(options.run))
     return 0
+
+
+def _batch_size(settings: Settings, codec: VolumeCodec, total: int) -> int:
+    """Return how many of the samples to draw at once."""
+    from memory.predict.run import sampling_batch
+
+    if total == 1:
+        return 1
+    is_cuda = codec.precision.device.type == "cuda"
+    number = sampling_batch(settings, is_cuda, codec.available_bytes(), min(total, MOST_AT_ONCE))
+    log.info("%s at once", counted(number, "sample"))
+    return number
 
 
 def _condition(

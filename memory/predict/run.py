@@ -19,7 +19,7 @@ from diffusion.conditioning.other_autoencoder import load_other
 from diffusion.frozen_autoencoder import freeze
 from diffusion.latent_batches import LatentBatch
 from diffusion.normalisation import Normalisation
-from diffusion.sampling import draw_volumes
+from diffusion.sampling import draw_volumes, guided
 from diffusion.volume_codec import VolumeCodec, frozen_codec
 from evaluation.autoencoder_validation import reconstruct_and_measure
 from evaluation.ldm_validation import NOISE_LEVELS, held_out_losses
@@ -35,6 +35,9 @@ from runtime.phases import phase
 from runtime.placement import move
 from settings import Settings
 from settings.autoencoder import AutoencoderSettings
+
+USED_SHARE = 0.8
+"""Share of the free memory that a batch of samples may take; the rest is for fragments and the decoder."""
 
 VALIDATION, ENCODING, SAMPLING, RECONSTRUCTION = "validation", "encoding the latents", "sampling", "reconstruct.py"
 CONDITIONS = "encoding the conditions"
@@ -207,6 +210,28 @@ def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> No
     neutral = Normalisation.neutral(settings)
     next(draw_volumes(unet, codec, short, neutral, 0, range(batch), batch_size=batch))
     del volume_before
+
+
+def sampling_batch(settings: Settings, cuda: bool, free_bytes: int, most: int) -> int:
+    """Return how many samples fit into the free memory at once, at least 1 and at most `most`.
+
+    The networks are there already. What denoising needs grows in proportion to the number of samples, from two on: on a
+    CPU some convolutions of a single small sample are computed in another way, which takes more.
+    """
+    two, three = (_denoising_bytes(settings, cuda, number) for number in (2, 3))
+    return max(1, min(most, 2 + int((USED_SHARE * free_bytes - two) // (three - two))))
+
+
+def _denoising_bytes(settings: Settings, cuda: bool, number: int) -> int:
+    """Return what one denoising step of some samples needs besides the weights."""
+    with emulated(cuda=cuda) as mode, tracked(mode, cuda) as tracker, torch.no_grad():
+        unet = _unet(settings).eval()
+        latents, times = torch.zeros(number, *settings.latent_shape), torch.zeros(number)
+        predict = guided(unet, settings.ldm, empty_condition(settings, number))
+        tracker.reset()
+        there = tracker.live["device"]
+        predict(latents, times)
+        return tracker.peak["device"] - there
 
 
 def _preview_batch(settings: Settings) -> int:

@@ -1,0 +1,27 @@
+import pytest
+
+from memory.predict.run import USED_SHARE, _denoising_bytes, sampling_batch
+from settings import Settings
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_as_many_samples_as_the_free_memory_has_room_for(tiny_values, guidance):
+    tiny_values["ldm"] |= {
+        "conditioning": {"type": "class", "num_classes": 2},
+        "sampling": {"guidance_scale": guidance},
+    }
+    settings = Settings.model_validate(tiny_values)
+    needed = [_denoising_bytes(settings, False, number) for number in (2, 3, 6)]
+    # In proportion to the samples, so that the needs of six follow from those of two and three.
+    assert needed[2] - needed[1] == pytest.approx(3 * (needed[1] - needed[0]), rel=0.02)
+    room = round(needed[2] * 1.02 / USED_SHARE)
+    assert sampling_batch(settings, False, room, most=16) == 6
+    assert sampling_batch(settings, False, room, most=3) == 3
+    assert sampling_batch(settings, False, 0, most=16) == 1
+
+
+def test_guidance_takes_twice_the_memory(tiny_values):
+    tiny_values["ldm"] |= {"conditioning": {"type": "class", "num_classes": 2}}
+    plain = Settings.model_validate(tiny_values)
+    guided = plain.with_overrides({"ldm.sampling.guidance_scale": 2.0})
+    assert _denoising_bytes(guided, False, 2) == pytest.approx(_denoising_bytes(plain, False, 4), rel=0.05)
