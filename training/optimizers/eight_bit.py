@@ -8,6 +8,7 @@ update first, which takes a C++ compiler and, for a network of two layers, minut
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,6 +24,8 @@ SMALLEST = 4096
 # Blocks at a time: temporary tensors of a million values.
 _MOST_BLOCKS = 4096
 _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
+# No gradients make the mean divided by the root of the square larger (Cauchy-Schwarz), but rounded moments might be.
+_MOST_RATES = (1 - _BETA1) / math.sqrt((1 - _BETA2) * (1 - _BETA1**2 / _BETA2))
 # Steps of a sequence modulo 2^32 that fills [0, 1) evenly, for blocks, values in a block, and updates.
 _DITHER = (2654435769, 1779033703, 3144134277)
 
@@ -34,8 +37,8 @@ class _Coding:
     keeps moving by the right amount, although each of its changes is smaller than the step between two integers.
     """
 
-    def __init__(self, dtype: torch.dtype, most: int, power: int) -> None:
-        self.dtype, self.most, self.power = dtype, most, power
+    def __init__(self, dtype: torch.dtype, most: int, power: int, keeps_from_zero: bool = False) -> None:
+        self.dtype, self.most, self.power, self.keeps_from_zero = dtype, most, power, keeps_from_zero
 
     def encode(self, values: Tensor, dither: Tensor) -> tuple[Tensor, Tensor]:
         """Return the integers and the scale of each row."""
@@ -44,6 +47,8 @@ class _Coding:
         below = (share.pow(1 / self.power) * self.most).floor().clamp_max(self.most - 1)
         low, high = self._value(below), self._value(below + 1)
         codes = below + ((share - low) / (high - low) > dither)
+        if self.keeps_from_zero:
+            codes = torch.maximum(codes, share > 0)
         return (codes * values.sign()).to(self.dtype), scale.squeeze(1)
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
@@ -56,7 +61,8 @@ class _Coding:
 
 
 _MEAN = _Coding(torch.int8, 127, 2)
-_SQUARE = _Coding(torch.uint8, 255, 4)
+# A mean divided by the root of a square that became 0 would be an update thousands of times too large.
+_SQUARE = _Coding(torch.uint8, 255, 4, keeps_from_zero=True)
 
 
 class EightBitAdamW(Optimizer):
@@ -150,7 +156,8 @@ def _adam(
     # In float64, because after the first steps both are differences of nearly equal numbers.
     of_mean, of_square = (1 - beta ** step.double() for beta in (_BETA1, _BETA2))
     corrected = (new_square / of_square).sqrt_().add_(_EPSILON)
-    moved = values * (1 - rate * decay) - rate * (new_mean / of_mean) / corrected
+    quotient = (new_mean / of_mean).div_(corrected).clamp_(-_MOST_RATES, _MOST_RATES)
+    moved = values * (1 - rate * decay) - rate * quotient
     for before, after in ((values, moved), (mean, new_mean), (square, new_square)):
         before.copy_(torch.where(moves > 0, after, before))
 

@@ -59,6 +59,44 @@ def test_moments_in_8_bits_follow_those_in_32_without_bias():
     assert (ours - theirs).norm() < 0.05 * moved.norm()
 
 
+@pytest.mark.parametrize("share", [1e-2, 1e-4, 1e-6, 1e-8])
+def test_values_with_small_gradients_beside_large_ones_do_not_jump(share):
+    ours, theirs = parameter_of(SMALLEST), parameter_of(SMALLEST)
+    optimizer = EightBitAdamW([ours], RATE, 0.0)
+    exact = torch.optim.AdamW([theirs], RATE, weight_decay=0.0, fused=True)
+    sizes = torch.ones(SMALLEST)
+    sizes[::2] = share
+    largest = 0.0
+    for number in range(60):
+        before = ours.detach().clone()
+        ours.grad = sizes * torch.randn(SMALLEST, generator=torch.Generator().manual_seed(number))
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        exact.step()
+        largest = max(largest, float((ours.detach() - before).abs().max()))
+    assert largest < 7.3 * RATE  # what Adam's moments can give at most
+    assert (ours - theirs).abs().mean() < 8 * RATE  # in 60 updates
+
+
+def test_a_second_moment_above_zero_stays_above_zero():
+    values = torch.cat([torch.ones(1), torch.logspace(-30, -10, BLOCK - 2), torch.zeros(1)])[None]
+    for dither in (0.0, 0.5, 1.0):
+        codes, scale = _SQUARE.encode(values, torch.full_like(values, dither))
+        assert torch.equal(_SQUARE.decode(codes, scale) > 0, values > 0)
+
+
+def test_no_gradients_move_a_value_further_than_adam_would():
+    # Growing like the quotient of the decays, they reach the bound of Cauchy and Schwarz.
+    gradients = [(0.999 / 0.9) ** number for number in range(60)]
+    ours, theirs = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+    optimizer, exact = EightBitAdamW([ours], RATE, 0.0), torch.optim.AdamW([theirs], RATE, weight_decay=0.0, fused=True)
+    for gradient in gradients:
+        ours.grad, theirs.grad = torch.full_like(ours, gradient), torch.full_like(theirs, gradient)
+        optimizer.step()
+        exact.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_states_need_at_most_three_tenths_of_float32():
     settings = load_settings(ROOT / "configs" / "default.yaml")
     with torch.device("meta"):
