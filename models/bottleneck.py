@@ -194,12 +194,13 @@ class CodeStatistics:
     ) -> None:
         self.quantiser = quantiser
         self.samples = samples_per_update
-        self.sizes = torch.zeros(quantiser.num_codes, device=device)
+        # In double precision: a million equal latents, as in air, would otherwise move their sum by a percent.
+        self.sizes = torch.zeros(quantiser.num_codes, device=device, dtype=torch.float64)
         self.learned = quantiser if isinstance(quantiser, VectorQuantiser) and draw is not None else None
         self._draw = draw
         if self.learned is not None:
-            self.sizes = torch.zeros_like(self.learned.ema_sizes)
-            self.sums = torch.zeros_like(self.learned.codebook)
+            self.sizes = torch.zeros_like(self.learned.ema_sizes, dtype=torch.float64)
+            self.sums = torch.zeros_like(self.learned.codebook, dtype=torch.float64)
             per_sample = math.ceil(quantiser.num_codes / samples_per_update)
             channels = self.learned.codebook.shape[1]
             self.candidates = self.sums.new_zeros(per_sample, samples_per_update, channels)
@@ -226,8 +227,9 @@ class CodeStatistics:
         for values in collected:
             add_up(values)
         if self.learned is not None:
-            self.learned.update(self.sizes, self.sums, self.candidates.flatten(0, 1), is_blocked)
-        metrics = code_use(self.sizes)
+            sums = [values.to(self.learned.codebook) for values in collected]
+            self.learned.update(*sums[:2], sums[2].flatten(0, 1), is_blocked)
+        metrics = {name: value.float() for name, value in code_use(self.sizes).items()}
         for values in collected:
             values.zero_()
         return metrics

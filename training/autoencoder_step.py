@@ -75,6 +75,8 @@ class AutoencoderStep(TrainingStep):
             )
         if settings.autoencoder.pretrained is not None and load_weights:
             load_pretrained(self.networks, Path(settings.autoencoder.pretrained))
+            if self.average is not None:
+                self.average.start()
         self.perceptual = build_perceptual_loss(
             training, settings.autoencoder.in_channels, settings.seed, load_weights=load_weights
         )

@@ -159,6 +159,11 @@ class AveragedWeights:
         self.averages = [p.detach().clone() for p in self.parameters]
 
     @torch.no_grad()
+    def start(self) -> None:
+        """Start from the weights that the network has now."""
+        torch._foreach_copy_(self.averages, [p.detach() for p in self.parameters])
+
+    @torch.no_grad()
     def update(self, step: int) -> None:
         """Move the averages towards the weights; faster at first, so that the initial weights fade quickly."""
         if self.length is None:

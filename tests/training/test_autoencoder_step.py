@@ -233,7 +233,11 @@ def test_training_starts_from_given_weights_and_refuses_those_of_another_network
     for name, network in source.networks.items():
         save_weights(tmp_path / f"{name}.safetensors", network.state_dict(), {})
     tiny_values["autoencoder"]["pretrained"] = str(tmp_path / "autoencoder.safetensors")
+    tiny_values["autoencoder"]["training"] |= {"ema_decay": 0.9}
     step = make_step(tiny_values)
+    assert step.average is not None
+    for name, average in step.average.state_dict().items():
+        assert torch.equal(average, source.autoencoder.state_dict()[name]), f"the average of {name} starts elsewhere"
     for name, network in step.networks.items():
         torch.testing.assert_close(network.state_dict(), source.networks[name].state_dict(), rtol=0, atol=0)
     tiny_values["autoencoder"]["latent_channels"] = 5
