@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from dev.support.tiny_config import TINY
+from dev.support.warm_start import WarmStart
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,21 +51,21 @@ def tiny_config(tmp_path: Path, tiny_values: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def warm() -> WarmStart:
+    """Commands that start in a fraction of a second."""
+    return WarmStart()
+
+
 @pytest.fixture
-def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a script of the project in a fresh folder, as a user would, and return what it printed."""
+def command(warm: WarmStart, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a script of the project in a process of its own and a fresh folder, and return what it printed."""
 
     def start(*arguments: str | Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        script, *rest = map(str, arguments)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        return subprocess.run(
-            [sys.executable, str(ROOT / script), *rest],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        output, errors = (tmp_path.with_name(f"{tmp_path.name}_{kind}") for kind in ("output", "errors"))
+        begun = warm(tmp_path, *map(str, arguments), output=output, errors=errors)
+        code = begun.wait(timeout)
+        return subprocess.CompletedProcess(arguments, code, output.read_text(), errors.read_text())
 
     return start
 

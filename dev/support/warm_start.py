@@ -49,9 +49,13 @@ class WarmStart:
         first.start()
         first.join()
 
-    def __call__(self, folder: Path, *arguments: str, output: Path, **environment: str) -> Command:
-        """Start a script of the project in `folder`, and write what it prints to the file `output`."""
-        process = self._context.Process(target=_execute, args=(folder, arguments, output, environment))
+    def __call__(
+        self, folder: Path, *arguments: str, output: Path, errors: Path | None = None, **environment: str
+    ) -> Command:
+        """Start a script of the project in `folder` and write what it prints to `output`, or errors to their own file."""
+        process = self._context.Process(
+            target=_execute, args=(folder, arguments, output, errors or output, environment)
+        )
         with _children:
             process.start()
         return Command(process, output)
@@ -97,12 +101,12 @@ class Command:
         return code
 
 
-def _execute(folder: Path, arguments: tuple[str, ...], output: Path, environment: dict[str, str]) -> None:
+def _execute(folder: Path, arguments: tuple[str, ...], output: Path, errors: Path, environment: dict[str, str]) -> None:
     os.chdir(folder)
     os.environ.update(environment)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    os.dup2(descriptor if errors == output else os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     sys.argv = [str(ROOT / arguments[0]), *arguments[1:]]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

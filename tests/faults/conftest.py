@@ -18,11 +18,6 @@ from tests.faults.runs import free_port
 NUM_STEPS = 8
 
 
-@pytest.fixture(scope="session")
-def warm() -> WarmStart:
-    return WarmStart()
-
-
 def values() -> dict[str, Any]:
     """The tiny config with a save every second step, and one update of both stages made of two micro-batches."""
     result = copy.deepcopy(TINY)

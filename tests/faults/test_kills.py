@@ -24,7 +24,7 @@ def adopt(reference: Reference, run: DisturbedRun) -> None:
     shutil.copytree(reference.folder / "runs", run.folder / "runs")
 
 
-@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+@pytest.mark.parametrize("stage", [pytest.param("autoencoder", marks=pytest.mark.slow), "ldm"])
 def test_run_killed_at_three_moments_ends_bit_identical(warm, tmp_path, campaign_reference, stage):
     tally = Tally()
     run = DisturbedRun(tmp_path / "disturbed", campaign_reference, warm, tally, random.Random(5))

@@ -10,19 +10,18 @@ import torch
 import yaml
 
 from dev.support.tiny_config import TINY
-from dev.support.warm_start import WarmStart
 from tests.faults.runs import free_port
 
 SCRIPT = "tests/runtime/two_ranks.py"
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+def found(warm, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
     """The results of one process, and of each of two."""
     values = copy.deepcopy(TINY)
     values["ldm"]["training"]["batch_size"] = 1
     port = str(free_port())
-    start, result = WarmStart(), {}
+    result = {}
     for name, world_size, accumulation in (("one", 1, 4), ("two", 2, 2)):
         folder = tmp_path_factory.mktemp(name)
         (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
@@ -31,7 +30,7 @@ def found(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
         together = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         together |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         commands = [
-            start(
+            warm(
                 folder,
                 SCRIPT,
                 "tiny.yaml",
