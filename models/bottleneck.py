@@ -227,8 +227,8 @@ class CodeStatistics:
         for values in collected:
             add_up(values)
         if self.learned is not None:
-            sums = [values.to(self.learned.codebook) for values in collected]
-            self.learned.update(*sums[:2], sums[2].flatten(0, 1), is_blocked)
+            sizes, sums, candidates = (values.to(self.learned.codebook) for values in collected)
+            self.learned.update(sizes, sums, candidates.flatten(0, 1), is_blocked)
         metrics = {name: value.float() for name, value in code_use(self.sizes).items()}
         for values in collected:
             values.zero_()

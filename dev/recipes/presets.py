@@ -43,7 +43,7 @@ FIXED = {
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     result = parser(__doc__ or "", ["python -m dev.recipes", "python -m dev.recipes --steps 20"])
-    result.add_argument("--steps", type=int, default=150, help="updates of stage 2 (default: %(default)s)")
+    result.add_argument("--steps", type=int, default=100, help="updates of stage 2 (default: %(default)s)")
     result.add_argument("--out", type=Path, default=ROOT / "docs" / "preset_recipes.md", metavar="FILE")
     return result.parse_args(arguments)
 

@@ -43,7 +43,9 @@ def start(warm: WarmStart, tmp_path: Path) -> Callable[..., Command]:
         script = [f"train_{stage}.py"]
         if signalled is not None:
             script = ["tests/faults/train_and_signal.py", signalled, moment, str(ROOT / script[0])]
-        return warm(tmp_path, *script, "--config", "tiny.yaml", *overrides, output=tmp_path / output, **environment)
+        return warm(
+            tmp_path, *script, "--config", "tiny.yaml", *overrides, output=tmp_path / output, errors=None, **environment
+        )
 
     return begin
 
