@@ -52,7 +52,7 @@ class WarmStart:
     def __call__(
         self, folder: Path, *arguments: str, output: Path, errors: Path | None = None, **environment: str
     ) -> Command:
-        """Start a script of the project in `folder`; write what it prints to `output`, errors to their own file if given."""
+        """Start a script of the project in `folder`; what it prints goes to `output`, or in part to `errors`."""
         process = self._context.Process(
             target=_execute, args=(folder, arguments, output, errors or output, environment)
         )
