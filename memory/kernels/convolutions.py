@@ -74,6 +74,17 @@ def convolution_layout(func: Any, args: tuple[Any, ...]) -> torch.memory_format 
     return torch.channels_last_3d if x.dim() == 5 else torch.channels_last
 
 
+def trial_key(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return by what torch remembers which algorithm cuDNN's trials chose: sizes and layout, but no strides.
+
+    So slices of a gradient share the trials of a gradient that is whole.
+    """
+    first = int(func._overloadpacket is aten.convolution_backward)  # whose first argument is a gradient
+    x, weight = args[first : first + 2]
+    geometry = (tuple(part) if isinstance(part, list) else part for part in args[first + 3 : first + 9])
+    return (func, x.dtype, x.shape, weight.shape, convolution_layout(func, args), *geometry)
+
+
 def _memory(
     wanted: list[tuple[Tensor, Tensor]],
     x: Tensor,

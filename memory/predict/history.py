@@ -24,10 +24,20 @@ def replay_training(
     records = tracker.allocations
     categories = [record.category for record in records]
     trace, sources, emptied = training_trace(
-        tracker.trace, categories, tracker.step, tracker.incoming, tracker.kept, tracker.benchmarked
+        tracker.trace, categories, tracker.step, tracker.incoming, tracker.kept, tracker.benchmarked, _owned(tracker)
     )
     sizes = [0 if r.place == "host" or r.category in left_out else r.nbytes for r in (records[i] for i in sources)]
     return replay(trace, sizes, limits, emptied)
+
+
+def _owned(tracker: MemoryTracker) -> list[set[int]]:
+    """Return what each updater owns: its states and its gradients."""
+    owned, start = [], 0
+    for end, parameters in tracker.updaters:
+        incoming = {index for parameter, index in tracker.first_gradients.items() if parameter in parameters}
+        owned.append({*range(start, end), *incoming})
+        start = end
+    return owned
 
 
 def training_trace(
@@ -37,15 +47,17 @@ def training_trace(
     incoming: set[int],
     kept: set[int],
     emptied: Sequence[int] = (),
+    updaters: Sequence[Container[int]] = (),
 ) -> tuple[list[int], list[int], set[int]]:
     """Return the trace of two updates, made of one step that began with optimizer states, and what it allocates.
 
     Where blocks lie decides how well later ones fit. In a real run libraries take their memory, and the first
-    micro-batch its gradients, between activations, and optimizer states come after the first backward pass.
+    micro-batch its gradients, between activations, and optimizer states come after the first backward pass. Updaters
+    take turns: the states of each come when the gradients of the one before are gone.
 
     incoming: gradients as backward hands them to parameters. kept: what libraries take once. emptied: before which
-    events the first micro-batch empties the cache. The second list says of which allocation each is a copy, the third
-    value before which events the cache is emptied.
+    events the first micro-batch empties the cache. updaters: the states and gradients of each; without, one has all.
+    The second list says of which allocation each is a copy, the third value before which events the cache is emptied.
     """
     copies = _Copies(kept)
     before = [event for event in trace[: step.start] if event >= 0]
@@ -63,10 +75,16 @@ def training_trace(
             copies.run(backward, incoming, emptying)
             copies.forget(incoming)
         copies.run(backward, set(), set() if is_accumulating else emptying)
-        for index in before if not number else ():
-            if categories[index] == "optimizer":
-                copies.allocate(index)
-        copies.run(update, set())
+        done = 0
+        for owned in updaters or (range(len(categories)),):
+            for index in before if not number else ():
+                if categories[index] == "optimizer" and index in owned:
+                    copies.allocate(index)
+            end = max((i + 1 for i, event in enumerate(update) if event < 0 and ~event in owned), default=done)
+            copies.run(update[done:end], set())
+            copies.release_gradients(owned)
+            done = end
+        copies.run(update[done:], set())
         copies.end_update()
     return copies.trace, copies.sources, copies.emptied
 
@@ -114,6 +132,11 @@ class _Copies:
             else:
                 self.trace.append(~copy)
         self._of_update.clear()
+
+    def release_gradients(self, owned: Container[int]) -> None:
+        """Release those gradients of earlier micro-batches that an updater owns."""
+        self.trace += [~copy for copy in self._gradients if self.sources[copy] in owned]
+        self._gradients = [copy for copy in self._gradients if self.sources[copy] not in owned]
 
     def end_update(self) -> None:
         """Release the gradients and whatever else the update left."""

@@ -86,6 +86,7 @@ def track_step(
                     for parameter in updater.parameters:
                         parameter.grad = torch.zeros_like(parameter)
                         tracker.adopt([parameter.grad], "gradients")
+                tracker.updaters.append((len(tracker.allocations), {id(part) for part in updater.parameters}))
             if not (fake and cuda):
                 tracker.adopt(_tensors(_fields(batch)), "inputs")
             tracker.reset()

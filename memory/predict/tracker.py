@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from memory.kernels import operators
 from memory.kernels.attention import attention_workspaces
-from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version
+from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version, trial_key
 from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes, sum_bytes
 from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, pieces_of_a_gpu, plausible_value
@@ -67,7 +67,8 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         self.benchmarks = False  # whether cuDNN tries its algorithms at the first call of each convolution
         self.benchmarked: list[int] = []  # where it does, after which torch empties its cache
         self._tried: set[Any] = set()
-        self._first_gradients: dict[int, int] = {}
+        self.first_gradients: dict[int, int] = {}  # by the id of their parameter
+        self.updaters: list[tuple[int, set[int]]] = []  # where the allocations of each end, and its parameters
         self._waiting: set[int] = set()
         self._place: Place = "device"
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -111,7 +112,7 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         """Categorise each gradient as soon as backward stores it; of several backward passes the first one's stays."""
 
         def note(number: int, grad: torch.Tensor) -> None:
-            self._first_gradients.setdefault(number, self._alive[grad.untyped_storage()._cdata][0])
+            self.first_gradients.setdefault(number, self._alive[grad.untyped_storage()._cdata][0])
 
         def mark(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
@@ -137,7 +138,7 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
     @property
     def incoming(self) -> set[int]:
         """Return the gradients as the first backward pass hands them to parameters, which keep them."""
-        return set(self._first_gradients.values())
+        return set(self.first_gradients.values())
 
     def reset(self) -> None:
         """Reset peaks and counts; live storages stay counted."""
@@ -234,7 +235,7 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
                 held = self._hold((copied if number else 0,), op, in_backward, LIBRARY_WORKSPACES)
                 self._allocate_results(result, op, in_backward)
                 held += self._hold((0 if number else copied,), op, in_backward, LIBRARY_WORKSPACES)
-                key = (number, in_backward, key_of(func, args[:10], {}))  # without what else backward returns
+                key = (number, in_backward, trial_key(func, args))
                 if self.benchmarks and key not in self._tried:
                     self._tried.add(key)
                     self.benchmarked.append(len(self.trace))

@@ -99,7 +99,7 @@ def test_both_gradients_take_a_workspace_and_a_copy_each_one_after_the_other():
         lambda out: torch.zeros((), dtype=low).expand(out.shape),  # not dense
     )
     x, y, weight = 8 * 8**3 * 2, 4 * 8**3 * 2, 4 * 8 * 27 * 2
-    assert events == [x, y, x + y, -(x + y), -y, weight, y, x + y, -(x + y), -y]
+    assert events == [x, y, x + y, -(x + y), -y, y, weight, x + y, -(x + y), -y]
 
 
 def test_gradient_in_the_other_layout_is_copied_once_even_if_one_channel_is_dense_in_both():
@@ -135,6 +135,25 @@ def test_algorithms_are_tried_once_for_each_pass_in_each_thread():
 
     # Forward, the same again when backward's thread recomputes it, and two gradients.
     assert tried(1) == tried(2) == 4
+
+
+def test_slices_of_a_gradient_share_the_trials_of_a_whole_one_and_another_layout_has_its_own():
+    """Torch remembers algorithms by sizes and layout; a slice of rows is dense, whatever the stride of its batch is."""
+
+    def gradient(size):
+        return torch.zeros(1, 8, size, 8, 8).contiguous(memory_format=LAST)[:, :, :8]
+
+    with emulated() as mode:
+        x = torch.zeros(1, 8, 8, 8, 8).contiguous(memory_format=LAST)
+        weight = torch.zeros(8, 8, 3, 3, 3)
+        tried = []
+        with MemoryTracker(fake=mode) as tracker:
+            tracker.benchmarks = True
+            for grad, volume in ((gradient(8), x), (gradient(16), x), (torch.zeros(x.shape), x.contiguous())):
+                options = ([1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1, [True, True, False])
+                torch.ops.aten.convolution_backward(grad, volume, weight, None, *options)
+                tried.append(len(tracker.benchmarked))
+    assert tried == [2, 2, 4]
 
 
 def test_a_tensor_that_is_not_dense_is_copied_first():
