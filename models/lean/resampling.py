@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.lean import native
-from models.lean.layout import CONTIGUOUS, layout_of
+from models.lean.layout import CONTIGUOUS, arranged, layout_of
 from models.lean.norm import compute_dtype, full_precision
 from models.lean.slabs import RowSource, bias_grad, rows_of
 
@@ -79,7 +79,8 @@ class _UpsampleConv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, strides: Strides, dtype: torch.dtype) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             source = UpsampledRows(x, weight, bias, strides, dtype)
-            out = source.rows(0, source.shape[2])
+            # On a CPU, convolutions of few channels return contiguous volumes whatever they are given.
+            out = arranged(source.rows(0, source.shape[2]), source.layout)
         ctx.save_for_backward(x, weight)
         ctx.strides, ctx.dtype = strides, dtype
         return out
