@@ -123,7 +123,9 @@ class HostOffload(AbstractContextManager[None]):
 def recomputed(volume: Tensor, module: nn.Module, source: Tensor) -> Iterator[None]:
     """Have autograd keep, in place of `volume`, how to compute it again: as the output of `module` for `source`."""
     device = volume.device.type
-    autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+    autocast = None
+    if torch.amp.is_autocast_available(device):
+        autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
     again = functools.partial(_computed_again, module, source.detach(), autocast)
     # Autograd keeps `pack`, which therefore must not keep the volume.
     storage, shape = volume.untyped_storage()._cdata, volume.shape
@@ -142,7 +144,10 @@ def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed()
 
 
-def _computed_again(module: nn.Module, source: Tensor, autocast: tuple[str, torch.dtype, bool]) -> Tensor:
+def _computed_again(module: nn.Module, source: Tensor, autocast: tuple[str, torch.dtype, bool] | None) -> Tensor:
+    if autocast is None:
+        with torch.no_grad():
+            return module(source)
     device, dtype, enabled = autocast
     with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
         return module(source)
