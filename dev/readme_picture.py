@@ -13,7 +13,8 @@ from command_line import check_output_file, parser, run
 from settings import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-PLANES = ("axial", "coronal", "sagittal")
+PLANES = {"axial": 2, "coronal": 1, "sagittal": 0}
+NUM_SAMPLES = 4
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -31,7 +32,7 @@ def main(options: argparse.Namespace) -> int:
     check_output_file(options.out, "--out")
     volumes = _newest(Path(options.run))
     columns = {"held-out input": volumes["input_0"], "reconstruction": volumes["reconstruction_0"]}
-    samples = sorted(role for role in volumes if role.startswith("sample_"))[:3]
+    samples = sorted(role for role in volumes if role.startswith("sample_"))[:NUM_SAMPLES]
     columns |= {f"sample {number + 1}": volumes[role] for number, role in enumerate(samples)}
     _draw(columns, Path(options.out))
     print(options.out)
@@ -68,14 +69,22 @@ def _draw(columns: dict[str, Any], path: Path) -> None:
     import numpy as np
     from matplotlib import pyplot
 
-    width = 1.75 * len(columns)
-    figure, axes = pyplot.subplots(3, len(columns), figsize=(width, 5.4), facecolor="black", layout="constrained")
-    for column, (name, volume) in enumerate(columns.items()):
-        for row, axis in enumerate((2, 1, 0)):
-            plane = np.rot90(volume.take(volume.shape[axis] // 2, axis=axis))
-            axes[row][column].imshow(plane, cmap="gray", vmin=0, vmax=255, interpolation="bicubic")
-            axes[row][column].set_axis_off()
-        axes[0][column].set_title(name, color="white", fontsize=10)
+    planes = [
+        [np.rot90(volume.take(volume.shape[axis] // 2, axis=axis)) for volume in columns.values()]
+        for axis in PLANES.values()
+    ]
+    heights = [row[0].shape[0] / row[0].shape[1] for row in planes]
+    size = (1.9 * len(columns) + 0.3, 1.9 * sum(heights) + 0.5)
+    figure, axes = pyplot.subplots(
+        *(len(PLANES), len(columns)), figsize=size, height_ratios=heights, facecolor="black", layout="constrained"
+    )
+    for row, (name, pictures) in enumerate(zip(PLANES, planes, strict=True)):
+        for place, picture in zip(axes[row], pictures, strict=True):
+            place.imshow(picture, cmap="gray", vmin=0, vmax=255, interpolation="bicubic")
+            place.set(xticks=[], yticks=[])
+        axes[row][0].set_ylabel(name, color="white", fontsize=12)
+    for place, name in zip(axes[0], columns, strict=True):
+        place.set_title(name, color="white", fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, facecolor="black")
 
