@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -252,8 +253,13 @@ def test_pickled_network_is_refused(tmp_path, config, generative_file, capsys):
         (lambda weight: weight.to(torch.complex64), "complex64"),
         (lambda weight: weight.to_sparse(), "sparse_coo"),
         (lambda weight: weight.to("meta"), "on the meta device"),
+        (lambda weight: weight.long(), "int64"),
+        (lambda weight: weight > 0, "bool"),
+        (lambda weight: weight.double() * 1e300, "NaN or infinite"),
+        (lambda weight: weight.fill_(float("nan")).to(torch.float8_e5m2), "NaN or infinite"),
+        (lambda weight: torch.nested.nested_tensor([weight.flatten()]), "nested"),
     ],
-    ids=["nan", "complex", "sparse", "meta"],
+    ids=["nan", "complex", "sparse", "meta", "whole", "true", "too large", "float8", "nested"],
 )
 def test_weights_that_are_no_finite_numbers_are_refused(change, found, tmp_path, config, generative_file, capsys):
     state = torch.load(generative_file, weights_only=True)["state_dict"]
@@ -263,6 +269,44 @@ def test_weights_that_are_no_finite_numbers_are_refused(change, found, tmp_path,
     origin = ["--from", "monai-generative", "--weights", tmp_path / "strange.pt", "--config", config]
     assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 2
     assert f"{first} is {found}" in capsys.readouterr().err
+
+
+def test_a_dict_inside_itself_is_searched_once(tmp_path, config, generative_file):
+    content = torch.load(generative_file, weights_only=True)
+    content |= {"again": content, "best": content["state_dict"]}
+    torch.save(content, tmp_path / "round.pt")
+    origin = ["--from", "monai-generative", "--weights", tmp_path / "round.pt", "--config", config]
+    assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_train_timesteps": torch.tensor(500)}, "was trained with 500 timesteps"),
+        ({"num_train_timesteps": 500.0}, "was trained with 500.0 timesteps"),
+        ({"scale_factor": 1e40}, "its scale_factor is 1e+40"),
+        ({"loss": np.float64(0.5)}, "(it holds numpy."),
+    ],
+    ids=str,
+)
+def test_what_lies_beside_the_weights_of_a_unet_is_checked(change, said, tmp_path, config, unet_state, capsys):
+    torch.save({"unet_state_dict": unet_state, "scale_factor": 1.0} | change, tmp_path / "unet.pt")
+    origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config, "--out", tmp_path / "run"]
+    assert command(import_checkpoint, *origin) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("broken", ["down_blocks.", "time_emb_proj.weight", "attn.to_q.weight"])
+def test_a_unet_with_missing_or_reshaped_weights_is_refused(broken, tmp_path, config, unet_state, capsys):
+    state = {
+        key: value.flatten() if broken in key else value
+        for key, value in unet_state.items()
+        if not key.startswith(broken)
+    }
+    torch.save(state, tmp_path / "unet.pt")
+    origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config, "--out", tmp_path / "run"]
+    assert command(import_checkpoint, *origin, "--latent-scale", 1) == 2
+    assert "the weights are not those of the network in the config" in capsys.readouterr().err
 
 
 def test_export_refuses_what_is_not_a_runs_weights(tmp_path, config, capsys):
