@@ -1,13 +1,14 @@
 """Weights from MONAI, MONAI Generative and MAISI: read without executing code, renamed, and compared with the settings.
 
 Our parameters have MONAI's names. Weights from MONAI are renamed only for options that our networks lack but can
-express; weights for MONAI are not renamed at all.
+express; weights for MONAI are not renamed at all, and of those for MAISI only the autoencoder's.
 """
 
 from __future__ import annotations
 
 import pickle
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,10 @@ _GENERATIVE_RENAMES = (
 _MAISI_RENAMES = (
     (r"^((?:en|de)coder\..*)\.conv\.conv\.(weight|bias)$", r"\1.conv.\2"),
     (r"^(decoder\.blocks\.\d+)\.conv\.conv\.(weight|bias)$", r"\1.postconv.conv.\2"),
+)
+_FOR_MAISI = (
+    (r"^(decoder\.blocks\.\d+)\.postconv\.conv\.(weight|bias)$", r"\1.conv.conv.\2"),
+    (r"^((?:en|de)coder\..*\.conv)\.(weight|bias)$", r"\1.conv.\2"),
 )
 ORIGINS = ("monai", "monai-generative", "maisi")
 
@@ -133,6 +138,11 @@ def to_our_names(state: Mapping[str, Tensor], origin: str, path: Path) -> State:
     return _expand_attention(dict(state))
 
 
+def to_maisi_names(state: Mapping[str, Tensor]) -> State:
+    """Return the state dict of our autoencoder with the names of MAISI's."""
+    return {_renamed(key, _FOR_MAISI): value for key, value in state.items()}
+
+
 def check_fit(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
     """Raise CheckpointError unless names and shapes are exactly as expected."""
     missing = [key for key in expected if key not in state]
@@ -206,16 +216,16 @@ def _expand_attention(state: State) -> State:
 
 def _state_dicts(content: Any) -> Iterator[State]:
     """Yield every dict that has tensors; a dict that is in several places, or in itself, counts once."""
-    left, seen = [content], set()
+    left, seen = deque([content]), set()
     while left:
-        found = left.pop()
+        found = left.popleft()
         if not isinstance(found, Mapping) or id(found) in seen:
             continue
         seen.add(id(found))
         tensors = {str(key): value for key, value in found.items() if isinstance(value, Tensor)}
         if tensors:
             yield _without_prefix(tensors)
-        left.extend(reversed(found.values()))
+        left.extend(found.values())
 
 
 def _without_prefix(state: State) -> State:
