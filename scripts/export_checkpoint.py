@@ -26,7 +26,8 @@ def main(options: argparse.Namespace) -> None:
         )
     import torch
 
-    from models.exchange.networks import CLASSES, monai_arguments, monai_class, stock_network
+    from models.exchange.networks import CLASSES, is_maisi, monai_arguments, monai_class, stock_network
+    from models.exchange.weights import to_maisi_names
     from models.weight_files import load_weights, save_weights
     from storage.atomic import replacing
 
@@ -37,6 +38,8 @@ def main(options: argparse.Namespace) -> None:
         )
     network, settings = metadata["stage"], validate(metadata["settings"])
     kind = monai_class(network, settings)
+    if network == "autoencoder" and is_maisi(network, settings):
+        state = to_maisi_names(state)
     # The submodules of monai.networks.nets are its own business.
     module = "monai.networks.nets" if kind.__module__.startswith("monai.networks.nets") else kind.__module__
     name = kind.__name__
@@ -59,6 +62,9 @@ def main(options: argparse.Namespace) -> None:
     print(f"network = {name}(**{json.loads(json.dumps(arguments))})")
     read = "safetensors.torch.load_file" if destination.suffix == ".safetensors" else "torch.load"
     print(f"network.load_state_dict({read}({str(destination)!r}), strict=True)")
+    if network == "autoencoder":
+        ends = "[-1, 1]" if settings.autoencoder.value_range == "symmetric" else "[0, 1]"
+        print(f"# It takes and returns volumes with intensities scaled to {ends}.")
     for line in _latents(source, metadata):
         print(f"# {line}")
 

@@ -44,7 +44,7 @@ def main(options: argparse.Namespace) -> None:
             f"{folder.config}: differs from the config given here; all weights in a run folder share one config;"
             " give this file as --config, or another folder as --out"
         )
-    state = {key: value.float() if value.is_floating_point() else value for key, value in state.items()}
+    state = {key: value.float() for key, value in state.items()}
     metadata: dict[str, Any] = {
         "stage": network,
         "settings": settings.model_dump(mode="json"),
@@ -121,9 +121,12 @@ def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
 
 def _check_timesteps(content: Any, settings: Settings, path: Path) -> None:
     """Raise unless the number of timesteps beside the weights, as in MAISI's files, is that of the config."""
+    from torch import Tensor
+
     found = content.get("num_train_timesteps") if isinstance(content, dict) else None
     configured = settings.ldm.scheduler.num_train_timesteps
-    if isinstance(found, int) and found != configured:
+    found = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
+    if isinstance(found, int | float) and found != configured:
         raise CheckpointError(
             f"{path}: was trained with {found} timesteps; ldm.scheduler.num_train_timesteps is {configured}; set "
             f"ldm.scheduler.num_train_timesteps={found}"
@@ -146,7 +149,7 @@ def _number_above_zero(value: Any, path: Path) -> float:
     from torch import Tensor
 
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 1e-30 < number < 1e30:
         raise CheckpointError(
             f"{path}: its scale_factor is {str(value)[:40]}; a finite number above 0 is needed; "
             "give it as --latent-scale"

@@ -25,18 +25,16 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
                 "AutoencoderKL has strides of 2 only, so it would compute something else with these weights; only "
                 "networks trained with strides: 2 can be exported"
             )
-        for name, stock in (("upsampling", "nearest"), ("value_range", "symmetric")):
-            if (found := getattr(settings.autoencoder, name)) != stock:
-                raise CheckpointError(
-                    f"autoencoder.{name}: {found}; MONAI's AutoencoderKL has {stock} only, so it would compute "
-                    "something else with these weights; they cannot be exported"
-                )
         if settings.autoencoder.bottleneck != "kl":
             raise CheckpointError(
                 f"autoencoder.bottleneck: {settings.autoencoder.bottleneck}; MONAI's AutoencoderKL cannot quantise its "
                 "latent; only networks trained with bottleneck: kl can be exported"
             )
-        return autoencoder_arguments(settings.autoencoder)
+        arguments = autoencoder_arguments(settings.autoencoder)
+        if not is_maisi(network, settings):
+            return arguments
+        # Splits of volumes, which save memory, must fit the grid; one always does.
+        return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, "num_splits": 1}
     if network == "discriminator":
         return discriminator_arguments(settings.autoencoder)
     assert network == "ldm", f"no network is called {network!r}"
@@ -58,12 +56,20 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
     return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, **told}
 
 
+def is_maisi(network: str, settings: Settings) -> bool:
+    """Return whether MONAI's class is MAISI's: a U-Net that is told of scans, an autoencoder that interpolates."""
+    if network == "autoencoder":
+        return settings.autoencoder.upsampling == "trilinear"
+    return network == "ldm" and bool(settings.ldm.conditioning.scan.inputs)
+
+
 def monai_class(network: str, settings: Settings) -> type[nn.Module]:
-    """Return MONAI's class of a network; a U-Net that is told of scans is MAISI's."""
-    if network == "ldm" and settings.ldm.conditioning.scan.inputs:
+    """Return MONAI's class of a network."""
+    if is_maisi(network, settings):
+        from monai.apps.generation.maisi.networks.autoencoderkl_maisi import AutoencoderKlMaisi
         from monai.apps.generation.maisi.networks.diffusion_model_unet_maisi import DiffusionModelUNetMaisi
 
-        return DiffusionModelUNetMaisi
+        return AutoencoderKlMaisi if network == "autoencoder" else DiffusionModelUNetMaisi
     import monai.networks.nets
 
     return getattr(monai.networks.nets, CLASSES[network])

@@ -106,7 +106,8 @@ def _discriminator_settings(state: State) -> dict[str, Any]:
 
 
 def _unet_settings(state: State) -> dict[str, Any]:
-    num_levels = 1 + max(int(match[1]) for key in state if (match := re.match(r"down_blocks\.(\d+)\.", key)))
+    indices = sorted(int(match[1]) for key in state if (match := re.match(r"down_blocks\.(\d+)\.", key)))
+    num_levels = 1 + indices[-1]  # LookupError without any, as for every other weight that is missing
     levels = [{key for key in state if key.startswith(f"down_blocks.{level}.")} for level in range(num_levels)]
     implied: dict[str, Any] = {
         "autoencoder.latent_channels": state["out.2.conv.weight"].shape[0],

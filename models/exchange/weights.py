@@ -1,12 +1,14 @@
 """Weights from MONAI, MONAI Generative and MAISI: read without executing code, renamed, and compared with the settings.
 
 Our parameters have MONAI's names. Weights from MONAI are renamed only for options that our networks lack but can
-express; weights for MONAI are not renamed at all.
+express; weights for MONAI are not renamed at all, and of those for MAISI only the autoencoder's.
 """
 
 from __future__ import annotations
 
+import pickle
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,10 @@ _MAISI_RENAMES = (
     (r"^((?:en|de)coder\..*)\.conv\.conv\.(weight|bias)$", r"\1.conv.\2"),
     (r"^(decoder\.blocks\.\d+)\.conv\.conv\.(weight|bias)$", r"\1.postconv.conv.\2"),
 )
+_FOR_MAISI = (
+    (r"^(decoder\.blocks\.\d+)\.postconv\.conv\.(weight|bias)$", r"\1.conv.conv.\2"),
+    (r"^((?:en|de)coder\..*\.conv)\.(weight|bias)$", r"\1.conv.\2"),
+)
 ORIGINS = ("monai", "monai-generative", "maisi")
 
 
@@ -63,11 +69,19 @@ def read_foreign_weights(path: Path) -> Any:
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except _READ_ERRORS as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{path}: cannot be read as weights ({first_line}); only tensors in plain containers are read, never code;"
-            " save the network's state_dict() by itself"
+            f"{path}: cannot be read as weights ({_cause(error)}); only tensors in plain containers are read, never"
+            " code; save the network's state_dict() by itself"
         ) from None
+
+
+def _cause(error: Exception) -> str:
+    """Return why a file cannot be read, without torch's advice to run the code in it."""
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, pickle.UnpicklingError):
+        refused = re.search(r"GLOBAL (\S+) was not an allowed", text)
+        return f"it holds {refused[1]}" if refused else "it holds other objects than tensors"
+    return text.splitlines()[0]
 
 
 def find_state(content: Any, path: Path, network: str | None = None) -> tuple[str, State]:
@@ -124,6 +138,11 @@ def to_our_names(state: Mapping[str, Tensor], origin: str, path: Path) -> State:
     return _expand_attention(dict(state))
 
 
+def to_maisi_names(state: Mapping[str, Tensor]) -> State:
+    """Return the state dict of our autoencoder with the names of MAISI's."""
+    return {_renamed(key, _FOR_MAISI): value for key, value in state.items()}
+
+
 def check_fit(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
     """Raise CheckpointError unless names and shapes are exactly as expected."""
     missing = [key for key in expected if key not in state]
@@ -143,14 +162,15 @@ def check_fit(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path:
 
 
 def check_values(state: Mapping[str, Tensor], path: Path) -> None:
-    """Raise CheckpointError unless every weight is stored as finite numbers in memory."""
+    """Raise CheckpointError unless every weight is stored as numbers that are finite in float32."""
     for key, value in state.items():
         found = ""
-        if value.layout != torch.strided or value.is_meta:
-            found = "on the meta device" if value.is_meta else str(value.layout).removeprefix("torch.")
-        elif value.is_complex() or value.is_quantized:
+        if value.layout != torch.strided or value.is_meta or value.is_nested:
+            layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            found = "on the meta device" if value.is_meta else layout
+        elif not value.is_floating_point():
             found = str(value.dtype).removeprefix("torch.")
-        elif not value.isfinite().all():
+        elif not value.float().isfinite().all():
             found = "NaN or infinite"
         if found:
             raise CheckpointError(
@@ -176,12 +196,14 @@ def _expand_attention(state: State) -> State:
     """
     result: State = {}
     for key, value in state.items():
-        if match := re.fullmatch(r"(.*\.attn)\.qkv\.(weight|bias)", key):
+        match = re.fullmatch(r"(.*\.attn)\.qkv\.(weight|bias)", key)
+        # What has another shape keeps its name and is refused later.
+        if match and value.dim() and value.shape[0] % 3 == 0:
             for name, part in zip("qkv", value.chunk(3), strict=True):
                 result[f"{match[1]}.to_{name}.{match[2]}"] = part.clone()
         else:
             result[key] = value
-    for key in [key for key in result if key.endswith(".attn.to_q.weight")]:
+    for key in [key for key, value in result.items() if key.endswith(".attn.to_q.weight") and value.dim() == 2]:
         block = key.removesuffix(".to_q.weight")
         channels = result[key].shape[0]
         for name in ("to_q", "to_k", "to_v"):
@@ -193,13 +215,17 @@ def _expand_attention(state: State) -> State:
 
 
 def _state_dicts(content: Any) -> Iterator[State]:
-    if not isinstance(content, Mapping):
-        return
-    tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
-    if tensors:
-        yield _without_prefix(tensors)
-    for value in content.values():
-        yield from _state_dicts(value)
+    """Yield every dict that has tensors; a dict that is in several places, or in itself, counts once."""
+    left, seen = deque([content]), set()
+    while left:
+        found = left.popleft()
+        if not isinstance(found, Mapping) or id(found) in seen:
+            continue
+        seen.add(id(found))
+        tensors = {str(key): value for key, value in found.items() if isinstance(value, Tensor)}
+        if tensors:
+            yield _without_prefix(tensors)
+        left.extend(found.values())
 
 
 def _without_prefix(state: State) -> State:

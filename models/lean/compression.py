@@ -6,7 +6,7 @@ Each value is stored as one of 256 levels between the smallest and the largest o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,8 @@ def compress(x: Tensor, kind: str) -> Compressed:
     layout = layout_of(x)
     values, axis = _voxels(x, layout)
     full = torch.promote_types(x.dtype, torch.float32)
+    # A smaller step would be rounded so much that the largest value of its group has no code.
+    least = torch.finfo(full).smallest_normal
     codes = torch.empty_like(values, dtype=torch.uint8 if kind == "int8" else torch.float8_e4m3fn)
     scales = [*values.shape]
     scales[axis] = -(-values.shape[axis] // GROUP)
@@ -69,20 +71,15 @@ def compress(x: Tensor, kind: str) -> Compressed:
         smallest, largest = (end.to(full) for end in torch.aminmax(part, dim=axis + 1, keepdim=True))
         if kind == "int8":
             to_low.copy_(smallest)
-            to_step.copy_((largest - smallest) / LEVELS)
+            to_step.copy_(((largest - smallest) / LEVELS).clamp_(min=least))
             # Half a step more, because conversion to whole numbers cuts off what is behind the point.
             smallest -= to_step / 2
-            part = torch.sub(part, smallest).div_(_above_zero(to_step))
+            part = torch.sub(part, smallest).div_(to_step)
         else:
-            to_step.copy_(torch.maximum(-smallest, largest) / LARGEST_FP8)
-            part = torch.div(part, _above_zero(to_step))
+            to_step.copy_((torch.maximum(-smallest, largest) / LARGEST_FP8).clamp_(min=least))
+            part = torch.div(part, to_step)
         codes.narrow(axis, start, number * size).copy_(part.flatten(axis, axis + 1))
     return Compressed(codes, low, step, x.shape, x.dtype, layout)
-
-
-def _above_zero(step: Tensor) -> Tensor:
-    """Replace zeros, the steps of groups whose values are all alike."""
-    return torch.where(step == 0, 1.0, step)
 
 
 def expand(packed: Compressed) -> Tensor:
@@ -100,14 +97,26 @@ def expand(packed: Compressed) -> Tensor:
     return out
 
 
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+_PLAIN: Hooks = (lambda tensor: tensor, lambda tensor: tensor)
+
+
 class Compression(AbstractContextManager[None]):
-    """Saved-tensor hooks that keep large activations in 8 bits, in host memory if an `offload` is given."""
+    """Saved-tensor hooks that keep large activations in 8 bits, in host memory if an `offload` is given.
+
+    Without one, the hooks around this context keep the 8 bits: a checkpoint around it, which computes them again, or
+    none. Use one object per pass through a network.
+    """
 
     def __init__(self, kind: str, offload: HostOffload | None) -> None:
-        self._kind, self._offload = kind, offload
+        self._kind = kind
+        self._kept_by: Hooks | None = None if offload is None else (offload.pack, offload.unpack)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 
     def __enter__(self) -> None:
+        if self._kept_by is None:
+            # torch calls the innermost hooks only and has no public function for those around them (torch 2.13).
+            self._kept_by = torch._C._autograd._top_saved_tensors_default_hooks(True) or _PLAIN
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
@@ -115,20 +124,21 @@ class Compression(AbstractContextManager[None]):
     def __exit__(self, *exc_info: Any) -> None:
         self._hooks.pop().__exit__(*exc_info)
 
-    def _pack(self, tensor: Tensor) -> Tensor | Compressed:
+    def _pack(self, tensor: Tensor) -> Any:
+        assert self._kept_by is not None, "the context was not entered"
+        keep, _ = self._kept_by
         small = tensor.numel() * tensor.element_size() < MIN_OFFLOAD_BYTES
         if small or isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad) or tensor.dim() != 5:
-            return tensor
+            return keep(tensor)
         packed = compress(tensor.detach(), self._kind)
-        if self._offload is not None:
-            # The codes last: one copy leaves while the blocks run on, and the next fetch begins with what left last.
-            packed.step, packed.low, packed.codes = map(self._offload.pack, (packed.step, packed.low, packed.codes))
+        # The codes last: one copy leaves while the blocks run on, and the next fetch begins with what left last.
+        packed.step, packed.low, packed.codes = map(keep, (packed.step, packed.low, packed.codes))
         return packed
 
-    def _unpack(self, packed: Tensor | Compressed) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        if self._offload is not None:
-            codes, low, step = map(self._offload.unpack, (packed.codes, packed.low, packed.step))
-            packed = Compressed(codes, low, step, packed.shape, packed.dtype, packed.layout)
-        return expand(packed)
+    def _unpack(self, packed: Any) -> Tensor:
+        assert self._kept_by is not None, "the context was not entered"
+        _, kept = self._kept_by
+        if not isinstance(packed, Compressed):
+            return kept(packed)
+        codes, low, step = map(kept, (packed.codes, packed.low, packed.step))
+        return expand(Compressed(codes, low, step, packed.shape, packed.dtype, packed.layout))

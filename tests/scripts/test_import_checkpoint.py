@@ -129,8 +129,37 @@ def test_maisi_weights_need_the_settings_of_its_network_and_then_run(tmp_path, c
         torch.testing.assert_close(ours.encode(2 * volume - 1)[0], mean, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(ours.decode(mean), 2 * theirs.decode(mean) - 1, rtol=1e-5, atol=1e-5)
     source = tmp_path / "run" / "autoencoder.safetensors"
-    assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "monai.pt") == 2
-    assert "MONAI's AutoencoderKL has nearest only" in capsys.readouterr().err
+    capsys.readouterr()
+    assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "again.pt") == 0
+    recipe = capsys.readouterr().out
+    assert recipe.endswith("# It takes and returns volumes with intensities scaled to [0, 1].\n")
+    scope: dict = {"torch": torch}
+    exec(recipe, scope)
+    assert type(scope["network"]) is AutoencoderKlMaisi
+    again, before = scope["network"].state_dict(), theirs.state_dict()
+    assert again.keys() == before.keys()
+    assert all(torch.equal(again[key], value) for key, value in before.items())
+
+
+def test_an_autoencoder_for_the_unit_range_goes_back_to_monai_with_a_word_on_it(tmp_path, config, capsys):
+    stock = AutoencoderKL(channels=(8, 16), **SHAPE)
+    torch.save(stock.state_dict(), tmp_path / "stock.pt")
+    origin = ["--from", "monai", "--weights", tmp_path / "stock.pt", "--config", config, "--out", tmp_path / "run"]
+    assert command(import_checkpoint, *origin, "autoencoder.value_range=unit") == 0
+    source = tmp_path / "run" / "autoencoder.safetensors"
+    capsys.readouterr()
+    assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "again.pt") == 0
+    scope: dict = {"torch": torch}
+    recipe = capsys.readouterr().out
+    assert "scaled to [0, 1]" in recipe
+    exec(recipe, scope)
+    ours = build_autoencoder(load_settings(tmp_path / "run" / "config.yaml").autoencoder).eval()
+    ours.load_state_dict(load_weights(source)[0], strict=True)
+    volume = torch.rand(1, 1, 8, 8, 8)
+    with torch.no_grad():
+        mean, _ = scope["network"].eval().encode(volume)
+        torch.testing.assert_close(ours.encode(2 * volume - 1)[0], mean, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.decode(mean), 2 * scope["network"].decode(mean) - 1, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -252,8 +281,13 @@ def test_pickled_network_is_refused(tmp_path, config, generative_file, capsys):
         (lambda weight: weight.to(torch.complex64), "complex64"),
         (lambda weight: weight.to_sparse(), "sparse_coo"),
         (lambda weight: weight.to("meta"), "on the meta device"),
+        (lambda weight: weight.long(), "int64"),
+        (lambda weight: weight > 0, "bool"),
+        (lambda weight: weight.double() * 1e300, "NaN or infinite"),
+        (lambda weight: weight.fill_(float("nan")).to(torch.float8_e5m2), "NaN or infinite"),
+        (lambda weight: torch.nested.nested_tensor([weight.flatten()]), "nested"),
     ],
-    ids=["nan", "complex", "sparse", "meta"],
+    ids=["nan", "complex", "sparse", "meta", "whole", "true", "too large", "float8", "nested"],
 )
 def test_weights_that_are_no_finite_numbers_are_refused(change, found, tmp_path, config, generative_file, capsys):
     state = torch.load(generative_file, weights_only=True)["state_dict"]
@@ -263,6 +297,27 @@ def test_weights_that_are_no_finite_numbers_are_refused(change, found, tmp_path,
     origin = ["--from", "monai-generative", "--weights", tmp_path / "strange.pt", "--config", config]
     assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 2
     assert f"{first} is {found}" in capsys.readouterr().err
+
+
+def test_a_dict_inside_itself_is_searched_once(tmp_path, config, generative_file):
+    content = torch.load(generative_file, weights_only=True)
+    content |= {"again": content, "best": content["state_dict"]}
+    torch.save(content, tmp_path / "round.pt")
+    origin = ["--from", "monai-generative", "--weights", tmp_path / "round.pt", "--config", config]
+    assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 0
+
+
+@pytest.mark.parametrize("broken", ["down_blocks.", "time_emb_proj.weight", "attn.to_q.weight"])
+def test_a_unet_with_missing_or_reshaped_weights_is_refused(broken, tmp_path, config, unet_state, capsys):
+    state = {
+        key: value.flatten() if broken in key else value
+        for key, value in unet_state.items()
+        if not key.startswith(broken)
+    }
+    torch.save(state, tmp_path / "unet.pt")
+    origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config, "--out", tmp_path / "run"]
+    assert command(import_checkpoint, *origin, "--latent-scale", 1) == 2
+    assert "the weights are not those of the network in the config" in capsys.readouterr().err
 
 
 def test_export_refuses_what_is_not_a_runs_weights(tmp_path, config, capsys):

@@ -170,10 +170,25 @@ def test_an_impossible_latent_scale_is_refused(run, scale, capsys):
     command = ["scripts/import_checkpoint.py", "--from", "monai", "--weights", "unet.pt", "--out", "imported"]
     command += ["--config", str(run / "config.yaml")]
     refused(capsys, [*command, f"--latent-scale={scale}"], f"'{scale}' is not a finite number above 0")
-    for value in (0.0, float("nan"), torch.tensor(-1.0), torch.zeros(2), "x", None):
+    for value in (0.0, float("nan"), torch.tensor(-1.0), torch.zeros(2), "x", None, 1e40):
         torch.save({"unet": state, "scale_factor": value}, "unet.pt")
         refused(capsys, [*command], "unet.pt: its scale_factor is", "a finite number above 0 is needed")
     assert not Path("imported").exists()
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "was trained with 7 timesteps": {"num_train_timesteps": torch.tensor(7)},
+    "was trained with 7.0 timesteps": {"num_train_timesteps": 7.0},
+    "(it holds numpy.": {"loss": np.float64(0.5)},
+}
+
+
+@pytest.mark.parametrize("said", BESIDE)
+def test_what_lies_beside_imported_weights_is_checked(run, said, capsys):
+    state, _ = load_weights(run / "ldm.safetensors")
+    torch.save({"unet_state_dict": state, "scale_factor": 1.0, **BESIDE[said]}, "unet.pt")
+    command = ["scripts/import_checkpoint.py", "--from", "monai", "--weights", "unet.pt", "--out", "imported"]
+    refused(capsys, [*command, "--config", run / "config.yaml"], "unet.pt: ", said)
 
 
 @pytest.mark.parametrize("out", ["", "file", "file/deep", "/proc/out"])

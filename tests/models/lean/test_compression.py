@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from unittest import mock
 
 import pytest
@@ -54,6 +55,15 @@ def test_constant_volumes_are_kept_exactly_and_what_is_not_finite_stays_so():
 
 
 @pytest.mark.parametrize("kind", LIMIT)
+@pytest.mark.parametrize("largest", [3, 300, 600, 1971, 40_000, 1 << 23, 1 << 26])
+def test_values_too_small_for_normal_numbers_keep_their_order(largest, kind):
+    x = (torch.linspace(-1, 1, GROUP) * largest).trunc().view(1, 1, 1, 1, GROUP) * 2.0**-149
+    found = expand(compress(x, kind))
+    assert bool((found.diff() >= 0).all())
+    assert float((found.double() - x.double()).abs().max()) <= max(2.0**-127, 2**-4 * float(x.max()))
+
+
+@pytest.mark.parametrize("kind", LIMIT)
 def test_a_volume_in_16_bits_takes_little_more_than_half(kind):
     x = torch.randn(1, 8, 16, 16, 16).bfloat16()
     packed = compress(x, kind)
@@ -97,6 +107,33 @@ def test_the_forward_pass_is_the_same_and_offloading_changes_no_bit():
     assert all(torch.equal(a, b) for a, b in zip(plain.outputs, packed.outputs, strict=True))
     assert all(torch.equal(packed.gradients[name], offloaded.gradients[name]) for name in packed.gradients)
     assert any(not torch.equal(plain.gradients[name], packed.gradients[name]) for name in packed.gradients)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"slab_rows": 3}], ids=str)
+def test_a_nested_encoder_keeps_no_codes_before_backward_and_the_same_gradients(knobs, monkeypatch):
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(x, kind):
+        packed = compress(x, kind)
+        kept.append(weakref.ref(packed.codes))
+        return packed
+
+    monkeypatch.setattr(compression, "compress", watched)
+    monkeypatch.setattr(compression, "MIN_OFFLOAD_BYTES", 0)
+    given, found = problem("autoencoder", 2), []
+    for nested in (False, True):
+        training = {**CHECKPOINTED, **knobs, "use_nested_checkpointing": nested, "checkpoint_dtype": "int8"}
+        model = build_autoencoder(autoencoder_settings(training)).train()
+        model.load_state_dict(given.stock.state_dict())
+        kept.clear()
+        with small_work_counts():
+            mean, sigma = model.encode(given.inputs[0])
+            alive = sum(codes() is not None for codes in kept)
+            assert alive == (0 if nested else len(kept))
+            assert len(kept) > 3
+            model.decode(mean + sigma).sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(once, again) for once, again in zip(*found, strict=True))
 
 
 def test_the_codes_of_the_block_before_are_fetched_while_a_block_runs_backward():
