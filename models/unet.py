@@ -86,9 +86,7 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
     positions along each axis as the channels of one, and its channels are put back as positions.
     """
 
-    def __init__(
-        self, num_numbers: int = 0, scan_inputs: Sequence[str] = (), fold: int = 1, **arguments: Any
-    ) -> None:
+    def __init__(self, num_numbers: int = 0, scan_inputs: Sequence[str] = (), fold: int = 1, **arguments: Any) -> None:
         super().__init__(use_flash_attention=True, **arguments)
         for name, module in list(self.named_modules()):
             lean: nn.Module | None = None
