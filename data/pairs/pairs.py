@@ -77,7 +77,7 @@ def check_pairs(s: ConditioningSettings, data: DataSettings, files: Sequence[Vol
     def partners(source: str | None, reading: DataSettings, where: str, channels: int, check: Check) -> Partners:
         if source is None:
             return ()
-        found, wrong = _partners(source, files, reading, where, channels, check)
+        found, wrong = _partners(source, files, reading, where, channels, check, data.spacing is not None)
         problems.extend(wrong)
         return tuple(found)
 
@@ -138,6 +138,7 @@ def _partners(
     where: str,
     num_channels: int,
     problem_of: Check,
+    is_spaced: bool,
 ) -> tuple[list[VolumeFile], list[str]]:
     found, problems = find_partners(source, files, s, where)
     paired = [file for file in files if file.name in found]
@@ -149,7 +150,7 @@ def _partners(
             problems += result.problems
             continue
         reasons = (
-            mismatch(result.path, facts.header, file.path, read_header(file.path)),
+            mismatch(result.path, facts.header, file.path, read_header(file.path), is_spaced),
             problem_of(result.path, facts),
         )
         problems += [reason for reason in reasons if reason is not None]

@@ -9,14 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.files.header import Header
 from data.formats import write_nifti
 from data.geometry import geometry_of
+from data.pairs.geometry import mismatch
 from data.pairs.label_maps import label_shares
+from data.pairs.numbers import read_numbers
 from data.pairs.pairs import check_pairs, prepare_pairs
 from data.pairs.partners import find_partners
 from data.volumes import DataSplit, VolumeFile, prepare_volumes
 from settings import DataError
-from settings.conditioning import ConditioningSettings
+from settings.conditioning import ConditioningSettings, NumberSettings
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels, read_volume
 from tests.data.test_dicom import voxels_of, write_series
 
@@ -164,3 +167,62 @@ def test_a_label_map_takes_the_way_of_its_volume(tmp_path, resize, grid):
         blocks = whole.reshape(coarse[0], 2, coarse[1], 2, coarse[2], 2).mean(axis=(1, 3, 5))
         np.testing.assert_allclose(found[value], blocks, atol=1e-6)
     assert found[1:].std() > 0.05
+
+
+def header_of(affine: np.ndarray, shape: tuple[int, int, int] = (12, 10, 8), has_spacing: bool = True) -> Header:
+    return Header(shape, 1, affine, "<f4", has_spacing, shape)
+
+
+def turned_about_the_diagonal(degrees: float) -> np.ndarray:
+    axis, angle = np.ones(3) / np.sqrt(3), np.deg2rad(degrees)
+    cross = np.cross(np.eye(3), axis)
+    affine = np.eye(4)
+    affine[:3, :3] += np.sin(angle) * cross + (1 - np.cos(angle)) * cross @ cross
+    affine[:3, 3] = affine[:3, :3] @ np.full(3, -31.5)
+    return affine
+
+
+def test_a_turned_partner_is_refused_even_if_two_of_its_corners_stay():
+    volume, partner = (header_of(turned_about_the_diagonal(degrees), (64, 64, 64)) for degrees in (0, 30))
+    assert mismatch("volume", volume, "volume", volume) is None
+    assert "both must cover the same space" in (mismatch("partner", partner, "volume", volume) or "")
+
+
+def test_an_array_without_orientation_is_no_partner_of_a_volume_that_would_be_turned():
+    array, ras, lps = header_of(np.eye(4), has_spacing=False), header_of(AFFINE), header_of(np.diag([-1, -1, 1, 1.0]))
+    assert mismatch("array", array, "volume", ras) is None
+    assert mismatch("array", array, "volume", array, is_spaced=True) is None
+    for partner, volume in ((array, lps), (lps, array)):
+        assert "one of them would be turned" in (mismatch("partner", partner, "volume", volume) or "")
+    assert "data.spacing is set" in (mismatch("array", array, "volume", ras, is_spaced=True) or "")
+
+
+def test_half_a_voxel_rounds_alike_in_single_and_double_precision():
+    s = build_settings(spacing=[1.4, 1.4, 1.4], resize="crop_or_pad")
+    shapes = {
+        geometry_of(header_of(np.diag([mm, mm, mm, 1.0]), (351, 5, 7)), s).spaced_shape
+        for mm in (0.7, float(np.float32(0.7)), 0.7 + 1e-8)
+    }
+    assert len(shapes) == 1
+
+
+def test_a_row_with_more_fields_than_columns_is_refused(tmp_path):
+    """A decimal comma would cut a number short, or move the columns after it."""
+    (tmp_path / "people.csv").write_text("file,age\na.nii.gz,63,5\n")
+    s = NumberSettings(table=str(tmp_path / "people.csv"), continuous=("age",))
+    with pytest.raises(DataError, match=r"numbers\.table: .* line 2 has 3 fields for 2 columns; quote its commas"):
+        read_numbers(s, [VolumeFile(Path("a.nii.gz"), "a.nii.gz")])
+    (tmp_path / "people.csv").write_text('\ufefffile,age\na.nii.gz,"63.5",,\n')
+    assert read_numbers(s, [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]) == ([{"age": "63.5"}], [])
+
+
+def test_a_folder_of_slices_that_cannot_be_read_is_named_with_its_setting(tmp_path, monkeypatch):
+    write_series(tmp_path / "series" / "a", voxels_of(0))
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("data.files.dicom.scan", refuse)
+    files = [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]
+    with pytest.raises(DataError, match=r"^ldm\.conditioning\.volume\.source: .*series/a cannot be read"):
+        find_partners(str(tmp_path / "series"), files, build_settings(), "ldm.conditioning.volume")
