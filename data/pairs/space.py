@@ -16,7 +16,7 @@ from data.geometry import Geometry, geometry_of, regridded
 from data.intensity import scale_to_network
 from data.pairs.geometry import mismatch
 from data.pairs.label_maps import mask_on_grid
-from data.pairs.pairs import volume_problem, volume_reading
+from data.pairs.pairs import VOLUME, volume_problem, volume_reading
 from data.reading import measure
 from settings import DataError
 from settings.conditioning import VolumeSettings
@@ -74,7 +74,8 @@ def space_of_volume(
     """
     reading = volume_reading(data, s)
     stored, facts = measure(path, reading, None if unknown is None else ~unknown)
-    problem = volume_problem(path, facts, reading, s.num_channels)
+    section = "data.intensity" if s.is_from_target else f"{VOLUME}.intensity"
+    problem = volume_problem(path, facts, reading, s.num_channels, section)
     if problem is not None:
         raise DataError(problem)
     voxels, header, factors = stored.values(stored.array), facts.header, (1, 1, 1)

@@ -17,6 +17,7 @@ from data.pairs.geometry import mismatch
 from data.pairs.label_maps import label_problem, label_shares, mask_problem
 from data.pairs.numbers import NumberCode
 from data.pairs.pairs import LABELS, label_reading
+from data.pairs.partners import named_after
 from data.pairs.space import Space, mask_of, space_of_volume
 from data.reading import measure
 from diffusion.conditioning.condition import Condition
@@ -59,14 +60,17 @@ def given_conditions(
 ) -> list[GivenCondition]:
     """Return the cases of the files that a command is given, in the order of their names; empty without files.
 
-    Files of different kinds belong together if they have the same name; a single file belongs to any. Raises
-    `UserError` if the run was not trained on such files, and DataError, naming the file, if one does not suit.
+    Files of different kinds belong together if they have the same name, but for endings as in training; a single file
+    belongs to any. Raises `UserError` if the run was not trained on such files, and DataError, naming the file, if one
+    does not suit.
     """
     _check_options(settings, given)
     s = settings.ldm.conditioning
-    maps = _files_of(given.labels, "--labels")
     volumes = _files_of(given.condition, "--condition")
-    masks = _files_of(given.mask, "--mask")
+    maps, masks = (
+        named_after(_files_of(place, option), volumes)
+        for place, option in ((given.labels, "--labels"), (given.mask, "--mask"))
+    )
     several = [files for files in (maps, volumes) if len(files) > 1]
     names = sorted({name for files in several for name in files} or volumes or maps)
     encode = encoder_of(coder_of(settings, codec)) if volumes else None

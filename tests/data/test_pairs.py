@@ -13,10 +13,11 @@ from data.files.header import Header
 from data.formats import write_nifti
 from data.geometry import geometry_of
 from data.pairs.geometry import mismatch
-from data.pairs.label_maps import label_shares
+from data.pairs.label_maps import label_problem, label_shares
 from data.pairs.numbers import read_numbers
-from data.pairs.pairs import check_pairs, prepare_pairs
+from data.pairs.pairs import LABELS, check_pairs, prepare_pairs
 from data.pairs.partners import find_partners
+from data.reading import measure
 from data.volumes import DataSplit, VolumeFile, prepare_volumes
 from settings import DataError
 from settings.conditioning import ConditioningSettings, NumberSettings
@@ -226,3 +227,36 @@ def test_a_folder_of_slices_that_cannot_be_read_is_named_with_its_setting(tmp_pa
     files = [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]
     with pytest.raises(DataError, match=r"^ldm\.conditioning\.volume\.source: .*series/a cannot be read"):
         find_partners(str(tmp_path / "series"), files, build_settings(), "ldm.conditioning.volume")
+
+
+def test_partners_are_found_in_folders_that_are_links(tmp_path):
+    write_maps(tmp_path / "elsewhere", ["a.nii.gz"])
+    (tmp_path / "maps").mkdir()
+    (tmp_path / "maps" / "deep").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "again").symlink_to(tmp_path / "maps")
+    files = [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]
+    found, problems = find_partners(str(tmp_path / "maps"), files, build_settings(), LABELS)
+    assert not problems
+    assert found["a.nii.gz"] == tmp_path / "maps" / "deep" / "a.nii.gz"
+
+
+def test_a_partner_outside_its_window_is_refused_with_the_name_of_the_window(folder, tmp_path):
+    volumes = volumes_of(folder)
+    for place in range(8):
+        write_nifti(tmp_path / "others" / f"v{place}.nii.gz", random_voxels(place), AFFINE)
+    window = {"mode": "window", "lower": 5000, "upper": 6000}
+    volume = {"encoding": "resample", "source": str(tmp_path / "others"), "intensity": window}
+    s = ConditioningSettings.model_validate({"volume": volume})
+    with pytest.raises(DataError) as error:
+        prepare_pairs(s, build_settings(source=str(folder)), volumes)
+    assert "8 problems" in str(error.value)
+    assert "lie outside the window 5000 to 6000" in str(error.value)
+    assert "change ldm.conditioning.volume.intensity" in str(error.value)
+
+
+def test_a_negative_label_is_not_mended_by_more_classes(tmp_path):
+    write_nifti(tmp_path / "a.nii.gz", label_map(0) - 1, AFFINE)
+    _, facts = measure(tmp_path / "a.nii.gz", build_settings())
+    text = label_problem(tmp_path / "a.nii.gz", facts, 3, LABELS)
+    assert text is not None
+    assert text.endswith("num_classes: 3 allows 0 to 2; change the map")

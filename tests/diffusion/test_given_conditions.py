@@ -75,3 +75,15 @@ def test_a_class_that_was_never_hidden_must_be_given():
     check_class(0, ("a", "b"), is_ever_hidden=False)
     with pytest.raises(UserError, match=r"--class: not given, .* allowed: a, b; choose one of them"):
         check_class(None, ("a", "b"), is_ever_hidden=False)
+
+
+def test_label_maps_find_their_volumes_by_the_endings_that_training_knows(tiny_values, folder):
+    for name in "abc":
+        Path(f"maps/{name}.nii").rename(f"maps/{name}_seg.nii")
+    expected = cases(tiny_values, labels="maps")
+    Path("others/a.nii").rename("others/a_0000.nii")
+    found = cases(tiny_values, labels="maps", condition="others")
+    assert [case.name for case in found] == ["a_0000", "b", "c"]
+    for case, alone in zip(found, expected, strict=True):
+        assert np.array_equal(case.joined[:3], alone.joined[:3])
+    assert [case.name for case in expected] == ["a_seg", "b_seg", "c_seg"]
