@@ -8,19 +8,24 @@ import nibabel as nib
 import numpy as np
 
 from data.files.header import Header
+from data.geometry import geometry_of
+from settings.data import DataSettings
 from storage.names import printable
 
 
-def mismatch(path: object, partner: Header, volume: object, header: Header, is_spaced: bool = False) -> str | None:
+def mismatch(path: object, partner: Header, volume: object, header: Header, s: DataSettings) -> str | None:
     """Return why a partner does not cover the space of its volume, or None if it does to within a voxel.
 
-    Their grids may differ. If one of the files stores neither spacing nor orientation, their voxels must correspond one
-    by one: the same shape, axes in the same order and direction, and, as `is_spaced` says, no `data.spacing`.
+    Their grids may differ, unless voxels are cropped or padded without being resampled. If one of the files stores
+    neither spacing nor orientation, their voxels must correspond one by one: the same shape, axes in the same order and
+    direction, and no `data.spacing`.
     """
     what = ""
     if partner.has_spacing and header.has_spacing:
         if np.abs(_corners(partner) - _corners(header)).max() > max(*partner.spacing_mm, *header.spacing_mm):
             what = "both must cover the same space to within a voxel; resample it to the volume's grid"
+        elif s.resize == "crop_or_pad" and not _have_one_grid(partner, header, s):
+            what = "data.resize: crop_or_pad needs both on one grid; set data.spacing, or resample it to the volume's"
     elif partner.shape != header.shape:
         what = "without a stored spacing both need the same shape; resample it to the volume's grid"
     elif partner.has_spacing != header.has_spacing:
@@ -30,11 +35,20 @@ def mismatch(path: object, partner: Header, volume: object, header: Header, is_s
                 f"an array without orientation is read as RAS, so one of them would be turned ({first} and {second}); "
                 "convert the array to NIfTI with the affine of the other"
             )
-        elif is_spaced:
+        elif s.spacing is not None:
             what = "data.spacing is set, and one of them stores no spacing; convert it to NIfTI, or set null"
     if not what:
         return None
     return f"{printable(path)}: {_text(partner)}, and its volume {printable(volume)} has {_text(header)}; {what}"
+
+
+def _have_one_grid(partner: Header, header: Header, s: DataSettings) -> bool:
+    """Return whether two files that cover the same space have as many voxels before they are cropped or padded.
+
+    After resampling to `data.spacing` the numbers may differ by one, because the space is the same to within a voxel.
+    """
+    shapes = (geometry_of(one, s).spaced_shape for one in (partner, header))
+    return all(abs(a - b) <= (s.spacing is not None) for a, b in zip(*shapes, strict=True))
 
 
 def _corners(header: Header) -> np.ndarray:

@@ -77,7 +77,7 @@ def check_pairs(s: ConditioningSettings, data: DataSettings, files: Sequence[Vol
     def partners(source: str | None, reading: DataSettings, where: str, channels: int, check: Check) -> Partners:
         if source is None:
             return ()
-        found, wrong = _partners(source, files, reading, where, channels, check, data.spacing is not None)
+        found, wrong = _partners(source, files, reading, where, channels, check, data)
         problems.extend(wrong)
         return tuple(found)
 
@@ -144,7 +144,7 @@ def _partners(
     where: str,
     num_channels: int,
     problem_of: Check,
-    is_spaced: bool,
+    data: DataSettings,
 ) -> tuple[list[VolumeFile], list[str]]:
     found, problems = find_partners(source, files, s, where)
     paired = [file for file in files if file.name in found]
@@ -156,7 +156,7 @@ def _partners(
             problems += result.problems
             continue
         reasons = (
-            mismatch(result.path, facts.header, file.path, read_header(file.path), is_spaced),
+            mismatch(result.path, facts.header, file.path, read_header(file.path), data),
             problem_of(result.path, facts),
         )
         problems += [reason for reason in reasons if reason is not None]

@@ -117,7 +117,7 @@ def mask_of(path: Path, volume: Path, data: DataSettings) -> Unknown:
             f"{printable(path)}: {' x '.join(map(str, header.shape))} voxels, and {printable(volume)} has "
             f"{' x '.join(map(str, of_volume.shape))}; a mask needs the shape of its volume; resample it"
         )
-    problem = mismatch(path, header, volume, of_volume, data.spacing is not None)
+    problem = mismatch(path, header, volume, of_volume, data)
     if problem is not None:
         raise DataError(problem)
     unknown = stored.values(turned)[0] > 0

@@ -90,8 +90,8 @@ def given_conditions(
             number = s.volume.num_joined(settings.autoencoder.latent_channels)
             part = torch.zeros(number, *settings.latent_shape[1:])
             if path is not None:
-                _check_together(label_map, path, settings)
                 part, space = _volume(path, mask, settings, encode)
+                _check_together(label_map, path, space, settings)
                 part = scale.apply(VOLUME, part)
             parts.append(part)
         assert space is not None, "a case has at least one file"
@@ -209,12 +209,13 @@ def _partner(name: str, files: dict[str, Path], option: str) -> Path | None:
     raise UserError(f"{option}: no file named {printable(name)} as the other files of the case are; add or rename it")
 
 
-def _check_together(label_map: Path | None, volume: Path, settings: Settings) -> None:
-    """Raise DataError if a case's label map does not cover the space of its volume."""
+def _check_together(label_map: Path | None, volume: Path, space: Space, settings: Settings) -> None:
+    """Raise DataError if a case's label map does not cover the space that its volume is brought to."""
     if label_map is None:
         return
-    is_spaced = settings.data.spacing is not None
-    problem = mismatch(label_map, read_header(label_map), volume, read_header(volume), is_spaced)
+    x, y, z = space.geometry.shape
+    header = replace(read_header(volume), shape=(x, y, z), affine=space.geometry.affine)
+    problem = mismatch(label_map, read_header(label_map), volume, header, settings.data)
     if problem is not None:
         raise DataError(problem)
 

@@ -104,7 +104,7 @@ def condition_effect(
     s = settings.ldm.conditioning
     masks = {file.name: _mask(pairs, conditions, file, data) for file in files}
     files = [file for file in files if (mask := masks[file.name]) is None or bool(mask.any())]
-    if len(files) < 2:
+    if pairs.masks and len(files) < 2:
         raise DataError(
             f"{MASKS}: {counted(len(files), 'held-out mask')} with voxels above 0 on the network's grid; evaluation "
             "needs at least 2; add masks, or increase data.val_fraction"

@@ -185,17 +185,33 @@ def turned_about_the_diagonal(degrees: float) -> np.ndarray:
 
 def test_a_turned_partner_is_refused_even_if_two_of_its_corners_stay():
     volume, partner = (header_of(turned_about_the_diagonal(degrees), (64, 64, 64)) for degrees in (0, 30))
-    assert mismatch("volume", volume, "volume", volume) is None
-    assert "both must cover the same space" in (mismatch("partner", partner, "volume", volume) or "")
+    s = build_settings()
+    assert mismatch("volume", volume, "volume", volume, s) is None
+    assert "both must cover the same space" in (mismatch("partner", partner, "volume", volume, s) or "")
+
+
+def test_a_partner_on_another_grid_is_refused_if_voxels_are_cropped_as_they_are():
+    """Its middle voxels cover another space than those of the volume."""
+    volume, partner = header_of(np.eye(4), (24, 20, 16)), header_of(np.diag([2.0, 2, 2, 1]), (12, 10, 8))
+    partner.affine[:3, 3] = 0.5
+    for values in ({}, {"spacing": [1.5, 2, 3], "resize": "crop_or_pad"}):
+        assert mismatch("partner", partner, "volume", volume, build_settings(**values)) is None
+    s = build_settings(resize="crop_or_pad")
+    assert "crop_or_pad needs both on one grid; set data.spacing" in (
+        mismatch("partner", partner, "volume", volume, s) or ""
+    )
+    turned = header_of(np.array([[0, 1.0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]), (20, 24, 16))
+    assert mismatch("turned", turned, "volume", volume, s) is None
 
 
 def test_an_array_without_orientation_is_no_partner_of_a_volume_that_would_be_turned():
     array, ras, lps = header_of(np.eye(4), has_spacing=False), header_of(AFFINE), header_of(np.diag([-1, -1, 1, 1.0]))
-    assert mismatch("array", array, "volume", ras) is None
-    assert mismatch("array", array, "volume", array, is_spaced=True) is None
+    s, spaced = build_settings(), build_settings(spacing=[1, 1, 1])
+    assert mismatch("array", array, "volume", ras, s) is None
+    assert mismatch("array", array, "volume", array, spaced) is None
     for partner, volume in ((array, lps), (lps, array)):
-        assert "one of them would be turned" in (mismatch("partner", partner, "volume", volume) or "")
-    assert "data.spacing is set" in (mismatch("array", array, "volume", ras, is_spaced=True) or "")
+        assert "one of them would be turned" in (mismatch("partner", partner, "volume", volume, s) or "")
+    assert "data.spacing is set" in (mismatch("array", array, "volume", ras, spaced) or "")
 
 
 def test_half_a_voxel_rounds_alike_in_single_and_double_precision():
