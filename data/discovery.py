@@ -58,9 +58,8 @@ def find(source: str, allow_outside_root: bool) -> tuple[list[Found], list[str]]
             )
         if is_plain_folder(source):
             return _in_folder(place)
-        listing = place / "dataset.json"
-        log.info("data: %s lists the volumes of %s", listing, place)
-        place = listing
+        log.info("data: %s lists the volumes of %s", place / "dataset.json", place)
+        place /= "dataset.json"
     if place.suffix.lower() == ".json" and os.path.exists(place):
         return _in_dataset_json(place, allow_outside_root)
     if os.path.exists(place):
@@ -157,12 +156,12 @@ def with_folders(found: Sequence[Found]) -> list[Found]:
     return [replace(item, class_name=classes[item.name] if classes else None) for item in found]
 
 
-def series_in(root: Path, folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Return the DICOM series in a folder by name, each as its first file, and what is not a volume."""
+def series_in(root: Path, folder: Path, key: str = "data.source") -> tuple[dict[str, Path], list[str]]:
+    """Return the DICOM series in a folder of the setting `key` by name, each as its first file, and what is none."""
     try:
         scanned = dicom.scan(folder)
     except OSError as error:
-        raise DataError(f"data.source: {printable(folder)} cannot be read ({reason(error)}); check it") from error
+        raise DataError(f"{key}: {printable(folder)} cannot be read ({reason(error)}); check it") from error
     # At the top a series is named by its first file, since a folder may have the name of the top.
     place = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
     volumes = {uid: images for uid, images in scanned.series.items() if not all(i.is_localizer for i in images)}
@@ -170,8 +169,7 @@ def series_in(root: Path, folder: Path) -> tuple[dict[str, Path], list[str]]:
     for uid, images in scanned.series.items():
         localizers = [image.path.name for image in images if image.is_localizer]
         if localizers:
-            count = f"{len(localizers)} {'image' if len(localizers) == 1 else 'images'}"
-            where = printable(f"{place}{localizers[0]}")
+            where, count = printable(f"{place}{localizers[0]}"), counted(len(localizers), "image")
             left_out.append(f"{where}: left out, a localizer ({count}), not a volume")
         if uid in volumes:
             first = next(image.path for image in images if not image.is_localizer)
@@ -322,11 +320,15 @@ def read_table(table: Path, key: str) -> tuple[list[str], list[tuple[int, list[s
     try:
         reader = csv.reader(io.StringIO(read_text(table), newline=""), strict=True)
         columns = [name.strip().lower() for name in next(reader, [])]
-        return columns, [(reader.line_num, row) for row in reader if row]
+        rows = [(reader.line_num, row) for row in reader if row]
     except OSError as error:
-        raise DataError(f"{where} cannot be read ({reason(error)}); give a CSV of file,label") from error
+        raise DataError(f"{where} cannot be read ({reason(error)}); give a CSV file") from error
     except csv.Error as error:
         raise DataError(f"{where} line {reader.line_num} cannot be read ({error}); repair it") from error
+    for number, row in rows:
+        if any(cell.strip() for cell in row[len(columns) :]):
+            raise DataError(f"{where} line {number} has {len(row)} fields for {len(columns)} columns; quote its commas")
+    return columns, rows
 
 
 def _read_label_table(table: Path) -> dict[str, str]:
@@ -339,8 +341,6 @@ def _read_label_table(table: Path) -> dict[str, str]:
         )
     classes: dict[str, str] = {}
     for number, row in rows:
-        if len(row) > len(columns):
-            raise DataError(f"{where} line {number} has {len(row)} fields for {len(columns)} columns; quote its commas")
         name, label = (row[n].strip() if n < len(row) else "" for n in map(columns.index, ("file", "label")))
         if not name or not label:
             raise DataError(f"{where} line {number} has no file or no label; both are needed; complete it")

@@ -58,7 +58,10 @@ class Geometry:
         """Undo `oriented` and `to_network_grid`; voxels that were cropped away come back as the lower end."""
         spaced = self.spaced_shape
         voxels = _crop_or_pad(voxels, spaced) if self.crops_or_pads else regridded(voxels, spaced)
-        voxels = regridded(voxels, tuple(self.shape[axis] for axis in self.axes))
+        return self.stored_again(regridded(voxels, tuple(self.shape[axis] for axis in self.axes)))
+
+    def stored_again(self, voxels: np.ndarray) -> np.ndarray:
+        """Undo `oriented`: return a view with the axes in the order and direction of the file."""
         return self._flipped(voxels).transpose(0, *(1 + int(axis) for axis in np.argsort(self.axes)))
 
     def oriented(self, voxels: np.ndarray) -> np.ndarray:
@@ -81,7 +84,9 @@ def geometry_of(header: Header, s: DataSettings) -> Geometry:
     spaced = turned
     if s.spacing is not None:
         own = np.linalg.norm(affine[:3, :3], axis=0)
-        spaced = tuple(max(1, round(n * mm / new)) for n, mm, new in zip(turned, own.tolist(), s.spacing, strict=True))
+        sizes = [n * mm / new for n, mm, new in zip(turned, own.tolist(), s.spacing, strict=True)]
+        # Some formats store spacings in single precision; half a voxel rounds alike in all, so that pairs stay aligned.
+        spaced = tuple(max(1, round(round(size, 4))) for size in sizes)
     affine = affine @ _regridding(turned, spaced, crops_or_pads=False)
     crops_or_pads = s.resize == "crop_or_pad"
     affine = affine @ _regridding(spaced, s.voxel_size, crops_or_pads)

@@ -54,8 +54,11 @@ class VolumeFacts:
         return Header(self.shape, self.num_channels, affine, self.dtype, self.has_spacing, self.axes)
 
 
-def measure(path: Path, s: DataSettings) -> tuple[Stored, VolumeFacts]:
-    """Read one whole file and measure it; raise DataError, naming it, if it cannot be read."""
+def measure(path: Path, s: DataSettings, is_known: np.ndarray | None = None) -> tuple[Stored, VolumeFacts]:
+    """Read one whole file and measure it; raise DataError, naming it, if it cannot be read.
+
+    With `is_known`, bool on the file's grid, only the voxels where it is True are measured.
+    """
     before = signature(path)
     stored, header = read_stored(path)
     digest = content_digest(path)
@@ -68,7 +71,8 @@ def measure(path: Path, s: DataSettings) -> tuple[Stored, VolumeFacts]:
                 f"({' x '.join(map(str, header.axes))}); 0 to {header.num_channels - 1} is allowed; change it"
             )
         stored, header = stored.channel(s.frame), replace(header, num_channels=1)
-    channels = [rank(stored.channel(number)) for number in range(header.num_channels)]
+    measured = stored if is_known is None else replace(stored, array=stored.array[:, is_known][:, :, None, None])
+    channels = [rank(measured.channel(number)) for number in range(header.num_channels)]
     num_not_finite = sum(channel.num_not_finite for channel in channels)
     # A file with more channels than there are rules is refused later; until then its last ones go by the last rule.
     most = len(channels) if s.intensity.channels is None else len(s.intensity.channels)

@@ -94,8 +94,9 @@ def main(options: argparse.Namespace) -> int:
     }
     if has_stage_two:
         reference = load_reference(volumes.train, volumes.val, data)
-        scales, drawn_by = (frame.normalisation, frame.joined_scale), (options.seed, options.num, options.batch_size)
-        told, effect = evaluate_conditions(network, codec, settings, *scales, volumes, *drawn_by)
+        learned = (frame.normalisation, frame.joined_scale, frame.numbers)
+        drawn_by = (options.seed, options.num, options.batch_size)
+        told, effect = evaluate_conditions(network, codec, settings, *learned, volumes, *drawn_by)
         results |= {} if effect is None else {"conditions": effect}
         drawn = (settings, frame.normalisation, options.seed, options.num, options.batch_size, told)
         results["samples"] = evaluate_samples(draw_samples(network, codec, *drawn), reference, features)

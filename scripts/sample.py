@@ -52,7 +52,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as configured)")
     result.add_argument("--seed", type=at_least(0), default=0, help="seed of the volumes (default: 0)")
     result.add_argument(
-        "--class", dest="class_name", metavar="NAME", help="class of all volumes (default: each class in turn)"
+        "--class",
+        dest="class_name",
+        metavar="NAME",
+        help="class of all volumes (default: each class in turn, or none with --labels or --condition)",
     )
     result.add_argument(
         "--labels", metavar="FILE_OR_FOLDER", help="label maps; each sample lies in the space of its map"
@@ -94,7 +97,7 @@ def main(options: argparse.Namespace) -> int:
     from data import to_unit
     from data.formats import write_nifti
     from diffusion.conditioning import class_number
-    from diffusion.conditioning.given import GivenFiles, given_conditions, given_numbers
+    from diffusion.conditioning.given import GivenFiles, check_class, given_conditions, given_numbers
     from diffusion.conditioning.scan import given_scan
     from diffusion.sampling import draw_volumes
     from evaluation.pictures import Row, picture_of, save_picture
@@ -118,8 +121,10 @@ def main(options: argparse.Namespace) -> int:
     codec = trained.codec()
     given = GivenFiles(options.labels, options.condition, options.mask)
     cases = given_conditions(settings, given, codec, frame.joined_scale)
+    if cases:
+        check_class(label, frame.class_names, settings.ldm.conditioning.dropout > 0)
     scan, asked = given_scan(options.number, settings.ldm.conditioning.scan)
-    numbers = given_numbers(asked, frame.numbers)
+    numbers = given_numbers(asked, frame.numbers, settings.ldm.conditioning.numbers.dropout > 0)
     num = options.num or (1 if cases else 8)
     total = num * max(1, len(cases))
     title = _title(options)

@@ -72,9 +72,10 @@ def label_problem(path: Path, facts: VolumeFacts, num_classes: int, where: str) 
             f"{name}: many values of type {facts.dtype}; label maps of many values are stored as integers; convert it"
         )
     if facts.minimum < 0 or facts.maximum >= num_classes:
+        remedy = f"set {int(facts.maximum) + 1}, or change the map" if facts.minimum >= 0 else "change the map"
         return (
             f"{name}: label values from {facts.minimum:g} to {facts.maximum:g}; {where}.num_classes: {num_classes} "
-            f"allows 0 to {num_classes - 1}; set {max(int(facts.maximum) + 1, 2)}, or change the map"
+            f"allows 0 to {num_classes - 1}; {remedy}"
         )
     return None
 

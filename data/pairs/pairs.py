@@ -13,7 +13,7 @@ from data.pairs.geometry import mismatch
 from data.pairs.label_maps import label_problem, mask_problem
 from data.pairs.numbers import Row, read_numbers
 from data.pairs.partners import find_partners
-from data.preparation.checking import check_files
+from data.preparation.checking import check_files, outside_windows
 from data.reading import VolumeFacts, unusable
 from data.volumes import DataSplit, VolumeFile
 from settings import DataError
@@ -77,7 +77,7 @@ def check_pairs(s: ConditioningSettings, data: DataSettings, files: Sequence[Vol
     def partners(source: str | None, reading: DataSettings, where: str, channels: int, check: Check) -> Partners:
         if source is None:
             return ()
-        found, wrong = _partners(source, files, reading, where, channels, check)
+        found, wrong = _partners(source, files, reading, where, channels, check, data)
         problems.extend(wrong)
         return tuple(found)
 
@@ -115,14 +115,20 @@ def volume_reading(data: DataSettings, s: VolumeSettings) -> DataSettings:
     return data if s.is_from_target else data.model_copy(update={"intensity": s.intensity})
 
 
-def volume_problem(path: Path, facts: VolumeFacts, s: DataSettings, num_channels: int) -> str | None:
-    """Return why a file cannot be a condition of `num_channels` channels, or None if it can."""
+def volume_problem(
+    path: Path, facts: VolumeFacts, s: DataSettings, num_channels: int, intensity: str = f"{VOLUME}.intensity"
+) -> str | None:
+    """Return why a file cannot be a condition of `num_channels` channels, or None if it can.
+
+    `intensity` is the section with the rules of its intensities.
+    """
     if facts.num_channels != num_channels:
         return (
             f"{printable(path)}: {counted(facts.num_channels, 'channel')} ({' x '.join(map(str, facts.axes))}); "
             f"{VOLUME}.num_channels is {num_channels}; change one of the two"
         )
-    return unusable(path, facts, s)
+    problem = unusable(path, facts, s) or next(outside_windows(path, facts, s), None)
+    return None if problem is None else problem.replace("data.intensity", intensity)
 
 
 def label_reading(data: DataSettings, num_classes: int) -> DataSettings:
@@ -138,6 +144,7 @@ def _partners(
     where: str,
     num_channels: int,
     problem_of: Check,
+    data: DataSettings,
 ) -> tuple[list[VolumeFile], list[str]]:
     found, problems = find_partners(source, files, s, where)
     paired = [file for file in files if file.name in found]
@@ -149,7 +156,7 @@ def _partners(
             problems += result.problems
             continue
         reasons = (
-            mismatch(result.path, facts.header, file.path, read_header(file.path)),
+            mismatch(result.path, facts.header, file.path, read_header(file.path), data),
             problem_of(result.path, facts),
         )
         problems += [reason for reason in reasons if reason is not None]

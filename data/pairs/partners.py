@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -43,7 +43,7 @@ def find_partners(
         return _paired(listed, files, f"{named} in dataset.json")
     place = expanded(source)
     if os.path.isdir(place):
-        return _by_name(place, files, named)
+        return _by_name(place, files, named, setting)
     if place.suffix.lower() == ".csv" and os.path.isfile(place):
         return _paired(_of_table(place, setting, where.rsplit(".", 1)[-1]), files, named)
     raise DataError(
@@ -68,9 +68,9 @@ def _paired(
     return partners, problems
 
 
-def _by_name(folder: Path, files: Sequence[VolumeFile], where: str) -> tuple[dict[str, Path], list[str]]:
+def _by_name(folder: Path, files: Sequence[VolumeFile], where: str, setting: str) -> tuple[dict[str, Path], list[str]]:
     """Pair volumes with the files of a folder: by path, then by file name, each without the ending of its type."""
-    volumes = sorted(_volumes_in(folder))
+    volumes = sorted(_volumes_in(folder, setting))
     by_path: dict[str, list[Path]] = {}
     by_name: dict[str, list[Path]] = {}
     for place, path in volumes:
@@ -100,6 +100,17 @@ def _by_name(folder: Path, files: Sequence[VolumeFile], where: str) -> tuple[dic
     return partners, problems
 
 
+def named_after(files: Mapping[str, Path], volumes: Collection[str]) -> dict[str, Path]:
+    """Return files under the names of the volumes that they belong to by name; the others keep their own names."""
+    plain = {_CHANNEL.sub("", name): name for name in volumes}
+
+    def volume_of(name: str) -> str:
+        return name if name in volumes else plain.get(name) or plain.get(_ENDING.sub("", name)) or name
+
+    named = {volume_of(name): path for name, path in files.items()}
+    return named if len(named) == len(files) else dict(files)
+
+
 def _problem(name: str, found: Sequence[Path], where: str) -> str:
     if not found:
         return f"{printable(name)}: no partner in {where}; each volume needs one; add it, or remove the volume"
@@ -107,14 +118,22 @@ def _problem(name: str, found: Sequence[Path], where: str) -> str:
     return f"{printable(name)}: {len(found)} partners in {where} ({both}); one is allowed; remove the others"
 
 
-def _volumes_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the volumes under a folder by their names in it; a DICOM series has the name of its folder."""
-    for place, folders, names in os.walk(folder):
+def _volumes_in(folder: Path, setting: str) -> Iterator[tuple[str, Path]]:
+    """Yield the volumes under a folder by their names in it; a DICOM series has the name of its folder.
+
+    Links to folders are followed, each folder once.
+    """
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(place) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(place))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         files = [Path(place) / name for name in names if not name.startswith(".")]
         slices = [path for path in files if dicom.is_dicom(path)]
         if slices:
-            yield from series_in(folder, Path(place))[0].items()
+            yield from series_in(folder, Path(place), setting)[0].items()
         others = (path for path in files if suffix_of(path.name) and path not in slices)
         yield from ((path.relative_to(folder).as_posix(), path) for path in others)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,16 +11,19 @@ import torch
 from torch import Tensor
 
 from data.files.header import Header
-from data.formats import read_stored
+from data.formats import read_header, read_stored
 from data.geometry import Geometry, geometry_of, regridded
 from data.intensity import scale_to_network
+from data.pairs.geometry import mismatch
 from data.pairs.label_maps import mask_on_grid
-from data.pairs.pairs import volume_problem, volume_reading
+from data.pairs.pairs import VOLUME, volume_problem, volume_reading
 from data.reading import measure
 from settings import DataError
 from settings.conditioning import VolumeSettings
 from settings.data import DataSettings
 from storage.names import printable
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,18 @@ class Space:
         return np.ascontiguousarray(result, dtype=np.float32)
 
 
-def space_of_volume(path: Path, data: DataSettings, s: VolumeSettings) -> tuple[Tensor, Space]:
+def space_of_volume(
+    path: Path, data: DataSettings, s: VolumeSettings, unknown: np.ndarray | None = None
+) -> tuple[Tensor, Space]:
     """Read a condition volume onto the network's grid (C, D, H, W); return it with its space.
 
-    A file of lower resolution than its target is first interpolated to the target's voxels.
+    A file of lower resolution than its target is first interpolated to the target's voxels. What the file holds where
+    it is `unknown`, bool on its grid, has no influence.
     """
     reading = volume_reading(data, s)
-    stored, facts = measure(path, reading)
-    problem = volume_problem(path, facts, reading, s.num_channels)
+    stored, facts = measure(path, reading, None if unknown is None else ~unknown)
+    section = "data.intensity" if s.is_from_target else f"{VOLUME}.intensity"
+    problem = volume_problem(path, facts, reading, s.num_channels, section)
     if problem is not None:
         raise DataError(problem)
     voxels, header, factors = stored.values(stored.array), facts.header, (1, 1, 1)
@@ -77,7 +85,11 @@ def space_of_volume(path: Path, data: DataSettings, s: VolumeSettings) -> tuple[
         factors = (by_axis[0], by_axis[1], by_axis[2])
         header = _finer(header, factors)
     geometry = geometry_of(header, reading)
-    oriented = geometry.oriented(regridded(voxels, header.shape) if factors != (1, 1, 1) else voxels)
+    if unknown is not None:
+        lowest = np.array(facts.lower, np.float32)[:, None, None, None]
+        oriented = geometry.oriented(np.where(unknown, lowest, voxels))
+    else:
+        oriented = geometry.oriented(regridded(voxels, header.shape) if factors != (1, 1, 1) else voxels)
 
     def planes(part: slice) -> np.ndarray:
         values = np.array(oriented[..., part], dtype=np.float32)
@@ -88,19 +100,47 @@ def space_of_volume(path: Path, data: DataSettings, s: VolumeSettings) -> tuple[
     image = torch.from_numpy(geometry.to_network_grid(facts.num_channels, planes))
     if not s.is_from_target:
         return image, Space(geometry)
-    return image, Space(geometry, facts.lower, facts.upper, voxels, None, factors)
+    return image, Space(geometry, facts.lower, facts.upper, voxels, unknown, factors)
 
 
 def mask_of(path: Path, volume: Path, data: DataSettings) -> Unknown:
-    """Read a mask, above 0 where the volume is unknown; raise DataError unless it has the volume's shape."""
+    """Read a mask, above 0 where the volume is unknown; raise DataError unless it lies on the volume's grid.
+
+    Its axes may have another order and direction.
+    """
     stored, header = read_stored(path)
-    _, of_volume = read_stored(volume)
-    if header.shape != of_volume.shape:
+    of_volume = read_header(volume)
+    geometry = geometry_of(of_volume, data)
+    turned = geometry.stored_again(geometry_of(header, data).oriented(stored.array))
+    if turned.shape[1:] != of_volume.shape:
         raise DataError(
             f"{printable(path)}: {' x '.join(map(str, header.shape))} voxels, and {printable(volume)} has "
             f"{' x '.join(map(str, of_volume.shape))}; a mask needs the shape of its volume; resample it"
         )
-    return Unknown(torch.from_numpy(mask_on_grid(path, data)), stored.values(stored.array)[0] > 0)
+    problem = mismatch(path, header, volume, of_volume, data)
+    if problem is not None:
+        raise DataError(problem)
+    unknown = stored.values(turned)[0] > 0
+    if unknown.all():
+        raise DataError(
+            f"{printable(path)}: above 0 everywhere, so nothing of {printable(volume)} is known; a mask is 0 where the "
+            "volume is known; change it"
+        )
+    _warn_of_what_is_cut_away(path, unknown, geometry)
+    return Unknown(torch.from_numpy(mask_on_grid(path, data)), unknown)
+
+
+def _warn_of_what_is_cut_away(path: Path, unknown: np.ndarray, geometry: Geometry) -> None:
+    """Warn if a part of the hole lies outside the network's grid, where it cannot be filled."""
+    inside = geometry.to_file_grid(np.ones((1, *geometry.grid), np.float32))[0] > 0
+    number = int((unknown & ~inside).sum())
+    if number:
+        log.warning(
+            "%s: %s of its %s voxels above 0 lie outside the network's grid and get the lowest intensity",
+            printable(path),
+            f"{number:,}",
+            f"{int(unknown.sum()):,}",
+        )
 
 
 def _finer(header: Header, factors: tuple[int, int, int]) -> Header:

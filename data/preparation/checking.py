@@ -86,13 +86,7 @@ def problems_of(path: Path, facts: VolumeFacts, s: DataSettings, in_channels: in
     if reason is not None:
         yield reason
     else:
-        rules = s.intensity.channels or (s.intensity.of_channel(0),)
-        for low, high in {(low, high) for mode, low, high in rules if mode == "window"}:
-            if facts.maximum <= low or facts.minimum >= high:
-                yield (
-                    f"{where}: intensities {facts.minimum:g} to {facts.maximum:g} lie outside the window {low:g} to "
-                    f"{high:g}; the window must hold some of them; change data.intensity"
-                )
+        yield from outside_windows(path, facts, s)
     if s.spacing is not None and not facts.has_spacing:
         yield f"{where}: numpy arrays carry no voxel spacing, and data.spacing is set; convert it or set null"
     elif s.spacing is not None:
@@ -102,6 +96,17 @@ def problems_of(path: Path, facts: VolumeFacts, s: DataSettings, in_channels: in
             yield (
                 f"{where}: data.spacing makes it {' x '.join(map(str, spaced))} voxels, {needed / 2**30:.1f} GiB; "
                 f"{free / 2**30:.1f} GiB of memory is free; choose a larger spacing"
+            )
+
+
+def outside_windows(path: Path, facts: VolumeFacts, s: DataSettings) -> Iterator[str]:
+    """Yield a line for each window that holds none of a file's intensities."""
+    rules = s.intensity.channels or (s.intensity.of_channel(0),)
+    for low, high in {(low, high) for mode, low, high in rules if mode == "window"}:
+        if facts.maximum <= low or facts.minimum >= high:
+            yield (
+                f"{printable(path)}: intensities {facts.minimum:g} to {facts.maximum:g} lie outside the window {low:g} "
+                f"to {high:g}; the window must hold some of them; change data.intensity"
             )
 
 

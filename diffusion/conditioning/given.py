@@ -11,12 +11,14 @@ from torch import Tensor
 
 from data.discovery import expanded, series_in
 from data.files import dicom
-from data.formats import SUFFIXES, suffix_of
+from data.formats import SUFFIXES, read_header, suffix_of
 from data.geometry import geometry_of
+from data.pairs.geometry import mismatch
 from data.pairs.label_maps import label_problem, label_shares, mask_problem
 from data.pairs.numbers import NumberCode
 from data.pairs.pairs import LABELS, label_reading
-from data.pairs.space import Space, Unknown, mask_of, space_of_volume
+from data.pairs.partners import named_after
+from data.pairs.space import Space, mask_of, space_of_volume
 from data.reading import measure
 from diffusion.conditioning.condition import Condition
 from diffusion.conditioning.conditions import coder_of, empty_condition, encoder_of
@@ -58,25 +60,29 @@ def given_conditions(
 ) -> list[GivenCondition]:
     """Return the cases of the files that a command is given, in the order of their names; empty without files.
 
-    Files of different kinds belong together if they have the same name; a single file belongs to any. Raises
-    `UserError` if the run was not trained on such files, and DataError, naming the file, if one does not suit.
+    Files of different kinds belong together if they have the same name, but for endings as in training; a single file
+    belongs to any. Raises `UserError` if the run was not trained on such files, and DataError, naming the file, if one
+    does not suit.
     """
     _check_options(settings, given)
     s = settings.ldm.conditioning
-    maps = _files_of(given.labels, "--labels")
     volumes = _files_of(given.condition, "--condition")
-    masks = _files_of(given.mask, "--mask")
-    names = sorted({**maps, **volumes}) if len(maps) != 1 or len(volumes) != 1 else sorted(volumes)
+    maps, masks = (
+        named_after(_files_of(place, option), volumes)
+        for place, option in ((given.labels, "--labels"), (given.mask, "--mask"))
+    )
+    several = [files for files in (maps, volumes) if len(files) > 1]
+    names = sorted({name for files in several for name in files} or volumes or maps)
     encode = encoder_of(coder_of(settings, codec)) if volumes else None
     cases = []
     for name in names:
         parts, space = [], None
+        label_map = _partner(name, maps, "--labels")
         if s.labels.num_classes:
-            path = _partner(name, maps, "--labels")
             number = s.labels.num_joined(settings.autoencoder.latent_channels)
             part, space = (torch.zeros(number, *settings.latent_shape[1:]), None)
-            if path is not None:
-                part, space = _label_map(path, settings)
+            if label_map is not None:
+                part, space = _label_map(label_map, settings)
                 part = scale.apply(LABEL_MAP, part)
             parts.append(part)
         if s.volume.is_used:
@@ -85,6 +91,7 @@ def given_conditions(
             part = torch.zeros(number, *settings.latent_shape[1:])
             if path is not None:
                 part, space = _volume(path, mask, settings, encode)
+                _check_together(label_map, path, space, settings)
                 part = scale.apply(VOLUME, part)
             parts.append(part)
         assert space is not None, "a case has at least one file"
@@ -92,8 +99,21 @@ def given_conditions(
     return cases
 
 
-def given_numbers(asked: Sequence[str], code: NumberCode | None) -> Tensor | None:
-    """Return the coded numbers (1, N) of texts such as age=63, others hidden; None if the run has no numbers."""
+def check_class(label: int | None, class_names: Sequence[str], is_ever_hidden: bool) -> None:
+    """Raise `UserError` if cases have no class, and the network was never trained with a hidden one."""
+    if label is None and class_names and not is_ever_hidden:
+        raise UserError(
+            "--class: not given, but the run was trained with the class of every volume (dropout: 0); allowed: "
+            f"{', '.join(class_names)}; choose one of them"
+        )
+
+
+def given_numbers(asked: Sequence[str], code: NumberCode | None, is_ever_hidden: bool = True) -> Tensor | None:
+    """Return the coded numbers (1, N) of texts such as age=63, others hidden; None if the run has no numbers.
+
+    Raises `UserError` for what is not one of the run's numbers and, unless the network was trained with hidden ones, if
+    one is not given.
+    """
     if code is None:
         if asked:
             raise UserError(f"--number: {printable(asked[0])}, but the run was trained without numbers; leave it out")
@@ -109,6 +129,12 @@ def given_numbers(asked: Sequence[str], code: NumberCode | None) -> Tensor | Non
                 f"{printable(known[0])}=VALUE"
             )
         values[name] = value
+    missing = [name for name in known if name not in values]
+    if missing and not is_ever_hidden:
+        raise UserError(
+            f"--number: {', '.join(map(printable, missing))} not given, but the run was trained with every number of "
+            f"every volume (dropout: 0); add --number {printable(missing[0])}=VALUE"
+        )
     try:
         return torch.tensor([code.encode(values)])
     except ValueError as error:
@@ -152,7 +178,7 @@ def _files_of(place: str | None, option: str) -> dict[str, Path]:
     if path.is_dir():
         items = sorted(item for item in path.iterdir() if not item.name.startswith("."))
         found = [item for item in items if suffix_of(item.name) and not item.is_dir() and not dicom.is_dicom(item)]
-        series = _series([path, *(item for item in items if item.is_dir())])
+        series = _series([path, *(item for item in items if item.is_dir())], option)
     if found or series:
         named = {item.name[: len(item.name) - len(suffix_of(item.name) or "")]: item for item in found} | series
         if len(named) == len(found) + len(series):
@@ -164,12 +190,12 @@ def _files_of(place: str | None, option: str) -> dict[str, Path]:
     raise UserError(f"{option}: {printable(place)} {what}; a file ({' '.join(SUFFIXES)}) or a folder of them is needed")
 
 
-def _series(folders: Sequence[Path]) -> dict[str, Path]:
+def _series(folders: Sequence[Path], option: str) -> dict[str, Path]:
     """Return the DICOM series in these folders, each as its first file, by the name of its folder."""
     found: dict[str, Path] = {}
     for folder in folders:
         if any(dicom.is_dicom(item) for item in folder.iterdir()):
-            series, _ = series_in(folder.parent, folder)
+            series, _ = series_in(folder.parent, folder, option)
             found |= {PurePosixPath(name).name: path for name, path in series.items()}
     return found
 
@@ -181,6 +207,17 @@ def _partner(name: str, files: dict[str, Path], option: str) -> Path | None:
     if len(files) == 1:
         return next(iter(files.values()))
     raise UserError(f"{option}: no file named {printable(name)} as the other files of the case are; add or rename it")
+
+
+def _check_together(label_map: Path | None, volume: Path, space: Space, settings: Settings) -> None:
+    """Raise DataError if a case's label map does not cover the space that its volume is brought to."""
+    if label_map is None:
+        return
+    x, y, z = space.geometry.shape
+    header = replace(read_header(volume), shape=(x, y, z), affine=space.geometry.affine)
+    problem = mismatch(label_map, read_header(label_map), volume, header, settings.data)
+    if problem is not None:
+        raise DataError(problem)
 
 
 def _label_map(path: Path, settings: Settings) -> tuple[Tensor, Space]:
@@ -195,14 +232,14 @@ def _label_map(path: Path, settings: Settings) -> tuple[Tensor, Space]:
 
 def _volume(path: Path, mask: Path | None, settings: Settings, encode: Encode | None) -> tuple[Tensor, Space]:
     s = settings.ldm.conditioning.volume
-    image, space = space_of_volume(path, settings.data, s)
-    unknown: Unknown | None = None
-    if mask is not None:
-        _, facts = measure(mask, label_reading(settings.data, 2))
-        problem = mask_problem(mask, facts)
-        if problem is not None:
-            raise DataError(problem)
-        unknown = mask_of(mask, path, settings.data)
-        image, space = without(image, unknown.on_grid), replace(space, unknown=unknown.in_file)
-    on_grid = None if unknown is None else unknown.on_grid
-    return joined_volume(image, on_grid, encode, settings.latent_shape[1:]), space
+    if mask is None:
+        image, space = space_of_volume(path, settings.data, s)
+        return joined_volume(image, None, encode, settings.latent_shape[1:]), space
+    _, facts = measure(mask, label_reading(settings.data, 2))
+    problem = mask_problem(mask, facts)
+    if problem is not None:
+        raise DataError(problem)
+    unknown = mask_of(mask, path, settings.data)
+    image, space = space_of_volume(path, settings.data, s, unknown.in_file)
+    image = without(image, unknown.on_grid)
+    return joined_volume(image, unknown.on_grid, encode, settings.latent_shape[1:]), space

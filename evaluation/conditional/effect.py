@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from data import DataSplit, VolumeFile, load_file, to_unit
 from data.pairs.label_maps import mask_on_grid
-from data.pairs.pairs import Pairs
+from data.pairs.numbers import NUMBERS, NumberCode
+from data.pairs.pairs import MASKS, Pairs
 from diffusion.conditioning import Condition, check_conditions, hidden
 from diffusion.conditioning.conditions import Conditions, prepare_conditions
 from diffusion.conditioning.joined_scale import JoinedScale
@@ -23,8 +24,9 @@ from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
-from settings import DataSettings, Settings
+from settings import DataError, DataSettings, Settings
 from settings.conditioning import VolumeSettings
+from storage.names import counted, printable
 
 RIGHT, SHUFFLED, HIDDEN = "right", "shuffled", "hidden"
 INTERPOLATED, INTERPOLATED_KEPT = "interpolated", "interpolated_kept"
@@ -36,6 +38,7 @@ def evaluate_conditions(
     settings: Settings,
     normalisation: Normalisation,
     scale: JoinedScale,
+    code: NumberCode | None,
     volumes: DataSplit,
     seed: int,
     num: int,
@@ -43,20 +46,40 @@ def evaluate_conditions(
 ) -> tuple[Callable[[Sequence[int]], Condition] | None, dict[str, Any] | None]:
     """Return the conditions of samples, those of held-out volumes in turn, and what they are worth.
 
-    Both are None if the run was trained without such conditions, and the second if they do not say what a volume
+    `scale` and `code` are those that the network was trained with; the training volumes may have changed since. Both
+    results are None if the run was trained without such conditions, and the second if they do not say what a volume
     looks like.
     """
     pairs = check_conditions(settings, volumes)
     conditions = prepare_conditions(settings, pairs, volumes, Process(codec.precision.device), codec)
     if conditions is None:
         return None, None
-    conditions = replace(conditions, scale=scale)
+    conditions = as_trained(conditions, scale, code, pairs)
     condition_of = partial(conditions.of_held_out, volumes.val, settings.ldm.conditioning)
     if not settings.ldm.conditioning.has_targets:
         return condition_of, None
     compared = (volumes.val[:num], stage_two_data(settings.data), seed, batch_size)
     effect = condition_effect(network, codec, settings, normalisation, conditions, pairs, *compared)
     return condition_of, effect
+
+
+def as_trained(conditions: Conditions, scale: JoinedScale, code: NumberCode | None, pairs: Pairs) -> Conditions:
+    """Return the conditions with the scale and the code of numbers that a network was trained with.
+
+    Raises DataError, naming the volume, for a word that is not in the code.
+    """
+    conditions = replace(conditions, scale=scale)
+    if code is None or not pairs.numbers:
+        return conditions
+    vectors = []
+    for name, row in zip(conditions.numbers, pairs.numbers, strict=True):
+        try:
+            vectors.append(code.encode(row))
+        except ValueError as error:
+            raise DataError(
+                f"{printable(name)}: {error}, which the run was trained with; correct {NUMBERS}.table, or train again"
+            ) from None
+    return replace(conditions, code=code, vectors=torch.tensor(vectors))
 
 
 def condition_effect(
@@ -75,15 +98,23 @@ def condition_effect(
 
     `right` has the condition of the volume, `shuffled` that of the next one, `hidden` none, all from the same noise.
     What the right condition knows of the target is kept in all of them: around a hole, so that only the hole counts,
-    and as means of blocks. Then `interpolated` is the condition itself, and `interpolated_kept` has these means too.
+    and as means of blocks. In the latter case `interpolated` is the condition itself, and `interpolated_kept` has these
+    means too. Volumes whose mask is empty are left out.
     """
     s = settings.ldm.conditioning
+    masks = {file.name: _mask(pairs, conditions, file, data) for file in files}
+    files = [file for file in files if (mask := masks[file.name]) is None or bool(mask.any())]
+    if pairs.masks and len(files) < 2:
+        raise DataError(
+            f"{MASKS}: {counted(len(files), 'held-out mask')} with voxels above 0 on the network's grid; evaluation "
+            "needs at least 2; add masks, or increase data.val_fraction"
+        )
     right = conditions.of_files(files, s)
     told = {RIGHT: right, SHUFFLED: conditions.of_files([*files[1:], files[0]], s)}
     if all(s.dropouts.values()):
         told[HIDDEN] = hidden(right, s)
     targets = [to_unit(load_file(file, data).image) for file in files]
-    known = [_Known(s.volume, settings.seed, file, _mask(pairs, conditions, file, data)) for file in files]
+    known = [_Known(s.volume, settings.seed, file, masks[file.name]) for file in files]
     results: dict[str, Any] = {"num": len(files), "region": "hole" if s.volume.fills else "volume"}
     for name, condition in told.items():
         volumes = draw_volumes(

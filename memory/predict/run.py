@@ -204,7 +204,7 @@ def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> No
 
     All denoising steps need the same memory, so two are enough. Samples are decoded one by one.
     """
-    short = settings.with_overrides({"ldm.sampling.num_inference_steps": 2})
+    short = _guided_throughout(settings).with_overrides({"ldm.sampling.num_inference_steps": 2})
     batch = _preview_batch(settings)
     volume_before = _volume(settings)  # whoever asked for the samples still has it
     neutral = Normalisation.neutral(settings)
@@ -227,11 +227,16 @@ def _denoising_bytes(settings: Settings, cuda: bool, number: int) -> int:
     with emulated(cuda=cuda) as mode, tracked(mode, cuda) as tracker, torch.no_grad():
         unet = _unet(settings).eval()
         latents, times = torch.zeros(number, *settings.latent_shape), torch.zeros(number)
-        predict = guided(unet, settings.ldm, empty_condition(settings, number))
+        predict = guided(unet, _guided_throughout(settings).ldm, empty_condition(settings, number))
         tracker.reset()
         there = tracker.live["device"]
         predict(latents, times)
         return tracker.peak["device"] - there
+
+
+def _guided_throughout(settings: Settings) -> Settings:
+    """Return the settings with guidance in every step: those outside `guidance_interval` need half the memory."""
+    return settings.with_overrides({"ldm.sampling.guidance_interval": [0.0, 1.0]})
 
 
 def _preview_batch(settings: Settings) -> int:

@@ -9,14 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.files.header import Header
 from data.formats import write_nifti
 from data.geometry import geometry_of
-from data.pairs.label_maps import label_shares
-from data.pairs.pairs import check_pairs, prepare_pairs
+from data.pairs.geometry import mismatch
+from data.pairs.label_maps import label_problem, label_shares
+from data.pairs.numbers import read_numbers
+from data.pairs.pairs import LABELS, check_pairs, prepare_pairs
 from data.pairs.partners import find_partners
+from data.reading import measure
 from data.volumes import DataSplit, VolumeFile, prepare_volumes
 from settings import DataError
-from settings.conditioning import ConditioningSettings
+from settings.conditioning import ConditioningSettings, NumberSettings
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels, read_volume
 from tests.data.test_dicom import voxels_of, write_series
 
@@ -164,3 +168,111 @@ def test_a_label_map_takes_the_way_of_its_volume(tmp_path, resize, grid):
         blocks = whole.reshape(coarse[0], 2, coarse[1], 2, coarse[2], 2).mean(axis=(1, 3, 5))
         np.testing.assert_allclose(found[value], blocks, atol=1e-6)
     assert found[1:].std() > 0.05
+
+
+def header_of(affine: np.ndarray, shape: tuple[int, int, int] = (12, 10, 8), has_spacing: bool = True) -> Header:
+    return Header(shape, 1, affine, "<f4", has_spacing, shape)
+
+
+def turned_about_the_diagonal(degrees: float) -> np.ndarray:
+    axis, angle = np.ones(3) / np.sqrt(3), np.deg2rad(degrees)
+    cross = np.cross(np.eye(3), axis)
+    affine = np.eye(4)
+    affine[:3, :3] += np.sin(angle) * cross + (1 - np.cos(angle)) * cross @ cross
+    affine[:3, 3] = affine[:3, :3] @ np.full(3, -31.5)
+    return affine
+
+
+def test_a_turned_partner_is_refused_even_if_two_of_its_corners_stay():
+    volume, partner = (header_of(turned_about_the_diagonal(degrees), (64, 64, 64)) for degrees in (0, 30))
+    s = build_settings()
+    assert mismatch("volume", volume, "volume", volume, s) is None
+    assert "both must cover the same space" in (mismatch("partner", partner, "volume", volume, s) or "")
+
+
+def test_a_partner_on_another_grid_is_refused_if_voxels_are_cropped_as_they_are():
+    """Its middle voxels cover another space than those of the volume."""
+    volume, partner = header_of(np.eye(4), (24, 20, 16)), header_of(np.diag([2.0, 2, 2, 1]), (12, 10, 8))
+    partner.affine[:3, 3] = 0.5
+    for values in ({}, {"spacing": [1.5, 2, 3], "resize": "crop_or_pad"}):
+        assert mismatch("partner", partner, "volume", volume, build_settings(**values)) is None
+    s = build_settings(resize="crop_or_pad")
+    assert "crop_or_pad needs both on one grid; set data.spacing" in (
+        mismatch("partner", partner, "volume", volume, s) or ""
+    )
+    turned = header_of(np.array([[0, 1.0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]), (20, 24, 16))
+    assert mismatch("turned", turned, "volume", volume, s) is None
+
+
+def test_an_array_without_orientation_is_no_partner_of_a_volume_that_would_be_turned():
+    array, ras, lps = header_of(np.eye(4), has_spacing=False), header_of(AFFINE), header_of(np.diag([-1, -1, 1, 1.0]))
+    s, spaced = build_settings(), build_settings(spacing=[1, 1, 1])
+    assert mismatch("array", array, "volume", ras, s) is None
+    assert mismatch("array", array, "volume", array, spaced) is None
+    for partner, volume in ((array, lps), (lps, array)):
+        assert "one of them would be turned" in (mismatch("partner", partner, "volume", volume, s) or "")
+    assert "data.spacing is set" in (mismatch("array", array, "volume", ras, spaced) or "")
+
+
+def test_half_a_voxel_rounds_alike_in_single_and_double_precision():
+    s = build_settings(spacing=[1.4, 1.4, 1.4], resize="crop_or_pad")
+    shapes = {
+        geometry_of(header_of(np.diag([mm, mm, mm, 1.0]), (351, 5, 7)), s).spaced_shape
+        for mm in (0.7, float(np.float32(0.7)), 0.7 + 1e-8)
+    }
+    assert len(shapes) == 1
+
+
+def test_a_row_with_more_fields_than_columns_is_refused(tmp_path):
+    """A decimal comma would cut a number short, or move the columns after it."""
+    (tmp_path / "people.csv").write_text("file,age\na.nii.gz,63,5\n")
+    s = NumberSettings(table=str(tmp_path / "people.csv"), continuous=("age",))
+    with pytest.raises(DataError, match=r"numbers\.table: .* line 2 has 3 fields for 2 columns; quote its commas"):
+        read_numbers(s, [VolumeFile(Path("a.nii.gz"), "a.nii.gz")])
+    (tmp_path / "people.csv").write_text('\ufefffile,age\na.nii.gz,"63.5",,\n')
+    assert read_numbers(s, [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]) == ([{"age": "63.5"}], [])
+
+
+def test_a_folder_of_slices_that_cannot_be_read_is_named_with_its_setting(tmp_path, monkeypatch):
+    write_series(tmp_path / "series" / "a", voxels_of(0))
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("data.files.dicom.scan", refuse)
+    files = [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]
+    with pytest.raises(DataError, match=r"^ldm\.conditioning\.volume\.source: .*series/a cannot be read"):
+        find_partners(str(tmp_path / "series"), files, build_settings(), "ldm.conditioning.volume")
+
+
+def test_partners_are_found_in_folders_that_are_links(tmp_path):
+    write_maps(tmp_path / "elsewhere", ["a.nii.gz"])
+    (tmp_path / "maps").mkdir()
+    (tmp_path / "maps" / "deep").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "again").symlink_to(tmp_path / "maps")
+    files = [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]
+    found, problems = find_partners(str(tmp_path / "maps"), files, build_settings(), LABELS)
+    assert not problems
+    assert found["a.nii.gz"] == tmp_path / "maps" / "deep" / "a.nii.gz"
+
+
+def test_a_partner_outside_its_window_is_refused_with_the_name_of_the_window(folder, tmp_path):
+    volumes = volumes_of(folder)
+    for place in range(8):
+        write_nifti(tmp_path / "others" / f"v{place}.nii.gz", random_voxels(place), AFFINE)
+    window = {"mode": "window", "lower": 5000, "upper": 6000}
+    volume = {"encoding": "resample", "source": str(tmp_path / "others"), "intensity": window}
+    s = ConditioningSettings.model_validate({"volume": volume})
+    with pytest.raises(DataError) as error:
+        prepare_pairs(s, build_settings(source=str(folder)), volumes)
+    assert "8 problems" in str(error.value)
+    assert "lie outside the window 5000 to 6000" in str(error.value)
+    assert "change ldm.conditioning.volume.intensity" in str(error.value)
+
+
+def test_a_negative_label_is_not_mended_by_more_classes(tmp_path):
+    write_nifti(tmp_path / "a.nii.gz", label_map(0) - 1, AFFINE)
+    _, facts = measure(tmp_path / "a.nii.gz", build_settings())
+    text = label_problem(tmp_path / "a.nii.gz", facts, 3, LABELS)
+    assert text is not None
+    assert text.endswith("num_classes: 3 allows 0 to 2; change the map")

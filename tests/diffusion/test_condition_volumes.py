@@ -128,3 +128,63 @@ def test_another_volume_has_intensities_of_its_own_and_samples_those_of_the_trai
     assert (space.restored(np.ones((1, 10, 12, 8), np.float32), (7.0,), (9.0,)) == 9).all()
     with pytest.raises(DataError, match=r"1 channel \(12 x 10 x 8\); ldm.conditioning.volume.num_channels is 2"):
         space_of_volume(tmp_path / "ct.nii.gz", data, s.model_copy(update={"num_channels": 2}))
+
+
+def flipped(affine: np.ndarray, length: int) -> np.ndarray:
+    """The affine of the same voxels with the first axis reversed."""
+    turn = np.diag([-1.0, 1, 1, 1])
+    turn[0, 3] = length - 1
+    return affine @ turn
+
+
+def test_a_mask_stored_the_other_way_round_covers_the_same_voxels(tmp_path):
+    mask = np.zeros((1, 12, 10, 8), np.float32)
+    mask[0, 1:4, 2:6, 1:5] = 1
+    write_nifti(tmp_path / "a.nii.gz", random_voxels(1), TURNED)
+    data = build_settings(voxel_size=[10, 12, 8])
+    write_nifti(tmp_path / "mask.nii.gz", mask, TURNED)
+    expected = mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
+    write_nifti(tmp_path / "mask.nii.gz", mask[:, ::-1], flipped(TURNED, 12))
+    found = mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
+    assert np.array_equal(found.in_file, mask[0] > 0)
+    assert torch.equal(found.on_grid, expected.on_grid)
+
+    away = TURNED.copy()
+    away[:3, 3] += 50
+    write_nifti(tmp_path / "mask.nii.gz", mask, away)
+    with pytest.raises(DataError, match="both must cover the same space to within a voxel"):
+        mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
+    write_nifti(tmp_path / "mask.nii.gz", np.ones_like(mask), TURNED)
+    with pytest.raises(DataError, match=r"above 0 everywhere, so nothing of .* is known"):
+        mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
+
+
+def test_a_hole_that_the_grid_cuts_off_is_named(tmp_path, caplog):
+    mask = np.zeros((1, 12, 10, 8), np.float32)
+    mask[0, 1:4, 2:4, 1:3] = 1
+    write_nifti(tmp_path / "a.nii.gz", random_voxels(1), np.eye(4))
+    write_nifti(tmp_path / "mask.nii.gz", mask, np.eye(4))
+    mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", build_settings(voxel_size=[12, 10, 8]))
+    assert not caplog.messages
+    mask_of(
+        *(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz"), build_settings(voxel_size=[8, 10, 8], resize="crop_or_pad")
+    )
+    assert "4 of its 12 voxels above 0 lie outside the network's grid" in caplog.text
+
+
+@pytest.mark.parametrize("garbage", [1e6, np.nan])
+def test_what_a_file_holds_in_its_hole_has_no_influence(tmp_path, garbage):
+    voxels, unknown = random_voxels(1), np.zeros((12, 10, 8), bool)
+    unknown[3:7, 2:6, 1:5] = True
+    data = build_settings(voxel_size=[8, 10, 8])
+    s = from_target(hole=[2, 2, 2])
+    found = []
+    for value in (0.0, garbage):
+        write_nifti(tmp_path / "a.nii.gz", np.where(unknown, np.float32(value), voxels), TURNED)
+        found.append(space_of_volume(tmp_path / "a.nii.gz", data, s, unknown))
+    assert torch.equal(found[0][0], found[1][0])
+    # Percentiles of the known voxels, computed another way.
+    known = np.percentile(voxels[0][~unknown], [data.intensity.lower, data.intensity.upper])
+    for ends, expected in zip((found[1][1].lower, found[1][1].upper), known, strict=True):
+        assert ends == (pytest.approx(expected, rel=1e-6),)
+    assert np.isfinite(found[1][1].restored(np.zeros((1, 8, 10, 8), np.float32), (7.0,), (9.0,))).all()

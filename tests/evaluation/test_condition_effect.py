@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from data import load_file, prepare_volumes, to_unit
+from data import VolumeFile, load_file, prepare_volumes, to_unit
 from data.formats import write_nifti
+from data.pairs.numbers import NumberCode
 from data.pairs.pairs import Pairs
 from diffusion.conditioning.conditions import Conditions
+from diffusion.conditioning.joined_scale import AS_THEY_ARE
 from diffusion.normalisation import Normalisation
-from evaluation.conditional.effect import condition_effect, effect_lines
+from evaluation.conditional.effect import as_trained, condition_effect, effect_lines
 from runtime.precision import Precision
-from settings import Settings
+from settings import DataError, Settings
 
 TARGET = {"encoding": "resample", "source": "target"}
 
@@ -48,7 +51,7 @@ def cases(tmp_path, monkeypatch):
         write_nifti(tmp_path / "images" / f"{place}.nii.gz", voxels, np.eye(4))
 
 
-def effect(values, volume, is_right: bool):
+def effect(values, volume, is_right: bool, masks: tuple[VolumeFile, ...] = ()):
     values = copy.deepcopy(values)
     # The latent grid is the volume's.
     values["autoencoder"] |= {"num_channels": [8], "attention_levels": [False]}
@@ -67,7 +70,14 @@ def effect(values, volume, is_right: bool):
     numbers = {file.name: number for number, file in enumerate(files)}
     conditions = Conditions(numbers, {"volume": read}, (16, 16, 16), "")
     return condition_effect(
-        *(DrawsItsCondition(), Codec(settings), settings, Normalisation(1.0), conditions, Pairs(volumes=files)),  # type: ignore[arg-type]
+        *(
+            DrawsItsCondition(),
+            Codec(settings),
+            settings,
+            Normalisation(1.0),
+            conditions,
+            Pairs(volumes=files, masks=masks),
+        ),  # type: ignore[arg-type]
         *(split.val, settings.data, 0, 2),
     ), [to_unit(load_file(file, settings.data).image) for file in split.val]
 
@@ -96,3 +106,30 @@ def test_an_inverted_condition_is_as_bad_as_that_of_another_volume(tiny_values, 
     assert found["region"] == "volume"
     assert found["right"]["l1"] > 0.05
     assert "interpolated" not in found
+
+
+def test_a_volume_with_an_empty_mask_has_no_error_to_count(tiny_values, cases):
+    masks = []
+    for place in range(6):
+        mask = np.zeros((1, 16, 16, 16), np.float32)
+        mask[0, 2:5, 2:5, 2:5] = place != 5
+        write_nifti(Path("masks") / f"{place}.nii.gz", mask, np.eye(4))
+        masks.append(VolumeFile(Path("masks") / f"{place}.nii.gz", str(place)))
+    volume = TARGET | {"degrade": {"masks": "masks"}}
+    found, targets = effect(tiny_values, volume, is_right=True, masks=tuple(masks))
+    assert found["num"] == len(targets) - 1
+    assert found["right"]["l1"] < 1e-5
+    assert 0.05 < found["shuffled"]["l1"] < 1
+    with pytest.raises(DataError, match="0 held-out masks with voxels above 0 on the network's grid"):
+        effect(tiny_values, volume, is_right=True, masks=(masks[5],) * 6)
+
+
+def test_numbers_are_coded_as_they_were_in_training_whatever_volumes_there_are_now():
+    code = NumberCode(continuous=(("age", 50.0, 10.0),), categorical=(("sex", ("F", "M")),), max_categories=2)
+    rows = ({"age": "60", "sex": "M"}, {"age": "45", "sex": "F"})
+    now = Conditions({"a": 0, "b": 1}, {}, (), "", vectors=torch.zeros(2, 4))
+    found = as_trained(now, AS_THEY_ARE, code, Pairs(numbers=rows))
+    assert found.vectors is not None
+    assert found.vectors.tolist() == [[1, 1, 0, 1], [-0.5, 1, 1, 0]]
+    with pytest.raises(DataError, match=r"b: sex=X is none of F, M, which the run was trained with"):
+        as_trained(now, AS_THEY_ARE, code, Pairs(numbers=(rows[0], {"age": "45", "sex": "X"})))

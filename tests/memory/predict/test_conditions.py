@@ -8,7 +8,14 @@ import math
 import pytest
 
 from memory.predict.run import CONDITIONS as ENCODING_CONDITIONS
-from memory.predict.run import ENCODING, assumptions, encoded_volume, other_autoencoder, other_programs
+from memory.predict.run import (
+    ENCODING,
+    assumptions,
+    encoded_volume,
+    other_autoencoder,
+    other_programs,
+    sampling_batch,
+)
 from memory.predict.step import predict_step
 from models import build_autoencoder
 from models.weight_files import save_weights
@@ -79,3 +86,14 @@ def test_an_autoencoder_that_only_conditions_have_is_predicted_from_its_file(tin
     weights = [build_autoencoder(s.autoencoder).state_dict().values() for s in (settings, own)]
     both = sum(tensor.nbytes for tensors in weights for tensor in tensors)
     assert once.peak["device"] > both + 4 * 2 * math.prod(settings.data.voxel_size)
+
+
+def test_guidance_in_the_middle_needs_the_memory_of_guidance_throughout(tiny_values):
+    found = []
+    for scale, interval in ((2.0, [0.0, 1.0]), (2.0, [0.3, 0.6]), (1.0, [0.0, 1.0])):
+        values = copy.deepcopy(tiny_values)
+        values["ldm"]["conditioning"] = {"labels": {"source": "maps", "num_classes": 3}}
+        values["ldm"]["sampling"] |= {"guidance_scale": scale, "guidance_interval": interval}
+        values["ldm"]["unet"] |= {"num_channels": [16], "attention_levels": [False]}
+        found.append(sampling_batch(Settings.model_validate(values), False, 64 * 2**20, 1000))
+    assert found[0] == found[1] < 0.7 * found[2]
