@@ -51,8 +51,8 @@ STAGE_ONE: dict[str, dict[str, Any]] = {
 }
 STAGE_TWO: dict[str, dict[str, Any]] = {
     CONFIGURED: {},
-    "white noise": {"ldm.scheduler.noise_components": 0},
-    "white noise, one scale": {"ldm.scheduler.noise_components": 0, "ldm.latents.normalise": "scale"},
+    "white noise": {"ldm.scheduler.noise_components": 0, "ldm.scheduler.noise_texture": "white"},
+    "components alone": {"ldm.scheduler.noise_texture": "white"},
     "epsilon": {"ldm.scheduler.prediction": "epsilon", "ldm.scheduler.zero_terminal_snr": False},
     "without decay": {"ldm.training.learning_rate_decay": "none"},
     "without an average": {"ldm.training.ema_length": None, "ldm.training.ema_decay": 0.0},
@@ -63,6 +63,7 @@ STAGE_TWO: dict[str, dict[str, Any]] = {
 LOOP_STAGE_TWO = {
     "ldm.latents.normalise": "scale",
     "ldm.scheduler.noise_components": 0,
+    "ldm.scheduler.noise_texture": "white",
     "ldm.scheduler.type": "ddpm",
     "ldm.scheduler.prediction": "epsilon",
     "ldm.scheduler.zero_terminal_snr": False,

@@ -193,6 +193,8 @@ def _describe(normalisation: Normalisation) -> None:
         deviations = normalisation.noise_shape.deviations.tolist()
         ends = f", standard deviations {deviations[0]:.4g} to {deviations[-1]:.4g}" if deviations else ""
         log.info("noise: as varied as the latents in %d principal components%s", len(deviations), ends)
+        if normalisation.noise_shape.texture is not None:
+            log.info("noise: otherwise as strong and as smooth as the latents at each position")
 
 
 def _reader(folder: LatentFolder, files: Sequence[VolumeFile], kept: Tensor | None) -> Callable[[int], Moments]:

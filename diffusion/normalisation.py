@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from diffusion.latent_files import Moments
 from runtime.processes import Process
@@ -22,6 +23,34 @@ _CHUNK = 2**16
 # Latents that vary less than this beside their mean square are constant: the rest is rounding.
 _SMALLEST_SHARE = 1e-12
 
+# Noise has at least this share of its mean variance at every position and in every pattern along an axis, so that it
+# hides also what no training latent shows.
+_LEAST_VARIANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Texture:
+    """How noise varies over the positions: its strength at each, and how alike its values are along each axis.
+
+    Latents are smooth, and nearly constant where volumes are empty. White noise is neither, and what a network with few
+    updates leaves of it is grain. `strength` is (C, D, H, W); a root (C, n, n) for each axis is the symmetric square
+    root of the correlations between its n positions.
+    """
+
+    strength: Tensor
+    roots: tuple[Tensor, ...]
+
+    def __call__(self, sample: Tensor) -> Tensor:
+        """Return white noise (C, D, H, W) with this texture."""
+        for axis, root in enumerate(self.roots, start=1):
+            moved = sample.movedim(axis, -1)
+            sample = (moved.flatten(1, 2) @ root).view(moved.shape).movedim(-1, axis)
+        return sample * self.strength
+
+    def to(self, device: torch.device) -> Texture:
+        """Return the same texture on a device."""
+        return Texture(self.strength.to(device), tuple(root.to(device) for root in self.roots))
+
 
 @dataclass(frozen=True)
 class NoiseShape:
@@ -30,19 +59,33 @@ class NoiseShape:
     Large patterns, such as size and brightness, vary far more between latents than white noise does in any direction.
     White noise hides them only at the end of the process, and there a network with few updates predicts their mean, so
     all samples come out alike. Noise that varies like the latents leaves such patterns as varied as they should be.
+    In all other directions the noise is white, or has a texture.
     """
 
     directions: Tensor
     deviations: Tensor
+    texture: Texture | None = None
 
     def __call__(self, noise: Tensor) -> Tensor:
         """Return white noise (B, C, D, H, W) in this shape."""
-        if not len(self.directions):
+        if not len(self.directions) and self.texture is None:
             return noise
         directions = self.directions.flatten(1)
         # One by one, so that no sample depends on how many are drawn at once.
-        parts = [((self.deviations - 1) * (directions @ sample.flatten())) @ directions for sample in noise]
-        return noise + torch.stack(parts).view_as(noise)
+        if self.texture is None:
+            parts = [((self.deviations - 1) * (directions @ sample.flatten())) @ directions for sample in noise]
+            return noise + torch.stack(parts).view_as(noise)
+        shaped = []
+        for sample in noise:
+            along = directions @ sample.flatten()
+            rest = self.texture(sample - (along @ directions).view_as(sample))
+            shaped.append(rest + ((self.deviations * along) @ directions).view_as(sample))
+        return torch.stack(shaped)
+
+    def to(self, device: torch.device) -> NoiseShape:
+        """Return the same shape on a device."""
+        texture = None if self.texture is None else self.texture.to(device)
+        return NoiseShape(self.directions.to(device), self.deviations.to(device), texture)
 
 
 @dataclass(frozen=True)
@@ -73,10 +116,7 @@ class Normalisation:
         """Return the same normalisation with its tensors on a device."""
         scale = self.scale.to(device) if isinstance(self.scale, Tensor) else self.scale
         mean = None if self.mean is None else self.mean.to(device)
-        shape = self.noise_shape
-        if shape is not None:
-            shape = NoiseShape(shape.directions.to(device), shape.deviations.to(device))
-        return Normalisation(scale, mean, shape)
+        return Normalisation(scale, mean, self.noise_shape and self.noise_shape.to(device))
 
     @property
     def content(self) -> dict[str, float | Tensor]:
@@ -87,6 +127,9 @@ class Normalisation:
                 "noise_directions": self.noise_shape.directions,
                 "noise_deviations": self.noise_shape.deviations,
             }
+            if (texture := self.noise_shape.texture) is not None:
+                tensors |= {"noise_strength": texture.strength}
+                tensors |= {f"noise_root_{axis}": root for axis, root in enumerate(texture.roots)}
         found = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in tensors.items()}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -111,16 +154,25 @@ class Normalisation:
         found = content.get("noise_deviations")
         number = min(len(found), len(expected.deviations)) if isinstance(found, Tensor) and found.ndim else 0
         directions = _tensor(content, "noise_directions", expected.directions[:number])
-        return cls(
-            scale, mean, NoiseShape(directions, _tensor(content, "noise_deviations", expected.deviations[:number]))
-        )
+        deviations = _tensor(content, "noise_deviations", expected.deviations[:number])
+        texture = None
+        if expected.texture is not None:
+            roots = enumerate(expected.texture.roots)
+            texture = Texture(
+                _tensor(content, "noise_strength", expected.texture.strength),
+                tuple(_tensor(content, f"noise_root_{axis}", root) for axis, root in roots),
+            )
+        return cls(scale, mean, NoiseShape(directions, deviations, texture))
 
     @classmethod
     def neutral(cls, settings: Settings) -> Normalisation:
         """Return a normalisation that changes nothing, with tensors as large as those of a training set."""
         kind, shape = settings.ldm.latents.normalise, settings.latent_shape
-        number = settings.ldm.scheduler.noise_components
-        noise_shape = NoiseShape(torch.zeros(number, *shape), torch.ones(number)) if number else None
+        number, texture = settings.ldm.scheduler.noise_components, None
+        if settings.ldm.scheduler.noise_texture == "latents":
+            texture = Texture(torch.ones(shape), tuple(torch.eye(n).repeat(shape[0], 1, 1) for n in shape[1:]))
+        has_shape = number > 0 or texture is not None
+        noise_shape = NoiseShape(torch.zeros(number, *shape), torch.ones(number), texture) if has_shape else None
         if kind == "scale":
             return cls(1.0, None, noise_shape)
         by_channel = (shape[0], 1, 1, 1)
@@ -136,7 +188,10 @@ class Statistics:
         shape = settings.latent_shape
         self.mean = torch.zeros(shape, dtype=torch.float64)
         self.squares = torch.zeros(shape[0], 1, 1, 1, dtype=torch.float64)
-        self.needs_examples = self.num_components > 0 or settings.ldm.conditioning.labels.has_regression
+        self.has_texture = settings.ldm.scheduler.noise_texture == "latents"
+        shapes_noise = self.num_components > 0 or self.has_texture
+        self.needs_examples = shapes_noise or settings.ldm.conditioning.labels.has_regression
+        self.drawn = torch.zeros(shape, dtype=torch.float64)
         number = min(count, MOST_EXAMPLES) if self.needs_examples else 0
         self.places = {place * count // number: place for place in range(number)}
         self.examples = torch.zeros(number, *shape)
@@ -155,6 +210,7 @@ class Statistics:
         self.squares += (mean.square() + sigma.square()).sum(dim=(1, 2, 3), keepdim=True)
         if index in self.places:
             self.examples[self.places[index]] = moments[0]
+            self.drawn += sigma.square()
 
     def normalisation(self, scale: float, process: Process) -> Normalisation:
         """Return the normalisation of the latents of all processes; `scale` is for those that have one scale."""
@@ -163,10 +219,14 @@ class Statistics:
         result = Normalisation(scale)
         if self.kind != "scale":
             result = self._by_channel(process.sum(self.mean) / self.count, process.sum(self.squares))
-        if not self.num_components:
+        if not self.num_components and not self.has_texture:
             return result
         examples = result.apply(process.sum(self.examples))
-        shape = principal_components(examples - examples.mean(dim=0), self.num_components)
+        examples -= examples.mean(dim=0)
+        shape = principal_components(examples, self.num_components)
+        if self.has_texture:
+            drawn = (process.sum(self.drawn) / len(examples)).float() * result.scale**2
+            shape = NoiseShape(shape.directions, shape.deviations, texture_of(examples, shape, drawn))
         return Normalisation(result.scale, result.mean, shape)
 
     def examples_in(self, normalisation: Normalisation, process: Process) -> tuple[list[int], Tensor]:
@@ -197,6 +257,37 @@ def principal_components(centred: Tensor, number: int) -> NoiseShape:
     combined = torch.cat([vectors[:, chosen].T @ part for part in _chunks(centred)], dim=1)
     directions = combined / combined.norm(dim=1, keepdim=True)
     return NoiseShape(directions.float().view(len(chosen), *centred.shape[1:]), values[chosen].sqrt().float())
+
+
+def texture_of(centred: Tensor, shape: NoiseShape, drawn: Tensor) -> Texture:
+    """Return the texture of centred examples (N, C, D, H, W) beside the principal components of `shape`.
+
+    drawn: the variance (C, D, H, W) with which training draws each latent around its example.
+    """
+    # Few examples vary in few directions: with all components taken out, nothing would be left to measure.
+    directions = shape.directions[: (len(centred) - 1) // 2].flatten(1)
+    freedom = max(1, len(centred) - 1 - len(directions))
+
+    def rests() -> Iterator[Tensor]:
+        for example in centred:
+            yield example - ((directions @ example.flatten()) @ directions).view_as(example)
+
+    variance = drawn + sum(rest.square() for rest in rests()) / freedom
+    variance = F.avg_pool3d(F.pad(variance[None], [1] * 6, mode="replicate")[0], 3, stride=1)
+    least = _LEAST_VARIANCE * variance.mean(dim=(1, 2, 3), keepdim=True).clamp(min=_LEAST_VARIANCE)
+    strength = variance.maximum(least).sqrt()
+    roots = []
+    for axis in (1, 2, 3):
+        own = (drawn / strength**2).double().movedim(axis, -1).flatten(1, 2).mean(dim=1)
+        # One example that is never drawn around has no correlations; with this it gets white noise.
+        products = torch.diag_embed(own + _SMALLEST_SHARE)
+        for rest in rests():
+            lines = (rest / strength).double().movedim(axis, -1).flatten(1, 2)
+            products += lines.mT @ lines / (freedom * lines.shape[1])
+        values, vectors = torch.linalg.eigh(products)
+        values = (values / values.mean(dim=1, keepdim=True)).clamp(min=_LEAST_VARIANCE)
+        roots.append(((vectors * values.sqrt()[:, None]) @ vectors.mT).float())
+    return Texture(strength, tuple(roots))
 
 
 def _chunks(examples: Tensor) -> Iterator[Tensor]:

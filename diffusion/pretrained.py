@@ -43,7 +43,8 @@ class PretrainedUNet:
         if changed:
             lines = "\n  ".join(changed)
             raise CheckpointError(f"{path}: the pretrained U-Net has different settings:\n  {lines}\nset these back")
-        knows_positions = settings.ldm.latents.normalise == "position" or settings.ldm.scheduler.noise_components > 0
+        scheduler, is_by_position = settings.ldm.scheduler, settings.ldm.latents.normalise == "position"
+        knows_positions = is_by_position or scheduler.noise_components > 0 or scheduler.noise_texture != "white"
         if knows_positions and before.latent_shape != settings.latent_shape:
             raise CheckpointError(
                 f"{path}: the pretrained U-Net knows the mean or the noise of each position of latents of "

@@ -147,6 +147,7 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     yield from _intervals(where, steps)
     yield Choice("ldm.scheduler.prediction", "v", "docs/recipe.md")
     yield Choice("ldm.scheduler.noise_components", 32, "docs/recipe.md")
+    yield Choice("ldm.scheduler.noise_texture", "latents", "docs/recipe.md")
     yield Choice("ldm.latents.normalise", "position", "docs/recipe.md")
     if any(key.startswith(("ldm.conditioning.labels.", "ldm.conditioning.volume.")) for key in scene.given):
         yield Choice("ldm.conditioning.normalise", "position", "docs/conditioning.md")

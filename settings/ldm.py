@@ -109,6 +109,11 @@ class SchedulerSettings(Section):
         ge=0,
         le=1024,
     )
+    noise_texture: Literal["white", "latents"] = key(
+        "white",
+        "Noise that is independent from position to position, or noise as strong at each position and as alike at "
+        "neighbouring ones as the training latents are.",
+    )
     time_sampling: Literal["uniform", "logit_normal"] = key(
         "uniform", "rflow only: train on all times equally often, or more often on those in the middle."
     )

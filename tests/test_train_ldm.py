@@ -51,9 +51,10 @@ def test_a_finished_run_has_everything_that_sampling_needs(tmp_path_factory):
 def test_killed_and_resumed_equals_uninterrupted_to_the_bit(prepared, command):
     overrides = ["ldm.training.max_steps=6", "ldm.training.gradient_accumulation_steps=2", "ldm.training.save_every=1"]
     overrides += ["ldm.sampling.num_previews=0", "ldm.latents.normalise=position", "ldm.scheduler.noise_components=3"]
+    overrides += ["ldm.scheduler.noise_texture=latents"]
     train_ldm(prepared, *overrides)
     expected = load_file("runs/tiny/ldm.safetensors")
-    assert {"metadata.latent_mean", "metadata.noise_directions"} <= expected.keys()
+    assert {"metadata.latent_mean", "metadata.noise_directions", "metadata.noise_root_2"} <= expected.keys()
     metrics = Path("runs/tiny/metrics.jsonl").read_text()
     for path in [*Path("runs/tiny/checkpoints").glob("ldm*"), Path("runs/tiny/ldm.safetensors")]:
         path.unlink()

@@ -36,6 +36,7 @@ def settings_of_origin_that_differ(network: str, origin: str, settings: Settings
     if network == "ldm":
         # Latents from elsewhere were multiplied by one number and hidden by white noise.
         implied: dict[str, Any] = {"ldm.latents.normalise": "scale", "ldm.scheduler.noise_components": 0}
+        implied["ldm.scheduler.noise_texture"] = "white"
         return _differences(implied, settings, f"weights from {origin}")
     if network != "autoencoder":
         return []

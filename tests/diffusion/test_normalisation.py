@@ -12,7 +12,7 @@ from data import prepare_volumes
 from diffusion.frozen_autoencoder import freeze
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents, prepare_latents, pretrained_unet
-from diffusion.normalisation import Normalisation, Statistics, principal_components
+from diffusion.normalisation import NoiseShape, Normalisation, Statistics, Texture, principal_components
 from diffusion.sampling import draw_volumes, sample_latents
 from diffusion.volume_codec import VolumeCodec
 from evaluation.ldm_validation import held_out_losses
@@ -40,7 +40,7 @@ def moments(number: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, 0.5 * spread * torch.rand(number, *SHAPE, generator=generator)
 
 
-def settings_of(kind: str, components: int = 0) -> Settings:
+def settings_of(kind: str, components: int = 0, texture: str = "white") -> Settings:
     """Return settings whose latents have the shape of these tests."""
     grid = {"voxel_size": [2 * axis for axis in SHAPE[1:]]}
     autoencoder: dict[str, Any] = {
@@ -49,14 +49,17 @@ def settings_of(kind: str, components: int = 0) -> Settings:
         "attention_levels": [False, False],
     }
     autoencoder |= {"latent_channels": SHAPE[0], "training": {"adversarial_weight": 0.0}}
-    ldm = {"latents": {"normalise": kind, "pad": True}, "scheduler": {"noise_components": components}}
+    scheduler = {"noise_components": components, "noise_texture": texture}
+    ldm = {"latents": {"normalise": kind, "pad": True}, "scheduler": scheduler}
     settings = Settings.model_validate({"data": grid, "autoencoder": autoencoder, "ldm": ldm})
     assert settings.latent_shape == SHAPE
     return settings
 
 
-def normalisation_of(mean: torch.Tensor, sigma: torch.Tensor, kind: str, components: int = 0) -> Normalisation:
-    statistics = Statistics(settings_of(kind, components), len(mean))
+def normalisation_of(
+    mean: torch.Tensor, sigma: torch.Tensor, kind: str, components: int = 0, texture: str = "white"
+) -> Normalisation:
+    statistics = Statistics(settings_of(kind, components, texture), len(mean))
     for index, pair in enumerate(zip(mean, sigma, strict=True)):
         statistics.add(index, pair)
     return statistics.normalisation(0.5, CPU)
@@ -103,15 +106,19 @@ def test_a_constant_channel_is_refused_when_rounding_leaves_it_some_variance(kin
         normalisation_of(mean, sigma, kind)
 
 
+@pytest.mark.parametrize("texture", ["white", "latents"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_file_gives_back_the_normalisation_and_the_weights_alone(kind, tmp_path):
-    normalisation = normalisation_of(*moments(5), kind, components=4)
+def test_a_weight_file_gives_back_the_normalisation_and_the_weights_alone(kind, texture, tmp_path):
+    normalisation = normalisation_of(*moments(5), kind, 4, texture)
     weights = {"conv.weight": torch.rand(2, 2)}
     save_weights(tmp_path / "ldm.safetensors", weights, {"stage": "ldm", **normalisation.content})
     state, metadata = load_weights(tmp_path / "ldm.safetensors")
     assert state.keys() == weights.keys()
     assert metadata["stage"] == "ldm"
-    found = Normalisation.stored(metadata, settings_of(kind, 4))
+    found = Normalisation.stored(metadata, settings_of(kind, 4, texture))
+    assert found.content.keys() == normalisation.content.keys()
+    noise = torch.randn(2, *SHAPE)
+    assert torch.equal(found.shaped(noise), normalisation.shaped(noise))
     for name, values in normalisation.content.items():
         assert torch.equal(torch.as_tensor(values), torch.as_tensor(found.content[name]))
 
@@ -128,11 +135,12 @@ def test_a_weight_file_gives_back_the_normalisation_and_the_weights_alone(kind, 
         ({"latent_scale": ONES, "latent_mean": ONES}, "position", 0, r"latent_mean is not a tensor of \(3, 2, 4, 3\)"),
         ({"latent_scale": 1.0}, "scale", 4, "noise_directions is not a tensor"),
         ({"latent_scale": 1.0, **FIVE_COMPONENTS}, "scale", 4, r"noise_directions is not a tensor of \(4, "),
+        ({"latent_scale": 1.0, **FIVE_COMPONENTS}, "scale", 5, "noise_strength is not a tensor"),
     ],
 )
 def test_what_is_not_a_normalisation_of_the_kind_is_refused(content, kind, components, reason):
     with pytest.raises(ValueError, match=reason):
-        Normalisation.stored(content, settings_of(kind, components))
+        Normalisation.stored(content, settings_of(kind, components, "latents" if components == 5 else "white"))
 
 
 def test_shaped_noise_varies_like_the_latents_in_their_principal_components_and_like_white_noise_elsewhere():
@@ -181,6 +189,64 @@ def test_a_pretrained_unet_that_knows_positions_needs_their_grid(tmp_path):
         pretrained_unet(Settings.model_validate(values))
 
 
+def test_texture_multiplies_by_the_product_of_its_roots():
+    """Against the matrix of all positions of a channel, which is the Kronecker product of those of the axes."""
+    torch.manual_seed(0)
+    roots = tuple(torch.randn(3, n, n).double() for n in SHAPE[1:])
+    texture = Texture(torch.rand(SHAPE).double(), tuple(root + root.mT for root in roots))
+    noise = torch.randn(2, *SHAPE).double()
+    for sample in noise:
+        for channel, found in enumerate(texture(sample)):
+            depth, height, width = (root[channel] for root in texture.roots)
+            matrix = torch.kron(depth, torch.kron(height, width))
+            wanted = (matrix @ sample[channel].flatten()).view(SHAPE[1:]) * texture.strength[channel]
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    directions = torch.linalg.qr(torch.randn(72, 2).double())[0].T
+    shape = NoiseShape(directions.reshape(2, *SHAPE), torch.tensor([5.0, 3.0]).double(), texture)
+    one = noise[:1].flatten(1)
+    rest = texture((one - one @ directions.T @ directions).view(SHAPE)).flatten()
+    wanted = rest + ((one @ directions.T) * shape.deviations @ directions)[0]
+    torch.testing.assert_close(shape(noise)[0].flatten(), wanted, rtol=1e-12, atol=1e-12)
+    assert torch.equal(shape(noise)[1], shape(noise[1:])[0])
+
+
+@pytest.mark.parametrize("components", [0, 3])
+def test_noise_with_texture_varies_like_latents_that_are_smooth_and_stronger_in_places(components):
+    """Latents with known correlations along each axis, known strength, and draws around them."""
+    generator = torch.Generator().manual_seed(0)
+    alike = [0.9, 0.5, 0.7]
+    wanted = [a ** (torch.arange(n)[:, None] - torch.arange(n)).abs() for a, n in zip(alike, SHAPE[1:], strict=True)]
+    roots = tuple(torch.linalg.cholesky(matrix).T.repeat(3, 1, 1) for matrix in wanted)
+    strength = (0.5 + torch.arange(4.0)).view(1, 1, 4, 1).expand(SHAPE)
+    white = torch.randn(400, *SHAPE, generator=generator)
+    mean = torch.stack([Texture(strength, roots)(sample) for sample in white])
+    large = torch.randn(3, *SHAPE, generator=generator)
+    mean = mean + components * torch.einsum("nk,k...->n...", torch.randn(400, 3, generator=generator), large)
+    sigma = 0.2 * strength.expand_as(mean)
+    normalisation = normalisation_of(mean, sigma, "channel", components, "latents")
+    assert normalisation.noise_shape is not None
+    noise = normalisation.shaped(torch.randn(4000, *SHAPE, generator=generator))
+    drawn = normalisation.apply(mean + sigma * torch.randn(mean.shape, generator=generator))
+    drawn = drawn - drawn.mean(dim=0)
+    of_noise, of_latents = (values.var(dim=0) for values in (noise, drawn))
+    # The strength is smoothed over three positions, so by line only roughly.
+    assert (of_noise / of_latents).log().abs().mean() < 0.35
+    for axis in (2, 3, 4):
+        near = [values.movedim(axis, -1) for values in (noise, drawn)]
+        found = [float((v[..., 1:] * v[..., :-1]).mean() / v.square().mean()) for v in near]
+        assert abs(found[0] - found[1]) < 0.12, (axis, found)
+
+
+def test_one_volume_has_white_noise_of_least_strength_where_a_texture_is_wanted():
+    mean, sigma = moments(1)
+    shape = normalisation_of(mean, 0 * sigma, "channel", 3, "latents").noise_shape
+    assert shape is not None
+    assert shape.texture is not None
+    assert torch.allclose(shape.texture.strength, torch.tensor(0.01))
+    for root in shape.texture.roots:
+        torch.testing.assert_close(root, torch.eye(root.shape[1]).expand_as(root))
+
+
 def test_one_volume_has_no_components_and_white_noise():
     normalisation = normalisation_of(*moments(1), "channel", 3)
     noise = torch.randn(2, *SHAPE)
@@ -192,7 +258,7 @@ def prepared(values, cache: str = "memory") -> tuple[LatentDiffusionStep, Latent
     """Return a step and the latents of phantoms, with an autoencoder whose decoder does not forget its input's mean."""
     values = copy.deepcopy(values)
     values["ldm"]["latents"] = {"cache": cache, "normalise": "position"}
-    values["ldm"]["scheduler"] = {"noise_components": 3}
+    values["ldm"]["scheduler"] = {"noise_components": 3, "noise_texture": "latents"}
     values["ldm"]["training"]["pixel_loss"] = {"weight": 0.5}
     settings = Settings.model_validate(values)
     torch.manual_seed(0)
