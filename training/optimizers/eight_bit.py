@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 SMALLEST = 1024
 """Parameters with fewer values, such as norms and biases, keep moments in float32."""
 
-# Values of a block, at least; kernels with fewer share one.
-_SMALLEST_BLOCK = 27
+# Values of a block: kernels with fewer share one, and what has more is no kernel of a convolution.
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 27, 512
 # Values at a time, which limits temporary tensors.
 _MOST_VALUES = 2**20
 _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
@@ -150,6 +150,7 @@ class EightBitAdamW(Optimizer):
 def block_of(parameter: Tensor) -> int:
     """Return how many values share a scale: those of one kernel, or of several small ones."""
     kernel = math.prod(parameter.shape[2:])
+    kernel = kernel if kernel <= _LARGEST_BLOCK else 1
     return kernel * math.ceil(_SMALLEST_BLOCK / kernel)
 
 

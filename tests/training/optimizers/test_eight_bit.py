@@ -112,7 +112,15 @@ def test_states_need_at_most_three_tenths_of_float32(preset):
 
 @pytest.mark.parametrize(
     ("shape", "block"),
-    [((32, 16, 3, 3, 3), 27), ((32, 16, 4, 4, 4), 64), ((64, 64, 3, 3), 27), ((32, 64, 2, 2, 2), 32), ((64, 64), 27)],
+    [
+        ((32, 16, 3, 3, 3), 27),
+        ((32, 16, 4, 4, 4), 64),
+        ((64, 64, 3, 3), 27),
+        ((32, 64, 2, 2, 2), 32),
+        ((64, 64), 27),
+        ((5000,), 27),
+        ((1, 4, 16, 16, 16), 27),
+    ],
 )
 def test_each_kernel_has_a_scale_unless_it_is_small(shape, block):
     parameter = nn.Parameter(torch.zeros(shape))
