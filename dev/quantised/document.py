@@ -41,8 +41,7 @@ leads: differences of this size say nothing about 8 bits.
 
 _BOTTLENECKS = """## `autoencoder.bottleneck`
 
-Held-out volumes, after the same steps; use and perplexity count the codes of all of them. `kl` has the preset's
-`kl_weight`.
+Held-out volumes; use and perplexity count the codes of all of them.
 """
 
 

@@ -1,4 +1,6 @@
 from dev.quantised.document import BOTTLENECKS, EIGHT_BIT, FLOAT32, PATH, STATES, document, keep, read
+from settings import load_settings
+from tests.conftest import ROOT
 
 
 def test_the_document_shows_the_kept_rows():
@@ -14,8 +16,10 @@ def test_8_bit_states_end_within_two_percent_of_float32_on_average():
         assert sum(changes) / len(changes) < 0.02
 
 
-def test_quantised_latents_use_more_than_half_of_their_codes():
-    assert all(row["codebook_use"] > 0.5 for row in read()[BOTTLENECKS] if "codes" in row)
+def test_a_learned_codebook_of_the_size_in_the_presets_is_nearly_all_in_use():
+    preset = load_settings(ROOT / "configs" / "quickstart.yaml").autoencoder.quantiser
+    [row] = [row for row in read()[BOTTLENECKS] if row["bottleneck"] == "vq" and row["codes"] == preset.codes]
+    assert row["codebook_use"] > 0.9
 
 
 def test_a_row_that_is_measured_again_takes_the_place_of_the_old_one(tmp_path):
