@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from settings import AutoencoderSettings
 
-# Distances between latents and codes at a time: 16 MiB in fp32.
-_MOST_DISTANCES = 2**22
+# Distances between latents and codes at a time: 16 MiB in double precision.
+_MOST_DISTANCES = 2**21
 # Keeps the average of a code that is never used above zero, as in MONAI's EMAQuantizer.
 _SMOOTHING = 1e-5
 # A code starts again with this multiple of the use below which it is replaced, to have time to find its latents.
@@ -74,14 +74,16 @@ class VectorQuantiser(Quantiser):
     def codes(self, latent: Tensor) -> Tensor:
         """Return the number of the nearest code for each position, int64 (B, D, H, W)."""
         by_position = latent.detach().movedim(1, -1)
-        vectors = by_position.reshape(-1, latent.shape[1]).to(self.codebook.dtype)
-        with torch.autocast(latent.device.type, enabled=False):
-            lengths = self.codebook.square().sum(dim=1)
-            rows = max(1, _MOST_DISTANCES // self.num_codes)
-            # The squared distance without the length of the latent, which is the same for all codes.
-            nearest = [
-                torch.addmm(lengths, part, self.codebook.t(), alpha=-2).argmin(dim=1) for part in vectors.split(rows)
-            ]
+        vectors = by_position.reshape(-1, latent.shape[1])
+        # In double precision, which neither autocast nor TF32 rounds: far from zero, a distance is a small difference
+        # of large numbers. A product over few channels takes about as long as writing the distances does.
+        codebook = self.codebook.double()
+        lengths = codebook.square().sum(dim=1)
+        rows = max(1, _MOST_DISTANCES // self.num_codes)
+        # The squared distance without the length of the latent, which is the same for all codes.
+        nearest = [
+            torch.addmm(lengths, part.double(), codebook.t(), alpha=-2).argmin(dim=1) for part in vectors.split(rows)
+        ]
         return torch.cat(nearest).view(by_position.shape[:-1])
 
     def embed(self, codes: Tensor) -> Tensor:

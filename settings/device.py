@@ -18,7 +18,7 @@ class DeviceSettings(Section):
     tf32: bool = key(True, "Let float32 convolutions and matrix products round their inputs to TF32 on CUDA.")
     optimizer_states: Literal["float32", "8bit"] = key(
         "float32",
-        "How Adam keeps its two moments; 8bit: in blocks with a scale each, a quarter of the memory, slower updates.",
+        "How Adam keeps its two moments; 8bit: with a scale for each kernel, 0.3 of the memory, slower updates.",
     )
     memory_format: Literal["auto", "contiguous", "channels_last"] = key(
         "auto", "Memory layout of volumes; auto: channels_last, but contiguous for MONAI's stock autoencoder.", SAME

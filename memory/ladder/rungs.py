@@ -176,7 +176,7 @@ def _compressed_checkpoints(settings: Settings) -> Iterator[Proposal]:
 
 def _eight_bit_moments(settings: Settings) -> Iterator[Proposal]:
     changes = {"device.optimizer_states": "8bit"}
-    yield Proposal("Adam's moments in 8 bits", changes, False, "optimizer state, three quarters of it")
+    yield Proposal("Adam's moments in 8 bits", changes, False, "optimizer state, seven tenths of it")
 
 
 def _no_perceptual(settings: Settings) -> Iterator[Proposal]:

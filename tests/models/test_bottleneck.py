@@ -87,6 +87,25 @@ def test_the_nearest_code_does_not_depend_on_how_many_distances_are_held_at_a_ti
     assert torch.equal(whole.flatten(), distances.argmin(dim=1))
 
 
+@pytest.mark.parametrize("offset", [0.0, 100.0, -3e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_are_the_nearest_ones_also_far_from_zero_and_under_autocast(offset, dtype):
+    generator = torch.Generator().manual_seed(0)
+    quantiser = VectorQuantiser(512, CHANNELS, DECAY, 0.0)
+    quantiser.codebook.copy_(offset + torch.randn(512, CHANNELS, generator=generator))
+    # A code that is never used lies far away.
+    quantiser.codebook[0] = 1e8
+    latent = (offset + torch.randn((2, CHANNELS, 8, 8, 8), generator=generator)).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        codes = quantiser.codes(latent).flatten()
+    vectors = latent.movedim(1, -1).reshape(-1, CHANNELS).double()
+    distances = (vectors[:, None] - quantiser.codebook.double()).square().sum(dim=2)
+    # Equal distances, as bf16 far from zero has them, leave the choice open.
+    torch.testing.assert_close(distances.gather(1, codes[:, None]).squeeze(1), distances.amin(dim=1), rtol=0, atol=1e-6)
+    if offset == 0:
+        assert torch.equal(codes, distances.argmin(dim=1))
+
+
 def test_an_update_of_several_micro_batches_is_one_step_of_the_averages():
     torch.manual_seed(0)
     whole = VectorQuantiser(CODES, CHANNELS, DECAY, restart_below=0.2)
