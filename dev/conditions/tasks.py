@@ -54,9 +54,9 @@ def tasks(volumes: Path) -> dict[str, Task]:
     finer = {**FROM_TARGET, f"{SETTING}.volume.degrade.downsample": "[1,2,1]"}
     guided, plain = (Way(1, 1.0), Way(1, 2.0), Way(12, 2.0)), (Way(1, 1.0), Way(12, 1.0))
     return {
-        "labels": Task("Label map to image", maps, 500, guided, (42, 43, 44)),
-        "hole": Task("Inpainting a hole of 16 x 16 x 16 voxels", hole, 700, plain),
-        "finer": Task("Super-resolution by 2 along one axis", finer, 400, plain),
+        "labels": Task("Label map to image", maps, 400, guided, (42, 43, 44)),
+        "hole": Task("Inpainting a hole of 16 x 16 x 16 voxels", hole, 500, plain),
+        "finer": Task("Super-resolution by 2 along one axis", finer, 300, plain),
     }
 
 
