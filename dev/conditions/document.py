@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dev.conditions.tasks import Result, Task
 
-_COLUMNS = ("steps", "guidance", "own condition", "another's", "none", "own, PSNR dB")
+_COLUMNS = ("steps", "guidance", "networks", "own condition", "another's", "none", "own, PSNR dB")
 
 
 def sections_of(document: str) -> dict[str, str]:
@@ -21,6 +21,7 @@ def section_of_task(task: Task, results: Sequence[Result]) -> tuple[str, str]:
         (
             str(r.way.steps),
             f"{r.way.guidance:g}",
+            str(len(r.of_networks)),
             *(f"{r.error(told):.4f}" for told in ("right", "shuffled", "hidden")),
             f"{r.error('right', 'psnr'):.2f}",
         )
