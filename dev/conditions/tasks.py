@@ -53,11 +53,11 @@ def tasks(volumes: Path) -> dict[str, Task]:
     maps = {f"{SETTING}.labels.source": volumes / "labels", f"{SETTING}.labels.num_classes": 3}
     hole = {**FROM_TARGET, f"{SETTING}.volume.degrade.hole": "[16,16,16]"}
     finer = {**FROM_TARGET, f"{SETTING}.volume.degrade.downsample": "[1,2,1]"}
-    guided, plain = (Way(1, 1.0), Way(1, 2.0), Way(12, 2.0, 1)), (Way(1, 1.0), Way(12, 1.0))
+    guided, plain = (Way(1, 1.0), Way(1, 2.0), Way(12, 1.0, 1)), (Way(1, 1.0), Way(12, 1.0))
     return {
         "labels": Task("Label map to image", maps, 300, guided, (42, 43, 44)),
         "hole": Task("Inpainting a hole of 16 x 16 x 16 voxels", hole, 600, plain),
-        "finer": Task("Super-resolution by 2 along one axis", finer, 200, plain),
+        "finer": Task("Super-resolution by 2 along one axis", finer, 150, plain),
     }
 
 
