@@ -24,10 +24,10 @@ _INTRODUCTION = """# What conditions are worth
 
 Written by `python -m dev.conditions`; do not edit by hand.
 
-The networks are those of `configs/quickstart.yaml`, trained for the updates that are named, on one CPU core, with one
-autoencoder of {steps:,} updates. Errors are those of samples for held-out volumes, on the scale of 0 to 1: with the
-volume's own condition, with that of another volume, and with none, each from the same noise. Several networks of a task
-differ in their seeds only; errors are means over them.
+The networks are those of `configs/quickstart.yaml`, trained for the updates that are named, on one CPU core. Errors are
+those of samples for held-out volumes, on the scale of 0 to 1: with the volume's own condition, with that of another
+volume, and with none, each from the same noise. Several networks of a task differ in their seeds only; errors are means
+over them.
 """
 
 
@@ -67,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
             title, text = section_of_task(task, list(tasks.measure(name, task)))
         sections[title] = text
         body = "".join(f"\n## {heading}\n\n{part.strip()}\n" for heading, part in sections.items())
-        write_output(out, f"{_INTRODUCTION.format(steps=tasks.AUTOENCODER_STEPS)}{body}")
+        write_output(out, f"{_INTRODUCTION}{body}")
         print(f"{title}\n{text}")
     return 0
 

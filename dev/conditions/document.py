@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dev.conditions.tasks import Result, Task
+from dev.conditions.tasks import AUTOENCODER_STEPS, Result, Task
 
 _COLUMNS = ("steps", "guidance", "networks", "own condition", "another's", "none", "own, PSNR dB")
 
@@ -28,7 +28,8 @@ def section_of_task(task: Task, results: Sequence[Result]) -> tuple[str, str]:
         for r in results
     ]
     networks = f"{len(task.seeds)} networks" if len(task.seeds) > 1 else "one network"
-    lines = [f"{task.max_steps} updates, {networks}, {results[0].num} held-out volumes.", "", *_table(_COLUMNS, rows)]
+    trained = f"{task.max_steps} updates on an autoencoder of {AUTOENCODER_STEPS:,}, {networks}"
+    lines = [f"{trained}, {results[0].num} held-out volumes.", "", *_table(_COLUMNS, rows)]
     lines += ["", *(f"- {_compared(r)}" for r in results)]
     mean, usual = results[0], results[-1]
     lower = 1 - mean.error("right") / usual.error("hidden")

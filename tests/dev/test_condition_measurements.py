@@ -20,7 +20,7 @@ def test_gains_are_said_for_each_way_each_network_and_against_a_usual_sample():
     once, often = result(1, (0.06, 0.1, 0.08), (0.05, 0.1, 0.08)), result(12, (0.1, 0.12, 0.12), (0.1, 0.12, 0.12))
     title, text = section_of_task(task, [once, often])
     assert title == "Filling"
-    assert "7 updates, 2 networks, 20 held-out volumes." in text
+    assert "7 updates on an autoencoder of 1,000, 2 networks, 20 held-out volumes." in text
     assert "| 1 | 1 | 2 | 0.0550 | 0.1000 | 0.0800 | 20.00 |" in text
     assert (
         "1 step and guidance 1: L1 is 45.0 % lower with the right condition than with another's (40.0 %, 50.0 %)"
