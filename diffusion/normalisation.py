@@ -230,8 +230,8 @@ class Statistics:
         return Normalisation(result.scale, result.mean, shape)
 
     def examples_in(self, normalisation: Normalisation, process: Process) -> tuple[list[int], Tensor]:
-        """Return the numbers of the volumes that are examples, and their normalised latents (N, C, D, H, W)."""
-        return list(self.places), normalisation.apply(process.sum(self.examples))
+        """Return the numbers of the volumes that are examples, and their latents (N, C, D, H, W), scaled only."""
+        return list(self.places), process.sum(self.examples) * normalisation.scale
 
     def _by_channel(self, mean: Tensor, squares: Tensor) -> Normalisation:
         """Return what brings latents to mean 0, at each position or in each channel, and to deviation 1 by channel."""

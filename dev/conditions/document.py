@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dev.conditions.tasks import Result, Task
+from dev.conditions.tasks import AUTOENCODER_STEPS, Result, Task
 
-_COLUMNS = ("steps", "guidance", "volumes", "seeds", "own condition", "another's", "none", "own, PSNR dB")
+_COLUMNS = ("steps", "guidance", "networks", "own condition", "another's", "none", "own, PSNR dB")
 
 
 def sections_of(document: str) -> dict[str, str]:
@@ -21,32 +21,41 @@ def section_of_task(task: Task, results: Sequence[Result]) -> tuple[str, str]:
         (
             str(r.way.steps),
             f"{r.way.guidance:g}",
-            str(r.way.num),
-            str(r.way.seeds),
-            *(f"{r.errors[told]['l1']:.4f}" for told in ("right", "shuffled", "hidden")),
-            f"{r.errors['right']['psnr']:.2f}",
+            str(len(r.of_networks)),
+            *(f"{r.error(told):.4f}" for told in ("right", "shuffled", "hidden")),
+            f"{r.error('right', 'psnr'):.2f}",
         )
         for r in results
     ]
-    best = max(results, key=lambda r: (r.way.seeds, r.lower_than("shuffled")))
-    lines = [f"{task.max_steps} updates.", "", *_table(_COLUMNS, rows), ""]
+    networks = f"{len(task.seeds)} networks" if len(task.seeds) > 1 else "one network"
+    trained = f"{task.max_steps} updates on an autoencoder of {AUTOENCODER_STEPS:,}, {networks}"
+    lines = [f"{trained}, {results[0].num} held-out volumes.", "", *_table(_COLUMNS, rows)]
+    lines += ["", *(f"- {_compared(r)}" for r in results)]
+    mean, usual = results[0], results[-1]
+    lower = 1 - mean.error("right") / usual.error("hidden")
     lines.append(
-        f"With {_ways(best)}, L1 is {100 * best.lower_than('shuffled'):.1f} % lower with the right condition than with "
-        f"another's, and {100 * best.lower_than('hidden'):.1f} % lower than with none."
+        f"- {_way(mean)} with the right condition is {_percent(lower)} below {_way(usual)} with none, which has an L1 "
+        f"of {usual.error('hidden'):.4f}."
     )
-    usual = [r for r in results if r.way.steps > 1]
-    if usual:
-        lower = 1 - best.errors["right"]["l1"] / usual[0].errors["hidden"]["l1"]
+    if "interpolated" in mean.told:
         lines.append(
-            f"A volume that is drawn with {_ways(usual[0])} and no condition has an L1 of "
-            f"{usual[0].errors['hidden']['l1']:.4f}; {_ways(best)} with the right one is {100 * lower:.1f} % below it."
-        )
-    if "interpolated" in best.errors:
-        lines.append(
-            f"Trilinear interpolation of the condition has {best.errors['interpolated']['psnr']:.2f} dB, and "
-            f"{best.errors['interpolated_kept']['psnr']:.2f} dB if it keeps the means of blocks as samples do."
+            f"- Trilinear interpolation of the condition has {mean.error('interpolated', 'psnr'):.2f} dB, and "
+            f"{mean.error('interpolated_kept', 'psnr'):.2f} dB if it keeps the means of blocks as samples do."
         )
     return task.title, "\n".join(lines)
+
+
+def _compared(result: Result) -> str:
+    each = result.each_lower_than("shuffled")
+    apart = f" ({', '.join(map(_percent, each))})" if len(each) > 1 else ""
+    return (
+        f"{_way(result)}: L1 is {_percent(result.lower_than('shuffled'))} lower with the right condition than with "
+        f"another's{apart}, and {_percent(result.lower_than('hidden'))} lower than with none."
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def section_of_surfaces(found: dict[float, float], max_steps: int) -> tuple[str, str]:
@@ -64,7 +73,7 @@ def section_of_surfaces(found: dict[float, float], max_steps: int) -> tuple[str,
     return "Sparse grids", "\n".join(lines)
 
 
-def _ways(result: Result) -> str:
+def _way(result: Result) -> str:
     way = result.way
     return f"{way.steps} step{'s' if way.steps > 1 else ''} and guidance {way.guidance:g}"
 

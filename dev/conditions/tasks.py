@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,28 +18,34 @@ from dev.conditions.surfaces import write_surfaces
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 AUTOENCODER = "condition_autoencoder"
+AUTOENCODER_STEPS = 1000
+NUM_HELD_OUT = 20
 SETTING = "ldm.conditioning"
 FROM_TARGET = {f"{SETTING}.volume.source": "target", f"{SETTING}.volume.encoding": "autoencoder"}
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to draw samples: steps, guidance, for how many held-out volumes, and with how many seeds."""
+    """One way to draw samples: steps and guidance, and by how many of the task's networks at most."""
 
     steps: int
     guidance: float
-    num: int = 20
-    seeds: int = 1
+    most_networks: int = 3
 
 
 @dataclass(frozen=True)
 class Task:
-    """What stage 2 is trained with, for how many updates, and how its samples are drawn."""
+    """What stage 2 is trained with, for how many updates, with which seeds, and how its samples are drawn."""
 
     title: str
     values: dict[str, Any]
     max_steps: int
     ways: tuple[Way, ...]
+    seeds: tuple[int, ...] = (42,)
+
+    def run(self, name: str, seed: int) -> str:
+        """Return the name of the run with one of the seeds."""
+        return f"condition_{name}_{seed}"
 
 
 def tasks(volumes: Path) -> dict[str, Task]:
@@ -46,11 +53,11 @@ def tasks(volumes: Path) -> dict[str, Task]:
     maps = {f"{SETTING}.labels.source": volumes / "labels", f"{SETTING}.labels.num_classes": 3}
     hole = {**FROM_TARGET, f"{SETTING}.volume.degrade.hole": "[16,16,16]"}
     finer = {**FROM_TARGET, f"{SETTING}.volume.degrade.downsample": "[1,2,1]"}
-    once = (Way(1, 1.0), Way(12, 1.0))
+    guided, plain = (Way(1, 1.0), Way(1, 2.0), Way(12, 1.0, 1)), (Way(1, 1.0), Way(12, 1.0))
     return {
-        "labels": Task("Label map to image", maps, 300, (Way(1, 1.0), Way(1, 2.0, seeds=3))),
-        "hole": Task("Inpainting a hole of 16 x 16 x 16 voxels", hole, 200, once),
-        "finer": Task("Super-resolution by 2 along one axis", finer, 120, once),
+        "labels": Task("Label map to image", maps, 300, guided, (42, 43, 44)),
+        "hole": Task("Inpainting a hole of 16 x 16 x 16 voxels", hole, 600, plain),
+        "finer": Task("Super-resolution by 2 along one axis", finer, 150, plain),
     }
 
 
@@ -59,23 +66,42 @@ def stage_one(volumes: Path) -> float:
     return _train("train_autoencoder.py", AUTOENCODER, _data(volumes))
 
 
-def stage_two(name: str, task: Task, volumes: Path) -> float:
-    """Train the network of a task unless it is trained; return CPU seconds."""
+def stage_two(name: str, task: Task, seed: int, volumes: Path) -> float:
+    """Train the network of a task with one seed unless it is trained; return CPU seconds."""
     values = {
         **_data(volumes),
+        "seed": seed,
         "ldm.autoencoder": f"runs/{AUTOENCODER}/autoencoder.safetensors",
         "ldm.training.max_steps": task.max_steps,
-        "ldm.training.validate_every": 1000,
+        "ldm.training.validate_every": task.max_steps,
         "ldm.training.save_every": 400,
         "ldm.sampling.num_previews": 0,
         **task.values,
     }
-    return _train("train_ldm.py", f"condition_{name}", values)
+    return _train("train_ldm.py", task.run(name, seed), values)
 
 
 def _data(volumes: Path) -> dict[str, Any]:
-    steps = {"autoencoder.training.max_steps": 400, "autoencoder.training.validate_every": 400}
-    return {"data.source": volumes, "data.voxel_size": "[32,48,32]", **steps}
+    training = "autoencoder.training"
+    steps = {f"{training}.max_steps": AUTOENCODER_STEPS, f"{training}.validate_every": AUTOENCODER_STEPS}
+    return {**_source(volumes), **steps}
+
+
+@cache
+def _source(volumes: Path) -> dict[str, Any]:
+    """List the volumes with the split of the preset's seed, which then holds for all seeds; return the settings."""
+    from data import prepare_volumes
+    from settings import load_settings
+
+    grid = "[32,48,32]"
+    settings = load_settings(CONFIG, [f"data.source={volumes}", f"data.voxel_size={grid}"], "autoencoder")
+    found = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+    listing = Path("runs") / "condition_volumes" / "dataset.json"
+    listing.parent.mkdir(parents=True, exist_ok=True)
+    sides = {"training": found.train, "validation": found.val}
+    text = json.dumps({side: [{"image": str(file.path)} for file in files] for side, files in sides.items()}, indent=1)
+    listing.write_text(text, encoding="utf-8")
+    return {"data.source": listing, "data.allow_outside_root": "true", "data.voxel_size": grid}
 
 
 def _train(script: str, name: str, values: dict[str, Any]) -> float:
@@ -85,58 +111,65 @@ def _train(script: str, name: str, values: dict[str, Any]) -> float:
     overrides = [f"{key}={value}" for key, value in {"name": name, **values}.items()]
     command = [sys.executable, str(ROOT / script), "--quiet", "--config", str(CONFIG), *overrides]
     start = _seconds_of_children()
+    print(f"runs/{name}: training", flush=True)
     subprocess.run(command, check=True)
-    return _seconds_of_children() - start
+    seconds = _seconds_of_children() - start
+    print(f"runs/{name}: trained in {seconds:.0f} CPU seconds", flush=True)
+    return seconds
 
 
 def _seconds_of_children() -> float:
-    import os
-
     times = os.times()
     return times.children_user + times.children_system
 
 
 @dataclass(frozen=True)
 class Result:
-    """The mean errors of one way to draw samples, over the seeds, by the condition that was told."""
+    """The errors of one way to draw samples, for each network, by the condition that was told."""
 
     way: Way
-    errors: dict[str, dict[str, float]]
-    cpu_seconds: float
+    of_networks: tuple[dict[str, dict[str, float]], ...]
+    num: int
+
+    def error(self, told: str, what: str = "l1") -> float:
+        """Return the mean error over the networks."""
+        return statistics.fmean(errors[told][what] for errors in self.of_networks)
 
     def lower_than(self, told: str) -> float:
-        """Return by which share L1 with the right condition is lower than with another."""
-        return 1 - self.errors["right"]["l1"] / self.errors[told]["l1"]
+        """Return by which share the mean L1 with the right condition is lower than with another."""
+        return 1 - self.error("right") / self.error(told)
+
+    def each_lower_than(self, told: str) -> list[float]:
+        """Return the same for each network."""
+        return [1 - errors["right"]["l1"] / errors[told]["l1"] for errors in self.of_networks]
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """Return what was compared."""
+        return tuple(self.of_networks[0])
 
 
-def measure(name: str, ways: Sequence[Way]) -> Iterator[Result]:
-    """Yield the result of each way to draw samples of a trained run."""
+def measure(name: str, task: Task) -> Iterator[Result]:
+    """Yield the result of each way to draw samples, by the trained networks of a task."""
     from diffusion.latents import stage_two_data
     from evaluation.conditional.effect import condition_effect
 
-    network, codec, trained, frame, volumes, pairs, conditions = _opened(name)
-    for way in ways:
+    for way in task.ways:
         changes = {"num_inference_steps": way.steps, "guidance_scale": way.guidance}
-        settings = trained.with_overrides({f"ldm.sampling.{key}": value for key, value in changes.items()})
-        start = time.process_time()
-        found = [
-            condition_effect(
-                network,
-                codec,
-                settings,
-                frame.normalisation,
-                conditions,
-                pairs,
-                volumes.val[: way.num],
-                stage_two_data(settings.data),
-                seed,
-                4,
+        found, num = [], 0
+        for seed in task.seeds[: way.most_networks]:
+            network, codec, trained, frame, volumes, pairs, conditions = _opened(task.run(name, seed))
+            settings = trained.with_overrides({f"ldm.sampling.{key}": value for key, value in changes.items()})
+            files = volumes.val[:NUM_HELD_OUT]
+            data = stage_two_data(settings.data)
+            effect = condition_effect(
+                network, codec, settings, frame.normalisation, conditions, pairs, files, data, seed, 4
             )
-            for seed in range(way.seeds)
-        ]
-        told = [key for key, value in found[0].items() if isinstance(value, dict)]
-        means = {key: {what: statistics.fmean(f[key][what] for f in found) for what in ("l1", "psnr")} for key in told}
-        yield Result(way, means, time.process_time() - start)
+            means = {key: value for key, value in effect.items() if isinstance(value, dict)}
+            found.append({key: {what: value[what] for what in ("l1", "psnr")} for key, value in means.items()})
+            num = len(files)
+            print(f"{name}, seed {seed}, {way.steps} steps, guidance {way.guidance:g}: measured", flush=True)
+        yield Result(way, tuple(found), num)
 
 
 @cache
@@ -147,7 +180,7 @@ def _opened(name: str) -> tuple[Any, ...]:
     from evaluation.trained_run import TrainedRun
     from runtime.processes import Process
 
-    run = TrainedRun(Path("runs") / f"condition_{name}")
+    run = TrainedRun(Path("runs") / name)
     network, frame = run.unet()
     codec, settings = run.codec(), run.settings
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)

@@ -117,7 +117,7 @@ def prepare_conditions(
 ) -> Conditions | None:
     """Make the conditions of all volumes that are not kept yet; None if there are none besides classes.
 
-    `examples` are the numbers of some training volumes with their normalised latents, which the regression on label
+    `examples` are the numbers of some training volumes with their scaled latents, which the regression on label
     maps is fitted to; without them there is none. Conditions are kept on disk with `ldm.latents.cache: disk`, and
     otherwise in memory: they are about as large as latents.
     """

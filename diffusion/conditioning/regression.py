@@ -14,14 +14,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LARGEST_AXIS = 8
+LARGEST_AXIS = 16
 """Label maps are averaged to at most this many voxels along each axis: the regression is about large patterns."""
 
-NUM_PATTERNS = 32
+FORMER_LARGEST_AXIS = 8
+"""The same of regressions that were stored before."""
+
+MOST_INPUTS = 2**15
+"""With many label values, maps are averaged further, so that the regression has at most about this many inputs."""
+
+NUM_PATTERNS = 64
 """The regression predicts at most this many patterns of the latent."""
 
-PENALTIES = (0.3, 1.0, 3.0, 10.0, 30.0)
+PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Tried in units of the mean squared size of a map; the one that predicts best what was left out is taken."""
+
+Move = tuple[int, ...]
+"""By how many voxels a map and its latent are moved along each axis."""
+
+STILL: Move = (0, 0, 0)
 
 NAMES = ("regression_inputs", "regression_offset", "regression_patterns")
 
@@ -33,10 +44,11 @@ class LabelRegression:
     inputs: Tensor
     offset: Tensor
     patterns: Tensor
+    largest_axis: int = LARGEST_AXIS
 
     def weights(self, shares: Tensor) -> Tensor:
         """Return the weights (K) of the patterns for a label map (classes, D, H, W)."""
-        return self.inputs @ features(shares) + self.offset
+        return self.inputs @ features(shares, self.largest_axis) + self.offset
 
     def guess(self, weights: Tensor) -> Tensor:
         """Return the latent (C, D, H, W) with these weights of the patterns."""
@@ -54,17 +66,43 @@ class LabelRegression:
         if len(found) < len(NAMES):
             raise ValueError("the regression on label maps is missing or not finite")
         inputs, offset, patterns = found
-        number = len(features(torch.zeros(num_classes, *latent_shape[1:])))
-        shapes = ((len(offset), number), (len(offset),), (len(offset), *latent_shape))
+        shares = torch.zeros(num_classes, *latent_shape[1:])
+        numbers = {axis: len(features(shares, axis)) for axis in (LARGEST_AXIS, FORMER_LARGEST_AXIS)}
+        is_former = inputs.shape[-1] != numbers[LARGEST_AXIS]
+        largest_axis = FORMER_LARGEST_AXIS if is_former else LARGEST_AXIS
+        shapes = ((len(offset), numbers[largest_axis]), (len(offset),), (len(offset), *latent_shape))
         if any(tuple(part.shape) != shape for part, shape in zip(found, shapes, strict=True)):
             raise ValueError("the regression on label maps is of another shape")
-        return cls(inputs, offset, patterns)
+        return cls(inputs, offset, patterns, largest_axis)
 
 
-def features(shares: Tensor) -> Tensor:
+def features(shares: Tensor, largest_axis: int = LARGEST_AXIS) -> Tensor:
     """Return what the regression knows of a label map (classes, D, H, W): a vector without the background."""
-    d, h, w = (min(n, LARGEST_AXIS) for n in shares.shape[1:])
+    if largest_axis > FORMER_LARGEST_AXIS:
+        affordable = int((MOST_INPUTS / max(1, len(shares) - 1)) ** (1 / 3))
+        largest_axis = max(FORMER_LARGEST_AXIS, min(largest_axis, affordable))
+    d, h, w = (min(n, largest_axis) for n in shares.shape[1:])
     return F.adaptive_avg_pool3d(shares[1:], (d, h, w)).flatten()
+
+
+def moves_of(grid: Sequence[int]) -> list[Move]:
+    """Return by how much maps and latents are moved: not at all, and about a twentieth of each axis both ways."""
+    moves = [STILL]
+    for axis, n in enumerate(grid):
+        for step in (round(n / 20), -round(n / 20)):
+            if step:
+                moves.append(tuple(step if place == axis else 0 for place in range(3)))
+    return moves
+
+
+def moved(volumes: Tensor, move: Move) -> Tensor:
+    """Return volumes (..., D, H, W) moved by some voxels; what comes in from outside repeats the border."""
+    for axis, step in zip((-3, -2, -1), move, strict=True):
+        if step:
+            size = volumes.shape[axis]
+            places = (torch.arange(size, device=volumes.device) - step).clamp(0, size - 1)
+            volumes = volumes.index_select(axis, places)
+    return volumes
 
 
 def regress(
@@ -72,55 +110,79 @@ def regress(
 ) -> tuple[LabelRegression, dict[int, Tensor]]:
     """Fit the regression to the latents of the volumes with these numbers, whose label maps `read` returns.
 
-    Also return, for each of these volumes, the weights that the regression on the others gives it.
+    Each map is also fitted with its latent moved a little, both alike: what moves with a structure is learned from many
+    more examples. So the latents must not be differences from the mean at their position. Also return, for each of
+    these volumes, the weights that the regression on the others gives it.
     """
-    regression, weights = fit(torch.stack([features(read(number)) for number in numbers]), latents)
+    moves = moves_of(latents.shape[2:])
+    maps = [torch.stack([features(moved(shares, move)) for move in moves]) for shares in map(read, numbers)]
+    regression, weights = fit(torch.stack(maps), latents, moves)
     return regression, dict(zip(numbers, weights, strict=True))
 
 
-def fit(maps: Tensor, latents: Tensor) -> tuple[LabelRegression, Tensor]:
-    """Regress latents (N, C, D, H, W) on the features (N, F) of their label maps.
+def fit(maps: Tensor, latents: Tensor, moves: Sequence[Move] = (STILL,)) -> tuple[LabelRegression, Tensor]:
+    """Regress latents (N, C, D, H, W) on the features (N, M, F) of their label maps, moved in M ways; the first is not.
 
     The patterns are the first principal components of the latents; fine detail, which no map tells, is left out. Also
     return the weights (N, K) that each map gets from the other maps: what a network learns from must be as good as what
     it will be given, and a regression is too good on what it was fitted to.
     """
-    number = len(maps)
-    inputs, mean = maps.double(), maps.double().mean(dim=0)
+    number, inputs = len(maps), maps.reshape(len(maps) * len(moves), -1)
+    mean = inputs.mean(dim=0)
+    # What is guessed is a difference from the mean of the latents where they are.
+    still = inputs[:: len(moves)].mean(dim=0)
     inputs = inputs - mean
-    centred = (latents - latents.mean(dim=0)).flatten(1)
+    middle = latents.mean(dim=0)
+    centred = (latents - middle).flatten(1)
     values, vectors = torch.linalg.eigh(_products(centred))
     chosen = [place for place in reversed(range(number)) if values[place] > 1e-6 * values[-1]][:NUM_PATTERNS]
-    sizes = values[chosen].sqrt()
-    patterns = ((vectors[:, chosen] / sizes).T.to(centred) @ centred).view(len(chosen), *latents.shape[1:])
-    true = vectors[:, chosen] * sizes
+    patterns = (vectors[:, chosen] / values[chosen].sqrt()).T.to(centred) @ centred
+    true = torch.stack([(moved(latents, move) - middle).flatten(1) @ patterns.T for move in moves], dim=1).double()
 
-    kernel = inputs @ inputs.T
-    size = kernel.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-    identity = torch.eye(number, dtype=torch.float64)
-    solved = [torch.linalg.solve(kernel + penalty * size * identity, identity) for penalty in PENALTIES]
-    guesses = [_left_out(kernel @ one, true) for one in solved]
-    best = min(range(len(PENALTIES)), key=lambda place: float((guesses[place] - true).square().sum()))
-    slopes = (inputs.T @ solved[best] @ true).T
-    return LabelRegression(slopes.float(), -(slopes @ mean).float(), patterns), guesses[best].float()
+    kernel = _products(inputs)
+    size = kernel.diagonal().mean().clamp_min(1e-30)
+    spread, basis = torch.linalg.eigh(kernel)
+    spread = spread.clamp_min(0)
+    centred_true = (true - true.mean(dim=(0, 1))).flatten(0, 1)
+    in_basis = basis.T @ centred_true
+    found = []
+    for penalty in PENALTIES:
+        slopes = _slopes(inputs, basis @ (in_basis / (spread + penalty * size)[:, None]))
+        guesses = _left_out(basis * (spread / (spread + penalty * size)).sqrt(), centred_true, len(moves))
+        guesses = guesses - slopes @ (still - mean).double()
+        found.append((float((guesses - true[:, 0]).square().sum()), slopes, guesses))
+    _, slopes, guesses = min(found, key=lambda one: one[0])
+    offset = -(slopes @ still.double())
+    patterns = patterns.view(len(chosen), *latents.shape[1:])
+    return LabelRegression(slopes.float(), offset.float(), patterns), guesses.float()
 
 
 def _products(rows: Tensor) -> Tensor:
     """Return the products of all pairs of rows in double precision, some columns at a time to save memory."""
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64)
-    for part in rows.split(2**16, dim=1):
+    for part in rows.split(2**14, dim=1):
         total += part.double() @ part.double().T
     return total
 
 
-def _left_out(hat: Tensor, true: Tensor) -> Tensor:
-    """Return what each row of `true` is predicted to be by the others, as a difference from their mean.
+def _slopes(inputs: Tensor, coefficients: Tensor) -> Tensor:
+    """Return the slopes (K, F) in double precision from coefficients (rows, K), some columns at a time likewise."""
+    return torch.cat([coefficients.T @ part.double() for part in inputs.split(2**14, dim=1)], dim=1)
 
-    `hat` are the shares of all rows in all predictions. Without its own row, a residual is larger by 1 / (1 - the row's
-    share in its own prediction), and the mean moves.
+
+def _left_out(basis: Tensor, true: Tensor, num_moves: int) -> Tensor:
+    """Return what the first row of each group of `num_moves` is predicted to be by the other groups.
+
+    The products of the rows of `basis` are the shares of all rows in all predictions. Without its own group, residuals
+    are larger by the inverse of 1 - the group's shares in its own predictions, and the mean moves. The result is a
+    difference from the mean of the other groups.
     """
-    number = len(hat)
+    number = len(true) // num_moves
     if number == 1:
-        return torch.zeros_like(true)
-    own = hat.diagonal()[:, None] + 1 / number
-    return true - (true - hat @ true) / (1 - own) + true / (number - 1)
+        return torch.zeros_like(true[:1])
+    groups, residuals = basis.view(number, num_moves, -1), true - basis @ (basis.T @ true)
+    own = groups @ groups.mT + 1 / len(true)
+    identity = torch.eye(num_moves, dtype=true.dtype)
+    enlarged = torch.linalg.solve(identity - own, residuals.view(number, num_moves, -1))
+    targets = true.view(number, num_moves, -1)
+    return targets[:, 0] - enlarged[:, 0] + targets.sum(dim=1) / (len(true) - num_moves)

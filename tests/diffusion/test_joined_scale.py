@@ -8,7 +8,16 @@ from torch import Tensor
 
 from diffusion.conditioning import regression as regression_module
 from diffusion.conditioning.joined_scale import LABEL_MAP, VOLUME, JoinedScale, joined_scale
-from diffusion.conditioning.regression import LabelRegression, features, fit, regress
+from diffusion.conditioning.regression import (
+    NAMES,
+    STILL,
+    LabelRegression,
+    features,
+    fit,
+    moved,
+    moves_of,
+    regress,
+)
 from runtime.processes import Process
 from settings import Settings
 
@@ -126,3 +135,55 @@ def test_a_regression_of_equal_maps_guesses_nothing():
     assert isinstance(regression, LabelRegression)
     assert regression.guess(regression.weights(torch.ones(2, 2, 2, 2))).abs().max() < 1e-4
     assert left_out.isfinite().all()
+
+
+def test_what_moved_maps_give_a_training_volume_comes_from_the_others_alone(monkeypatch):
+    monkeypatch.setattr(regression_module, "PENALTIES", (0.5,))
+    maps = shares_of(7, (12, 3, 2)).double()
+    latents = torch.randn(7, 1, 12, 3, 2, generator=GENERATOR).double()
+    moves = moves_of((12, 3, 2))
+    assert moves == [(0, 0, 0), (1, 0, 0), (-1, 0, 0)]
+    seen = torch.stack([torch.stack([features(moved(one, move)) for move in moves]) for one in maps])
+    regression, left_out = fit(seen, latents, moves)
+    rows = seen.flatten(0, 1)
+    penalty = 0.5 * (rows - rows.mean(dim=0)).square().sum(dim=1).mean()
+    still = regression.inputs.double() @ (seen[:, 0].mean(dim=0) - rows.mean(dim=0))
+    patterns = regression.patterns.flatten(1)
+    targets = torch.stack([moved(latents, move).flatten(1) @ patterns.T for move in moves], dim=1)
+    for number in range(7):
+        others = [n for n in range(7) if n != number]
+        inputs, wanted = seen[others].flatten(0, 1), targets[others].flatten(0, 1)
+        centred = inputs - inputs.mean(dim=0)
+        inverse = torch.linalg.inv(centred @ centred.T + penalty * torch.eye(18, dtype=torch.float64))
+        expected = (seen[number, 0] - inputs.mean(dim=0)) @ centred.T @ inverse @ (wanted - wanted.mean(dim=0))
+        torch.testing.assert_close(left_out[number].double(), expected - still, atol=1e-5, rtol=1e-5)
+
+
+def test_a_regression_follows_what_moves_with_a_structure_from_few_volumes():
+    grid = (12, 12, 12)
+    axes = torch.stack(torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij"))
+
+    def case(number: int) -> tuple[Tensor, Tensor]:
+        centre = 4 + 4 * torch.rand(3, generator=torch.Generator().manual_seed(number))
+        inside = ((axes - centre[:, None, None, None]).square().sum(dim=0) < 9).float()
+        return torch.stack([1 - inside, inside]), (axes[0] - centre[0]).cos()[None]
+
+    maps, latents = (torch.stack(parts) for parts in zip(*map(case, range(24)), strict=True))
+    errors = []
+    for moves in ([STILL], moves_of(grid)):
+        seen = torch.stack([torch.stack([features(moved(one, move)) for move in moves]) for one in maps[:12]])
+        regression, _ = fit(seen, latents[:12], moves)
+        guessed = torch.stack([regression.guess(regression.weights(one)) for one in maps[12:]])
+        errors.append((guessed - latents[12:] + latents[:12].mean(dim=0)).square().mean().item())
+    assert errors[1] < 0.9 * errors[0], errors
+
+
+def test_a_regression_that_was_stored_before_is_read_with_coarser_maps():
+    maps, shape = shares_of(2, (16, 16, 16)), (1, 16, 16, 16)
+    inputs = torch.randn(2, 2 * 8**3, generator=GENERATOR)
+    content = dict(zip(NAMES, (inputs, torch.zeros(2), torch.zeros(2, *shape)), strict=True))
+    former = LabelRegression.stored(content, 3, shape)
+    expected = inputs @ torch.nn.functional.avg_pool3d(maps[0, 1:], 2).flatten()
+    torch.testing.assert_close(former.weights(maps[0]), expected, atol=1e-4, rtol=1e-4)
+    assert len(features(maps[0])) == 2 * 16**3
+    assert len(features(torch.zeros(200, 16, 16, 16))) == 199 * 8**3
