@@ -21,6 +21,15 @@ AUTOENCODER = "condition_autoencoder"
 AUTOENCODER_STEPS = 1000
 NUM_HELD_OUT = 20
 SETTING = "ldm.conditioning"
+RECIPE = {
+    "ldm.unet.fold": 1,
+    "ldm.unet.num_channels": "[16,32,64]",
+    "ldm.unet.attention_levels": "[false,false,true]",
+    "ldm.scheduler.noise_texture": "white",
+    "ldm.training.learning_rate": 1.5e-3,
+    "ldm.training.warmup_steps": 20,
+}
+"""What stage 2 has in place of the preset's values."""
 FROM_TARGET = {f"{SETTING}.volume.source": "target", f"{SETTING}.volume.encoding": "autoencoder"}
 
 
@@ -76,6 +85,7 @@ def stage_two(name: str, task: Task, seed: int, volumes: Path) -> float:
         "ldm.training.validate_every": task.max_steps,
         "ldm.training.save_every": 400,
         "ldm.sampling.num_previews": 0,
+        **RECIPE,
         **task.values,
     }
     return _train("train_ldm.py", task.run(name, seed), values)
