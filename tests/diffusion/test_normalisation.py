@@ -237,6 +237,20 @@ def test_noise_with_texture_varies_like_latents_that_are_smooth_and_stronger_in_
         assert abs(found[0] - found[1]) < 0.12, (axis, found)
 
 
+def test_textured_noise_has_the_strength_of_the_latents_also_where_most_positions_are_empty():
+    mean, sigma = moments(60)
+    mean[:, :, :, 1:] = 0
+    normalisation = normalisation_of(mean, 1e-4 * sigma, "channel", 0, "latents")
+    assert normalisation.noise_shape is not None
+    assert normalisation.noise_shape.texture is not None
+    # The images of all unit vectors are the matrix that shapes noise.
+    variance = normalisation.shaped(torch.eye(72).view(72, *SHAPE)).square().sum(dim=0)
+    torch.testing.assert_close(variance, normalisation.noise_shape.texture.strength.square(), rtol=1e-4, atol=0)
+    assert (variance.amin(dim=(1, 2, 3)) / variance.mean(dim=(1, 2, 3))).min() > 0.009
+    of_latents = normalisation.apply(mean).var(dim=0)
+    torch.testing.assert_close(variance.mean(), of_latents.mean(), rtol=0.1, atol=0)
+
+
 def test_one_volume_has_white_noise_of_least_strength_where_a_texture_is_wanted():
     mean, sigma = moments(1)
     shape = normalisation_of(mean, 0 * sigma, "channel", 3, "latents").noise_shape
