@@ -288,7 +288,7 @@ def texture_of(centred: Tensor, shape: NoiseShape, drawn: Tensor) -> Texture:
         for rest in rests():
             lines = (rest / strength).double().movedim(axis, -1).flatten(1, 2)
             products += lines.mT @ lines / (freedom * lines.shape[1])
-        # A diagonal of ones leaves the variance to the strength: where that has its floor, these sums are far below one.
+        # A diagonal of ones leaves the variance to the strength: where that has its floor, these sums are far below 1.
         sizes = products.diagonal(dim1=1, dim2=2).sqrt()
         values, vectors = torch.linalg.eigh(products / (sizes[:, :, None] * sizes[:, None]))
         values = _LEAST_VARIANCE + (1 - _LEAST_VARIANCE) * values.clamp(min=0)
