@@ -273,9 +273,13 @@ def texture_of(centred: Tensor, shape: NoiseShape, drawn: Tensor) -> Texture:
             yield example - ((directions @ example.flatten()) @ directions).view_as(example)
 
     variance = drawn + sum(rest.square() for rest in rests()) / freedom
-    variance = F.avg_pool3d(F.pad(variance[None], [1] * 6, mode="replicate")[0], 3, stride=1)
-    least = _LEAST_VARIANCE * variance.mean(dim=(1, 2, 3), keepdim=True).clamp(min=_LEAST_VARIANCE)
-    strength = variance.maximum(least).sqrt()
+    smooth = F.avg_pool3d(F.pad(variance[None], [1] * 6, mode="replicate")[0], 3, stride=1)
+    least = _LEAST_VARIANCE * smooth.mean(dim=(1, 2, 3), keepdim=True).clamp(min=_LEAST_VARIANCE)
+    # Few examples vary by chance at one position, but not in a whole plane: planes get their own variance back.
+    planes = [[part.sum(dim=dims, keepdim=True) for part in (variance, smooth)] for dims in ((2, 3), (1, 3), (1, 2))]
+    for exact, smoothed in planes:
+        smooth = smooth * exact / smoothed.clamp(min=torch.finfo().tiny)
+    strength = smooth.maximum(least).sqrt()
     roots = []
     for axis in (1, 2, 3):
         own = (drawn / strength**2).double().movedim(axis, -1).flatten(1, 2).mean(dim=1)
@@ -284,8 +288,10 @@ def texture_of(centred: Tensor, shape: NoiseShape, drawn: Tensor) -> Texture:
         for rest in rests():
             lines = (rest / strength).double().movedim(axis, -1).flatten(1, 2)
             products += lines.mT @ lines / (freedom * lines.shape[1])
-        values, vectors = torch.linalg.eigh(products)
-        values = (values / values.mean(dim=1, keepdim=True)).clamp(min=_LEAST_VARIANCE)
+        # A diagonal of ones leaves the variance to the strength: where that has its floor, these sums are far below 1.
+        sizes = products.diagonal(dim1=1, dim2=2).sqrt()
+        values, vectors = torch.linalg.eigh(products / (sizes[:, :, None] * sizes[:, None]))
+        values = _LEAST_VARIANCE + (1 - _LEAST_VARIANCE) * values.clamp(min=0)
         roots.append(((vectors * values.sqrt()[:, None]) @ vectors.mT).float())
     return Texture(strength, tuple(roots))
 
