@@ -223,7 +223,9 @@ class Statistics:
             return result
         examples = result.apply(process.sum(self.examples))
         examples -= examples.mean(dim=0)
-        shape = principal_components(examples, self.num_components)
+        # Few examples vary in few directions: with all of them taken out, no texture would be left to measure.
+        most = (len(examples) - 1) // 2 if self.has_texture else len(examples)
+        shape = principal_components(examples, min(self.num_components, most))
         if self.has_texture:
             drawn = (process.sum(self.drawn) / len(examples)).float() * result.scale**2
             shape = NoiseShape(shape.directions, shape.deviations, texture_of(examples, shape, drawn))
@@ -264,8 +266,7 @@ def texture_of(centred: Tensor, shape: NoiseShape, drawn: Tensor) -> Texture:
 
     drawn: the variance (C, D, H, W) with which training draws each latent around its example.
     """
-    # Few examples vary in few directions: with all components taken out, nothing would be left to measure.
-    directions = shape.directions[: (len(centred) - 1) // 2].flatten(1)
+    directions = shape.directions.flatten(1)
     freedom = max(1, len(centred) - 1 - len(directions))
 
     def rests() -> Iterator[Tensor]:
