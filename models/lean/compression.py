@@ -6,7 +6,7 @@ Each value is stored as one of 256 levels between the smallest and the largest o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from models.lean.checkpointing import MIN_OFFLOAD_BYTES, HostOffload
 from models.lean.layout import CONTIGUOUS, layout_of
+from models.lean.native import SavedTensorHooks, hooks_in_force
 
 GROUP = 128
 """Voxels of one channel that share a scale."""
@@ -97,10 +98,6 @@ def expand(packed: Compressed) -> Tensor:
     return out
 
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-_PLAIN: Hooks = (lambda tensor: tensor, lambda tensor: tensor)
-
-
 class Compression(AbstractContextManager[None]):
     """Saved-tensor hooks that keep large activations in 8 bits, in host memory if an `offload` is given.
 
@@ -110,13 +107,12 @@ class Compression(AbstractContextManager[None]):
 
     def __init__(self, kind: str, offload: HostOffload | None) -> None:
         self._kind = kind
-        self._kept_by: Hooks | None = None if offload is None else (offload.pack, offload.unpack)
+        self._kept_by: SavedTensorHooks | None = None if offload is None else (offload.pack, offload.unpack)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 
     def __enter__(self) -> None:
         if self._kept_by is None:
-            # torch calls the innermost hooks only and has no public function for those around them (torch 2.13).
-            self._kept_by = torch._C._autograd._top_saved_tensors_default_hooks(True) or _PLAIN
+            self._kept_by = hooks_in_force()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._hooks.append(hooks)

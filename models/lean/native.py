@@ -1,4 +1,4 @@
-"""The only module that calls raw ATen kernels; each function passes its kernel the memory layout that it expects.
+"""The only module that calls raw ATen kernels and private functions; each kernel gets the memory layout it expects.
 
 Unlike public operators, a raw kernel may ignore strides, so a strided view gives wrong numbers and no error. In torch
 2.13.0 both GroupNorm kernels ignore the strides of every argument except the forward's `x`; the kernels of SiLU and
@@ -38,6 +38,18 @@ def first_order_only(backward: Backward) -> Backward:
         return backward(ctx, *grads)
 
     return checked
+
+
+SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+_KEEP: SavedTensorHooks = (lambda tensor: tensor, lambda tensor: tensor)
+
+
+def hooks_in_force() -> SavedTensorHooks:
+    """Return the innermost saved-tensor hooks, or functions that change nothing.
+
+    torch calls the innermost hooks only and has no public function for them (2.13.0).
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) or _KEEP
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
