@@ -145,7 +145,7 @@ def prepare_latents(
                 kept[index, 0], kept[index, 1] = mean, sigma
             if cache != "disk":
                 statistics.add(index, (mean, sigma))
-        if cache == "disk" and (statistics.needs_examples if start else statistics.is_needed):
+        if cache == "disk" and (statistics.has_regression if start else statistics.is_needed):
             # In the order of the files, whichever of them were encoded before, so that the sums do not change.
             for index in share:
                 statistics.add(index, folder.read(files[index]))

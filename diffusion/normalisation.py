@@ -189,8 +189,8 @@ class Statistics:
         self.mean = torch.zeros(shape, dtype=torch.float64)
         self.squares = torch.zeros(shape[0], 1, 1, 1, dtype=torch.float64)
         self.has_texture = settings.ldm.scheduler.noise_texture == "latents"
-        shapes_noise = self.num_components > 0 or self.has_texture
-        self.needs_examples = shapes_noise or settings.ldm.conditioning.labels.has_regression
+        self.has_regression = settings.ldm.conditioning.labels.has_regression
+        self.needs_examples = self.num_components > 0 or self.has_texture or self.has_regression
         self.drawn = torch.zeros(shape, dtype=torch.float64)
         number = min(count, MOST_EXAMPLES) if self.needs_examples else 0
         self.places = {place * count // number: place for place in range(number)}
