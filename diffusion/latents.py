@@ -170,7 +170,7 @@ def prepare_latents(
     pin_memory = bool(data.pin_memory) and process.device.type == "cuda"
     is_regressed = settings.ldm.conditioning.labels.has_regression
     examples = statistics.examples_in(normalisation, process) if is_regressed else None
-    conditions = prepare_conditions(settings, pairs, volumes, process, codec, examples)
+    conditions = prepare_conditions(settings, pairs, volumes, process, codec, normalisation, examples)
     return Latents(volumes, data, read, normalisation, spacing_mm, lower, upper, autoencoder, pin_memory, conditions)
 
 

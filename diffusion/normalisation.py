@@ -42,10 +42,14 @@ class Texture:
 
     def __call__(self, sample: Tensor) -> Tensor:
         """Return white noise (C, D, H, W) with this texture."""
+        return self.alike(sample) * self.strength
+
+    def alike(self, sample: Tensor) -> Tensor:
+        """Return white noise (C, D, H, W) whose neighbours are as alike as here, with variance 1 everywhere."""
         for axis, root in enumerate(self.roots, start=1):
             moved = sample.movedim(axis, -1)
             sample = (moved.flatten(1, 2) @ root).view(moved.shape).movedim(-1, axis)
-        return sample * self.strength
+        return sample
 
     def to(self, device: torch.device) -> Texture:
         """Return the same texture on a device."""
@@ -136,21 +140,24 @@ class Normalisation:
     @classmethod
     def stored(cls, content: dict[str, Any], settings: Settings) -> Normalisation:
         """Return the normalisation that `content` describes; raise ValueError if it is not of the settings' kind."""
+        return cls.neutral(settings).filled(content)
+
+    def filled(self, content: dict[str, Any]) -> Normalisation:
+        """Return one of the same kind with the values of `content`; raise ValueError if they are of another."""
         scale, mean = content.get("latent_scale"), content.get("latent_mean")
-        neutral = cls.neutral(settings)
-        if neutral.mean is None:
+        if self.mean is None:
             number = scale if isinstance(scale, int | float) and not isinstance(scale, bool) else math.nan
             if mean is not None or not 0 < number < math.inf:
                 raise ValueError("latent_scale is not a finite number above 0")
             scale = float(number)
         else:
-            assert isinstance(neutral.scale, Tensor), "a mean comes with a scale for each channel"
-            scale, mean = _tensor(content, "latent_scale", neutral.scale), _tensor(content, "latent_mean", neutral.mean)
+            assert isinstance(self.scale, Tensor), "a mean comes with a scale for each channel"
+            scale, mean = _tensor(content, "latent_scale", self.scale), _tensor(content, "latent_mean", self.mean)
             if not (scale > 0).all():
                 raise ValueError("latent_scale is not above 0")
-        if neutral.noise_shape is None:
-            return cls(scale, mean)
-        expected = neutral.noise_shape
+        if self.noise_shape is None:
+            return Normalisation(scale, mean)
+        expected = self.noise_shape
         found = content.get("noise_deviations")
         number = min(len(found), len(expected.deviations)) if isinstance(found, Tensor) and found.ndim else 0
         directions = _tensor(content, "noise_directions", expected.directions[:number])
@@ -162,7 +169,7 @@ class Normalisation:
                 _tensor(content, "noise_strength", expected.texture.strength),
                 tuple(_tensor(content, f"noise_root_{axis}", root) for axis, root in roots),
             )
-        return cls(scale, mean, NoiseShape(directions, deviations, texture))
+        return Normalisation(scale, mean, NoiseShape(directions, deviations, texture))
 
     @classmethod
     def neutral(cls, settings: Settings) -> Normalisation:

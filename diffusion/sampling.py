@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from diffusion.conditioning import Condition, hidden
 from diffusion.conditioning.conditions import empty_condition
-from diffusion.noise_process import NoiseProcess, predict_padded
+from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
 from diffusion.samplers import SAMPLERS
 from diffusion.volume_codec import VolumeCodec
@@ -21,29 +21,29 @@ from settings.ldm import LdmSettings
 Predict = Callable[[Tensor, Tensor], Tensor]
 
 
-def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
+def guided(network: nn.Module, s: LdmSettings, condition: Condition, process: NoiseProcess) -> Predict:
     """Return a function that predicts from noisy latents and times, with guidance if the settings ask for it.
 
     A guidance scale of 1 gives the plain conditional prediction, 0 the one with all conditions hidden. Outside
     `guidance_interval` the prediction is the conditional one.
     """
-    multiple, scale = s.unet.downsampling, s.sampling.guidance_scale
+    scale = s.sampling.guidance_scale
     lowest, highest = (share * s.scheduler.num_train_timesteps for share in s.sampling.guidance_interval)
     if not s.conditioning.is_used:
-        return lambda noisy, times: predict_padded(network, noisy, times, condition, multiple)
+        return lambda noisy, times: predict(network, noisy, times, condition, s, process)
     nothing = hidden(condition, s.conditioning)
     both_conditions = condition.beside(nothing)
 
-    def predict(noisy: Tensor, times: Tensor) -> Tensor:
+    def guide(noisy: Tensor, times: Tensor) -> Tensor:
         # All latents of a batch are at the same time.
         is_guided = scale != 1.0 and lowest <= float(times[0]) <= highest
         if not is_guided or scale == 0.0:
-            return predict_padded(network, noisy, times, nothing if is_guided else condition, multiple)
-        both = predict_padded(network, torch.cat([noisy, noisy]), torch.cat([times, times]), both_conditions, multiple)
+            return predict(network, noisy, times, nothing if is_guided else condition, s, process)
+        both = predict(network, torch.cat([noisy, noisy]), torch.cat([times, times]), both_conditions, s, process)
         with_condition, without = both.chunk(2)
         return without + scale * (with_condition - without)
 
-    return predict
+    return guide
 
 
 @torch.no_grad()
@@ -111,11 +111,11 @@ def draw_volumes(
     for start in range(0, len(positions), batch_size):
         part = positions[start : start + batch_size]
         condition = classes_in_turn(settings, part) if condition_of is None else condition_of(part)
-        predict = guided(network, ldm, condition.to(device))
+        guide = guided(network, ldm, condition.to(device), process)
         steps, sampler = ldm.sampling.num_inference_steps, ldm.sampling.sampler
         with torch.autocast(device.type, enabled=False):
             latents = sample_latents(
-                predict, process, noise, part, settings.latent_shape, steps, sampler, on_step, normalisation.shaped
+                guide, process, noise, part, settings.latent_shape, steps, sampler, on_step, normalisation.shaped
             )
         for latent in latents:
             yield codec.decode(normalisation.undo(latent))

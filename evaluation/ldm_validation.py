@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from data import VolumeFile, from_unit, load_file, to_unit
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents
-from diffusion.noise_process import predict_padded
+from diffusion.noise_process import predict
 from diffusion.sampling import draw_volumes
 from evaluation.pictures import Row, picture_of
 from evaluation.previews import MAX_COPIES, Preview, ViewerVolume
@@ -65,7 +65,7 @@ def held_out_losses(step: LatentDiffusionStep, batch: LatentBatch) -> Tensor:
         times = step.noise_process.times(torch.full((1,), level, device=step.process.device))
         noisy = step.noise_process.add_noise(clean, noise, times)
         with step.precision.autocast():
-            prediction = predict_padded(step.unet, noisy, times, condition, step.settings.ldm.unet.downsampling)
+            prediction = predict(step.unet, noisy, times, condition, step.settings.ldm, step.noise_process)
         target = step.noise_process.target(clean, noise, times)
         losses.append(F.mse_loss(prediction.float(), target).double())
     return torch.stack(losses)

@@ -19,7 +19,7 @@ from diffusion.conditioning.conditions import empty_condition
 from diffusion.frozen_autoencoder import accepted_digests, latents_digest, weights_digest
 from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import Latents
-from diffusion.noise_process import NoiseProcess, predict_padded
+from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
 from diffusion.pixel_loss import PixelLoss
 from diffusion.volume_codec import VolumeCodec, frozen_codec
@@ -112,8 +112,8 @@ class LatentDiffusionStep(TrainingStep):
             target = self.noise_process.target(clean, noise, times)
             condition = self._condition(batch)
         with phase("forward"), self.precision.autocast():
-            multiple = self.settings.ldm.unet.downsampling
-            prediction = predict_padded(self._parallel_unet, noisy, times, condition, multiple).float()
+            told = (condition, self.settings.ldm, self.noise_process)
+            prediction = predict(self._parallel_unet, noisy, times, *told).float()
             terms = {"diffusion": self._diffusion_loss(prediction, target, times)}
         outputs = [self.precision.scaler.scale(share * terms["diffusion"])]
         gradients: list[Tensor | None] = [None]

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,6 @@ AUTOENCODER = "condition_autoencoder"
 AUTOENCODER_STEPS = 1000
 NUM_HELD_OUT = 20
 SETTING = "ldm.conditioning"
-RECIPE = {
-    "ldm.unet.fold": 1,
-    "ldm.unet.num_channels": "[16,32,64]",
-    "ldm.unet.attention_levels": "[false,false,true]",
-    "ldm.scheduler.noise_texture": "white",
-    "ldm.training.learning_rate": 1.5e-3,
-    "ldm.training.warmup_steps": 20,
-}
-"""What stage 2 has in place of the preset's values."""
 FROM_TARGET = {f"{SETTING}.volume.source": "target", f"{SETTING}.volume.encoding": "autoencoder"}
 
 
@@ -85,7 +76,6 @@ def stage_two(name: str, task: Task, seed: int, volumes: Path) -> float:
         "ldm.training.validate_every": task.max_steps,
         "ldm.training.save_every": 400,
         "ldm.sampling.num_previews": 0,
-        **RECIPE,
         **task.values,
     }
     return _train("train_ldm.py", task.run(name, seed), values)
@@ -195,9 +185,10 @@ def _opened(name: str) -> tuple[Any, ...]:
     codec, settings = run.codec(), run.settings
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
     pairs = check_conditions(settings, volumes)
-    conditions = prepare_conditions(settings, pairs, volumes, Process(codec.precision.device), codec)
+    process = Process(codec.precision.device)
+    conditions = prepare_conditions(settings, pairs, volumes, process, codec, frame.joined_scale)
     assert conditions is not None, "every task has a condition"
-    return network, codec, settings, frame, volumes, pairs, replace(conditions, scale=frame.joined_scale)
+    return network, codec, settings, frame, volumes, pairs, conditions
 
 
 def occupancy(weight: float, max_steps: int) -> float:

@@ -15,6 +15,7 @@ from data.pairs.label_maps import label_shares, mask_on_grid
 from data.pairs.numbers import NumberCode, code_of
 from data.pairs.pairs import Pairs, volume_reading
 from diffusion.conditioning.condition import Condition
+from diffusion.conditioning.hole_guess import Guesses, fit_to_volumes
 from diffusion.conditioning.joined_scale import AS_THEY_ARE, LABEL_MAP, VOLUME, JoinedScale, joined_scale
 from diffusion.conditioning.kept import keep
 from diffusion.conditioning.other_autoencoder import other_codec
@@ -22,6 +23,7 @@ from diffusion.conditioning.regression import regress
 from diffusion.conditioning.scan import scan_vectors
 from diffusion.conditioning.volumes import Encode, degraded, joined_volume
 from diffusion.frozen_autoencoder import weights_digest
+from diffusion.normalisation import Normalisation
 from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
 from settings import DataSettings, Settings
@@ -113,27 +115,35 @@ def prepare_conditions(
     volumes: DataSplit,
     process: Process,
     codec: VolumeCodec,
+    known: Normalisation | JoinedScale,
     examples: tuple[Sequence[int], Tensor] | None = None,
 ) -> Conditions | None:
     """Make the conditions of all volumes that are not kept yet; None if there are none besides classes.
 
-    `examples` are the numbers of some training volumes with their scaled latents, which the regression on label
-    maps is fitted to; without them there is none. Conditions are kept on disk with `ldm.latents.cache: disk`, and
-    otherwise in memory: they are about as large as latents.
+    The training volumes and the normalisation of their latents, which is `known`, decide how conditions are scaled,
+    unless the scale that a network was trained with is known instead. `examples` are the numbers of some training
+    volumes with their scaled latents, which the regression on label maps is fitted to; without them there is none.
+    Conditions are kept on disk with `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as
+    latents.
     """
     scan = settings.ldm.conditioning.scan
     if not (settings.ldm.conditioning.needs_pairs or scan.is_used):
         return None
     readers: dict[str, ReadVariant] = {}
-    image, digest = None, pairs.digest
+    image, digest, guesses = None, pairs.digest, Guesses()
     if pairs.labels:
         readers[LABEL_MAP] = _label_maps(settings, pairs, process)
     if pairs.volumes:
         image = _image(settings, pairs)
         coder = coder_of(settings, codec)
-        readers[VOLUME] = _volumes(settings, pairs, process, coder, image)
+        guesses = _guesses(settings, pairs, len(volumes.train), process, known)
+        readers[VOLUME] = _volumes(settings, pairs, process, coder, image, guesses)
         digest += "" if coder in (None, codec) else f" {weights_digest(coder.autoencoder)}"
-    scale = joined_scale(readers, len(volumes.train), settings, process)
+    if isinstance(known, JoinedScale):
+        scale = known
+    else:
+        scale = joined_scale(readers, len(volumes.train), settings, process, known)
+        scale = replace(scale, hole_guess=guesses.model)
     left_out: dict[int, Tensor] = {}
     if examples is not None and settings.ldm.conditioning.labels.has_regression:
         regression, left_out = regress(lambda number: readers[LABEL_MAP](number, 0), *examples)
@@ -177,19 +187,37 @@ def _image(settings: Settings, pairs: Pairs) -> Image:
     return image
 
 
+def _guesses(
+    settings: Settings, pairs: Pairs, num_train: int, process: Process, known: Normalisation | JoinedScale
+) -> Guesses:
+    s = settings.ldm.conditioning.volume
+    if not s.has_first_guess:
+        return Guesses()
+    if isinstance(known, JoinedScale):
+        return Guesses(known.hole_guess)
+    data, shape = volume_reading(settings.data, s), (s.num_channels, *settings.data.voxel_size)
+    return fit_to_volumes(lambda number: load_file(pairs.volumes[number], data).image, num_train, shape, process)
+
+
 def _volumes(
-    settings: Settings, pairs: Pairs, process: Process, coder: VolumeCodec | None, image: Image
+    settings: Settings, pairs: Pairs, process: Process, coder: VolumeCodec | None, image: Image, guesses: Guesses
 ) -> ReadVariant:
     s, grid = settings.ldm.conditioning.volume, settings.latent_shape[1:]
     data, variants = volume_reading(settings.data, s), s.degrade.variants
 
     def channels(number: int) -> Tensor:
-        return joined_volume(*image(*divmod(number, variants)), encoder_of(coder), grid)
+        index, variant = divmod(number, variants)
+        loaded, unknown = image(index, variant)
+        model = guesses.of(index)
+        if model is not None and unknown is not None:
+            loaded = model.fill(loaded, unknown)
+        return joined_volume(loaded, unknown, encoder_of(coder), grid)
 
     masks = [file.digest for file in pairs.masks] or [""] * len(pairs.volumes)
+    models = guesses.digests(len(pairs.volumes))
     names = [
-        f"{file.digest} {mask} {variant}"
-        for file, mask in zip(pairs.volumes, masks, strict=True)
+        f"{file.digest} {mask} {variant} {model}".rstrip()
+        for file, mask, model in zip(pairs.volumes, masks, models, strict=True)
         for variant in range(variants)
     ]
     shape = (s.num_joined(settings.autoencoder.latent_channels), *grid)

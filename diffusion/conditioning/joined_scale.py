@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffusion.conditioning.hole_guess import HoleGuess
 from diffusion.conditioning.regression import LabelRegression
+from diffusion.normalisation import Normalisation
 from runtime.processes import Process
 from settings import Settings
 
@@ -30,7 +32,7 @@ class Centre:
 
 @dataclass(frozen=True)
 class JoinedScale:
-    """The scales of joined channels, and the regression whose guess is joined besides label maps.
+    """The scales of joined channels, the regression whose guess is joined besides label maps, and what fills holes.
 
     `centres` are there if `ldm.conditioning.normalise` is position. Latents then lie around the mean at their position,
     and a network of convolutions hardly knows the position. From a condition around its own mean it can tell how a case
@@ -40,6 +42,7 @@ class JoinedScale:
     volume_scale: float = 1.0
     centres: dict[str, Centre] | None = None
     regression: LabelRegression | None = None
+    hole_guess: HoleGuess | None = None
 
     def apply(self, kind: str, channels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the channels (C, D, H, W) of one kind of condition as the network takes them.
@@ -62,7 +65,8 @@ class JoinedScale:
             # The background follows from the other values; its place says that a map is given.
             return torch.cat([torch.ones_like(channels[:1]), (channels[1:] - centre.mean) * centre.scale])
         values, known = channels[:-1], channels[-1:]
-        return torch.cat([(values - centre.mean) * centre.scale * known, known])
+        scaled = (values - centre.mean) * centre.scale
+        return torch.cat([scaled if self.hole_guess else scaled * known, known])
 
     @property
     def content(self) -> dict[str, float | Tensor]:
@@ -70,7 +74,9 @@ class JoinedScale:
         content: dict[str, float | Tensor] = {"volume_scale": self.volume_scale}
         for kind, centre in (self.centres or {}).items():
             content |= {_name(kind, "mean"): centre.mean, _name(kind, "scale"): centre.scale}
-        return content if self.regression is None else {**content, **self.regression.content}
+        for model in (self.regression, self.hole_guess):
+            content |= {} if model is None else model.content
+        return content
 
     @classmethod
     def stored(cls, content: dict[str, Any], settings: Settings) -> JoinedScale:
@@ -79,16 +85,18 @@ class JoinedScale:
         if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 < scale < math.inf:
             raise ValueError("volume_scale is not a finite number above 0")
         s = settings.ldm.conditioning
-        shape, regression = settings.latent_shape, None
+        shape, regression, hole_guess = settings.latent_shape, None, None
         if s.labels.has_regression:
             regression = LabelRegression.stored(content, s.labels.num_classes, shape)
+        if s.volume.has_first_guess:
+            hole_guess = HoleGuess.stored(content, s.volume.num_channels, settings.data.voxel_size)
         if s.normalise == "scale":
-            return cls(float(scale), None, regression)
+            return cls(float(scale), None, regression, hole_guess)
         centres = {}
         for kind, number in _numbers_of_channels(settings).items():
             shapes = {"mean": (number, *shape[1:]), "scale": (number, 1, 1, 1)}
             centres[kind] = Centre(**{name: _tensor(content, _name(kind, name), sh) for name, sh in shapes.items()})
-        return cls(float(scale), centres, regression)
+        return cls(float(scale), centres, regression, hole_guess)
 
 
 AS_THEY_ARE = JoinedScale()
@@ -96,24 +104,45 @@ AS_THEY_ARE = JoinedScale()
 
 
 def joined_scale(
-    readers: dict[str, Callable[[int, int], Tensor]], num_train: int, settings: Settings, process: Process
+    readers: dict[str, Callable[[int, int], Tensor]],
+    num_train: int,
+    settings: Settings,
+    process: Process,
+    latents: Normalisation,
 ) -> JoinedScale:
-    """Return the scale of the conditions of the training volumes; a reader returns the plain channels of one kind."""
-    if settings.ldm.conditioning.normalise == "position":
-        return JoinedScale(1.0, {kind: _centre(kind, read, num_train, process) for kind, read in readers.items()})
+    """Return the scale of the conditions of the training volumes; a reader returns the plain channels of one kind.
+
+    A volume that the network predicts around is scaled as the latents are.
+    """
+    s = settings.ldm.conditioning
+    if s.normalise == "position":
+        is_filled, centres = s.volume.has_first_guess, {}
+        for kind, read in readers.items():
+            if kind == VOLUME and s.volume.is_guess and s.residual:
+                centres[kind] = _centre_of_latents(latents, settings.latent_shape)
+            else:
+                centres[kind] = _centre(kind, read, num_train, process, is_filled)
+        return JoinedScale(1.0, centres)
     return JoinedScale(_volume_scale(readers[VOLUME], num_train, process) if VOLUME in readers else 1.0)
 
 
-def _centre(kind: str, read: Callable[[int, int], Tensor], num_train: int, process: Process) -> Centre:
-    """Return the centre of what is known of the training conditions, in their first variants."""
+def _centre_of_latents(latents: Normalisation, shape: tuple[int, ...]) -> Centre:
+    mean = torch.zeros(()) if latents.mean is None else latents.mean
+    by_channel = (shape[0], 1, 1, 1)
+    return Centre(mean.expand(shape).clone(), torch.as_tensor(latents.scale).expand(by_channel).clone())
+
+
+def _centre(kind: str, read: Callable[[int, int], Tensor], num_train: int, process: Process, is_filled: bool) -> Centre:
+    """Return the centre of what is known of the training conditions, or guessed, in their first variants."""
     first = read(0, 0).double()
     values = first[1:] if kind == LABEL_MAP else first[:-1]
     total, squares, count = torch.zeros_like(values), torch.zeros_like(values), torch.zeros_like(first[:1])
     with process.together():
         for number in range(process.rank, num_train, process.world_size):
             channels = read(number, 0).double()
-            is_map = kind == LABEL_MAP
-            values, known = (channels[1:], torch.ones_like(count)) if is_map else (channels[:-1], channels[-1:])
+            values, known = (channels[1:], None) if kind == LABEL_MAP else (channels[:-1], channels[-1:])
+            if known is None or is_filled:
+                known = torch.ones_like(count)
             total += values * known
             squares += values.square() * known
             count += known

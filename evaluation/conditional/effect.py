@@ -51,10 +51,10 @@ def evaluate_conditions(
     looks like.
     """
     pairs = check_conditions(settings, volumes)
-    conditions = prepare_conditions(settings, pairs, volumes, Process(codec.precision.device), codec)
+    conditions = prepare_conditions(settings, pairs, volumes, Process(codec.precision.device), codec, scale)
     if conditions is None:
         return None, None
-    conditions = as_trained(conditions, scale, code, pairs)
+    conditions = as_trained(conditions, code, pairs)
     condition_of = partial(conditions.of_held_out, volumes.val, settings.ldm.conditioning)
     if not settings.ldm.conditioning.has_targets:
         return condition_of, None
@@ -63,12 +63,11 @@ def evaluate_conditions(
     return condition_of, effect
 
 
-def as_trained(conditions: Conditions, scale: JoinedScale, code: NumberCode | None, pairs: Pairs) -> Conditions:
-    """Return the conditions with the scale and the code of numbers that a network was trained with.
+def as_trained(conditions: Conditions, code: NumberCode | None, pairs: Pairs) -> Conditions:
+    """Return the conditions with the code of numbers that a network was trained with.
 
     Raises DataError, naming the volume, for a word that is not in the code.
     """
-    conditions = replace(conditions, scale=scale)
     if code is None or not pairs.numbers:
         return conditions
     vectors = []

@@ -18,6 +18,7 @@ from diffusion.conditioning.conditions import empty_condition
 from diffusion.conditioning.other_autoencoder import load_other
 from diffusion.frozen_autoencoder import freeze
 from diffusion.latent_batches import LatentBatch
+from diffusion.noise_process import NoiseProcess
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes, guided
 from diffusion.volume_codec import VolumeCodec, frozen_codec
@@ -226,8 +227,9 @@ def _denoising_bytes(settings: Settings, cuda: bool, number: int) -> int:
     """Return what one denoising step of some samples needs besides the weights."""
     with emulated(cuda=cuda) as mode, tracked(mode, cuda) as tracker, torch.no_grad():
         unet = _unet(settings).eval()
-        latents, times = torch.zeros(number, *settings.latent_shape), torch.zeros(number)
-        predict = guided(unet, _guided_throughout(settings).ldm, empty_condition(settings, number))
+        latents, times = torch.zeros(number, *settings.latent_shape), torch.zeros(number, dtype=torch.long)
+        ldm, nothing = _guided_throughout(settings).ldm, empty_condition(settings, number)
+        predict = guided(unet, ldm, nothing, NoiseProcess(ldm.scheduler, latents.device))
         tracker.reset()
         there = tracker.live["device"]
         predict(latents, times)

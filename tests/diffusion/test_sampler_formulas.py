@@ -158,7 +158,8 @@ def test_guidance_is_without_class_plus_scale_times_the_difference(scale):
         {"conditioning": {"type": "class", "num_classes": 3}, "sampling": {"guidance_scale": scale}}
     )
     noisy, labels = torch.zeros(3, 3, 8, 8, 8), torch.tensor([0, 2, 1])
-    found = guided(ByLabel(), settings, Condition(labels))(noisy, torch.tensor([5, 5, 5]))
+    process = NoiseProcess(settings.scheduler, noisy.device)
+    found = guided(ByLabel(), settings, Condition(labels), process)(noisy, torch.tensor([5, 5, 5]))
     for place, label in enumerate(labels.tolist()):
         # Class 3 is the hidden label: 10 ** 3.
         expected = 1000.0 + scale * (10.0**label - 1000.0)
