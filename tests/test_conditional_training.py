@@ -11,6 +11,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from data import BatchPlan, prepare_volumes
@@ -21,6 +22,7 @@ from diffusion.conditioning.conditions import coder_of
 from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import prepare_latents
 from diffusion.volume_codec import frozen_codec
+from evaluation.pictures import LINE, Row, middle_planes, picture_of
 from runtime.processes import Process
 from settings import CheckpointError, ConfigError, DataError, load_settings
 from tests.conditional_run import AFFINE, AS_IN_PRESETS, LABEL_MAPS, conditional_config
@@ -147,6 +149,22 @@ def test_keys_that_do_not_go_together_are_refused(tiny_config, overrides, text):
     assert text in str(error.value)
 
 
+def assert_montage_shows(path, *images):
+    """Check that each row of a montage has the planes of a written file, up to brightness and contrast."""
+    pixels = np.asarray(Image.open(path)).astype(float)
+    rows = []
+    for image in map(nib.as_closest_canonical, images):
+        voxels, spacing_mm = torch.from_numpy(image.get_fdata()), image.header.get_zooms()
+        rows.append(Row("", [plane - voxels.min() for plane in middle_planes(voxels, spacing_mm)]))
+    expected, found = picture_of(rows).numpy()[LINE:], pixels[2 * LINE :]  # below the title and the names of the planes
+    assert found.shape == expected.shape
+    is_grey = (expected > 0) & (found > 0) & (found < 255)
+    assert is_grey.mean() > 0.1
+    slope, offset = np.polyfit(expected[is_grey], found[is_grey], 1)
+    assert slope > 0
+    assert np.abs(slope * expected + offset - found)[is_grey].max() <= 1
+
+
 def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     hole = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": [5, 5, 5], "num_holes": 2}}
@@ -165,6 +183,7 @@ def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, cap
         assert np.array_equal(image.get_fdata()[~inside], source[~inside])
         assert np.abs(image.get_fdata()[inside] - source[inside]).mean() > 1
     assert np.abs(drawn[0].get_fdata() - drawn[1].get_fdata()).max() > 1e-3
+    assert_montage_shows(Path("filled/montage_seed0_steps2.png"), *drawn)
     capsys.readouterr()
     assert run_here("scripts/sample.py", *arguments) == 2
     assert "--mask: not given; the run fills what a mask says is unknown" in capsys.readouterr().err
@@ -188,6 +207,7 @@ def test_a_coarse_volume_and_a_label_map_together_give_a_finer_volume(tmp_path, 
     assert image.shape == source.shape
     np.testing.assert_allclose(image.affine, AFFINE)
     np.testing.assert_allclose(image.get_fdata().reshape(10, 2, 16, 14).mean(axis=1), coarse, rtol=1e-4, atol=1e-2)
+    assert_montage_shows(Path("finer/montage_seed0_steps2.png"), image)
 
 
 def test_other_volumes_of_the_cases_have_intensities_and_an_autoencoder_of_their_own(tmp_path, monkeypatch):
