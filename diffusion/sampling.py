@@ -28,7 +28,6 @@ def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
     `guidance_interval` the prediction is the conditional one.
     """
     multiple, scale = s.unet.downsampling, s.sampling.guidance_scale
-    lowest, highest = (share * s.scheduler.num_train_timesteps for share in s.sampling.guidance_interval)
     if not s.conditioning.is_used:
         return lambda noisy, times: predict_padded(network, noisy, times, condition, multiple)
     nothing = hidden(condition, s.conditioning)
@@ -36,7 +35,7 @@ def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
 
     def predict(noisy: Tensor, times: Tensor) -> Tensor:
         # All latents of a batch are at the same time.
-        is_guided = scale != 1.0 and lowest <= float(times[0]) <= highest
+        is_guided = scale != 1.0 and _in_guidance_interval(s, float(times[0]))
         if not is_guided or scale == 0.0:
             return predict_padded(network, noisy, times, nothing if is_guided else condition, multiple)
         both = predict_padded(network, torch.cat([noisy, noisy]), torch.cat([times, times]), both_conditions, multiple)
@@ -44,6 +43,21 @@ def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
         return without + scale * (with_condition - without)
 
     return predict
+
+
+def num_predictions(s: LdmSettings) -> list[int]:
+    """Return how many latents the network gets for one sample in each of its calls: two where guidance compares."""
+    choose_times = SAMPLERS[s.sampling.sampler][1]
+    times = choose_times(NoiseProcess(s.scheduler, torch.device("cpu")), s.sampling.num_inference_steps)
+    if s.sampling.sampler == "heun":  # it reaches each time but the first by a trial step too
+        times = [times[0], *(time for time in times[1:] for _ in range(2))]
+    compares = s.conditioning.is_used and s.sampling.guidance_scale not in (0.0, 1.0)
+    return [2 if compares and _in_guidance_interval(s, time) else 1 for time in times]
+
+
+def _in_guidance_interval(s: LdmSettings, time: float) -> bool:
+    lowest, highest = (share * s.scheduler.num_train_timesteps for share in s.sampling.guidance_interval)
+    return lowest <= time <= highest
 
 
 @torch.no_grad()

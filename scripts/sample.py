@@ -149,14 +149,13 @@ def main(options: argparse.Namespace) -> int:
             case = cases[number // num] if cases else None
             name = f"sample_{title}_{number:04d}" if case is None else f"{case.name}_{title}_{number % num:04d}"
             path = out / f"{name}.nii.gz"
-            shown, spacing_mm = unit[0], frame.spacing_mm
             if case is None:
                 write_nifti(path, frame.intensities(unit.numpy()), frame.affine(settings))
+                rows.append(Row.of(path.name, unit[0], frame.spacing_mm))
             else:
                 voxels = case.space.restored(unit.numpy(), frame.lower, frame.upper)
                 write_nifti(path, voxels, case.space.geometry.affine)
-                shown, spacing_mm = case.space.shown(voxels, frame.lower, frame.upper)
-            rows.append(Row.of(path.name, shown, spacing_mm))
+                rows.append(Row.of(path.name, *case.space.shown(voxels, frame.lower, frame.upper)))
     picture = out / f"montage_{title}.png"
     save_picture(picture, picture_of(rows), f"{trained.settings.name}, {total} samples")
     log.info("%s written to %s, montage %s", counted(total, "volume"), out, picture)
