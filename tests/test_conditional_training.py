@@ -66,6 +66,15 @@ def test_a_run_with_label_maps_trains_resumes_and_samples_in_their_space(config,
         shutil.copy(f"maps/case_{place}.nii.gz", "two")
     assert run_here("scripts/sample.py", *arguments, "--labels", "two", "--batch-size", "2", "--out", "b") == 0
     assert len(list(Path("b").glob("case_*.nii.gz"))) == 2
+    assert Path("b/montage_two_seed0_steps2.png").is_file()
+    # The samples of the same map are replaced, those of another map of that name are not.
+    assert run_here("scripts/sample.py", *arguments, "--labels", "maps/case_3.nii.gz", "--out", "b") == 0
+    shutil.copy("maps/case_5.nii.gz", "two/case_3.nii.gz")
+    assert run_here("scripts/sample.py", *arguments, "--labels", "two", "--out", "b") == 2
+    text = "--out: b/case_3_seed0_steps2_0000.nii.gz is the sample of another condition of that name"
+    assert text in capsys.readouterr().err
+    assert run_here("scripts/sample.py", *arguments, "--labels", "maps", "--labels", "two") == 2
+    assert "--labels: given 2 times; once is allowed" in capsys.readouterr().err
     assert run_here("scripts/evaluate.py", "--run", "runs/tiny", "--num", "2", "--steps", "2", "--json", "e.json") == 0
     errors = json.loads(Path("e.json").read_text())["conditions"]
     assert errors["num"] == 2
@@ -183,7 +192,7 @@ def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, cap
         assert np.array_equal(image.get_fdata()[~inside], source[~inside])
         assert np.abs(image.get_fdata()[inside] - source[inside]).mean() > 1
     assert np.abs(drawn[0].get_fdata() - drawn[1].get_fdata()).max() > 1e-3
-    assert_montage_shows(Path("filled/montage_seed0_steps2.png"), *drawn)
+    assert_montage_shows(Path("filled/montage_case_3_seed0_steps2.png"), *drawn)
     capsys.readouterr()
     assert run_here("scripts/sample.py", *arguments) == 2
     assert "--mask: not given; the run fills what a mask says is unknown" in capsys.readouterr().err
@@ -207,7 +216,7 @@ def test_a_coarse_volume_and_a_label_map_together_give_a_finer_volume(tmp_path, 
     assert image.shape == source.shape
     np.testing.assert_allclose(image.affine, AFFINE)
     np.testing.assert_allclose(image.get_fdata().reshape(10, 2, 16, 14).mean(axis=1), coarse, rtol=1e-4, atol=1e-2)
-    assert_montage_shows(Path("finer/montage_seed0_steps2.png"), image)
+    assert_montage_shows(Path("finer/montage_coarse_seed0_steps2.png"), image)
 
 
 def test_other_volumes_of_the_cases_have_intensities_and_an_autoencoder_of_their_own(tmp_path, monkeypatch):
