@@ -47,12 +47,13 @@ def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
 
 def num_predictions(s: LdmSettings) -> list[int]:
     """Return how many latents the network gets for one sample in each of its calls: two where guidance compares."""
-    choose_times = SAMPLERS[s.sampling.sampler][1]
-    times = choose_times(NoiseProcess(s.scheduler, torch.device("cpu")), s.sampling.num_inference_steps)
-    if s.sampling.sampler == "heun":  # it reaches each time but the first by a trial step too
-        times = [times[0], *(time for time in times[1:] for _ in range(2))]
-    compares = s.conditioning.is_used and s.sampling.guidance_scale not in (0.0, 1.0)
-    return [2 if compares and _in_guidance_interval(s, time) else 1 for time in times]
+    sampler, steps = s.sampling.sampler, range(s.sampling.num_inference_steps)
+    # Heun's rule reaches each time but the first by a trial step too.
+    calls = [steps[0], *(step for step in steps[1:] for _ in range(2))] if sampler == "heun" else steps
+    if not s.conditioning.is_used or s.sampling.guidance_scale in (0.0, 1.0):
+        return [1 for _ in calls]
+    times = SAMPLERS[sampler][1](NoiseProcess(s.scheduler, torch.device("cpu")), len(steps))
+    return [2 if _in_guidance_interval(s, times[step]) else 1 for step in calls]
 
 
 def _in_guidance_interval(s: LdmSettings, time: float) -> bool:
