@@ -22,7 +22,7 @@ from diffusion.conditioning.conditions import coder_of
 from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import prepare_latents
 from diffusion.volume_codec import frozen_codec
-from evaluation.pictures import LINE, Row, middle_planes, picture_of
+from evaluation.pictures import LINE, Row, picture_of, planes_at
 from runtime.processes import Process
 from settings import CheckpointError, ConfigError, DataError, load_settings
 from tests.conditional_run import AFFINE, AS_IN_PRESETS, LABEL_MAPS, conditional_config
@@ -158,13 +158,13 @@ def test_keys_that_do_not_go_together_are_refused(tiny_config, overrides, text):
     assert text in str(error.value)
 
 
-def assert_montage_shows(path, *images):
+def assert_montage_shows(path, *images, at=None):
     """Check that each row of a montage has the planes of a written file, up to brightness and contrast."""
     pixels = np.asarray(Image.open(path)).astype(float)
     rows = []
     for image in map(nib.as_closest_canonical, images):
         voxels, spacing_mm = torch.from_numpy(image.get_fdata()), image.header.get_zooms()
-        rows.append(Row("", [plane - voxels.min() for plane in middle_planes(voxels, spacing_mm)]))
+        rows.append(Row("", [plane - voxels.min() for plane in planes_at(voxels, spacing_mm, at)]))
     expected, found = picture_of(rows).numpy()[LINE:], pixels[2 * LINE :]  # below the title and the names of the planes
     assert found.shape == expected.shape
     is_grey = (expected > 0) & (found > 0) & (found < 255)
@@ -180,7 +180,7 @@ def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, cap
     config = conditional_config(tmp_path, {"normalise": "position", "volume": hole})
     assert train_ldm(config) == 0
     mask = np.zeros((1, 20, 16, 14), np.float32)
-    mask[0, 5:12, 4:10, 4:9] = 1
+    mask[0, 3:12, 4:11, 4:9] = 1
     write_nifti(Path("mask.nii.gz"), mask, AFFINE)
     arguments = ("--run", "runs/tiny", "--steps", "2", "--condition", "images/case_3.nii.gz")
     assert run_here("scripts/sample.py", *arguments, "--mask", "mask.nii.gz", "--num", "2", "--out", "filled") == 0
@@ -192,7 +192,8 @@ def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, cap
         assert np.array_equal(image.get_fdata()[~inside], source[~inside])
         assert np.abs(image.get_fdata()[inside] - source[inside]).mean() > 1
     assert np.abs(drawn[0].get_fdata() - drawn[1].get_fdata()).max() > 1e-3
-    assert_montage_shows(Path("filled/montage_case_3_seed0_steps2.png"), *drawn)
+    middle = np.argwhere(nib.as_closest_canonical(nib.load("mask.nii.gz")).get_fdata()).mean(axis=0).astype(int)
+    assert_montage_shows(Path("filled/montage_case_3_seed0_steps2.png"), *drawn, at=middle)
     capsys.readouterr()
     assert run_here("scripts/sample.py", *arguments) == 2
     assert "--mask: not given; the run fills what a mask says is unknown" in capsys.readouterr().err

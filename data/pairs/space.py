@@ -63,12 +63,20 @@ class Space:
 
     def shown(
         self, restored: np.ndarray, lower: tuple[float, ...], upper: tuple[float, ...]
-    ) -> tuple[Tensor, tuple[float, ...]]:
-        """Return the first channel of what `restored` returned for a picture, (D, H, W) in [0, 1], and its spacing."""
+    ) -> tuple[Tensor, tuple[float, ...], tuple[int, ...] | None]:
+        """Return the first channel of what `restored` returned for a picture, (D, H, W) in [0, 1], and its spacing.
+
+        The third result is a voxel amid those that were unknown; None if there were none.
+        """
         low, high = self._ends(lower, upper)
         unit = (self.geometry.oriented(restored) - low) / np.maximum(high - low, np.finfo(np.float32).tiny)
         spacing_mm = np.linalg.norm(self.geometry.affine[:3, list(self.geometry.axes)], axis=0)
-        return torch.from_numpy(unit[0].clip(0, 1)), tuple(spacing_mm.tolist())
+        at = None
+        if self.unknown is not None and self.unknown.any():
+            places = np.argwhere(self.geometry.oriented(self.unknown[None])[0])
+            distances = np.square(places - places.mean(axis=0)).sum(axis=1)
+            at = tuple(places[distances.argmin()].tolist())
+        return torch.from_numpy(unit[0].clip(0, 1)), tuple(spacing_mm.tolist()), at
 
     def _ends(self, lower: tuple[float, ...], upper: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ends of the intensities of samples, for each channel (C, 1, 1, 1)."""

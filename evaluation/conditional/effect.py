@@ -218,4 +218,5 @@ def effect_lines(values: dict[str, Any]) -> list[str]:
         if n in values
     ]
     gain = 1 - values[RIGHT]["l1"] / max(values[SHUFFLED]["l1"], 1e-12)
-    return [*lines, f"  L1 with the right condition is {100 * gain:.1f} % lower than with another's"]
+    change = f"{100 * abs(gain):.1f} % {'lower' if gain >= 0 else 'higher'}"
+    return [*lines, f"  L1 with the right condition is {change} than with another's"]

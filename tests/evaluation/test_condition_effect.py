@@ -141,6 +141,8 @@ def test_an_inverted_condition_is_as_bad_as_that_of_another_volume(tiny_values, 
     assert found["region"] == "volume"
     assert found["right"]["l1"] > 0.05
     assert "interpolated" not in found
+    worse = {"num": 2, "region": "volume", "right": {"l1": 0.3, "psnr": 9.0}, "shuffled": {"l1": 0.2, "psnr": 9.0}}
+    assert effect_lines(worse)[-1].endswith("L1 with the right condition is 50.0 % higher than with another's")
 
 
 def test_a_volume_with_an_empty_mask_has_no_error_to_count(tiny_values, cases):
