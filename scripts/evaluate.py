@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import at_least, check_output_file, parser, run, write_output
 from settings import DataError
+from storage.names import counted
 
 log = logging.getLogger("evaluate")
 
@@ -94,9 +95,8 @@ def main(options: argparse.Namespace) -> int:
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
     data = stage_two_data(settings.data)
     if len(volumes.val) < 2:
-        raise DataError(
-            f"data.val_fraction: {len(volumes.val)} held-out volumes; evaluation needs at least 2; increase it"
-        )
+        held_out = counted(len(volumes.val), "held-out volume")
+        raise DataError(f"data.val_fraction: {held_out}; evaluation needs at least 2; increase it")
     threshold = settings.autoencoder.training.occupancy_threshold
     results: dict[str, Any] = {
         "run": str(trained.folder.path),
@@ -159,7 +159,7 @@ def _table(results: dict[str, Any]) -> str:
     from evaluation.conditional.effect import effect_lines
 
     rows = [*results["reconstruction"]["volumes"], {"volume": "mean", **results["reconstruction"]["mean"]}]
-    width = max(len(str(row["volume"])) for row in rows)
+    width = max(len(text) for text in ("reconstruction", *(str(row["volume"]) for row in rows)))
     columns = [column for column in COLUMNS if column[0] in rows[-1]]
     lines = [f"{'reconstruction':<{width}}  " + " ".join(f"{title:>8}" for _, title, _ in columns)]
     intervals = results["reconstruction"]["interval"]
