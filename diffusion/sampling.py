@@ -28,6 +28,7 @@ def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
     `guidance_interval` the prediction is the conditional one.
     """
     multiple, scale = s.unet.downsampling, s.sampling.guidance_scale
+    lowest, highest = (share * s.scheduler.num_train_timesteps for share in s.sampling.guidance_interval)
     if not s.conditioning.is_used:
         return lambda noisy, times: predict_padded(network, noisy, times, condition, multiple)
     nothing = hidden(condition, s.conditioning)
@@ -35,7 +36,7 @@ def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
 
     def predict(noisy: Tensor, times: Tensor) -> Tensor:
         # All latents of a batch are at the same time.
-        is_guided = scale != 1.0 and _in_guidance_interval(s, float(times[0]))
+        is_guided = scale != 1.0 and lowest <= float(times[0]) <= highest
         if not is_guided or scale == 0.0:
             return predict_padded(network, noisy, times, nothing if is_guided else condition, multiple)
         both = predict_padded(network, torch.cat([noisy, noisy]), torch.cat([times, times]), both_conditions, multiple)
@@ -53,12 +54,8 @@ def num_predictions(s: LdmSettings) -> list[int]:
     if not s.conditioning.is_used or s.sampling.guidance_scale in (0.0, 1.0):
         return [1 for _ in calls]
     times = SAMPLERS[sampler][1](NoiseProcess(s.scheduler, torch.device("cpu")), len(steps))
-    return [2 if _in_guidance_interval(s, times[step]) else 1 for step in calls]
-
-
-def _in_guidance_interval(s: LdmSettings, time: float) -> bool:
     lowest, highest = (share * s.scheduler.num_train_timesteps for share in s.sampling.guidance_interval)
-    return lowest <= time <= highest
+    return [2 if lowest <= times[step] <= highest else 1 for step in calls]
 
 
 @torch.no_grad()

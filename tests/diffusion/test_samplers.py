@@ -11,7 +11,7 @@ from torch import Tensor
 from diffusion.conditioning import Condition
 from diffusion.noise_process import NoiseProcess
 from diffusion.samplers import SAMPLERS
-from diffusion.sampling import guided, num_predictions, sample_latents
+from diffusion.sampling import guided, sample_latents
 from runtime.randomness import SampleNoise
 from settings import ConfigError, Settings
 from settings.ldm import LdmSettings, SchedulerSettings
@@ -139,35 +139,6 @@ def test_guidance_acts_inside_its_interval_only_and_spares_the_second_half_of_th
     expected = 3 + 4 * (labels - 3) if is_guided else labels
     assert found[:, 0, 0, 0, 0].tolist() == expected.tolist()
     assert sizes == [4 if is_guided else 2]
-
-
-@pytest.mark.parametrize("sampler", ["ddim", "dpmpp_2m", "heun"])
-@pytest.mark.parametrize(
-    ("scale", "interval"), [(3.0, [0.2, 0.7]), (3.0, [0.0, 1.0]), (1.0, [0.0, 1.0]), (0.0, [0.0, 1.0])]
-)
-def test_predictions_are_counted_as_the_network_makes_them(sampler, scale, interval):
-    sizes = []
-
-    class Counting(torch.nn.Module):
-        def forward(self, noisy: Tensor, times: Tensor, class_labels: Tensor) -> Tensor:
-            sizes.append(len(noisy))
-            return torch.zeros_like(noisy)
-
-    s = LdmSettings.model_validate(
-        {
-            "conditioning": {"type": "class", "num_classes": 3},
-            "scheduler": {"type": "rflow" if sampler == "heun" else "ddpm"},
-            "sampling": {
-                "sampler": sampler,
-                "num_inference_steps": 7,
-                "guidance_scale": scale,
-                "guidance_interval": interval,
-            },
-        }
-    )
-    predict = guided(Counting(), s, Condition(torch.tensor([1])))
-    sample_latents(predict, NoiseProcess(s.scheduler, CPU), SampleNoise(0, CPU), [0], (3, 8, 8, 8), 7, sampler)
-    assert num_predictions(s) == sizes
 
 
 @pytest.mark.parametrize(

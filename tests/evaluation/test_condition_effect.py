@@ -16,7 +16,6 @@ from data.pairs.numbers import NumberCode
 from data.pairs.pairs import Pairs
 from diffusion.conditioning.conditions import Conditions
 from diffusion.conditioning.joined_scale import AS_THEY_ARE
-from diffusion.conditioning.volumes import lowered
 from diffusion.normalisation import Normalisation
 from evaluation.conditional.effect import as_trained, condition_effect, effect_lines
 from runtime.precision import Precision
@@ -107,7 +106,7 @@ def test_occupied_voxels_of_mostly_empty_volumes_are_compared(tiny_values, cases
     without, _ = effect(tiny_values, TARGET | {"degrade": degrade}, is_right=True)
     assert "iou" not in without["right"]
     tiny_values["autoencoder"]["training"] |= {"occupied_weight": 5.0, "occupied_threshold": 0.5}
-    found, targets = effect(tiny_values, TARGET | {"degrade": degrade}, is_right=True)
+    found, _ = effect(tiny_values, TARGET | {"degrade": degrade}, is_right=True)
     assert (found["right"]["iou"], found["right"]["chamfer"]) == (1, 0)
     assert 0.1 < found["shuffled"]["iou"] < 0.9
     assert 0 < found["shuffled"]["chamfer"] < 2
@@ -115,9 +114,7 @@ def test_occupied_voxels_of_mostly_empty_volumes_are_compared(tiny_values, cases
     assert head[-2:] == ["IoU", "Chamfer"]
     assert right[-2:] == ["1.000", "0.000"]
     if "downsample" in degrade:
-        pairs = [(lowered(target, (1, 2, 1)) > 0.5, target > 0.5) for target in targets]
-        expected = [float((a & b).sum() / (a | b).sum()) for a, b in pairs]
-        assert found["interpolated"]["iou"] == pytest.approx(sum(expected) / len(expected))
+        assert 0.1 < found["interpolated"]["iou"] < found["interpolated_kept"]["iou"] < 0.9
 
 
 def test_only_the_hole_counts_among_occupied_voxels(tiny_values, cases):
