@@ -179,6 +179,15 @@ def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, cap
     hole = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": [5, 5, 5], "num_holes": 2}}
     config = conditional_config(tmp_path, {"normalise": "position", "volume": hole})
     assert train_ldm(config) == 0
+    previews = Path("runs/tiny/previews/volumes")
+    sample, condition, target = (
+        np.asarray(Image.open(previews / f"ldm_00000004_{role}_0.png")).astype(int)
+        for role in ("sample", "volume", "target")
+    )
+    is_known = condition == target
+    assert np.abs(sample - target)[is_known].max() <= 1
+    assert (~is_known).sum() <= 5**3
+    assert np.abs(sample - target)[~is_known].max() > 5
     mask = np.zeros((1, 20, 16, 14), np.float32)
     mask[0, 3:12, 4:11, 4:9] = 1
     write_nifti(Path("mask.nii.gz"), mask, AFFINE)

@@ -18,11 +18,12 @@ from data.pairs.pairs import MASKS, Pairs
 from diffusion.conditioning import Condition, check_conditions, hidden
 from diffusion.conditioning.conditions import Conditions, prepare_conditions
 from diffusion.conditioning.joined_scale import JoinedScale
-from diffusion.conditioning.volumes import block_means, hole_mask, lowered
+from diffusion.conditioning.volumes import hole_mask, lowered
 from diffusion.latents import stage_two_data
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
+from evaluation.conditional.known import with_known
 from evaluation.pair_metrics import OCCUPANCY, occupancy
 from runtime.processes import Process
 from settings import DataError, DataSettings, Settings
@@ -152,13 +153,7 @@ class _Known:
         if s.fills:
             unknown = self._unknown(target)
             return sample[:, unknown], target[:, unknown]
-        if s.is_from_target:
-            factors = s.degrade.downsample
-            missing = block_means(target - sample, factors)
-            for axis, factor in enumerate(factors, start=1):
-                missing = missing.repeat_interleave(factor, dim=axis)
-            sample = sample + missing
-        return sample, target
+        return with_known(sample, target, s, None), target
 
     def grids(self, sample: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return what is compared as volumes (C, D, H, W): of a hole the box around it, with nothing but the hole."""
