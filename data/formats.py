@@ -117,20 +117,31 @@ def content_digest(path: Path) -> str:
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()
 
 
-def write_nifti(path: Path, voxels: np.ndarray, affine: np.ndarray) -> None:
+def write_nifti(path: Path, voxels: np.ndarray, affine: np.ndarray, note: str = "") -> None:
     """Write a channels-first volume as .nii or .nii.gz, atomically; create the folder if it does not exist.
 
-    The bytes depend on the arguments only. One channel is written as 3D, several as 4D with the channels last.
+    The bytes depend on the arguments only. One channel is written as 3D, several as 4D with the channels last. The
+    note, of at most 79 bytes, becomes the description in the header.
     """
     array = voxels[0] if voxels.shape[0] == 1 else np.moveaxis(voxels, 0, -1)
     image = nib.Nifti1Image(array, affine)
     image.header.set_xyzt_units("mm")
+    image.header["descrip"] = note.encode()
     content = image.to_bytes()
     if path.name.lower().endswith(".gz"):
         content = gzip.compress(content, compresslevel=1, mtime=0)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_bytes(content)
+
+
+def note_of(path: Path) -> str:
+    """Return the note that `write_nifti` put into a file; raise DataError, naming the file, if it cannot be read."""
+    try:
+        check_regular(path)
+        return nifti.read_note(path)
+    except (OSError, UnsuitableError, DamagedError) as error:
+        raise DataError(f"{printable(path)}: {_reason(path, error)}") from error
 
 
 def channels_text(path: Path, header: Header, num_channels: int) -> str:

@@ -46,6 +46,18 @@ def guided(network: nn.Module, s: LdmSettings, condition: Condition, process: No
     return guide
 
 
+def num_predictions(s: LdmSettings) -> list[int]:
+    """Return how many latents the network gets for one sample in each of its calls: two where guidance compares."""
+    sampler, steps = s.sampling.sampler, range(s.sampling.num_inference_steps)
+    # Heun's rule reaches each time but the first by a trial step too.
+    calls = [steps[0], *(step for step in steps[1:] for _ in range(2))] if sampler == "heun" else steps
+    if not s.conditioning.is_used or s.sampling.guidance_scale in (0.0, 1.0):
+        return [1 for _ in calls]
+    times = SAMPLERS[sampler][1](NoiseProcess(s.scheduler, torch.device("cpu")), len(steps))
+    lowest, highest = (share * s.scheduler.num_train_timesteps for share in s.sampling.guidance_interval)
+    return [2 if lowest <= times[step] <= highest else 1 for step in calls]
+
+
 @torch.no_grad()
 def sample_latents(
     predict: Predict,

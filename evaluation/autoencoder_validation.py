@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from data import Batch, VolumeFile
-from evaluation.pair_metrics import absolute_error, chamfer, iou, psnr, ssim
+from evaluation.pair_metrics import OCCUPANCY, absolute_error, psnr, ssim
 from evaluation.pictures import Row, picture_of, reconstruction_rows
 from evaluation.previews import MAX_COPIES, Preview, ViewerVolume
 from evaluation.real_volumes import spacing_of
@@ -18,7 +18,6 @@ from settings import DataSettings
 from training.autoencoder_step import AutoencoderStep
 
 _NAMES = ("psnr", "ssim", "l1", "count")
-_OCCUPANCY = ("iou", "chamfer")
 
 
 @torch.no_grad()
@@ -33,7 +32,7 @@ def validate_autoencoder(
     Decode the mean of the latent distribution, with the averaged weights if there are any. Volumes larger than the
     training patches run in slabs.
     """
-    names = [*_NAMES, *(_OCCUPANCY if step.training.occupied_weight > 1 else [])]
+    names = [*_NAMES, *(OCCUPANCY if step.training.occupancy_threshold is not None else [])]
     totals = torch.zeros(len(names), dtype=torch.float64)
     counts = _code_counts(step)
     preview = _PreviewOfPairs(step.settings.data, files)
@@ -57,10 +56,12 @@ def validate_autoencoder(
 
 def _occupancy(step: AutoencoderStep, reconstruction: Tensor, image: Tensor) -> Tensor:
     """Return the sums of IoU and Chamfer distance over a batch of volumes that are mostly empty; else nothing."""
-    s = step.training
-    measures = (iou, chamfer) if s.occupied_weight > 1 else ()
-    sums = [measure(reconstruction, image, s.occupied_threshold).double().sum().cpu() for measure in measures]
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
+    threshold = step.training.occupancy_threshold
+    if threshold is None:
+        return torch.zeros(0, dtype=torch.float64)
+    return torch.stack(
+        [measure(reconstruction, image, threshold).double().sum().cpu() for measure in OCCUPANCY.values()]
+    )
 
 
 def _code_counts(step: AutoencoderStep) -> Tensor | None:

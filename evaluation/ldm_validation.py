@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data import VolumeFile, from_unit, load_file, to_unit
+from diffusion.conditioning.joined_scale import VOLUME
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import predict
 from diffusion.sampling import draw_volumes
+from evaluation.conditional.known import with_known
 from evaluation.pictures import Row, picture_of
 from evaluation.previews import MAX_COPIES, Preview, ViewerVolume
 from evaluation.real_volumes import RealVolumes
@@ -88,7 +90,8 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
     )
     rows, samples = [], []
     shown: dict[str, ViewerVolume] = {}
-    for place, volume in enumerate(volumes):
+    for place, drawn in enumerate(volumes):
+        volume = _as_written(drawn, step, latents, place)
         condition = _condition(step, latents, place)
         name = f"sample {place + 1}"
         label = ", ".join(part for part in (name, condition) if part)
@@ -129,9 +132,20 @@ def _condition_and_target(latents: Latents, place: int) -> list[tuple[str, str, 
     for kind, shown in latents.conditions.shown(file.name):
         factors = [n / m for n, m in zip(latents.settings.voxel_size, shown.shape, strict=True)]
         spacing_mm = tuple(mm * factor for mm, factor in zip(latents.spacing_mm, factors, strict=True))
-        result.append((kind.replace(" ", ""), f"{kind} of {file.name}", shown, spacing_mm))
+        named = "condition volume" if kind == VOLUME else kind
+        result.append((kind.replace(" ", ""), f"{named} of {file.name}", shown, spacing_mm))
     target = to_unit(load_file(file, latents.settings).image[0])
     return [*result, ("target", f"{file.name}, real", target, latents.spacing_mm)]
+
+
+def _as_written(volume: Tensor, step: LatentDiffusionStep, latents: Latents, place: int) -> Tensor:
+    """Return a preview sample with what its condition knows of the target, as users get it."""
+    s, conditions = step.settings.ldm.conditioning.volume, latents.conditions
+    if conditions is None or conditions.image is None or not s.is_from_target:
+        return volume
+    file = _held_out(latents, place)
+    _, unknown = conditions.image(conditions.numbers[file.name], 0)
+    return with_known(volume.cpu(), load_file(file, latents.settings).image, s, unknown)
 
 
 def _condition(step: LatentDiffusionStep, latents: Latents, place: int) -> str:

@@ -98,6 +98,17 @@ def chamfer(reconstruction: Tensor, image: Tensor, threshold: float) -> Tensor:
     return torch.tensor(distances, dtype=torch.float64, device=image.device)
 
 
+OCCUPANCY = {"iou": iou, "chamfer": chamfer}
+"""The measures of occupied voxels by their names in metrics and results."""
+
+
+def occupancy(found: Tensor, true: Tensor, threshold: float | None) -> dict[str, float]:
+    """Return all measures of occupied voxels of a volume (C, D, H, W) in [-1, 1]; none without a threshold."""
+    if threshold is None:
+        return {}
+    return {name: float(measure(found[None], true[None], threshold)) for name, measure in OCCUPANCY.items()}
+
+
 def _scales_and_window(smallest: int) -> tuple[int, int]:
     for fewest in (3, 2, 1):
         for window in range(LARGEST_WINDOW, SMALLEST_WINDOW - 1, -2):

@@ -34,18 +34,22 @@ class Row:
     planes: list[Tensor]
 
     @classmethod
-    def of(cls, label: str, volume: Tensor, spacing_mm: Sequence[float]) -> Row:
-        """Cut the three middle planes of a (D, H, W) volume and scale them to a size that is easy to see."""
-        return cls(label, middle_planes(volume, spacing_mm))
+    def of(cls, label: str, volume: Tensor, spacing_mm: Sequence[float], at: Sequence[int] | None = None) -> Row:
+        """Cut three planes of a (D, H, W) volume as `planes_at` does, in a size that is easy to see."""
+        return cls(label, planes_at(volume, spacing_mm, at))
 
 
-def middle_planes(volume: Tensor, spacing_mm: Sequence[float]) -> list[Tensor]:
-    """Return the middle planes of a (D, H, W) volume in true proportions, each with its last axis pointing up."""
+def planes_at(volume: Tensor, spacing_mm: Sequence[float], at: Sequence[int] | None = None) -> list[Tensor]:
+    """Return the planes of a (D, H, W) volume through a voxel, the middle one unless given.
+
+    They have true proportions, each with its last axis pointing up.
+    """
+    place = [length // 2 for length in volume.shape] if at is None else at
     extents = [length * spacing for length, spacing in zip(volume.shape, spacing_mm, strict=True)]
     scale = PLANE_PIXELS / max(extents)
     planes = []
     for axis in range(3):
-        plane = torch.rot90(volume.select(axis, volume.shape[axis] // 2)).float().cpu()
+        plane = torch.rot90(volume.select(axis, place[axis])).float().cpu()
         across, up = (max(1, round(extents[other] * scale)) for other in range(3) if other != axis)
         planes.append(F.interpolate(plane[None, None], size=(up, across), mode="nearest-exact")[0, 0])
     return planes

@@ -13,13 +13,18 @@ from tqdm import tqdm
 
 from data import VolumeFile, load_file, to_unit
 from diffusion.volume_codec import VolumeCodec
-from evaluation.pair_metrics import ms_ssim, psnr, ssim
+from evaluation.pair_metrics import ms_ssim, occupancy, psnr, ssim
 from evaluation.sharpness import compare_sharpness, sharpness_of
 from settings import DataSettings
 
 
-def evaluate_reconstructions(codec: VolumeCodec, files: Sequence[VolumeFile], data: DataSettings) -> dict[str, Any]:
-    """Return PSNR, SSIM and MS-SSIM of each volume's reconstruction, their means with 95 % intervals, and sharpness."""
+def evaluate_reconstructions(
+    codec: VolumeCodec, files: Sequence[VolumeFile], data: DataSettings, threshold: float | None = None
+) -> dict[str, Any]:
+    """Return PSNR, SSIM and MS-SSIM of each volume's reconstruction, their means with 95 % intervals, and sharpness.
+
+    With the threshold above which a voxel is occupied, also IoU and Chamfer distance.
+    """
     names: list[str] = []
     found: list[Tensor] = []
     wanted: list[Tensor] = []
@@ -36,11 +41,11 @@ def evaluate_reconstructions(codec: VolumeCodec, files: Sequence[VolumeFile], da
                 "psnr": float(psnr(reconstruction, image)),
                 "ssim": float(ssim(reconstruction, image)),
                 "ms_ssim": float(ms_ssim(to_unit(reconstruction), to_unit(image))),
+                **occupancy(reconstruction[0], image[0], threshold),
             }
         )
-    names_of_metrics = ("psnr", "ssim", "ms_ssim")
-    means = {name: statistics.fmean(row[name] for row in rows) for name in names_of_metrics}
-    intervals = {name: mean_interval([row[name] for row in rows]) for name in names_of_metrics}
+    means = {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
+    intervals = {name: mean_interval([row[name] for row in rows]) for name in rows[0]}
     return {
         "mean": means,
         "interval": intervals,

@@ -9,6 +9,9 @@ from report.markup import escaped, table
 from storage.names import counted
 
 _RECONSTRUCTION = (("psnr", "PSNR", "{:.2f} dB"), ("ssim", "SSIM", "{:.4f}"), ("ms_ssim", "MS-SSIM", "{:.4f}"))
+_PAIRED = (("l1", "L1", "{:.4f}"), ("psnr", "PSNR", "{:.2f} dB"))
+_OCCUPANCY = (("iou", "IoU of occupied voxels", "{:.3f}"), ("chamfer", "Chamfer distance", "{:.3f} voxels"))
+"""Only in evaluations of mostly empty volumes."""
 
 
 def evaluation_section(runs: Sequence[dict[str, Any]]) -> str:
@@ -34,7 +37,7 @@ def _scores(evaluation: dict[str, Any]) -> str:
             _number(mean.get(key), form),
             f"mean of {counted(held_out, 'held-out volume')}",
         ]
-        for key, words, form in _RECONSTRUCTION
+        for key, words, form in (*_RECONSTRUCTION, *_measured(_OCCUPANCY, mean))
     ]
     rows += _condition_rows(evaluation.get("conditions"))
     if samples:
@@ -67,10 +70,14 @@ def _condition_rows(values: dict[str, Any] | None) -> list[list[str]]:
     what = f"{counted(values['num'], 'sample')} to {whose}" + (" in the hole" if values.get("region") == "hole" else "")
     others = {"shuffled": "another volume's condition", "hidden": "no condition", "interpolated": "interpolation"}
     rows = []
-    for key, name, form in (("l1", "L1", "{:.4f}"), ("psnr", "PSNR", "{:.2f} dB")):
+    for key, name, form in (*_PAIRED, *_measured(_OCCUPANCY, values["right"])):
         compared = [f"{text} {_number(values[n].get(key), form)}" for n, text in others.items() if values.get(n)]
         rows.append([f"{name} of {what}", _number(values["right"].get(key), form), "; ".join(compared)])
     return rows
+
+
+def _measured(figures: Sequence[tuple[str, str, str]], values: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [figure for figure in figures if values.get(figure[0]) is not None]
 
 
 def _closest(samples: dict[str, Any]) -> str:

@@ -88,6 +88,8 @@ class _ReconstructionScores(_Record):
 class _Errors(_Record):
     l1: float | None = None
     psnr: float | None = None
+    iou: float | None = None
+    chamfer: float | None = None
 
 
 class _ConditionScores(_Record):

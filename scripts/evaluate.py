@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import at_least, check_output_file, parser, run, write_output
 from settings import DataError
+from storage.names import counted
 
 log = logging.getLogger("evaluate")
 
@@ -24,6 +25,15 @@ REASONS = {
     **dict.fromkeys(("interval", "mmd_squared_interval"), "an interval needs three volumes or more that differ"),
     "sharpness": "the held-out volumes have no detail of this size",
 }
+
+COLUMNS = (
+    ("psnr", "PSNR dB", ".2f"),
+    ("ssim", "SSIM", ".4f"),
+    ("ms_ssim", "MS-SSIM", ".4f"),
+    ("iou", "IoU", ".3f"),
+    ("chamfer", "Chamfer", ".3f"),
+)
+"""Measures of reconstructions: key, title and format. The last two are of mostly empty volumes, in voxels."""
 
 FID_NETWORKS = ("squeezenet1_1", "alexnet", "vgg16", "resnet18", "resnet50")
 
@@ -85,12 +95,12 @@ def main(options: argparse.Namespace) -> int:
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
     data = stage_two_data(settings.data)
     if len(volumes.val) < 2:
-        raise DataError(
-            f"data.val_fraction: {len(volumes.val)} held-out volumes; evaluation needs at least 2; increase it"
-        )
+        held_out = counted(len(volumes.val), "held-out volume")
+        raise DataError(f"data.val_fraction: {held_out}; evaluation needs at least 2; increase it")
+    threshold = settings.autoencoder.training.occupancy_threshold
     results: dict[str, Any] = {
         "run": str(trained.folder.path),
-        "reconstruction": evaluate_reconstructions(codec, volumes.val, data),
+        "reconstruction": evaluate_reconstructions(codec, volumes.val, data, threshold),
     }
     if has_stage_two:
         reference = load_reference(volumes.train, volumes.val, data)
@@ -149,12 +159,19 @@ def _table(results: dict[str, Any]) -> str:
     from evaluation.conditional.effect import effect_lines
 
     rows = [*results["reconstruction"]["volumes"], {"volume": "mean", **results["reconstruction"]["mean"]}]
-    width = max(len(str(row["volume"])) for row in rows)
-    lines = [f"{'reconstruction':<{width}}   PSNR dB     SSIM  MS-SSIM"]
-    lines += [f"{row['volume']:<{width}}  {row['psnr']:8.2f} {row['ssim']:8.4f} {row['ms_ssim']:8.4f}" for row in rows]
+    width = max(len(text) for text in ("reconstruction", *(str(row["volume"]) for row in rows)))
+    columns = [column for column in COLUMNS if column[0] in rows[-1]]
+    lines = [f"{'reconstruction':<{width}}  " + " ".join(f"{title:>8}" for _, title, _ in columns)]
+    intervals = results["reconstruction"]["interval"]
+    ends = [
+        {"volume": text, **{name: values[end] for name, values in intervals.items()}}
+        for end, text in enumerate(("95 % low", "95 % high"))
+    ]
     lines += [
-        f"{'95 % low':<{width}}  " + _ends(results["reconstruction"]["interval"], 0),
-        f"{'95 % high':<{width}}  " + _ends(results["reconstruction"]["interval"], 1),
+        f"{row['volume']:<{width}}  " + " ".join(f"{row[name]:8{form}}" for name, _, form in columns)
+        for row in (*rows, *ends)
+    ]
+    lines += [
         f"sharpness of reconstructions: {_sharpness(results['reconstruction']['sharpness'])}",
     ]
     if "conditions" in results:
@@ -176,11 +193,6 @@ def _table(results: dict[str, Any]) -> str:
     if "mmd_ratio" in results:
         lines.append(f"MMD, trained / untrained: {results['mmd_ratio']:.3f}")
     return "\n".join(lines)
-
-
-def _ends(intervals: dict[str, list[float]], end: int) -> str:
-    psnr, ssim, ms_ssim = (intervals[name][end] for name in ("psnr", "ssim", "ms_ssim"))
-    return f"{psnr:8.2f} {ssim:8.4f} {ms_ssim:8.4f}"
 
 
 def _sharpness(values: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import at_least, check_output_folder, parser, run
 from settings import Settings, UserError
-from storage.names import counted
+from storage.names import counted, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,13 +58,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="class of all volumes (default: each class in turn, or none with --labels or --condition)",
     )
     result.add_argument(
-        "--labels", metavar="FILE_OR_FOLDER", help="label maps; each sample lies in the space of its map"
+        "--labels",
+        action="append",
+        metavar="FILE_OR_FOLDER",
+        help="label maps; each sample lies in the space of its map",
     )
     result.add_argument(
-        "--condition", metavar="FILE_OR_FOLDER", help="condition volumes; each sample lies in the space of its volume"
+        "--condition",
+        action="append",
+        metavar="FILE_OR_FOLDER",
+        help="condition volumes; each sample lies in the space of its volume",
     )
     result.add_argument(
-        "--mask", metavar="FILE_OR_FOLDER", help="masks, above 0 where the condition volumes are to be filled"
+        "--mask",
+        action="append",
+        metavar="FILE_OR_FOLDER",
+        help="masks, above 0 where the condition volumes are to be filled",
     )
     result.add_argument(
         "--number",
@@ -119,7 +128,9 @@ def main(options: argparse.Namespace) -> int:
     network, frame = trained.unet()
     label = None if options.class_name is None else class_number(options.class_name, frame.class_names)
     codec = trained.codec()
-    given = GivenFiles(options.labels, options.condition, options.mask)
+    given = GivenFiles(
+        _only(options.labels, "--labels"), _only(options.condition, "--condition"), _only(options.mask, "--mask")
+    )
     cases = given_conditions(settings, given, codec, frame.joined_scale)
     if cases:
         check_class(label, frame.class_names, settings.ldm.conditioning.dropout > 0)
@@ -127,7 +138,9 @@ def main(options: argparse.Namespace) -> int:
     numbers = given_numbers(asked, frame.numbers, settings.ldm.conditioning.numbers.dropout > 0)
     num = options.num or (1 if cases else 8)
     total = num * max(1, len(cases))
-    title = _title(options)
+    paths = [out / name for name in _names(_title(options), cases, num)]
+    notes = [f"condition {cases[number // num].digest[:32]}" if cases else "" for number in range(total)]
+    _check_paths(paths, notes)
 
     rows: list[Row] = []
     batch_size = options.batch_size or _batch_size(settings, codec, total)
@@ -146,20 +159,38 @@ def main(options: argparse.Namespace) -> int:
         )
         for number, volume in enumerate(volumes):
             unit = to_unit(volume).cpu()
-            case = cases[number // num] if cases else None
-            name = f"sample_{title}_{number:04d}" if case is None else f"{case.name}_{title}_{number % num:04d}"
-            path = out / f"{name}.nii.gz"
-            if case is None:
+            path, space = paths[number], cases[number // num].space if cases else None
+            if space is None:
                 write_nifti(path, frame.intensities(unit.numpy()), frame.affine(settings))
+                rows.append(Row.of(path.name, unit[0], frame.spacing_mm))
             else:
-                voxels = case.space.restored(unit.numpy(), frame.lower, frame.upper)
-                write_nifti(path, voxels, case.space.geometry.affine)
-            rows.append(Row.of(path.name, unit[0], frame.spacing_mm))
-    picture = out / f"montage_{title}.png"
+                voxels = space.restored(unit.numpy(), frame.lower, frame.upper)
+                write_nifti(path, voxels, space.geometry.affine, notes[number])
+                rows.append(Row.of(path.name, *space.shown(voxels, frame.lower, frame.upper)))
+    picture = out / f"montage_{_title(options, given.name)}.png"
     save_picture(picture, picture_of(rows), f"{trained.settings.name}, {total} samples")
     log.info("%s written to %s, montage %s", counted(total, "volume"), out, picture)
     log.info("next: python scripts/evaluate.py --run %s", shlex.quote(options.run))
     return 0
+
+
+def _only(places: Sequence[str] | None, option: str) -> str | None:
+    """Return what an option was given; raise `UserError` if it was given twice."""
+    if places is None or len(places) == 1:
+        return None if places is None else places[0]
+    raise UserError(f"{option}: given {len(places)} times; once is allowed; put all the files into one folder")
+
+
+def _check_paths(paths: Sequence[Path], notes: Sequence[str]) -> None:
+    """Raise `UserError` before a sample of another condition is overwritten because both have the same name."""
+    from data.formats import note_of
+
+    for path, note in zip(paths, notes, strict=True):
+        if path.exists() and note_of(path) != note:
+            raise UserError(
+                f"--out: {printable(path)} is the sample of another condition of that name; only the samples of the "
+                "same files are replaced; choose another folder, or remove it"
+            )
 
 
 def _batch_size(settings: Settings, codec: VolumeCodec, total: int) -> int:
@@ -197,9 +228,15 @@ def _condition(
     return scan.told(replace(condition, numbers=told), [case.space.geometry.spacing_mm.tolist() for case in chosen])
 
 
-def _title(options: argparse.Namespace) -> str:
-    """Return all options of the samples for file names, so that different samples never share a name."""
-    parts = [f"seed{options.seed}", *(["best"] if options.best else [])]
+def _names(title: str, cases: Sequence[GivenCondition], num: int) -> list[str]:
+    """Return the file names of the samples: `num` of each case, or of all if there are none."""
+    first_parts = [case.name for case in cases] or ["sample"]
+    return [f"{first}_{title}_{number:04d}.nii.gz" for first in first_parts for number in range(num)]
+
+
+def _title(options: argparse.Namespace, conditions: str | None = None) -> str:
+    """Return the name of the conditions and all options of the samples, so that different ones never share a name."""
+    parts = [*([] if conditions is None else [conditions]), f"seed{options.seed}", *(["best"] if options.best else [])]
     if options.class_name is not None:
         parts.append(options.class_name.replace("/", "%2F"))
     parts += [text.replace("/", "%2F") for text in options.number]

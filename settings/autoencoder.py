@@ -130,6 +130,11 @@ class AutoencoderTraining(TrainingSettings):
         return self.adversarial_weight > 0
 
     @property
+    def occupancy_threshold(self) -> float | None:
+        """Return `occupied_threshold` if volumes are mostly empty and occupied voxels are compared too, else None."""
+        return self.occupied_threshold if self.occupied_weight > 1 else None
+
+    @property
     def trains_encoder(self) -> bool:
         """Return whether the encoder is trained too."""
         return self.trainable == "all"

@@ -11,6 +11,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from data import BatchPlan, prepare_volumes
@@ -21,6 +22,7 @@ from diffusion.conditioning.conditions import coder_of
 from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import prepare_latents
 from diffusion.volume_codec import frozen_codec
+from evaluation.pictures import LINE, Row, picture_of, planes_at
 from runtime.processes import Process
 from settings import CheckpointError, ConfigError, DataError, load_settings
 from tests.conditional_run import AFFINE, AS_IN_PRESETS, LABEL_MAPS, conditional_config
@@ -64,6 +66,15 @@ def test_a_run_with_label_maps_trains_resumes_and_samples_in_their_space(config,
         shutil.copy(f"maps/case_{place}.nii.gz", "two")
     assert run_here("scripts/sample.py", *arguments, "--labels", "two", "--batch-size", "2", "--out", "b") == 0
     assert len(list(Path("b").glob("case_*.nii.gz"))) == 2
+    assert Path("b/montage_two_seed0_steps2.png").is_file()
+    # The samples of the same map are replaced, those of another map of that name are not.
+    assert run_here("scripts/sample.py", *arguments, "--labels", "maps/case_3.nii.gz", "--out", "b") == 0
+    shutil.copy("maps/case_5.nii.gz", "two/case_3.nii.gz")
+    assert run_here("scripts/sample.py", *arguments, "--labels", "two", "--out", "b") == 2
+    text = "--out: b/case_3_seed0_steps2_0000.nii.gz is the sample of another condition of that name"
+    assert text in capsys.readouterr().err
+    assert run_here("scripts/sample.py", *arguments, "--labels", "maps", "--labels", "two") == 2
+    assert "--labels: given 2 times; once is allowed" in capsys.readouterr().err
     assert run_here("scripts/evaluate.py", "--run", "runs/tiny", "--num", "2", "--steps", "2", "--json", "e.json") == 0
     errors = json.loads(Path("e.json").read_text())["conditions"]
     assert errors["num"] == 2
@@ -147,13 +158,38 @@ def test_keys_that_do_not_go_together_are_refused(tiny_config, overrides, text):
     assert text in str(error.value)
 
 
+def assert_montage_shows(path, *images, at=None):
+    """Check that each row of a montage has the planes of a written file, up to brightness and contrast."""
+    pixels = np.asarray(Image.open(path)).astype(float)
+    rows = []
+    for image in map(nib.as_closest_canonical, images):
+        voxels, spacing_mm = torch.from_numpy(image.get_fdata()), image.header.get_zooms()
+        rows.append(Row("", [plane - voxels.min() for plane in planes_at(voxels, spacing_mm, at)]))
+    expected, found = picture_of(rows).numpy()[LINE:], pixels[2 * LINE :]  # below the title and the names of the planes
+    assert found.shape == expected.shape
+    is_grey = (expected > 0) & (found > 0) & (found < 255)
+    assert is_grey.mean() > 0.1
+    slope, offset = np.polyfit(expected[is_grey], found[is_grey], 1)
+    assert slope > 0
+    assert np.abs(slope * expected + offset - found)[is_grey].max() <= 1
+
+
 def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     hole = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": [5, 5, 5], "num_holes": 2}}
     config = conditional_config(tmp_path, {"normalise": "position", "volume": hole})
     assert train_ldm(config) == 0
+    previews = Path("runs/tiny/previews/volumes")
+    sample, condition, target = (
+        np.asarray(Image.open(previews / f"ldm_00000004_{role}_0.png")).astype(int)
+        for role in ("sample", "volume", "target")
+    )
+    is_known = condition == target
+    assert np.abs(sample - target)[is_known].max() <= 1
+    assert (~is_known).sum() <= 5**3
+    assert np.abs(sample - target)[~is_known].max() > 5
     mask = np.zeros((1, 20, 16, 14), np.float32)
-    mask[0, 5:12, 4:10, 4:9] = 1
+    mask[0, 3:12, 4:11, 4:9] = 1
     write_nifti(Path("mask.nii.gz"), mask, AFFINE)
     arguments = ("--run", "runs/tiny", "--steps", "2", "--condition", "images/case_3.nii.gz")
     assert run_here("scripts/sample.py", *arguments, "--mask", "mask.nii.gz", "--num", "2", "--out", "filled") == 0
@@ -165,6 +201,8 @@ def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, cap
         assert np.array_equal(image.get_fdata()[~inside], source[~inside])
         assert np.abs(image.get_fdata()[inside] - source[inside]).mean() > 1
     assert np.abs(drawn[0].get_fdata() - drawn[1].get_fdata()).max() > 1e-3
+    middle = np.argwhere(nib.as_closest_canonical(nib.load("mask.nii.gz")).get_fdata()).mean(axis=0).astype(int)
+    assert_montage_shows(Path("filled/montage_case_3_seed0_steps2.png"), *drawn, at=middle)
     capsys.readouterr()
     assert run_here("scripts/sample.py", *arguments) == 2
     assert "--mask: not given; the run fills what a mask says is unknown" in capsys.readouterr().err
@@ -188,6 +226,7 @@ def test_a_coarse_volume_and_a_label_map_together_give_a_finer_volume(tmp_path, 
     assert image.shape == source.shape
     np.testing.assert_allclose(image.affine, AFFINE)
     np.testing.assert_allclose(image.get_fdata().reshape(10, 2, 16, 14).mean(axis=1), coarse, rtol=1e-4, atol=1e-2)
+    assert_montage_shows(Path("finer/montage_coarse_seed0_steps2.png"), image)
 
 
 def test_other_volumes_of_the_cases_have_intensities_and_an_autoencoder_of_their_own(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dev import memory_guide
 from dev.guide.stored import StoredPredictor, kept, question, read
@@ -55,6 +56,29 @@ def test_every_command_in_documents_presets_and_help_is_read_by_its_script():
     assert len(EXAMPLES) > 30
     for words in sorted(EXAMPLES):
         read_by_its_script(words)
+
+
+def _leaves(values, prefix=""):
+    """Yield the dotted keys of nested values, and what they are set to."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def test_every_block_of_config_in_documents_is_valid_in_a_preset():
+    blocks = [
+        block
+        for path in sorted((ROOT / "docs").glob("*.md"))
+        for block in re.findall(r"^```yaml\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    ]
+    assert len(blocks) >= 6
+    for block in blocks:
+        preset = "maisi" if "maisi" in block else "default"
+        changes = dict(_leaves(yaml.safe_load(block)))
+        found = load_settings(ROOT / "configs" / f"{preset}.yaml", stage="ldm").with_overrides(changes, stage="ldm")
+        assert found.ldm.conditioning.is_used, block
 
 
 def test_memory_guide_shows_the_stored_predictions():

@@ -52,9 +52,16 @@ def export(step: TrainingStep, run: RunFolder, settings: Settings) -> None:
     log.info("%s: finished weights of stage %s", path, step.stage)
     following = {
         "autoencoder": f"python train_ldm.py --config {shlex.quote(str(run.config))}",
-        "ldm": f"python scripts/sample.py --run {shlex.quote(str(run.path))}",
+        "ldm": " ".join(["python scripts/sample.py --run", shlex.quote(str(run.path)), *_options(settings)]),
     }
     log.info("next: %s", following[step.stage])
+
+
+def _options(settings: Settings) -> list[str]:
+    """Return the options of scripts/sample.py that name the conditions of a run."""
+    s = settings.ldm.conditioning
+    used = {"--labels": s.labels.num_classes > 0, "--condition": s.volume.is_used, "--mask": s.volume.fills}
+    return [f"{option} FILE_OR_FOLDER" for option, is_used in used.items() if is_used]
 
 
 class BestWeights:

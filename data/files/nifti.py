@@ -58,6 +58,11 @@ def read_voxels(path: Path, header: Header) -> Stored:
     return Stored(array, float(proxy.slope), float(proxy.inter))
 
 
+def read_note(path: Path) -> str:
+    """Return the description in the header."""
+    return bytes(_image(path).header["descrip"].item()).decode("utf-8", "replace").strip("\0 ")
+
+
 def _image(path: Path) -> Any:
     with library("nifti"):
         image = nib.load(path)

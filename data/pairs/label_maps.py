@@ -69,7 +69,8 @@ def label_problem(path: Path, facts: VolumeFacts, num_classes: int, where: str) 
     if not facts.num_values and np.dtype(facts.dtype).kind not in "biu":
         # Whether so many values are whole is not counted.
         return (
-            f"{name}: many values of type {facts.dtype}; label maps of many values are stored as integers; convert it"
+            f"{name}: many values of type {np.dtype(facts.dtype).name}; label maps of many values are stored as "
+            "integers; convert it"
         )
     if facts.minimum < 0 or facts.maximum >= num_classes:
         remedy = f"set {int(facts.maximum) + 1}, or change the map" if facts.minimum >= 0 else "change the map"

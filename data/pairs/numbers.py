@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from pydantic import BaseModel, ConfigDict
@@ -95,7 +96,22 @@ def read_numbers(s: NumberSettings, files: Sequence[VolumeFile], section: str = 
                 f"{where}: column {printable(column)} has {len(known)} different values; {NUMBERS}.max_categories "
                 f"allows {s.max_categories}; raise it, or make the column continuous"
             )
+        problems += [
+            f"{where}: column {printable(column)} has {' and '.join(map(printable, words))}, which would count as "
+            "different words; one spelling of each word is allowed; change the others"
+            for words in _spellings(known)
+        ]
     return rows, problems
+
+
+def _spellings(words: Iterable[str]) -> list[list[str]]:
+    """Return words that differ in their spelling only, such as True and true, or 1 and 1.0."""
+    alike: dict[str, list[str]] = {}
+    for word in sorted(words):
+        number = _number(word)
+        plain = unicodedata.normalize("NFKC", word).casefold() if number is None else repr(number)
+        alike.setdefault(plain, []).append(word)
+    return [spellings for spellings in alike.values() if len(spellings) > 1]
 
 
 def code_of(s: NumberSettings, rows: Sequence[Row], num_train: int) -> NumberCode:

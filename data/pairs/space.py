@@ -52,9 +52,7 @@ class Space:
 
     def restored(self, unit: np.ndarray, lower: tuple[float, ...], upper: tuple[float, ...]) -> np.ndarray:
         """Return a sample (C, D, H, W) in [0, 1] on the file's grid; `lower` and `upper` are the training set's."""
-        low, high = (
-            np.array(ends, np.float32)[:, None, None, None] for ends in (self.lower or lower, self.upper or upper)
-        )
+        low, high = self._ends(lower, upper)
         result = self.geometry.to_file_grid(unit * 2 - 1)
         result = (result / 2 + 0.5) * (high - low) + low
         if self.voxels is not None and self.unknown is not None:
@@ -62,6 +60,28 @@ class Space:
         elif self.voxels is not None and self.factors != (1, 1, 1):
             result = result + _repeated(self.voxels - _block_means(result, self.factors), self.factors)
         return np.ascontiguousarray(result, dtype=np.float32)
+
+    def shown(
+        self, restored: np.ndarray, lower: tuple[float, ...], upper: tuple[float, ...]
+    ) -> tuple[Tensor, tuple[float, ...], tuple[int, ...] | None]:
+        """Return the first channel of what `restored` returned for a picture, (D, H, W) in [0, 1], and its spacing.
+
+        The third result is a voxel amid those that were unknown; None if there were none.
+        """
+        low, high = self._ends(lower, upper)
+        unit = (self.geometry.oriented(restored) - low) / np.maximum(high - low, np.finfo(np.float32).tiny)
+        spacing_mm = np.linalg.norm(self.geometry.affine[:3, list(self.geometry.axes)], axis=0)
+        at = None
+        if self.unknown is not None and self.unknown.any():
+            places = np.argwhere(self.geometry.oriented(self.unknown[None])[0])
+            distances = np.square(places - places.mean(axis=0)).sum(axis=1)
+            at = tuple(places[distances.argmin()].tolist())
+        return torch.from_numpy(unit[0].clip(0, 1)), tuple(spacing_mm.tolist()), at
+
+    def _ends(self, lower: tuple[float, ...], upper: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ends of the intensities of samples, for each channel (C, 1, 1, 1)."""
+        low, high = (np.array(ends, np.float32) for ends in (self.lower or lower, self.upper or upper))
+        return low[:, None, None, None], high[:, None, None, None]
 
 
 def space_of_volume(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from data.discovery import expanded, series_in
 from data.files import dicom
-from data.formats import SUFFIXES, read_header, suffix_of
+from data.formats import SUFFIXES, content_digest, read_header, suffix_of
 from data.geometry import geometry_of
 from data.pairs.geometry import mismatch
 from data.pairs.label_maps import label_problem, label_shares, mask_problem
@@ -37,14 +38,24 @@ class GivenFiles:
     condition: str | None = None
     mask: str | None = None
 
+    @property
+    def name(self) -> str | None:
+        """Return the name of the condition volumes, or else of the label maps, without its ending; None without any."""
+        place = self.condition or self.labels
+        return None if place is None else _stem(expanded(place).absolute().name)
+
 
 @dataclass(frozen=True)
 class GivenCondition:
-    """One case: its name, its channels on the latent grid (C, D, H, W), and the space that its files lie in."""
+    """One case: its name, its channels on the latent grid (C, D, H, W), and the space that its files lie in.
+
+    `digest` is the hash of its files, which tells it from another case of the same name.
+    """
 
     name: str
     joined: Tensor
     space: Space
+    digest: str
 
     def condition(self, settings: Settings, label: int | None = None) -> Condition:
         """Return the condition of one sample of the case; without a label its class is hidden."""
@@ -77,7 +88,10 @@ def given_conditions(
     cases = []
     for name in names:
         parts, space = [], None
-        label_map = _partner(name, maps, "--labels")
+        label_map, path, mask = (
+            _partner(name, files, option)
+            for files, option in ((maps, "--labels"), (volumes, "--condition"), (masks, "--mask"))
+        )
         if s.labels.num_classes:
             number = s.labels.num_joined(settings.autoencoder.latent_channels)
             part, space = (torch.zeros(number, *settings.latent_shape[1:]), None)
@@ -86,7 +100,6 @@ def given_conditions(
                 part = scale.apply(LABEL_MAP, part)
             parts.append(part)
         if s.volume.is_used:
-            path, mask = _partner(name, volumes, "--condition"), _partner(name, masks, "--mask")
             number = s.volume.num_joined(settings.autoencoder.latent_channels)
             part = torch.zeros(number, *settings.latent_shape[1:])
             if path is not None:
@@ -95,7 +108,9 @@ def given_conditions(
                 part = scale.apply(VOLUME, part)
             parts.append(part)
         assert space is not None, "a case has at least one file"
-        cases.append(GivenCondition(name, torch.cat(parts), space))
+        digests = [content_digest(file) if file is not None else "" for file in (label_map, path, mask)]
+        digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
+        cases.append(GivenCondition(name, torch.cat(parts), space, digest))
     return cases
 
 
@@ -180,7 +195,7 @@ def _files_of(place: str | None, option: str) -> dict[str, Path]:
         found = [item for item in items if suffix_of(item.name) and not item.is_dir() and not dicom.is_dicom(item)]
         series = _series([path, *(item for item in items if item.is_dir())], option)
     if found or series:
-        named = {item.name[: len(item.name) - len(suffix_of(item.name) or "")]: item for item in found} | series
+        named = {_stem(item.name): item for item in found} | series
         if len(named) == len(found) + len(series):
             return named
         raise UserError(
@@ -190,14 +205,25 @@ def _files_of(place: str | None, option: str) -> dict[str, Path]:
     raise UserError(f"{option}: {printable(place)} {what}; a file ({' '.join(SUFFIXES)}) or a folder of them is needed")
 
 
+def _stem(name: str) -> str:
+    return name[: len(name) - len(suffix_of(name) or "")]
+
+
 def _series(folders: Sequence[Path], option: str) -> dict[str, Path]:
-    """Return the DICOM series in these folders, each as its first file, by the name of its folder."""
-    found: dict[str, Path] = {}
+    """Return the DICOM series in these folders, each as its first file, by the name of its folder.
+
+    Several series of one folder are told apart by the names of their first files.
+    """
+    found: list[tuple[str, Path]] = []
     for folder in folders:
         if any(dicom.is_dicom(item) for item in folder.iterdir()):
             series, _ = series_in(folder.parent, folder, option)
-            found |= {PurePosixPath(name).name: path for name, path in series.items()}
-    return found
+            found += [(name.replace("/", "_"), path) for name, path in series.items()]
+    if len(dict(found)) < len(found):
+        names = [name for name, _ in found]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{option}: two DICOM series are named {printable(twice)}; rename the folder of one of them")
+    return dict(found)
 
 
 def _partner(name: str, files: dict[str, Path], option: str) -> Path | None:

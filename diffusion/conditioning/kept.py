@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,22 +33,24 @@ def keep(
     `names` says what each condition is made from, and `key` all settings that decide the result.
     """
     share = range(process.rank, len(names), process.world_size)
-    # Passed only to hide the bar, because an explicit disable=False would override --quiet.
-    quiet: dict[str, Any] = {} if process.is_first else {"disable": True}
     if on_disk:
         folder = _Folder(key, names, shape)
         with process.together():
-            for number in tqdm(
-                [n for n in share if not folder.has(n)], desc=title, unit="volume", leave=False, **quiet
-            ):
+            for number in _with_bar([n for n in share if not folder.has(n)], process, title):
                 folder.write(number, make(number))
         return folder.read
     kept = torch.zeros(len(names), *shape)
     with process.together():
-        for number in tqdm(share, desc=title, unit="volume", leave=False, **quiet):
+        for number in _with_bar(share, process, title):
             kept[number] = make(number)
     # One process fills each row and the others leave zeros.
     return process.sum(kept).__getitem__
+
+
+def _with_bar(numbers: Sequence[int], process: Process, title: str) -> Iterable[int]:
+    # Passed only to hide the bar, because an explicit disable=False would override --quiet.
+    hidden: dict[str, Any] = {} if process.is_first and numbers else {"disable": True}
+    return tqdm(numbers, desc=title, unit="volume", leave=False, **hidden)
 
 
 class _Folder:

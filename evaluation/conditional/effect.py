@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data import DataSplit, VolumeFile, load_file, to_unit
+from data import DataSplit, VolumeFile, from_unit, load_file, to_unit
 from data.pairs.label_maps import mask_on_grid
 from data.pairs.numbers import NUMBERS, NumberCode
 from data.pairs.pairs import MASKS, Pairs
 from diffusion.conditioning import Condition, check_conditions, hidden
 from diffusion.conditioning.conditions import Conditions, prepare_conditions
 from diffusion.conditioning.joined_scale import JoinedScale
-from diffusion.conditioning.volumes import block_means, hole_mask, lowered
+from diffusion.conditioning.volumes import hole_mask, lowered
 from diffusion.latents import stage_two_data
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
+from evaluation.conditional.known import with_known
+from evaluation.pair_metrics import OCCUPANCY, occupancy
 from runtime.processes import Process
 from settings import DataError, DataSettings, Settings
 from settings.conditioning import VolumeSettings
@@ -95,6 +97,7 @@ def condition_effect(
 ) -> dict[str, Any]:
     """Return L1 (of intensities in [0, 1]) and PSNR of one sample for each held-out volume, against that volume.
 
+    If the autoencoder was trained to weigh occupied voxels, also their IoU and Chamfer distance.
     `right` has the condition of the volume, `shuffled` that of the next one, `hidden` none, all from the same noise.
     What the right condition knows of the target is kept in all of them: around a hole, so that only the hole counts,
     and as means of blocks. In the latter case `interpolated` is the condition itself, and `interpolated_kept` has these
@@ -115,6 +118,7 @@ def condition_effect(
     targets = [to_unit(load_file(file, data).image) for file in files]
     known = [_Known(s.volume, settings.seed, file, masks[file.name]) for file in files]
     results: dict[str, Any] = {"num": len(files), "region": "hole" if s.volume.fills else "volume"}
+    threshold = settings.autoencoder.training.occupancy_threshold
     for name, condition in told.items():
         volumes = draw_volumes(
             network,
@@ -127,11 +131,12 @@ def condition_effect(
             batch_size,
         )
         drawn = [to_unit(volume).cpu() for volume in volumes]
-        results[name] = _errors([k.pair(v, t) for k, v, t in zip(known, drawn, targets, strict=True)])
+        results[name] = _errors(known, drawn, targets, threshold)
     if s.volume.is_from_target and not s.volume.fills:
         smooth = [lowered(target, s.volume.degrade.downsample) for target in targets]
-        results[INTERPOLATED] = _errors(list(zip(smooth, targets, strict=True)))
-        results[INTERPOLATED_KEPT] = _errors([k.pair(v, t) for k, v, t in zip(known, smooth, targets, strict=True)])
+        nothing = [_Known(VolumeSettings(), settings.seed, file, None) for file in files]
+        results[INTERPOLATED] = _errors(nothing, smooth, targets, threshold)
+        results[INTERPOLATED_KEPT] = _errors(known, smooth, targets, threshold)
     return results
 
 
@@ -145,17 +150,22 @@ class _Known:
         """Return the values of the sample and the target that are compared."""
         s = self.settings
         if s.fills:
-            unknown = self.mask
-            if unknown is None:
-                unknown = hole_mask(target.shape[1:], s.degrade.hole, self.seed, self.file.digest, 0)
+            unknown = self._unknown(target)
             return sample[:, unknown], target[:, unknown]
-        if s.is_from_target:
-            factors = s.degrade.downsample
-            missing = block_means(target - sample, factors)
-            for axis, factor in enumerate(factors, start=1):
-                missing = missing.repeat_interleave(factor, dim=axis)
-            sample = sample + missing
-        return sample, target
+        return with_known(sample, target, s, None), target
+
+    def grids(self, sample: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is compared as volumes (C, D, H, W): of a hole the box around it, with nothing but the hole."""
+        if not self.settings.fills:
+            return self.pair(sample, target)
+        unknown = self._unknown(target)
+        box = (slice(None), *(slice(int(axis.min()), int(axis.max()) + 1) for axis in unknown.nonzero(as_tuple=True)))
+        return (sample * unknown)[box], (target * unknown)[box]
+
+    def _unknown(self, target: Tensor) -> Tensor:
+        if self.mask is not None:
+            return self.mask
+        return hole_mask(target.shape[1:], self.settings.degrade.hole, self.seed, self.file.digest, 0)
 
 
 def _mask(pairs: Pairs, conditions: Conditions, file: VolumeFile, data: DataSettings) -> Tensor | None:
@@ -168,11 +178,18 @@ def _rows(condition: Condition, positions: Sequence[int]) -> Condition:
     return condition.map(lambda part: part[list(positions)])
 
 
-def _errors(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+def _errors(
+    known: Sequence[_Known], found: Sequence[Tensor], targets: Sequence[Tensor], threshold: float | None
+) -> dict[str, Any]:
+    """Return the mean errors of volumes in [0, 1]."""
+    pairs = [k.pair(volume, target) for k, volume, target in zip(known, found, targets, strict=True)]
+    grids = (k.grids(volume, target) for k, volume, target in zip(known, found, targets, strict=True))
+    of_occupied = [occupancy(from_unit(one), from_unit(other), threshold) for one, other in grids]
     l1 = [float((found - true).abs().mean()) for found, true in pairs]
     squared = [max(float((found - true).square().mean()), 1e-10) for found, true in pairs]
     psnr = [float(-10 * torch.tensor(value).log10()) for value in squared]
-    return {"l1": statistics.fmean(l1), "psnr": statistics.fmean(psnr), "l1_of_volumes": l1}
+    means = {name: statistics.fmean(row[name] for row in of_occupied) for name in of_occupied[0]}
+    return {"l1": statistics.fmean(l1), "psnr": statistics.fmean(psnr), **means, "l1_of_volumes": l1}
 
 
 def effect_lines(values: dict[str, Any]) -> list[str]:
@@ -185,9 +202,15 @@ def effect_lines(values: dict[str, Any]) -> list[str]:
         INTERPOLATED: "condition, interpolated",
         INTERPOLATED_KEPT: "the same with its means kept",
     }
-    lines = [f"{values['num']} samples against their held-out volumes, error {where}", f"{'':<30}     L1   PSNR dB"]
+    of_occupied = [name for name in OCCUPANCY if name in values[RIGHT]]
+    head = f"{'':<30}     L1   PSNR dB" + ("      IoU  Chamfer" if of_occupied else "")
+    lines = [f"{values['num']} samples against their held-out volumes, error {where}", head]
     lines += [
-        f"  {text:<28} {values[n]['l1']:8.4f} {values[n]['psnr']:8.2f}" for n, text in words.items() if n in values
+        f"  {text:<28} {values[n]['l1']:8.4f} {values[n]['psnr']:8.2f}"
+        + "".join(f" {values[n][name]:8.3f}" for name in of_occupied)
+        for n, text in words.items()
+        if n in values
     ]
     gain = 1 - values[RIGHT]["l1"] / max(values[SHUFFLED]["l1"], 1e-12)
-    return [*lines, f"  L1 with the right condition is {100 * gain:.1f} % lower than with another's"]
+    change = f"{100 * abs(gain):.1f} % {'lower' if gain >= 0 else 'higher'}"
+    return [*lines, f"  L1 with the right condition is {change} than with another's"]

@@ -20,7 +20,7 @@ from diffusion.frozen_autoencoder import freeze
 from diffusion.latent_batches import LatentBatch
 from diffusion.noise_process import NoiseProcess
 from diffusion.normalisation import Normalisation
-from diffusion.sampling import draw_volumes, guided
+from diffusion.sampling import draw_volumes, guided, num_predictions
 from diffusion.volume_codec import VolumeCodec, frozen_codec
 from evaluation.autoencoder_validation import reconstruct_and_measure
 from evaluation.ldm_validation import NOISE_LEVELS, held_out_losses
@@ -82,14 +82,14 @@ def _done_by(tracker: MemoryTracker, run: Callable[[], object]) -> PartOfRun:
 def _all_previews(settings: Settings, losses: PartOfRun, drawn: PartOfRun, decoded: PartOfRun) -> PartOfRun:
     """Return what all samples of a validation do.
 
-    It follows from one batch that took two denoising steps and of which one was decoded, and from one more decoding.
+    It follows from one batch that took the steps of `_shortened` and of which one was decoded, and from one more
+    decoding.
     """
-    sampling, batch = settings.ldm.sampling, _preview_batch(settings)
-    is_guided = settings.ldm.conditioning.is_used and sampling.guidance_scale not in (0.0, 1.0)
+    batch = _preview_batch(settings)
+    batches = math.ceil(settings.ldm.sampling.num_previews / batch)
+    num_left = sum(num_predictions(settings.ldm)) - sum(num_predictions(_shortened(settings).ldm))
     # A held-out loss calls the U-Net once at each noise level with one latent.
-    unet_calls = batch * (2 if is_guided else 1) / len(NOISE_LEVELS)
-    batches = math.ceil(sampling.num_previews / batch)
-    steps = batches * (sampling.num_inference_steps - 2) * unet_calls
+    steps = batches * batch * num_left / len(NOISE_LEVELS)
     parts: list[tuple[float, PartOfRun]] = [(batches, drawn), (batches * (batch - 1), decoded), (steps, losses)]
     calls = Calls()
     for times, part in parts:
@@ -201,11 +201,8 @@ def _reconstruct(codec: VolumeCodec, settings: Settings) -> None:
 
 
 def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> None:
-    """Draw one batch of samples and decode the first of them.
-
-    All denoising steps need the same memory, so two are enough. Samples are decoded one by one.
-    """
-    short = _guided_throughout(settings).with_overrides({"ldm.sampling.num_inference_steps": 2})
+    """Draw one batch of samples in few steps and decode the first of them; samples are decoded one by one."""
+    short = _shortened(settings)
     batch = _preview_batch(settings)
     volume_before = _volume(settings)  # whoever asked for the samples still has it
     neutral = Normalisation.neutral(settings)
@@ -236,8 +233,16 @@ def _denoising_bytes(settings: Settings, cuda: bool, number: int) -> int:
         return tracker.peak["device"] - there
 
 
+def _shortened(settings: Settings) -> Settings:
+    """Return the settings with at most two steps, which need the memory of all."""
+    steps = min(2, settings.ldm.sampling.num_inference_steps)
+    return _guided_throughout(settings).with_overrides({"ldm.sampling.num_inference_steps": steps})
+
+
 def _guided_throughout(settings: Settings) -> Settings:
-    """Return the settings with guidance in every step: those outside `guidance_interval` need half the memory."""
+    """Return the settings with guidance in every step or in none: a step outside `guidance_interval` needs half."""
+    if max(num_predictions(settings.ldm)) == 1:
+        return settings.with_overrides({"ldm.sampling.guidance_scale": 1.0})
     return settings.with_overrides({"ldm.sampling.guidance_interval": [0.0, 1.0]})
 
 

@@ -270,6 +270,15 @@ def test_a_partner_outside_its_window_is_refused_with_the_name_of_the_window(fol
     assert "change ldm.conditioning.volume.intensity" in str(error.value)
 
 
+def test_a_map_of_many_values_must_be_stored_as_integers(tmp_path):
+    values = np.random.default_rng(0).random((1, 12, 10, 8)).astype(np.float32)
+    write_nifti(tmp_path / "a.nii.gz", values, AFFINE)
+    _, facts = measure(tmp_path / "a.nii.gz", build_settings())
+    text = label_problem(tmp_path / "a.nii.gz", facts, 3, LABELS)
+    assert text is not None
+    assert "a.nii.gz: many values of type float32; label maps of many values are stored as integers" in text
+
+
 def test_a_negative_label_is_not_mended_by_more_classes(tmp_path):
     write_nifti(tmp_path / "a.nii.gz", label_map(0) - 1, AFFINE)
     _, facts = measure(tmp_path / "a.nii.gz", build_settings())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import nibabel as nib
 import numpy as np
 import pytest
 import torch
@@ -94,6 +95,31 @@ def test_a_filled_volume_keeps_every_known_voxel_of_the_file(tmp_path):
     write_nifti(tmp_path / "short.nii.gz", mask[:, :6], TURNED)
     with pytest.raises(DataError, match=r"6 x 10 x 8 voxels, and .* has 12 x 10 x 8; a mask needs the shape"):
         mask_of(tmp_path / "short.nii.gz", tmp_path / "a.nii.gz", data)
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8, np.float32])
+@pytest.mark.parametrize("codes", ["RAS", "LPS", "PIR"])
+def test_written_files_equal_the_given_one_outside_the_mask_in_any_type_and_orientation(tmp_path, dtype, codes):
+    voxels = np.random.default_rng(0).uniform(0, 250, (13, 11, 9)).astype(dtype)
+    hole = np.zeros(voxels.shape, bool)
+    hole[3:7, 2:6, 1:5] = True
+    affine = np.zeros((4, 4))
+    for axis, (row, sign) in enumerate(nib.orientations.axcodes2ornt(codes)):
+        affine[int(row), axis] = sign * (0.7, 1.37, 2.9)[axis]
+    affine[:, 3] = [-31.3, 12.7, 99.1, 1]
+    nib.save(nib.Nifti1Image(voxels, affine), tmp_path / "a.nii.gz")
+    # The mask has the same place, but its axes have another order or direction.
+    nib.save(nib.as_closest_canonical(nib.Nifti1Image(hole.astype(np.uint8), affine)), tmp_path / "mask.nii.gz")
+    data = build_settings(voxel_size=[8, 12, 8])
+    unknown = mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data).in_file
+    _, space = space_of_volume(tmp_path / "a.nii.gz", data, from_target(hole=[2, 2, 2]), unknown)
+    for value in (0.2, 0.7):
+        filled = space.restored(np.full((1, 8, 12, 8), value, np.float32), (7.0,), (9.0,))
+        write_nifti(tmp_path / "filled.nii.gz", filled, space.geometry.affine)
+        image = nib.load(tmp_path / "filled.nii.gz")
+        np.testing.assert_allclose(image.affine, affine, atol=1e-5)
+        assert np.array_equal(image.get_fdata()[~hole], voxels[~hole].astype(np.float64))
+        assert np.ptp(image.get_fdata()[hole]) < 1e-3 * np.ptp(voxels)
 
 
 @pytest.mark.parametrize("resize", ["resample", "crop_or_pad"])

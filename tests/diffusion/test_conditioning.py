@@ -10,6 +10,7 @@ import torch
 
 from diffusion.conditioning import NOTHING, Condition, hidden, some_hidden
 from diffusion.conditioning.conditions import empty_condition
+from diffusion.conditioning.kept import keep
 from diffusion.latent_batches import LatentBatch
 from diffusion.sampling import guided
 from runtime.processes import Process
@@ -192,3 +193,12 @@ def test_resuming_with_other_partners_is_refused(tiny_values):
     step._partners = "others"
     with pytest.raises(CheckpointError, match="made with other conditions: the volumes' partners changed"):
         step.load_state_dict(state)
+
+
+def test_conditions_that_are_kept_already_show_no_bar(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        capsys.readouterr()
+        read = keep(lambda number: torch.full((1, 2), float(number)), "ab", (1, 2), "key", True, CPU, "maps")
+        assert read(1).tolist() == [[1.0, 1.0]]
+    assert capsys.readouterr().err == ""

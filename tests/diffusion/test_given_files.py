@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -26,3 +28,18 @@ def test_volumes_of_one_name_in_one_folder_are_refused(tmp_path):
     write_nifti(tmp_path / "scans" / "a.nii.gz", np.zeros((1, *SHAPE), np.float32), np.eye(4))
     with pytest.raises(UserError, match="two files of one name"):
         _files_of(str(tmp_path / "scans"), "--condition")
+
+
+def test_series_whose_first_files_share_a_name_are_told_apart_by_their_folders(tmp_path):
+    scans = tmp_path / "scans"
+    for folder in (scans / "a", scans / "b"):
+        for series in (1, 2):
+            for place, path in enumerate(write_series(folder, voxels_of(0))):
+                path.rename(folder / f"{series}_{place}.dcm")
+    found = _files_of(str(scans), "--condition")
+    assert sorted(found) == ["a_1_0.dcm", "a_2_0.dcm", "b_1_0.dcm", "b_2_0.dcm"]
+    write_series(scans / "scans", voxels_of(0))
+    for path in (scans / "scans").iterdir():
+        shutil.copy(path, scans / path.name)
+    with pytest.raises(UserError, match="--condition: two DICOM series are named scans; rename the folder"):
+        _files_of(str(scans), "--condition")

@@ -100,11 +100,45 @@ def test_the_right_condition_has_no_error_and_another_has_one(tiny_values, cases
         assert found["hidden"]["l1"] == pytest.approx(float(spread), rel=1e-3)
 
 
+@pytest.mark.parametrize("degrade", [{"hole": [4, 4, 4]}, {"downsample": [1, 2, 1]}])
+def test_occupied_voxels_of_mostly_empty_volumes_are_compared(tiny_values, cases, degrade):
+    without, _ = effect(tiny_values, TARGET | {"degrade": degrade}, is_right=True)
+    assert "iou" not in without["right"]
+    tiny_values["autoencoder"]["training"] |= {"occupied_weight": 5.0, "occupied_threshold": 0.5}
+    found, _ = effect(tiny_values, TARGET | {"degrade": degrade}, is_right=True)
+    assert (found["right"]["iou"], found["right"]["chamfer"]) == (1, 0)
+    assert 0.1 < found["shuffled"]["iou"] < 0.9
+    assert 0 < found["shuffled"]["chamfer"] < 2
+    head, right = (line.split() for line in effect_lines(found)[1:3])
+    assert head[-2:] == ["IoU", "Chamfer"]
+    assert right[-2:] == ["1.000", "0.000"]
+    if "downsample" in degrade:
+        assert 0.1 < found["interpolated"]["iou"] < found["interpolated_kept"]["iou"] < 0.9
+
+
+def test_only_the_hole_counts_among_occupied_voxels(tiny_values, cases):
+    masks = []
+    for place in range(6):
+        mask = np.zeros((1, 16, 16, 16), np.float32)
+        mask[0, 2:5, 2:5, 2:5], mask[0, 4, 4, 4] = 1, 0
+        write_nifti(Path("masks") / f"{place}.nii.gz", mask, np.eye(4))
+        masks.append(VolumeFile(Path("masks") / f"{place}.nii.gz", str(place)))
+    tiny_values["autoencoder"]["training"] |= {"occupied_weight": 5.0, "occupied_threshold": 0.5}
+    volume = TARGET | {"degrade": {"masks": "masks"}}
+    found, targets = effect(tiny_values, volume, is_right=True, masks=tuple(masks))
+    hole = torch.from_numpy(mask[0] > 0)
+    occupied = [target[0][hole] > 0.5 for target in targets]
+    shares = [(a & b).sum() / (a | b).sum() for a, b in zip(occupied, [*occupied[1:], occupied[0]], strict=True)]
+    assert found["shuffled"]["iou"] == pytest.approx(float(sum(shares)) / len(shares), abs=1e-6)
+
+
 def test_an_inverted_condition_is_as_bad_as_that_of_another_volume(tiny_values, cases):
     found, _ = effect(tiny_values, {"encoding": "resample", "source": "other"}, is_right=False)
     assert found["region"] == "volume"
     assert found["right"]["l1"] > 0.05
     assert "interpolated" not in found
+    worse = {"num": 2, "region": "volume", "right": {"l1": 0.3, "psnr": 9.0}, "shuffled": {"l1": 0.2, "psnr": 9.0}}
+    assert effect_lines(worse)[-1].endswith("L1 with the right condition is 50.0 % higher than with another's")
 
 
 def test_a_volume_with_an_empty_mask_has_no_error_to_count(tiny_values, cases):

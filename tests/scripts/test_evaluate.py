@@ -7,6 +7,7 @@ import runpy
 import shutil
 
 import pytest
+import yaml
 
 from evaluation.fid import NETWORKS
 from tests.conftest import ROOT
@@ -50,6 +51,21 @@ def test_without_stage_two_only_reconstructions_are_measured(tmp_path, tmp_path_
     shutil.copytree(finished_run(tmp_path_factory), run)
     (run / "ldm.safetensors").unlink()
     shutil.rmtree(run / "checkpoints")
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    values["autoencoder"]["training"]["occupied_weight"] = 5.0
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
     assert run_here("scripts/evaluate.py", "--run", run, "--json", "e.json") == 0
-    assert "only reconstructions are evaluated" in capsys.readouterr().err
-    assert "samples" not in json.loads((tmp_path / "e.json").read_text())
+    printed = capsys.readouterr()
+    assert "only reconstructions are evaluated" in printed.err
+    found = json.loads((tmp_path / "e.json").read_text())
+    assert "samples" not in found
+    # Volumes that are mostly empty are compared by their occupied voxels too.
+    mean = found["reconstruction"]["mean"]
+    rows = found["reconstruction"]["volumes"]
+    assert mean["iou"] == pytest.approx(sum(row["iou"] for row in rows) / len(rows))
+    head, first = printed.out.splitlines()[:2]
+    assert head.index("Chamfer") + len("Chamfer") == len(first)
+    assert f"{mean['ms_ssim']:8.4f} {mean['iou']:8.3f} {mean['chamfer']:8.3f}" in printed.out
+    page = (run / "report.html").read_text()
+    for text in ("IoU of occupied voxels of reconstructions", f"{mean['chamfer']:.3f} voxels"):
+        assert text in page

@@ -7,9 +7,14 @@ import math
 
 import pytest
 
+from diffusion.sampling import num_predictions
+from memory.predict.records import Work
 from memory.predict.run import CONDITIONS as ENCODING_CONDITIONS
 from memory.predict.run import (
     ENCODING,
+    PartOfRun,
+    _all_previews,
+    _shortened,
     assumptions,
     encoded_volume,
     other_autoencoder,
@@ -97,3 +102,35 @@ def test_guidance_in_the_middle_needs_the_memory_of_guidance_throughout(tiny_val
         values["ldm"]["unet"] |= {"num_channels": [16], "attention_levels": [False]}
         found.append(sampling_batch(Settings.model_validate(values), False, 64 * 2**20, 1000))
     assert found[0] == found[1] < 0.7 * found[2]
+
+
+@pytest.mark.parametrize(
+    ("scale", "interval", "steps", "in_two_steps", "expected"),
+    [
+        (1.0, [0.0, 1.0], 4, 2, 4),
+        (2.0, [0.0, 1.0], 4, 4, 8),
+        (2.0, [0.3, 0.7], 4, 4, 6),  # two of the steps at 999, 666, 333 and 0
+        (2.0, [0.4, 0.5], 4, 2, 4),
+        (1.0, [0.0, 1.0], 1, 1, 1),
+    ],
+)
+def test_the_time_of_previews_knows_in_which_steps_guidance_acts(
+    tiny_values, scale, interval, steps, in_two_steps, expected
+):
+    tiny_values["ldm"]["conditioning"] = {"type": "class", "num_classes": 3}
+    sampling = {"guidance_scale": scale, "guidance_interval": interval, "num_inference_steps": steps}
+    tiny_values["ldm"]["sampling"] |= sampling
+    batch = 2
+    # A prediction for one latent is one operation; a held-out loss has one at each of its four noise levels.
+    losses, drawn, decoded = (
+        PartOfRun({("convolution", (1,), "float32"): Work(flops=flops)}) for flops in (4, batch * in_two_steps, 0)
+    )
+    found = _all_previews(Settings.model_validate(tiny_values), losses, drawn, decoded)
+    assert [work.flops for work in found.work.values()] == [batch * expected]
+
+
+def test_drawing_in_few_steps_is_guided_only_if_some_step_is(tiny_values):
+    tiny_values["ldm"]["conditioning"] = {"type": "class", "num_classes": 3}
+    for interval, expected in (([0.3, 0.7], [2, 2]), ([0.4, 0.5], [1, 1])):
+        tiny_values["ldm"]["sampling"] |= {"guidance_scale": 2.0, "guidance_interval": interval}
+        assert num_predictions(_shortened(Settings.model_validate(tiny_values)).ldm) == expected
