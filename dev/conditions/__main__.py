@@ -24,11 +24,10 @@ _INTRODUCTION = """# What conditions are worth
 
 Written by `python -m dev.conditions`; do not edit by hand.
 
-The autoencoder is that of `configs/quickstart.yaml`; the U-Net has 16, 32 and 64 channels on latents that are not
-folded, noise with 32 principal components, no texture, and a learning rate of 1.5e-3. They are trained for the updates
-that are named, on one CPU core. Errors are those of samples for held-out volumes, on the scale of 0 to 1: with the
-volume's own condition, with that of another volume, and with none, each from the same noise. Several networks of a task
-differ in their seeds only; errors are means over them.
+Both networks have the sizes and the recipe of `configs/quickstart.yaml`, with its first guesses. They are trained for
+the updates that are named, on one CPU core. Errors are those of samples for held-out volumes, on the scale of 0 to 1:
+with the volume's own condition, with that of another volume, and with none, each from the same noise. Several networks
+of a task differ in their seeds only; errors are means over them.
 """
 
 

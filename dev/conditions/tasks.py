@@ -57,7 +57,7 @@ def tasks(volumes: Path) -> dict[str, Task]:
     return {
         "labels": Task("Label map to image", maps, 300, guided, (42, 43, 44)),
         "hole": Task("Inpainting a hole of 16 x 16 x 16 voxels", hole, 600, plain),
-        "finer": Task("Super-resolution by 2 along one axis", finer, 150, plain),
+        "finer": Task("Super-resolution by 2 along one axis", finer, 300, plain),
     }
 
 
