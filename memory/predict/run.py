@@ -6,7 +6,6 @@ what they need in slabs, unless the blocks are MONAI's, which have none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,9 @@ from diffusion.conditioning.conditions import empty_condition
 from diffusion.conditioning.other_autoencoder import load_other
 from diffusion.frozen_autoencoder import freeze
 from diffusion.latent_batches import LatentBatch
+from diffusion.noise_process import NoiseProcess
 from diffusion.normalisation import Normalisation
+from diffusion.samplers import SAMPLERS
 from diffusion.sampling import draw_volumes, guided
 from diffusion.volume_codec import VolumeCodec, frozen_codec
 from evaluation.autoencoder_validation import reconstruct_and_measure
@@ -35,6 +36,7 @@ from runtime.phases import phase
 from runtime.placement import move
 from settings import Settings
 from settings.autoencoder import AutoencoderSettings
+from settings.ldm import LdmSettings
 
 USED_SHARE = 0.8
 """Share of the free memory that a batch of samples may take; the rest is for fragments and the decoder."""
@@ -81,19 +83,31 @@ def _done_by(tracker: MemoryTracker, run: Callable[[], object]) -> PartOfRun:
 def _all_previews(settings: Settings, losses: PartOfRun, drawn: PartOfRun, decoded: PartOfRun) -> PartOfRun:
     """Return what all samples of a validation do.
 
-    It follows from one batch that took two denoising steps and of which one was decoded, and from one more decoding.
+    It follows from one batch that took few denoising steps and of which one was decoded, and from one more decoding.
     """
-    sampling, batch = settings.ldm.sampling, _preview_batch(settings)
-    is_guided = settings.ldm.conditioning.is_used and sampling.guidance_scale not in (0.0, 1.0)
+    batch, taken = _preview_batch(settings), _few_steps(settings)
+    # The last batch may be smaller, so this is not a whole number.
+    batches = settings.ldm.sampling.num_previews / batch
+    more = max(0, _unet_calls(settings.ldm) - _unet_calls(taken.ldm))
     # A held-out loss calls the U-Net once at each noise level with one latent.
-    unet_calls = batch * (2 if is_guided else 1) / len(NOISE_LEVELS)
-    batches = math.ceil(sampling.num_previews / batch)
-    steps = batches * (sampling.num_inference_steps - 2) * unet_calls
+    steps = batches * batch * more / len(NOISE_LEVELS)
     parts: list[tuple[float, PartOfRun]] = [(batches, drawn), (batches * (batch - 1), decoded), (steps, losses)]
     calls = Calls()
     for times, part in parts:
         calls.add_all(part.calls, times)
     return PartOfRun(combined([(times, part.work) for times, part in parts]), calls)
+
+
+def _unet_calls(ldm: LdmSettings) -> int:
+    """Return how many latents pass through the U-Net for one sample."""
+    sampling, num_timesteps = ldm.sampling, ldm.scheduler.num_train_timesteps
+    _, choose_times = SAMPLERS[sampling.sampler]
+    times = choose_times(NoiseProcess(ldm.scheduler, CPU), sampling.num_inference_steps)
+    if sampling.sampler == "heun":
+        times = [time for time in times for _ in range(2)][1:]
+    lowest, highest = (share * num_timesteps for share in sampling.guidance_interval)
+    is_guided = ldm.conditioning.is_used and sampling.guidance_scale not in (0.0, 1.0)
+    return sum(2 if is_guided and lowest <= time <= highest else 1 for time in times)
 
 
 def other_programs(settings: Settings, stage: Stage, cuda: bool) -> dict[str, MemoryTracker]:
@@ -200,11 +214,8 @@ def _reconstruct(codec: VolumeCodec, settings: Settings) -> None:
 
 
 def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> None:
-    """Draw one batch of samples and decode the first of them.
-
-    All denoising steps need the same memory, so two are enough. Samples are decoded one by one.
-    """
-    short = _guided_throughout(settings).with_overrides({"ldm.sampling.num_inference_steps": 2})
+    """Draw one batch of samples in few steps and decode the first of them. Samples are decoded one by one."""
+    short = _few_steps(settings)
     batch = _preview_batch(settings)
     volume_before = _volume(settings)  # whoever asked for the samples still has it
     neutral = Normalisation.neutral(settings)
@@ -232,6 +243,12 @@ def _denoising_bytes(settings: Settings, cuda: bool, number: int) -> int:
         there = tracker.live["device"]
         predict(latents, times)
         return tracker.peak["device"] - there
+
+
+def _few_steps(settings: Settings) -> Settings:
+    """Return the settings with at most two denoising steps, which is enough: all need the same memory."""
+    number = min(2, settings.ldm.sampling.num_inference_steps)
+    return _guided_throughout(settings).with_overrides({"ldm.sampling.num_inference_steps": number})
 
 
 def _guided_throughout(settings: Settings) -> Settings:

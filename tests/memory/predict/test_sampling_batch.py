@@ -1,6 +1,21 @@
 import pytest
+import torch
 
-from memory.predict.run import USED_SHARE, _denoising_bytes, sampling_batch
+from diffusion.conditioning.conditions import empty_condition
+from diffusion.noise_process import NoiseProcess
+from diffusion.sampling import guided, sample_latents
+from evaluation.ldm_validation import NOISE_LEVELS
+from memory.predict.records import Work
+from memory.predict.run import (
+    USED_SHARE,
+    PartOfRun,
+    _all_previews,
+    _denoising_bytes,
+    _few_steps,
+    _unet_calls,
+    sampling_batch,
+)
+from runtime.randomness import SampleNoise
 from settings import Settings
 
 
@@ -25,3 +40,55 @@ def test_guidance_takes_twice_the_memory(tiny_values):
     plain = Settings.model_validate(tiny_values)
     guided = plain.with_overrides({"ldm.sampling.guidance_scale": 2.0})
     assert _denoising_bytes(guided, False, 2) == pytest.approx(_denoising_bytes(plain, False, 4), rel=0.05)
+
+
+class CountingNetwork(torch.nn.Module):
+    """Predicts zeros and counts the latents."""
+
+    number = 0
+
+    def forward(self, x, timesteps, **condition):
+        self.number += len(x)
+        return torch.zeros_like(x)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "sampling"),
+    [
+        ("ddpm", {"sampler": "ddim", "guidance_scale": 3.0, "guidance_interval": [0.2, 0.6]}),
+        ("ddpm", {"sampler": "dpmpp_2m", "guidance_scale": 0.0}),
+        ("rflow", {"sampler": "heun", "guidance_scale": 3.0, "guidance_interval": [0.5, 1.0]}),
+        ("rflow", {"sampler": "rflow"}),
+    ],
+)
+@pytest.mark.parametrize("steps", [1, 7])
+def test_every_pass_of_a_latent_through_the_network_is_counted(tiny_values, scheduler, sampling, steps):
+    tiny_values["ldm"] |= {
+        "conditioning": {"type": "class", "num_classes": 2},
+        "scheduler": {"type": scheduler},
+        "sampling": {**sampling, "num_inference_steps": steps},
+    }
+    settings = Settings.model_validate(tiny_values)
+    cpu, network = torch.device("cpu"), CountingNetwork()
+    predict = guided(network, settings.ldm, empty_condition(settings, 3))
+    process, noise = NoiseProcess(settings.ldm.scheduler, cpu), SampleNoise(0, cpu)
+    sample_latents(predict, process, noise, range(3), settings.latent_shape, steps, sampling["sampler"])
+    assert _unet_calls(settings.ldm) * 3 == network.number
+
+
+@pytest.mark.parametrize(
+    ("sampler", "steps", "timesteps", "passes"), [("rflow", 1, 1, 1), ("rflow", 5, 9, 5), ("heun", 5, 9, 9)]
+)
+def test_previews_take_the_passes_and_decodings_of_all_samples(tiny_values, sampler, steps, timesteps, passes):
+    tiny_values["ldm"] |= {
+        "scheduler": {"type": "rflow", "num_train_timesteps": timesteps},
+        "sampling": {"sampler": sampler, "num_inference_steps": steps, "num_previews": 5},
+    }
+    settings = Settings.model_validate(tiny_values)
+    assert settings.ldm.training.batch_size == 2
+    # A pass is one operation, a decoding a thousand.
+    taken = _unet_calls(_few_steps(settings).ldm)
+    operations = (len(NOISE_LEVELS), 2 * taken + 1000, 1000)
+    parts = [PartOfRun({("convolution", (1,), "float32"): Work(flops=number)}) for number in operations]
+    (total,) = _all_previews(settings, *parts).work.values()
+    assert total.flops == pytest.approx(5 * passes + 5000, abs=2)
