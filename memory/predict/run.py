@@ -69,7 +69,9 @@ def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryT
         if settings.ldm.sampling.num_previews:
             drawn = _done_by(tracker, lambda: _sample(step.unet, codec, settings))
             decoded = _done_by(tracker, lambda: codec.decode(zeros[0]))
-            parts[PREVIEWS] = _all_previews(settings, parts[VALIDATED_VOLUME], drawn, decoded)
+            of_all, of_drawn = (_unet_calls(s.ldm, step.noise_process) for s in (settings, _few_steps(settings)))
+            more = max(0, of_all - of_drawn)
+            parts[PREVIEWS] = _all_previews(settings, parts[VALIDATED_VOLUME], drawn, decoded, more)
         return parts
 
 
@@ -80,17 +82,19 @@ def _done_by(tracker: MemoryTracker, run: Callable[[], object]) -> PartOfRun:
     return PartOfRun(tracker.work, tracker.calls)
 
 
-def _all_previews(settings: Settings, losses: PartOfRun, drawn: PartOfRun, decoded: PartOfRun) -> PartOfRun:
+def _all_previews(
+    settings: Settings, losses: PartOfRun, drawn: PartOfRun, decoded: PartOfRun, more_calls: int
+) -> PartOfRun:
     """Return what all samples of a validation do.
 
     It follows from one batch that took few denoising steps and of which one was decoded, and from one more decoding.
+    Every sample of the run passes through the U-Net `more_calls` times more.
     """
-    batch, taken = _preview_batch(settings), _few_steps(settings)
+    batch = _preview_batch(settings)
     # The last batch may be smaller, so this is not a whole number.
     batches = settings.ldm.sampling.num_previews / batch
-    more = max(0, _unet_calls(settings.ldm) - _unet_calls(taken.ldm))
     # A held-out loss calls the U-Net once at each noise level with one latent.
-    steps = batches * batch * more / len(NOISE_LEVELS)
+    steps = batches * batch * more_calls / len(NOISE_LEVELS)
     parts: list[tuple[float, PartOfRun]] = [(batches, drawn), (batches * (batch - 1), decoded), (steps, losses)]
     calls = Calls()
     for times, part in parts:
@@ -98,11 +102,11 @@ def _all_previews(settings: Settings, losses: PartOfRun, drawn: PartOfRun, decod
     return PartOfRun(combined([(times, part.work) for times, part in parts]), calls)
 
 
-def _unet_calls(ldm: LdmSettings) -> int:
+def _unet_calls(ldm: LdmSettings, process: NoiseProcess) -> int:
     """Return how many latents pass through the U-Net for one sample."""
     sampling, num_timesteps = ldm.sampling, ldm.scheduler.num_train_timesteps
     _, choose_times = SAMPLERS[sampling.sampler]
-    times = choose_times(NoiseProcess(ldm.scheduler, CPU), sampling.num_inference_steps)
+    times = choose_times(process, sampling.num_inference_steps)
     if sampling.sampler == "heun":
         times = [time for time in times for _ in range(2)][1:]
     lowest, highest = (share * num_timesteps for share in sampling.guidance_interval)

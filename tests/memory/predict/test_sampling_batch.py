@@ -73,7 +73,7 @@ def test_every_pass_of_a_latent_through_the_network_is_counted(tiny_values, sche
     predict = guided(network, settings.ldm, empty_condition(settings, 3))
     process, noise = NoiseProcess(settings.ldm.scheduler, cpu), SampleNoise(0, cpu)
     sample_latents(predict, process, noise, range(3), settings.latent_shape, steps, sampling["sampler"])
-    assert _unet_calls(settings.ldm) * 3 == network.number
+    assert _unet_calls(settings.ldm, process) * 3 == network.number
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,10 @@ def test_previews_take_the_passes_and_decodings_of_all_samples(tiny_values, samp
     settings = Settings.model_validate(tiny_values)
     assert settings.ldm.training.batch_size == 2
     # A pass is one operation, a decoding a thousand.
-    taken = _unet_calls(_few_steps(settings).ldm)
+    process = NoiseProcess(settings.ldm.scheduler, torch.device("cpu"))
+    taken = _unet_calls(_few_steps(settings).ldm, process)
+    assert _unet_calls(settings.ldm, process) == passes
     operations = (len(NOISE_LEVELS), 2 * taken + 1000, 1000)
-    parts = [PartOfRun({("convolution", (1,), "float32"): Work(flops=number)}) for number in operations]
-    (total,) = _all_previews(settings, *parts).work.values()
+    losses, drawn, decoded = (PartOfRun({("convolution", (1,), "float32"): Work(flops=n)}) for n in operations)
+    (total,) = _all_previews(settings, losses, drawn, decoded, passes - taken).work.values()
     assert total.flops == pytest.approx(5 * passes + 5000, abs=2)
