@@ -32,7 +32,6 @@ from evaluation.sharpness import compare_sharpness, sharpness_of
 from models import StockAutoencoder
 from runtime.processes import Process
 from settings import DataError, Settings, load_settings
-from storage.names import counted
 from training.autoencoder_step import AutoencoderStep
 from training.ldm_step import LatentDiffusionStep
 from training.step import TrainingStep
@@ -151,10 +150,10 @@ def _prepared(
     settings = load_settings(config, [*overrides, *fixed, *times], stage="ldm")
     recipes_of(settings, ablations)
     split = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
-    if len(split.val) < 2:
+    if min(len(split.train), len(split.val)) < 2:
+        found = f"{len(split.train)} for training and {len(split.val)} held out with seed {seed}"
         raise DataError(
-            f"--volumes: {counted(len(split.val), 'held-out volume')} with seed {seed}; allowed: 2 or more; "
-            "give more volumes, or a larger data.val_fraction"
+            f"--volumes: {found}; allowed: 2 or more of each; give more volumes, or change data.val_fraction with --set"
         )
     return settings, split
 

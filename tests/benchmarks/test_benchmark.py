@@ -255,7 +255,7 @@ def test_every_recipe_fits_the_presets():
     ("timesteps", "problem"),
     [
         (20, "25 is above num_train_timesteps"),
-        (1000, "1 held-out volume with seed 1; allowed: 2 or more"),
+        (1000, "7 for training and 1 held out with seed 1; allowed: 2 or more of each"),
     ],
 )
 def test_what_no_recipe_can_train_on_is_refused_for_all_seeds_at_once(
