@@ -74,6 +74,11 @@ class Schedule:
         return None if self.settings.max_hours is None else self.seconds / (3600 * self.settings.max_hours)
 
     @property
+    def tenths(self) -> int:
+        """Return how many tenths of the run's time have passed; 0 if its steps are limited instead."""
+        return 0 if self.progress is None else int(10 * self.progress)
+
+    @property
     def seconds_left(self) -> float | None:
         """Return the seconds left of the run's time; None if its steps are limited instead."""
         hours = self.settings.max_hours
