@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ from training.ldm_step import LatentDiffusionStep
 from training.step import TrainingStep
 
 CPU = Process(torch.device("cpu"))
-CONFIGURED, LOOP = "as configured", "3d_ldm-style loop"
+CONFIGURED, EPSILON, LOOP = "as configured", "epsilon", "3d_ldm-style loop"
 LOOP_RATES = (1e-4, 1e-3)
 LOOP_KL_WEIGHT = 1e-7
 NUM_COMPONENTS = 32
@@ -44,16 +45,14 @@ DDIM_25 = f"{CONFIGURED}, ddim with 25 steps"
 
 _ALONE = {"autoencoder.training.use_perceptual_loss": False, "autoencoder.training.adversarial_weight": 0.0}
 STAGE_ONE: dict[str, dict[str, Any]] = {
-    CONFIGURED: {},
     "l1 alone": {**_ALONE, "autoencoder.training.reconstruction_loss": "l1"},
     "l2 alone": {**_ALONE, "autoencoder.training.reconstruction_loss": "l2"},
     "without decay": {"autoencoder.training.learning_rate_decay": "none"},
 }
 STAGE_TWO: dict[str, dict[str, Any]] = {
-    CONFIGURED: {},
     "white noise": {"ldm.scheduler.noise_components": 0, "ldm.scheduler.noise_texture": "white"},
     "components alone": {"ldm.scheduler.noise_texture": "white"},
-    "epsilon": {"ldm.scheduler.prediction": "epsilon", "ldm.scheduler.zero_terminal_snr": False},
+    EPSILON: {"ldm.scheduler.prediction": "epsilon", "ldm.scheduler.zero_terminal_snr": False},
     "without decay": {"ldm.training.learning_rate_decay": "none"},
     "without an average": {"ldm.training.ema_length": None, "ldm.training.ema_decay": 0.0},
     "min-SNR": {"ldm.training.loss_weighting": "min_snr", "ldm.scheduler.zero_terminal_snr": False},
@@ -68,6 +67,7 @@ LOOP_STAGE_TWO = {
     "ldm.scheduler.prediction": "epsilon",
     "ldm.scheduler.zero_terminal_snr": False,
     "ldm.scheduler.time_sampling": "uniform",
+    "ldm.scheduler.time_shift": 1.0,
     "ldm.sampling.sampler": "ddim",
     "ldm.sampling.num_inference_steps": 25,
     "ldm.training.loss_weighting": "none",
@@ -96,15 +96,11 @@ def compare_recipes(
     """
     rows: list[dict[str, Any]] = []
     anchors: list[dict[str, Any]] = []
-    for seed in range(num_seeds):
-        fixed = [f"data.source={volumes}", f"seed={seed}", "device.type=cpu", "device.mixed_precision=false"]
-        fixed += ["data.num_workers=0", "data.persistent_workers=false", "ldm.latents.cache=memory"]
-        stages = zip(("autoencoder", "ldm"), seconds, strict=True)
-        times = [f"{stage}.training.max_hours={allowed / 3600!r}" for stage, allowed in stages]
-        settings = load_settings(config, [*overrides, *fixed, *times], stage="ldm")
-        split = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
-        if len(split.val) < 2:
-            raise DataError(f"--volumes: {len(split.val)} held-out volumes; the comparison needs 2 or more; give more")
+    # All seeds now: volumes that are too few, or a config that a recipe does not go with, are refused before training.
+    for seed, (settings, split) in enumerate(
+        [_prepared(volumes, config, overrides, seconds, seed, ablations) for seed in range(num_seeds)]
+    ):
+        stage_one, stage_two, loops = recipes_of(settings, ablations)
         judge = SampleJudge(split, settings, num_samples)
         anchors.append(judge.anchors())
 
@@ -113,14 +109,14 @@ def compare_recipes(
             progress(f"stage {stage}, {recipe}")
 
         networks = {}
-        for name, changes in _chosen(STAGE_ONE, ablations).items():
-            step = AutoencoderStep(settings.with_overrides(changes), CPU)
+        for name, changed in stage_one.items():
+            step = AutoencoderStep(changed, CPU)
             num_steps = train(step, volume_batches(step.settings, split))
             networks[name] = step.autoencoder
             add(1, name, seed, {"steps": num_steps, **reconstructions(step.autoencoder, split, settings)})
-        for name, changes in _chosen(STAGE_TWO, ablations).items():
-            for sampled, row in _samples(networks[CONFIGURED], settings.with_overrides(changes, "ldm"), judge, name):
-                add(2, sampled, seed, row)
+        for ways in stage_two:
+            for name, row in _samples(networks[CONFIGURED], ways, judge):
+                add(2, name, seed, row)
         if ablations:
             best: tuple[float, StockAutoencoder] | None = None
             for rate in LOOP_RATES:
@@ -130,9 +126,8 @@ def compare_recipes(
                 add(1, f"{LOOP}, {rate:g}", seed, {"steps": num_steps, **found})
                 best = max(best or (0.0, loop.autoencoder), (found["psnr"], loop.autoencoder), key=lambda pair: pair[0])
             assert best is not None, "the loop has learning rates to try"
-            for rate in LOOP_RATES:
-                changes = {**LOOP_STAGE_TWO, "ldm.training.learning_rate": rate}
-                for name, row in _samples(best[1], settings.with_overrides(changes, "ldm"), judge, f"{LOOP}, {rate:g}"):
+            for ways in loops:
+                for name, row in _samples(best[1], ways, judge):
                     add(2, name, seed, row)
     return {
         "seconds": list(seconds),
@@ -144,8 +139,48 @@ def compare_recipes(
     }
 
 
-def _chosen(recipes: dict[str, dict[str, Any]], ablations: bool) -> dict[str, dict[str, Any]]:
-    return recipes if ablations else {CONFIGURED: recipes[CONFIGURED]}
+def _prepared(
+    volumes: str, config: Path, overrides: Sequence[str], seconds: tuple[float, float], seed: int, ablations: bool
+) -> tuple[Settings, DataSplit]:
+    """Return the settings and the volumes of one seed; raise `ConfigError` or `DataError` if a recipe cannot train."""
+    fixed = [f"data.source={json.dumps(volumes)}", f"seed={seed}", "device.type=cpu", "device.mixed_precision=false"]
+    fixed += ["data.num_workers=0", "data.persistent_workers=false", "ldm.latents.cache=memory"]
+    stages = zip(("autoencoder", "ldm"), seconds, strict=True)
+    times = [f"{stage}.training.max_hours={allowed / 3600!r}" for stage, allowed in stages]
+    settings = load_settings(config, [*overrides, *fixed, *times], stage="ldm")
+    recipes_of(settings, ablations)
+    split = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+    if min(len(split.train), len(split.val)) < 2:
+        found = f"{len(split.train)} for training and {len(split.val)} held out with seed {seed}"
+        raise DataError(
+            f"--volumes: {found}; allowed: 2 or more of each; give more volumes, or change data.val_fraction with --set"
+        )
+    return settings, split
+
+
+Ways = dict[str, Settings]
+"""Settings by name that train alike and sample each in its own way."""
+
+
+def recipes_of(settings: Settings, ablations: bool) -> tuple[dict[str, Settings], list[Ways], list[Ways]]:
+    """Return the settings of stage 1 by name, those of stage 2, and those of the loop's stage 2.
+
+    Changes that a config already has, or that do nothing with its noise process, are left out.
+    """
+    ddim = {"ldm.sampling.sampler": "ddim", "ldm.sampling.num_inference_steps": 25}
+    is_flow = settings.ldm.scheduler.type == "rflow"
+    configured: Ways = {CONFIGURED: settings} | ({} if is_flow else {DDIM_25: settings.with_overrides(ddim, "ldm")})
+    if not ablations:
+        return {CONFIGURED: settings}, [configured], []
+
+    def changed(recipes: dict[str, dict[str, Any]]) -> dict[str, Settings]:
+        found = {name: settings.with_overrides(changes, "ldm") for name, changes in recipes.items()}
+        return {name: other for name, other in found.items() if other != settings and not (is_flow and name == EPSILON)}
+
+    rates = {f"{LOOP}, {rate:g}": {**LOOP_STAGE_TWO, "ldm.training.learning_rate": rate} for rate in LOOP_RATES}
+    stage_one = {CONFIGURED: settings, **changed(STAGE_ONE)}
+    stage_two, loops = ([{name: other} for name, other in changed(recipes).items()] for recipes in (STAGE_TWO, rates))
+    return stage_one, [configured, *stage_two], loops
 
 
 def volume_batches(settings: Settings, split: DataSplit) -> Iterator[list[Batch]]:
@@ -244,15 +279,9 @@ def train_on_latents(
     return step, latents, train(step, iter(latents.training_batches(plan, 0, step.training.last_step)))
 
 
-def _samples(
-    network: StockAutoencoder, settings: Settings, judge: SampleJudge, name: str
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Train stage 2 and yield how good its samples are; as configured also with 25 steps of ddim."""
-    step, _, num_steps = train_on_latents(network, settings, judge.split)
-    sampled = {name: settings}
-    if name == CONFIGURED and settings.ldm.scheduler.type == "ddpm":
-        many = {"ldm.sampling.sampler": "ddim", "ldm.sampling.num_inference_steps": 25}
-        sampled[DDIM_25] = settings.with_overrides(many, "ldm")
-    for which, chosen in sampled.items():
-        samples = draw_samples(step.unet, step.codec, chosen, step.normalisation, settings.seed, judge.num_samples, 4)
-        yield which, {"steps": num_steps, **judge.judge(samples)}
+def _samples(network: StockAutoencoder, ways: Ways, judge: SampleJudge) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Train stage 2 once and yield how good the samples of each way are."""
+    step, _, num_steps = train_on_latents(network, next(iter(ways.values())), judge.split)
+    for name, chosen in ways.items():
+        samples = draw_samples(step.unet, step.codec, chosen, step.normalisation, chosen.seed, judge.num_samples, 4)
+        yield name, {"steps": num_steps, **judge.judge(samples)}

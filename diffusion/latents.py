@@ -29,6 +29,7 @@ from diffusion.pretrained import pretrained_unet
 from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
 from settings import DataSettings, Settings
+from storage.names import counted
 from storage.run_folder import LATENTS
 
 __all__ = ["Latents", "latent_scale", "prepare_latents", "pretrained_unet", "stage_two_data"]
@@ -158,7 +159,8 @@ def prepare_latents(
     read = _reader(folder, files, None if kept is None else process.sum(kept)) if cache != "none" else None
     train = rows[: len(volumes.train)]
     scale = latent_scale(train, math.prod(settings.latent_shape))
-    log.info("latents: scale %.4g (standard deviation %.4g over %d training volumes)", scale, 1 / scale, len(train))
+    number = counted(len(train), "training volume")
+    log.info("latents: scale %.4g (standard deviation %.4g over %s)", scale, 1 / scale, number)
     normalisation = statistics.normalisation(scale, process) if start is None else start.normalisation
     if start is not None:
         log.info("latents: normalised as those that the U-Net of %s was trained on", start.path)
@@ -191,10 +193,17 @@ def _describe(normalisation: Normalisation) -> None:
         log.info("latents: standard deviation by channel %s", found)
     if normalisation.noise_shape is not None:
         deviations = normalisation.noise_shape.deviations.tolist()
-        ends = f", standard deviations {deviations[0]:.4g} to {deviations[-1]:.4g}" if deviations else ""
-        log.info("noise: as varied as the latents in %d principal components%s", len(deviations), ends)
+        if deviations:
+            number, ends = (
+                counted(len(deviations), "principal component"),
+                f"{deviations[0]:.4g} to {deviations[-1]:.4g}",
+            )
+            log.info("noise: as varied as the latents in %s, standard deviations %s", number, ends)
         if normalisation.noise_shape.texture is not None:
-            log.info("noise: otherwise as strong and as smooth as the latents at each position")
+            where = "in all other directions " if deviations else ""
+            log.info("noise: %sas strong and as smooth as the latents at each position", where)
+        elif not deviations:
+            log.info("noise: white, because the latents vary in no direction more than white noise does")
 
 
 def _reader(folder: LatentFolder, files: Sequence[VolumeFile], kept: Tensor | None) -> Callable[[int], Moments]:

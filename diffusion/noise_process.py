@@ -35,7 +35,9 @@ class NoiseProcess:
         self.time_sampling, self.time_shift = s.time_sampling, s.time_shift
         kept = np.ones(1) if self.is_flow else _kept_variance(s)
         # A schedule that ends in pure noise is sampled from its end: v needs no division by the signal.
-        self.num_usable = len(kept) if s.zero_terminal_snr else int((np.sqrt(kept) >= SMALLEST_SIGNAL).sum())
+        # Even the first timestep may be noise, and is sampled from then.
+        usable = max(1, int((np.sqrt(kept) >= SMALLEST_SIGNAL).sum()))
+        self.num_usable = len(kept) if s.zero_terminal_snr else usable
         self._signal = torch.tensor(np.sqrt(kept), dtype=torch.float32).to(device)
         self._noise_level = torch.tensor(np.sqrt(1 - kept), dtype=torch.float32).to(device)
         # Not from the tensors, which hold no data while memory is predicted.

@@ -202,6 +202,7 @@ class Statistics:
         number = min(count, MOST_EXAMPLES) if self.needs_examples else 0
         self.places = {place * count // number: place for place in range(number)}
         self.examples = torch.zeros(number, *shape)
+        self._is_summed = False
 
     @property
     def is_needed(self) -> bool:
@@ -228,7 +229,7 @@ class Statistics:
             result = self._by_channel(process.sum(self.mean) / self.count, process.sum(self.squares))
         if not self.num_components and not self.has_texture:
             return result
-        examples = result.apply(process.sum(self.examples))
+        examples = result.apply(self._all_examples(process))
         examples -= examples.mean(dim=0)
         # Few examples vary in few directions: with all of them taken out, no texture would be left to measure.
         most = (len(examples) - 1) // 2 if self.has_texture else len(examples)
@@ -240,7 +241,14 @@ class Statistics:
 
     def examples_in(self, normalisation: Normalisation, process: Process) -> tuple[list[int], Tensor]:
         """Return the numbers of the volumes that are examples, and their latents (N, C, D, H, W), scaled only."""
-        return list(self.places), process.sum(self.examples) * normalisation.scale
+        return list(self.places), self._all_examples(process) * normalisation.scale
+
+    def _all_examples(self, process: Process) -> Tensor:
+        """Return the examples of all processes, which sum in place and therefore only once."""
+        if not self._is_summed:
+            process.sum(self.examples)
+            self._is_summed = True
+        return self.examples
 
     def _by_channel(self, mean: Tensor, squares: Tensor) -> Normalisation:
         """Return what brings latents to mean 0, at each position or in each channel, and to deviation 1 by channel."""

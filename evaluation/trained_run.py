@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,10 +100,16 @@ class TrainedRun:
         checkpoints = Checkpoints(self.folder.checkpoints, stage, keep=2)
         if path.is_file():
             weights, metadata = load_weights(path)
-            # Stage 2 was trained on the finished autoencoder, even if stage 1 goes on. Files of older versions do not
-            # say after which step they were written.
-            last = metadata.get("step", math.inf) if stage == "ldm" else math.inf
-            if self.best == stage or checkpoints.newest_step() <= last:
+            now, last = checkpoints.newest_step(), metadata.get("step")
+            # Files of older versions do not say after which step they were written. A run that has fewer steps than
+            # that has been started again.
+            if self.best == stage or last is None or now in (0, last):
+                return weights, metadata, path
+            if stage == "autoencoder":
+                # Stage 2 was trained on the finished one.
+                log.warning(
+                    "%s: stage 1 goes on and is at step %d; using its finished weights of step %d", path, now, last
+                )
                 return weights, metadata, path
         newest = checkpoints.newest()
         assert newest is not None, f"stage {stage} has no checkpoint"

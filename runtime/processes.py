@@ -62,7 +62,7 @@ class Process:
         return bool(value)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a host tensor over all processes."""
+        """Return the sum of a host tensor over all processes, in place."""
         if self.world_size > 1:
             dist.all_reduce(values, group=self.control)
         return values

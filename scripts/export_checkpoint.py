@@ -77,9 +77,16 @@ def _latents(source: Path, metadata: dict[str, Any]) -> list[str]:
     elif scale is not None:
         lines.append("It takes (latent - mean) * scale: metadata.latent_mean and metadata.latent_scale in")
         lines.append(f"{source}.")
-    if len(metadata.get("noise_deviations", ())):
+    has_components, has_texture = len(metadata.get("noise_deviations", ())) > 0, "noise_strength" in metadata
+    if has_components:
         lines.append("Its noise is not white: along each of metadata.noise_directions it has the standard deviation in")
-        lines.append(f"metadata.noise_deviations, both in {source}. Samplers that draw white noise do not fit it.")
+        lines.append(f"metadata.noise_deviations, both in {source}.")
+    if has_texture:
+        which = "The rest" if has_components else "Its noise"
+        lines.append(f"{which} is white noise, multiplied along the axes by metadata.noise_root_0, noise_root_1 and")
+        lines.append(f"noise_root_2, channel by channel, and by metadata.noise_strength, all in {source}.")
+    if has_components or has_texture:
+        lines.append("Samplers that draw white noise do not fit it.")
     return lines
 
 

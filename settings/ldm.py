@@ -84,9 +84,10 @@ class UNetSettings(Section):
         return self.fold * 2 ** (len(self.num_channels) - 1)
 
     def level_grids(self, grid: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the grids of all levels for a latent of `grid` voxels."""
+        """Return the grids of all levels for a latent of `grid` voxels, padded if they need that."""
         factors = [self.fold * 2**level for level in range(len(self.num_channels))]
-        return [tuple(size // factor for size in grid) for factor in factors]
+        padded = [size + -size % self.downsampling for size in grid]
+        return [tuple(size // factor for size in padded) for factor in factors]
 
 
 class SchedulerSettings(Section):

@@ -192,9 +192,16 @@ def _problem(where: str, group: list[ErrorDetails], values: dict[str, Any]) -> P
     field = fields[where]
     if is_section(field):
         return Problem(where, f"{look_up(values, where)!r} is not a section", "", "indent its keys below it")
-    allowed = " or ".join(dict.fromkeys(_allowed(error) for error in group))
-    found = f"found {_shown(look_up(values, where))}"
+    value = look_up(values, where)
+    allowed = " or ".join(dict.fromkeys(_allowed(error) for error in group if not _is_echo(error, value)))
+    found = f"found {_shown(value)}"
     return Problem(where, found, f"allowed: {allowed}", f"for example {default_text(field)}")
+
+
+def _is_echo(error: ErrorDetails, value: Any) -> bool:
+    """Return whether a list counts as too short only because some of its entries are wrong, which is said anyway."""
+    context = error.get("ctx") or {}
+    return error["type"] == "too_short" and isinstance(value, list) and len(value) >= context.get("min_length", 0)
 
 
 def _allowed(error: ErrorDetails) -> str:

@@ -60,6 +60,11 @@ class Settings(Section):
         """Return the grid of one stage-1 training step: a patch or a whole volume."""
         return self.data.training_grid
 
+    @property
+    def unet_grid(self) -> tuple[int, ...]:
+        """Return the grid of the U-Net's highest level: that of a latent, padded and folded."""
+        return self.ldm.unet.level_grids(self.latent_shape[1:])[0]
+
     def with_overrides(self, changes: Mapping[str, Any], stage: str | None = None) -> Settings:
         """Return validated settings with dotted keys changed, such as {"data.num_workers": 4}."""
         values = self.model_dump()

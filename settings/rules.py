@@ -288,7 +288,8 @@ def _sampling(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
         )
     if ldm.scheduler.beta_start >= ldm.scheduler.beta_end:
         found = f"{ldm.scheduler.beta_start:g} is not below beta_end ({ldm.scheduler.beta_end:g})"
-        yield Problem("ldm.scheduler.beta_start", found, "", "swap the two"), ("ldm.scheduler.beta_end",)
+        remedy = "lower it" if ldm.scheduler.beta_start == ldm.scheduler.beta_end else "swap the two"
+        yield Problem("ldm.scheduler.beta_start", found, "", remedy), ("ldm.scheduler.beta_end",)
 
 
 def _noise_levels(ldm: LdmSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
@@ -320,14 +321,15 @@ def _latents(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
     if not settings.ldm.latents.pad and any(axis % factor for axis in latent):
         steps = tuple(factor * shrunk for shrunk in settings.autoencoder.downsampling)
         grid = _text(nearest_multiples(settings.data.voxel_size, steps))
-        folded = f" and fold: {settings.ldm.unet.fold}" if settings.ldm.unet.fold > 1 else ""
+        is_folded = settings.ldm.unet.fold > 1
+        folded, less = (f" and fold: {settings.ldm.unet.fold}", "a smaller fold, ") if is_folded else ("", "")
         yield (
             Problem(
                 "ldm.unet.num_channels",
                 f"{len(settings.ldm.unet.num_channels)} levels{folded} need latents divisible by {factor}, "
                 f"but these are {_text(latent)}",
                 f"allowed: data.voxel_size in multiples of {_factor_text(steps)}, nearest {grid}",
-                "change voxel_size, use fewer U-Net levels, or set ldm.latents.pad: true",
+                f"change voxel_size, use fewer U-Net levels, {less}or set ldm.latents.pad: true",
             ),
             ("data.voxel_size", "autoencoder.num_channels", "autoencoder.strides", "ldm.unet.fold"),
         )

@@ -105,7 +105,9 @@ class TrainingSettings(Section):
     )
     log_every: Count = key(10, "Steps between lines in metrics.jsonl.", FREE)
     validate_every: Count = key(500, "Steps between validations.", FREE)
-    save_every: Count = key(500, "Steps between checkpoints.", FREE)
+    save_every: Count = key(
+        500, "Steps between checkpoints; a run with max_hours also saves at every tenth of its time.", FREE
+    )
     keep_checkpoints: int = key(2, "Number of newest checkpoints to keep, at least 2.", FREE, ge=2)
     max_skipped_steps: Count = key(
         20, "float16 only: how many updates in a row may overflow before the run stops.", FREE

@@ -77,11 +77,14 @@ def run_loop(
         for done, micro_batches in enumerate(recorder.timed(() if is_end else batches), first_step + 1):
             with watch.guard(run.path, done - 1, "training", saved):
                 recorder.add(step(micro_batches, done - 1), training.samples_per_rank)
+            tenths = step.schedule.tenths
             step.schedule.read_clock(process)
             is_end = step.schedule.is_over(done)
             is_validated = _is_validated_at(done, training, is_end)
             must_stop = process.any(bool(stop))
-            is_saved = done % training.save_every == 0 or is_validated or must_stop
+            # How many steps a time allows is not known beforehand: it may be fewer than `save_every`.
+            is_due = done % training.save_every == 0 or step.schedule.tenths > tenths
+            is_saved = is_due or is_validated or must_stop
             is_logged = done % training.log_every == 0 or is_end
 
             if is_logged or is_saved:

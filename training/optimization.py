@@ -34,17 +34,18 @@ def build_optimizer(
 def learning_rate_factor(step: int, settings: TrainingSettings, progress: float | None = None) -> float:
     """Return the factor on the learning rate at `step`: linear warm-up, then constant or cosine decay.
 
-    `progress` is the share of the run that has passed, if its time is limited instead of its steps. A warm-up of `auto`
-    then takes a twentieth of the time at most, which may allow far fewer steps than `max_steps`.
+    `progress` is the share of the run that has passed, if its time is limited instead of its steps. That may allow far
+    fewer steps than `max_steps`: a warm-up of `auto` then takes a twentieth of the time at most, and the decay ends
+    with the time even if a warm-up of a given number of steps does not.
     """
     warmed = 20 * progress if progress is not None and settings.warmup_steps == "auto" else 0.0
-    if step < settings.num_warmup_steps and warmed < 1:
-        return max(warmed, (step + 1) / settings.num_warmup_steps)
-    if settings.learning_rate_decay == "none":
-        return 1.0
+    is_rising = step < settings.num_warmup_steps and warmed < 1
+    risen = max(warmed, (step + 1) / settings.num_warmup_steps) if is_rising else 1.0
+    if settings.learning_rate_decay == "none" or (is_rising and progress is None):
+        return risen
     if progress is None:
         progress = (step - settings.num_warmup_steps) / max(1, settings.max_steps - settings.num_warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return min(risen, 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
 class Schedule:
@@ -71,6 +72,11 @@ class Schedule:
     def progress(self) -> float | None:
         """Return the share of the run's time that has passed; None if its steps are limited instead."""
         return None if self.settings.max_hours is None else self.seconds / (3600 * self.settings.max_hours)
+
+    @property
+    def tenths(self) -> int:
+        """Return how many tenths of the run's time have passed; 0 if its steps are limited instead."""
+        return 0 if self.progress is None else int(10 * self.progress)
 
     @property
     def seconds_left(self) -> float | None:

@@ -6,7 +6,6 @@ what they need in slabs, unless the blocks are MONAI's, which have none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,10 +85,11 @@ def _all_previews(settings: Settings, losses: PartOfRun, drawn: PartOfRun, decod
     decoding.
     """
     batch = _preview_batch(settings)
-    batches = math.ceil(settings.ldm.sampling.num_previews / batch)
+    # The last batch may be smaller, so this is not a whole number.
+    batches = settings.ldm.sampling.num_previews / batch
     num_left = sum(num_predictions(settings.ldm)) - sum(num_predictions(_shortened(settings).ldm))
     # A held-out loss calls the U-Net once at each noise level with one latent.
-    steps = batches * batch * num_left / len(NOISE_LEVELS)
+    steps = batches * batch * max(0, num_left) / len(NOISE_LEVELS)
     parts: list[tuple[float, PartOfRun]] = [(batches, drawn), (batches * (batch - 1), decoded), (steps, losses)]
     calls = Calls()
     for times, part in parts:

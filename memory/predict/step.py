@@ -170,7 +170,7 @@ def predict_step(
         chosen: max(replay_training(tracker, chosen).peak_reserved, end.allocated)
         for chosen in ({default, expandable, limits} if is_cuda else ())
     }
-    grid = settings.training_grid if stage == "autoencoder" else settings.latent_shape[1:]
+    grid = settings.training_grid if stage == "autoencoder" else settings.unet_grid
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
     updates = training.gradient_accumulation_steps
     tier, flops, alive = tier_of(settings, stage), end.flops, end.alive

@@ -157,4 +157,5 @@ def _guidance(ldm: LdmSettings) -> Found:
     lowest, highest = ldm.sampling.guidance_interval
     if lowest >= highest:
         found = f"{lowest:g} is not below {highest:g}"
-        yield Problem("ldm.sampling.guidance_interval", found, "", "swap the two"), ()
+        remedy = "widen it" if lowest == highest else "swap the two"
+        yield Problem("ldm.sampling.guidance_interval", found, "", remedy), ()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import yaml
 
@@ -16,7 +17,7 @@ from benchmarks.variants import STOCK, STOCK_CHECKPOINTED, base_settings, varian
 from data import Batch
 from memory.predict import Predictor
 from runtime.processes import Process
-from settings import Settings, load_settings
+from settings import Settings, UserError, load_settings
 from tests.finished_run import run_here
 from training.autoencoder_step import AutoencoderStep
 
@@ -208,7 +209,7 @@ def test_document_says_where_we_are_behind(tmp_path):
 
 def test_recipes_train_for_the_same_cpu_seconds_on_given_volumes(tmp_path, monkeypatch, tiny_values, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, chosen in (("STAGE_ONE", ("as configured",)), ("STAGE_TWO", ("as configured", "epsilon"))):
+    for name, chosen in (("STAGE_ONE", ()), ("STAGE_TWO", ("epsilon",))):
         monkeypatch.setattr(recipe, name, {key: getattr(recipe, name)[key] for key in chosen})
     monkeypatch.setattr(recipe, "LOOP_RATES", (1e-3,))
     generator = torch.Generator().manual_seed(0)
@@ -233,7 +234,7 @@ def test_recipes_train_for_the_same_cpu_seconds_on_given_volumes(tmp_path, monke
     assert all(row["steps"] >= 1 and row["sharpness"] > 0 for row in rows)
     shown = capsys.readouterr().out
     assert "## Recipes after the same CPU seconds" in shown
-    assert all(f"| {name} |" in shown for name in (*recipe.STAGE_ONE, *recipe.STAGE_TWO, recipe.DDIM_25, loop))
+    assert all(f"| {name} |" in shown for name in (recipe.CONFIGURED, *recipe.STAGE_TWO, recipe.DDIM_25, loop))
     assert "for mean training volume" in shown
     assert run_here("scripts/benchmark.py", "--only", "recipe") == 2
 
@@ -241,7 +242,33 @@ def test_recipes_train_for_the_same_cpu_seconds_on_given_volumes(tmp_path, monke
 def test_every_recipe_fits_the_presets():
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         settings = load_settings(path)
-        if settings.ldm.scheduler.type == "rflow":  # `maisi` goes on with what published weights were trained with
-            continue
-        for changes in (*recipe.STAGE_ONE.values(), *recipe.STAGE_TWO.values(), recipe.LOOP_STAGE_TWO):
-            settings.with_overrides(changes)
+        one, two, loops = recipe.recipes_of(settings, ablations=True)
+        assert next(iter(one)) == next(iter(two[0])) == recipe.CONFIGURED
+        assert len(loops) == len(recipe.LOOP_RATES)
+        # Nothing trains twice.
+        chosen = [changed for ways in two for changed in ways.values()]
+        assert all(chosen.count(changed) == 1 for changed in chosen)
+        assert any(recipe.EPSILON in ways for ways in two) == (settings.ldm.scheduler.type == "ddpm")
+
+
+@pytest.mark.parametrize(
+    ("timesteps", "problem"),
+    [
+        (20, "25 is above num_train_timesteps"),
+        (1000, "7 for training and 1 held out with seed 1; allowed: 2 or more of each"),
+    ],
+)
+def test_what_no_recipe_can_train_on_is_refused_for_all_seeds_at_once(
+    tmp_path, monkeypatch, tiny_values, timesteps, problem
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recipe, "AutoencoderStep", None)
+    folder = "volumes # 1"
+    (tmp_path / folder).mkdir()
+    for number in range(8):
+        np.save(tmp_path / folder / f"b{number}.npy", np.random.default_rng(number).random((16, 16, 16), np.float32))
+    tiny_values["ldm"]["scheduler"] = {"num_train_timesteps": timesteps}
+    tiny_values["data"]["val_fraction"] = 0.3
+    Path("tiny.yaml").write_text(yaml.safe_dump(tiny_values))
+    with pytest.raises(UserError, match=problem):
+        recipe.compare_recipes(folder, Path("tiny.yaml"), [], (1.0, 1.0), 3, 2, True, print)

@@ -187,3 +187,9 @@ def test_min_snr_counts_the_error_of_the_clean_latent_by_the_limited_ratio(value
     expected = torch.minimum((signal / level).square(), torch.tensor(gamma)) * of_clean
     assert (signal / level).square()[0] > gamma > (signal / level).square()[1]
     torch.testing.assert_close(ours.loss_weights(times, gamma) * 0.1**2, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_a_process_that_is_noise_from_the_first_timestep_on_is_sampled_from_there():
+    values = {"beta_start": 0.99995, "beta_end": 0.99999, "num_train_timesteps": 5, "prediction": "v"}
+    process = NoiseProcess(SchedulerSettings.model_validate(values), torch.device("cpu"))
+    assert process.sampling_times(3) == process.sampling_times_by_angle(3) == [0, 0, 0]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
-from diffusion.normalisation import NoiseShape, Texture
-from tests.diffusion.test_normalisation import SHAPE, moments, normalisation_of
+from diffusion.normalisation import NoiseShape, Statistics, Texture
+from runtime.processes import Process
+from tests.diffusion.test_normalisation import CPU, SHAPE, moments, normalisation_of, settings_of
 
 
 def test_texture_multiplies_by_the_product_of_its_roots():
@@ -79,3 +82,30 @@ def test_one_volume_has_white_noise_of_least_strength_where_a_texture_is_wanted(
     assert torch.allclose(shape.texture.strength, torch.tensor(0.01))
     for root in shape.texture.roots:
         torch.testing.assert_close(root, torch.eye(root.shape[1]).expand_as(root))
+
+
+class OneOfTwo(Process):
+    """The first of two processes, which read all latents; summing in place leaves the sum in the other one too."""
+
+    summed: ClassVar[list[torch.Tensor]] = []
+
+    def sum(self, values):
+        if any(values is before for before in self.summed):
+            return values.mul_(2)
+        self.summed.append(values)
+        return values
+
+
+@pytest.mark.parametrize("kind", ["scale", "position"])
+def test_several_processes_have_the_same_examples_before_and_after_the_normalisation(kind):
+    found = []
+    for process in (CPU, OneOfTwo(CPU.device, world_size=2)):
+        statistics = Statistics(settings_of(kind, 3, "latents"), 6)
+        for index, pair in enumerate(zip(*moments(6), strict=True)):
+            statistics.add(index, pair)
+        normalisation = statistics.normalisation(0.5, process)
+        numbers, examples = statistics.examples_in(normalisation, process)
+        assert numbers == list(range(6))
+        found.append((examples, *statistics.examples_in(normalisation, process)[1:], normalisation.shaped(examples)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -175,6 +175,11 @@ def test_guidance_acts_inside_its_interval_only_and_spares_the_second_half_of_th
             "guidance_scale: 3 with conditioning dropout 0, so the network never learns to predict without a class",
         ),
         ({"sampling": {"guidance_interval": [0.6, 0.2]}}, "guidance_interval: 0.6 is not below 0.2; swap the two"),
+        ({"sampling": {"guidance_interval": [0.6, 0.6]}}, "guidance_interval: 0.6 is not below 0.6; widen it"),
+        (
+            {"scheduler": {"beta_start": 0.02, "beta_end": 0.02}},
+            "beta_start: 0.02 is not below beta_end (0.02); lower it",
+        ),
         ({"sampling": {"sampler": "heun"}}, "heun cannot sample from scheduler type ddpm; allowed: ddim, ddpm"),
     ],
 )

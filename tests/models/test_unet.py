@@ -94,8 +94,9 @@ def test_folding_keeps_the_grids_of_all_levels_whole():
     unet = ldm_settings().unet.model_copy(update={"fold": 2})
     assert unet.downsampling == 8
     assert unet.level_grids((16, 24, 8)) == [(8, 12, 4), (4, 6, 2), (2, 3, 1)]
+    assert unet.level_grids((9, 18, 8)) == unet.level_grids((16, 24, 8))
     settings = Settings.model_validate({"autoencoder": {"num_channels": [8, 16], "attention_levels": [False, False]}})
     changes = {"data.voxel_size": [32, 48, 48], "ldm.unet.fold": 2}
     assert settings.with_overrides(changes, "ldm").latent_shape[1:] == (16, 24, 24)
-    with pytest.raises(ConfigError, match="3 levels and fold: 4 need latents divisible by 16"):
+    with pytest.raises(ConfigError, match=r"3 levels and fold: 4 need latents divisible by 16.* a smaller fold"):
         settings.with_overrides({**changes, "ldm.unet.fold": 4}, "ldm")

@@ -114,6 +114,7 @@ def test_for_a_key_in_the_wrong_section_the_right_ones_are_suggested(tmp_path):
         ("data: {intensity: {lower: 99, upper: 1}}", "99 is not below upper (1)"),
         ("data: {intensity: {lower: -1000, upper: 1000}}", "set mode: window"),
         ("data: {num_workers: 0, persistent_workers: true}", "set num_workers to 1 or more"),
+        ("ldm: {sampling: {guidance_interval: [0, 2]}}", "entries are each at most 1.0; for example [0.0, 1.0]"),
         ("ldm: {scheduler: {type: rflow}}", "ddim cannot sample from scheduler type rflow; allowed: rflow"),
         ("ldm: {conditioning: {type: class}}", "allowed: 2 or more"),
         ("ldm: {unet: {num_head_channels: 48}}", "48 does not divide the 128 channels"),

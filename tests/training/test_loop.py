@@ -206,8 +206,11 @@ def test_a_run_with_a_time_limit_ends_there_with_its_learning_rate_and_resumes_w
         assert train(stage, decay, "--minutes", "1.5") == INTERRUPTED
     assert made == [1, 2, 3, 4]
     assert train(stage, decay, "--minutes", "1.5") == 0
-    # Ninety seconds, ten a step, whatever max_steps is.
+    # Ninety seconds, ten a step, whatever max_steps is; saved at every tenth of them, not only with each validation.
     assert made == list(range(1, 10))
+    assert sorted(path.name[: len(stage) + 14] for path in (RUN / "checkpoints").glob(f"{stage}_step_*")) == [
+        f"{stage}_step_{step:08d}" for step in (8, 9)
+    ]
     rates = [line[f"{stage}_learning_rate"] for line in lines(stage) if f"{stage}_learning_rate" in line]
     assert rates == pytest.approx([rates[0] * 0.5 * (1 + math.cos(math.pi * number / 9)) for number in range(9)])
     assert steps_of(stage, METRIC[stage])[-1] == 9

@@ -91,6 +91,7 @@ def test_an_automatic_warm_up_takes_at_most_a_twentieth_of_the_time():
     assert learning_rate_factor(50, settings, 0.5) == pytest.approx(0.5)
     given = settings.model_copy(update={"warmup_steps": 200})
     assert learning_rate_factor(49, given, 0.5) == 0.25, "a number of steps is taken as it is"
+    assert learning_rate_factor(99, given, 0.999) < 1e-5, "but the decay ends with the time"
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.5])

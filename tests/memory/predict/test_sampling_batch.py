@@ -1,6 +1,16 @@
 import pytest
 
-from memory.predict.run import USED_SHARE, _denoising_bytes, sampling_batch
+from diffusion.sampling import num_predictions
+from evaluation.ldm_validation import NOISE_LEVELS
+from memory.predict.records import Work
+from memory.predict.run import (
+    USED_SHARE,
+    PartOfRun,
+    _all_previews,
+    _denoising_bytes,
+    _shortened,
+    sampling_batch,
+)
 from settings import Settings
 
 
@@ -25,3 +35,22 @@ def test_guidance_takes_twice_the_memory(tiny_values):
     plain = Settings.model_validate(tiny_values)
     guided = plain.with_overrides({"ldm.sampling.guidance_scale": 2.0})
     assert _denoising_bytes(guided, False, 2) == pytest.approx(_denoising_bytes(plain, False, 4), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "steps", "timesteps", "passes"), [("rflow", 1, 1, 1), ("rflow", 5, 9, 5), ("heun", 5, 9, 9)]
+)
+def test_previews_take_the_passes_and_decodings_of_all_samples(tiny_values, sampler, steps, timesteps, passes):
+    tiny_values["ldm"] |= {
+        "scheduler": {"type": "rflow", "num_train_timesteps": timesteps},
+        "sampling": {"sampler": sampler, "num_inference_steps": steps, "num_previews": 5},
+    }
+    settings = Settings.model_validate(tiny_values)
+    assert settings.ldm.training.batch_size == 2
+    # A pass is one operation, a decoding a thousand.
+    taken = sum(num_predictions(_shortened(settings).ldm))
+    assert sum(num_predictions(settings.ldm)) == passes
+    operations = (len(NOISE_LEVELS), 2 * taken + 1000, 1000)
+    losses, drawn, decoded = (PartOfRun({("convolution", (1,), "float32"): Work(flops=n)}) for n in operations)
+    (total,) = _all_previews(settings, losses, drawn, decoded).work.values()
+    assert total.flops == pytest.approx(5 * passes + 5000, abs=2)
