@@ -1,5 +1,7 @@
 """Write docs/condition_measurements.md: what conditions are worth on given volumes, and `occupied_weight` on surfaces.
 
+Also draw docs/images/conditions.png.
+
 Trains one autoencoder and the networks of each task in runs/; what is trained there already is only measured. All of it
 takes some 40 minutes of one CPU core.
 """
@@ -16,6 +18,7 @@ from command_line import check_output_file, parser, run, write_output
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = ROOT / "docs" / "condition_measurements.md"
+PICTURE = ROOT / "docs" / "images" / "conditions.png"
 NAMES = ("labels", "hole", "finer", "surfaces")
 WEIGHTS = (1.0, 10.0)
 SURFACE_STEPS = 120
@@ -39,6 +42,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     result.add_argument("--only", action="append", choices=NAMES, help="measure only this and keep the other sections")
     result.add_argument("--out", default=str(PATH), metavar="FILE", help="the document")
+    result.add_argument("--picture", default=str(PICTURE), metavar="FILE", help="the picture of all tasks together")
     return result.parse_args(arguments)
 
 
@@ -48,9 +52,11 @@ def main(options: argparse.Namespace) -> int:
 
     from dev.conditions import tasks
     from dev.conditions.document import section_of_surfaces, section_of_task, sections_of
+    from dev.conditions.picture import row_of, write_picture
 
     torch.set_num_threads(1)
     check_output_file(options.out)
+    check_output_file(options.picture, "--picture")
     volumes, out = Path(options.volumes).resolve(), Path(options.out)
     sections = sections_of(out.read_text(encoding="utf-8")) if options.only and out.is_file() else {}
     chosen = options.only or NAMES
@@ -69,6 +75,8 @@ def main(options: argparse.Namespace) -> int:
         body = "".join(f"\n## {heading}\n\n{part.strip()}\n" for heading, part in sections.items())
         write_output(out, f"{_INTRODUCTION}{body}")
         print(f"{title}\n{text}")
+    if known.keys() <= set(chosen):
+        write_picture({task.short: row_of(name, task) for name, task in known.items()}, Path(options.picture))
     return 0
 
 

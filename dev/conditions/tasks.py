@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Task:
     """What stage 2 is trained with, for how many updates, with which seeds, and how its samples are drawn."""
 
     title: str
+    short: str
     values: dict[str, Any]
     max_steps: int
     ways: tuple[Way, ...]
@@ -55,9 +56,9 @@ def tasks(volumes: Path) -> dict[str, Task]:
     finer = {**FROM_TARGET, f"{SETTING}.volume.degrade.downsample": "[1,2,1]"}
     guided, plain = (Way(1, 1.0), Way(1, 2.0), Way(12, 1.0, 1)), (Way(1, 1.0), Way(12, 1.0))
     return {
-        "labels": Task("Label map to image", maps, 300, guided, (42, 43, 44)),
-        "hole": Task("Inpainting a hole of 16 x 16 x 16 voxels", hole, 600, plain),
-        "finer": Task("Super-resolution by 2 along one axis", finer, 300, plain),
+        "labels": Task("Label map to image", "label map", maps, 300, guided, (42, 43, 44)),
+        "hole": Task("Inpainting a hole of 16 x 16 x 16 voxels", "hole", hole, 600, plain),
+        "finer": Task("Super-resolution by 2 along one axis", "low resolution", finer, 300, plain),
     }
 
 
@@ -170,6 +171,38 @@ def measure(name: str, task: Task) -> Iterator[Result]:
             num = len(files)
             print(f"{name}, seed {seed}, {way.steps} steps, guidance {way.guidance:g}: measured", flush=True)
         yield Result(way, tuple(found), num)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A held-out volume, its condition and a sample, (D, H, W) in [0, 1], and where the condition is unknown."""
+
+    condition: Any
+    sample: Any
+    target: Any
+    unknown: Any
+
+
+def draw(name: str, task: Task, number: int) -> Iterator[Case]:
+    """Yield samples for held-out volumes, drawn in the task's first way, with what their conditions know."""
+    from data import load_file, to_unit
+    from diffusion.latents import stage_two_data
+    from diffusion.sampling import draw_volumes
+    from evaluation.conditional.known import with_known
+
+    network, codec, trained, frame, volumes, _, conditions = _opened(task.run(name, task.seeds[0]))
+    way, files = task.ways[0], volumes.val[:number]
+    changes = {"num_inference_steps": way.steps, "guidance_scale": way.guidance}
+    settings = trained.with_overrides({f"ldm.sampling.{key}": value for key, value in changes.items()})
+    condition_of = partial(conditions.of_held_out, files, settings.ldm.conditioning)
+    drawn = draw_volumes(network, codec, settings, frame.normalisation, 0, range(number), condition_of)
+    for file, volume in zip(files, drawn, strict=True):
+        target, unknown = load_file(file, stage_two_data(settings.data)).image, None
+        if conditions.image is not None:
+            _, unknown = conditions.image(conditions.numbers[file.name], 0)
+        sample = with_known(volume.cpu(), target, settings.ldm.conditioning.volume, unknown)
+        ((_, told),) = conditions.shown(file.name)
+        yield Case(told, to_unit(sample[0]), to_unit(target[0]), unknown)
 
 
 @cache

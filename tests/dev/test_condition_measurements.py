@@ -16,7 +16,7 @@ def result(steps: int, *networks: tuple[float, float, float]) -> Result:
 
 
 def test_gains_are_said_for_each_way_each_network_and_against_a_usual_sample():
-    task = Task("Filling", {}, 7, (), (1, 2))
+    task = Task("Filling", "fill", {}, 7, (), (1, 2))
     once, often = result(1, (0.06, 0.1, 0.08), (0.05, 0.1, 0.08)), result(12, (0.1, 0.12, 0.12), (0.1, 0.12, 0.12))
     title, text = section_of_task(task, [once, often])
     assert title == "Filling"
