@@ -1,4 +1,4 @@
-"""The picture of docs/conditioning.md: what samples make of conditions of held-out volumes."""
+"""The picture of README and docs/conditioning.md: what samples make of conditions of held-out volumes."""
 
 from __future__ import annotations
 
