@@ -51,6 +51,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument("--json", metavar="FILE", help="also write all numbers as JSON")
     result.add_argument("--num", type=at_least(2), default=16, help="number of samples (default: 16)")
     result.add_argument("--steps", type=at_least(1), help="steps from noise to latent (default: as configured)")
+    result.add_argument(
+        "--guidance-scale", type=at_least(0.0), help="values above 1 follow the conditions more closely"
+    )
     result.add_argument("--seed", type=at_least(0), default=0, help="seed of the samples (default: 0)")
     result.add_argument(
         "--batch-size", type=at_least(1), default=4, help="samples to draw at once; does not change them (default: 4)"
@@ -90,8 +93,11 @@ def main(options: argparse.Namespace) -> int:
         network, frame = trained.unet()
     codec = trained.codec()
     features = load_features(options.fid_network, options.fid_weights) if options.fid_weights is not None else None
-    changes = {} if options.steps is None else {"ldm.sampling.num_inference_steps": options.steps}
-    settings = trained.settings.with_overrides(changes)
+    asked = {
+        "ldm.sampling.num_inference_steps": options.steps,
+        "ldm.sampling.guidance_scale": options.guidance_scale,
+    }
+    settings = trained.settings.with_overrides({key: value for key, value in asked.items() if value is not None})
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
     data = stage_two_data(settings.data)
     if len(volumes.val) < 2:
