@@ -36,6 +36,9 @@ NUM_PATTERNS = 32
 DOUBT = 1.0
 """The variance of known voxels around the model, beside their own: it is estimated from few volumes."""
 
+LEAST_DEVIATION = 0.01
+"""A channel that hardly varies counts as if it varied this much: anything new in it would outweigh all the rest."""
+
 FEWEST_TO_SPLIT = 4
 """Fewer training volumes than this are too few for models of half of them."""
 
@@ -163,7 +166,7 @@ def fit(examples: Tensor) -> HoleGuess:
     mean = examples.mean(dim=0)
     centred = examples - mean
     variance = centred.square().mean(dim=(0, 2, 3, 4))[:, None, None, None]
-    scale = torch.where(variance > 0, variance.rsqrt(), 1.0)
+    scale = variance.clamp_min(LEAST_DEVIATION**2).rsqrt()
     centred *= scale
     components = principal_components(centred, min(NUM_PATTERNS, (len(examples) - 1) // 2))
     texture = texture_of(centred, components, torch.zeros_like(mean))

@@ -105,6 +105,16 @@ def test_few_volumes_and_constant_ones_give_finite_guesses(number):
             assert filled.isfinite().all()
 
 
+@pytest.mark.parametrize("constant", [0.1, -1.0])
+def test_a_channel_that_was_constant_in_training_does_not_spoil_the_others(constant):
+    train, image = volumes(9, 2), volumes(1, 2, seed=1)[0]
+    # The mean of equal values differs from them by rounding, which must not count as variance.
+    train[:, 1], image[1] = constant, 0.5
+    unknown = hole_mask(GRID, (3, 2, 2), 0, "x", 0)
+    alone = fit(train[:, :1].contiguous()).fill(image[:1], unknown)
+    torch.testing.assert_close(fit(train).fill(image, unknown)[:1], alone, atol=0.02, rtol=0)
+
+
 def test_what_is_stored_fills_alike_and_damage_is_refused():
     model = fit(volumes(9, 2))
     again = HoleGuess.stored(dict(model.content), 2, GRID)
