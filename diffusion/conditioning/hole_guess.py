@@ -42,8 +42,9 @@ LEAST_DEVIATION = 0.01
 FEWEST_TO_SPLIT = 4
 """Fewer training volumes than this are too few for models of half of them."""
 
-MOST_ITERATIONS = 60
 LARGEST_RESIDUAL = 1e-3
+MOST_ITERATIONS = 500
+"""Models of a few smooth volumes need up to 180, and what fewer give can be worse than the mean."""
 
 _PREFIX = "hole_"
 
