@@ -186,7 +186,13 @@ def fit_to_volumes(read: Callable[[int], Tensor], num_train: int, shape: Sequenc
         for place in range(process.rank, number, process.world_size):
             examples[place] = F.adaptive_avg_pool3d(read(numbers[place]), grid)
     examples = process.sum(examples)
-    if number < FEWEST_TO_SPLIT:
+    # Kept conditions are found by the model's hash, which rounding on another machine would change.
+    guesses: Guesses = process.from_first(_fitted(numbers, examples) if process.is_first else None)
+    return guesses
+
+
+def _fitted(numbers: Sequence[int], examples: Tensor) -> Guesses:
+    if len(numbers) < FEWEST_TO_SPLIT:
         return Guesses(fit(examples))
     halves = [fit(examples[half::2]) for half in (0, 1)]
     return Guesses(fit(examples), {volume: halves[1 - place % 2] for place, volume in enumerate(numbers)})

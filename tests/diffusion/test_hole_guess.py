@@ -108,6 +108,21 @@ def test_no_volume_is_guessed_by_a_model_that_was_fitted_to_it():
     assert len(set(before.digests(8))) == 3
 
 
+class Second(Process):
+    """A second process, which gets what the first one found."""
+
+    def from_first(self, value: object) -> object:
+        """Return the first process's value."""
+        assert value is None, "this process has nothing to say"
+        return "the first one's"
+
+
+def test_all_processes_have_the_model_of_the_first():
+    train = volumes(6)
+    found = fit_to_volumes(train.__getitem__, len(train), (1, *GRID), Second(torch.device("cpu"), rank=1))
+    assert found == "the first one's"
+
+
 @pytest.mark.parametrize("number", [1, 2, FEWEST_TO_SPLIT, 5])
 def test_few_volumes_and_constant_ones_give_finite_guesses(number):
     for train in (volumes(number), torch.full((number, 1, *GRID), -1.0)):
