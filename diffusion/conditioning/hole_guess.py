@@ -69,7 +69,7 @@ class HoleGuess:
         guess = self.space.undo(self._expected(self.space.apply(values) * known, known))
         guess = torch.where(known, values, guess)
         fine = F.interpolate(guess[None], size=image.shape[1:], mode="trilinear", align_corners=False)[0]
-        return torch.where(unknown, fine.clamp(*NETWORK_RANGE), image)
+        return torch.where(unknown, fine.clamp_(*NETWORK_RANGE), image)
 
     def _expected(self, values: Tensor, known: Tensor) -> Tensor:
         """Return the expected volume given normalised values where `known`, which are 0 elsewhere.
