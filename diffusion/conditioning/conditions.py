@@ -121,23 +121,24 @@ def prepare_conditions(
     """Make the conditions of all volumes that are not kept yet; None if there are none besides classes.
 
     The training volumes and the normalisation of their latents, which is `known`, decide how conditions are scaled,
-    unless the scale that a network was trained with is known instead. `examples` are the numbers of some training
-    volumes with their scaled latents, which the regression on label maps is fitted to; without them there is none.
-    Conditions are kept on disk with `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as
-    latents.
+    unless the scale that a network was trained with is known instead. Then only held-out volumes get conditions, those
+    that samples are compared with. `examples` are the numbers of some training volumes with their scaled latents, which
+    the regression on label maps is fitted to; without them there is none. Conditions are kept on disk with
+    `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as latents.
     """
     scan = settings.ldm.conditioning.scan
     if not (settings.ldm.conditioning.needs_pairs or scan.is_used):
         return None
     readers: dict[str, ReadVariant] = {}
+    first = len(volumes.train) if isinstance(known, JoinedScale) else 0
     image, digest, guesses = None, pairs.digest, Guesses()
     if pairs.labels:
-        readers[LABEL_MAP] = _label_maps(settings, pairs, process)
+        readers[LABEL_MAP] = _label_maps(settings, pairs, process, first)
     if pairs.volumes:
         image = _image(settings, pairs)
         coder = coder_of(settings, codec)
         guesses = _guesses(settings, pairs, len(volumes.train), process, known)
-        readers[VOLUME] = _volumes(settings, pairs, process, coder, image, guesses)
+        readers[VOLUME] = _volumes(settings, pairs, process, coder, image, guesses, first)
         digest += "" if coder in (None, codec) else f" {weights_digest(coder.autoencoder)}"
     if isinstance(known, JoinedScale):
         scale = known
@@ -147,6 +148,12 @@ def prepare_conditions(
     left_out: dict[int, Tensor] = {}
     if examples is not None and settings.ldm.conditioning.labels.has_regression:
         regression, left_out = regress(lambda number: readers[LABEL_MAP](number, 0), *examples)
+        if settings.ldm.conditioning.residual and settings.ldm.latents.normalise != "position":
+            # Guesses are differences from the mean at each position, and these latents are not.
+            assert isinstance(known, Normalisation), "a regression is fitted to latents of a known normalisation"
+            origin = 0.0 if known.mean is None else known.mean * known.scale
+            regression = regression.around(examples[1].mean(dim=0) - origin)
+            left_out = {number: torch.cat([weights, weights.new_ones(1)]) for number, weights in left_out.items()}
         scale = replace(scale, regression=regression)
     names = [file.name for file in (*volumes.train, *volumes.val)]
     numbers = {name: place for place, name in enumerate(names)}
@@ -160,7 +167,7 @@ def prepare_conditions(
     return Conditions(numbers, readers, grid, digest, scale, left_out, code, vectors, image, scans, modality)
 
 
-def _label_maps(settings: Settings, pairs: Pairs, process: Process) -> ReadVariant:
+def _label_maps(settings: Settings, pairs: Pairs, process: Process, first: int) -> ReadVariant:
     number, grid = settings.ldm.conditioning.labels.num_classes, settings.latent_shape[1:]
 
     def shares(index: int) -> Tensor:
@@ -168,7 +175,7 @@ def _label_maps(settings: Settings, pairs: Pairs, process: Process) -> ReadVaria
 
     digests = [file.digest for file in pairs.labels]
     key = ["labels", number, reading_of(settings.data), list(grid)]
-    read = keep(shares, digests, (number, *grid), key, _is_on_disk(settings), process, "label maps")
+    read = keep(shares, digests, (number, *grid), key, _is_on_disk(settings), process, "label maps", first)
     return lambda number, variant: read(number)
 
 
@@ -200,7 +207,13 @@ def _guesses(
 
 
 def _volumes(
-    settings: Settings, pairs: Pairs, process: Process, coder: VolumeCodec | None, image: Image, guesses: Guesses
+    settings: Settings,
+    pairs: Pairs,
+    process: Process,
+    coder: VolumeCodec | None,
+    image: Image,
+    guesses: Guesses,
+    first: int,
 ) -> ReadVariant:
     s, grid = settings.ldm.conditioning.volume, settings.latent_shape[1:]
     data, variants = volume_reading(settings.data, s), s.degrade.variants
@@ -233,7 +246,7 @@ def _volumes(
         degrade,
         settings.seed if s.degrade.has_hole else None,
     ]
-    read = keep(channels, names, shape, key, _is_on_disk(settings), process, "condition volumes")
+    read = keep(channels, names, shape, key, _is_on_disk(settings), process, "condition volumes", first * variants)
     return lambda number, variant: read(number * variants + variant % variants)
 
 

@@ -36,11 +36,15 @@ NUM_PATTERNS = 32
 DOUBT = 1.0
 """The variance of known voxels around the model, beside their own: it is estimated from few volumes."""
 
+LEAST_DEVIATION = 0.01
+"""A channel that hardly varies counts as if it varied this much: anything new in it would outweigh all the rest."""
+
 FEWEST_TO_SPLIT = 4
 """Fewer training volumes than this are too few for models of half of them."""
 
-MOST_ITERATIONS = 60
 LARGEST_RESIDUAL = 1e-3
+MOST_ITERATIONS = 500
+"""Models of a few smooth volumes need up to 180, and what fewer give can be worse than the mean."""
 
 _PREFIX = "hole_"
 
@@ -65,7 +69,7 @@ class HoleGuess:
         guess = self.space.undo(self._expected(self.space.apply(values) * known, known))
         guess = torch.where(known, values, guess)
         fine = F.interpolate(guess[None], size=image.shape[1:], mode="trilinear", align_corners=False)[0]
-        return torch.where(unknown, fine.clamp(*NETWORK_RANGE), image)
+        return torch.where(unknown, fine.clamp_(*NETWORK_RANGE), image)
 
     def _expected(self, values: Tensor, known: Tensor) -> Tensor:
         """Return the expected volume given normalised values where `known`, which are 0 elsewhere.
@@ -163,7 +167,7 @@ def fit(examples: Tensor) -> HoleGuess:
     mean = examples.mean(dim=0)
     centred = examples - mean
     variance = centred.square().mean(dim=(0, 2, 3, 4))[:, None, None, None]
-    scale = torch.where(variance > 0, variance.rsqrt(), 1.0)
+    scale = variance.clamp_min(LEAST_DEVIATION**2).rsqrt()
     centred *= scale
     components = principal_components(centred, min(NUM_PATTERNS, (len(examples) - 1) // 2))
     texture = texture_of(centred, components, torch.zeros_like(mean))
@@ -182,7 +186,13 @@ def fit_to_volumes(read: Callable[[int], Tensor], num_train: int, shape: Sequenc
         for place in range(process.rank, number, process.world_size):
             examples[place] = F.adaptive_avg_pool3d(read(numbers[place]), grid)
     examples = process.sum(examples)
-    if number < FEWEST_TO_SPLIT:
+    # Kept conditions are found by the model's hash, which rounding on another machine would change.
+    guesses: Guesses = process.from_first(_fitted(numbers, examples) if process.is_first else None)
+    return guesses
+
+
+def _fitted(numbers: Sequence[int], examples: Tensor) -> Guesses:
+    if len(numbers) < FEWEST_TO_SPLIT:
         return Guesses(fit(examples))
     halves = [fit(examples[half::2]) for half in (0, 1)]
     return Guesses(fit(examples), {volume: halves[1 - place % 2] for place, volume in enumerate(numbers)})

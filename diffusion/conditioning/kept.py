@@ -26,25 +26,39 @@ Read = Callable[[int], Tensor]
 
 
 def keep(
-    make: Read, names: Sequence[str], shape: Sequence[int], key: Any, on_disk: bool, process: Process, title: str
+    make: Read,
+    names: Sequence[str],
+    shape: Sequence[int],
+    key: Any,
+    on_disk: bool,
+    process: Process,
+    title: str,
+    first: int = 0,
 ) -> Read:
     """Make the conditions that are not kept yet, shared among the processes, and return how to read them.
 
-    `names` says what each condition is made from, and `key` all settings that decide the result.
+    `names` says what each condition is made from, and `key` all settings that decide the result. Those before the
+    `first` are not made and cannot be read.
     """
-    share = range(process.rank, len(names), process.world_size)
+    share = range(first + process.rank, len(names), process.world_size)
     if on_disk:
         folder = _Folder(key, names, shape)
         with process.together():
             for number in _with_bar([n for n in share if not folder.has(n)], process, title):
                 folder.write(number, make(number))
         return folder.read
-    kept = torch.zeros(len(names), *shape)
+    kept = torch.zeros(len(names) - first, *shape)
     with process.together():
         for number in _with_bar(share, process, title):
-            kept[number] = make(number)
+            kept[number - first] = make(number)
     # One process fills each row and the others leave zeros.
-    return process.sum(kept).__getitem__
+    process.sum(kept)
+
+    def read(number: int) -> Tensor:
+        assert number >= first, f"condition {number} is before the first that was made, {first}"
+        return kept[number - first]
+
+    return read
 
 
 def _with_bar(numbers: Sequence[int], process: Process, title: str) -> Iterable[int]:

@@ -54,6 +54,12 @@ class LabelRegression:
         """Return the latent (C, D, H, W) with these weights of the patterns."""
         return torch.einsum("k,kcdhw->cdhw", weights, self.patterns)
 
+    def around(self, centre: Tensor) -> LabelRegression:
+        """Return a regression whose guesses are those of this one plus `centre` (C, D, H, W), a pattern of weight 1."""
+        inputs = torch.cat([self.inputs, self.inputs.new_zeros(1, self.inputs.shape[1])])
+        offset = torch.cat([self.offset, self.offset.new_ones(1)])
+        return LabelRegression(inputs, offset, torch.cat([self.patterns, centre[None]]), self.largest_axis)
+
     @property
     def content(self) -> dict[str, Tensor]:
         """Return what is stored with the weights."""

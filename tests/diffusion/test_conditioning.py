@@ -15,7 +15,7 @@ from diffusion.latent_batches import LatentBatch
 from diffusion.sampling import guided
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
-from settings import CheckpointError, Settings
+from settings import CheckpointError, DataError, Settings
 from settings.conditioning import ConditioningSettings
 from tests.training.step_gradients import gradients
 from training.ldm_step import LatentDiffusionStep
@@ -202,3 +202,19 @@ def test_conditions_that_are_kept_already_show_no_bar(tmp_path, monkeypatch, cap
         read = keep(lambda number: torch.full((1, 2), float(number)), "ab", (1, 2), "key", True, CPU, "maps")
         assert read(1).tolist() == [[1.0, 1.0]]
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_conditions_before_the_first_that_is_needed_are_not_made(tmp_path, monkeypatch, on_disk):
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    def make(number: int) -> torch.Tensor:
+        made.append(number)
+        return torch.full((1, 2), float(number))
+
+    read = keep(make, "abcd", (1, 2), "key", on_disk, CPU, "maps", first=2)
+    assert made == [2, 3]
+    assert [read(number)[0, 0].item() for number in (2, 3)] == [2.0, 3.0]
+    with pytest.raises((DataError, AssertionError)):
+        read(1)

@@ -10,13 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffusion.conditioning import Condition, hidden
+from data import prepare_volumes
+from diffusion.conditioning import Condition, check_conditions, hidden
+from diffusion.conditioning.joined_scale import LABEL_MAP
 from diffusion.latent_batches import LatentBatch
+from diffusion.latents import prepare_latents
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.sampling import guided
+from diffusion.volume_codec import frozen_codec
 from runtime.processes import Process
-from settings import Settings
+from settings import Settings, load_settings
 from settings.ldm import LdmSettings
+from tests.conditional_run import AS_IN_PRESETS, conditional_config
 from training.ldm_step import LatentDiffusionStep
 
 CPU = torch.device("cpu")
@@ -125,3 +130,26 @@ def test_training_on_latents_around_a_guess_is_training_on_their_differences(tin
     assert found[0][1].abs().max() > 0
     assert found[0][1].shape[1] == 2 * latent_channels + 1
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("normalise", ["scale", "channel", "position"])
+def test_the_guess_of_a_label_map_lies_where_normalised_latents_do(tmp_path, monkeypatch, normalise):
+    monkeypatch.chdir(tmp_path)
+    config = conditional_config(tmp_path, AS_IN_PRESETS)
+    settings = load_settings(config, [f"ldm.latents.normalise={normalise}", "ldm.latents.cache=memory"])
+    volumes = prepare_volumes(settings.data, settings.seed, 1)
+    pairs = check_conditions(settings, volumes)
+    latents = prepare_latents(frozen_codec(settings, CPU), volumes, settings, Process(CPU), pairs)
+    assert latents.read is not None
+    assert latents.conditions is not None
+    regression = latents.conditions.scale.regression
+    assert regression is not None
+    places = range(len(volumes.train))
+    maps = [latents.conditions.joined[LABEL_MAP](place, 0) for place in places]
+    guess = torch.stack([regression.guess(regression.weights(one)) for one in maps]).mean(dim=0)
+    real = torch.stack([latents.normalisation.apply(latents.read(place)[0]) for place in places]).mean(dim=0)
+    torch.testing.assert_close(guess, real, atol=1e-3, rtol=1e-3)
+    # Each training volume has the guess of a regression on the others, around the same mean.
+    joined = latents.conditions.of([file.name for file in volumes.train]).joined
+    assert joined is not None
+    assert (joined[:, -len(real) :].mean(dim=0) - real).square().mean() < 0.5
