@@ -21,7 +21,6 @@ stamp=".venv/.installed-$requirements"
 wanted="$(cat requirements*.txt | sha256sum)"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "installing $requirements into .venv (once; takes a few minutes)"
-    # Without --no-compile, pip compiles twice as long as it installs; Python compiles what is imported anyway.
-    python -m pip install --quiet --no-compile --disable-pip-version-check -r "$requirements"
+    python -m pip install --quiet --disable-pip-version-check -r "$requirements"
     echo "$wanted" > "$stamp"
 fi
