@@ -81,8 +81,8 @@ def test_a_run_with_label_maps_trains_resumes_and_samples_in_their_space(config,
     plain = json.loads(Path("f.json").read_text())["conditions"]
     errors = json.loads(Path("e.json").read_text())["conditions"]
     assert errors["num"] == 2
-    assert errors["hidden"]["l1"] == plain["hidden"]["l1"]
-    assert errors["right"]["l1"] != plain["right"]["l1"]
+    assert errors["hidden"]["l1"] == pytest.approx(plain["hidden"]["l1"], abs=1e-5)
+    assert abs(errors["right"]["l1"] - plain["right"]["l1"]) > 1e-5
     assert {"right", "shuffled", "hidden"} < errors.keys()
     assert "L1 with the right condition is" in capsys.readouterr().out
     page = Path("runs/tiny/report.html").read_text()
@@ -300,54 +300,3 @@ def test_keys_of_condition_volumes_that_do_not_go_together_are_refused(tiny_conf
     if len(overrides) == 4:
         assert f"{VOLUME}.degrade.downsample: [1, 3, 1] does not divide data.voxel_size" in str(error.value)
         assert f"{VOLUME}.degrade.hole: [4, 0, 4] on a grid of [16, 16, 16] voxels" in str(error.value)
-
-
-NUMBERS = {"table": "people.csv", "continuous": ["age"], "categorical": ["sex"], "max_categories": 4}
-
-
-def test_numbers_of_a_table_are_learned_with_other_conditions_and_asked_for_by_name(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    rows = [f"case_{place}.nii.gz,{40 + place},{'FM'[place % 2]}" for place in range(8)]
-    Path("people.csv").write_text("\n".join(["file,age,sex", *rows]))
-    config = conditional_config(tmp_path, {"numbers": NUMBERS, **LABEL_MAPS})
-    assert train_ldm(config) == 0
-    trained = load_file("runs/tiny/ldm.safetensors")
-    assert trained["number_embedding.0.weight"].shape[1] == 6
-    capsys.readouterr()
-    arguments = ("--run", "runs/tiny", "--steps", "2", "--num", "1", "--out", "drawn")
-    for number in ("age=41", "age=80"):
-        assert run_here("scripts/sample.py", *arguments, "--number", number, "--number", "sex=F") == 0
-    drawn = [nib.load(path).get_fdata() for path in sorted(Path("drawn").glob("*.nii.gz"))]
-    assert len(drawn) == 2
-    assert np.abs(drawn[0] - drawn[1]).max() > 0
-    capsys.readouterr()
-    for wrong, text in (
-        ("age", "--number: age, not a number of the run; allowed: age, sex, each once; write age=VALUE"),
-        ("sex=X", "--number: sex=X is none of F, M; correct it"),
-        ("age=old", "--number: age=old is not a number; correct it"),
-    ):
-        assert run_here("scripts/sample.py", *arguments, "--number", wrong) == 2
-        assert text in capsys.readouterr().err
-    weights = ("--weights", "runs/tiny/ldm.safetensors", "--out", "exported.pt")
-    assert run_here("scripts/export_checkpoint.py", *weights) == 2
-    assert "MONAI's DiffusionModelUNet takes no numbers" in capsys.readouterr().err
-    Path("people.csv").write_text("\n".join(["file,age,sex", *rows[1:]]))
-    with pytest.raises(DataError, match=r"case_0\.nii\.gz: no row in ldm\.conditioning\.numbers\.table"):
-        train_ldm(config)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (["ldm.conditioning.numbers.continuous=[age]"], "ldm.conditioning.numbers.table: null with columns age"),
-        (["ldm.conditioning.numbers.table=people.csv"], "ldm.conditioning.numbers.continuous: no columns"),
-        (
-            ["ldm.conditioning.numbers.table=t.csv", "ldm.conditioning.numbers.continuous=[age, AGE]"],
-            "ldm.conditioning.numbers.continuous: column age named twice",
-        ),
-    ],
-)
-def test_keys_of_numbers_that_do_not_go_together_are_refused(tiny_config, overrides, text):
-    with pytest.raises(ConfigError) as error:
-        load_settings(tiny_config, overrides)
-    assert text in str(error.value)
