@@ -19,6 +19,7 @@ from memory.predict import Predictor
 from memory.predict.prediction import Stage
 from settings import Settings, load_settings
 from tests.command_lines import commands, help_of, read_by_its_script
+from tests.nested_values import leaves
 from tests.test_architecture import ARROWS, CODE, PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,15 +59,6 @@ def test_every_command_in_documents_presets_and_help_is_read_by_its_script():
         read_by_its_script(words)
 
 
-def _leaves(values, prefix=""):
-    """Yield the dotted keys of nested values, and what they are set to."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def test_every_block_of_config_in_documents_is_valid_in_a_preset():
     blocks = [
         block
@@ -76,7 +68,7 @@ def test_every_block_of_config_in_documents_is_valid_in_a_preset():
     assert len(blocks) >= 6
     for block in blocks:
         preset = "maisi" if "maisi" in block else "default"
-        changes = dict(_leaves(yaml.safe_load(block)))
+        changes = dict(leaves(yaml.safe_load(block)))
         found = load_settings(ROOT / "configs" / f"{preset}.yaml", stage="ldm").with_overrides(changes, stage="ldm")
         assert found.ldm.conditioning.is_used, block
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from settings import load_settings, look_up
+from tests.nested_values import leaves
 
 COMBINATION_A = """
 autoencoder:
@@ -97,16 +98,9 @@ def test_preset_has_the_mathematics_of_its_combination(tmp_path, preset, text):
     promises = {name: (field.json_schema_extra or {}).get("promise") for name, field in known_keys()}
     settings = load_settings(f"configs/{preset}.yaml").model_dump(mode="json")
 
-    def walk(values, prefix=""):
-        for name, value in values.items():
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", value
-
     found = settings["autoencoder"]["training"]
     assert found["batch_size"] * found["gradient_accumulation_steps"] == 4
-    for dotted, value in walk(yaml.safe_load(text)):
+    for dotted, value in leaves(yaml.safe_load(text)):
         assert look_up(settings, dotted) == value or promises[dotted] == "same mathematics", dotted
 
 
