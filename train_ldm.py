@@ -30,7 +30,8 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from diffusion.conditioning import check_conditions
     from diffusion.latents import prepare_latents, pretrained_unet
     from diffusion.volume_codec import frozen_codec
-    from evaluation.ldm_validation import RealVolumes, validate_ldm
+    from evaluation.ldm_validation import LdmValidation, RealVolumes
+    from evaluation.skill import skill_in_words
     from memory.watch.memory_watch import MemoryWatch
     from report import publish
     from report.validation import show_validation
@@ -66,12 +67,14 @@ def train(settings: Settings, is_dry_run: bool) -> int:
 
             # The latents of step n depend on the seed and n alone, so a resumed run sees the same batches.
             batches = latents.training_batches(plan, first_step, step.training.last_step)
-            validate = partial(validate_ldm, step, latents, RealVolumes(volumes, latents.settings))
+            validate = LdmValidation(step, latents, RealVolumes(volumes, latents.settings))
             save_at = partial(save, step, checkpoints, settings, volumes)
             if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate, show_validation):
                 return INTERRUPTED
             export(step, run_folder, settings)
             publish(run_folder, process)
+            if validate.last_skill is not None:
+                log.info(skill_in_words(validate.last_skill))
     return 0
 
 

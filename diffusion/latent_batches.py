@@ -14,6 +14,7 @@ from data.workers import one_ahead
 from diffusion.conditioning import NOTHING, Condition
 from diffusion.conditioning.conditions import Conditions
 from diffusion.latent_files import Moments
+from settings.conditioning import ConditioningSettings
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,13 @@ def collate(
         files=names,
         condition=NOTHING if conditions is None else conditions.of(names, passes),
     )
+
+
+def condition_of(batch: LatentBatch | Batch, s: ConditioningSettings) -> Condition:
+    """Return the batch's conditions, its classes among them."""
+    paired = batch.condition if isinstance(batch, LatentBatch | VolumeBatch) else NOTHING
+    assert batch.labels is not None or s.type != "class", "a class-conditional network needs labels"
+    return replace(paired, classes=batch.labels) if s.type == "class" else paired
 
 
 def with_conditions(

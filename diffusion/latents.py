@@ -76,13 +76,17 @@ class Latents:
         files, offset = self.volumes.val, len(self.volumes.train)
 
         def read(index: int) -> Moments:
-            if self.read is not None:
-                return self.read(offset + index)
-            file = files[index]
-            return encode(load_file(file, self.settings).image)
+            return self.moments(offset + index, encode)
 
         for index in range(process.rank, len(files), process.world_size):
             yield collate(read, files, [index], [index], self.conditions)
+
+    def moments(self, index: int, encode: Callable[[Tensor], Moments]) -> Moments:
+        """Return mean and sigma of a volume's latent by its index, held-out volumes after training volumes."""
+        if self.read is not None:
+            return self.read(index)
+        file = (*self.volumes.train, *self.volumes.val)[index]
+        return encode(load_file(file, self.settings).image)
 
     @property
     def metadata(self) -> dict[str, Any]:

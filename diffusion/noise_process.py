@@ -5,6 +5,7 @@ Every process here is x(t) = signal(t) * clean + noise_level(t) * noise, so one 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -125,11 +126,18 @@ class NoiseProcess:
 
         They are closer together near the clean latent than equal steps in time, so a second-order sampler needs fewer.
         """
+        largest = np.pi / 2 if self.is_flow else self._angles[self.num_usable - 1]
+        return self._times_at(largest * np.arange(num_steps, 0, -1) / num_steps).tolist()
+
+    def times_by_angle(self, angles: Sequence[float]) -> Tensor:
+        """Return the times at which the angle atan(noise level / signal) has these values, or the nearest ones."""
+        dtype = torch.float32 if self.is_flow else torch.int64
+        return torch.tensor(self._times_at(np.array(angles)), device=self.device).to(dtype)
+
+    def _times_at(self, angles: np.ndarray) -> np.ndarray:
         if self.is_flow:
-            angles = np.pi / 2 * np.arange(num_steps, 0, -1) / num_steps
-            return (self.num_timesteps * np.sin(angles) / (np.sin(angles) + np.cos(angles))).tolist()
-        angles = self._angles[self.num_usable - 1] * np.arange(num_steps, 0, -1) / num_steps
-        return np.interp(angles, self._angles, np.arange(len(self._angles))).round().tolist()
+            return self.num_timesteps * np.sin(angles) / (np.sin(angles) + np.cos(angles))
+        return np.interp(angles, self._angles, np.arange(len(self._angles))).round()
 
 
 def _kept_variance(s: SchedulerSettings) -> np.ndarray:

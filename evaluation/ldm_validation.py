@@ -1,4 +1,4 @@
-"""Validation of stage 2: the diffusion loss on held-out latents, and samples from fixed seeds."""
+"""Validation of stage 2: loss and skill on held-out latents, and samples from fixed seeds."""
 
 from __future__ import annotations
 
@@ -6,71 +6,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from data import VolumeFile, from_unit, load_file, to_unit
 from diffusion.conditioning.joined_scale import VOLUME
-from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents
-from diffusion.noise_process import predict
 from diffusion.sampling import draw_volumes
 from evaluation.conditional.known import with_known
 from evaluation.pictures import Row, picture_of
 from evaluation.previews import MAX_COPIES, Preview, ViewerVolume
 from evaluation.real_volumes import RealVolumes
+from evaluation.skill import Skill
 from training.ldm_step import LatentDiffusionStep
 
-NOISE_LEVELS = (0.125, 0.375, 0.625, 0.875)
-"""Diffusion times at which the held-out loss is measured, as fractions of the whole range."""
 
+class LdmValidation:
+    """Validates a stage 2: the loss and the skill on held-out latents, and a preview of samples.
 
-def validate_ldm(
-    step: LatentDiffusionStep, latents: Latents, real: RealVolumes | None = None
-) -> tuple[dict[str, float], Preview | None]:
-    """Return the held-out diffusion loss over all processes and, in the first process, a preview of samples.
-
-    `real` gives the real volumes that the preview puts beside the samples.
-    Use the averaged weights if there are any. Every call uses the same latents, times, noise and seeds.
+    `real` gives the real volumes that the preview puts beside the samples. Every call uses the same latents, times,
+    noise and seeds, and the averaged weights if there are any.
     """
-    with _inference_weights(step):
-        metrics = _held_out_loss(step, latents)
-        has_preview = step.process.is_first and step.settings.ldm.sampling.num_previews
-        preview = sample_preview(step, latents, real) if has_preview else None
-    return metrics, preview
 
+    def __init__(self, step: LatentDiffusionStep, latents: Latents, real: RealVolumes | None = None) -> None:
+        self.step, self.latents, self.real = step, latents, real
+        self.skill = Skill(latents, step.codec, step.normalisation, step.settings, step.process)
+        self.last_skill: float | None = None
 
-@torch.no_grad()
-def _held_out_loss(step: LatentDiffusionStep, latents: Latents) -> dict[str, float]:
-    totals = torch.zeros(len(NOISE_LEVELS) + 1, dtype=torch.float64)
-    for batch in latents.validation_batches(step.codec.encode, step.process):
-        totals[:-1] += held_out_losses(step, batch).cpu()
-        totals[-1] += 1
-    *losses, count = step.process.sum(totals).tolist()
-    if not count:  # a data set of one volume has no held-out volumes
-        return {}
-    by_level = {f"val_diffusion_{level:g}": loss / count for level, loss in zip(NOISE_LEVELS, losses, strict=True)}
-    return {"val_diffusion": sum(by_level.values()) / len(by_level), **by_level}
-
-
-@torch.no_grad()
-def held_out_losses(step: LatentDiffusionStep, batch: LatentBatch) -> Tensor:
-    """Return the diffusion loss of a batch of one latent at each noise level."""
-    # The mean of the latent distribution, so that the only noise is the fixed noise below.
-    clean = step.normalisation.apply(batch.mean.to(step.process.device))
-    condition = step.condition_of(batch)
-    losses = []
-    for level in NOISE_LEVELS:
-        white = step.noise.normal(f"validation {level}", batch.positions, clean.shape[1:])
-        noise = step.normalisation.shaped(white)
-        times = step.noise_process.times(torch.full((1,), level, device=step.process.device))
-        noisy = step.noise_process.add_noise(clean, noise, times)
-        with step.precision.autocast():
-            prediction = predict(step.unet, noisy, times, condition, step.settings.ldm, step.noise_process)
-        target = step.noise_process.target(clean, noise, times)
-        losses.append(F.mse_loss(prediction.float(), target).double())
-    return torch.stack(losses)
+    def __call__(self) -> tuple[dict[str, float], Preview | None]:
+        """Return the metrics over all ranks and, on rank zero, a preview of samples."""
+        step = self.step
+        with _inference_weights(step):
+            metrics = self.skill(step.unet)
+            has_preview = step.process.is_first and step.settings.ldm.sampling.num_previews
+            preview = sample_preview(step, self.latents, self.real) if has_preview else None
+        self.last_skill = metrics.get("val_skill")
+        return metrics, preview
 
 
 def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolumes | None = None) -> Preview:

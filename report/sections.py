@@ -13,6 +13,7 @@ from training.recording.progress import duration_text
 _FIGURES = (
     ("val_psnr", "held-out PSNR", "{:.2f} dB"),
     ("val_ssim", "held-out SSIM", "{:.3f}"),
+    ("val_skill", "skill (below 1 is better)", "{:.3f}"),
     ("val_diffusion", "held-out diffusion loss", "{:.4f}"),
     ("volumes_per_second", "volumes per second", "{:.3g}"),
 )

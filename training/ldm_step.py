@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data import Batch
-from diffusion.conditioning import NOTHING, Condition, some_hidden
+from diffusion.conditioning import Condition, some_hidden
 from diffusion.conditioning.conditions import empty_condition
 from diffusion.frozen_autoencoder import accepted_digests, latents_digest, weights_digest
-from diffusion.latent_batches import LatentBatch, VolumeBatch
+from diffusion.latent_batches import LatentBatch, VolumeBatch, condition_of
 from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
@@ -177,10 +177,7 @@ class LatentDiffusionStep(TrainingStep):
 
     def condition_of(self, batch: LatentBatch | Batch) -> Condition:
         """Return the batch's conditions on the device, its classes among them."""
-        paired = batch.condition if isinstance(batch, LatentBatch | VolumeBatch) else NOTHING
-        is_class = self.settings.ldm.conditioning.type == "class"
-        assert batch.labels is not None or not is_class, "a class-conditional step needs labels"
-        return (replace(paired, classes=batch.labels) if is_class else paired).to(self.process.device)
+        return condition_of(batch, self.settings.ldm.conditioning).to(self.process.device)
 
     def _condition(self, batch: LatentBatch | Batch) -> Condition:
         """Return the conditions, some hidden for classifier-free guidance."""

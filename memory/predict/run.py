@@ -22,7 +22,7 @@ from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes, guided, num_predictions
 from diffusion.volume_codec import VolumeCodec, frozen_codec
 from evaluation.autoencoder_validation import reconstruct_and_measure
-from evaluation.ldm_validation import NOISE_LEVELS, held_out_losses
+from evaluation.skill import NUM_LEVELS, HeldOut
 from memory.kernels.cpu_calls import Calls
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, tracked
@@ -63,7 +63,8 @@ def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryT
         condition = empty_condition(settings, 1)
         zeros = torch.zeros(1, *settings.latent_shape)
         batch = LatentBatch(zeros, zeros, (0,), condition.classes, ("",), condition)
-        parts = {VALIDATED_VOLUME: _done_by(tracker, lambda: held_out_losses(step, batch))}
+        held_out = HeldOut(settings, step.normalisation, step.precision)
+        parts = {VALIDATED_VOLUME: _done_by(tracker, lambda: held_out.errors(step.unet, batch))}
         if settings.ldm.sampling.num_previews:
             drawn = _done_by(tracker, lambda: _sample(step.unet, codec, settings))
             decoded = _done_by(tracker, lambda: codec.decode(zeros[0]))
@@ -89,7 +90,7 @@ def _all_previews(settings: Settings, losses: PartOfRun, drawn: PartOfRun, decod
     batches = settings.ldm.sampling.num_previews / batch
     num_left = sum(num_predictions(settings.ldm)) - sum(num_predictions(_shortened(settings).ldm))
     # A held-out loss calls the U-Net once at each noise level with one latent.
-    steps = batches * batch * max(0, num_left) / len(NOISE_LEVELS)
+    steps = batches * batch * max(0, num_left) / NUM_LEVELS
     parts: list[tuple[float, PartOfRun]] = [(batches, drawn), (batches * (batch - 1), decoded), (steps, losses)]
     calls = Calls()
     for times, part in parts:

@@ -15,7 +15,8 @@ from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents, prepare_latents
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes, sample_latents
-from evaluation.ldm_validation import NOISE_LEVELS, sample_preview, validate_ldm
+from evaluation.ldm_validation import LdmValidation, sample_preview
+from evaluation.skill import NUM_LEVELS
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import Settings
@@ -202,20 +203,28 @@ def test_the_held_out_loss_is_of_scaled_means_with_the_averaged_weights(encoded)
     with torch.no_grad():
         for parameter, average in zip(averaged.parameters(), step.average.averages, strict=True):
             parameter.copy_(average)
-    noise = SampleNoise(step.settings.seed, CPU.device)
-    losses = []
+    validation, noise = LdmValidation(step, latents), SampleNoise(step.settings.seed, CPU.device)
+    losses, errors = [], []
     for place in range(len(latents.volumes.val)):
         mean, _ = latents.read(len(latents.volumes.train) + place)
-        for level in NOISE_LEVELS:
-            added = noise.normal(f"validation {level}", [place], mean.shape)
-            times = torch.tensor([int(level * 1000)])
+        clean = latents.normalisation.apply(mean)
+        for level, time in enumerate(validation.skill.held_out.times):
+            added, times = noise.normal(f"validation {level}", [place], mean.shape), time[None]
             signal, noise_level = signal_and_level(step, times)
+            noisy = signal * clean + noise_level * added
             with torch.no_grad():
-                prediction = averaged(signal * mean[None] * latents.normalisation.scale + noise_level * added, times)
-            target = signal * added - noise_level * mean * latents.normalisation.scale
-            losses.append((prediction - target).square().mean().item())
-    metrics, preview = validate_ldm(step, latents)
+                prediction = averaged(noisy, times)
+            losses.append((prediction - signal * added + noise_level * clean).square().mean().item())
+            errors.append((signal * noisy - noise_level * prediction - clean).square().mean().item())
+    metrics, preview = validation()
     assert metrics["val_diffusion"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    linear = validation.skill.linear_errors
+    assert linear is not None
+    by_level = torch.tensor(errors, dtype=torch.float64).view(-1, NUM_LEVELS).mean(dim=0) / linear
+    assert metrics["val_skill"] == pytest.approx(by_level.mean().item(), rel=1e-4)
+    assert [value for name, value in metrics.items() if name.startswith("val_skill_")] == pytest.approx(
+        by_level.tolist(), rel=1e-4
+    )
     assert preview is not None
     assert step.unet.training
 

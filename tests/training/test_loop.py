@@ -25,7 +25,7 @@ from training.step import TrainingStep
 
 VALIDATE = {
     "autoencoder": (evaluation.autoencoder_validation, "validate_autoencoder"),
-    "ldm": (evaluation.ldm_validation, "validate_ldm"),
+    "ldm": (evaluation.ldm_validation.LdmValidation, "__call__"),
 }
 RUN = Path("runs") / "tiny"
 Train = Callable[..., int]

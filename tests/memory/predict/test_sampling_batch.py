@@ -1,7 +1,7 @@
 import pytest
 
 from diffusion.sampling import num_predictions
-from evaluation.ldm_validation import NOISE_LEVELS
+from evaluation.skill import NUM_LEVELS
 from memory.predict.records import Work
 from memory.predict.run import (
     USED_SHARE,
@@ -50,7 +50,7 @@ def test_previews_take_the_passes_and_decodings_of_all_samples(tiny_values, samp
     # A pass is one operation, a decoding a thousand.
     taken = sum(num_predictions(_shortened(settings).ldm))
     assert sum(num_predictions(settings.ldm)) == passes
-    operations = (len(NOISE_LEVELS), 2 * taken + 1000, 1000)
+    operations = (NUM_LEVELS, 2 * taken + 1000, 1000)
     losses, drawn, decoded = (PartOfRun({("convolution", (1,), "float32"): Work(flops=n)}) for n in operations)
     (total,) = _all_previews(settings, losses, drawn, decoded).work.values()
     assert total.flops == pytest.approx(5 * passes + 5000, abs=2)

@@ -1,0 +1,172 @@
+"""Skill: the network's held-out error in the clean latent, divided by that of the best linear denoiser.
+
+Below 1 the network knows more about the volumes than their mean and covariance; a network that is switched off is above.
+Both see the same noisy latents and, if there are any, the same conditions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from diffusion.conditioning import Condition
+from diffusion.latent_batches import LatentBatch, collate, condition_of
+from diffusion.latent_files import Moments
+from diffusion.latents import Latents
+from diffusion.linear_denoiser import LinearDenoiser
+from diffusion.noise_process import NoiseProcess, predict
+from diffusion.normalisation import Normalisation
+from diffusion.volume_codec import VolumeCodec
+from runtime.precision import Precision
+from runtime.processes import Process
+from runtime.randomness import SampleNoise
+from settings import Settings
+
+NUM_LEVELS = 8
+ANGLES = tuple((place + 0.5) / NUM_LEVELS * math.pi / 2 for place in range(NUM_LEVELS))
+"""Noise levels between clean and noise: the angles whose tangent is the ratio of noise to signal."""
+
+MOST_EXAMPLES = 512
+MOST_VALUES = 2**26
+"""The linear denoiser is fitted to at most this many training latents, and to fewer if they have more values in all."""
+
+
+def skill_in_words(skill: float) -> str:
+    """Return what a mean skill says about the network."""
+    if skill < 1:
+        return f"skill {skill:.3f}: the network's held-out error is {1 - skill:.0%} below the best linear denoiser's"
+    return (
+        f"skill {skill:.3f}: the network is no better yet than a linear denoiser (below 1 is better), which only knows "
+        "the mean and covariance of the volumes; train longer, or compress more (another level in "
+        "autoencoder.num_channels)"
+    )
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How held-out latents are hidden and predicted, the same for every network."""
+
+    settings: Settings
+    normalisation: Normalisation
+    precision: Precision
+
+    @functools.cached_property
+    def noise_process(self) -> NoiseProcess:
+        """Return the noise process that the networks reverse."""
+        return NoiseProcess(self.settings.ldm.scheduler, self.precision.device)
+
+    @functools.cached_property
+    def times(self) -> Tensor:
+        """Return the times of the levels."""
+        return self.noise_process.times_by_angle(ANGLES)
+
+    def clean(self, batch: LatentBatch) -> Tensor:
+        """Return the normalised means, so that the only noise is the one that is added."""
+        return self.normalisation.apply(batch.mean.to(self.precision.device))
+
+    def noise(self, place: int, batch: LatentBatch) -> Tensor:
+        """Return the noise of one level."""
+        source = SampleNoise(self.settings.seed, self.precision.device)
+        return source.normal(f"validation {place}", batch.positions, batch.mean.shape[1:])
+
+    def condition(self, batch: LatentBatch) -> Condition:
+        """Return the conditions, none of them hidden."""
+        return condition_of(batch, self.settings.ldm.conditioning).to(self.precision.device)
+
+    def features(self, batch: LatentBatch) -> Tensor:
+        """Return what the condition says of each latent, as one row of numbers."""
+        condition, parts = self.condition(batch), [torch.zeros(len(batch.mean), 0, device=self.precision.device)]
+        if condition.classes is not None:
+            parts.append(F.one_hot(condition.classes, self.settings.ldm.conditioning.hidden_class + 1).float())
+        parts += [part.flatten(1) for part in (condition.joined, condition.numbers) if part is not None]
+        return torch.cat(parts, dim=1)
+
+    @torch.no_grad()
+    def errors(self, network: nn.Module, batch: LatentBatch) -> Tensor:
+        """Return the sums over the batch of the loss and of the squared error in the clean latent (2, levels)."""
+        clean, condition, sums = self.clean(batch), self.condition(batch), []
+        for place, time in enumerate(self.times):
+            times, noise = time.expand(len(clean)), self.noise(place, batch)
+            noisy = self.noise_process.add_noise(clean, noise, times)
+            with self.precision.autocast():
+                prediction = predict(network, noisy, times, condition, self.settings.ldm, self.noise_process)
+            target = self.noise_process.target(clean, noise, times)
+            estimate, _ = self.noise_process.clean_and_noise(prediction.float(), noisy, times)
+            sums.append(torch.stack([_mean_square(prediction.float() - target), _mean_square(estimate - clean)]))
+        return torch.stack(sums, dim=1)
+
+
+class Skill:
+    """Measures networks on the held-out latents of a run; the linear denoiser is fitted when it is first needed."""
+
+    def __init__(
+        self, latents: Latents, codec: VolumeCodec, normalisation: Normalisation, settings: Settings, process: Process
+    ) -> None:
+        self.latents, self.encode, self.process = latents, codec.encode, process
+        self.held_out = HeldOut(settings, normalisation, codec.precision)
+        self.num_held_out = len(latents.volumes.val)
+
+    def __call__(self, network: nn.Module) -> dict[str, float]:
+        """Return the held-out loss and the skill, the mean over the levels and each one; empty without held-out volumes.
+
+        A level is named by the noise's share of the variance. One training volume has no covariance, so no skill.
+        """
+        if not self.num_held_out:
+            return {}
+        totals = torch.zeros(2, NUM_LEVELS, dtype=torch.float64)
+        for batch in self._batches():
+            totals += self.held_out.errors(network, batch).cpu()
+        losses, errors = self.process.sum(totals) / self.num_held_out
+        metrics = {"val_diffusion": float(losses.mean())}
+        if self.linear_errors is None:
+            return metrics
+        skill = errors / self.linear_errors
+        shares = (math.sin(angle) ** 2 for angle in ANGLES)
+        by_level = {f"val_skill_{share:.2f}": value for share, value in zip(shares, skill.tolist(), strict=True)}
+        return {**metrics, "val_skill": float(skill.mean()), **by_level}
+
+    @functools.cached_property
+    def denoiser(self) -> LinearDenoiser | None:
+        """Return the linear denoiser of the training latents; None if there is only one."""
+        files, settings = self.latents.volumes.train, self.held_out.settings
+        number = min(len(files), MOST_EXAMPLES, max(2, MOST_VALUES // math.prod(settings.latent_shape)))
+        if number < 2:
+            return None
+        chosen = [place * len(files) // number for place in range(number)]
+        batches = [collate(self._read, files, [index], [index], self.latents.conditions) for index in chosen]
+        features = torch.cat([self.held_out.features(batch) for batch in batches])
+        return LinearDenoiser(torch.cat([self.held_out.clean(batch) for batch in batches]), features)
+
+    @functools.cached_property
+    def linear_errors(self) -> Tensor | None:
+        """Return the linear denoiser's error at each level, with the shrinkage that suits the held-out latents best."""
+        if self.denoiser is None:
+            return None
+        totals = torch.zeros(NUM_LEVELS, len(self.denoiser.choices), dtype=torch.float64)
+        for batch in self._batches():
+            clean, features = self.held_out.clean(batch), self.held_out.features(batch)
+            for place in range(NUM_LEVELS):
+                noise = self.held_out.noise(place, batch)
+                totals[place] += self.denoiser.errors(clean, noise, *self._level(place), features).cpu()
+        return self.process.sum(totals).min(dim=1).values / self.num_held_out
+
+    def _level(self, place: int) -> tuple[float, float]:
+        """Return signal and noise at one level, scaled so that their squares add up to 1."""
+        signal, noise = (float(part) for part in self.held_out.noise_process.coefficients(self.held_out.times[place]))
+        return signal / math.hypot(signal, noise), noise / math.hypot(signal, noise)
+
+    def _batches(self) -> Iterator[LatentBatch]:
+        return self.latents.validation_batches(self.encode, self.process)
+
+    def _read(self, index: int) -> Moments:
+        return self.latents.moments(index, self.encode)
+
+
+def _mean_square(errors: Tensor) -> Tensor:
+    return errors.square().flatten(1).mean(dim=1, dtype=torch.float64).sum()
