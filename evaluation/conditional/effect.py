@@ -25,6 +25,7 @@ from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
 from evaluation.conditional.known import with_known
 from evaluation.pair_metrics import OCCUPANCY, occupancy
+from evaluation.trained_run import check_finite
 from runtime.processes import Process
 from settings import DataError, DataSettings, Settings
 from settings.conditioning import VolumeSettings
@@ -130,7 +131,7 @@ def condition_effect(
             lambda positions, condition=condition: _rows(condition, positions),  # type: ignore[misc]
             batch_size,
         )
-        drawn = [to_unit(volume).cpu() for volume in volumes]
+        drawn = [to_unit(check_finite(volume, f"sample {n}, {name}")).cpu() for n, volume in enumerate(volumes)]
         results[name] = _errors(known, drawn, targets, threshold)
     if s.volume.is_from_target and not s.volume.fills:
         smooth = [lowered(target, s.volume.degrade.downsample) for target in targets]

@@ -100,7 +100,7 @@ def test_a_latent_that_is_not_the_one_written_is_never_read_and_is_encoded_again
 
 
 def test_a_latent_of_another_shape_is_not_used(folder, tmp_path):
-    store, files = stored(folder, tmp_path)
+    _, files = stored(folder, tmp_path)
     other = LatentFolder(tmp_path / "latents", (3, 2, 2, 1))
     assert other.facts(files[0]) is None
     with pytest.raises(DataError, match="cannot be used, it holds something else"):

@@ -1,6 +1,7 @@
 """The two commands from the outside: files in, files out, exit codes and messages."""
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from models import build_autoencoder
 from models.weight_files import load_weights, save_weights
 from scripts import export_checkpoint, import_checkpoint
 from settings import load_settings
+from storage.run_folder import RunFolder
+from training.checkpoints import Checkpoints
 
 REPOSITORY = Path(__file__).parents[2]
 SHAPE = {
@@ -89,7 +92,7 @@ def test_generative_autoencoder_goes_through_a_run_into_stock_monai(tmp_path, co
     source = tmp_path / "run" / "autoencoder.safetensors"
     assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "monai.pt") == 0
     recipe = capsys.readouterr().out
-    scope: dict = {"torch": torch}
+    scope: dict = {}
     exec(recipe, scope)
     assert type(scope["network"]) is AutoencoderKL
     from generative.networks.nets import AutoencoderKL as Generative
@@ -133,7 +136,7 @@ def test_maisi_weights_need_the_settings_of_its_network_and_then_run(tmp_path, c
     assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "again.pt") == 0
     recipe = capsys.readouterr().out
     assert recipe.endswith("# It takes and returns volumes with intensities scaled to [0, 1].\n")
-    scope: dict = {"torch": torch}
+    scope: dict = {}
     exec(recipe, scope)
     assert type(scope["network"]) is AutoencoderKlMaisi
     again, before = scope["network"].state_dict(), theirs.state_dict()
@@ -149,7 +152,7 @@ def test_an_autoencoder_for_the_unit_range_goes_back_to_monai_with_a_word_on_it(
     source = tmp_path / "run" / "autoencoder.safetensors"
     capsys.readouterr()
     assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "again.pt") == 0
-    scope: dict = {"torch": torch}
+    scope: dict = {}
     recipe = capsys.readouterr().out
     assert "scaled to [0, 1]" in recipe
     exec(recipe, scope)
@@ -221,7 +224,7 @@ def test_an_exported_unet_says_which_latents_and_which_noise_it_takes(tmp_path, 
     recipe = capsys.readouterr().out
     assert "# It takes (latent - mean) * scale: metadata.latent_mean and metadata.latent_scale in\n" in recipe
     assert "# Its noise is not white: along each of metadata.noise_directions" in recipe
-    scope: dict = {"torch": torch}
+    scope: dict = {}
     exec(recipe, scope)
     assert type(scope["network"]) is DiffusionModelUNet
 
@@ -250,6 +253,43 @@ def test_run_folder_of_another_config_is_refused(tmp_path, config, unet_state, g
     assert command(import_checkpoint, *unet, *out, "seed=7") == 2
     assert "all weights in a run folder share one config" in capsys.readouterr().err
     assert command(import_checkpoint, *unet, *out) == 0
+
+
+def test_imported_weights_may_be_replaced_and_trained_ones_may_not(tmp_path, config, generative_file, capsys):
+    run = RunFolder(tmp_path / "run")
+    origin = ["--from", "monai-generative", "--weights", generative_file, "--config", config, "--out", run.path]
+    assert command(import_checkpoint, *origin) == 0
+    assert command(import_checkpoint, *origin) == 0
+    state, metadata = load_weights(run.weights("autoencoder"))
+    metadata.pop("imported_from")
+    save_weights(run.weights("autoencoder"), state, metadata)
+    before = run.weights("autoencoder").read_bytes()
+    assert command(import_checkpoint, *origin) == 2
+    assert "autoencoder.safetensors: was trained here; only imported weights are replaced" in capsys.readouterr().err
+    assert run.weights("autoencoder").read_bytes() == before
+    run.weights("autoencoder").unlink()
+    Checkpoints(run.checkpoints, "autoencoder", 2).save(3, {})
+    assert command(import_checkpoint, *origin) == 2
+    assert "was trained here; only imported weights" in capsys.readouterr().err
+
+
+def test_a_run_in_use_is_left_alone(tmp_path, config, generative_file):
+    run = tmp_path / "run"
+    holder = (
+        "import sys, time; from pathlib import Path; from storage.run_folder import RunFolder\n"
+        "from training.run_setup import locked\n"
+        f"with locked(RunFolder(Path({str(run)!r}))):\n    print('held', flush=True); time.sleep(60)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen([sys.executable, "-c", holder], env=environment, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"held\n"
+            origin = ["--from", "monai-generative", "--weights", generative_file, "--config", config, "--out", run]
+            assert command(import_checkpoint, *origin) == 2
+            assert not (run / "autoencoder.safetensors").exists()
+        finally:
+            process.kill()
 
 
 def test_every_key_to_change_is_named_and_then_it_fits(tmp_path, config, generative_file, capsys):
