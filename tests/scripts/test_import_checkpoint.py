@@ -1,7 +1,6 @@
 """The two commands from the outside: files in, files out, exit codes and messages."""
 
 import argparse
-import os
 import shlex
 import subprocess
 import sys
@@ -18,8 +17,6 @@ from models import build_autoencoder
 from models.weight_files import load_weights, save_weights
 from scripts import export_checkpoint, import_checkpoint
 from settings import load_settings
-from storage.run_folder import RunFolder
-from training.checkpoints import Checkpoints
 
 REPOSITORY = Path(__file__).parents[2]
 SHAPE = {
@@ -253,43 +250,6 @@ def test_run_folder_of_another_config_is_refused(tmp_path, config, unet_state, g
     assert command(import_checkpoint, *unet, *out, "seed=7") == 2
     assert "all weights in a run folder share one config" in capsys.readouterr().err
     assert command(import_checkpoint, *unet, *out) == 0
-
-
-def test_imported_weights_may_be_replaced_and_trained_ones_may_not(tmp_path, config, generative_file, capsys):
-    run = RunFolder(tmp_path / "run")
-    origin = ["--from", "monai-generative", "--weights", generative_file, "--config", config, "--out", run.path]
-    assert command(import_checkpoint, *origin) == 0
-    assert command(import_checkpoint, *origin) == 0
-    state, metadata = load_weights(run.weights("autoencoder"))
-    metadata.pop("imported_from")
-    save_weights(run.weights("autoencoder"), state, metadata)
-    before = run.weights("autoencoder").read_bytes()
-    assert command(import_checkpoint, *origin) == 2
-    assert "autoencoder.safetensors: was trained here; only imported weights are replaced" in capsys.readouterr().err
-    assert run.weights("autoencoder").read_bytes() == before
-    run.weights("autoencoder").unlink()
-    Checkpoints(run.checkpoints, "autoencoder", 2).save(3, {})
-    assert command(import_checkpoint, *origin) == 2
-    assert "was trained here; only imported weights" in capsys.readouterr().err
-
-
-def test_a_run_in_use_is_left_alone(tmp_path, config, generative_file):
-    run = tmp_path / "run"
-    holder = (
-        "import sys, time; from pathlib import Path; from storage.run_folder import RunFolder\n"
-        "from training.run_setup import locked\n"
-        f"with locked(RunFolder(Path({str(run)!r}))):\n    print('held', flush=True); time.sleep(60)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen([sys.executable, "-c", holder], env=environment, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"held\n"
-            origin = ["--from", "monai-generative", "--weights", generative_file, "--config", config, "--out", run]
-            assert command(import_checkpoint, *origin) == 2
-            assert not (run / "autoencoder.safetensors").exists()
-        finally:
-            process.kill()
 
 
 def test_every_key_to_change_is_named_and_then_it_fits(tmp_path, config, generative_file, capsys):
