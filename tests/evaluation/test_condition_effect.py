@@ -14,6 +14,7 @@ from data import VolumeFile, load_file, prepare_volumes, to_unit
 from data.formats import write_nifti
 from data.pairs.numbers import NumberCode
 from data.pairs.pairs import Pairs
+from diffusion.conditioning import held_out_with_hole
 from diffusion.conditioning.conditions import Conditions
 from diffusion.normalisation import Normalisation
 from evaluation.conditional.effect import as_trained, condition_effect, effect_lines
@@ -68,6 +69,7 @@ def effect(values, volume, is_right: bool, masks: tuple[VolumeFile, ...] = ()):
 
     numbers = {file.name: number for number, file in enumerate(files)}
     conditions = Conditions(numbers, {"volume": read}, (16, 16, 16), "")
+    pairs = Pairs(volumes=files, masks=masks)
     return condition_effect(
         *(
             DrawsItsCondition(),
@@ -75,9 +77,9 @@ def effect(values, volume, is_right: bool, masks: tuple[VolumeFile, ...] = ()):
             settings,
             Normalisation(1.0),
             conditions,
-            Pairs(volumes=files, masks=masks),
+            pairs,
         ),  # type: ignore[arg-type]
-        *(split.val, settings.data, 0, 2),
+        *(held_out_with_hole(pairs, split, settings.data), settings.data, 0, 2),
     ), [to_unit(load_file(file, settings.data).image) for file in split.val]
 
 
