@@ -85,7 +85,7 @@ def encoding_rates(grid: tuple[int, ...], rounds: int, progress: Callable[[str],
     seconds: dict[str, list[float]] = {name: [] for name in [*encoders, "ours, from the cache"]}
     with tempfile.TemporaryDirectory() as folder:
         file = VolumeFile(Path(__file__).resolve(), "volume")
-        latents = LatentFolder(Path(folder))
+        latents = LatentFolder(Path(folder), settings.latent_shape)
         facts = LatentFacts(0.0, 1.0, 1.0, (1.0,) * 3, (0.0,), (1.0,))
         for number in range(rounds + 1):
             for name, encoder in encoders.items():

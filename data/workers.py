@@ -120,7 +120,7 @@ def one_ahead(items: Iterator[Item]) -> Generator[Item]:
 
 def _start_worker(_: int) -> None:
     # A signal reaches the whole process group, but the training process decides when its workers stop.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 

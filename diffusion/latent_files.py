@@ -1,4 +1,4 @@
-"""Keeps latents on disk, as mean and sigma.
+"""Keeps latents on disk, as mean and sigma, and what else is made once on the latent grid.
 
 A sampled latent is never kept: training would see the same noise in every pass.
 """
@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from data.formats import content_digest
 from data.volumes import VolumeFile
+from models.weight_files import read_tensors, write_tensors
 from settings import DataError, DataSettings
-from storage.atomic import replacing
 from storage.names import printable
+from storage.reading import reason
+
+log = logging.getLogger(__name__)
 
 # Part of the key: change it whenever the same volume and weights would be stored differently.
-VERSION = 1
+VERSION = 2
 
 Moments = tuple[Tensor, Tensor]
 """Mean and sigma of one volume's latent, each float32 (C, D, H, W)."""
@@ -74,45 +79,124 @@ def latent_key(s: DataSettings, weights: str, precision: str) -> str:
     return hashlib.sha256(parts.encode()).hexdigest()[:24]
 
 
-class LatentFolder:
-    """One safetensors file per volume, named by the hash of the volume's file, so a changed volume is a cache miss."""
+class TensorCache:
+    """Tensors of known shapes on disk, one file per name.
 
-    def __init__(self, folder: Path) -> None:
+    Each file holds its checksum and its place, so one that was changed, damaged or moved is noticed. Its folder must be
+    named after everything that its tensors depend on besides their name.
+    """
+
+    def __init__(self, folder: Path, shapes: dict[str, Sequence[int]]) -> None:
+        self.folder = folder
+        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+
+    def path_of(self, name: str) -> Path:
+        """Return the path of a file."""
+        return self.folder / f"{name}.safetensors"
+
+    def find(self, name: str, what: str) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+        """Return tensors and texts; None if they must be made, because the file is missing or, as logged, damaged."""
+        try:
+            return self._read(name, what)
+        except FileNotFoundError:
+            return None
+        except _UnusableError as error:
+            log.warning("%s: the cached %s cannot be used, %s; it is made again", self.path_of(name), what, error)
+            return None
+
+    def read(self, name: str, what: str) -> dict[str, Tensor]:
+        """Return the tensors; raise `DataError`, which says of `what` they are, if they cannot be used."""
+        try:
+            return self._read(name, what)[0]
+        except (FileNotFoundError, _UnusableError) as error:
+            found = "it is missing" if isinstance(error, FileNotFoundError) else str(error)
+            raise DataError(
+                f"{self.path_of(name)}: the cached {what} cannot be used, {found}; run the same command again to make "
+                "it; several machines need a shared folder, or ldm.latents.cache: memory"
+            ) from None
+
+    def write(self, name: str, what: str, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
+        """Write tensors and texts atomically."""
+        path = self.path_of(name)
+        tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        texts = {**texts, "place": _place(path)}
+        try:
+            write_tensors(path, tensors, {**texts, "checksum": _checksum(tensors, texts)})
+        except (OSError, SafetensorError) as error:
+            raise DataError(
+                f"{self.folder}: the {what} could not be written ({error}); free some space, or set "
+                "ldm.latents.cache: memory"
+            ) from None
+
+    def _read(self, name: str, what: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+        path = self.path_of(name)
+        try:
+            tensors, texts = read_tensors(path)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise DataError(
+                f"{path}: the cached {what} cannot be read ({reason(error)}); make it readable, move {self.folder} "
+                "away, or set ldm.latents.cache: memory"
+            ) from None
+        except SafetensorError:
+            raise _UnusableError("it is damaged") from None
+        if texts.pop("checksum", None) != _checksum(tensors, texts):
+            raise _UnusableError("its content does not match its checksum")
+        if texts.get("place") != _place(path) or {key: part.shape for key, part in tensors.items()} != self.shapes:
+            raise _UnusableError("it holds something else")
+        return tensors, texts
+
+
+class _UnusableError(Exception):
+    """A file of the cache is not what was written there; the text says what is wrong with it."""
+
+
+def _place(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+def _checksum(tensors: dict[str, Tensor], texts: dict[str, str]) -> str:
+    digest = zlib.crc32(json.dumps(sorted(texts.items())).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), digest)
+        digest = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, digest)
+    return f"{digest:08x}"
+
+
+class LatentFolder:
+    """The latents of one autoencoder and one reading of the data, each (C, D, H, W).
+
+    Files are named by the hash of the volume's file, so a changed volume is a cache miss.
+    """
+
+    def __init__(self, folder: Path, shape: Sequence[int]) -> None:
+        self.cache = TensorCache(folder, {"mean": shape, "sigma": shape})
         self.folder = folder
 
     def path_of(self, file: VolumeFile) -> Path:
         """Return the path of a volume's latent."""
-        return self.folder / f"{(file.digest or content_digest(file.path))[:32]}.safetensors"
+        return self.cache.path_of(_name(file))
 
     def facts(self, file: VolumeFile) -> LatentFacts | None:
         """Return the facts of a volume's latent, or None if the latent is missing or damaged and must be encoded."""
-        try:
-            with safe_open(self.path_of(file), framework="pt") as content:
-                return LatentFacts.from_row(json.loads((content.metadata() or {})["facts"]))
-        except (OSError, SafetensorError, LookupError, ValueError):
-            return None
+        content = self.cache.find(_name(file), _what(file))
+        return None if content is None else LatentFacts.from_row(json.loads(content[1]["facts"]))
 
     def write(self, file: VolumeFile, moments: Moments, facts: LatentFacts) -> None:
         """Write one latent atomically."""
-        metadata = {"facts": json.dumps(facts.to_row()), "volume": printable(file.name)}
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path_of(file)) as temporary:
-                save_file({"mean": moments[0].contiguous(), "sigma": moments[1].contiguous()}, temporary, metadata)
-        except (OSError, SafetensorError) as error:
-            raise DataError(
-                f"{self.folder}: the latent of {printable(file.name)} could not be written ({error}); free some space, "
-                "or set ldm.latents.cache: memory"
-            ) from None
+        texts = {"facts": json.dumps(facts.to_row()), "volume": printable(file.name)}
+        self.cache.write(_name(file), _what(file), {"mean": moments[0], "sigma": moments[1]}, texts)
 
     def read(self, file: VolumeFile) -> Moments:
         """Return the mean and sigma of a volume's latent."""
-        path = self.path_of(file)
-        try:
-            content = load_file(path)
-            return content["mean"], content["sigma"]
-        except (OSError, SafetensorError, KeyError):
-            raise DataError(
-                f"{path}: the cached latent of {printable(file.name)} is missing or damaged; run the same command "
-                "again to encode it; several machines need a shared folder, or ldm.latents.cache: memory"
-            ) from None
+        content = self.cache.read(_name(file), _what(file))
+        return content["mean"], content["sigma"]
+
+
+def _name(file: VolumeFile) -> str:
+    return (file.digest or content_digest(file.path))[:32]
+
+
+def _what(file: VolumeFile) -> str:
+    return f"latent of {printable(file.name)}"

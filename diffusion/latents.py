@@ -126,7 +126,7 @@ def prepare_latents(
     cache = settings.ldm.latents.cache
     autoencoder = latents_digest(codec.autoencoder)
     key = latent_key(data, autoencoder, codec.precision.name)
-    folder = LatentFolder(LATENTS / key)
+    folder = LatentFolder(LATENTS / key, settings.latent_shape)
     table = torch.zeros(len(files), 6 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
     kept = torch.zeros(len(files), 2, *settings.latent_shape) if cache == "memory" else None
     start = pretrained_unet(settings)
@@ -135,7 +135,8 @@ def prepare_latents(
     statistics = Statistics(settings, len(volumes.train))
 
     share = list(range(process.rank, len(files), process.world_size))
-    facts = {index: folder.facts(files[index]) if cache == "disk" else None for index in share}
+    with process.together():
+        facts = {index: folder.facts(files[index]) if cache == "disk" else None for index in share}
     missing = [index for index in share if facts[index] is None]
     if cache == "disk" and len(missing) < len(share):
         log.info("latents: %d of %d found in %s", len(share) - len(missing), len(share), folder.folder)

@@ -33,13 +33,16 @@ def load_features(network: str, weights: str | Path) -> Callable[[Tensor], Tenso
     if not path.is_file():
         raise CheckpointError(f"--fid-weights: there is no file {path}; put the torchvision weights of {network} there")
     model = import_torchvision().models.get_model(network, weights=None)
-    missing, _ = model.load_state_dict(_without_classifier(read_state_dict(path)), strict=False)
-    absent = [name for name in missing if not name.startswith(("fc.", "classifier."))]
-    if absent:
+    state, expected = _without_classifier(read_state_dict(path)), _without_classifier(model.state_dict())
+    # Published files from before torch 1.0 lack the counters of batch norms.
+    needed = {name: tensor for name, tensor in expected.items() if not name.endswith("num_batches_tracked")}
+    wrong = [name for name, tensor in needed.items() if name not in state or state[name].shape != tensor.shape]
+    if wrong:
         raise CheckpointError(
-            f"--fid-weights: {path} does not hold the weights of {network} ({absent[0]} is missing); "
-            f"allowed networks: {', '.join(NETWORKS)}; choose the one that matches the file with --fid-network"
+            f"--fid-weights: {path} does not hold the weights of {network} ({wrong[0]} is missing or has another shape)"
+            f"; allowed networks: {', '.join(NETWORKS)}; choose the one that matches the file with --fid-network"
         )
+    model.load_state_dict(state, strict=False)
     trunk = _trunk(model).eval().requires_grad_(False)
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (_MEAN, _STD))
 

@@ -15,7 +15,9 @@ from data import VolumeFile, load_file, to_unit
 from diffusion.volume_codec import VolumeCodec
 from evaluation.pair_metrics import ms_ssim, occupancy, psnr, ssim
 from evaluation.sharpness import compare_sharpness, sharpness_of
+from evaluation.trained_run import check_finite
 from settings import DataSettings
+from storage.names import printable
 
 
 def evaluate_reconstructions(
@@ -32,7 +34,7 @@ def evaluate_reconstructions(
     for file in tqdm(files, desc="reconstructions", unit="volume"):
         image = load_file(file, data).image[None].to(codec.precision.device)
         mean, _ = codec.encode(image[0])
-        reconstruction = codec.decode(mean)[None]
+        reconstruction = check_finite(codec.decode(mean), printable(file.name))[None]
         names.append(file.name)
         found.append(sharpness_of(to_unit(reconstruction[0])))
         wanted.append(sharpness_of(to_unit(image[0])))

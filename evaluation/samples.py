@@ -27,7 +27,9 @@ from evaluation.set_metrics import (
     summary_vector,
 )
 from evaluation.sharpness import compare_sharpness, sharpness_of
+from evaluation.trained_run import check_finite
 from settings import DataSettings, Settings
+from storage.names import printable
 
 NORMAL_95 = 1.96
 """Standard errors on each side of a 95 % interval."""
@@ -74,7 +76,7 @@ def reconstruction_discrepancy(
     vectors = []
     for file in tqdm(chosen, desc="reconstructed training volumes", unit="volume"):
         mean, _ = codec.encode(load_file(file, data).image)
-        vectors.append(summary_vector(to_unit(codec.decode(mean))))
+        vectors.append(summary_vector(to_unit(check_finite(codec.decode(mean), printable(file.name)))))
     return maximum_mean_discrepancy(torch.stack(vectors), reference.held_out_vectors)
 
 
@@ -124,7 +126,7 @@ def draw_samples(
         volumes = draw_volumes(
             network, codec, settings, normalisation, seed, range(num), condition_of, batch_size, bar.update
         )
-        return [to_unit(volume).cpu() for volume in volumes]
+        return [to_unit(check_finite(volume, f"sample {n}")).cpu() for n, volume in enumerate(volumes)]
 
 
 def evaluate_samples(

@@ -57,6 +57,16 @@ class SampleFrame(BaseModel):
         return volume * (upper - lower) + lower
 
 
+def check_finite(volume: Tensor, what: str) -> Tensor:
+    """Return a volume that the networks made; raise `CheckpointError` if it has values that are not finite."""
+    if bool(volume.isfinite().all()):
+        return volume
+    raise CheckpointError(
+        f"{what}: the networks gave values that are not finite (NaN or infinity), so there is no result; use --best or "
+        "earlier weights, set device.mixed_precision: false in the run's config, or train again"
+    )
+
+
 class TrainedRun:
     """The folder of a run with a trained stage 1 and, for sampling, a trained stage 2.
 

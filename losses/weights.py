@@ -17,6 +17,7 @@ from torch import Tensor
 from settings import ConfigError, Problem
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 from storage.atomic import replacing
+from storage.reading import check_regular
 
 KEY = "autoencoder.training.perceptual.weights"
 # A socket's timeout does not cover the name lookup, so the whole attempt to connect has a limit of its own.
@@ -85,6 +86,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     Unwraps what published files have around them: a "state_dict" entry and a "module." in front of names.
     """
     try:
+        check_regular(path)
         if path.suffix == ".safetensors":
             content: Any = load_file(path)
         else:

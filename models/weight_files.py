@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from settings import CheckpointError, TrainingError
 from storage.atomic import replacing
-from storage.reading import check_regular
+from storage.reading import check_regular, reason
 
 _METADATA = "metadata."
 
@@ -26,15 +26,38 @@ def save_weights(path: Path, state: dict[str, Tensor], metadata: dict[str, Any])
     metadata = {name: value for name, value in metadata.items() if not isinstance(value, Tensor)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (state | kept).items()}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata={name: json.dumps(value) for name, value in metadata.items()})
-            if metadata:
-                _sort_metadata(Path(temporary))
+        write_tensors(path, tensors, {name: json.dumps(value) for name, value in metadata.items()})
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"{path}: the weights could not be written ({error}); make room, then run the same command again"
         ) from error
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
+    """Write a safetensors file atomically, with the permissions of any new file; create its folder.
+
+    Raise OSError or SafetensorError if that fails.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        save_file(tensors, temporary, texts)
+        if texts:
+            _sort_metadata(temporary)
+        # safetensors 0.8 makes files that only their owner can read, whatever the umask.
+        temporary.chmod(mode)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the texts of a safetensors file; raise OSError or SafetensorError if it is not one.
+
+    Tensors in the file start at any address. The copies do not, because matrix products may sum in another order there
+    and would differ from those of the tensors that were written.
+    """
+    check_regular(path)
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 def _sort_metadata(path: Path) -> None:
@@ -55,15 +78,16 @@ def _sort_metadata(path: Path) -> None:
 def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return weights and metadata; raise `CheckpointError` if the file is missing or was written by another program."""
     try:
-        check_regular(path)
-        with safe_open(path, framework="pt") as file:
-            texts = file.metadata() or {}
-        state = load_file(path)
+        state, texts = read_tensors(path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: no such file; train the stage that writes it, or give the path of one"
         ) from None
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({reason(error)}); make it readable, or give the path of another"
+        ) from None
+    except SafetensorError as error:
         raise CheckpointError(
             f"{path}: not a readable safetensors file ({error}); copy it again, or train the stage that writes it"
         ) from None

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from evaluation.previews import viewer_folder
 from report.page import page_of
@@ -22,6 +24,9 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 LARGEST_PORT = 65_535
+TIMEOUT_SECONDS = 10.0
+"""A browser on this machine sends its request and takes what is sent much faster."""
+MOST_CLIENTS = 32
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -31,7 +36,22 @@ class ReportServer(ThreadingHTTPServer):
 
     def __init__(self, run_folders: Sequence[Path], port: int) -> None:
         self.runs = [RunFolder(Path(folder)) for folder in run_folders]
+        self._places = threading.BoundedSemaphore(MOST_CLIENTS)
         super().__init__((LOOPBACK, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a client in a thread of its own; hang up on one that comes while too many are connected."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a client, then make room for another."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     @property
     def address(self) -> str:
@@ -69,6 +89,7 @@ def _files(run: RunFolder) -> Iterator[Path]:
 class _Handler(BaseHTTPRequestHandler):
     """Handles GET and HEAD; refuses all other methods and addresses."""
 
+    timeout = TIMEOUT_SECONDS
     server: ReportServer
     server_version, sys_version = "report", ""
 
@@ -93,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             # Old previews and temporary files may disappear during training; the page will ask again.
             log.debug("%s", error)
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
-        except (BrokenPipeError, ConnectionResetError):
+        except (BrokenPipeError, ConnectionResetError, TimeoutError):
             self.close_connection = True  # the browser went away
 
     def do_HEAD(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ _JOIN_TIMEOUT = timedelta(minutes=10)
 _GRADIENT_TIMEOUT = timedelta(minutes=30)
 # One process may check or encode volumes for hours while the others wait. A dead process is still noticed at once.
 _WAIT_TIMEOUT = timedelta(hours=6)
+
+
+def _with_strides(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a gradient with these strides if they mean the same layout, without a copy."""
+    sizes = zip(gradient.shape, gradient.stride(), strides, strict=True)
+    is_same = all(size == 1 or own == wanted for size, own, wanted in sizes)
+    return gradient.as_strided(gradient.shape, strides) if is_same else gradient
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,11 @@ class Process:
         if self.world_size == 1:
             return network
         device_ids = [self.device.index] if self.device.type == "cuda" else None
+        # The stride of a dimension of one has no meaning, but torch copies gradients whose strides are not those of the
+        # parameter in every respect, with a warning. Convolutions of one channel make such gradients.
+        for parameter in network.parameters():
+            if parameter.requires_grad and 1 in parameter.shape:
+                parameter.register_hook(partial(_with_strides, strides=parameter.stride()))
         return DistributedDataParallel(
             network, device_ids=device_ids, forward_sync_buffers=False, gradient_as_bucket_view=True
         )

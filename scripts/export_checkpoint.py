@@ -58,9 +58,11 @@ def main(options: argparse.Namespace) -> None:
     else:
         with replacing(destination) as temporary:
             torch.save(state, temporary)
+    is_safetensors = destination.suffix == ".safetensors"
+    print(f"import {'safetensors.torch' if is_safetensors else 'torch'}")
     print(f"from {module} import {name}")
     print(f"network = {name}(**{json.loads(json.dumps(arguments))})")
-    read = "safetensors.torch.load_file" if destination.suffix == ".safetensors" else "torch.load"
+    read = "safetensors.torch.load_file" if is_safetensors else "torch.load"
     print(f"network.load_state_dict({read}({str(destination)!r}), strict=True)")
     if network == "autoencoder":
         ends = "[-1, 1]" if settings.autoencoder.value_range == "symmetric" else "[0, 1]"

@@ -17,6 +17,8 @@ from settings import CheckpointError, Settings, dump_yaml, load_settings
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from storage.run_folder import RunFolder
+
 log = logging.getLogger(__name__)
 
 
@@ -28,6 +30,7 @@ def main(options: argparse.Namespace) -> None:
     from models.weight_files import save_weights
     from storage.atomic import write_text
     from storage.run_folder import RunFolder
+    from training.run_setup import locked
 
     path = Path(options.weights)
     content = read_foreign_weights(path)
@@ -52,9 +55,11 @@ def main(options: argparse.Namespace) -> None:
     }
     if network == "ldm":
         metadata |= {"latent_scale": _latent_scale(options, content, path), **_sample_frame(settings)}
-    save_weights(folder.weights(network), state, metadata)
-    if not folder.config.exists():
-        write_text(folder.config, dump_yaml(settings))
+    with locked(folder):
+        _check_replaced(folder, network)
+        save_weights(folder.weights(network), state, metadata)
+        if not folder.config.exists():
+            write_text(folder.config, dump_yaml(settings))
     num_parameters = sum(value.numel() for value in state.values())
     log.info("%s: %d parameters in %d tensors", folder.weights(network), num_parameters, len(state))
     for line in _not_in_the_weights(network, settings):
@@ -73,6 +78,20 @@ def main(options: argparse.Namespace) -> None:
             shlex.quote(str(folder.config)),
             weights["autoencoder"],
             weights["ldm"],
+        )
+
+
+def _check_replaced(folder: RunFolder, network: str) -> None:
+    """Raise `CheckpointError` before weights are replaced that were trained in this folder, or are being trained."""
+    from models.weight_files import load_weights
+
+    path = folder.weights(network)
+    trained = sorted(folder.checkpoints.glob(f"{network}_step_*.pt"))
+    if path.exists() and "imported_from" not in load_weights(path)[1]:
+        trained.append(path)
+    if trained:
+        raise CheckpointError(
+            f"{trained[-1]}: was trained here; only imported weights are replaced; give another folder as --out"
         )
 
 

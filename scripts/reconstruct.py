@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
     from data.formats import write_nifti
     from diffusion.codes import SUFFIX, Codes, quantiser_of
     from evaluation.pair_metrics import psnr, ssim
-    from evaluation.trained_run import TrainedRun
+    from evaluation.trained_run import TrainedRun, check_finite
     from storage.names import printable
 
     check_output_folder(options.out)
@@ -87,7 +87,7 @@ def main(options: argparse.Namespace) -> int:
     for path, target in tqdm(targets.items(), desc="reconstructing", unit="volume"):
         loaded = load_volume(path, trained.settings.data, trained.settings.autoencoder.in_channels)
         mean, _ = codec.encode(loaded.image)
-        volume = codec.decode(mean)
+        volume = check_finite(codec.decode(mean), printable(path))
         voxels, affine = restore(volume, loaded)
         write_nifti(target, voxels, affine)
         if options.codes:
@@ -115,6 +115,7 @@ def _decode(source: Path, out: Path, codec: VolumeCodec) -> int:
     """Decode a file of codes, or all of a folder, to volumes on the grid of the network."""
     from data.formats import write_nifti
     from diffusion.codes import SUFFIX, Codes
+    from evaluation.trained_run import check_finite
     from storage.names import printable
 
     paths = [source] if source.is_file() else sorted(source.rglob(f"*{SUFFIX}"))
@@ -124,7 +125,7 @@ def _decode(source: Path, out: Path, codec: VolumeCodec) -> int:
         codes = Codes.read(path, codec)
         inside = path.relative_to(source if source.is_dir() else source.parent)
         target = out / inside.with_name(path.name.removesuffix(".npz").removesuffix("_codes") + RECONSTRUCTION)
-        write_nifti(target, codes.intensities(codes.decode(codec)), codes.affine)
+        write_nifti(target, codes.intensities(check_finite(codes.decode(codec), printable(path))), codes.affine)
         log.info("%s: decoded from %s", printable(target), printable(path))
     return 0
 

@@ -1,4 +1,4 @@
-"""Sample volumes from a trained run and write them as NIfTI files, with a montage of all of them."""
+"""Sample volumes from a trained run and write them as NIfTI files, with a montage of the first ones."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MOST_AT_ONCE = 16
 """Larger batches are hardly faster, and the first volume is written later."""
+MOST_SHOWN = 64
+"""Samples in the montage, which is one picture in memory."""
 
 log = logging.getLogger("sample")
 
@@ -110,7 +112,7 @@ def main(options: argparse.Namespace) -> int:
     from diffusion.conditioning.scan import given_scan
     from diffusion.sampling import draw_volumes
     from evaluation.pictures import Row, picture_of, save_picture
-    from evaluation.trained_run import TrainedRun
+    from evaluation.trained_run import TrainedRun, check_finite
 
     trained = TrainedRun(options.run, options.budget_gb, best="ldm" if options.best else None)
     out = trained.folder.path / "samples" if options.out is None else Path(options.out)
@@ -158,20 +160,26 @@ def main(options: argparse.Namespace) -> int:
             bar.update,
         )
         for number, volume in enumerate(volumes):
-            unit = to_unit(volume).cpu()
             path, space = paths[number], cases[number // num].space if cases else None
+            unit = to_unit(check_finite(volume, printable(path))).cpu()
             if space is None:
                 write_nifti(path, frame.intensities(unit.numpy()), frame.affine(settings))
-                rows.append(Row.of(path.name, unit[0], frame.spacing_mm))
+                row = Row.of(path.name, unit[0], frame.spacing_mm)
             else:
                 voxels = space.restored(unit.numpy(), frame.lower, frame.upper)
                 write_nifti(path, voxels, space.geometry.affine, notes[number])
-                rows.append(Row.of(path.name, *space.shown(voxels, frame.lower, frame.upper)))
+                row = Row.of(path.name, *space.shown(voxels, frame.lower, frame.upper))
+            if number < MOST_SHOWN:
+                rows.append(row)
     picture = out / f"montage_{_title(options, given.name)}.png"
-    save_picture(picture, picture_of(rows), f"{trained.settings.name}, {total} samples")
+    save_picture(picture, picture_of(rows), f"{trained.settings.name}, {_shown(total)}")
     log.info("%s written to %s, montage %s", counted(total, "volume"), out, picture)
     log.info("next: python scripts/evaluate.py --run %s", shlex.quote(options.run))
     return 0
+
+
+def _shown(total: int) -> str:
+    return counted(total, "sample") if total <= MOST_SHOWN else f"the first {MOST_SHOWN} of {total:,} samples"
 
 
 def _only(places: Sequence[str] | None, option: str) -> str | None:

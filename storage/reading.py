@@ -9,9 +9,10 @@ LARGEST_TEXT = 64 * 1024 * 1024
 
 
 def check_regular(path: Path) -> int:
-    """Return the size of a regular file in bytes, following links; raise `OSError` for anything else.
+    """Return the size in bytes of a regular file that may be read, following links; raise `OSError` for anything else.
 
-    Check before opening, because opening a FIFO blocks until it has a writer, and a device may never end.
+    Check before opening, because opening a FIFO blocks until it has a writer, and a device may never end. The libraries
+    that read files later may call one that they may not read missing.
     """
     try:
         status = path.stat()
@@ -21,6 +22,7 @@ def check_regular(path: Path) -> int:
         raise IsADirectoryError("a folder, not a file")
     if not stat.S_ISREG(status.st_mode):
         raise OSError("not a regular file")
+    path.open("rb").close()
     return status.st_size
 
 

@@ -39,17 +39,18 @@ def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
         with process.together():
             if process.is_first:
                 check_trackers(settings.logging)
-                _lock(folder, stack)
+                stack.enter_context(locked(folder))
                 _remove_leftovers(folder)
                 _check_metrics(folder.metrics)
         yield folder
 
 
-def _lock(folder: RunFolder, stack: ExitStack) -> None:
-    """Lock the run folder until the stack closes; raise `UserError` if another process holds the lock."""
+@contextmanager
+def locked(folder: RunFolder) -> Iterator[None]:
+    """Create the run folder and hold its lock; raise `UserError` if another process holds it."""
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        lock = stack.enter_context((folder.path / ".lock").open("a+"))
+        lock = (folder.path / ".lock").open("a+")
         check_regular(folder.path / ".lock")
     except OSError as error:
         raise UserError(
@@ -70,6 +71,8 @@ def _lock(folder: RunFolder, stack: ExitStack) -> None:
     lock.truncate(0)
     lock.write(f"pid {os.getpid()} on {platform.node()}")
     lock.flush()
+    with lock:
+        yield
 
 
 def _remove_leftovers(folder: RunFolder) -> None:

@@ -36,6 +36,8 @@ class NumberCode(BaseModel):
     continuous: tuple[tuple[str, float, float], ...]
     categorical: tuple[tuple[str, tuple[str, ...]], ...]
     max_categories: int
+    ranges: tuple[tuple[float, float], ...] = ()
+    """The lowest and the highest training value of each continuous column."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -122,6 +124,7 @@ def code_of(s: NumberSettings, rows: Sequence[Row], num_train: int) -> NumberCod
         continuous=tuple((name, statistics.fmean(v), statistics.pstdev(v) or 1.0) for name, v in train.items()),
         categorical=tuple((name, tuple(sorted({row[name] for row in rows}))) for name in s.categorical),
         max_categories=s.max_categories,
+        ranges=tuple((min(values), max(values)) for values in train.values()),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from diffusion.conditioning.volumes import Encode, joined_volume, without
 from diffusion.volume_codec import VolumeCodec
 from settings import DataError, Settings, UserError
 from storage.names import printable
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -151,9 +154,19 @@ def given_numbers(asked: Sequence[str], code: NumberCode | None, is_ever_hidden:
             f"every volume (dropout: 0); add --number {printable(missing[0])}=VALUE"
         )
     try:
-        return torch.tensor([code.encode(values)])
+        vector = torch.tensor([code.encode(values)])
     except ValueError as error:
         raise UserError(f"--number: {error}; correct it") from None
+    for (name, _, _), (lowest, highest) in zip(code.continuous, code.ranges, strict=False):
+        if name in values and not lowest <= float(values[name]) <= highest:
+            log.warning(
+                "--number: %s=%s is outside what the run was trained on, %g to %g; the volumes are extrapolated",
+                printable(name),
+                printable(values[name]),
+                lowest,
+                highest,
+            )
+    return vector
 
 
 def _check_options(settings: Settings, given: GivenFiles) -> None:

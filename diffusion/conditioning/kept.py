@@ -8,18 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from diffusion.latent_files import TensorCache
 from runtime.processes import Process
-from settings import DataError
-from storage.atomic import replacing
 from storage.run_folder import LATENTS
 
 # Part of the key: change it whenever the same file and settings would be stored differently.
-VERSION = 1
+VERSION = 2
 
 Read = Callable[[int], Tensor]
 """Returns one condition by its number: float32 (C, D, H, W)."""
@@ -68,37 +65,18 @@ def _with_bar(numbers: Sequence[int], process: Process, title: str) -> Iterable[
 
 
 class _Folder:
-    """One safetensors file per condition, named by the hash of what it is made from."""
+    """One file per condition, named by the hash of what it is made from."""
 
     def __init__(self, key: Any, names: Sequence[str], shape: Sequence[int]) -> None:
         text = json.dumps(["condition", VERSION, key], sort_keys=True)
-        self.folder = LATENTS / hashlib.sha256(text.encode()).hexdigest()[:24]
-        self._paths = [self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.safetensors" for name in names]
-        self._shape = list(shape)
+        self._cache = TensorCache(LATENTS / hashlib.sha256(text.encode()).hexdigest()[:24], {"joined": shape})
+        self._names = [hashlib.sha256(name.encode()).hexdigest()[:32] for name in names]
 
     def has(self, number: int) -> bool:
-        try:
-            with safe_open(self._paths[number], framework="pt") as content:
-                return content.get_slice("joined").get_shape() == self._shape
-        except (OSError, SafetensorError):
-            return False
+        return self._cache.find(self._names[number], "condition") is not None
 
     def write(self, number: int, joined: Tensor) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(self._paths[number]) as temporary:
-                save_file({"joined": joined.contiguous()}, temporary)
-        except (OSError, SafetensorError) as error:
-            raise DataError(
-                f"{self.folder}: a condition could not be written ({error}); free some space, or set "
-                "ldm.latents.cache: memory"
-            ) from None
+        self._cache.write(self._names[number], "condition", {"joined": joined}, {})
 
     def read(self, number: int) -> Tensor:
-        try:
-            return load_file(self._paths[number])["joined"]
-        except (OSError, SafetensorError, KeyError):
-            raise DataError(
-                f"{self._paths[number]}: a kept condition is missing or damaged; run the same command again to make "
-                "it; several machines need a shared folder, or ldm.latents.cache: memory"
-            ) from None
+        return self._cache.read(self._names[number], "condition")["joined"]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from data import DataSplit, VolumeFile, from_unit, load_file, to_unit
 from data.pairs.label_maps import mask_on_grid
 from data.pairs.numbers import NUMBERS, NumberCode
-from data.pairs.pairs import MASKS, Pairs
-from diffusion.conditioning import Condition, check_conditions, hidden
+from data.pairs.pairs import Pairs
+from diffusion.conditioning import Condition, check_conditions, held_out_with_hole, hidden
 from diffusion.conditioning.conditions import Conditions, prepare_conditions
 from diffusion.conditioning.joined_scale import JoinedScale
 from diffusion.conditioning.volumes import hole_mask, lowered
@@ -25,10 +25,11 @@ from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
 from evaluation.conditional.known import with_known
 from evaluation.pair_metrics import OCCUPANCY, occupancy
+from evaluation.trained_run import check_finite
 from runtime.processes import Process
 from settings import DataError, DataSettings, Settings
 from settings.conditioning import VolumeSettings
-from storage.names import counted, printable
+from storage.names import printable
 
 RIGHT, SHUFFLED, HIDDEN = "right", "shuffled", "hidden"
 INTERPOLATED, INTERPOLATED_KEPT = "interpolated", "interpolated_kept"
@@ -60,7 +61,8 @@ def evaluate_conditions(
     condition_of = partial(conditions.of_held_out, volumes.val, settings.ldm.conditioning)
     if not settings.ldm.conditioning.has_targets:
         return condition_of, None
-    compared = (volumes.val[:num], stage_two_data(settings.data), seed, batch_size)
+    files = held_out_with_hole(pairs, volumes, settings.data)[:num]
+    compared = (files, stage_two_data(settings.data), seed, batch_size)
     effect = condition_effect(network, codec, settings, normalisation, conditions, pairs, *compared)
     return condition_of, effect
 
@@ -101,16 +103,10 @@ def condition_effect(
     `right` has the condition of the volume, `shuffled` that of the next one, `hidden` none, all from the same noise.
     What the right condition knows of the target is kept in all of them: around a hole, so that only the hole counts,
     and as means of blocks. In the latter case `interpolated` is the condition itself, and `interpolated_kept` has these
-    means too. Volumes whose mask is empty are left out.
+    means too. No mask is empty.
     """
     s = settings.ldm.conditioning
     masks = {file.name: _mask(pairs, conditions, file, data) for file in files}
-    files = [file for file in files if (mask := masks[file.name]) is None or bool(mask.any())]
-    if pairs.masks and len(files) < 2:
-        raise DataError(
-            f"{MASKS}: {counted(len(files), 'held-out mask')} with voxels above 0 on the network's grid; evaluation "
-            "needs at least 2; add masks, or increase data.val_fraction"
-        )
     right = conditions.of_files(files, s)
     told = {RIGHT: right, SHUFFLED: conditions.of_files([*files[1:], files[0]], s)}
     if all(s.dropouts.values()):
@@ -130,7 +126,7 @@ def condition_effect(
             lambda positions, condition=condition: _rows(condition, positions),  # type: ignore[misc]
             batch_size,
         )
-        drawn = [to_unit(volume).cpu() for volume in volumes]
+        drawn = [to_unit(check_finite(volume, f"sample {n}, {name}")).cpu() for n, volume in enumerate(volumes)]
         results[name] = _errors(known, drawn, targets, threshold)
     if s.volume.is_from_target and not s.volume.fills:
         smooth = [lowered(target, s.volume.degrade.downsample) for target in targets]

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from models.exchange.shapes import is_told_of_scans
+from models.weight_files import read_tensors
 from settings import CheckpointError
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 from storage.reading import check_regular, reason
@@ -66,7 +66,7 @@ def read_foreign_weights(path: Path) -> Any:
         raise CheckpointError(f"{path}: {found}; give a .safetensors file or a torch checkpoint") from None
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
+            return read_tensors(path)[0]
         return torch.load(path, map_location="cpu", weights_only=True)
     except _READ_ERRORS as error:
         raise CheckpointError(

@@ -227,7 +227,7 @@ def test_workers_outlive_the_signals_that_ask_training_to_stop(folder: Path) -> 
     steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 50)
     next(steps)
     (worker,) = children() - before
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         os.kill(worker, number)
     assert len(list(steps)) == 49
 

@@ -185,6 +185,16 @@ def test_a_hidden_condition_has_the_shape_of_a_given_one(tiny_values):
     assert nothing.classes.tolist() == [3, 3]
 
 
+def test_a_hidden_condition_says_nothing_of_the_numbers():
+    """Else guidance would compare two predictions that both know the age."""
+    s = ConditioningSettings.model_validate(NUMBERS)
+    given = Condition(numbers=torch.tensor([[0.7, 1, 0, 1]]), scan=torch.ones(1, 3))
+    nothing = hidden(given, s)
+    assert nothing.numbers is not None
+    assert nothing.numbers.tolist() == [[0, 0, 0, 0]]
+    assert nothing.scan is given.scan
+
+
 def test_resuming_with_other_partners_is_refused(tiny_values):
     step = make_step(tiny_values, LABELS)
     step._partners = "these"

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from data.formats import write_nifti
-from data.pairs.numbers import NumberCode
+from data.pairs.numbers import NumberCode, code_of
 from diffusion.conditioning.given import GivenCondition, GivenFiles, check_class, given_conditions, given_numbers
 from diffusion.conditioning.joined_scale import AS_THEY_ARE
 from settings import DataError, Settings, UserError
+from settings.conditioning import NumberSettings
 
 BOTH = {
     "labels": {"source": "maps", "num_classes": 3},
@@ -67,6 +68,16 @@ def test_a_number_that_was_never_hidden_must_be_given():
     with pytest.raises(UserError, match=r"--number: sex not given, .*\(dropout: 0\); add --number sex=VALUE"):
         given_numbers(["age=60"], code, is_ever_hidden=False)
     assert given_numbers(["age=60", "sex=M"], code, is_ever_hidden=False) is not None
+
+
+def test_a_number_outside_the_trained_range_is_used_with_a_warning(caplog):
+    settings = NumberSettings.model_validate({"table": "t.csv", "continuous": ["age"]})
+    code = code_of(settings, [{"age": text} for text in ("20", "30", "55", "90")], num_train=3)
+    for age in ("20", "55"):
+        assert given_numbers([f"age={age}"], code) is not None
+    assert caplog.text == ""
+    assert given_numbers(["age=400"], code) is not None
+    assert "--number: age=400 is outside what the run was trained on, 20 to 55" in caplog.text
 
 
 def test_a_class_that_was_never_hidden_must_be_given():

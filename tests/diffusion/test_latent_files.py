@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from data import BatchPlan, VolumeFile
+from data.formats import content_digest
 from diffusion.latent_batches import latent_batches
 from diffusion.latent_files import LatentFacts, LatentFolder, facts_of, latent_key
 from settings import DataError
 from tests.data.small_volumes import build_settings
+from tests.privileges import without_privileges
 
-MOMENTS = (torch.arange(24.0).view(3, 2, 2, 2), torch.full((3, 2, 2, 2), 0.5))
+SHAPE = (3, 2, 2, 2)
+MOMENTS = (torch.arange(24.0).view(SHAPE), torch.full(SHAPE, 0.5))
 FACTS = facts_of(MOMENTS, (1.0, 2.0, 3.0), (0.0, -5.0), (100.0, 5.0))
 
 
@@ -22,7 +28,7 @@ def volumes(folder) -> list[VolumeFile]:
 
 
 def test_a_latent_comes_back_with_its_facts(folder, tmp_path):
-    store, file = LatentFolder(tmp_path / "latents"), volumes(folder)[0]
+    store, file = LatentFolder(tmp_path / "latents", SHAPE), volumes(folder)[0]
     assert store.facts(file) is None
     store.write(file, MOMENTS, FACTS)
     assert store.facts(file) == FACTS
@@ -37,7 +43,7 @@ def test_facts_sum_over_all_elements():
 
 
 def test_a_latent_is_found_by_the_content_of_its_volume(folder, tmp_path):
-    store, file = LatentFolder(tmp_path / "latents"), volumes(folder)[0]
+    store, file = LatentFolder(tmp_path / "latents", SHAPE), volumes(folder)[0]
     store.write(file, MOMENTS, FACTS)
     os.utime(file.path, ns=(1, 1))
     assert store.facts(file) == FACTS
@@ -50,20 +56,77 @@ def test_a_latent_is_found_by_the_content_of_its_volume(folder, tmp_path):
     assert store.facts(moved) is None
 
 
-def test_a_truncated_latent_counts_as_absent_and_reading_it_says_what_to_do(folder, tmp_path):
-    store, file = LatentFolder(tmp_path / "latents"), volumes(folder)[0]
-    store.write(file, MOMENTS, FACTS)
-    path = store.path_of(file)
+def stored(folder, tmp_path) -> tuple[LatentFolder, list[VolumeFile]]:
+    store, files = LatentFolder(tmp_path / "latents", SHAPE), volumes(folder)[:2]
+    for number, file in enumerate(files):
+        store.write(file, (MOMENTS[0] + number, MOMENTS[1]), FACTS)
+    return store, files
+
+
+def truncate(path: Path, other: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
-    assert store.facts(file) is None
-    with pytest.raises(DataError, match=r"v0\.nii\.gz is missing or damaged; run the same command again"):
-        store.read(file)
+
+
+def change_a_value(path: Path, other: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def change_a_fact(path: Path, other: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"276.0", b"277.0"))
+
+
+def swap(path: Path, other: Path) -> None:
+    path.write_bytes(other.read_bytes())
+
+
+def leave_out_the_checksum(path: Path, other: Path) -> None:
+    save_file({"mean": MOMENTS[0], "sigma": MOMENTS[1]}, path)
+
+
+@pytest.mark.parametrize("damage", [truncate, change_a_value, change_a_fact, swap, leave_out_the_checksum])
+def test_a_latent_that_is_not_the_one_written_is_never_read_and_is_encoded_again(folder, tmp_path, caplog, damage):
+    store, files = stored(folder, tmp_path)
+    damage(store.path_of(files[0]), store.path_of(files[1]))
+    with pytest.raises(
+        DataError,
+        match=r"latents/\w+\.safetensors: the cached latent of v0\.nii\.gz cannot be used, it.*; run the same",
+    ):
+        store.read(files[0])
+    assert store.facts(files[0]) is None
+    assert "the cached latent of v0.nii.gz cannot be used" in caplog.text
+    assert store.facts(files[1]) == FACTS
+
+
+def test_a_latent_of_another_shape_is_not_used(folder, tmp_path):
+    _, files = stored(folder, tmp_path)
+    other = LatentFolder(tmp_path / "latents", (3, 2, 2, 1))
+    assert other.facts(files[0]) is None
+    with pytest.raises(DataError, match="cannot be used, it holds something else"):
+        other.read(files[0])
+
+
+def test_a_latent_that_may_not_be_read_is_an_error_and_stays(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o755)
+    store, files = stored(folder, Path())
+    content = store.path_of(files[0]).read_bytes()
+    store.path_of(files[0]).chmod(0)
+    files = [replace(file, digest=content_digest(file.path)) for file in files]
+    with without_privileges():
+        for use in (store.facts, store.read):
+            with pytest.raises(DataError, match=r"v0\.nii\.gz cannot be read \(Permission denied\); make it readable"):
+                use(files[0])
+        assert store.facts(files[1]) == FACTS
+    store.path_of(files[0]).chmod(0o644)
+    assert store.path_of(files[0]).read_bytes() == content
 
 
 def test_a_folder_that_cannot_be_written_is_reported(folder, tmp_path):
     (tmp_path / "latents").write_text("in the way")
     with pytest.raises(DataError, match=r"v0\.nii\.gz could not be written"):
-        LatentFolder(tmp_path / "latents").write(volumes(folder)[0], MOMENTS, FACTS)
+        LatentFolder(tmp_path / "latents", SHAPE).write(volumes(folder)[0], MOMENTS, FACTS)
 
 
 def test_the_key_follows_weights_precision_and_reading_and_nothing_else():

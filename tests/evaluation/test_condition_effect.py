@@ -14,6 +14,7 @@ from data import VolumeFile, load_file, prepare_volumes, to_unit
 from data.formats import write_nifti
 from data.pairs.numbers import NumberCode
 from data.pairs.pairs import Pairs
+from diffusion.conditioning import check_conditions, held_out_with_hole
 from diffusion.conditioning.conditions import Conditions
 from diffusion.normalisation import Normalisation
 from evaluation.conditional.effect import as_trained, condition_effect, effect_lines
@@ -68,6 +69,7 @@ def effect(values, volume, is_right: bool, masks: tuple[VolumeFile, ...] = ()):
 
     numbers = {file.name: number for number, file in enumerate(files)}
     conditions = Conditions(numbers, {"volume": read}, (16, 16, 16), "")
+    pairs = Pairs(volumes=files, masks=masks)
     return condition_effect(
         *(
             DrawsItsCondition(),
@@ -75,9 +77,9 @@ def effect(values, volume, is_right: bool, masks: tuple[VolumeFile, ...] = ()):
             settings,
             Normalisation(1.0),
             conditions,
-            Pairs(volumes=files, masks=masks),
+            pairs,
         ),  # type: ignore[arg-type]
-        *(split.val, settings.data, 0, 2),
+        *(held_out_with_hole(pairs, split, settings.data), settings.data, 0, 2),
     ), [to_unit(load_file(file, settings.data).image) for file in split.val]
 
 
@@ -155,6 +157,16 @@ def test_a_volume_with_an_empty_mask_has_no_error_to_count(tiny_values, cases):
     assert 0.05 < found["shuffled"]["l1"] < 1
     with pytest.raises(DataError, match="0 held-out masks with voxels above 0 on the network's grid"):
         effect(tiny_values, volume, is_right=True, masks=(masks[5],) * 6)
+
+
+def test_training_refuses_the_empty_masks_that_evaluation_would_refuse(tiny_values, cases):
+    for path in Path("images").iterdir():
+        write_nifti(Path("masks") / path.name, np.zeros((1, 16, 16, 16), np.float32), np.eye(4))
+    tiny_values["data"] |= {"source": "images", "val_fraction": 0.8}
+    tiny_values["ldm"]["conditioning"] = {"volume": TARGET | {"degrade": {"masks": "masks"}}}
+    settings = Settings.model_validate(tiny_values)
+    with pytest.raises(DataError, match="0 held-out masks with voxels above 0"):
+        check_conditions(settings, prepare_volumes(settings.data, settings.seed, 1))
 
 
 def test_numbers_are_coded_as_they_were_in_training_whatever_volumes_there_are_now():

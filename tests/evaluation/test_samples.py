@@ -145,6 +145,25 @@ def test_fid_over_three_planes_grows_with_the_difference(squeezenet):
     assert same["mean"] == pytest.approx(sum(v for n, v in same.items() if n != "mean") / 3)
 
 
+@pytest.mark.parametrize(
+    ("file", "network"), [("resnet18", "resnet50"), ("resnet50", "resnet18"), ("alexnet", "vgg16")]
+)
+def test_weights_of_a_sibling_network_are_refused(tmp_path, file, network):
+    with torch.device("meta"):
+        state = import_torchvision().models.get_model(file, weights=None).state_dict()
+    torch.save({name: torch.empty_like(tensor, device="cpu") for name, tensor in state.items()}, tmp_path / "w.pth")
+    with pytest.raises(
+        CheckpointError, match=rf"does not hold the weights of {network} \(.* has another shape\); allowed"
+    ):
+        load_features(network, tmp_path / "w.pth")
+
+
+def test_weights_without_the_counters_of_batch_norms_are_taken(tmp_path):
+    state = import_torchvision().models.get_model("resnet18", weights=None).state_dict()
+    torch.save({name: value for name, value in state.items() if "tracked" not in name}, tmp_path / "w.pth")
+    assert load_features("resnet18", tmp_path / "w.pth")(torch.rand(2, 70, 70)).shape == (2, 512)
+
+
 def test_each_plane_is_cut_across_its_own_axis(squeezenet):
     seen = []
 

@@ -42,8 +42,16 @@ def found(warm, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
         ]
         for command in commands:
             assert command.wait() == 0, command.output
-        result[name] = [torch.load(folder / f"found_{rank}.pt", weights_only=True) for rank in range(world_size)]
+        result[name] = [
+            torch.load(folder / f"found_{rank}.pt", weights_only=True) | {"output": command.output}
+            for rank, command in enumerate(commands)
+        ]
     return result
+
+
+def test_gradients_have_the_strides_that_their_exchange_needs(found):
+    for process in found["two"]:
+        assert "Grad strides do not match bucket view strides" not in process["output"]
 
 
 @pytest.mark.parametrize("stage", ["autoencoder", "ldm", "conditional"])

@@ -89,7 +89,7 @@ def test_generative_autoencoder_goes_through_a_run_into_stock_monai(tmp_path, co
     source = tmp_path / "run" / "autoencoder.safetensors"
     assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "monai.pt") == 0
     recipe = capsys.readouterr().out
-    scope: dict = {"torch": torch}
+    scope: dict = {}
     exec(recipe, scope)
     assert type(scope["network"]) is AutoencoderKL
     from generative.networks.nets import AutoencoderKL as Generative
@@ -133,7 +133,7 @@ def test_maisi_weights_need_the_settings_of_its_network_and_then_run(tmp_path, c
     assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "again.pt") == 0
     recipe = capsys.readouterr().out
     assert recipe.endswith("# It takes and returns volumes with intensities scaled to [0, 1].\n")
-    scope: dict = {"torch": torch}
+    scope: dict = {}
     exec(recipe, scope)
     assert type(scope["network"]) is AutoencoderKlMaisi
     again, before = scope["network"].state_dict(), theirs.state_dict()
@@ -149,7 +149,7 @@ def test_an_autoencoder_for_the_unit_range_goes_back_to_monai_with_a_word_on_it(
     source = tmp_path / "run" / "autoencoder.safetensors"
     capsys.readouterr()
     assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "again.pt") == 0
-    scope: dict = {"torch": torch}
+    scope: dict = {}
     recipe = capsys.readouterr().out
     assert "scaled to [0, 1]" in recipe
     exec(recipe, scope)
@@ -221,7 +221,7 @@ def test_an_exported_unet_says_which_latents_and_which_noise_it_takes(tmp_path, 
     recipe = capsys.readouterr().out
     assert "# It takes (latent - mean) * scale: metadata.latent_mean and metadata.latent_scale in\n" in recipe
     assert "# Its noise is not white: along each of metadata.noise_directions" in recipe
-    scope: dict = {"torch": torch}
+    scope: dict = {}
     exec(recipe, scope)
     assert type(scope["network"]) is DiffusionModelUNet
 

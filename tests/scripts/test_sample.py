@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import nibabel as nib
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
+from data.formats import write_nifti
 from evaluation.pictures import GAP, LINE, PLANE_PIXELS
+from models.weight_files import load_weights, save_weights
 from tests.finished_run import finished_run, run_here
 
 
@@ -74,3 +80,47 @@ def test_a_run_without_stage_two_and_one_with_changed_settings_are_refused(run, 
     (bare / "ldm.safetensors").write_bytes((run / "ldm.safetensors").read_bytes())
     assert run_here("scripts/sample.py", "--run", bare) == 2
     assert 'ldm.scheduler.prediction: "epsilon" -> "v"' in capsys.readouterr().err
+
+
+def broken(run: Path, folder: Path, stage: str) -> Path:
+    """Return a copy of a run in which one weight of a stage is not finite."""
+    shutil.copytree(run, folder / "broken")
+    path = folder / "broken" / f"{stage}.safetensors"
+    state, metadata = load_weights(path)
+    last = "decoder.blocks.0.conv.weight" if stage == "autoencoder" else "conv_in.conv.weight"
+    state[last].view(-1)[0] = torch.nan
+    save_weights(path, state, metadata)
+    return folder / "broken"
+
+
+def test_samples_that_are_not_finite_are_an_error_and_not_a_result(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = broken(run, tmp_path, "ldm")
+    assert run_here("scripts/sample.py", "--run", folder, "--num", "2", "--out", "drawn") == 2
+    assert "sample_seed0_0000.nii.gz: the networks gave values that are not finite" in capsys.readouterr().err
+    assert not list(tmp_path.glob("drawn/*"))
+    assert run_here("scripts/evaluate.py", "--run", folder, "--num", "2", "--json", "e.json") == 2
+    assert "sample 0: the networks gave values that are not finite" in capsys.readouterr().err
+    assert not Path("e.json").exists()
+
+
+def test_reconstructions_that_are_not_finite_are_an_error_and_not_a_result(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = broken(run, tmp_path, "autoencoder")
+    (folder / "ldm.safetensors").unlink()
+    shutil.rmtree(folder / "checkpoints")
+    write_nifti(Path("a.nii.gz"), np.random.default_rng(0).random((1, 16, 16, 16), np.float32), np.eye(4))
+    assert run_here("scripts/reconstruct.py", "--run", folder, "--input", "a.nii.gz", "--out", "out") == 2
+    assert "a.nii.gz: the networks gave values that are not finite" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out/*"))
+    assert run_here("scripts/evaluate.py", "--run", folder, "--json", "e.json") == 2
+    assert ": the networks gave values that are not finite" in capsys.readouterr().err
+    assert not Path("e.json").exists()
+
+
+def test_a_montage_shows_at_most_64_samples(run, tmp_path):
+    options = ["--num", "66", "--steps", "1", "--batch-size", "16", "--out", tmp_path / "many"]
+    assert run_here("scripts/sample.py", "--run", run, *options) == 0
+    assert len(list((tmp_path / "many").glob("*.nii.gz"))) == 66
+    with Image.open(tmp_path / "many" / "montage_seed0_steps1.png") as montage:
+        assert montage.height == 2 * LINE + 64 * (LINE + PLANE_PIXELS + GAP) - GAP

@@ -25,7 +25,7 @@ WORK = ("forward", "pixel loss", "backward", "optimizer")
 def test_a_step_from_cached_latents_spends_under_5_per_cent_outside_its_work(tmp_path, monkeypatch):
     settings = load_settings(ROOT / "configs" / "quickstart.yaml", ["device.type=cpu"])
     step = LatentDiffusionStep(settings, Process(torch.device("cpu")), load_weights=False)
-    folder, files = LatentFolder(tmp_path / "latents"), []
+    folder, files = LatentFolder(tmp_path / "latents", settings.latent_shape), []
     for number in range(16):
         file = VolumeFile(tmp_path / f"{number}.nii", f"{number}.nii")
         file.path.write_bytes(b"")

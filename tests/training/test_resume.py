@@ -120,6 +120,19 @@ def test_other_volumes_or_another_mathematics_are_refused(settings, tmp_path):
     assert resume(step, checkpoints, settings, volumes) == 1
 
 
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4)])
+def test_another_number_of_volumes_per_update_is_refused(settings, tmp_path, monkeypatch, before, now):
+    """As after a change from two GPUs to one, or from one to two, without a change of the accumulation."""
+    volumes = prepare_volumes(settings.data, settings.seed, 1)
+    step, checkpoints = build(settings, "autoencoder"), Checkpoints(tmp_path / "checkpoints", "autoencoder", 2)
+    monkeypatch.setattr(type(step), "samples_per_update", before)
+    save(step, checkpoints, settings, volumes, 1)
+    assert resume(step, checkpoints, settings, volumes) == 1
+    monkeypatch.setattr(type(step), "samples_per_update", now)
+    with pytest.raises(CheckpointError, match=rf"volumes per update \(.* x processes\): {before} -> {now}\n"):
+        resume(step, checkpoints, settings, volumes)
+
+
 @pytest.mark.parametrize(
     ("place", "value"),
     [

@@ -59,6 +59,19 @@ def test_moments_in_8_bits_follow_those_in_32_without_bias():
     assert (ours - theirs).norm() < 0.05 * moved.norm()
 
 
+def test_the_two_moments_of_a_value_are_not_rounded_up_together():
+    """Else the errors of an update, the mean divided by the root of the square, would depend on each other."""
+    parameter = parameter_of(10260)
+    optimizer = EightBitAdamW([parameter], RATE, DECAY)
+    parameter.grad = 1 + torch.rand(10260, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    states = optimizer.state[parameter]
+    mean = _MEAN.decode(states["mean"], states["mean_scale"]).flatten() / (0.1 * parameter.grad) - 1
+    square = _SQUARE.decode(states["square"], states["square_scale"]).flatten() / (0.001 * parameter.grad.square()) - 1
+    assert min(mean.std(), square.std()) > 1e-4
+    assert torch.corrcoef(torch.stack([mean, square]))[0, 1] < 0.1
+
+
 @pytest.mark.parametrize("share", [1e-2, 1e-4, 1e-6, 1e-8])
 def test_values_with_small_gradients_beside_large_ones_do_not_jump(share):
     ours, theirs = parameter_of(SMALLEST), parameter_of(SMALLEST)
