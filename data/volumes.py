@@ -160,10 +160,9 @@ def _without_label_maps(
         return list(found), list(checked), []
     kept = [pair for pair in pairs if pair not in maps]
     lines = [
-        f"{printable(item.name)}: left out, it looks like a label map ({result.facts.num_values} values from 0 to "
-        f"{result.facts.maximum:g}); set data.label_maps: true to train on it"
-        for item, result in maps
-        if result.facts is not None
+        f"{printable(item.name)}: left out, it looks like a label map (whole numbers in regions of equal ones); set "
+        "data.label_maps: true to train on it"
+        for item, _ in maps
     ]
     return [item for item, _ in kept], [result for _, result in kept], lines
 

@@ -270,13 +270,15 @@ def test_a_partner_outside_its_window_is_refused_with_the_name_of_the_window(fol
     assert "change ldm.conditioning.volume.intensity" in str(error.value)
 
 
-def test_a_map_of_many_values_must_be_stored_as_integers(tmp_path):
-    values = np.random.default_rng(0).random((1, 12, 10, 8)).astype(np.float32)
-    write_nifti(tmp_path / "a.nii.gz", values, AFFINE)
-    _, facts = measure(tmp_path / "a.nii.gz", build_settings())
-    text = label_problem(tmp_path / "a.nii.gz", facts, 3, LABELS)
-    assert text is not None
-    assert "a.nii.gz: many values of type float32; label maps of many values are stored as integers" in text
+def test_a_map_may_have_many_values_of_any_type_if_they_are_whole(tmp_path):
+    values = 500 * np.random.default_rng(0).random((1, 12, 10, 8)).astype(np.float32)
+    texts = []
+    for name, voxels in (("a", values), ("b", values.round())):
+        write_nifti(tmp_path / f"{name}.nii.gz", voxels, AFFINE)
+        _, facts = measure(tmp_path / f"{name}.nii.gz", build_settings())
+        texts.append(label_problem(tmp_path / f"{name}.nii.gz", facts, 501, LABELS))
+    assert "a.nii.gz: values that are not whole numbers" in str(texts[0])
+    assert texts[1] is None
 
 
 def test_a_negative_label_is_not_mended_by_more_classes(tmp_path):

@@ -79,7 +79,7 @@ def test_label_maps_in_a_dataset_json_are_pairs():
 
 def test_only_label_maps_are_what_is_to_be_learned():
     for number in range(2):
-        write(f"{number}.nii", (mr(number) // 200).astype(np.uint8))
+        write(f"{number}.nii", np.kron(mr(number, (5, 6, 4)) // 200, np.ones((4, 4, 4))).astype(np.uint8))
     assert taken().kind == LABEL_MAPS
 
 
