@@ -182,4 +182,5 @@ def _between(a: np.float32, b: np.float32, t: float) -> float:
 
 
 def _is_whole(values: np.ndarray) -> bool:
-    return bool(((values == np.round(values)) | ~np.isfinite(values)).all())
+    with np.errstate(invalid="ignore"):
+        return bool(((values == np.round(values)) | ~np.isfinite(values)).all())

@@ -24,9 +24,9 @@ class VolumeFacts:
 
     `lower` and `upper` are the ends of each channel's intensity range, `low`, `median` and `high` the 1st, 50th and
     99th percentile of the first channel. `is_whole` says whether all values are whole numbers, `equal_neighbours`
-    which share of neighbouring voxels is then equal (`ranking.equal_neighbours`; the lowest of all channels; 0 if values
-    are not whole). `digest` is the hash of the file's bytes. `background` is the share of the first channel's voxels in
-    the lowest tenth between `low` and `high`; NaN if it was not measured.
+    which share of neighbouring voxels is then equal, the lowest of all channels, else 0. `digest` is the hash of the
+    file's bytes. `background` is the share of the first channel's voxels in the lowest tenth between `low` and `high`;
+    NaN if it was not measured.
     """
 
     axes: tuple[int, ...]

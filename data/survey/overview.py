@@ -23,8 +23,8 @@ FEWEST = 4
 # Resampling with splines makes positive volumes negative by this share of their range.
 LARGEST_RINGING = 0.1
 
-# The share of equal neighbours. Label maps of 3 to 400 values reach 0.8 to 1; MR images 0.03 to 0.07 as they are stored,
-# and at most 0.6 once smoothed, enlarged four times and reduced to 32 grey levels.
+# The share of equal neighbours. Label maps of 3 to 400 values reach 0.8 to 1; MR images 0.03 to 0.07 as they are, and
+# at most 0.63 once they are enlarged four times and reduced to 32 grey levels.
 LEAST_OF_LABELS = 0.7
 
 AXES = "xyz"
@@ -38,7 +38,7 @@ INTENSITIES = (("low", "1st percentile"), ("median", "median"), ("high", "99th p
 
 
 def looks_like_labels(facts: VolumeFacts) -> bool:
-    """Return whether a volume has whole values from zero on, in regions of equal ones, however many values these are."""
+    """Return whether a volume has whole values from zero on, however many, in regions of equal ones."""
     return facts.is_whole and 0 == facts.minimum < facts.maximum and facts.equal_neighbours >= LEAST_OF_LABELS
 
 

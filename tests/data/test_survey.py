@@ -20,6 +20,7 @@ from data.discovery import Found, find
 from data.formats import write_nifti
 from data.preparation.store import PreparedFolder
 from data.reading import VolumeFacts, measure
+from data.survey import patients
 from data.survey.grids import stage_problems, suggested_grid
 from data.survey.names import class_folder, label_files
 from data.survey.overview import looks_like_labels, outlier_lines, range_lines
@@ -126,21 +127,25 @@ def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path: Path) -> None
             groups(**values)
 
 
+def test_a_pattern_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patients, "MOST_SECONDS", 1)
+    with pytest.raises(DataError, match=r"takes more than 1 seconds to search 2 names; .* simplify it"):
+        groups_of(found("a" * 60 + ".nii", "b.nii"), build_settings(group_by="(a+)+$"))
+
+
 @pytest.mark.parametrize("val_fraction", [0.01, 0.3, 0.99])
 def test_volumes_of_one_group_stay_together(val_fraction: float) -> None:
     volumes = found(*(f"sub-{i // 2:02d}_{i % 2}.nii" for i in range(40)))
-    groups = groups_of(volumes, build_settings(group_by=r"sub-\d+"))
+    s = build_settings(group_by=r"sub-\d+", val_fraction=val_fraction)
+    groups = groups_of(volumes, s)
     assert groups is not None
-    train, val = split(volumes, val_fraction, 1, groups)
-    assert train
-    assert val
+    train, val = split(volumes, s, 1)
     assert not {groups[item] for item in train} & {groups[item] for item in val}
-    fewer = split(volumes[10:], val_fraction, 1, groups)[1] if val_fraction == 0.3 else []
-    assert {*fewer} <= {*val}
+    assert len(val) / 2 == {0.01: 2, 0.3: 6, 0.99: 19}[val_fraction]
 
 
 def test_one_group_alone_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.group_by: v puts all 8 volumes into one group"):
+    with pytest.raises(DataError, match=r"data\.group_by: 1 group: .* 8 volumes, 8 to train on and 0 held out"):
         prepare_volumes(build_settings(source=str(folder), group_by="v"), 0, 1)
 
 
