@@ -68,7 +68,7 @@ def measure(path: Path, s: DataSettings, is_known: np.ndarray | None = None) -> 
     if s.frame is not None and header.num_channels > 1:
         if s.frame >= header.num_channels:
             raise DataError(
-                f"{printable(path)}: data.frame is {s.frame}, and its fourth axis has {header.num_channels} volumes "
+                f"{printable(path)}: data.frame is {s.frame}, and it holds {header.num_channels} volumes "
                 f"({' x '.join(map(str, header.axes))}); 0 to {header.num_channels - 1} is allowed; change it"
             )
         stored, header = stored.channel(s.frame), replace(header, num_channels=1)

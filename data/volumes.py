@@ -12,7 +12,7 @@ from data.discovery import Found, class_names_of, find, is_plain_folder, with_fo
 from data.files import dicom
 from data.phantoms import phantom_files, phantom_root
 from data.preparation.checking import Checked, check_files
-from data.survey.names import class_folder, grouped
+from data.survey.names import class_folder, grouped, problem_lines
 from data.survey.overview import looks_like_labels
 from data.survey.patients import groups_of, parted_patients
 from settings import DataError
@@ -87,8 +87,8 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> DataSplit:
 def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -> DataSplit:
     """Split the volumes of a checked source; raise one DataError that lists every problem of every file."""
     if source.problems:
-        lines = "\n".join(f"  {problem}" for problem in source.problems)
-        raise DataError(f"data.source: {printable(s.source)} has {counted(len(source.problems), 'problem')}:\n{lines}")
+        number = counted(len(source.problems), "problem")
+        raise DataError(f"data.source: {printable(s.source)} has {number}:\n{problem_lines(source.problems)}")
     for line in (*grouped(source.left_out), *copies_lines(source.found, source.checked)):
         log.warning("data: %s", line)
     found = source.found

@@ -18,6 +18,7 @@ from data.formats import suffix_of
 from data.intensity import flat_text
 from data.preparation.checking import Checked, problems_of
 from data.reading import VolumeFacts
+from data.survey.names import problem_lines
 from data.survey.overview import looks_like_labels, modality_of, outlier_lines, turned
 from data.survey.patients import suspected_groups
 from data.volumes import check_source, split
@@ -123,20 +124,21 @@ class Fingerprint:
         return {"source": self.source, "number": self.number, **spreads, **plain, "background": background}
 
 
-def take_fingerprint(s: DataSettings, seed: int) -> Fingerprint:
+def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None) -> Fingerprint:
     """Check every volume of a source and return what they are like; raise DataError with every problem.
 
-    What was measured is kept in runs/checks, so only new and changed files are read.
+    All volumes need `in_channels` channels; None: as many as most of them have. What was measured is kept in
+    runs/checks, so only new and changed files are read.
     """
     source = check_source(s.model_copy(update={"prepared": "none"}), seed, in_channels=1)
     known = Counter(checked.facts.num_channels for checked in source.checked if checked.facts is not None)
-    num_channels = known.most_common(1)[0][0] if known else 1
+    num_channels = in_channels or (known.most_common(1)[0][0] if known else 1)
     problems = [problem for checked in source.checked for problem in _problems(checked, s, num_channels)] + list(
         source.unlabelled
     )
     if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise DataError(f"--data: {printable(s.source)} has {counted(len(problems), 'problem')}:\n{lines}")
+        number = counted(len(problems), "problem")
+        raise DataError(f"--data: {printable(s.source)} has {number}:\n{problem_lines(problems)}")
     facts = [checked.facts for checked in source.checked if checked.facts is not None]
     names = [item.name for item in source.found]
     shapes = [turned(fact, s) for fact in facts]

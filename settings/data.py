@@ -53,9 +53,13 @@ class DataSettings(Section):
         "How to tell which volumes belong to one patient, so that the split keeps them together: folder, column:NAME "
         "of data.labels, or a regular expression found in the file name; null: split volumes one by one.",
     )
-    label_maps: bool = key(False, "Also train on files that look like label maps.", FREE)
+    label_maps: bool = key(
+        False, "Also train on files that look like label maps: whole numbers in regions of equal ones.", FREE
+    )
     frame: Annotated[int, Field(ge=0, lt=2**31)] | None = key(
-        None, "Which volume of a 4D file to read, counted from 0; null: the fourth axis holds channels."
+        None,
+        "Which volume of a 4D file to read, counted from 0; null: its volumes are channels. They lie along the fourth "
+        "axis, in .npy and .npz along the first.",
     )
     allow_outside_root: bool = key(False, "Allow dataset.json to name files outside its folder.", FREE)
     orientation: str = key("RAS", "Axis codes that each volume is reoriented to.", pattern=r"^[RL][AP][SI]$")

@@ -215,7 +215,7 @@ def test_one_volume_of_a_4d_file_can_be_chosen(tmp_path: Path) -> None:
     one, other = (load_volume(tmp_path / f"all/{name}.nii.gz", settings, 1).image for name in ("four", "three"))
     assert torch.equal(one, other)
     assert PreparedFolder(settings).folder != PreparedFolder(build_settings()).folder
-    with pytest.raises(DataError, match=r"data\.frame is 7, and its fourth axis has 3 volumes .* 0 to 2 is allowed"):
+    with pytest.raises(DataError, match=r"data\.frame is 7, and it holds 3 volumes .* 0 to 2 is allowed"):
         load_volume(tmp_path / "all/four.nii.gz", build_settings(frame=7))
 
 

@@ -158,6 +158,13 @@ def test_every_problem_is_named():
         assert name in str(error.value)
 
 
+def test_channels_that_the_user_gave_are_those_of_every_file():
+    for number in range(5):
+        write(f"{number}.nii", mr(number))
+    with pytest.raises(DataError, match=r"5 problems:\n.*0\.nii, .* and 3 more: 1 channel .*in_channels is 3; change"):
+        take_fingerprint(DataSettings(source="volumes"), 0, in_channels=3)
+
+
 def test_arrays_have_no_spacing():
     Path("volumes").mkdir()
     for number in range(2):
