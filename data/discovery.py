@@ -125,16 +125,15 @@ def class_names_of(found: Sequence[Found]) -> tuple[str, ...]:
 
 
 def _in_folder(root: Path) -> tuple[list[Found], list[str]]:
-    paths, dicom_folders, links = [], set(), []
+    names, dicom_folders, left_out = {}, set(), []
     for path in _walk(root):
+        name = path.relative_to(root).as_posix()
         if dicom.is_dicom(path):
             dicom_folders.add(path.parent)
         elif suffix_of(path.name):
-            paths.append(path)
+            names[name] = path
         elif path.is_symlink() and not os.path.exists(path):
-            links.append(f"{printable(path.relative_to(root).as_posix())}: left out, a link to nothing")
-    names = {path.relative_to(root).as_posix(): path for path in paths}
-    left_out = links
+            left_out.append(f"{printable(name)}: left out, a link to nothing")
     if RUNS.is_dir() and root.resolve() in RUNS.resolve().parents:
         left_out.append(f"{RUNS}: left out, it holds what runs wrote")
     for name, why in label_files(list(names)).items():
@@ -146,8 +145,7 @@ def _in_folder(root: Path) -> tuple[list[Found], list[str]]:
         left_out += unused
     if not names:
         raise DataError(
-            f"data.source: {printable(root)} holds no volume; {' '.join(SUFFIXES)} are read, in subfolders too; "
-            "check the folder"
+            f"data.source: {printable(root)} holds no volume; {' '.join(SUFFIXES)} are read, also in subfolders; check it"
         )
     return with_folders([Found(names[name], name) for name in sorted(names)]), left_out
 

@@ -151,7 +151,7 @@ def equal_neighbours(channel: Stored) -> float:
     volume = channel.array[0]
     planes = volume[:, :, :: -(-volume.shape[2] // MOST_PLANES)]
     values, counts = np.unique(planes, return_counts=True)
-    counts_too = ~np.isin(planes, values[[0, -1, counts.argmax()]])
+    counts_too = ~np.isin(planes, [values[0], values[-1], values[counts.argmax()]])
     num_pairs = num_equal = 0
     for axis in (0, 1):
         voxels, wanted = np.moveaxis(planes, axis, 0), np.moveaxis(counts_too, axis, 0)
