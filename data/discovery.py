@@ -145,7 +145,7 @@ def _in_folder(root: Path) -> tuple[list[Found], list[str]]:
         left_out += unused
     if not names:
         raise DataError(
-            f"data.source: {printable(root)} holds no volume; {' '.join(SUFFIXES)} are read, also in subfolders; check it"
+            f"data.source: {printable(root)} holds no volume; {' '.join(SUFFIXES)} are read, subfolders too; check it"
         )
     return with_folders([Found(names[name], name) for name in sorted(names)]), left_out
 

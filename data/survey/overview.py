@@ -48,7 +48,7 @@ def modality_of(facts: VolumeFacts) -> str:
         return "MR or another positive modality"
     if -4096 <= facts.minimum <= -500 and facts.high > 0:
         return "CT"
-    return "a map with both signs" if max(-facts.minimum, facts.maximum) < 100 else "of both signs"
+    return "a map with both signs" if max(-facts.minimum, facts.maximum) < 100 else "values of both signs"
 
 
 def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:

@@ -73,7 +73,7 @@ def test_folders_of_the_operating_system_are_refused_at_once(source):
 
 def test_sources_that_hold_nothing_are_refused(tmp_path: Path, make_volume: Make) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"data.source: .*empty holds no volume; \.nii .*check the folder"):
+    with pytest.raises(DataError, match=r"data.source: .*empty holds no volume; \.nii .*check it"):
         discover(str(tmp_path / "empty"), False)
     with pytest.raises(DataError, match=r"data.source: .*absent does not exist; a folder, a dataset.json or phantoms"):
         discover(str(tmp_path / "absent"), False)
