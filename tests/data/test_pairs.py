@@ -56,11 +56,11 @@ def test_partners_have_the_names_of_their_volumes(folder, tmp_path, form):
 
 
 def test_a_numbered_channel_is_no_part_of_the_name(tmp_path):
-    for place in range(2):
+    for place in range(3):
         write_nifti(tmp_path / "volumes" / f"case{place}_0000.nii.gz", random_voxels(place), AFFINE)
-    write_maps(tmp_path / "maps", ["case0.nii.gz", "case1.nii.gz"])
+    write_maps(tmp_path / "maps", [f"case{place}.nii.gz" for place in range(3)])
     found = partner_names(tmp_path / "maps", volumes_of(tmp_path / "volumes"))
-    assert found == {f"case{place}_0000.nii.gz": f"case{place}.nii.gz" for place in range(2)}
+    assert found == {f"case{place}_0000.nii.gz": f"case{place}.nii.gz" for place in range(3)}
 
 
 def test_dicom_series_are_partners_by_the_names_of_their_folders(tmp_path):
@@ -119,13 +119,13 @@ def test_every_missing_doubled_and_unsuitable_partner_is_named_at_once(folder, t
 
 
 def test_one_map_for_two_volumes_is_refused(tmp_path):
-    for place in ("a", "b"):
+    for place in ("a", "b", "c"):
         write_nifti(tmp_path / "volumes" / place / "x.nii.gz", random_voxels(ord(place)), AFFINE)
     write_maps(tmp_path / "maps", ["x.nii.gz"])
     volumes = volumes_of(tmp_path / "volumes")
     _, problems = check_pairs(conditioning(tmp_path / "maps"), build_settings(), (*volumes.train, *volumes.val))
-    assert len(problems) == 2
-    assert "has the name of 2 volumes; each needs one of its own" in problems[0]
+    assert len(problems) == 3
+    assert "has the name of 3 volumes; each needs one of its own" in problems[0]
 
 
 @pytest.mark.parametrize(
