@@ -68,7 +68,7 @@ def find(source: str, allow_outside_root: bool) -> tuple[list[Found], list[str]]
             f"give the folder {printable(place.parent)}"
         )
     raise DataError(
-        f"data.source: {printable(source)} does not exist; a folder, a dataset.json or phantoms is allowed; check it"
+        f"data.source: {printable(place)} does not exist; a folder, a dataset.json or phantoms is allowed; check it"
     )
 
 
@@ -125,14 +125,15 @@ def class_names_of(found: Sequence[Found]) -> tuple[str, ...]:
 
 
 def _in_folder(root: Path) -> tuple[list[Found], list[str]]:
-    paths, dicom_folders = [], set()
+    names, dicom_folders, left_out = {}, set(), []
     for path in _walk(root):
+        name = path.relative_to(root).as_posix()
         if dicom.is_dicom(path):
             dicom_folders.add(path.parent)
         elif suffix_of(path.name):
-            paths.append(path)
-    names = {path.relative_to(root).as_posix(): path for path in paths}
-    left_out = []
+            names[name] = path
+        elif path.is_symlink() and not os.path.exists(path):
+            left_out.append(f"{printable(name)}: left out, a link to nothing")
     if RUNS.is_dir() and root.resolve() in RUNS.resolve().parents:
         left_out.append(f"{RUNS}: left out, it holds what runs wrote")
     for name, why in label_files(list(names)).items():
@@ -144,8 +145,7 @@ def _in_folder(root: Path) -> tuple[list[Found], list[str]]:
         left_out += unused
     if not names:
         raise DataError(
-            f"data.source: {printable(root)} holds no volume; {' '.join(SUFFIXES)} are read, in subfolders too; "
-            "check the folder"
+            f"data.source: {printable(root)} holds no volume; {' '.join(SUFFIXES)} are read, subfolders too; check it"
         )
     return with_folders([Found(names[name], name) for name in sorted(names)]), left_out
 

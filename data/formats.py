@@ -28,6 +28,9 @@ SUFFIXES = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd", ".dcm")
 # Deflate cannot compress by more than 1032:1, so a header that promises more voxels than that is wrong.
 LARGEST_COMPRESSION = 1032
 
+# Headers hold rounded numbers. DICOM series may be tilted by as much.
+LARGEST_SHEAR_DEGREES = 1.0
+
 # The most memory that reading a volume needs, in sizes of the volume as float32.
 COPIES_WHILE_READING = 3
 
@@ -185,7 +188,20 @@ def _plausible(path: Path, header: Header, size: int) -> Header:
         )
     if not np.isfinite(header.affine).all() or not _is_invertible(header.affine[:3, :3]):
         raise DataError(f"{where}: its affine has no inverse; give it voxel sizes above zero and an orientation")
+    shear = _shear_degrees(header.affine[:3, :3])
+    if shear > LARGEST_SHEAR_DEGREES:
+        raise DataError(
+            f"{where}: its axes are {shear:.0f} degrees from being perpendicular (a sheared affine); straight grids "
+            "are allowed; resample it to one first"
+        )
     return header
+
+
+def _shear_degrees(matrix: np.ndarray) -> float:
+    """Return by how much the angle between two axes differs from a right angle at most."""
+    axes = matrix / np.linalg.norm(matrix, axis=0)
+    cosines = np.abs(axes.T @ axes)[np.triu_indices(3, 1)]
+    return float(np.degrees(np.arcsin(min(1.0, cosines.max()))))
 
 
 def _is_invertible(matrix: np.ndarray) -> bool:

@@ -17,8 +17,8 @@ from data.files.header import Stored
 # Voxels counted at a time: small enough for the cache, large enough that Python's share of the time is small.
 PART = 1 << 18
 
-# Volumes with at most this many different values may be label maps.
-MOST_VALUES = 64
+# Planes whose neighbouring voxels are compared.
+MOST_PLANES = 16
 
 # Tables that are added up whole for each part.
 FEW_ROWS = 16
@@ -37,10 +37,8 @@ class Ranking(ABC):
     """Number of finite voxels."""
     num_not_finite: int
     """Number of voxels that are NaN or infinite."""
-    num_values: int
-    """Number of different finite values, or 0 if there are more than `MOST_VALUES`."""
     is_whole: bool
-    """Whether there are at most `MOST_VALUES` values and all are whole numbers."""
+    """Whether all finite values are whole numbers."""
 
     @abstractmethod
     def at(self, ranks: Sequence[int]) -> np.ndarray:
@@ -81,8 +79,7 @@ class _Integers(Ranking):
         self._values = values[finite][order]
         self._ends = np.cumsum(counts[finite][order])
         self.count = int(self._ends[-1]) if len(self._ends) else 0
-        self.num_values = len(self._values) if len(self._values) <= MOST_VALUES else 0
-        self.is_whole = _is_whole(self._values) if self.num_values else False
+        self.is_whole = _is_whole(self._values)
 
     def at(self, ranks: Sequence[int]) -> np.ndarray:
         return self._values[np.searchsorted(self._ends, ranks, side="right")]
@@ -103,13 +100,8 @@ class _Numbers(Ranking):
         counts[:NOT_FINITE] = counts[-NOT_FINITE:] = 0
         self._ends = np.cumsum(counts)
         self.count = int(self._ends[-1])
-        self.num_values, self.is_whole = 0, False
-        present = np.flatnonzero(counts)
-        if 0 < len(present) <= MOST_VALUES:
-            tables = self._count_lower(present)
-            values = np.concatenate([_numbers(place, np.flatnonzero(table)) for place, table in tables.items()])
-            if len(values) <= MOST_VALUES:
-                self.num_values, self.is_whole = len(values), _is_whole(values)
+        # Stops at the first part with a fraction, which is the first one of most images.
+        self.is_whole = all(_is_whole(channel.values(part)) for part in _parts(channel.array))
 
     def at(self, ranks: Sequence[int]) -> np.ndarray:
         places = np.searchsorted(self._ends, ranks, side="right")
@@ -150,6 +142,25 @@ class _Numbers(Ranking):
             yield bits[0::2], bits[1::2]
 
 
+def equal_neighbours(channel: Stored) -> float:
+    """Return the share of neighbouring voxels that are equal, in some planes of a single-channel volume.
+
+    Voxels of the lowest, the highest and the commonest value do not count, since images have background and clipped
+    values. It is 1 if no other voxels are neighbours.
+    """
+    volume = channel.array[0]
+    planes = volume[:, :, :: -(-volume.shape[2] // MOST_PLANES)]
+    values, counts = np.unique(planes, return_counts=True)
+    counts_too = ~np.isin(planes, [values[0], values[-1], values[counts.argmax()]])
+    num_pairs = num_equal = 0
+    for axis in (0, 1):
+        voxels, wanted = np.moveaxis(planes, axis, 0), np.moveaxis(counts_too, axis, 0)
+        is_pair = wanted[1:] & wanted[:-1]
+        num_pairs += int(is_pair.sum())
+        num_equal += int((is_pair & (voxels[1:] == voxels[:-1])).sum())
+    return num_equal / num_pairs if num_pairs else 1.0
+
+
 def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
     # In memory order this is a view unless channels are interleaved.
     flat = array.ravel(order="K")
@@ -171,4 +182,5 @@ def _between(a: np.float32, b: np.float32, t: float) -> float:
 
 
 def _is_whole(values: np.ndarray) -> bool:
-    return bool((values == np.round(values)).all())
+    with np.errstate(invalid="ignore"):
+        return bool(((values == np.round(values)) | ~np.isfinite(values)).all())

@@ -12,7 +12,7 @@ from data.files.header import Header, Stored
 from data.formats import content_digest, read_stored, signature
 from data.geometry import geometry_of
 from data.intensity import flat_text, scale_to_network, unscalable_text
-from data.ranking import rank
+from data.ranking import equal_neighbours, rank
 from settings import DataError
 from settings.data import DataSettings
 from storage.names import printable
@@ -23,9 +23,10 @@ class VolumeFacts:
     """What reading one whole file found.
 
     `lower` and `upper` are the ends of each channel's intensity range, `low`, `median` and `high` the 1st, 50th and
-    99th percentile of the first channel. `num_values` is the number of different values of all channels, or 0 if there
-    are many; `is_whole` says whether they are few and whole. `digest` is the hash of the file's bytes. `background` is
-    the share of the first channel's voxels in the lowest tenth between `low` and `high`; NaN if it was not measured.
+    99th percentile of the first channel. `is_whole` says whether all values are whole numbers, `equal_neighbours`
+    which share of neighbouring voxels is then equal, the lowest of all channels, else 0. `digest` is the hash of the
+    file's bytes. `background` is the share of the first channel's voxels in the lowest tenth between `low` and `high`;
+    NaN if it was not measured.
     """
 
     axes: tuple[int, ...]
@@ -42,8 +43,8 @@ class VolumeFacts:
     low: float
     median: float
     high: float
-    num_values: int
     is_whole: bool
+    equal_neighbours: float
     digest: str
     background: float = math.nan
 
@@ -67,7 +68,7 @@ def measure(path: Path, s: DataSettings, is_known: np.ndarray | None = None) -> 
     if s.frame is not None and header.num_channels > 1:
         if s.frame >= header.num_channels:
             raise DataError(
-                f"{printable(path)}: data.frame is {s.frame}, and its fourth axis has {header.num_channels} volumes "
+                f"{printable(path)}: data.frame is {s.frame}, and it holds {header.num_channels} volumes "
                 f"({' x '.join(map(str, header.axes))}); 0 to {header.num_channels - 1} is allowed; change it"
             )
         stored, header = stored.channel(s.frame), replace(header, num_channels=1)
@@ -89,7 +90,7 @@ def measure(path: Path, s: DataSettings, is_known: np.ndarray | None = None) -> 
             (lower, upper) if mode == "window" else (values[5], values[6])
             for (mode, lower, upper), values in zip(rules, found, strict=True)
         ]
-    counts = [channel.num_values for channel in channels]
+    is_whole = all(channel.is_whole for channel in channels) and not num_not_finite
     known = [values for values, channel in zip(found, channels, strict=True) if channel.count] or found
     facts = VolumeFacts(
         axes=header.axes,
@@ -106,8 +107,8 @@ def measure(path: Path, s: DataSettings, is_known: np.ndarray | None = None) -> 
         low=found[0][1],
         median=found[0][2],
         high=found[0][3],
-        num_values=max(counts) if all(counts) else 0,
-        is_whole=all(channel.is_whole for channel in channels),
+        is_whole=is_whole,
+        equal_neighbours=min(equal_neighbours(measured.channel(n)) for n in range(len(channels))) if is_whole else 0.0,
         digest=digest,
         background=channels[0].share_up_to(0.9 * found[0][1] + 0.1 * found[0][3]) if channels[0].count else math.nan,
     )

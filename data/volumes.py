@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from data.discovery import Found, class_names_of, find, is_plain_folder, with_fo
 from data.files import dicom
 from data.phantoms import phantom_files, phantom_root
 from data.preparation.checking import Checked, check_files
-from data.survey.names import class_folder, grouped
+from data.survey.names import class_folder, grouped, problem_lines
 from data.survey.overview import looks_like_labels
 from data.survey.patients import groups_of, parted_patients
 from settings import DataError
-from settings.data import DataSettings
+from settings.data import LEAST_HELD_OUT, DataSettings
 from storage import run_folder
 from storage.names import counted, printable
 
@@ -87,8 +87,8 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> DataSplit:
 def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -> DataSplit:
     """Split the volumes of a checked source; raise one DataError that lists every problem of every file."""
     if source.problems:
-        lines = "\n".join(f"  {problem}" for problem in source.problems)
-        raise DataError(f"data.source: {printable(s.source)} has {counted(len(source.problems), 'problem')}:\n{lines}")
+        number = counted(len(source.problems), "problem")
+        raise DataError(f"data.source: {printable(s.source)} has {number}:\n{problem_lines(source.problems)}")
     for line in (*grouped(source.left_out), *copies_lines(source.found, source.checked)):
         log.warning("data: %s", line)
     found = source.found
@@ -99,21 +99,11 @@ def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -
         for item, checked in zip(found, source.checked, strict=True)
         if checked.facts is not None
     }
-    groups = groups_of(found, s)
-    train, val = split(found, s.val_fraction, seed, groups)
-    if not val and groups is not None and len(found) > 1:
-        raise DataError(
-            f"data.group_by: {printable(s.group_by)} puts all {len(found)} volumes into one group; at least two are "
-            "needed, one to train on and one to validate with; change it"
-        )
-    warning = parted_patients(train, val) if groups is None and all(item.split is None for item in found) else None
+    train, val = split(found, s, seed)
+    is_free = s.group_by is None and all(item.split is None for item in found)
+    warning = parted_patients(train, val) if is_free else None
     if warning is not None:
         log.warning("data: %s", warning)
-    if not val:
-        raise DataError(
-            f"data.source: {printable(s.source)} has {counted(len(found), 'volume')}; at least two are needed, one to "
-            "train on and one to validate with; add volumes"
-        )
     log.info("data: %d training and %d validation volumes", len(train), len(val))
     return DataSplit(tuple(files[item] for item in train), tuple(files[item] for item in val), class_names)
 
@@ -160,10 +150,9 @@ def _without_label_maps(
         return list(found), list(checked), []
     kept = [pair for pair in pairs if pair not in maps]
     lines = [
-        f"{printable(item.name)}: left out, it looks like a label map ({result.facts.num_values} values from 0 to "
-        f"{result.facts.maximum:g}); set data.label_maps: true to train on it"
-        for item, result in maps
-        if result.facts is not None
+        f"{printable(item.name)}: left out, it looks like a label map (whole numbers in regions of equal ones); set "
+        "data.label_maps: true to train on it"
+        for item, _ in maps
     ]
     return [item for item, _ in kept], [result for _, result in kept], lines
 
@@ -185,26 +174,32 @@ def copies_lines(found: Sequence[Found], checked: Sequence[Checked]) -> list[str
     ]
 
 
-def split(
-    found: Sequence[Found], val_fraction: float, seed: int, groups: Mapping[Found, str] | None = None
-) -> tuple[list[Found], list[Found]]:
-    """Split volumes by a hash of (seed, name), so adding or removing others does not move a volume.
+def split(found: Sequence[Found], s: DataSettings, seed: int) -> tuple[list[Found], list[Found]]:
+    """Return the volumes to train on and those held out; raise DataError if either side has too few.
 
-    With `groups`, volumes of one group stay together, by a hash of (seed, group). Two or more volumes or groups give at
-    least one on each side. One moved only to ensure that may move back when others are added. A dataset.json with a
-    "validation" list decides the split itself. A single volume or group is for training.
+    Held out are those with the lowest hashes of (seed, name), so adding or removing a volume moves at most one other.
+    Volumes of one group of `data.group_by` stay together, by hashes of (seed, group). A dataset.json with a
+    "validation" list decides the split itself.
     """
+    groups = groups_of(found, s)
     if any(item.split for item in found):
-        sides = {side: [item for item in found if item.split == side] for side in ("training", "validation")}
-        return sides["training"], sides["validation"]
-    names = {item: item.name if groups is None else groups[item] for item in found}
-    draws = {name: _draw(seed, name) for name in names.values()}
-    val = {name for name in draws if draws[name] < val_fraction}
-    if len(draws) > 1 and not val:
-        val = {min(draws, key=draws.__getitem__)}
-    if len(val) == len(draws):
-        val.discard(max(draws, key=draws.__getitem__))
-    return [item for item in found if names[item] not in val], [item for item in found if names[item] in val]
+        train, val = ([item for item in found if item.split == side] for side in ("training", "validation"))
+        where, remedy = "data.source", 'change its lists "training" and "validation"'
+    else:
+        names = {item: item.name if groups is None else groups[item] for item in found}
+        ranked = sorted({*names.values()}, key=lambda name: _draw(seed, name))
+        held_out = {*ranked[: s.num_held_out(len(ranked))]}
+        train = [item for item in found if names[item] not in held_out]
+        val = [item for item in found if names[item] in held_out]
+        where, remedy = "data.source", "add volumes"
+        if groups is not None:
+            where, remedy = f"data.group_by: {counted(len(ranked), 'group')}", "change it, or add volumes"
+    if not train or len(val) < LEAST_HELD_OUT:
+        raise DataError(
+            f"{where}: {printable(s.source)} has {counted(len(found), 'volume')}, {len(train)} to train on and "
+            f"{len(val)} held out; at least 1 and {LEAST_HELD_OUT} are needed; {remedy}"
+        )
+    return train, val
 
 
 def _draw(seed: int, name: str) -> float:

@@ -91,7 +91,7 @@ def data_choices(found: Fingerprint, extent: Extent, layout: Layout, sizing: Siz
         yield Choice("data.spacing", None, reason)
     many = found.num_channels > MANY_CHANNELS
     reason = "as many as the files have" + (
-        "; if the fourth axis is time, set data.frame to read one volume" if many else ""
+        "; if these are points in time, set data.frame to read one volume" if many else ""
     )
     yield Choice("autoencoder.in_channels", found.num_channels, reason, many)
     val = 0.2 if sizing.is_small else 0.1

@@ -18,8 +18,9 @@ from data.formats import suffix_of
 from data.intensity import flat_text
 from data.preparation.checking import Checked, problems_of
 from data.reading import VolumeFacts
+from data.survey.names import problem_lines
 from data.survey.overview import looks_like_labels, modality_of, outlier_lines, turned
-from data.survey.patients import groups_of, suspected_groups
+from data.survey.patients import suspected_groups
 from data.volumes import check_source, split
 from settings import DataError
 from settings.data import DataSettings
@@ -103,13 +104,8 @@ class Fingerprint:
         return tuple(np.median(self.spacings, axis=0).tolist()) if self.has_spacing else (1.0, 1.0, 1.0)
 
     def split(self, s: DataSettings, seed: int) -> tuple[int, int]:
-        """Return how many volumes train and how many are held out; raise DataError if a side has none."""
-        train, val = split(self.found, s.val_fraction, seed, groups_of(self.found, s))
-        if not (train and val):
-            raise DataError(
-                f"--data: {printable(s.source)} has {len(train)} volumes to train on and {len(val)} to validate with; "
-                "each needs at least one; change data.group_by, or the lists of dataset.json"
-            )
+        """Return how many volumes train and how many are held out; raise DataError if a side has too few."""
+        train, val = split(self.found, s, seed)
         return len(train), len(val)
 
     def to_json(self) -> dict[str, Any]:
@@ -128,26 +124,22 @@ class Fingerprint:
         return {"source": self.source, "number": self.number, **spreads, **plain, "background": background}
 
 
-def take_fingerprint(s: DataSettings, seed: int) -> Fingerprint:
+def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None) -> Fingerprint:
     """Check every volume of a source and return what they are like; raise DataError with every problem.
 
-    What was measured is kept in runs/checks, so only new and changed files are read.
+    All volumes need `in_channels` channels; None: as many as most of them have. What was measured is kept in
+    runs/checks, so only new and changed files are read.
     """
     source = check_source(s.model_copy(update={"prepared": "none"}), seed, in_channels=1)
     known = Counter(checked.facts.num_channels for checked in source.checked if checked.facts is not None)
-    num_channels = known.most_common(1)[0][0] if known else 1
+    num_channels = in_channels or (known.most_common(1)[0][0] if known else 1)
     problems = [problem for checked in source.checked for problem in _problems(checked, s, num_channels)] + list(
         source.unlabelled
     )
     if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise DataError(f"--data: {printable(s.source)} has {counted(len(problems), 'problem')}:\n{lines}")
+        number = counted(len(problems), "problem")
+        raise DataError(f"--data: {printable(s.source)} has {number}:\n{problem_lines(problems)}")
     facts = [checked.facts for checked in source.checked if checked.facts is not None]
-    if len(facts) == 1:
-        raise DataError(
-            f"--data: {printable(s.source)} has 1 volume; at least two are needed, one to train on and one to validate "
-            "with, and some dozens for samples that are more than copies; add volumes"
-        )
     names = [item.name for item in source.found]
     shapes = [turned(fact, s) for fact in facts]
     are_maps = all(looks_like_labels(fact) for fact in facts)
@@ -170,7 +162,7 @@ def take_fingerprint(s: DataSettings, seed: int) -> Fingerprint:
         background=float(np.median([fact.background for fact in facts])),
         num_flat=sum(_is_flat(fact) for fact in facts),
         classes=_classes(source.found),
-        group_by=_patients(source.found),
+        group_by=next((group_by for _, group_by in suspected_groups(source.found)), None),
         num_label_maps=len(maps) or _listed_label_maps(s.source),
         left_out=tuple(line for line in source.left_out if line not in maps),
         unusual=tuple(outlier_lines(names, facts, s)),
@@ -197,14 +189,6 @@ def _classes(found: Sequence[Found]) -> dict[str, int]:
     names = class_names_of(found)
     counts = Counter(item.class_name for item in found)
     return {name: counts[name] for name in names}
-
-
-def _patients(found: Sequence[Found]) -> str | None:
-    """Return the `data.group_by` that names a patient for every volume, if some patients have several volumes."""
-    for patients, group_by in suspected_groups(found):
-        if len(patients) == len(found) and len({*patients.values()}) > 2:
-            return group_by
-    return None
 
 
 def _is_label_map(line: str) -> bool:

@@ -62,13 +62,13 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _print_problems(problems, source, settings) -> None:
-    """Print what the volumes without problems are like, then every problem."""
+    """Print what the volumes that can be used are like, then every problem."""
+    from data.survey.names import problem_lines
+
     if _usable(source)[1]:
         print(_summary(source, None, settings))
         print()
-    print(f"{counted(len(problems), 'problem')} in {counted(len(source.found), 'volume')}:")
-    for problem in problems:
-        print(f"  {problem}")
+    print(f"{counted(len(problems), 'problem')}:\n{problem_lines(problems)}")
 
 
 def _row(found, checked) -> tuple[str, ...]:
@@ -158,9 +158,14 @@ def _summary(source, volumes, settings) -> str:
 
     data = settings.data
     names, facts = _usable(source)
-    parts = "" if volumes is None else f": {len(volumes.train)} for training, {len(volumes.val)} for validation"
+    first = f"{len(facts)} of {counted(len(source.found), 'volume')} can be read and scaled"
+    if volumes is not None:
+        first = (
+            f"{counted(len(facts), 'volume')}, no problem: {len(volumes.train)} for training, "
+            f"{len(volumes.val)} for validation"
+        )
     lines = [
-        f"{counted(len(facts), 'volume')}{' without a' if volumes is None else ', no'} problem{parts}",
+        first,
         *range_lines(facts, data),
         f"resized to {_times(data.voxel_size)} ({data.resize}), intensities scaled by "
         + (data.intensity.mode if data.intensity.channels is None else "a rule for each channel"),

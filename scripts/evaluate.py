@@ -13,8 +13,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import at_least, check_output_file, parser, run, write_output
-from settings import DataError
-from storage.names import counted
 
 log = logging.getLogger("evaluate")
 
@@ -100,9 +98,6 @@ def main(options: argparse.Namespace) -> int:
     settings = trained.settings.with_overrides({key: value for key, value in asked.items() if value is not None})
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
     data = stage_two_data(settings.data)
-    if len(volumes.val) < 2:
-        held_out = counted(len(volumes.val), "held-out volume")
-        raise DataError(f"data.val_fraction: {held_out}; evaluation needs at least 2; increase it")
     threshold = settings.autoencoder.training.occupancy_threshold
     results: dict[str, Any] = {
         "run": str(trained.folder.path),

@@ -69,7 +69,9 @@ def main(options: argparse.Namespace) -> int:
         from planning.planner import NothingFitsError, Planner
         from planning.search import Asker
 
-        fingerprint = take_fingerprint(_data_settings(given, source), given.get("seed", 42))
+        channels = given.get("autoencoder.in_channels")
+        channels = channels if isinstance(channels, int) else None  # anything else is refused with the other settings
+        fingerprint = take_fingerprint(_data_settings(given, source), given.get("seed", 42), channels)
         with _ProgressBar(options.quiet) as bar:
             budget = round(options.budget_gb * GIB)
             asker = Asker(predictor, budget, gpu, corrected if _is_here(gpu) else lambda found: found, bar.advance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,8 @@ from settings.section import FREE, SAME, WITHOUT_NUL, PathText, Section, Triple,
 from storage.names import counted
 
 ChannelRule = Annotated[tuple[Literal["percentile", "window"], float, float], Field(strict=False)]
+LEAST_HELD_OUT = 2
+"""Held-out volumes that evaluation needs."""
 Workers = Annotated[int, Field(ge=0, le=256)]
 
 
@@ -41,7 +44,7 @@ class DataSettings(Section):
         "place if the volumes are the same.",
         FREE,
     )
-    num_phantoms: int = key(48, "Number of volumes to generate if the source is phantoms.", ge=2, le=100_000)
+    num_phantoms: int = key(48, "Number of volumes to generate if the source is phantoms.", ge=3, le=100_000)
     labels: PathText | None = key(
         None, "A CSV file with columns file,label; null: labels come from dataset.json or folder names."
     )
@@ -50,9 +53,13 @@ class DataSettings(Section):
         "How to tell which volumes belong to one patient, so that the split keeps them together: folder, column:NAME "
         "of data.labels, or a regular expression found in the file name; null: split volumes one by one.",
     )
-    label_maps: bool = key(False, "Also train on files that look like label maps.", FREE)
+    label_maps: bool = key(
+        False, "Also train on files that look like label maps: whole numbers in regions of equal ones.", FREE
+    )
     frame: Annotated[int, Field(ge=0, lt=2**31)] | None = key(
-        None, "Which volume of a 4D file to read, counted from 0; null: the fourth axis holds channels."
+        None,
+        "Which volume of a 4D file to read, counted from 0; null: its volumes are channels. They lie along the fourth "
+        "axis, in .npy and .npz along the first.",
     )
     allow_outside_root: bool = key(False, "Allow dataset.json to name files outside its folder.", FREE)
     orientation: str = key("RAS", "Axis codes that each volume is reoriented to.", pattern=r"^[RL][AP][SI]$")
@@ -61,7 +68,13 @@ class DataSettings(Section):
     resize: Literal["resample", "crop_or_pad"] = key("resample", "How volumes are resized to the grid.")
     intensity: IntensitySettings = section(IntensitySettings, "Intensity scaling.")
     patch_size: Triple | None = key(None, "Train on random crops of this size; null: on whole volumes.")
-    val_fraction: float = key(0.1, "Fraction of the volumes held out for validation.", gt=0, lt=1)
+    val_fraction: float = key(
+        0.1,
+        "Fraction of the volumes, or of the groups of group_by, held out for validation: the nearest number, at least "
+        "2.",
+        gt=0,
+        lt=1,
+    )
     use_augmentation: bool = key(False, "Random flips, small rotations, scaling and intensity changes.")
     prepared: Literal["disk", "memory", "none"] = key(
         "disk",
@@ -101,6 +114,10 @@ class DataSettings(Section):
         if self.intensity.channels is None:
             del content["intensity"]["channels"]
         return content
+
+    def num_held_out(self, number: int) -> int:
+        """Return how many of some volumes or groups are held out; at least one is left to train on."""
+        return min(max(LEAST_HELD_OUT, math.floor(number * self.val_fraction + 0.5)), number - 1)
 
     @property
     def training_grid(self) -> tuple[int, ...]:

@@ -9,6 +9,9 @@ import numpy as np
 
 from data.files.header import Header, Stored, UnsuitableError, library, numeric, shaped, spatial
 
+# Four axes of which the first is at least this long and the last is at most that long have their channels last.
+LEAST_OF_AXIS, MOST_CHANNELS_LAST = 16, 8
+
 
 def read_npy_header(path: Path) -> Header:
     """Read the header of a .npy file."""
@@ -20,6 +23,11 @@ def read_npy_header(path: Path) -> Header:
 
 
 def _numpy_header(axes: tuple[int, ...], dtype: np.dtype) -> Header:
+    if len(axes) == 4 and axes[0] >= LEAST_OF_AXIS and axes[3] <= MOST_CHANNELS_LAST:
+        raise UnsuitableError(
+            "its last of four axes is short as if it held channels; .npy and .npz hold channels first (channels, x, y, "
+            "z); save np.moveaxis(array, -1, 0), or a NIfTI file, which holds them last"
+        )
     shape, num_channels = spatial(axes, channel_axis=0)
     return Header(shape, num_channels, np.eye(4), numeric(dtype), False, axes)
 

@@ -30,7 +30,8 @@ pydicom.config.logger.setLevel("CRITICAL")
 TAGS = [
     *("SOPClassUID", "SeriesInstanceUID", "ImageType", "Modality", "Rows", "Columns", "NumberOfFrames"),
     *("ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing", "RescaleSlope", "RescaleIntercept"),
-    *("SamplesPerPixel", "BitsAllocated", "PixelRepresentation", "ModalityLUTSequence"),
+    *("SamplesPerPixel", "BitsAllocated", "BitsStored", "PixelRepresentation", "ModalityLUTSequence"),
+    *("PhotometricInterpretation", "PixelPaddingValue", "PixelPaddingRangeLimit"),
 ]
 
 # Modalities of files that hold no image.
@@ -189,9 +190,19 @@ def read_voxels(path: Path, header: Header) -> Stored:
         raise UnsuitableError("it changed while it was read; run the same command again")
     # Slices with scales of their own become intensities one by one; otherwise they stay as they are stored.
     array = np.empty((number, rows, columns), np.dtype(header.dtype) if len(scales) == 1 else np.float32)
-    for place, image in zip(array, images, strict=True):
-        place[...] = _pixels(image, (rows, columns), len(scales) > 1)
+    has_padding = any(image.get("PixelPaddingValue") is not None for image in images)
+    is_image = np.ones(array.shape, bool) if has_padding else None
+    for number, image in enumerate(images):
+        pixels = _pixels(image, (rows, columns))
+        if is_image is not None:
+            is_image[number] = ~image.is_padding(pixels)
+        slope, intercept = image.scale()
+        array[number] = pixels if len(scales) == 1 else pixels * slope + intercept
     slope, intercept = scales.pop() if len(scales) == 1 else (1.0, 0.0)
+    if is_image is not None and is_image.any():
+        # Padding lies outside the range of the scanner, such as -2000 in CT, and would stretch that of the volume.
+        inside = array[is_image]
+        array[~is_image] = inside.min() if slope > 0 else inside.max()
     return Stored(array.T[None], slope, intercept)
 
 
@@ -206,7 +217,7 @@ def _dtype(images: Sequence[Slice]) -> str:
     return np.result_type(*kinds).str
 
 
-def _pixels(image: Slice, shape: tuple[int, int], is_scaled: bool) -> np.ndarray:
+def _pixels(image: Slice, shape: tuple[int, int]) -> np.ndarray:
     syntax = None
     try:
         with library("dicom"), warnings.catch_warnings():
@@ -227,5 +238,4 @@ def _pixels(image: Slice, shape: tuple[int, int], is_scaled: bool) -> np.ndarray
         ) from error
     if pixels.shape != shape:
         raise UnsuitableError(f"{printable(image.path.name)} has other pixels than its header says; export it again")
-    slope, intercept = image.scale()
-    return (pixels * slope + intercept).astype(np.float32) if is_scaled else pixels
+    return pixels

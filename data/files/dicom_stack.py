@@ -65,7 +65,21 @@ class Slice:
         shift = self.numbers("RescaleIntercept", 1)[0] if self.get("RescaleIntercept") is not None else 0.0
         if slope == 0:
             raise UnsuitableError(f"{printable(self.path.name)} has RescaleSlope 0; export the series again")
+        if str(self.get("PhotometricInterpretation")).strip() == "MONOCHROME1" and str(self.get("Modality")) != "CT":
+            # Low pixels are bright. Those of CT are Hounsfield units, however they are displayed.
+            bits = int(self.numbers("BitsStored", 1)[0])
+            ends = -1.0 if self.get("PixelRepresentation") else 2.0**bits - 1  # the lowest plus the highest pixel
+            slope, shift = -slope, shift + slope * ends
         return float(slope), float(shift)
+
+    def is_padding(self, pixels: np.ndarray) -> np.ndarray:
+        """Return where pixels, as they are stored, are padding by PixelPaddingValue and PixelPaddingRangeLimit."""
+        if self.get("PixelPaddingValue") is None:
+            return np.zeros(pixels.shape, bool)
+        names = [name for name in ("PixelPaddingValue", "PixelPaddingRangeLimit") if self.get(name) is not None]
+        # Signed values are often written as unsigned ones of the same bits.
+        ends = [np.int64(self.numbers(name, 1)[0]).astype(pixels.dtype) for name in names]
+        return (pixels >= min(ends)) & (pixels <= max(ends))
 
 
 def ordered(images: Sequence[Slice]) -> list[Slice]:
@@ -81,6 +95,12 @@ def ordered(images: Sequence[Slice]) -> list[Slice]:
                 f"its {len(images)} slices have {len(kinds)} {what}, for example {printable(kinds[1][0].path.name)}; "
                 "one is allowed; separate them or remove the odd ones"
             )
+    spacing = images[0].numbers("PixelSpacing", 2)
+    if (spacing <= 0).any():
+        raise UnsuitableError(
+            f"its PixelSpacing is {spacing[0]:g} and {spacing[1]:g} mm; two numbers above 0 are needed; export the "
+            "series again"
+        )
     along_row, along_column = images[0].numbers("ImageOrientationPatient", 6).reshape(2, 3)
     normal = np.cross(along_row, along_column)
     places = {image.path: float(normal @ image.numbers("ImagePositionPatient", 3)) for image in images}

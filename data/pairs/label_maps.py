@@ -64,14 +64,8 @@ def label_problem(path: Path, facts: VolumeFacts, num_classes: int, where: str) 
             f"{name}: {facts.num_channels} channels ({' x '.join(map(str, facts.axes))}); a label map has one; "
             "merge them into one map"
         )
-    if facts.num_not_finite or (facts.num_values and not facts.is_whole):
+    if not facts.is_whole:
         return f"{name}: values that are not whole numbers, so it is not a label map; round it or take it out"
-    if not facts.num_values and np.dtype(facts.dtype).kind not in "biu":
-        # Whether so many values are whole is not counted.
-        return (
-            f"{name}: many values of type {np.dtype(facts.dtype).name}; label maps of many values are stored as "
-            "integers; convert it"
-        )
     if facts.minimum < 0 or facts.maximum >= num_classes:
         remedy = f"set {int(facts.maximum) + 1}, or change the map" if facts.minimum >= 0 else "change the map"
         return (

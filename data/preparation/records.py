@@ -19,7 +19,7 @@ from storage.atomic import write_text
 log = logging.getLogger(__name__)
 
 # Part of the name of the file that holds results: change it whenever `VolumeFacts` changes.
-VERSION = 4
+VERSION = 5
 
 
 class Records:

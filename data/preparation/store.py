@@ -31,7 +31,7 @@ from storage.run_folder import PREPARED
 log = logging.getLogger(__name__)
 
 # Part of the key: change it whenever the same file and settings would be stored differently.
-VERSION = 1
+VERSION = 2
 
 PAGE = 4096
 LONGEST_HEADER = 1 << 20
@@ -168,8 +168,8 @@ def facts_from(values: dict[str, Any]) -> VolumeFacts:
         low=float(values["low"]),
         median=float(values["median"]),
         high=float(values["high"]),
-        num_values=int(values["num_values"]),
         is_whole=bool(values["is_whole"]),
+        equal_neighbours=float(values["equal_neighbours"]),
         digest=bytes.fromhex(values["digest"]).hex(),
         # Prepared volumes of earlier versions do not have it.
         background=float(values.get("background", math.nan)),

@@ -18,7 +18,7 @@ PATIENTS = (r"sub-[A-Za-z0-9]+", r"(?i)(?:patient|subject|subj|pat)[-_ ]?\d+")
 CASES = (*PATIENTS, r"(?i)(?:case|id|p|s)[-_ ]?\d+")
 """Patterns that say as much only if a folder has no other name."""
 LEFT_OUT = ": left out, "
-MOST_OF_A_REASON = 3  # files that are left out for the same reason and named one by one
+MOST_OF_A_REASON = 3  # files with the same reason that are named one by one
 FEWEST_CASES = 2  # two folders with one volume each may still be two classes
 LABEL_ENDINGS = ("seg", "segmentation", "mask", "label", "labels", "labelmap", "gt", "roi")
 
@@ -78,19 +78,27 @@ def is_images(folder: PurePosixPath) -> bool:
     return folder.name.lower() in IMAGE_FOLDERS
 
 
-def grouped(lines: Sequence[str]) -> list[str]:
-    """Return lines such as `a.nii: left out, why`, with those of one reason in one line if there are many."""
+def grouped(lines: Sequence[str], mark: str = LEFT_OUT) -> list[str]:
+    """Return lines such as `a.nii: left out, why`, with those of one reason in one line if there are many.
+
+    `mark` is what stands between the name and the reason.
+    """
     names: dict[str, list[str]] = {}
     for line in sorted(lines):
-        name, mark, why = line.partition(LEFT_OUT)
-        names.setdefault(why if mark else line, []).append(name)
+        name, found, why = line.partition(mark)
+        names.setdefault(why if found else line, []).append(name)
     result = []
     for why, same in names.items():
         if len(same) > MOST_OF_A_REASON:
-            result.append(f"{same[0]}, {same[1]} and {len(same) - 2} more{LEFT_OUT}{why}")
+            result.append(f"{same[0]}, {same[1]} and {len(same) - 2} more{mark}{why}")
         else:
-            result += [name if name == why else f"{name}{LEFT_OUT}{why}" for name in same]
+            result += [name if name == why else f"{name}{mark}{why}" for name in same]
     return result
+
+
+def problem_lines(problems: Sequence[str]) -> str:
+    """Return problems such as `a.nii: why` below each other, with those of one reason in one line if there are many."""
+    return "\n".join(f"  {line}" for line in grouped(problems, ": "))
 
 
 def _stem(name: str) -> str:

@@ -23,6 +23,10 @@ FEWEST = 4
 # Resampling with splines makes positive volumes negative by this share of their range.
 LARGEST_RINGING = 0.1
 
+# The share of equal neighbours. Label maps of 3 to 400 values reach 0.8 to 1; MR images 0.03 to 0.07 as they are, and
+# at most 0.63 once they are enlarged four times and reduced to 32 grey levels.
+LEAST_OF_LABELS = 0.7
+
 AXES = "xyz"
 
 # Of fewer volumes the 5th and 95th percentile are hardly inside the range.
@@ -34,8 +38,8 @@ INTENSITIES = (("low", "1st percentile"), ("median", "median"), ("high", "99th p
 
 
 def looks_like_labels(facts: VolumeFacts) -> bool:
-    """Return whether a volume has few values, whole and from zero on, as label maps have."""
-    return facts.is_whole and facts.num_values >= 2 and facts.minimum == 0
+    """Return whether a volume has whole values from zero on, however many, in regions of equal ones."""
+    return facts.is_whole and 0 == facts.minimum < facts.maximum and facts.equal_neighbours >= LEAST_OF_LABELS
 
 
 def modality_of(facts: VolumeFacts) -> str:
@@ -44,7 +48,7 @@ def modality_of(facts: VolumeFacts) -> str:
         return "MR or another positive modality"
     if -4096 <= facts.minimum <= -500 and facts.high > 0:
         return "CT"
-    return "a map with both signs" if max(-facts.minimum, facts.maximum) < 100 else "of both signs"
+    return "a map with both signs" if max(-facts.minimum, facts.maximum) < 100 else "values of both signs"
 
 
 def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:

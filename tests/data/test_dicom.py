@@ -18,7 +18,7 @@ from pydicom.uid import UID, ExplicitVRLittleEndian, JPEGLosslessSV1, generate_u
 from data import load_volume
 from data.discovery import discover, find
 from data.formats import content_digest, read_header, read_stored, signature, write_nifti
-from data.volumes import check_source, prepare_volumes
+from data.volumes import check_source
 from settings import DataError
 from tests.data.small_volumes import build_settings, read_volume
 
@@ -105,7 +105,7 @@ def test_two_series_in_one_folder_are_two_volumes_with_a_localizer_left_out_of_o
     found, left_out = find(str(tmp_path / "scan"), False)
     assert sorted(read_header(item.path).shape for item in found) == [(12, 10, 7), (12, 10, 8)]
     assert ["a localizer (1 image)" in line for line in left_out] == [True]
-    prepare_volumes(build_settings(source=str(tmp_path / "scan")), 0, 1)
+    assert check_source(build_settings(source=str(tmp_path / "scan")), 0, 1).problems == []
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,7 @@ def test_two_series_in_one_folder_are_two_volumes_with_a_localizer_left_out_of_o
         ({"ImagePositionPatient": lambda k: [-10, -20 + k, 5 + 3 * k]}, "gantry tilt of 18 degrees"),
         ({"ImageOrientationPatient": lambda k: [1, 0, 0, 0, 1, 0] if k else [0, 1, 0, 0, 0, 1]}, "have 2 orientations"),
         ({"PixelSpacing": lambda k: [2.5, 2.0 + (k == 2)]}, "have 2 values of PixelSpacing"),
+        ({"PixelSpacing": [-2.5, 2.0]}, "its PixelSpacing is -2.5 and 2 mm; two numbers above 0 are needed"),
         ({"RescaleSlope": 0}, "has RescaleSlope 0"),
         ({"NumberOfFrames": 3}, "many frames in one file"),
         ({"SamplesPerPixel": 3}, "a colour image"),
@@ -125,6 +126,46 @@ def test_what_is_wrong_with_a_series_is_reported(tmp_path: Path, changes: dict[s
     write_series(tmp_path / "scan", voxels_of(0), **changes)
     with pytest.raises(DataError, match=text):
         read_volume(next(iter(discover(str(tmp_path / "scan"), False))).path)
+
+
+def read_series(folder: Path) -> np.ndarray:
+    (found,) = discover(str(folder), False)
+    return read_volume(found.path)[0][0]
+
+
+def signed(voxels: np.ndarray) -> dict[str, Any]:
+    """The changes that make pixels signed, as those of most CT scanners are."""
+    pixels = {"PixelData": lambda k: voxels[:, :, k].T.astype("<i2").tobytes()}
+    return {"PixelRepresentation": 1, "RescaleIntercept": 0, **pixels}
+
+
+def test_signed_pixels_keep_their_sign(tmp_path: Path) -> None:
+    voxels = voxels_of(0)
+    write_series(tmp_path / "scan", voxels, **signed(voxels))
+    assert voxels.min() < 0
+    np.testing.assert_array_equal(read_series(tmp_path / "scan"), voxels)
+
+
+@pytest.mark.parametrize("values", [(-2000,), (-2000, -1990)])
+def test_padding_becomes_the_lowest_value_of_the_image(tmp_path: Path, values: tuple[int, ...]) -> None:
+    voxels = voxels_of(0)
+    padded = voxels.copy()
+    padded[:3], padded[3, 0, 0] = -2000, values[-1] if len(values) > 1 else -2000
+    tags = dict(zip(("PixelPaddingValue", "PixelPaddingRangeLimit"), values, strict=False))
+    write_series(tmp_path / "scan", padded, **signed(padded), **tags)
+    is_image = np.ones(SHAPE, bool)
+    is_image[:3] = is_image[3, 0, 0] = False
+    expected = np.where(is_image, voxels, voxels[is_image].min())
+    np.testing.assert_array_equal(read_series(tmp_path / "scan"), expected)
+
+
+def test_low_pixels_of_monochrome1_are_bright_unless_they_are_hounsfield_units(tmp_path: Path) -> None:
+    voxels = voxels_of(0)
+    for modality in ("MR", "CT"):
+        tags = {"Modality": modality, "PhotometricInterpretation": "MONOCHROME1", "BitsStored": 12, "HighBit": 11}
+        write_series(tmp_path / modality, voxels, **tags)
+    np.testing.assert_array_equal(read_series(tmp_path / "CT"), voxels)
+    np.testing.assert_array_equal(read_series(tmp_path / "MR"), 4095 - (voxels - INTERCEPT) + INTERCEPT)
 
 
 def test_scale_that_is_not_a_number_is_reported(tmp_path: Path) -> None:

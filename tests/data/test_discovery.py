@@ -36,10 +36,11 @@ def test_a_folder_is_searched_with_its_subfolders_in_the_order_of_names(make_vol
 
 def test_folders_are_no_classes_when_a_volume_lies_beside_them(make_volume: Make, tmp_path: Path) -> None:
     make_volume("a/1.nii.gz")
+    make_volume("a/3.nii.gz")
     make_volume("2.nii.gz")
     volumes = prepare_volumes(build_settings(source=str(tmp_path / "volumes")), seed=0, in_channels=1)
     assert volumes.class_names == ()
-    assert [file.label for file in (*volumes.train, *volumes.val)] == [None, None]
+    assert [file.label for file in (*volumes.train, *volumes.val)] == [None] * 3
 
 
 def test_what_runs_wrote_is_left_out_unless_it_is_asked_for(make_volume: Make, tmp_path: Path) -> None:
@@ -72,7 +73,7 @@ def test_folders_of_the_operating_system_are_refused_at_once(source):
 
 def test_sources_that_hold_nothing_are_refused(tmp_path: Path, make_volume: Make) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"data.source: .*empty holds no volume; \.nii .*check the folder"):
+    with pytest.raises(DataError, match=r"data.source: .*empty holds no volume; \.nii .*check it"):
         discover(str(tmp_path / "empty"), False)
     with pytest.raises(DataError, match=r"data.source: .*absent does not exist; a folder, a dataset.json or phantoms"):
         discover(str(tmp_path / "absent"), False)
@@ -92,14 +93,15 @@ def test_dataset_json_lists_images_and_not_segmentations(make_volume: Make, tmp_
 
 
 def test_dataset_json_gives_classes_and_the_split(make_volume: Make, tmp_path: Path) -> None:
-    for name in "abcd":
+    for name in "abcde":
         make_volume(f"{name}.nii.gz")
     training = [{"image": f"{name}.nii.gz", "label": label} for name, label in (("a", 10), ("b", 2), ("c", 10))]
-    source = write_listing(tmp_path / "volumes", training, validation=[{"image": "d.nii.gz", "class": "2"}])
+    validation = [{"image": f"{name}.nii.gz", "class": "2"} for name in "de"]
+    source = write_listing(tmp_path / "volumes", training, validation=validation)
     volumes = prepare_volumes(build_settings(source=source), seed=0, in_channels=1)
     assert volumes.class_names == ("2", "10")
     assert [(file.name, file.label) for file in volumes.train] == [("a.nii.gz", 1), ("b.nii.gz", 0), ("c.nii.gz", 1)]
-    assert [(file.name, file.label) for file in volumes.val] == [("d.nii.gz", 0)]
+    assert [(file.name, file.label) for file in volumes.val] == [("d.nii.gz", 0), ("e.nii.gz", 0)]
 
 
 @pytest.mark.parametrize("table", [{}, {"labels": {"0": "ill", "1": "well"}}, {"labels": {"ill": 0, "well": [1]}}])

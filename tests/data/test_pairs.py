@@ -56,11 +56,11 @@ def test_partners_have_the_names_of_their_volumes(folder, tmp_path, form):
 
 
 def test_a_numbered_channel_is_no_part_of_the_name(tmp_path):
-    for place in range(2):
+    for place in range(3):
         write_nifti(tmp_path / "volumes" / f"case{place}_0000.nii.gz", random_voxels(place), AFFINE)
-    write_maps(tmp_path / "maps", ["case0.nii.gz", "case1.nii.gz"])
+    write_maps(tmp_path / "maps", [f"case{place}.nii.gz" for place in range(3)])
     found = partner_names(tmp_path / "maps", volumes_of(tmp_path / "volumes"))
-    assert found == {f"case{place}_0000.nii.gz": f"case{place}.nii.gz" for place in range(2)}
+    assert found == {f"case{place}_0000.nii.gz": f"case{place}.nii.gz" for place in range(3)}
 
 
 def test_dicom_series_are_partners_by_the_names_of_their_folders(tmp_path):
@@ -119,13 +119,13 @@ def test_every_missing_doubled_and_unsuitable_partner_is_named_at_once(folder, t
 
 
 def test_one_map_for_two_volumes_is_refused(tmp_path):
-    for place in ("a", "b"):
+    for place in ("a", "b", "c"):
         write_nifti(tmp_path / "volumes" / place / "x.nii.gz", random_voxels(ord(place)), AFFINE)
     write_maps(tmp_path / "maps", ["x.nii.gz"])
     volumes = volumes_of(tmp_path / "volumes")
     _, problems = check_pairs(conditioning(tmp_path / "maps"), build_settings(), (*volumes.train, *volumes.val))
-    assert len(problems) == 2
-    assert "has the name of 2 volumes; each needs one of its own" in problems[0]
+    assert len(problems) == 3
+    assert "has the name of 3 volumes; each needs one of its own" in problems[0]
 
 
 @pytest.mark.parametrize(
@@ -270,13 +270,15 @@ def test_a_partner_outside_its_window_is_refused_with_the_name_of_the_window(fol
     assert "change ldm.conditioning.volume.intensity" in str(error.value)
 
 
-def test_a_map_of_many_values_must_be_stored_as_integers(tmp_path):
-    values = np.random.default_rng(0).random((1, 12, 10, 8)).astype(np.float32)
-    write_nifti(tmp_path / "a.nii.gz", values, AFFINE)
-    _, facts = measure(tmp_path / "a.nii.gz", build_settings())
-    text = label_problem(tmp_path / "a.nii.gz", facts, 3, LABELS)
-    assert text is not None
-    assert "a.nii.gz: many values of type float32; label maps of many values are stored as integers" in text
+def test_a_map_may_have_many_values_of_any_type_if_they_are_whole(tmp_path):
+    values = 500 * np.random.default_rng(0).random((1, 12, 10, 8)).astype(np.float32)
+    texts = []
+    for name, voxels in (("a", values), ("b", values.round())):
+        write_nifti(tmp_path / f"{name}.nii.gz", voxels, AFFINE)
+        _, facts = measure(tmp_path / f"{name}.nii.gz", build_settings())
+        texts.append(label_problem(tmp_path / f"{name}.nii.gz", facts, 501, LABELS))
+    assert "a.nii.gz: values that are not whole numbers" in str(texts[0])
+    assert texts[1] is None
 
 
 def test_a_negative_label_is_not_mended_by_more_classes(tmp_path):

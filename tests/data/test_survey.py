@@ -12,15 +12,18 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+from scipy.ndimage import gaussian_filter
+from scipy.spatial import cKDTree
 
 from data import load_volume, prepare_volumes
 from data.discovery import Found, find
 from data.formats import write_nifti
 from data.preparation.store import PreparedFolder
 from data.reading import VolumeFacts, measure
+from data.survey import patients
 from data.survey.grids import stage_problems, suggested_grid
 from data.survey.names import class_folder, label_files
-from data.survey.overview import outlier_lines, range_lines
+from data.survey.overview import looks_like_labels, outlier_lines, range_lines
 from data.survey.patients import groups_of, parted_patients, suspected_patients
 from data.volumes import check_source, split
 from settings import DataError, Settings
@@ -55,11 +58,48 @@ def test_label_maps_are_left_out_unless_asked_for_or_alone(tmp_path: Path, caplo
     write_nifti(tmp_path / "all/odd.nii.gz", (random_voxels(7) // 100).clip(0, 3).round(), AFFINE)
     volumes = prepare_volumes(build_settings(source=str(tmp_path / "all")), 0, 1)
     assert len(volumes.train) + len(volumes.val) == 3
-    assert "odd.nii.gz: left out, it looks like a label map (4 values from 0 to 3)" in caplog.text
+    assert "odd.nii.gz: left out, it looks like a label map" in caplog.text
     asked = prepare_volumes(build_settings(source=str(tmp_path / "all"), label_maps=True), 0, 1)
     assert len(asked.train) + len(asked.val) == 4
     alone = prepare_volumes(build_settings(source=str(tmp_path / "maps")), 0, 1)
     assert len(alone.train) + len(alone.val) == 3
+
+
+def parcels(number: int) -> np.ndarray:
+    """An ellipsoid of about `number` regions, as brain atlases have, in a background of zeros."""
+    rng = np.random.default_rng(number)
+    places = np.stack(np.meshgrid(*(np.arange(n) for n in (30, 36, 32)), indexing="ij"), axis=-1)
+    regions = cKDTree(rng.random((number, 3)) * places.shape[:3]).query(places)[1] + 1
+    middle = np.array(places.shape[:3]) / 2
+    return np.where(np.linalg.norm((places - middle) / middle, axis=-1) < 0.9, regions, 0)[None]
+
+
+@pytest.mark.parametrize("kind", [np.int16, np.float32])
+@pytest.mark.parametrize("number", [2, 140, 400])
+def test_label_maps_are_recognised_by_their_regions_however_many_values_they_have(
+    make_volume: Callable[..., Path], number: int, kind: type
+) -> None:
+    _, facts = measure(make_volume("map.nii.gz", parcels(number).astype(kind)), build_settings())
+    assert looks_like_labels(facts)
+
+
+def test_images_of_whole_numbers_are_not_label_maps(make_volume: Callable[..., Path]) -> None:
+    rng = np.random.default_rng(0)
+    smooth = gaussian_filter(rng.normal(0, 1, (1, 30, 36, 32)), 1.5)
+    image = np.interp(smooth, (smooth.min(), smooth.max()), (0, 1)) + rng.normal(0, 0.02, smooth.shape)
+    images = {
+        "12 bits": 4095 * image.clip(0, 1),
+        "8 bits": 255 * image.clip(0, 1),
+        "32 grey levels": 31 * image.clip(0, 1),
+        "background": np.where(image > 0.75, 255 * image, 0).clip(0, 255),
+        "clipped": 255 * (4 * image - 1.5).clip(0, 1),
+        "counts": rng.poisson(6 * image.clip(0, 1)),
+    }
+    for name, values in images.items():
+        whole = values.round().astype(np.int16)
+        whole[:, 0] = 0
+        _, facts = measure(make_volume("image.nii.gz", whole), build_settings())
+        assert not looks_like_labels(facts), (name, facts.equal_neighbours)
 
 
 def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path: Path) -> None:
@@ -87,21 +127,25 @@ def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path: Path) -> None
             groups(**values)
 
 
+def test_a_pattern_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patients, "MOST_SECONDS", 1)
+    with pytest.raises(DataError, match=r"takes more than 1 seconds to search 2 names; .* simplify it"):
+        groups_of(found("a" * 60 + ".nii", "b.nii"), build_settings(group_by="(a+)+$"))
+
+
 @pytest.mark.parametrize("val_fraction", [0.01, 0.3, 0.99])
 def test_volumes_of_one_group_stay_together(val_fraction: float) -> None:
     volumes = found(*(f"sub-{i // 2:02d}_{i % 2}.nii" for i in range(40)))
-    groups = groups_of(volumes, build_settings(group_by=r"sub-\d+"))
+    s = build_settings(group_by=r"sub-\d+", val_fraction=val_fraction)
+    groups = groups_of(volumes, s)
     assert groups is not None
-    train, val = split(volumes, val_fraction, 1, groups)
-    assert train
-    assert val
+    train, val = split(volumes, s, 1)
     assert not {groups[item] for item in train} & {groups[item] for item in val}
-    fewer = split(volumes[10:], val_fraction, 1, groups)[1] if val_fraction == 0.3 else []
-    assert {*fewer} <= {*val}
+    assert len(val) / 2 == {0.01: 2, 0.3: 6, 0.99: 19}[val_fraction]
 
 
 def test_one_group_alone_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.group_by: v puts all 8 volumes into one group"):
+    with pytest.raises(DataError, match=r"data\.group_by: 1 group: .* 8 volumes, 8 to train on and 0 held out"):
         prepare_volumes(build_settings(source=str(folder), group_by="v"), 0, 1)
 
 
@@ -171,7 +215,7 @@ def test_one_volume_of_a_4d_file_can_be_chosen(tmp_path: Path) -> None:
     one, other = (load_volume(tmp_path / f"all/{name}.nii.gz", settings, 1).image for name in ("four", "three"))
     assert torch.equal(one, other)
     assert PreparedFolder(settings).folder != PreparedFolder(build_settings()).folder
-    with pytest.raises(DataError, match=r"data\.frame is 7, and its fourth axis has 3 volumes .* 0 to 2 is allowed"):
+    with pytest.raises(DataError, match=r"data\.frame is 7, and it holds 3 volumes .* 0 to 2 is allowed"):
         load_volume(tmp_path / "all/four.nii.gz", build_settings(frame=7))
 
 

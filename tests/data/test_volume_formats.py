@@ -201,6 +201,18 @@ def test_an_affine_without_inverse_is_refused(tmp_path: Path) -> None:
         read_volume(tmp_path / "v.npz")
 
 
+@pytest.mark.parametrize(("share", "is_refused"), [(0.3, True), (0.01, False)])
+def test_a_sheared_affine_is_refused_beyond_what_is_rounded(tmp_path: Path, share: float, is_refused: bool) -> None:
+    sheared = AFFINE.copy()
+    sheared[0, 1] = share * sheared[1, 1]
+    write_nifti(tmp_path / "v.nii.gz", random_voxels(0), sheared)
+    if is_refused:
+        with pytest.raises(DataError, match=r"v\.nii\.gz: its axes are 17 degrees from being perpendicular"):
+            read_header(tmp_path / "v.nii.gz")
+    else:
+        assert read_header(tmp_path / "v.nii.gz").shape == (12, 10, 8)
+
+
 def test_a_name_without_volume_suffix_is_refused(tmp_path: Path) -> None:
     (tmp_path / "v.stl").write_bytes(b"x")
     with pytest.raises(DataError, match=r"unknown file type; .nii .nii.gz"):

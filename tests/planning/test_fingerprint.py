@@ -10,6 +10,8 @@ import pytest
 
 from data.formats import write_nifti
 from data.preparation import checking
+from data.survey.patients import parted_patients, suspected_patients
+from data.volumes import split
 from planning.fingerprint import CT, LABEL_MAPS, Fingerprint, take_fingerprint
 from settings import DataError, DataSettings
 
@@ -79,7 +81,7 @@ def test_label_maps_in_a_dataset_json_are_pairs():
 
 def test_only_label_maps_are_what_is_to_be_learned():
     for number in range(2):
-        write(f"{number}.nii", (mr(number) // 200).astype(np.uint8))
+        write(f"{number}.nii", np.kron(mr(number, (5, 6, 4)) // 200, np.ones((4, 4, 4))).astype(np.uint8))
     assert taken().kind == LABEL_MAPS
 
 
@@ -115,10 +117,33 @@ def test_volumes_that_are_nearly_all_background_are_counted():
     assert taken().num_flat == 1
 
 
-def test_a_single_volume_is_refused_in_one_sentence():
-    write("0.nii", mr(0))
-    with pytest.raises(DataError, match="has 1 volume; at least two are needed"):
-        taken()
+@pytest.mark.parametrize("number", [1, 2])
+def test_too_few_volumes_are_refused_in_one_sentence(number):
+    for one in range(number):
+        write(f"{one}.nii", mr(one))
+    with pytest.raises(DataError, match=rf"has {number} volumes?, 1 to train on .*; at least 1 and 2 are needed"):
+        taken().split(DataSettings(source="volumes"), 0)
+
+
+def test_the_background_is_the_median_over_the_volumes():
+    for number, share in enumerate((0.1, 0.2, 0.9)):
+        values = np.random.default_rng(number).uniform(500, 800, (10, 10, 10)).astype(np.float32)
+        values[: round(10 * share)] = 0
+        write(f"{number}.nii", values)
+    assert taken().background == pytest.approx(0.2, abs=0.03)
+
+
+def test_patients_are_those_that_the_check_of_the_data_names():
+    names = [f"sub-{number // 2}_{number % 2}" for number in range(4)] + ["phantom", "other"]
+    for number, name in enumerate(names):
+        write(f"{name}.nii", mr(number))
+    found = taken()
+    line = suspected_patients(found.found)
+    assert found.group_by is not None
+    assert line is not None
+    assert f"data.group_by: '{found.group_by}' keeps" in line
+    train, val = split(found.found, DataSettings(source="volumes", group_by=found.group_by), 1)
+    assert parted_patients(train, val) is None
 
 
 def test_every_problem_is_named():
@@ -131,6 +156,13 @@ def test_every_problem_is_named():
         taken()
     for name in ("flat.nii", "two.nii", "broken.nii"):
         assert name in str(error.value)
+
+
+def test_channels_that_the_user_gave_are_those_of_every_file():
+    for number in range(5):
+        write(f"{number}.nii", mr(number))
+    with pytest.raises(DataError, match=r"5 problems:\n.*0\.nii, .* and 3 more: 1 channel .*in_channels is 3; change"):
+        take_fingerprint(DataSettings(source="volumes"), 0, in_channels=3)
 
 
 def test_arrays_have_no_spacing():

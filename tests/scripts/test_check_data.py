@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shlex
 import subprocess
@@ -29,6 +30,12 @@ ARGUMENTS = [str(ROOT / "scripts/check_data.py"), "--config", str(ROOT / "config
 def check(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *ARGUMENTS, *overrides]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def write_arrays(folder: Path, shapes: list[tuple[int, ...]]) -> None:
+    folder.mkdir()
+    for number, shape in enumerate(shapes):
+        np.save(folder / f"v{number}.npy", np.random.default_rng(number).integers(0, 255, shape, np.uint8))
 
 
 @pytest.fixture
@@ -85,11 +92,64 @@ def test_every_problem_is_listed_and_the_exit_code_is_2(tmp_path: Path) -> None:
     )
     result = check(tmp_path, "data.source=volumes/dataset.json")
     assert result.returncode == 2
-    assert "3 problems in 4 volumes" in result.stdout
+    assert "1 of 4 volumes can be read and scaled" in result.stdout
+    assert "\n3 problems:\n" in result.stdout
     assert "ill/a.nii.gz: not a .nii.gz file" in result.stdout
     assert "well/flat.npy: channel 0 is 1 at both" in result.stdout
     assert "well/gone.nii: no such file" in result.stdout
     assert "Traceback" not in result.stderr
+
+
+def test_volumes_without_partners_are_not_said_to_be_without_problem(
+    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_arrays(tmp_path / "all", [(32, 32, 32)] * 5)
+    write_arrays(tmp_path / "maps", [(32, 32, 32)] * 2)
+    labels = [f"ldm.conditioning.labels.{value}" for value in ("source=maps", "num_classes=256")]
+    assert check_here("data.source=all", *labels) == 2
+    said = capsys.readouterr().out
+    assert "5 of 5 volumes can be read and scaled" in said
+    assert "\n3 problems:\n" in said
+    assert "without a problem" not in said
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "text"),
+    [
+        ((32, 32, 32), 3, r"1 channel \(32 x 32 x 32\); autoencoder.in_channels is 3; change one of the two"),
+        ((32, 32, 32, 3), 3, r"its last of four axes is short .*; save np\.moveaxis\(array, -1, 0\), or a NIfTI file"),
+        ((32, 32, 32, 1), 1, r"its last of four axes is short .*; save np\.moveaxis\(array, -1, 0\), or a NIfTI file"),
+    ],
+)
+def test_wrong_channels_of_all_files_are_one_message(
+    check_here: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    shape: tuple[int, ...],
+    channels: int,
+    text: str,
+) -> None:
+    write_arrays(tmp_path / "all", [shape] * 5)
+    assert check_here("data.source=all", f"autoencoder.in_channels={channels}") == 2
+    said = capsys.readouterr().out
+    assert re.search(rf"\n5 problems:\n  all/v0\.npy, all/v1\.npy and 3 more: {text}.*\n$", said)
+
+
+def test_links_to_nothing_are_named(
+    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_arrays(tmp_path / "all", [(32, 32, 32)] * 5)
+    (tmp_path / "all/patients").symlink_to(tmp_path / "nowhere")
+    assert check_here("data.source=all") == 0
+    assert "patients: left out, a link to nothing" in capsys.readouterr().out
+    for name in ("gone.nii.gz", "gone.dcm"):
+        (tmp_path / "all" / name).symlink_to(tmp_path / "nowhere")
+    assert check_here("data.source=all") == 2
+    said = capsys.readouterr().out
+    assert said.count(": no such file; restore it or take it out of the data") == 2
+    (tmp_path / "all/dataset.json").symlink_to(tmp_path / "nowhere")
+    assert check_here("data.source=all") == 2
+    assert "all/dataset.json does not exist" in capsys.readouterr().err
 
 
 def test_phantoms_are_checked_too(check_here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,9 +255,9 @@ def test_a_folder_as_people_have_them_is_understood(
     write_nifti(tmp_path / "all/images/four.nii.gz", four, np.eye(4))
     assert check_here("data.source=all") == 2
     problem = capsys.readouterr().out
-    assert "13 volumes without a problem" in problem
+    assert "13 of 14 volumes can be read and scaled" in problem
     assert "5 patients seem to have several scans" in problem
-    assert "1 problem in 14 volumes:" in problem
+    assert "\n1 problem:\n" in problem
     assert "four.nii.gz: 4 channels (32 x 40 x 36 x 4); autoencoder.in_channels is 1; change" in problem
 
     assert check_here("data.source=all", "data.frame=0", "--json", "found.json") == 0
