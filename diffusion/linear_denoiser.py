@@ -22,7 +22,7 @@ CONDITION_VARIANCES = (0.01, 0.1, 1.0, math.inf)
 class LinearDenoiser:
     """Predicts clean latents from noisy ones and, if there are any, from the features of their conditions.
 
-    The model: latent = mean + sqrt(1 - s) * sum_i w_i * (example_i - mean) + r, where w is Gaussian, so that the sum has
+    The model: latent = mean + sqrt(1 - s) * sum_i w_i * (example_i - mean) + r, where w is Gaussian, so the sum has
     the sample covariance, and r is white with the share s of the mean variance. The features of a condition are the
     same combination w of the examples' features plus white noise of the given variance. Everything is solved in the
     space of w, which has one dimension per example.

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from data import VolumeFile, load_file, to_unit
 from diffusion.conditioning import Condition
+from diffusion.linear_denoiser import LinearDenoiser
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
@@ -26,8 +27,9 @@ from evaluation.set_metrics import (
     squared_discrepancy,
     summary_vector,
 )
-from evaluation.sharpness import compare_sharpness, sharpness_of
+from evaluation.sharpness import compare_sharpness, laplacian_kurtosis, sharpness_of
 from evaluation.trained_run import check_finite
+from runtime.randomness import SampleNoise
 from settings import DataSettings, Settings
 from storage.names import printable
 
@@ -65,37 +67,63 @@ def load_reference(train: Sequence[VolumeFile], val: Sequence[VolumeFile], data:
     )
 
 
-def reconstruction_discrepancy(
-    codec: VolumeCodec, train: Sequence[VolumeFile], data: DataSettings, reference: Reference, num: int
-) -> float:
-    """Return the MMD between reconstructions of at most `num` training volumes and the held-out volumes.
+class SilentNetwork(nn.Module):
+    """A U-Net that always predicts 0: samples that it gives as well were not made by what the network learned."""
 
-    The autoencoder alone causes this discrepancy, so samples rarely score lower.
-    """
-    chosen = [train[number * len(train) // min(num, len(train))] for number in range(min(num, len(train)))]
-    vectors = []
-    for file in tqdm(chosen, desc="reconstructed training volumes", unit="volume"):
-        mean, _ = codec.encode(load_file(file, data).image)
-        vectors.append(summary_vector(to_unit(check_finite(codec.decode(mean), printable(file.name)))))
-    return maximum_mean_discrepancy(torch.stack(vectors), reference.held_out_vectors)
+    def __init__(self, latent_channels: int) -> None:
+        super().__init__()
+        self.latent_channels = latent_channels
+
+    def forward(self, x: Tensor, timesteps: Tensor, **_: Tensor) -> Tensor:
+        """Return zeros in the shape of the latent."""
+        return torch.zeros_like(x[:, : self.latent_channels])
 
 
-def anchors(reference: Reference, num: int, seed: int) -> dict[str, dict[str, Any]]:
-    """Return the metrics of three sets of `num` volumes that show what good and bad values look like.
+def gaussian_volumes(
+    denoiser: LinearDenoiser, normalisation: Normalisation, codec: VolumeCodec, seed: int, num: int
+) -> list[Tensor]:
+    """Draw latents from the Gaussian with the training latents' mean and covariance, and decode them."""
+    noise, positions = SampleNoise(seed, codec.precision.device), range(num)
+    white = noise.normal("Gaussian rest", positions, denoiser.shape)
+    weights = noise.normal("Gaussian weights", positions, [len(denoiser.centred)])
+    return [to_unit(codec.decode(normalisation.undo(latent))).cpu() for latent in denoiser.draw(white, weights)]
 
-    The sets are training volumes, copies of the mean training volume, and uniform noise.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    count = len(reference.training_vectors)
-    chosen = torch.randperm(count, generator=generator)[:num]
-    shape = reference.held_out[0].shape
-    noise = torch.stack([summary_vector(torch.rand(shape, generator=generator)) for _ in range(num)])
-    sets = {
-        "training volumes": reference.training_vectors[chosen],
-        "mean training volume": reference.training_vectors.mean(dim=0).expand(num, -1),
-        "noise": noise,
+
+def training_volumes(
+    codec: VolumeCodec, train: Sequence[VolumeFile], data: DataSettings, num: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return at most `num` training volumes, spread over the set, and their reconstructions."""
+    number = min(num, len(train))
+    volumes, reconstructions = [], []
+    for place in tqdm(range(number), desc="reconstructed training volumes", unit="volume"):
+        file = train[place * len(train) // number]
+        image = load_file(file, data).image
+        mean, _ = codec.encode(image)
+        volumes.append(to_unit(image))
+        reconstructions.append(to_unit(check_finite(codec.decode(mean), printable(file.name))).cpu())
+    return volumes, reconstructions
+
+
+def evaluate_anchors(sets: dict[str, Sequence[Tensor]], reference: Reference) -> dict[str, dict[str, Any]]:
+    """Return the metrics that samples have, for sets of volumes that show what good and bad values look like."""
+    return {name: _compared(volumes, reference) for name, volumes in sets.items() if len(volumes) > 1}
+
+
+def similarity(samples: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Return the mean correlation between samples and their counterparts from the same seeds; NaN if constant."""
+    pairs = [torch.stack([a.flatten(), b.flatten()]).double() for a, b in zip(samples, others, strict=True)]
+    return statistics.fmean(float(torch.corrcoef(pair)[0, 1]) for pair in pairs)
+
+
+def _compared(volumes: Sequence[Tensor], reference: Reference) -> dict[str, Any]:
+    """Return the distances to held-out volumes, and detail relative to theirs."""
+    vectors = torch.stack([summary_vector(volume) for volume in volumes])
+    kurtosis = statistics.fmean(map(laplacian_kurtosis, volumes))
+    return {
+        **_distances(vectors, reference),
+        "sharpness": compare_sharpness(list(map(sharpness_of, volumes)), list(map(sharpness_of, reference.held_out))),
+        "laplacian_kurtosis": kurtosis / statistics.fmean(map(laplacian_kurtosis, reference.held_out)),
     }
-    return {name: _distances(vectors, reference) for name, vectors in sets.items() if len(vectors) > 1}
 
 
 def _distances(vectors: Tensor, reference: Reference) -> dict[str, Any]:
@@ -139,8 +167,7 @@ def evaluate_samples(
     vectors = torch.stack([summary_vector(sample) for sample in samples])
     result: dict[str, Any] = {
         "num": len(samples),
-        **_distances(vectors, reference),
-        "sharpness": compare_sharpness(list(map(sharpness_of, samples)), list(map(sharpness_of, reference.held_out))),
+        **_compared(samples, reference),
         "pairwise_ms_ssim": mean_pairwise_ms_ssim(samples),
         "held_out_pairwise_ms_ssim": mean_pairwise_ms_ssim(reference.held_out),
     }

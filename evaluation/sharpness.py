@@ -17,6 +17,9 @@ from evaluation.fid import PLANES
 NUM_BANDS = 4
 """Bands of equal width from 0 to 0.5 cycles per voxel; the last holds the finest detail that the grid can show."""
 
+OCCUPIED = 0.05
+"""Voxels above this value, in [0, 1], are not empty."""
+
 _SLICES_AT_ONCE = 16
 
 
@@ -32,6 +35,24 @@ def gradient_magnitude(volume: Tensor) -> Tensor:
         if volume.shape[axis] > 1:
             squared += torch.gradient(volume.float(), dim=axis)[0].square()
     return squared.sqrt().mean(dtype=torch.float64).cpu()
+
+
+def laplacian_kurtosis(volume: Tensor) -> float:
+    """Return the kurtosis of the Laplacian where the volume is not empty, 3 for a Gaussian field; higher: clear edges.
+
+    Blends of volumes have soft edges everywhere, real volumes have few sharp ones. NaN for a constant volume.
+    """
+    values = volume.float()
+    inner = values[:, 1:-1, 1:-1, 1:-1]
+    laplacian = -6 * inner
+    for axis in (1, 2, 3):
+        other = [slice(1, -1) if place in (1, 2, 3) and place != axis else slice(None) for place in range(4)]
+        window = values[tuple(other)]
+        laplacian = laplacian + window.narrow(axis, 0, inner.shape[axis]) + window.narrow(axis, 2, inner.shape[axis])
+    inside = laplacian[inner > OCCUPIED].double()
+    inside = inside - inside.mean()
+    variance = inside.square().mean()
+    return float(inside.pow(4).mean() / variance.square()) if len(inside) and variance > 0 else math.nan
 
 
 def band_powers(volume: Tensor) -> Tensor:

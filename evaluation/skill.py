@@ -1,6 +1,6 @@
 """Skill: the network's held-out error in the clean latent, divided by that of the best linear denoiser.
 
-Below 1 the network knows more about the volumes than their mean and covariance; a network that is switched off is above.
+Below 1 the network knows more about the volumes than their mean and covariance; one that is switched off is above.
 Both see the same noisy latents and, if there are any, the same conditions.
 """
 
@@ -113,7 +113,7 @@ class Skill:
         self.num_held_out = len(latents.volumes.val)
 
     def __call__(self, network: nn.Module) -> dict[str, float]:
-        """Return the held-out loss and the skill, the mean over the levels and each one; empty without held-out volumes.
+        """Return the held-out loss and the skill, its mean and each level; empty without held-out volumes.
 
         A level is named by the noise's share of the variance. One training volume has no covariance, so no skill.
         """

@@ -41,11 +41,11 @@ def _scores(evaluation: dict[str, Any]) -> str:
     ]
     rows += _condition_rows(evaluation.get("conditions"))
     if samples:
-        untrained = evaluation.get("untrained") or {}
-        anchors = [
-            f"reconstructed training volumes {_number(reconstruction.get('mmd'))}",
-            *([f"untrained U-Net {_number(untrained.get('mmd'))}"] if untrained else []),
-        ]
+        skill = "best linear denoiser 1; below 1 the network knows more than mean and covariance"
+        rows.append(["skill", _number(evaluation.get("skill", {}).get("val_skill"), "{:.3f}"), skill])
+        silent = _number(samples.get("correlation_with_silent_network"), "{:.3f}")
+        rows.append(["correlation with samples of a silent network", silent, "1 if the network did nothing"])
+        anchors = [f"{name} {_number(one.get('mmd'))}" for name, one in evaluation.get("anchors", {}).items()]
         rows.append(
             [
                 f"MMD of {counted(samples['num'], 'sample')} to held-out volumes",
@@ -56,7 +56,7 @@ def _scores(evaluation: dict[str, Any]) -> str:
         real = f"between held-out volumes {_number(samples.get('held_out_pairwise_ms_ssim'))}"
         rows.append(["MS-SSIM between samples", _number(samples.get("pairwise_ms_ssim")), real])
         copies = samples.get("num_memorised")
-        rows.append(["samples that count as copies", _number(copies, "{:.0f}"), _closest(samples)])
+        rows.append(["near-duplicates of training volumes", _number(copies, "{:.0f}"), _closest(samples)])
         if samples.get("fid"):
             rows.append(["2.5D FID", _number(samples["fid"].get("mean")), "mean of three planes"])
     return table(["", "this run", "compare with"], rows)

@@ -75,13 +75,17 @@ class _SampleScores(_Record):
     pairwise_ms_ssim: float | None = None
     held_out_pairwise_ms_ssim: float | None = None
     num_memorised: float | None = None
+    correlation_with_silent_network: float | None = None
     fid: dict[str, float | None] | None = None
     nearest_training: list[dict[str, Any]] = Field(default_factory=list)
 
 
+class _AnchorScores(_Record):
+    mmd: float | None = None
+
+
 class _ReconstructionScores(_Record):
     mean: dict[str, float | None]
-    mmd: float | None = None
     volumes: list[dict[str, Any]] = Field(default_factory=list)
 
 
@@ -107,7 +111,8 @@ class Evaluation(_Record):
     reconstruction: _ReconstructionScores
     conditions: _ConditionScores | None = None
     samples: _SampleScores | None = None
-    untrained: _SampleScores | None = None
+    skill: dict[str, float | None] = Field(default_factory=dict)
+    anchors: dict[str, _AnchorScores] = Field(default_factory=dict)
 
 
 Kind = TypeVar("Kind", bound=_Record)

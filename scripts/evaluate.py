@@ -56,7 +56,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument(
         "--batch-size", type=at_least(1), default=4, help="samples to draw at once; does not change them (default: 4)"
     )
-    result.add_argument("--untrained-baseline", action="store_true", help="also evaluate samples of an untrained U-Net")
     result.add_argument(
         "--fid-network",
         choices=FID_NETWORKS,
@@ -71,16 +70,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Evaluate both stages, or only the first if stage 2 is not trained; print a table and write JSON."""
-    import torch
-
     from data import prepare_volumes
-    from diffusion.latents import stage_two_data
+    from diffusion.conditioning import check_conditions
+    from diffusion.latents import prepare_latents, stage_two_data
     from evaluation.conditional.effect import evaluate_conditions
     from evaluation.fid import load_features
     from evaluation.reconstructions import evaluate_reconstructions
-    from evaluation.samples import anchors, draw_samples, evaluate_samples, load_reference, reconstruction_discrepancy
+    from evaluation.samples import (
+        SilentNetwork,
+        draw_samples,
+        evaluate_anchors,
+        evaluate_samples,
+        gaussian_volumes,
+        load_reference,
+        similarity,
+        training_volumes,
+    )
+    from evaluation.skill import Skill
     from evaluation.trained_run import TrainedRun
     from report import write_report
+    from runtime.processes import Process
     from storage.atomic import write_text
 
     if options.json is not None:
@@ -110,16 +119,20 @@ def main(options: argparse.Namespace) -> int:
         told, effect = evaluate_conditions(network, codec, settings, *learned, volumes, *drawn_by)
         results |= {} if effect is None else {"conditions": effect}
         drawn = (settings, frame.normalisation, options.seed, options.num, options.batch_size, told)
-        results["samples"] = evaluate_samples(draw_samples(network, codec, *drawn), reference, features)
-        results["anchors"] = anchors(reference, options.num, options.seed)
-        if len(volumes.train) > 1:
-            allowed = reconstruction_discrepancy(codec, volumes.train, data, reference, options.num)
-            results["reconstruction"]["mmd"] = allowed
-        if options.untrained_baseline:
-            torch.manual_seed(settings.seed)
-            samples = draw_samples(trained.untrained_unet(), codec, *drawn)
-            results["untrained"] = evaluate_samples(samples, reference, features)
-            results["mmd_ratio"] = results["samples"]["mmd"] / max(results["untrained"]["mmd"], 1e-12)
+        samples = draw_samples(network, codec, *drawn)
+        results["samples"] = evaluate_samples(samples, reference, features)
+        process = Process(codec.precision.device)
+        latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
+        skill = Skill(latents, codec, frame.normalisation, settings, process)
+        results["skill"] = skill(network)
+        silent = draw_samples(SilentNetwork(settings.autoencoder.latent_channels), codec, *drawn)
+        results["samples"]["correlation_with_silent_network"] = similarity(samples, silent)
+        training, reconstructed = training_volumes(codec, volumes.train, data, options.num)
+        sets = {"training volumes": training, "reconstructed training volumes": reconstructed}
+        if skill.denoiser is not None:
+            drawn_latents = (skill.denoiser, frame.normalisation, codec, options.seed, options.num)
+            sets["Gaussian with their covariance"] = gaussian_volumes(*drawn_latents)
+        results["anchors"] = evaluate_anchors({**sets, "network switched off": silent}, reference)
     else:
         log.warning("%s: no such file, so only reconstructions are evaluated", trained.folder.weights("ldm"))
     print(_table(results))
@@ -158,6 +171,7 @@ def _without_nan(results: dict[str, Any]) -> dict[str, Any]:
 def _table(results: dict[str, Any]) -> str:
     """Return the results as text: one line per held-out volume, then the samples."""
     from evaluation.conditional.effect import effect_lines
+    from evaluation.skill import skill_in_words
 
     rows = [*results["reconstruction"]["volumes"], {"volume": "mean", **results["reconstruction"]["mean"]}]
     width = max(len(text) for text in ("reconstruction", *(str(row["volume"]) for row in rows)))
@@ -177,22 +191,16 @@ def _table(results: dict[str, Any]) -> str:
     ]
     if "conditions" in results:
         lines += ["", *effect_lines(results["conditions"])]
-    for name in ("samples", "untrained"):
-        if name in results:
-            lines += [
-                "",
-                *_sample_lines("samples" if name == "samples" else "samples of an untrained U-Net", results[name]),
-            ]
-    if "anchors" in results:
-        lines += ["", "for comparison                  MMD   precision  recall"]
+    if "samples" in results:
+        lines += ["", *_sample_lines(results["samples"])]
+        if "val_skill" in results["skill"]:
+            lines.append(f"  {skill_in_words(results['skill']['val_skill'])}")
+        lines += ["", f"{'for comparison':<32}     MMD  precision  recall  gradients  edge kurtosis"]
         lines += [
-            f"  {name:<26} {values['mmd']:8.4f} {values['precision']:11.2f} {values['recall']:7.2f}"
-            for name, values in results["anchors"].items()
+            f"  {name:<30} {values['mmd']:7.4f} {values['precision']:10.2f} {values['recall']:7.2f} "
+            f"{values['sharpness']['gradient_magnitude']:10.2f} {values['laplacian_kurtosis']:14.2f}"
+            for name, values in {"samples": results["samples"], **results["anchors"]}.items()
         ]
-    if "mmd" in results["reconstruction"]:
-        lines += ["", f"MMD of reconstructed training volumes: {results['reconstruction']['mmd']:.4f}"]
-    if "mmd_ratio" in results:
-        lines.append(f"MMD, trained / untrained: {results['mmd_ratio']:.3f}")
     return "\n".join(lines)
 
 
@@ -201,9 +209,9 @@ def _sharpness(values: dict[str, Any]) -> str:
     return f"gradients {values['gradient_magnitude']:.2f} of real ones; power of the finest detail: {finest}"
 
 
-def _sample_lines(title: str, values: dict[str, Any]) -> list[str]:
+def _sample_lines(values: dict[str, Any]) -> list[str]:
     lines = [
-        f"{values['num']} {title}",
+        f"{values['num']} samples",
         f"  MMD to held-out volumes       {values['mmd']:.4f} (squared {values['mmd_squared']:.4f}, 95 % between "
         f"{values['mmd_squared_interval'][0]:.4f} and {values['mmd_squared_interval'][1]:.4f})",
         f"  precision and recall          {values['precision']:.2f} and {values['recall']:.2f}",
@@ -214,10 +222,14 @@ def _sample_lines(title: str, values: dict[str, Any]) -> list[str]:
     if "fid" in values:
         by_plane = ", ".join(f"{name} {value:.3f}" for name, value in values["fid"].items())
         lines.append(f"  2.5D FID                      {by_plane}")
+    lines.append(
+        f"  with the network switched off correlation {values['correlation_with_silent_network']:.3f} with the same "
+        "seeds; near 1, the network does nothing"
+    )
     closest = min(values["nearest_training"], key=lambda row: row["ratio"])
     lines.append(
         f"  nearest training volume       {closest['ratio']:.2f} of the usual distance ({closest['training_volume']}); "
-        f"{values['num_memorised']} samples count as copies"
+        f"{values['num_memorised']} are near-duplicates"
     )
     return lines
 

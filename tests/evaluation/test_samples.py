@@ -13,7 +13,7 @@ from monai.metrics.fid import get_fid_score
 from evaluation.fid import frechet_distance, load_features, slice_features
 from evaluation.pair_metrics import _scales_and_window, ms_ssim
 from evaluation.reconstructions import mean_interval
-from evaluation.samples import Reference, anchors, evaluate_samples
+from evaluation.samples import Reference, SilentNetwork, evaluate_anchors, evaluate_samples, similarity
 from evaluation.set_metrics import (
     maximum_mean_discrepancy,
     mean_pairwise_ms_ssim,
@@ -22,7 +22,7 @@ from evaluation.set_metrics import (
     squared_discrepancy,
     summary_vector,
 )
-from evaluation.sharpness import band_powers, compare_sharpness, sharpness_of
+from evaluation.sharpness import band_powers, compare_sharpness, laplacian_kurtosis, sharpness_of
 from losses.torchvision_import import import_torchvision
 from settings import CheckpointError
 
@@ -305,11 +305,25 @@ def test_anchors_rank_as_they_should():
         torch.stack([summary_vector(volume) for volume in training]),
         tuple(map(str, range(30))),
     )
-    found = anchors(reference, 10, seed=0)
-    assert list(found) == ["training volumes", "mean training volume", "noise"]
-    good, mean, noise = (values["mmd_squared"] for values in found.values())
-    assert abs(good) < 0.05 < mean < noise
-    assert found["noise"]["precision"] == 0
-    assert found["mean training volume"]["recall"] == 0
-    low, high = found["training volumes"]["mmd_squared_interval"]
-    assert low < good < high
+    noise = [torch.rand(volume.shape, generator=torch.Generator().manual_seed(3)) for volume in training[:10]]
+    found = evaluate_anchors({"training": training[:10], "noise": noise, "too few": training[:1]}, reference)
+    assert list(found) == ["training", "noise"]
+    assert found["training"]["mmd_squared"] < 0.2 * found["noise"]["mmd_squared"]
+    assert found["noise"]["laplacian_kurtosis"] < found["training"]["laplacian_kurtosis"]
+
+
+def test_a_silent_network_leaves_samples_as_they_start():
+    network = SilentNetwork(2)
+    assert network(torch.rand(3, 5, 4, 4, 4), torch.zeros(3)).shape == (3, 2, 4, 4, 4)
+    volumes = blobs(3, seed=1, offset=0.3)
+    assert similarity(volumes, [2 * volume + 1 for volume in volumes]) == pytest.approx(1)
+    assert abs(similarity(volumes, [torch.rand_like(volume) for volume in volumes])) < 0.5
+
+
+def test_the_laplacian_of_noise_is_gaussian_and_that_of_a_box_is_not():
+    noise = 0.5 + 0.05 * torch.randn(1, 24, 24, 24, generator=torch.Generator().manual_seed(0))
+    assert laplacian_kurtosis(noise) == pytest.approx(3, abs=0.2)
+    box = torch.full((1, 24, 24, 24), 0.2)
+    box[:, 6:18, 6:18, 6:18] = 0.9
+    assert laplacian_kurtosis(box) > 6
+    assert math.isnan(laplacian_kurtosis(torch.zeros(1, 4, 4, 4)))

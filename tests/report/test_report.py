@@ -262,15 +262,17 @@ def test_evaluation_is_shown_with_its_anchors(tmp_path):
     samples["nearest_training"] = [{"training_volume": "a", "rms_distance": 0.1, "ratio": 0.8}]
     right = {"l1": 0.1, "psnr": 20.0, "iou": 0.75, "chamfer": 1.5}
     record = {
-        "reconstruction": {"mean": mean, "mmd": 0.1, "volumes": [{"volume": "a"}]},
+        "reconstruction": {"mean": mean, "volumes": [{"volume": "a"}]},
         "conditions": {"num": 2, "right": right, "shuffled": {**right, "iou": 0.25, "chamfer": 6.0}},
         "samples": samples,
-        "untrained": {"num": 16, "mmd": 0.9},
+        "skill": {"val_skill": 0.91},
+        "anchors": {"training volumes": {"mmd": 0.1}, "network switched off": {"mmd": 0.9}},
     }
     (folder / "evaluation.json").write_text(json.dumps(record))
     page = write_report(folder).read_text()
     assert "<td>PSNR of reconstructions</td><td>27.50 dB</td><td>mean of 1 held-out volume</td>" in page
-    assert "<td>0.3000</td><td>reconstructed training volumes 0.1000; untrained U-Net 0.9000</td>" in page
+    assert "<td>0.3000</td><td>training volumes 0.1000; network switched off 0.9000</td>" in page
+    assert "<td>skill</td><td>0.910</td>" in page
     assert "<td>0.5000</td><td>between held-out volumes 0.4000</td>" in page
     assert "IoU of occupied voxels of reconstructions" not in page
     of_samples = "IoU of occupied voxels of 2 samples to their own volumes"

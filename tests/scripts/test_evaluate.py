@@ -14,9 +14,9 @@ from tests.conftest import ROOT
 from tests.finished_run import finished_run, run_here
 
 
-def test_both_stages_are_measured_beside_an_untrained_unet(command, tmp_path, tmp_path_factory):
+def test_both_stages_are_measured_beside_their_anchors(command, tmp_path, tmp_path_factory):
     run = finished_run(tmp_path_factory)
-    arguments = ["--run", run, "--num", "3", "--steps", "2", "--untrained-baseline", "--json", "out/e.json"]
+    arguments = ["--run", run, "--num", "3", "--steps", "2", "--json", "out/e.json"]
     result = command("scripts/evaluate.py", *arguments)
     assert result.returncode == 0, result.stderr
     values = json.loads((tmp_path / "out" / "e.json").read_text())
@@ -25,19 +25,21 @@ def test_both_stages_are_measured_beside_an_untrained_unet(command, tmp_path, tm
     for name in ("psnr", "ssim", "ms_ssim"):
         assert values["reconstruction"]["mean"][name] == pytest.approx(sum(r[name] for r in rows) / len(rows))
         assert all(row["volume"] in result.stdout for row in rows)
-    for name in ("samples", "untrained"):
-        assert values[name]["num"] == 3
-        assert len(values[name]["nearest_training"]) == 3
-    assert list(values["anchors"]) == ["training volumes", "mean training volume", "noise"]
-    for name in (*values["anchors"], "sharpness", "precision and recall", "95 % low"):
+    assert values["samples"]["num"] == len(values["samples"]["nearest_training"]) == 3
+    assert list(values["anchors"]) == [
+        "training volumes",
+        "reconstructed training volumes",
+        "Gaussian with their covariance",
+        "network switched off",
+    ]
+    assert values["skill"]["val_skill"] > 0
+    assert -1 <= values["samples"]["correlation_with_silent_network"] <= 1
+    for name in (*values["anchors"], "sharpness", "precision and recall", "95 % low", "skill", "switched off"):
         assert name in result.stdout
     for stage in ("reconstruction", "samples"):
         assert values[stage]["sharpness"]["gradient_magnitude"] > 0
     low, high = values["reconstruction"]["interval"]["psnr"]
     assert low < values["reconstruction"]["mean"]["psnr"] < high
-    assert f"MMD of reconstructed training volumes: {values['reconstruction']['mmd']:.4f}" in result.stdout
-    assert values["mmd_ratio"] == pytest.approx(values["samples"]["mmd"] / values["untrained"]["mmd"])
-    assert f"MMD, trained / untrained: {values['mmd_ratio']:.3f}" in result.stdout
 
 
 def test_help_names_the_networks_that_exist():
