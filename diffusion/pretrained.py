@@ -87,7 +87,6 @@ def _decisive(settings: Settings) -> dict[str, Any]:
         **{f"U-Net's {name}": v for name, v in unet_arguments(ldm, settings.autoencoder.latent_channels).items()},
         "ldm.unet.fold": ldm.unet.fold,
         **{f"ldm.scheduler.{name}": value for name, value in scheduler.items()},
-        "ldm.conditioning.residual": ldm.conditioning.guess_channels(settings.autoencoder.latent_channels) is not None,
         "ldm.conditioning.scan": ldm.conditioning.scan.inputs,
         "ldm.conditioning.numbers": ldm.conditioning.numbers.columns,
         "ldm.latents.normalise": ldm.latents.normalise,

@@ -21,16 +21,16 @@ from settings.ldm import LdmSettings
 Predict = Callable[[Tensor, Tensor], Tensor]
 
 
-def guided(network: nn.Module, s: LdmSettings, condition: Condition, process: NoiseProcess) -> Predict:
+def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
     """Return a function that predicts from noisy latents and times, with guidance if the settings ask for it.
 
     A guidance scale of 1 gives the plain conditional prediction, 0 the one with all conditions hidden. Outside
     `guidance_interval` the prediction is the conditional one.
     """
-    scale = s.sampling.guidance_scale
+    scale, multiple = s.sampling.guidance_scale, s.unet.downsampling
     lowest, highest = (share * s.scheduler.num_train_timesteps for share in s.sampling.guidance_interval)
     if not s.conditioning.is_used:
-        return lambda noisy, times: predict(network, noisy, times, condition, s, process)
+        return lambda noisy, times: predict(network, noisy, times, condition, multiple)
     nothing = hidden(condition, s.conditioning)
     both_conditions = condition.beside(nothing)
 
@@ -38,8 +38,8 @@ def guided(network: nn.Module, s: LdmSettings, condition: Condition, process: No
         # All latents of a batch are at the same time.
         is_guided = scale != 1.0 and lowest <= float(times[0]) <= highest
         if not is_guided or scale == 0.0:
-            return predict(network, noisy, times, nothing if is_guided else condition, s, process)
-        both = predict(network, torch.cat([noisy, noisy]), torch.cat([times, times]), both_conditions, s, process)
+            return predict(network, noisy, times, nothing if is_guided else condition, multiple)
+        both = predict(network, torch.cat([noisy, noisy]), torch.cat([times, times]), both_conditions, multiple)
         with_condition, without = both.chunk(2)
         return without + scale * (with_condition - without)
 
@@ -123,7 +123,7 @@ def draw_volumes(
     for start in range(0, len(positions), batch_size):
         part = positions[start : start + batch_size]
         condition = classes_in_turn(settings, part) if condition_of is None else condition_of(part)
-        guide = guided(network, ldm, condition.to(device), process)
+        guide = guided(network, ldm, condition.to(device))
         steps, sampler = ldm.sampling.num_inference_steps, ldm.sampling.sampler
         with torch.autocast(device.type, enabled=False):
             latents = sample_latents(

@@ -67,7 +67,7 @@ def held_out_losses(step: LatentDiffusionStep, batch: LatentBatch) -> Tensor:
         times = step.noise_process.times(torch.full((1,), level, device=step.process.device))
         noisy = step.noise_process.add_noise(clean, noise, times)
         with step.precision.autocast():
-            prediction = predict(step.unet, noisy, times, condition, step.settings.ldm, step.noise_process)
+            prediction = predict(step.unet, noisy, times, condition, step.settings.ldm.unet.downsampling)
         target = step.noise_process.target(clean, noise, times)
         losses.append(F.mse_loss(prediction.float(), target).double())
     return torch.stack(losses)

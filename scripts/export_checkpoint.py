@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import check_output_file, parser, run
-from settings import CheckpointError, Settings, validate
+from settings import CheckpointError, validate
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 
@@ -65,7 +65,7 @@ def main(options: argparse.Namespace) -> None:
     if network == "autoencoder":
         ends = "[-1, 1]" if settings.autoencoder.value_range == "symmetric" else "[0, 1]"
         print(f"# It takes and returns volumes with intensities scaled to {ends}.")
-    for line in (*_latents(source, metadata), *(_guess(settings) if network == "ldm" else ())):
+    for line in _latents(source, metadata):
         print(f"# {line}")
 
 
@@ -88,19 +88,6 @@ def _latents(source: Path, metadata: dict[str, Any]) -> list[str]:
     if has_components or has_texture:
         lines.append("Samplers that draw white noise do not fit it.")
     return lines
-
-
-def _guess(settings: Settings) -> list[str]:
-    """Return what a U-Net that predicts around a first guess takes instead of a noisy latent."""
-    number = settings.autoencoder.latent_channels
-    guess = settings.ldm.conditioning.guess_channels(number)
-    if guess is None:
-        return []
-    channels = f"{number + guess.start} to {number + guess.stop - 1}"
-    return [
-        f"Channels {channels} of its input, counted from 0, are a first guess of the latent. Its first {number}",
-        "are the noisy latent minus signal * guess, and it predicts as if the latent minus the guess were all.",
-    ]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -154,10 +154,6 @@ def test_a_missing_partner_stops_training_and_the_check_of_the_data(config, caps
             ["ldm.conditioning.labels.dropout=0", "ldm.sampling.guidance_scale=2"],
             "2 with conditioning dropout 0, so the network never learns to predict without a condition",
         ),
-        (
-            ["ldm.conditioning.labels.regression=true", "ldm.conditioning.residual=true"],
-            "ldm.conditioning.residual: true with normalise: scale",
-        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(tiny_config, overrides, text):

@@ -112,8 +112,8 @@ class LatentDiffusionStep(TrainingStep):
             target = self.noise_process.target(clean, noise, times)
             condition = self._condition(batch)
         with phase("forward"), self.precision.autocast():
-            told = (condition, self.settings.ldm, self.noise_process)
-            prediction = predict(self._parallel_unet, noisy, times, *told).float()
+            multiple = self.settings.ldm.unet.downsampling
+            prediction = predict(self._parallel_unet, noisy, times, condition, multiple).float()
             terms = {"diffusion": self._diffusion_loss(prediction, target, times)}
         outputs = [self.precision.scaler.scale(share * terms["diffusion"])]
         gradients: list[Tensor | None] = [None]

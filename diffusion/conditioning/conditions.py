@@ -143,17 +143,11 @@ def prepare_conditions(
     if isinstance(known, JoinedScale):
         scale = known
     else:
-        scale = joined_scale(readers, len(volumes.train), settings, process, known)
+        scale = joined_scale(readers, len(volumes.train), settings, process)
         scale = replace(scale, hole_guess=guesses.model)
     left_out: dict[int, Tensor] = {}
     if examples is not None and settings.ldm.conditioning.labels.has_regression:
         regression, left_out = regress(lambda number: readers[LABEL_MAP](number, 0), *examples)
-        if settings.ldm.conditioning.residual and settings.ldm.latents.normalise != "position":
-            # Guesses are differences from the mean at each position, and these latents are not.
-            assert isinstance(known, Normalisation), "a regression is fitted to latents of a known normalisation"
-            origin = 0.0 if known.mean is None else known.mean * known.scale
-            regression = regression.around(examples[1].mean(dim=0) - origin)
-            left_out = {number: torch.cat([weights, weights.new_ones(1)]) for number, weights in left_out.items()}
         scale = replace(scale, regression=regression)
     names = [file.name for file in (*volumes.train, *volumes.val)]
     numbers = {name: place for place, name in enumerate(names)}

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from diffusion.conditioning.hole_guess import HoleGuess
 from diffusion.conditioning.regression import LabelRegression
-from diffusion.normalisation import Normalisation
 from runtime.processes import Process
 from settings import Settings
 
@@ -108,28 +107,15 @@ def joined_scale(
     num_train: int,
     settings: Settings,
     process: Process,
-    latents: Normalisation,
 ) -> JoinedScale:
-    """Return the scale of the conditions of the training volumes; a reader returns the plain channels of one kind.
-
-    A volume that the network predicts around is scaled as the latents are.
-    """
+    """Return the scale of the conditions of the training volumes; a reader returns the plain channels of one kind."""
     s = settings.ldm.conditioning
     if s.normalise == "position":
         is_filled, centres = s.volume.has_first_guess, {}
         for kind, read in readers.items():
-            if kind == VOLUME and s.volume.is_guess and s.residual:
-                centres[kind] = _centre_of_latents(latents, settings.latent_shape)
-            else:
-                centres[kind] = _centre(kind, read, num_train, process, is_filled)
+            centres[kind] = _centre(kind, read, num_train, process, is_filled)
         return JoinedScale(1.0, centres)
     return JoinedScale(_volume_scale(readers[VOLUME], num_train, process) if VOLUME in readers else 1.0)
-
-
-def _centre_of_latents(latents: Normalisation, shape: tuple[int, ...]) -> Centre:
-    mean = torch.zeros(()) if latents.mean is None else latents.mean
-    by_channel = (shape[0], 1, 1, 1)
-    return Centre(mean.expand(shape).clone(), torch.as_tensor(latents.scale).expand(by_channel).clone())
 
 
 def _centre(kind: str, read: Callable[[int, int], Tensor], num_train: int, process: Process, is_filled: bool) -> Centre:

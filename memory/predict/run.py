@@ -17,7 +17,6 @@ from diffusion.conditioning.conditions import empty_condition
 from diffusion.conditioning.other_autoencoder import load_other
 from diffusion.frozen_autoencoder import freeze
 from diffusion.latent_batches import LatentBatch
-from diffusion.noise_process import NoiseProcess
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes, guided, num_predictions
 from diffusion.volume_codec import VolumeCodec, frozen_codec
@@ -226,7 +225,7 @@ def _denoising_bytes(settings: Settings, cuda: bool, number: int) -> int:
         unet = _unet(settings).eval()
         latents, times = torch.zeros(number, *settings.latent_shape), torch.zeros(number, dtype=torch.long)
         ldm, nothing = _guided_throughout(settings).ldm, empty_condition(settings, number)
-        predict = guided(unet, ldm, nothing, NoiseProcess(ldm.scheduler, latents.device))
+        predict = guided(unet, ldm, nothing)
         tracker.reset()
         there = tracker.live["device"]
         predict(latents, times)

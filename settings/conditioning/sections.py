@@ -96,12 +96,6 @@ class VolumeSettings(Section):
         """Return whether what is unknown is filled with a guess before the network sees it."""
         return self.fills and self.is_used and self.degrade.first_guess
 
-    @property
-    def is_guess(self) -> bool:
-        """Return whether the encoded volume is a first guess of the latent to learn."""
-        is_whole = self.has_first_guess or not self.fills
-        return self.encoding == "autoencoder" and self.is_from_target and is_whole
-
     def num_joined(self, latent_channels: int) -> int:
         """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
         if not self.is_used:
@@ -175,11 +169,6 @@ class ConditioningSettings(Section):
         "How label maps and volumes are joined: position: as differences from their mean at each position over the "
         "training set, which suits ldm.latents.normalise: position; scale: as they are.",
     )
-    residual: bool = key(
-        False,
-        "Whether the network predicts how a latent differs from the first guess that its conditions give: the guess of "
-        "labels.regression, or the encoded volume that is made from the target by degrade; needs normalise: position.",
-    )
     labels: LabelMapSettings = section(LabelMapSettings, "Label maps as conditions.")
     volume: VolumeSettings = section(VolumeSettings, "Other volumes as conditions.")
     numbers: NumberSettings = section(NumberSettings, "Columns of a table as conditions.")
@@ -232,12 +221,3 @@ class ConditioningSettings(Section):
     def num_joined(self, latent_channels: int) -> int:
         """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
         return self.labels.num_joined(latent_channels) + self.volume.num_joined(latent_channels)
-
-    def guess_channels(self, latent_channels: int) -> slice | None:
-        """Return which of the joined channels are a first guess of the latent that the network predicts around."""
-        if not (self.residual and self.normalise == "position"):
-            return None
-        of_labels = self.labels.num_joined(latent_channels)
-        if self.volume.is_guess:
-            return slice(of_labels, of_labels + latent_channels)
-        return slice(of_labels - latent_channels, of_labels) if self.labels.has_regression else None

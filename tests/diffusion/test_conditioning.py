@@ -166,7 +166,7 @@ def test_guidance_compares_with_all_conditions_hidden(tiny_values, conditioning)
     told: dict[str, Any] = {"class_labels": given.classes} if "type" in conditioning else {}
     untold = {"class_labels": torch.tensor([3, 3])} if told else {}
     with torch.no_grad():
-        found = guided(step.unet, step.settings.ldm, given, step.noise_process)(noisy, times)
+        found = guided(step.unet, step.settings.ldm, given)(noisy, times)
         with_all = step.unet(torch.cat([noisy, joined], dim=1), times, **told)
         without = step.unet(torch.cat([noisy, torch.zeros(2, 4, *grid)], dim=1), times, **untold)
     torch.testing.assert_close(found, without + 3 * (with_all - without), rtol=1e-4, atol=1e-5)

@@ -18,7 +18,6 @@ from diffusion.conditioning.regression import (
     moves_of,
     regress,
 )
-from diffusion.normalisation import Normalisation
 from runtime.processes import Process
 from settings import Settings
 
@@ -38,7 +37,7 @@ def shares_of(number: int, grid: tuple[int, ...], classes: int = 3) -> Tensor:
 def test_label_maps_are_joined_around_their_mean_with_a_channel_that_says_they_are_given(tiny_values):
     settings = with_conditions(tiny_values, normalise="position", labels={"num_classes": 3, "source": "maps"})
     maps = shares_of(6, settings.latent_shape[1:])
-    scale = joined_scale({LABEL_MAP: lambda number, _: maps[number]}, 5, settings, CPU, Normalisation.neutral(settings))
+    scale = joined_scale({LABEL_MAP: lambda number, _: maps[number]}, 5, settings, CPU)
     found = torch.stack([scale.apply(LABEL_MAP, one) for one in maps])
     assert (found[:, 0] == 1).all()
     torch.testing.assert_close(found[:5, 1:].mean(dim=0), torch.zeros_like(found[0, 1:]), atol=1e-5, rtol=0)
@@ -55,7 +54,7 @@ def test_volumes_are_joined_around_the_mean_of_what_is_known_and_zero_where_noth
         known[number, :, number % 3] = 0
     values[known == 0] = -1000
     joined = torch.cat([values, known], dim=1)
-    scale = joined_scale({VOLUME: lambda number, _: joined[number]}, 6, settings, CPU, Normalisation.neutral(settings))
+    scale = joined_scale({VOLUME: lambda number, _: joined[number]}, 6, settings, CPU)
     found = torch.stack([scale.apply(VOLUME, one) for one in joined])
     assert torch.equal(found[:, 1:], known)
     assert (found[:, :1][known == 0] == 0).all()
@@ -68,7 +67,7 @@ def test_what_is_stored_gives_the_same_channels_and_damage_is_refused(tiny_value
     settings = with_conditions(tiny_values, normalise="position", labels=labels)
     maps = shares_of(6, settings.latent_shape[1:])
     latents = torch.randn(6, *settings.latent_shape, generator=GENERATOR)
-    plain = joined_scale({LABEL_MAP: lambda number, _: maps[number]}, 6, settings, CPU, Normalisation.neutral(settings))
+    plain = joined_scale({LABEL_MAP: lambda number, _: maps[number]}, 6, settings, CPU)
     regression, _ = regress(maps.__getitem__, range(6), latents)
     weights = torch.stack([regression.weights(one) for one in maps])
     assert weights.std() > 0.01
@@ -88,7 +87,7 @@ def test_what_is_stored_gives_the_same_channels_and_damage_is_refused(tiny_value
 def test_without_the_key_conditions_stay_as_they_were(tiny_values):
     settings = with_conditions(tiny_values, labels={"num_classes": 3, "source": "maps"})
     maps = shares_of(4, settings.latent_shape[1:])
-    scale = joined_scale({LABEL_MAP: lambda number, _: maps[number]}, 4, settings, CPU, Normalisation.neutral(settings))
+    scale = joined_scale({LABEL_MAP: lambda number, _: maps[number]}, 4, settings, CPU)
     assert torch.equal(scale.apply(LABEL_MAP, maps[1]), maps[1])
     assert scale.content == {"volume_scale": 1.0}
     assert JoinedScale.stored({}, settings) == scale

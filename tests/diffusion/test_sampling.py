@@ -109,7 +109,7 @@ def test_training_on_two_points_far_from_unit_scale_draws_both_at_the_datas_scal
     untrained = untrained_discrepancy(step, data)
     with step.average.swapped_in():
         for sampler in samplers:
-            predict = guided(step.unet, step.settings.ldm, Condition(), step.noise_process)
+            predict = guided(step.unet, step.settings.ldm, Condition())
             shape = step.settings.latent_shape
             noise = SampleNoise(1, CPU.device)
             drawn = sample_latents(predict, step.noise_process, noise, range(64), shape, 25, sampler)
@@ -125,7 +125,7 @@ def test_training_on_two_points_far_from_unit_scale_draws_both_at_the_datas_scal
 
 def untrained_discrepancy(step: LatentDiffusionStep, data: torch.Tensor) -> float:
     untrained = LatentDiffusionStep(step.settings, CPU, load_weights=False)
-    predict = guided(untrained.unet.eval(), step.settings.ldm, Condition(), step.noise_process)
+    predict = guided(untrained.unet.eval(), step.settings.ldm, Condition())
     noise = SampleNoise(1, CPU.device)
     drawn = sample_latents(predict, step.noise_process, noise, range(64), step.settings.latent_shape, 25)
     return maximum_mean_discrepancy(drawn.flatten(1).double() / step.normalisation.scale, data)
@@ -178,7 +178,7 @@ def test_guidance_of_one_is_the_class_of_zero_no_class_and_beyond_extrapolates(t
         step = make_step(tiny_values, conditioning=conditioning, sampling={"guidance_scale": scale})
         step.unet.eval()
         with torch.no_grad():
-            found[scale] = guided(step.unet, step.settings.ldm, Condition(labels), step.noise_process)(noisy, times)
+            found[scale] = guided(step.unet, step.settings.ldm, Condition(labels))(noisy, times)
     torch.testing.assert_close(found[3.0], found[0.0] + 3 * (found[1.0] - found[0.0]), rtol=1e-4, atol=1e-5)
     assert (found[1.0] - found[0.0]).abs().max() > 1e-4
 

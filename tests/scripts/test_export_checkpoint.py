@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diffusion.normalisation import Normalisation
-from scripts.export_checkpoint import _guess, _latents
+from scripts.export_checkpoint import _latents
 from settings import Settings
 
 
@@ -28,12 +28,3 @@ def test_every_tensor_that_shapes_the_noise_is_named(tiny_values, components, te
     text = " ".join(_latents(Path("ldm.safetensors"), content))
     assert all(name in text for name in named)
     assert ("Samplers that draw white noise do not fit it" in text) == bool(named)
-
-
-def test_a_network_that_predicts_around_a_guess_says_where_it_is(tiny_values):
-    labels = {"source": "maps", "num_classes": 3, "regression": True}
-    tiny_values["ldm"]["conditioning"] = {"residual": True, "normalise": "position", "labels": labels}
-    settings = Settings.model_validate(tiny_values)
-    # Three latent channels, three label values, and then the guess.
-    assert "Channels 6 to 8 of its input, counted from 0, are a first guess" in " ".join(_guess(settings))
-    assert _guess(settings.with_overrides({"ldm.conditioning.residual": False})) == []
