@@ -146,7 +146,7 @@ def prepare_latents(
                 kept[index, 0], kept[index, 1] = mean, sigma
             if cache != "disk":
                 statistics.add(index, (mean, sigma))
-        if cache == "disk" and (statistics.has_regression if start else statistics.is_needed):
+        if cache == "disk" and start is None and statistics.is_needed:
             # In the order of the files, whichever of them were encoded before, so that the sums do not change.
             for index in share:
                 statistics.add(index, folder.read(files[index]))
@@ -170,9 +170,7 @@ def prepare_latents(
     ]
     spacing_mm, lower, upper = (tuple(map(float, values)) for values in middle)
     pin_memory = bool(data.pin_memory) and process.device.type == "cuda"
-    is_regressed = settings.ldm.conditioning.labels.has_regression
-    examples = statistics.examples_in(normalisation, process) if is_regressed else None
-    conditions = prepare_conditions(settings, pairs, volumes, process, codec, normalisation, examples)
+    conditions = prepare_conditions(settings, pairs, volumes, process, codec, normalisation)
     return Latents(volumes, data, read, normalisation, spacing_mm, lower, upper, autoencoder, pin_memory, conditions)
 
 

@@ -196,8 +196,7 @@ class Statistics:
         self.mean = torch.zeros(shape, dtype=torch.float64)
         self.squares = torch.zeros(shape[0], 1, 1, 1, dtype=torch.float64)
         self.has_texture = settings.ldm.scheduler.noise_texture == "latents"
-        self.has_regression = settings.ldm.conditioning.labels.has_regression
-        self.needs_examples = self.num_components > 0 or self.has_texture or self.has_regression
+        self.needs_examples = self.num_components > 0 or self.has_texture
         self.drawn = torch.zeros(shape, dtype=torch.float64)
         number = min(count, MOST_EXAMPLES) if self.needs_examples else 0
         self.places = {place * count // number: place for place in range(number)}
@@ -238,10 +237,6 @@ class Statistics:
             drawn = (process.sum(self.drawn) / len(examples)).float() * result.scale**2
             shape = NoiseShape(shape.directions, shape.deviations, texture_of(examples, shape, drawn))
         return Normalisation(result.scale, result.mean, shape)
-
-    def examples_in(self, normalisation: Normalisation, process: Process) -> tuple[list[int], Tensor]:
-        """Return the numbers of the volumes that are examples, and their latents (N, C, D, H, W), scaled only."""
-        return list(self.places), self._all_examples(process) * normalisation.scale
 
     def _all_examples(self, process: Process) -> Tensor:
         """Return the examples of all processes, which sum in place and therefore only once."""

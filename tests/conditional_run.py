@@ -46,5 +46,5 @@ LABEL_MAPS: dict[str, Any] = {"labels": {"source": "maps", "num_classes": 3}}
 
 AS_IN_PRESETS: dict[str, Any] = {
     "normalise": "position",
-    "labels": {"source": "maps", "num_classes": 3, "regression": True},
+    "labels": {"source": "maps", "num_classes": 3},
 }

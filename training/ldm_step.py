@@ -185,8 +185,7 @@ class LatentDiffusionStep(TrainingStep):
     def _condition(self, batch: LatentBatch | Batch) -> Condition:
         """Return the conditions, some hidden for classifier-free guidance."""
         draw = partial(self.noise.uniform, positions=batch.positions)
-        latent_channels = self.settings.autoencoder.latent_channels
-        return some_hidden(self.condition_of(batch), self.settings.ldm.conditioning, draw, latent_channels)
+        return some_hidden(self.condition_of(batch), self.settings.ldm.conditioning, draw)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""

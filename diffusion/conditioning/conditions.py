@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from diffusion.conditioning.hole_guess import Guesses, fit_to_volumes
 from diffusion.conditioning.joined_scale import AS_THEY_ARE, LABEL_MAP, VOLUME, JoinedScale, joined_scale
 from diffusion.conditioning.kept import keep
 from diffusion.conditioning.other_autoencoder import other_codec
-from diffusion.conditioning.regression import regress
 from diffusion.conditioning.scan import scan_vectors
 from diffusion.conditioning.volumes import Encode, degraded, joined_volume
 from diffusion.frozen_autoencoder import weights_digest
@@ -45,9 +44,8 @@ class Conditions:
     """How to read the conditions of the volumes, whose numbers are found by their names.
 
     `joined` has a reader for each kind of condition that is joined to the noisy latent, whose grid is `grid`, and
-    `scale` says how its channels are scaled. `left_out` has, for training volumes by their number, what a regression on
-    the other volumes says. `vectors` are the numbers of all volumes in their `code`, `scans` what MAISI's U-Net is told
-    of them besides their `modality`. `image` returns the condition volume itself.
+    `scale` says how its channels are scaled. `vectors` are the numbers of all volumes in their `code`, `scans` what
+    MAISI's U-Net is told of them besides their `modality`. `image` returns the condition volume itself.
     """
 
     numbers: dict[str, int]
@@ -55,7 +53,6 @@ class Conditions:
     grid: tuple[int, ...]
     digest: str
     scale: JoinedScale = AS_THEY_ARE
-    left_out: Mapping[int, Tensor] = field(default_factory=dict)
     code: NumberCode | None = None
     vectors: Tensor | None = None
     image: Image | None = None
@@ -88,8 +85,7 @@ class Conditions:
         return self.of_files([files[position % len(files)] for position in positions], s)
 
     def _joined(self, number: int, variant: int) -> Tensor:
-        weights = self.left_out.get(number)
-        return torch.cat([self.scale.apply(kind, read(number, variant), weights) for kind, read in self.joined.items()])
+        return torch.cat([self.scale.apply(kind, read(number, variant)) for kind, read in self.joined.items()])
 
     def shown(self, name: str) -> list[tuple[str, Tensor]]:
         """Return each kind of condition of a volume as a (D, H, W) volume in [0, 1], to look at."""
@@ -116,14 +112,12 @@ def prepare_conditions(
     process: Process,
     codec: VolumeCodec,
     known: Normalisation | JoinedScale,
-    examples: tuple[Sequence[int], Tensor] | None = None,
 ) -> Conditions | None:
     """Make the conditions of all volumes that are not kept yet; None if there are none besides classes.
 
     The training volumes and the normalisation of their latents, which is `known`, decide how conditions are scaled,
     unless the scale that a network was trained with is known instead. Then only held-out volumes get conditions, those
-    that samples are compared with. `examples` are the numbers of some training volumes with their scaled latents, which
-    the regression on label maps is fitted to; without them there is none. Conditions are kept on disk with
+    that samples are compared with. Conditions are kept on disk with
     `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as latents.
     """
     scan = settings.ldm.conditioning.scan
@@ -145,10 +139,6 @@ def prepare_conditions(
     else:
         scale = joined_scale(readers, len(volumes.train), settings, process)
         scale = replace(scale, hole_guess=guesses.model)
-    left_out: dict[int, Tensor] = {}
-    if examples is not None and settings.ldm.conditioning.labels.has_regression:
-        regression, left_out = regress(lambda number: readers[LABEL_MAP](number, 0), *examples)
-        scale = replace(scale, regression=regression)
     names = [file.name for file in (*volumes.train, *volumes.val)]
     numbers = {name: place for place, name in enumerate(names)}
     code = vectors = None
@@ -158,7 +148,7 @@ def prepare_conditions(
     scans = scan_vectors(scan, settings.data, (*volumes.train, *volumes.val), pairs.regions)
     modality = scan.modality if scan.num_modalities else None
     grid = settings.latent_shape[1:]
-    return Conditions(numbers, readers, grid, digest, scale, left_out, code, vectors, image, scans, modality)
+    return Conditions(numbers, readers, grid, digest, scale, code, vectors, image, scans, modality)
 
 
 def _label_maps(settings: Settings, pairs: Pairs, process: Process, first: int) -> ReadVariant:

@@ -93,7 +93,7 @@ def given_conditions(
             for files, option in ((maps, "--labels"), (volumes, "--condition"), (masks, "--mask"))
         )
         if s.labels.num_classes:
-            number = s.labels.num_joined(settings.autoencoder.latent_channels)
+            number = s.labels.num_classes
             part, space = (torch.zeros(number, *settings.latent_shape[1:]), None)
             if label_map is not None:
                 part, space = _label_map(label_map, settings)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from diffusion.conditioning.hole_guess import HoleGuess
-from diffusion.conditioning.regression import LabelRegression
 from runtime.processes import Process
 from settings import Settings
 
@@ -31,7 +30,7 @@ class Centre:
 
 @dataclass(frozen=True)
 class JoinedScale:
-    """The scales of joined channels, the regression whose guess is joined besides label maps, and what fills holes.
+    """The scales of joined channels, and what fills holes.
 
     `centres` are there if `ldm.conditioning.normalise` is position. Latents then lie around the mean at their position,
     and a network of convolutions hardly knows the position. From a condition around its own mean it can tell how a case
@@ -40,21 +39,10 @@ class JoinedScale:
 
     volume_scale: float = 1.0
     centres: dict[str, Centre] | None = None
-    regression: LabelRegression | None = None
     hole_guess: HoleGuess | None = None
 
-    def apply(self, kind: str, channels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the channels (C, D, H, W) of one kind of condition as the network takes them.
-
-        `weights` are those of the regression's patterns; they follow from the label map unless they are given.
-        """
-        scaled = self._scaled(kind, channels)
-        if kind != LABEL_MAP or self.regression is None:
-            return scaled
-        weights = self.regression.weights(channels) if weights is None else weights
-        return torch.cat([scaled, self.regression.guess(weights)])
-
-    def _scaled(self, kind: str, channels: Tensor) -> Tensor:
+    def apply(self, kind: str, channels: Tensor) -> Tensor:
+        """Return the channels (C, D, H, W) of one kind of condition as the network takes them."""
         if self.centres is None:
             if kind == LABEL_MAP:
                 return channels
@@ -73,8 +61,7 @@ class JoinedScale:
         content: dict[str, float | Tensor] = {"volume_scale": self.volume_scale}
         for kind, centre in (self.centres or {}).items():
             content |= {_name(kind, "mean"): centre.mean, _name(kind, "scale"): centre.scale}
-        for model in (self.regression, self.hole_guess):
-            content |= {} if model is None else model.content
+        content |= {} if self.hole_guess is None else self.hole_guess.content
         return content
 
     @classmethod
@@ -84,18 +71,16 @@ class JoinedScale:
         if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 < scale < math.inf:
             raise ValueError("volume_scale is not a finite number above 0")
         s = settings.ldm.conditioning
-        shape, regression, hole_guess = settings.latent_shape, None, None
-        if s.labels.has_regression:
-            regression = LabelRegression.stored(content, s.labels.num_classes, shape)
+        shape, hole_guess = settings.latent_shape, None
         if s.volume.has_first_guess:
             hole_guess = HoleGuess.stored(content, s.volume.num_channels, settings.data.voxel_size)
         if s.normalise == "scale":
-            return cls(float(scale), None, regression, hole_guess)
+            return cls(float(scale), None, hole_guess)
         centres = {}
         for kind, number in _numbers_of_channels(settings).items():
             shapes = {"mean": (number, *shape[1:]), "scale": (number, 1, 1, 1)}
             centres[kind] = Centre(**{name: _tensor(content, _name(kind, name), sh) for name, sh in shapes.items()})
-        return cls(float(scale), centres, regression, hole_guess)
+        return cls(float(scale), centres, hole_guess)
 
 
 AS_THEY_ARE = JoinedScale()

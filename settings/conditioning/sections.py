@@ -115,21 +115,7 @@ class LabelMapSettings(Section):
         ge=0,
         le=1024,
     )
-    regression: bool = key(
-        False,
-        "Also join a first guess of the latent: what a linear regression of the training latents on their label maps "
-        "predicts. It helps most if volumes are few.",
-    )
     dropout: float = key(0.1, "Fraction of label maps hidden in training; guidance needs it.", ge=0, lt=1)
-
-    @property
-    def has_regression(self) -> bool:
-        """Return whether a guess is joined besides the label maps."""
-        return self.regression and self.num_classes > 0
-
-    def num_joined(self, latent_channels: int) -> int:
-        """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
-        return self.num_classes + (latent_channels if self.has_regression else 0)
 
 
 Columns = Annotated[
@@ -220,4 +206,4 @@ class ConditioningSettings(Section):
 
     def num_joined(self, latent_channels: int) -> int:
         """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
-        return self.labels.num_joined(latent_channels) + self.volume.num_joined(latent_channels)
+        return self.labels.num_classes + self.volume.num_joined(latent_channels)

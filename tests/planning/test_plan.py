@@ -217,7 +217,6 @@ def test_conditions_that_are_given_are_part_of_the_plan_and_of_its_memory():
     found = plan.recommended.settings.ldm.conditioning
     assert (found.labels.source, found.labels.num_classes) == ("/data/maps", 3)
     assert found.normalise == "position"
-    assert found.labels.regression
     assert "ldm.conditioning.normalise" not in {choice.key for choice in planned(SETS["MR"]).choices}
 
 
