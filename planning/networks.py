@@ -151,7 +151,6 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     yield Choice("ldm.latents.normalise", "position", "docs/recipe.md")
     if any(key.startswith(("ldm.conditioning.labels.", "ldm.conditioning.volume.")) for key in scene.given):
         yield Choice("ldm.conditioning.normalise", "position", "docs/conditioning.md")
-        yield Choice("ldm.conditioning.volume.degrade.first_guess", True, "docs/conditioning.md")
     yield Choice("ldm.sampling.sampler", "dpmpp_2m", "docs/recipe.md")
     yield Choice("ldm.sampling.num_inference_steps", 25, "docs/recipe.md")
     yield Choice("ldm.sampling.num_previews", 4, "drawn at each validation")

@@ -29,7 +29,7 @@ from tests.conditional_run import AFFINE, AS_IN_PRESETS, LABEL_MAPS, conditional
 from tests.finished_run import export_autoencoder, run_here, train_ldm
 
 VOLUME = "ldm.conditioning.volume"
-HOLE = [f"{VOLUME}.source=target", f"{VOLUME}.degrade.hole=[6,6,6]", f"{VOLUME}.degrade.first_guess=true"]
+HOLE = [f"{VOLUME}.source=target", f"{VOLUME}.degrade.hole=[6,6,6]"]
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from data.pairs.label_maps import label_shares, mask_on_grid
 from data.pairs.numbers import NumberCode, code_of
 from data.pairs.pairs import Pairs, volume_reading
 from diffusion.conditioning.condition import Condition
-from diffusion.conditioning.hole_guess import Guesses, fit_to_volumes
 from diffusion.conditioning.joined_scale import AS_THEY_ARE, LABEL_MAP, VOLUME, JoinedScale, joined_scale
 from diffusion.conditioning.kept import keep
 from diffusion.conditioning.other_autoencoder import other_codec
@@ -125,20 +124,15 @@ def prepare_conditions(
         return None
     readers: dict[str, ReadVariant] = {}
     first = len(volumes.train) if isinstance(known, JoinedScale) else 0
-    image, digest, guesses = None, pairs.digest, Guesses()
+    image, digest = None, pairs.digest
     if pairs.labels:
         readers[LABEL_MAP] = _label_maps(settings, pairs, process, first)
     if pairs.volumes:
         image = _image(settings, pairs)
         coder = coder_of(settings, codec)
-        guesses = _guesses(settings, pairs, len(volumes.train), process, known)
-        readers[VOLUME] = _volumes(settings, pairs, process, coder, image, guesses, first)
+        readers[VOLUME] = _volumes(settings, pairs, process, coder, image, first)
         digest += "" if coder in (None, codec) else f" {weights_digest(coder.autoencoder)}"
-    if isinstance(known, JoinedScale):
-        scale = known
-    else:
-        scale = joined_scale(readers, len(volumes.train), settings, process)
-        scale = replace(scale, hole_guess=guesses.model)
+    scale = known if isinstance(known, JoinedScale) else joined_scale(readers, len(volumes.train), settings, process)
     names = [file.name for file in (*volumes.train, *volumes.val)]
     numbers = {name: place for place, name in enumerate(names)}
     code = vectors = None
@@ -178,25 +172,12 @@ def _image(settings: Settings, pairs: Pairs) -> Image:
     return image
 
 
-def _guesses(
-    settings: Settings, pairs: Pairs, num_train: int, process: Process, known: Normalisation | JoinedScale
-) -> Guesses:
-    s = settings.ldm.conditioning.volume
-    if not s.has_first_guess:
-        return Guesses()
-    if isinstance(known, JoinedScale):
-        return Guesses(known.hole_guess)
-    data, shape = volume_reading(settings.data, s), (s.num_channels, *settings.data.voxel_size)
-    return fit_to_volumes(lambda number: load_file(pairs.volumes[number], data).image, num_train, shape, process)
-
-
 def _volumes(
     settings: Settings,
     pairs: Pairs,
     process: Process,
     coder: VolumeCodec | None,
     image: Image,
-    guesses: Guesses,
     first: int,
 ) -> ReadVariant:
     s, grid = settings.ldm.conditioning.volume, settings.latent_shape[1:]
@@ -205,16 +186,12 @@ def _volumes(
     def channels(number: int) -> Tensor:
         index, variant = divmod(number, variants)
         loaded, unknown = image(index, variant)
-        model = guesses.of(index)
-        if model is not None and unknown is not None:
-            loaded = model.fill(loaded, unknown)
         return joined_volume(loaded, unknown, encoder_of(coder), grid)
 
     masks = [file.digest for file in pairs.masks] or [""] * len(pairs.volumes)
-    models = guesses.digests(len(pairs.volumes))
     names = [
-        f"{file.digest} {mask} {variant} {model}".rstrip()
-        for file, mask, model in zip(pairs.volumes, masks, models, strict=True)
+        f"{file.digest} {mask} {variant}"
+        for file, mask in zip(pairs.volumes, masks, strict=True)
         for variant in range(variants)
     ]
     shape = (s.num_joined(settings.autoencoder.latent_channels), *grid)

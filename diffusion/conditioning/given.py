@@ -103,7 +103,7 @@ def given_conditions(
             number = s.volume.num_joined(settings.autoencoder.latent_channels)
             part = torch.zeros(number, *settings.latent_shape[1:])
             if path is not None:
-                part, space = _volume(path, mask, settings, encode, scale)
+                part, space = _volume(path, mask, settings, encode)
                 _check_together(label_map, path, space, settings)
                 part = scale.apply(VOLUME, part)
             parts.append(part)
@@ -256,9 +256,7 @@ def _label_map(path: Path, settings: Settings) -> tuple[Tensor, Space]:
     return torch.from_numpy(shares), Space(geometry_of(facts.header, settings.data))
 
 
-def _volume(
-    path: Path, mask: Path | None, settings: Settings, encode: Encode | None, scale: JoinedScale
-) -> tuple[Tensor, Space]:
+def _volume(path: Path, mask: Path | None, settings: Settings, encode: Encode | None) -> tuple[Tensor, Space]:
     s = settings.ldm.conditioning.volume
     if mask is None:
         image, space = space_of_volume(path, settings.data, s)
@@ -270,6 +268,4 @@ def _volume(
     unknown = mask_of(mask, path, settings.data)
     image, space = space_of_volume(path, settings.data, s, unknown.in_file)
     image = without(image, unknown.on_grid)
-    if scale.hole_guess is not None:
-        image = scale.hole_guess.fill(image, unknown.on_grid)
     return joined_volume(image, unknown.on_grid, encode, settings.latent_shape[1:]), space

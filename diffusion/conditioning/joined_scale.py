@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.conditioning.hole_guess import HoleGuess
 from runtime.processes import Process
 from settings import Settings
 
@@ -30,7 +29,7 @@ class Centre:
 
 @dataclass(frozen=True)
 class JoinedScale:
-    """The scales of joined channels, and what fills holes.
+    """The scales of joined channels.
 
     `centres` are there if `ldm.conditioning.normalise` is position. Latents then lie around the mean at their position,
     and a network of convolutions hardly knows the position. From a condition around its own mean it can tell how a case
@@ -39,7 +38,6 @@ class JoinedScale:
 
     volume_scale: float = 1.0
     centres: dict[str, Centre] | None = None
-    hole_guess: HoleGuess | None = None
 
     def apply(self, kind: str, channels: Tensor) -> Tensor:
         """Return the channels (C, D, H, W) of one kind of condition as the network takes them."""
@@ -53,7 +51,7 @@ class JoinedScale:
             return torch.cat([torch.ones_like(channels[:1]), (channels[1:] - centre.mean) * centre.scale])
         values, known = channels[:-1], channels[-1:]
         scaled = (values - centre.mean) * centre.scale
-        return torch.cat([scaled if self.hole_guess else scaled * known, known])
+        return torch.cat([scaled * known, known])
 
     @property
     def content(self) -> dict[str, float | Tensor]:
@@ -61,7 +59,6 @@ class JoinedScale:
         content: dict[str, float | Tensor] = {"volume_scale": self.volume_scale}
         for kind, centre in (self.centres or {}).items():
             content |= {_name(kind, "mean"): centre.mean, _name(kind, "scale"): centre.scale}
-        content |= {} if self.hole_guess is None else self.hole_guess.content
         return content
 
     @classmethod
@@ -71,16 +68,14 @@ class JoinedScale:
         if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 < scale < math.inf:
             raise ValueError("volume_scale is not a finite number above 0")
         s = settings.ldm.conditioning
-        shape, hole_guess = settings.latent_shape, None
-        if s.volume.has_first_guess:
-            hole_guess = HoleGuess.stored(content, s.volume.num_channels, settings.data.voxel_size)
+        shape = settings.latent_shape
         if s.normalise == "scale":
-            return cls(float(scale), None, hole_guess)
+            return cls(float(scale))
         centres = {}
         for kind, number in _numbers_of_channels(settings).items():
             shapes = {"mean": (number, *shape[1:]), "scale": (number, 1, 1, 1)}
             centres[kind] = Centre(**{name: _tensor(content, _name(kind, name), sh) for name, sh in shapes.items()})
-        return cls(float(scale), centres, hole_guess)
+        return cls(float(scale), centres)
 
 
 AS_THEY_ARE = JoinedScale()
@@ -96,15 +91,15 @@ def joined_scale(
     """Return the scale of the conditions of the training volumes; a reader returns the plain channels of one kind."""
     s = settings.ldm.conditioning
     if s.normalise == "position":
-        is_filled, centres = s.volume.has_first_guess, {}
+        centres = {}
         for kind, read in readers.items():
-            centres[kind] = _centre(kind, read, num_train, process, is_filled)
+            centres[kind] = _centre(kind, read, num_train, process)
         return JoinedScale(1.0, centres)
     return JoinedScale(_volume_scale(readers[VOLUME], num_train, process) if VOLUME in readers else 1.0)
 
 
-def _centre(kind: str, read: Callable[[int, int], Tensor], num_train: int, process: Process, is_filled: bool) -> Centre:
-    """Return the centre of what is known of the training conditions, or guessed, in their first variants."""
+def _centre(kind: str, read: Callable[[int, int], Tensor], num_train: int, process: Process) -> Centre:
+    """Return the centre of what is known of the training conditions in their first variants."""
     first = read(0, 0).double()
     values = first[1:] if kind == LABEL_MAP else first[:-1]
     total, squares, count = torch.zeros_like(values), torch.zeros_like(values), torch.zeros_like(first[:1])
@@ -112,7 +107,7 @@ def _centre(kind: str, read: Callable[[int, int], Tensor], num_train: int, proce
         for number in range(process.rank, num_train, process.world_size):
             channels = read(number, 0).double()
             values, known = (channels[1:], None) if kind == LABEL_MAP else (channels[:-1], channels[-1:])
-            if known is None or is_filled:
+            if known is None:
                 known = torch.ones_like(count)
             total += values * known
             squares += values.square() * known

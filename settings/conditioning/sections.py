@@ -32,11 +32,6 @@ class DegradeSettings(Section):
     )
     hole: Sizes = key((0, 0, 0), "Size in voxels of a box that is cut out; the network learns to fill it; 0: none.")
     num_holes: Count = key(4, "Different holes in each volume, which take turns from pass to pass.", le=1024)
-    first_guess: bool = key(
-        False,
-        "Whether what is cut out is filled with a first guess before it is joined: what a Gaussian model of the "
-        "training volumes expects there, given the rest of the volume; false: left empty.",
-    )
     masks: PathText | None = key(
         None, f"Masks of what is cut out instead of a box, above 0 there: {_SOURCE.format(column='masks')}.", FREE
     )
@@ -90,11 +85,6 @@ class VolumeSettings(Section):
     def fills(self) -> bool:
         """Return whether a part of the condition is unknown, which samples fill."""
         return self.is_from_target and (self.degrade.has_hole or self.degrade.masks is not None)
-
-    @property
-    def has_first_guess(self) -> bool:
-        """Return whether what is unknown is filled with a guess before the network sees it."""
-        return self.fills and self.is_used and self.degrade.first_guess
 
     def num_joined(self, latent_channels: int) -> int:
         """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
