@@ -68,14 +68,12 @@ def sample_latents(
     num_steps: int,
     sampler: str = "ddim",
     on_step: Callable[[], object] = lambda: None,
-    shaped: Callable[[Tensor], Tensor] = lambda white: white,
 ) -> Tensor:
     """Draw one normalised latent of `shape` for each position, independent of the other positions.
 
-    `on_step` is called when the network reaches a new time, so `num_steps` times. `shaped` gives white noise the shape
-    that the latents were trained with.
+    `on_step` is called when the network reaches a new time, so `num_steps` times.
     """
-    latents = shaped(noise.normal("sample", positions, shape))
+    latents = noise.normal("sample", positions, shape)
     dtype = torch.float32 if process.is_flow else torch.int64
     follow, choose_times = SAMPLERS[sampler]
     times = [
@@ -92,7 +90,7 @@ def sample_latents(
         return result
 
     def fresh(number: int) -> Tensor:
-        return shaped(noise.normal(f"sample step {number}", positions, shape))
+        return noise.normal(f"sample step {number}", positions, shape)
 
     return follow(process, denoise, latents, times, fresh)
 
@@ -126,9 +124,7 @@ def draw_volumes(
         guide = guided(network, ldm, condition.to(device))
         steps, sampler = ldm.sampling.num_inference_steps, ldm.sampling.sampler
         with torch.autocast(device.type, enabled=False):
-            latents = sample_latents(
-                guide, process, noise, part, settings.latent_shape, steps, sampler, on_step, normalisation.shaped
-            )
+            latents = sample_latents(guide, process, noise, part, settings.latent_shape, steps, sampler, on_step)
         for latent in latents:
             yield codec.decode(normalisation.undo(latent))
     network.train(was_training)

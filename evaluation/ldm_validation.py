@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data import VolumeFile, from_unit, load_file, to_unit
-from diffusion.conditioning.joined_scale import VOLUME
+from diffusion.conditioning.conditions import VOLUME
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import predict
@@ -62,8 +62,7 @@ def held_out_losses(step: LatentDiffusionStep, batch: LatentBatch) -> Tensor:
     condition = step.condition_of(batch)
     losses = []
     for level in NOISE_LEVELS:
-        white = step.noise.normal(f"validation {level}", batch.positions, clean.shape[1:])
-        noise = step.normalisation.shaped(white)
+        noise = step.noise.normal(f"validation {level}", batch.positions, clean.shape[1:])
         times = step.noise_process.times(torch.full((1,), level, device=step.process.device))
         noisy = step.noise_process.add_noise(clean, noise, times)
         with step.precision.autocast():

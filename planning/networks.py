@@ -146,11 +146,6 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     yield Choice(f"{where}.ema_length", 0.05, "docs/recipe.md")
     yield from _intervals(where, steps)
     yield Choice("ldm.scheduler.prediction", "v", "docs/recipe.md")
-    yield Choice("ldm.scheduler.noise_components", 32, "docs/recipe.md")
-    yield Choice("ldm.scheduler.noise_texture", "latents", "docs/recipe.md")
-    yield Choice("ldm.latents.normalise", "position", "docs/recipe.md")
-    if any(key.startswith(("ldm.conditioning.labels.", "ldm.conditioning.volume.")) for key in scene.given):
-        yield Choice("ldm.conditioning.normalise", "position", "docs/conditioning.md")
     yield Choice("ldm.sampling.sampler", "dpmpp_2m", "docs/recipe.md")
     yield Choice("ldm.sampling.num_inference_steps", 25, "docs/recipe.md")
     yield Choice("ldm.sampling.num_previews", 4, "drawn at each validation")

@@ -70,24 +70,16 @@ def main(options: argparse.Namespace) -> None:
 
 
 def _latents(source: Path, metadata: dict[str, Any]) -> list[str]:
-    """Return what a U-Net takes for latents and noise, which neither its class nor its weights say."""
-    scale, lines = metadata.get("latent_scale"), []
-    if isinstance(scale, float):
-        lines.append(f"It takes the autoencoder's latents times {scale!r}.")
-    elif scale is not None:
-        lines.append("It takes (latent - mean) * scale: metadata.latent_mean and metadata.latent_scale in")
-        lines.append(f"{source}.")
-    has_components, has_texture = len(metadata.get("noise_deviations", ())) > 0, "noise_strength" in metadata
-    if has_components:
-        lines.append("Its noise is not white: along each of metadata.noise_directions it has the standard deviation in")
-        lines.append(f"metadata.noise_deviations, both in {source}.")
-    if has_texture:
-        which = "The rest" if has_components else "Its noise"
-        lines.append(f"{which} is white noise, multiplied along the axes by metadata.noise_root_0, noise_root_1 and")
-        lines.append(f"noise_root_2, channel by channel, and by metadata.noise_strength, all in {source}.")
-    if has_components or has_texture:
-        lines.append("Samplers that draw white noise do not fit it.")
-    return lines
+    """Return what a U-Net takes for latents, which neither its class nor its weights say."""
+    scale, mean = metadata.get("latent_scale"), metadata.get("latent_mean")
+    if scale is None or mean is None:
+        return []
+    if not mean.any() and (scale == scale[0]).all():
+        return [f"It takes the autoencoder's latents times {float(scale[0]):.7g}."]
+    return [
+        "It takes (latent - mean) * scale: metadata.latent_mean and metadata.latent_scale in",
+        f"{source}.",
+    ]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

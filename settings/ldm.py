@@ -104,17 +104,6 @@ class SchedulerSettings(Section):
     zero_terminal_snr: bool = key(
         False, "ddpm with prediction v: rescale the schedule so that the last timestep is pure noise."
     )
-    noise_components: int = key(
-        0,
-        "Principal components of the training latents in which the noise varies as much as they do; 0: white noise.",
-        ge=0,
-        le=1024,
-    )
-    noise_texture: Literal["white", "latents"] = key(
-        "white",
-        "Noise that is independent from position to position, or noise as strong at each position and as alike at "
-        "neighbouring ones as the training latents are.",
-    )
     time_sampling: Literal["uniform", "logit_normal"] = key(
         "uniform", "rflow only: train on all times equally often, or more often on those in the middle."
     )
@@ -127,18 +116,10 @@ class SchedulerSettings(Section):
     )
 
 
-Normalise = Literal["scale", "channel", "position"]
-
-
 class LatentSettings(Section):
-    """Caching, normalisation and padding of latents."""
+    """Caching and padding of latents."""
 
     cache: Literal["disk", "memory", "none"] = key("disk", "Where the mean and sigma of each latent are kept.", SAME)
-    normalise: Normalise = key(
-        "scale",
-        "How latents are brought to unit size: one scale for all, mean and scale of each channel, or the mean of each "
-        "position and the scale of each channel.",
-    )
     pad: bool = key(False, "Pad latents to a multiple of the U-Net's downsampling, and crop the result.")
 
 
@@ -199,6 +180,6 @@ class LdmSettings(Section):
     unet: UNetSettings = section(UNetSettings, "The diffusion U-Net.")
     scheduler: SchedulerSettings = section(SchedulerSettings, "The noise process.")
     conditioning: ConditioningSettings = section(ConditioningSettings, "What samples are conditioned on.")
-    latents: LatentSettings = section(LatentSettings, "Caching, normalisation and padding of latents.")
+    latents: LatentSettings = section(LatentSettings, "Caching and padding of latents.")
     training: LdmTraining = section(LdmTraining, "Training of stage 2.")
     sampling: SamplingSettings = section(SamplingSettings, "Sampling.")

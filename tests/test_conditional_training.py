@@ -25,7 +25,7 @@ from diffusion.volume_codec import frozen_codec
 from evaluation.pictures import LINE, Row, picture_of, planes_at
 from runtime.processes import Process
 from settings import CheckpointError, ConfigError, DataError, load_settings
-from tests.conditional_run import AFFINE, AS_IN_PRESETS, LABEL_MAPS, conditional_config
+from tests.conditional_run import AFFINE, LABEL_MAPS, conditional_config
 from tests.finished_run import export_autoencoder, run_here, train_ldm
 
 VOLUME = "ldm.conditioning.volume"
@@ -35,7 +35,7 @@ HOLE = [f"{VOLUME}.source=target", f"{VOLUME}.degrade.hole=[6,6,6]"]
 @pytest.fixture
 def config(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    return conditional_config(tmp_path, AS_IN_PRESETS)
+    return conditional_config(tmp_path, LABEL_MAPS)
 
 
 def test_a_run_with_label_maps_trains_resumes_and_samples_in_their_space(config, capsys):
@@ -108,7 +108,7 @@ def test_batches_are_the_same_wherever_latents_are_kept(config):
         batches = [batch for step in latents.training_batches(BatchPlan(1, 2, 1), 0, 5) for batch in step]
         assert latents.conditions is not None
         joined = [batch.condition.joined for batch in batches if isinstance(batch, LatentBatch | VolumeBatch)]
-        found.append(([part for part in joined if part is not None], latents.conditions.scale.content))
+        found.append(([part for part in joined if part is not None], latents.conditions.metadata))
         assert len(found[-1][0]) == 5
     for others, scale in found[1:]:
         torch.testing.assert_close(scale, found[0][1], rtol=0, atol=0)
@@ -165,7 +165,7 @@ def assert_montage_shows(path, *images, at=None):
 def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     hole = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": [5, 5, 5], "num_holes": 2}}
-    config = conditional_config(tmp_path, {"normalise": "position", "volume": hole})
+    config = conditional_config(tmp_path, {"volume": hole})
     assert train_ldm(config) == 0
     previews = Path("runs/tiny/previews/volumes")
     sample, condition, target = (

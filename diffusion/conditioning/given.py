@@ -23,8 +23,8 @@ from data.pairs.space import Space, mask_of, space_of_volume
 from data.reading import measure
 from diffusion.conditioning.condition import Condition
 from diffusion.conditioning.conditions import coder_of, empty_condition, encoder_of
-from diffusion.conditioning.joined_scale import LABEL_MAP, VOLUME, JoinedScale
-from diffusion.conditioning.volumes import Encode, joined_volume, without
+from diffusion.conditioning.volumes import Encode, joined_volume, normalised, without
+from diffusion.normalisation import Normalisation
 from diffusion.volume_codec import VolumeCodec
 from settings import DataError, Settings, UserError
 from storage.names import printable
@@ -67,7 +67,7 @@ class GivenCondition:
 
 
 def given_conditions(
-    settings: Settings, given: GivenFiles, codec: VolumeCodec, scale: JoinedScale
+    settings: Settings, given: GivenFiles, codec: VolumeCodec, normalisation: Normalisation
 ) -> list[GivenCondition]:
     """Return the cases of the files that a command is given, in the order of their names; empty without files.
 
@@ -97,7 +97,6 @@ def given_conditions(
             part, space = (torch.zeros(number, *settings.latent_shape[1:]), None)
             if label_map is not None:
                 part, space = _label_map(label_map, settings)
-                part = scale.apply(LABEL_MAP, part)
             parts.append(part)
         if s.volume.is_used:
             number = s.volume.num_joined(settings.autoencoder.latent_channels)
@@ -105,7 +104,7 @@ def given_conditions(
             if path is not None:
                 part, space = _volume(path, mask, settings, encode)
                 _check_together(label_map, path, space, settings)
-                part = scale.apply(VOLUME, part)
+                part = normalised(part, normalisation)
             parts.append(part)
         assert space is not None, "a case has at least one file"
         digests = [content_digest(file) if file is not None else "" for file in (label_map, path, mask)]

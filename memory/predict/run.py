@@ -204,7 +204,7 @@ def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> No
     short = _shortened(settings)
     batch = _preview_batch(settings)
     volume_before = _volume(settings)  # whoever asked for the samples still has it
-    neutral = Normalisation.neutral(settings)
+    neutral = Normalisation.uniform(settings.autoencoder.latent_channels)
     next(draw_volumes(unet, codec, short, neutral, 0, range(batch), batch_size=batch))
     del volume_before
 

@@ -33,11 +33,6 @@ def settings_that_differ(network: str, state: State, settings: Settings) -> list
 
 def settings_of_origin_that_differ(network: str, origin: str, settings: Settings) -> list[str]:
     """Return one line for each setting that the weights do not show but the library they come from implies."""
-    if network == "ldm":
-        # Latents from elsewhere were multiplied by one number and hidden by white noise.
-        implied: dict[str, Any] = {"ldm.latents.normalise": "scale", "ldm.scheduler.noise_components": 0}
-        implied["ldm.scheduler.noise_texture"] = "white"
-        return _differences(implied, settings, f"weights from {origin}")
     if network != "autoencoder":
         return []
     maisi = {"autoencoder.upsampling": "trilinear", "autoencoder.value_range": "unit"}

@@ -140,11 +140,6 @@ class ConditioningSettings(Section):
     type: Literal["none", "class"] = key("none", "Whether samples are conditioned on the class of their volume.")
     num_classes: int = key(0, "Number of classes in the data; required if the type is class.", ge=0, le=65_536)
     dropout: float = key(0.1, "Fraction of class labels hidden in training; guidance needs it.", ge=0, lt=1)
-    normalise: Literal["scale", "position"] = key(
-        "scale",
-        "How label maps and volumes are joined: position: as differences from their mean at each position over the "
-        "training set, which suits ldm.latents.normalise: position; scale: as they are.",
-    )
     labels: LabelMapSettings = section(LabelMapSettings, "Label maps as conditions.")
     volume: VolumeSettings = section(VolumeSettings, "Other volumes as conditions.")
     numbers: NumberSettings = section(NumberSettings, "Columns of a table as conditions.")

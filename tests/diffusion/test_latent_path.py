@@ -30,7 +30,7 @@ def make_step(values, **ldm) -> LatentDiffusionStep:
     for section, changes in ldm.items():
         values["ldm"].setdefault(section, {}).update(changes)
     step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
-    step.normalisation = Normalisation(SCALE)
+    step.normalisation = Normalisation.uniform(3, SCALE)
     # Convolutions that begin at zero would hide what the network is given.
     generator = torch.Generator().manual_seed(1)
     for parameter in step.unet.parameters():
@@ -150,7 +150,7 @@ def test_samples_are_decoded_from_unscaled_latents(tiny_values):
         expected = torch.cat([step.autoencoder.decode(latent[None] / SCALE) for latent in drawn])
         unscaled = torch.cat([step.autoencoder.decode(latent[None]) for latent in drawn])
     found = torch.stack(
-        list(draw_volumes(step.unet, step.codec, settings, Normalisation(SCALE), 5, [0, 1], batch_size=2))
+        list(draw_volumes(step.unet, step.codec, settings, Normalisation.uniform(3, SCALE), 5, [0, 1], batch_size=2))
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert (expected - unscaled).norm() > 0.2 * expected.norm()
@@ -211,8 +211,8 @@ def test_the_held_out_loss_is_of_scaled_means_with_the_averaged_weights(encoded)
             times = torch.tensor([int(level * 1000)])
             signal, noise_level = signal_and_level(step, times)
             with torch.no_grad():
-                prediction = averaged(signal * mean[None] * latents.normalisation.scale + noise_level * added, times)
-            target = signal * added - noise_level * mean * latents.normalisation.scale
+                prediction = averaged(signal * latents.normalisation.apply(mean[None]) + noise_level * added, times)
+            target = signal * added - noise_level * latents.normalisation.apply(mean)
             losses.append((prediction - target).square().mean().item())
     metrics, preview = validate_ldm(step, latents)
     assert metrics["val_diffusion"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)

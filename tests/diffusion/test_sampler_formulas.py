@@ -213,7 +213,7 @@ def test_volumes_are_drawn_with_the_sampler_and_the_guidance_of_the_config(tiny_
             step.unet,
             step.codec,
             step.settings,
-            Normalisation(0.5),
+            Normalisation.uniform(3, 0.5),
             6,
             [0, 5],
             lambda _: Condition(labels),

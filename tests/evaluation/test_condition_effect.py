@@ -73,7 +73,7 @@ def effect(values, volume, is_right: bool, masks: tuple[VolumeFile, ...] = ()):
             DrawsItsCondition(),
             Codec(settings),
             settings,
-            Normalisation(1.0),
+            Normalisation.uniform(3, 1.0),
             conditions,
             Pairs(volumes=files, masks=masks),
         ),  # type: ignore[arg-type]
