@@ -77,7 +77,6 @@ def _decisive(settings: Settings) -> dict[str, Any]:
     scheduler = {name: None if name in unused else value for name, value in ldm.scheduler.model_dump().items()}
     return {
         **{f"U-Net's {name}": v for name, v in unet_arguments(ldm, settings.autoencoder.latent_channels).items()},
-        "ldm.unet.fold": ldm.unet.fold,
         **{f"ldm.scheduler.{name}": value for name, value in scheduler.items()},
         "ldm.conditioning.scan": ldm.conditioning.scan.inputs,
         "ldm.conditioning.numbers": ldm.conditioning.numbers.columns,

@@ -27,7 +27,8 @@ def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
     A guidance scale of 1 gives the plain conditional prediction, 0 the one with all conditions hidden. Outside
     `guidance_interval` the prediction is the conditional one.
     """
-    scale, multiple = s.sampling.guidance_scale, s.unet.downsampling
+    scale = s.sampling.guidance_scale
+    multiple = s.unet.downsampling
     lowest, highest = (share * s.scheduler.num_train_timesteps for share in s.sampling.guidance_interval)
     if not s.conditioning.is_used:
         return lambda noisy, times: predict(network, noisy, times, condition, multiple)

@@ -119,8 +119,7 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     if network.width < sizing.unet_width:
         reason = f"the widest that fits; up to {sizing.unet_width} would suit, because {sizing.why_unet_width}"
     yield Choice("ldm.unet.num_channels", list(channels), reason)
-    folded = scene.given.get("ldm.unet.fold", 1) ** 3
-    tokens = [math.prod(layout.latent) // (folded * 8**level) for level in range(len(channels))]
+    tokens = [math.prod(layout.latent) // 8**level for level in range(len(channels))]
     attends = [count <= MOST_TOKENS for count in tokens]
     yield Choice("ldm.unet.attention_levels", attends, f"levels of at most {MOST_TOKENS:,} voxels")
     yield Choice("ldm.unet.num_res_blocks", 2, "as in the presets")

@@ -31,13 +31,6 @@ from settings.section import (
 class UNetSettings(Section):
     """The diffusion U-Net."""
 
-    fold: int = key(
-        1,
-        "Blocks of this many latent positions along each axis become the channels of one position of the U-Net's first "
-        "level: 2 makes eight positions one. Far less memory and time per step, or a wider network for the same.",
-        ge=1,
-        le=8,
-    )
     num_channels: ChannelsPerLevel = key((64, 128, 256), "Channels of each level, highest resolution first.")
     num_res_blocks: Blocks | BlocksPerLevel = key(2, "Residual blocks per level: one number for all levels, or a list.")
     attention_levels: Flags = key((False, True, True), "Which levels have attention.")
@@ -81,11 +74,11 @@ class UNetSettings(Section):
     @property
     def downsampling(self) -> int:
         """Return the factor by which each axis shrinks from the latent to the lowest level."""
-        return self.fold * 2 ** (len(self.num_channels) - 1)
+        return 2 ** (len(self.num_channels) - 1)
 
     def level_grids(self, grid: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the grids of all levels for a latent of `grid` voxels, padded if they need that."""
-        factors = [self.fold * 2**level for level in range(len(self.num_channels))]
+        factors = [2**level for level in range(len(self.num_channels))]
         padded = [size + -size % self.downsampling for size in grid]
         return [tuple(size // factor for size in padded) for factor in factors]
 

@@ -18,7 +18,7 @@ from data import BatchPlan, prepare_volumes
 from data.formats import write_nifti
 from dev.support.tiny_config import TINY
 from diffusion.conditioning import check_conditions
-from diffusion.conditioning.conditions import coder_of
+from diffusion.conditioning.conditions import coder_of, prepare_conditions
 from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import prepare_latents
 from diffusion.volume_codec import frozen_codec
@@ -116,6 +116,26 @@ def test_batches_are_the_same_wherever_latents_are_kept(config):
     # Three label values, one channel and what is known; the hole moves from pass to pass.
     assert found[0][0][0].shape == (2, 5, 8, 8, 8)
     assert len({tuple(part[-1].flatten().tolist()) for whole in found[0][0] for part in whole}) > len(volumes.train)
+
+
+@pytest.mark.parametrize("encoding", ["autoencoder", "resample"])
+def test_volumes_are_normalised_by_channel_and_label_maps_stay_shares(config, encoding):
+    settings = load_settings(config, ["ldm.latents.cache=memory", f"{VOLUME}.encoding={encoding}", *HOLE])
+    process = Process(torch.device("cpu"))
+    volumes = prepare_volumes(settings.data, settings.seed, 1)
+    codec = frozen_codec(settings, process.device)
+    conditions = prepare_conditions(settings, check_conditions(settings, volumes), volumes, process, codec)
+    assert conditions is not None
+    joined = conditions.of([file.name for file in volumes.train]).joined
+    assert joined is not None
+    labels, values, known = joined[:, :3], joined[:, 3:-1].double(), joined[:, -1:]
+    torch.testing.assert_close(labels.sum(dim=1), torch.ones_like(labels[:, 0]))
+    axes = (0, 2, 3, 4)
+    torch.testing.assert_close(values.mean(dim=axes), torch.zeros(values.shape[1]).double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        values.std(dim=axes, correction=0), torch.ones(values.shape[1]).double(), rtol=1e-5, atol=0
+    )
+    assert (known.min(), known.max()) == (0, 1)
 
 
 def test_a_missing_partner_stops_training_and_the_check_of_the_data(config, capsys):

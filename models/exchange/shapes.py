@@ -107,7 +107,6 @@ def _unet_settings(state: State) -> dict[str, Any]:
     levels = [{key for key in state if key.startswith(f"down_blocks.{level}.")} for level in range(num_levels)]
     implied: dict[str, Any] = {
         "autoencoder.latent_channels": state["out.2.conv.weight"].shape[0],
-        "ldm.unet.fold": 1,  # MONAI's network folds nothing
         "ldm.unet.num_channels": tuple(
             state[f"down_blocks.{level}.resnets.0.conv1.conv.weight"].shape[0] for level in range(num_levels)
         ),

@@ -20,6 +20,7 @@ from diffusion.normalisation import Normalisation
 from diffusion.sampling import sample_latents
 from evaluation.trained_run import SampleFrame, TrainedRun
 from models import build_autoencoder, build_unet
+from models.weight_files import load_weights
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import CheckpointError, Settings, load_settings
@@ -110,7 +111,7 @@ def test_an_unfinished_run_is_used_with_the_averaged_weights_of_its_newest_check
 ):
     run = tmp_path / "unfinished"
     shutil.copytree(finished_run(tmp_path_factory), run)
-    expected = {stage: load_file(run / f"{stage}.safetensors") for stage in ("autoencoder", "ldm")}
+    expected = {stage: load_weights(run / f"{stage}.safetensors")[0] for stage in ("autoencoder", "ldm")}
     content = {
         "networks": {"autoencoder": expected["autoencoder"]},
         "average": {},
@@ -165,14 +166,14 @@ def test_the_best_weights_are_those_of_the_best_validation(tmp_path_factory, tmp
     shutil.copytree(finished_run(tmp_path_factory), run)
     # The only validation is that of the last step.
     best, _ = TrainedRun(run, best="ldm").unet()
-    torch.testing.assert_close(dict(best.state_dict()), load_file(run / "ldm.safetensors"), rtol=0, atol=0)
+    torch.testing.assert_close(dict(best.state_dict()), load_weights(run / "ldm.safetensors")[0], rtol=0, atol=0)
     with safe_open(run / "ldm_best.safetensors", framework="pt") as file:
         assert json.loads(file.metadata()["step"]) == 4
     # They are enough without the last weights, for example on another machine.
     (run / "ldm.safetensors").rename(run / "last.safetensors")
     (run / "checkpoints").rename(run / "elsewhere")
     best, _ = TrainedRun(run, best="ldm").unet()
-    torch.testing.assert_close(dict(best.state_dict()), load_file(run / "last.safetensors"), rtol=0, atol=0)
+    torch.testing.assert_close(dict(best.state_dict()), load_weights(run / "last.safetensors")[0], rtol=0, atol=0)
     (run / "last.safetensors").rename(run / "ldm.safetensors")
     (run / "ldm_best.safetensors").unlink()
     with pytest.raises(CheckpointError, match="no validation is finished yet; leave out --best"):
