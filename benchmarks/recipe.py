@@ -50,19 +50,14 @@ STAGE_ONE: dict[str, dict[str, Any]] = {
     "without decay": {"autoencoder.training.learning_rate_decay": "none"},
 }
 STAGE_TWO: dict[str, dict[str, Any]] = {
-    "white noise": {"ldm.scheduler.noise_components": 0, "ldm.scheduler.noise_texture": "white"},
-    "components alone": {"ldm.scheduler.noise_texture": "white"},
     EPSILON: {"ldm.scheduler.prediction": "epsilon", "ldm.scheduler.zero_terminal_snr": False},
     "without decay": {"ldm.training.learning_rate_decay": "none"},
     "without an average": {"ldm.training.ema_length": None, "ldm.training.ema_decay": 0.0},
     "min-SNR": {"ldm.training.loss_weighting": "min_snr", "ldm.scheduler.zero_terminal_snr": False},
 }
-# The tutorial's stage 2 predicts epsilon, multiplies latents by one number, has a constant learning rate, and neither
-# clips nor averages.
+# The tutorial's stage 2 predicts epsilon, has a constant learning rate, and neither clips nor averages. Its
+# latents are normalised as ours are, by channel.
 LOOP_STAGE_TWO = {
-    "ldm.latents.normalise": "scale",
-    "ldm.scheduler.noise_components": 0,
-    "ldm.scheduler.noise_texture": "white",
     "ldm.scheduler.type": "ddpm",
     "ldm.scheduler.prediction": "epsilon",
     "ldm.scheduler.zero_terminal_snr": False,

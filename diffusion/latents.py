@@ -7,7 +7,6 @@ Therefore training is the same with `ldm.latents.cache` disk, memory and none.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from diffusion.conditioning.conditions import Conditions, prepare_conditions
 from diffusion.frozen_autoencoder import latents_digest
 from diffusion.latent_batches import LatentBatch, collate, latent_batches, with_conditions
 from diffusion.latent_files import LatentFacts, LatentFolder, Moments, facts_of, latent_key
-from diffusion.normalisation import Normalisation, Statistics, check_variance
+from diffusion.normalisation import Normalisation, Statistics
 from diffusion.pretrained import pretrained_unet
 from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
@@ -32,7 +31,7 @@ from settings import DataSettings, Settings
 from storage.names import counted
 from storage.run_folder import LATENTS
 
-__all__ = ["Latents", "latent_scale", "prepare_latents", "pretrained_unet", "stage_two_data"]
+__all__ = ["Latents", "prepare_latents", "pretrained_unet", "stage_two_data"]
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ def prepare_latents(
     start = pretrained_unet(settings)
     if start is not None:
         start.check_autoencoder(codec.autoencoder)
-    statistics = Statistics(settings, len(volumes.train))
+    statistics = Statistics(len(volumes.train), settings.autoencoder.latent_channels)
 
     share = list(range(process.rank, len(files), process.world_size))
     with process.together():
@@ -149,12 +148,9 @@ def prepare_latents(
                 folder.write(files[index], (mean, sigma), known)
             elif kept is not None:
                 kept[index, 0], kept[index, 1] = mean, sigma
-            if cache != "disk":
-                statistics.add(index, (mean, sigma))
-        if cache == "disk" and (statistics.has_regression if start else statistics.is_needed):
-            # In the order of the files, whichever of them were encoded before, so that the sums do not change.
-            for index in share:
-                statistics.add(index, folder.read(files[index]))
+            statistics.add(index, mean, sigma)
+        for index in set(share) - set(missing) if start is None else ():
+            statistics.add(index, *folder.read(files[index]))
     for index, found in facts.items():
         assert found is not None, f"volume {index} was not encoded"
         table[index] = torch.tensor(found.to_row(), dtype=torch.float64)
@@ -163,52 +159,17 @@ def prepare_latents(
     rows = [LatentFacts.from_row(row) for row in process.sum(table).tolist()]
     read = _reader(folder, files, None if kept is None else process.sum(kept)) if cache != "none" else None
     train = rows[: len(volumes.train)]
-    scale = latent_scale(train, math.prod(settings.latent_shape))
-    number = counted(len(train), "training volume")
-    log.info("latents: scale %.4g (standard deviation %.4g over %s)", scale, 1 / scale, number)
-    normalisation = statistics.normalisation(scale, process) if start is None else start.normalisation
-    if start is not None:
-        log.info("latents: normalised as those that the U-Net of %s was trained on", start.path)
-    _describe(normalisation)
+    normalisation = statistics.normalisation(process) if start is None else start.normalisation
+    deviations = ", ".join(f"{1 / scale:.4g}" for scale in normalisation.scale.flatten().tolist())
+    source = counted(len(train), "training volume") if start is None else f"what {start.path} was trained on"
+    log.info("latents: standard deviation by channel %s, from %s", deviations, source)
     middle = [
         tuple(np.median([getattr(row, name) for row in train], axis=0)) for name in ("spacing_mm", "lower", "upper")
     ]
     spacing_mm, lower, upper = (tuple(map(float, values)) for values in middle)
     pin_memory = bool(data.pin_memory) and process.device.type == "cuda"
-    is_regressed = settings.ldm.conditioning.labels.has_regression
-    examples = statistics.examples_in(normalisation, process) if is_regressed else None
-    conditions = prepare_conditions(settings, pairs, volumes, process, codec, normalisation, examples)
+    conditions = prepare_conditions(settings, pairs, volumes, process, codec)
     return Latents(volumes, data, read, normalisation, spacing_mm, lower, upper, autoencoder, pin_memory, conditions)
-
-
-def latent_scale(facts: Sequence[LatentFacts], num_elements: int) -> float:
-    """Return 1 / standard deviation of latents drawn from these volumes, with `num_elements` elements each."""
-    count = num_elements * len(facts)
-    mean = math.fsum(f.sum_mean for f in facts) / count
-    mean_square = math.fsum(f.sum_squared_mean + f.sum_squared_sigma for f in facts) / count
-    variance = mean_square - mean**2
-    check_variance(variance, mean_square)
-    return 1 / math.sqrt(variance)
-
-
-def _describe(normalisation: Normalisation) -> None:
-    """Log what the normalisation has beyond one scale."""
-    if isinstance(normalisation.scale, Tensor):
-        found = ", ".join(f"{1 / scale:.4g}" for scale in normalisation.scale.flatten().tolist())
-        log.info("latents: standard deviation by channel %s", found)
-    if normalisation.noise_shape is not None:
-        deviations = normalisation.noise_shape.deviations.tolist()
-        if deviations:
-            number, ends = (
-                counted(len(deviations), "principal component"),
-                f"{deviations[0]:.4g} to {deviations[-1]:.4g}",
-            )
-            log.info("noise: as varied as the latents in %s, standard deviations %s", number, ends)
-        if normalisation.noise_shape.texture is not None:
-            where = "in all other directions " if deviations else ""
-            log.info("noise: %sas strong and as smooth as the latents at each position", where)
-        elif not deviations:
-            log.info("noise: white, because the latents vary in no direction more than white noise does")
 
 
 def _reader(folder: LatentFolder, files: Sequence[VolumeFile], kept: Tensor | None) -> Callable[[int], Moments]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diffusion.conditioning.condition import Condition
-from settings.ldm import LdmSettings, SchedulerSettings
+from settings.ldm import SchedulerSettings
 
 # Below this signal, dividing by it to recover the clean latent would only amplify the error of the predicted noise.
 SMALLEST_SIGNAL = 0.01
@@ -161,25 +161,7 @@ def _ending_in_noise(kept: np.ndarray) -> np.ndarray:
     return ((signal - signal[-1]) * (signal[0] / (signal[0] - signal[-1]))) ** 2
 
 
-def predict(
-    network: nn.Module, noisy: Tensor, times: Tensor, condition: Condition, s: LdmSettings, process: NoiseProcess
-) -> Tensor:
-    """Return the prediction of the U-Net, which has to tell only how the latent differs from a first guess.
-
-    If the condition has one, the network sees the noisy difference and predicts as if that were all; the result is
-    the prediction for the latent itself. A hidden condition guesses 0.
-    """
-    channels = s.conditioning.guess_channels(noisy.shape[1])
-    if channels is None or condition.joined is None:
-        return predict_padded(network, noisy, times, condition, s.unet.downsampling)
-    guess = condition.joined[:, channels]
-    signal, _ = process.coefficients(times)
-    difference = predict_padded(network, noisy - signal * guess, times, condition, s.unet.downsampling)
-    # Without noise of its own, the guess adds what the prediction for a noiseless latent would be.
-    return difference.float() + process.target(guess, torch.zeros_like(guess), times)
-
-
-def predict_padded(network: nn.Module, noisy: Tensor, times: Tensor, condition: Condition, multiple: int) -> Tensor:
+def predict(network: nn.Module, noisy: Tensor, times: Tensor, condition: Condition, multiple: int) -> Tensor:
     """Call the U-Net on a latent of any size: pad its axes with zeros at the far end, and crop the prediction.
 
     `multiple` is the number that the U-Net needs every axis to be a multiple of. If all are, nothing is copied.

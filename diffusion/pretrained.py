@@ -43,16 +43,8 @@ class PretrainedUNet:
         if changed:
             lines = "\n  ".join(changed)
             raise CheckpointError(f"{path}: the pretrained U-Net has different settings:\n  {lines}\nset these back")
-        scheduler, is_by_position = settings.ldm.scheduler, settings.ldm.latents.normalise == "position"
-        knows_positions = is_by_position or scheduler.noise_components > 0 or scheduler.noise_texture != "white"
-        if knows_positions and before.latent_shape != settings.latent_shape:
-            raise CheckpointError(
-                f"{path}: the pretrained U-Net knows the mean or the noise of each position of latents of "
-                f"{before.latent_shape[1:]}, and these are of {settings.latent_shape[1:]}; set data.voxel_size to "
-                f"{list(before.data.voxel_size)}"
-            )
         try:
-            self.normalisation = Normalisation.stored(metadata, settings)
+            self.normalisation = Normalisation.stored(metadata, settings.autoencoder.latent_channels)
         except ValueError as error:
             raise CheckpointError(f"{path}: damaged metadata: {error}; copy the file again") from None
         self._autoencoder = metadata.get("autoencoder")
@@ -85,10 +77,7 @@ def _decisive(settings: Settings) -> dict[str, Any]:
     scheduler = {name: None if name in unused else value for name, value in ldm.scheduler.model_dump().items()}
     return {
         **{f"U-Net's {name}": v for name, v in unet_arguments(ldm, settings.autoencoder.latent_channels).items()},
-        "ldm.unet.fold": ldm.unet.fold,
         **{f"ldm.scheduler.{name}": value for name, value in scheduler.items()},
-        "ldm.conditioning.residual": ldm.conditioning.guess_channels(settings.autoencoder.latent_channels) is not None,
         "ldm.conditioning.scan": ldm.conditioning.scan.inputs,
         "ldm.conditioning.numbers": ldm.conditioning.numbers.columns,
-        "ldm.latents.normalise": ldm.latents.normalise,
     }

@@ -21,16 +21,17 @@ from settings.ldm import LdmSettings
 Predict = Callable[[Tensor, Tensor], Tensor]
 
 
-def guided(network: nn.Module, s: LdmSettings, condition: Condition, process: NoiseProcess) -> Predict:
+def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
     """Return a function that predicts from noisy latents and times, with guidance if the settings ask for it.
 
     A guidance scale of 1 gives the plain conditional prediction, 0 the one with all conditions hidden. Outside
     `guidance_interval` the prediction is the conditional one.
     """
     scale = s.sampling.guidance_scale
+    multiple = s.unet.downsampling
     lowest, highest = (share * s.scheduler.num_train_timesteps for share in s.sampling.guidance_interval)
     if not s.conditioning.is_used:
-        return lambda noisy, times: predict(network, noisy, times, condition, s, process)
+        return lambda noisy, times: predict(network, noisy, times, condition, multiple)
     nothing = hidden(condition, s.conditioning)
     both_conditions = condition.beside(nothing)
 
@@ -38,8 +39,8 @@ def guided(network: nn.Module, s: LdmSettings, condition: Condition, process: No
         # All latents of a batch are at the same time.
         is_guided = scale != 1.0 and lowest <= float(times[0]) <= highest
         if not is_guided or scale == 0.0:
-            return predict(network, noisy, times, nothing if is_guided else condition, s, process)
-        both = predict(network, torch.cat([noisy, noisy]), torch.cat([times, times]), both_conditions, s, process)
+            return predict(network, noisy, times, nothing if is_guided else condition, multiple)
+        both = predict(network, torch.cat([noisy, noisy]), torch.cat([times, times]), both_conditions, multiple)
         with_condition, without = both.chunk(2)
         return without + scale * (with_condition - without)
 
@@ -68,14 +69,12 @@ def sample_latents(
     num_steps: int,
     sampler: str = "ddim",
     on_step: Callable[[], object] = lambda: None,
-    shaped: Callable[[Tensor], Tensor] = lambda white: white,
 ) -> Tensor:
     """Draw one normalised latent of `shape` for each position, independent of the other positions.
 
-    `on_step` is called when the network reaches a new time, so `num_steps` times. `shaped` gives white noise the shape
-    that the latents were trained with.
+    `on_step` is called when the network reaches a new time, so `num_steps` times.
     """
-    latents = shaped(noise.normal("sample", positions, shape))
+    latents = noise.normal("sample", positions, shape)
     dtype = torch.float32 if process.is_flow else torch.int64
     follow, choose_times = SAMPLERS[sampler]
     times = [
@@ -92,7 +91,7 @@ def sample_latents(
         return result
 
     def fresh(number: int) -> Tensor:
-        return shaped(noise.normal(f"sample step {number}", positions, shape))
+        return noise.normal(f"sample step {number}", positions, shape)
 
     return follow(process, denoise, latents, times, fresh)
 
@@ -123,12 +122,10 @@ def draw_volumes(
     for start in range(0, len(positions), batch_size):
         part = positions[start : start + batch_size]
         condition = classes_in_turn(settings, part) if condition_of is None else condition_of(part)
-        guide = guided(network, ldm, condition.to(device), process)
+        guide = guided(network, ldm, condition.to(device))
         steps, sampler = ldm.sampling.num_inference_steps, ldm.sampling.sampler
         with torch.autocast(device.type, enabled=False):
-            latents = sample_latents(
-                guide, process, noise, part, settings.latent_shape, steps, sampler, on_step, normalisation.shaped
-            )
+            latents = sample_latents(guide, process, noise, part, settings.latent_shape, steps, sampler, on_step)
         for latent in latents:
             yield codec.decode(normalisation.undo(latent))
     network.train(was_training)

@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from data import VolumeFile, from_unit, load_file, to_unit
-from diffusion.conditioning.joined_scale import VOLUME
+from diffusion.conditioning.conditions import VOLUME
 from diffusion.latents import Latents
 from diffusion.sampling import draw_volumes
 from evaluation.conditional.known import with_known

@@ -95,7 +95,7 @@ class HeldOut:
             times, noise = time.expand(len(clean)), self.noise(place, batch)
             noisy = self.noise_process.add_noise(clean, noise, times)
             with self.precision.autocast():
-                prediction = predict(network, noisy, times, condition, self.settings.ldm, self.noise_process)
+                prediction = predict(network, noisy, times, condition, self.settings.ldm.unet.downsampling)
             target = self.noise_process.target(clean, noise, times)
             estimate, _ = self.noise_process.clean_and_noise(prediction.float(), noisy, times)
             sums.append(torch.stack([_mean_square(prediction.float() - target), _mean_square(estimate - clean)]))

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from data.pairs.numbers import NumberCode
-from diffusion.conditioning.joined_scale import AS_THEY_ARE, JoinedScale
 from diffusion.frozen_autoencoder import accepted_digests, autoencoder_of, autoencoder_path, load_autoencoder
 from diffusion.normalisation import Normalisation
 from diffusion.volume_codec import VolumeCodec
@@ -40,7 +39,7 @@ class SampleFrame(BaseModel):
     lower: tuple[float, ...]
     upper: tuple[float, ...]
     class_names: tuple[str, ...]
-    joined_scale: JoinedScale = AS_THEY_ARE
+    condition_normalisation: Normalisation = Normalisation.uniform(0)
     numbers: NumberCode | None = None
 
     def affine(self, settings: Settings) -> np.ndarray:
@@ -173,10 +172,11 @@ class TrainedRun:
         has_classes = self.settings.ldm.conditioning.type == "class"
         known = metadata if has_classes else {**metadata, "class_names": ()}
         try:
-            scales = {
-                "normalisation": Normalisation.stored(metadata, self.settings),
-                "joined_scale": JoinedScale.stored(metadata, self.settings),
-            }
+            latent_channels, volume = self.settings.autoencoder.latent_channels, self.settings.ldm.conditioning.volume
+            scales = {"normalisation": Normalisation.stored(metadata, latent_channels)}
+            if volume.is_used:
+                number = volume.num_joined(latent_channels) - 1
+                scales["condition_normalisation"] = Normalisation.stored(metadata, number, "condition")
             frame = SampleFrame.model_validate({**known, **scales})
         except ValueError:  # also of pydantic
             raise foreign from None

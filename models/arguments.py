@@ -43,13 +43,13 @@ def unet_arguments(settings: LdmSettings, latent_channels: int) -> dict[str, Any
     """Return the arguments of `DiffusionModelUNet`.
 
     A class-conditional network has one class more than the data: the last one stands for a hidden label. Conditions
-    that are joined to the noisy latent are further input channels. Folded positions are channels too.
+    that are joined to the noisy latent are further input channels.
     """
     unet, conditioning = settings.unet, settings.conditioning
     return {
         "spatial_dims": 3,
-        "in_channels": (latent_channels + conditioning.num_joined(latent_channels)) * unet.fold**3,
-        "out_channels": latent_channels * unet.fold**3,
+        "in_channels": latent_channels + conditioning.num_joined(latent_channels),
+        "out_channels": latent_channels,
         "channels": unet.num_channels,
         "num_res_blocks": unet.res_blocks,
         "attention_levels": unet.attention_levels,

@@ -15,7 +15,6 @@ from monai.networks.nets.diffusion_model_unet import (
     WrappedUpsample,
     get_timestep_embedding,
 )
-from monai.networks.utils import pixelshuffle, pixelunshuffle
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -82,11 +81,10 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
 
     With `num_numbers` it takes that many numbers, whose embedding is added to that of the timestep. With the names of
     `scan_inputs` it is MAISI's `DiffusionModelUNetMaisi`: the embedding of each input is joined to that of the
-    timestep, so every residual block projects a longer one. With `fold` above 1, MONAI's network sees that many
-    positions along each axis as the channels of one, and its channels are put back as positions.
+    timestep, so every residual block projects a longer one.
     """
 
-    def __init__(self, num_numbers: int = 0, scan_inputs: Sequence[str] = (), fold: int = 1, **arguments: Any) -> None:
+    def __init__(self, num_numbers: int = 0, scan_inputs: Sequence[str] = (), **arguments: Any) -> None:
         super().__init__(use_flash_attention=True, **arguments)
         for name, module in list(self.named_modules()):
             lean: nn.Module | None = None
@@ -108,7 +106,6 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
             if isinstance(block, TimeResidualBlock):
                 joined = width * (1 + len(self.scan_inputs))
                 block.time_emb_proj = nn.Linear(joined, block.time_emb_proj.out_features)
-        self.fold = fold
         self.checkpointed = self.offload = False
 
     def forward(
@@ -137,8 +134,6 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
                 use_gradient_checkpointing_offload=offload,
             )
 
-        if self.fold > 1:
-            x = pixelunshuffle(x, 3, self.fold)
         h = self.conv_in(arranged(x, self.layout))
         skips = [h]
         for level in self.down_blocks:
@@ -160,8 +155,7 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
             if level.upsampler is not None:
                 h = run(level.upsampler, *_inputs(level.upsampler, h, embedding))
         norm, _, conv = self.out
-        h = conv(group_norm(h, norm, silu=True))
-        return pixelshuffle(h, 3, self.fold) if self.fold > 1 else h
+        return conv(group_norm(h, norm, silu=True))
 
     def _embed(self, x: Tensor, timesteps: Tensor, class_labels: Tensor | None, numbers: Tensor | None) -> Tensor:
         embedding = self.time_embed(get_timestep_embedding(timesteps, self.block_out_channels[0]).to(x.dtype))
@@ -209,7 +203,7 @@ def build_unet(settings: LdmSettings, latent_channels: int) -> DiffusionUNet:
     """Build the U-Net that the settings describe, for latents of `latent_channels` channels."""
     num_numbers = sum(settings.conditioning.numbers.widths)
     scan_inputs, arguments = settings.conditioning.scan.inputs, unet_arguments(settings, latent_channels)
-    model = DiffusionUNet(num_numbers, scan_inputs, settings.unet.fold, **arguments)
+    model = DiffusionUNet(num_numbers, scan_inputs, **arguments)
     if settings.training.checkpoints_blocks:
         model.gradient_checkpointing_enable(offload=settings.training.use_gradient_checkpointing_offload)
     return model

@@ -43,7 +43,7 @@ ROUNDING = 0.12
 class Extent:
     """The physical size that the grid covers, the finest spacing worth having, and how volumes get there.
 
-    `strides` (2: all axes alike), their number `depth`, `unet_levels` and `fold` are those that the user gave, if any.
+    `strides` (2: all axes alike), their number `depth` and `unet_levels` are those that the user gave, if any.
     """
 
     size_mm: tuple[float, ...]
@@ -54,7 +54,6 @@ class Extent:
     strides: Strides | int | None = None
     depth: int | None = None
     unet_levels: int | None = None
-    fold: int = 1
 
     @property
     def stored(self) -> Grid:
@@ -151,8 +150,8 @@ def layout_of(size: Sequence[float], extent: Extent) -> Layout:
     strides = _strides(extent, size, spacing)
     layout = Layout((1, 1, 1), (1.0, 1.0, 1.0), strides, 1, False)
     latent = [n / f for n, f in zip(size, layout.factor, strict=True)]
-    levels = extent.unet_levels or _unet_levels(latent, extent.fold)
-    steps = [f * extent.fold * 2 ** (levels - 1) for f in layout.factor]
+    levels = extent.unet_levels or _unet_levels(latent)
+    steps = [f * 2 ** (levels - 1) for f in layout.factor]
     grid = _rounded(size, steps, extent.resize)
     changes = [n / old for n, old in zip(grid, size, strict=True)]
     pads = any(abs(change - 1) > ROUNDING for change in changes)
@@ -167,8 +166,8 @@ def fixed_layout(grid: Grid, extent: Extent, strides: Strides | None = None, lev
     spacing = tuple(mm / n for mm, n in zip(extent.size_mm, grid, strict=True))
     strides = _strides(extent, grid, spacing, exactly=True) if strides is None else strides
     layout = Layout(grid, spacing, strides, 1, False)
-    levels = levels or extent.unet_levels or _unet_levels(layout.latent, extent.fold)
-    pads = any(n % (extent.fold * 2 ** (levels - 1)) for n in layout.latent)
+    levels = levels or extent.unet_levels or _unet_levels(layout.latent)
+    pads = any(n % 2 ** (levels - 1) for n in layout.latent)
     return Layout(grid, spacing, strides, levels, pads)
 
 
@@ -219,9 +218,8 @@ def strides_of(
     return tuple(strides)
 
 
-def _unet_levels(latent: Sequence[float], fold: int) -> int:
-    """Return 3 levels, fewer for latents of few voxels per axis once folded, and 4 for large ones."""
-    latent = [n / fold for n in latent]
+def _unet_levels(latent: Sequence[float]) -> int:
+    """Return 3 levels, fewer for latents of few voxels per axis, and 4 for large ones."""
     least = min(latent)
     if least < 4:
         return 1

@@ -119,8 +119,7 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     if network.width < sizing.unet_width:
         reason = f"the widest that fits; up to {sizing.unet_width} would suit, because {sizing.why_unet_width}"
     yield Choice("ldm.unet.num_channels", list(channels), reason)
-    folded = scene.given.get("ldm.unet.fold", 1) ** 3
-    tokens = [math.prod(layout.latent) // (folded * 8**level) for level in range(len(channels))]
+    tokens = [math.prod(layout.latent) // 8**level for level in range(len(channels))]
     attends = [count <= MOST_TOKENS for count in tokens]
     yield Choice("ldm.unet.attention_levels", attends, f"levels of at most {MOST_TOKENS:,} voxels")
     yield Choice("ldm.unet.num_res_blocks", 2, "as in the presets")
@@ -146,15 +145,6 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     yield Choice(f"{where}.ema_length", 0.05, "docs/recipe.md")
     yield from _intervals(where, steps)
     yield Choice("ldm.scheduler.prediction", "v", "docs/recipe.md")
-    yield Choice("ldm.scheduler.noise_components", 32, "docs/recipe.md")
-    yield Choice("ldm.scheduler.noise_texture", "latents", "docs/recipe.md")
-    yield Choice("ldm.latents.normalise", "position", "docs/recipe.md")
-    if any(key.startswith(("ldm.conditioning.labels.", "ldm.conditioning.volume.")) for key in scene.given):
-        yield Choice("ldm.conditioning.normalise", "position", "docs/conditioning.md")
-        if scene.given.get("ldm.conditioning.normalise", "position") == "position":
-            yield Choice("ldm.conditioning.residual", True, "docs/conditioning.md")
-        yield Choice("ldm.conditioning.labels.regression", True, "docs/conditioning.md")
-        yield Choice("ldm.conditioning.volume.degrade.first_guess", True, "docs/conditioning.md")
     yield Choice("ldm.sampling.sampler", "dpmpp_2m", "docs/recipe.md")
     yield Choice("ldm.sampling.num_inference_steps", 25, "docs/recipe.md")
     yield Choice("ldm.sampling.num_previews", 4, "drawn at each validation")

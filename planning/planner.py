@@ -62,7 +62,7 @@ class Planner:
         if resize := self.given.get("data.resize"):
             extent = replace(extent, resize=resize)
         depth, unet = self._given_levels("autoencoder"), self._given_levels("ldm.unet")
-        extent = replace(extent, depth=depth and depth - 1, unet_levels=unet, fold=self.given.get("ldm.unet.fold", 1))
+        extent = replace(extent, depth=depth and depth - 1, unet_levels=unet)
         # MONAI's blocks halve all axes.
         default = 2 if self.given.get("autoencoder.implementation") == "monai" else None
         strides = self.given.get("autoencoder.strides", default)

@@ -114,7 +114,7 @@ def main(options: argparse.Namespace) -> int:
     }
     if has_stage_two:
         reference = load_reference(volumes.train, volumes.val, data)
-        learned = (frame.normalisation, frame.joined_scale, frame.numbers)
+        learned = (frame.normalisation, frame.condition_normalisation, frame.numbers)
         drawn_by = (options.seed, options.num, options.batch_size)
         told, effect = evaluate_conditions(network, codec, settings, *learned, volumes, *drawn_by)
         results |= {} if effect is None else {"conditions": effect}

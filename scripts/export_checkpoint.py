@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import check_output_file, parser, run
-from settings import CheckpointError, Settings, validate
+from settings import CheckpointError, validate
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 
@@ -67,41 +67,20 @@ def main(options: argparse.Namespace) -> None:
     if network == "autoencoder":
         ends = "[-1, 1]" if settings.autoencoder.value_range == "symmetric" else "[0, 1]"
         print(f"# It takes and returns volumes with intensities scaled to {ends}.")
-    for line in (*_latents(source, metadata), *(_guess(settings) if network == "ldm" else ())):
+    for line in _latents(source, metadata):
         print(f"# {line}")
 
 
 def _latents(source: Path, metadata: dict[str, Any]) -> list[str]:
-    """Return what a U-Net takes for latents and noise, which neither its class nor its weights say."""
-    scale, lines = metadata.get("latent_scale"), []
-    if isinstance(scale, float):
-        lines.append(f"It takes the autoencoder's latents times {scale!r}.")
-    elif scale is not None:
-        lines.append("It takes (latent - mean) * scale: metadata.latent_mean and metadata.latent_scale in")
-        lines.append(f"{source}.")
-    has_components, has_texture = len(metadata.get("noise_deviations", ())) > 0, "noise_strength" in metadata
-    if has_components:
-        lines.append("Its noise is not white: along each of metadata.noise_directions it has the standard deviation in")
-        lines.append(f"metadata.noise_deviations, both in {source}.")
-    if has_texture:
-        which = "The rest" if has_components else "Its noise"
-        lines.append(f"{which} is white noise, multiplied along the axes by metadata.noise_root_0, noise_root_1 and")
-        lines.append(f"noise_root_2, channel by channel, and by metadata.noise_strength, all in {source}.")
-    if has_components or has_texture:
-        lines.append("Samplers that draw white noise do not fit it.")
-    return lines
-
-
-def _guess(settings: Settings) -> list[str]:
-    """Return what a U-Net that predicts around a first guess takes instead of a noisy latent."""
-    number = settings.autoencoder.latent_channels
-    guess = settings.ldm.conditioning.guess_channels(number)
-    if guess is None:
+    """Return what a U-Net takes for latents, which neither its class nor its weights say."""
+    scale, mean = metadata.get("latent_scale"), metadata.get("latent_mean")
+    if scale is None or mean is None:
         return []
-    channels = f"{number + guess.start} to {number + guess.stop - 1}"
+    if not mean.any() and (scale == scale[0]).all():
+        return [f"It takes the autoencoder's latents times {float(scale[0]):.7g}."]
     return [
-        f"Channels {channels} of its input, counted from 0, are a first guess of the latent. Its first {number}",
-        "are the noisy latent minus signal * guess, and it predicts as if the latent minus the guess were all.",
+        "It takes (latent - mean) * scale: metadata.latent_mean and metadata.latent_scale in",
+        f"{source}.",
     ]
 
 

@@ -26,6 +26,7 @@ def main(options: argparse.Namespace) -> None:
     """Read the weights, rename them, check them against the config, and write them to the run folder."""
     check_output_folder(options.out)
     settings = load_settings(options.config, options.overrides)
+    from diffusion.normalisation import Normalisation
     from models.exchange.weights import check_values, find_state, read_foreign_weights, to_our_names
     from models.weight_files import save_weights
     from storage.atomic import write_text
@@ -54,7 +55,9 @@ def main(options: argparse.Namespace) -> None:
         "imported_from": f"{options.origin}: {path.name}",
     }
     if network == "ldm":
-        metadata |= {"latent_scale": _latent_scale(options, content, path), **_sample_frame(settings)}
+        scale = _latent_scale(options, content, path)
+        normalisation = Normalisation.uniform(settings.autoencoder.latent_channels, scale)
+        metadata |= {**normalisation.content(), **_sample_frame(settings)}
     with locked(folder):
         _check_replaced(folder, network)
         save_weights(folder.weights(network), state, metadata)

@@ -31,13 +31,6 @@ from settings.section import (
 class UNetSettings(Section):
     """The diffusion U-Net."""
 
-    fold: int = key(
-        1,
-        "Blocks of this many latent positions along each axis become the channels of one position of the U-Net's first "
-        "level: 2 makes eight positions one. Far less memory and time per step, or a wider network for the same.",
-        ge=1,
-        le=8,
-    )
     num_channels: ChannelsPerLevel = key((64, 128, 256), "Channels of each level, highest resolution first.")
     num_res_blocks: Blocks | BlocksPerLevel = key(2, "Residual blocks per level: one number for all levels, or a list.")
     attention_levels: Flags = key((False, True, True), "Which levels have attention.")
@@ -81,11 +74,11 @@ class UNetSettings(Section):
     @property
     def downsampling(self) -> int:
         """Return the factor by which each axis shrinks from the latent to the lowest level."""
-        return self.fold * 2 ** (len(self.num_channels) - 1)
+        return 2 ** (len(self.num_channels) - 1)
 
     def level_grids(self, grid: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the grids of all levels for a latent of `grid` voxels, padded if they need that."""
-        factors = [self.fold * 2**level for level in range(len(self.num_channels))]
+        factors = [2**level for level in range(len(self.num_channels))]
         padded = [size + -size % self.downsampling for size in grid]
         return [tuple(size // factor for size in padded) for factor in factors]
 
@@ -104,17 +97,6 @@ class SchedulerSettings(Section):
     zero_terminal_snr: bool = key(
         False, "ddpm with prediction v: rescale the schedule so that the last timestep is pure noise."
     )
-    noise_components: int = key(
-        0,
-        "Principal components of the training latents in which the noise varies as much as they do; 0: white noise.",
-        ge=0,
-        le=1024,
-    )
-    noise_texture: Literal["white", "latents"] = key(
-        "white",
-        "Noise that is independent from position to position, or noise as strong at each position and as alike at "
-        "neighbouring ones as the training latents are.",
-    )
     time_sampling: Literal["uniform", "logit_normal"] = key(
         "uniform", "rflow only: train on all times equally often, or more often on those in the middle."
     )
@@ -127,18 +109,10 @@ class SchedulerSettings(Section):
     )
 
 
-Normalise = Literal["scale", "channel", "position"]
-
-
 class LatentSettings(Section):
-    """Caching, normalisation and padding of latents."""
+    """Caching and padding of latents."""
 
     cache: Literal["disk", "memory", "none"] = key("disk", "Where the mean and sigma of each latent are kept.", SAME)
-    normalise: Normalise = key(
-        "scale",
-        "How latents are brought to unit size: one scale for all, mean and scale of each channel, or the mean of each "
-        "position and the scale of each channel.",
-    )
     pad: bool = key(False, "Pad latents to a multiple of the U-Net's downsampling, and crop the result.")
 
 
@@ -199,6 +173,6 @@ class LdmSettings(Section):
     unet: UNetSettings = section(UNetSettings, "The diffusion U-Net.")
     scheduler: SchedulerSettings = section(SchedulerSettings, "The noise process.")
     conditioning: ConditioningSettings = section(ConditioningSettings, "What samples are conditioned on.")
-    latents: LatentSettings = section(LatentSettings, "Caching, normalisation and padding of latents.")
+    latents: LatentSettings = section(LatentSettings, "Caching and padding of latents.")
     training: LdmTraining = section(LdmTraining, "Training of stage 2.")
     sampling: SamplingSettings = section(SamplingSettings, "Sampling.")

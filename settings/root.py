@@ -62,7 +62,7 @@ class Settings(Section):
 
     @property
     def unet_grid(self) -> tuple[int, ...]:
-        """Return the grid of the U-Net's highest level: that of a latent, padded and folded."""
+        """Return the grid of the U-Net's highest level: that of a latent, padded."""
         return self.ldm.unet.level_grids(self.latent_shape[1:])[0]
 
     def with_overrides(self, changes: Mapping[str, Any], stage: str | None = None) -> Settings:

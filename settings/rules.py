@@ -321,15 +321,13 @@ def _latents(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
     if not settings.ldm.latents.pad and any(axis % factor for axis in latent):
         steps = tuple(factor * shrunk for shrunk in settings.autoencoder.downsampling)
         grid = _text(nearest_multiples(settings.data.voxel_size, steps))
-        is_folded = settings.ldm.unet.fold > 1
-        folded, less = (f" and fold: {settings.ldm.unet.fold}", "a smaller fold, ") if is_folded else ("", "")
         yield (
             Problem(
                 "ldm.unet.num_channels",
-                f"{len(settings.ldm.unet.num_channels)} levels{folded} need latents divisible by {factor}, "
+                f"{len(settings.ldm.unet.num_channels)} levels need latents divisible by {factor}, "
                 f"but these are {_text(latent)}",
                 f"allowed: data.voxel_size in multiples of {_factor_text(steps)}, nearest {grid}",
-                f"change voxel_size, use fewer U-Net levels, {less}or set ldm.latents.pad: true",
+                "change voxel_size, use fewer U-Net levels, or set ldm.latents.pad: true",
             ),
-            ("data.voxel_size", "autoencoder.num_channels", "autoencoder.strides", "ldm.unet.fold"),
+            ("data.voxel_size", "autoencoder.num_channels", "autoencoder.strides"),
         )

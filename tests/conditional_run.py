@@ -43,9 +43,3 @@ def conditional_config(folder: Path, conditioning: dict[str, Any], **ldm: Any) -
 
 
 LABEL_MAPS: dict[str, Any] = {"labels": {"source": "maps", "num_classes": 3}}
-
-AS_IN_PRESETS: dict[str, Any] = {
-    "normalise": "position",
-    "residual": True,
-    "labels": {"source": "maps", "num_classes": 3, "regression": True},
-}

@@ -18,24 +18,24 @@ from data import BatchPlan, prepare_volumes
 from data.formats import write_nifti
 from dev.support.tiny_config import TINY
 from diffusion.conditioning import check_conditions
-from diffusion.conditioning.conditions import coder_of
+from diffusion.conditioning.conditions import coder_of, prepare_conditions
 from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import prepare_latents
 from diffusion.volume_codec import frozen_codec
 from evaluation.pictures import LINE, Row, picture_of, planes_at
 from runtime.processes import Process
 from settings import CheckpointError, ConfigError, DataError, load_settings
-from tests.conditional_run import AFFINE, AS_IN_PRESETS, LABEL_MAPS, conditional_config
+from tests.conditional_run import AFFINE, LABEL_MAPS, conditional_config
 from tests.finished_run import export_autoencoder, run_here, train_ldm
 
 VOLUME = "ldm.conditioning.volume"
-HOLE = [f"{VOLUME}.source=target", f"{VOLUME}.degrade.hole=[6,6,6]", f"{VOLUME}.degrade.first_guess=true"]
+HOLE = [f"{VOLUME}.source=target", f"{VOLUME}.degrade.hole=[6,6,6]"]
 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    return conditional_config(tmp_path, AS_IN_PRESETS)
+    return conditional_config(tmp_path, LABEL_MAPS)
 
 
 def test_a_run_with_label_maps_trains_resumes_and_samples_in_their_space(config, capsys):
@@ -108,31 +108,34 @@ def test_batches_are_the_same_wherever_latents_are_kept(config):
         batches = [batch for step in latents.training_batches(BatchPlan(1, 2, 1), 0, 5) for batch in step]
         assert latents.conditions is not None
         joined = [batch.condition.joined for batch in batches if isinstance(batch, LatentBatch | VolumeBatch)]
-        found.append(([part for part in joined if part is not None], latents.conditions.scale.content))
+        found.append(([part for part in joined if part is not None], latents.conditions.metadata))
         assert len(found[-1][0]) == 5
     for others, scale in found[1:]:
         torch.testing.assert_close(scale, found[0][1], rtol=0, atol=0)
         assert all(torch.equal(one, other) for one, other in zip(others, found[0][0], strict=True))
-    # Three label values, the guess, one channel and what is known; the hole moves from pass to pass.
-    assert found[0][0][0].shape == (2, 5 + settings.autoencoder.latent_channels, 8, 8, 8)
+    # Three label values, one channel and what is known; the hole moves from pass to pass.
+    assert found[0][0][0].shape == (2, 5, 8, 8, 8)
     assert len({tuple(part[-1].flatten().tolist()) for whole in found[0][0] for part in whole}) > len(volumes.train)
 
 
-def test_a_pretrained_network_on_the_same_volumes_gets_the_same_regression(config):
-    assert train_ldm(config) == 0
+@pytest.mark.parametrize("encoding", ["autoencoder", "resample"])
+def test_volumes_are_normalised_by_channel_and_label_maps_stay_shares(config, encoding):
+    settings = load_settings(config, ["ldm.latents.cache=memory", f"{VOLUME}.encoding={encoding}", *HOLE])
     process = Process(torch.device("cpu"))
-    found = []
-    for start in ("null", "runs/tiny/ldm.safetensors"):
-        settings = load_settings(config, [f"ldm.pretrained={start}", "ldm.latents.cache=disk"], stage="ldm")
-        volumes = prepare_volumes(settings.data, settings.seed, 1)
-        pairs = check_conditions(settings, volumes)
-        latents = prepare_latents(frozen_codec(settings, process.device), volumes, settings, process, pairs)
-        assert latents.conditions is not None
-        found.append(latents.conditions.scale.content)
-    patterns = found[0]["regression_patterns"]
-    assert isinstance(patterns, torch.Tensor)
-    assert patterns.abs().max() > 0
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    volumes = prepare_volumes(settings.data, settings.seed, 1)
+    codec = frozen_codec(settings, process.device)
+    conditions = prepare_conditions(settings, check_conditions(settings, volumes), volumes, process, codec)
+    assert conditions is not None
+    joined = conditions.of([file.name for file in volumes.train]).joined
+    assert joined is not None
+    labels, values, known = joined[:, :3], joined[:, 3:-1].double(), joined[:, -1:]
+    torch.testing.assert_close(labels.sum(dim=1), torch.ones_like(labels[:, 0]))
+    axes = (0, 2, 3, 4)
+    torch.testing.assert_close(values.mean(dim=axes), torch.zeros(values.shape[1]).double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        values.std(dim=axes, correction=0), torch.ones(values.shape[1]).double(), rtol=1e-5, atol=0
+    )
+    assert (known.min(), known.max()) == (0, 1)
 
 
 def test_a_missing_partner_stops_training_and_the_check_of_the_data(config, capsys):
@@ -153,10 +156,6 @@ def test_a_missing_partner_stops_training_and_the_check_of_the_data(config, caps
         (
             ["ldm.conditioning.labels.dropout=0", "ldm.sampling.guidance_scale=2"],
             "2 with conditioning dropout 0, so the network never learns to predict without a condition",
-        ),
-        (
-            ["ldm.conditioning.labels.regression=true", "ldm.conditioning.residual=true"],
-            "ldm.conditioning.residual: true with normalise: scale",
         ),
     ],
 )
@@ -186,7 +185,7 @@ def assert_montage_shows(path, *images, at=None):
 def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     hole = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": [5, 5, 5], "num_holes": 2}}
-    config = conditional_config(tmp_path, {"normalise": "position", "volume": hole})
+    config = conditional_config(tmp_path, {"volume": hole})
     assert train_ldm(config) == 0
     previews = Path("runs/tiny/previews/volumes")
     sample, condition, target = (

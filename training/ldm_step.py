@@ -70,8 +70,8 @@ class LatentDiffusionStep(TrainingStep):
         self.codec = codec or frozen_codec(settings, process.device, load_weights)
         self.autoencoder = self.codec.autoencoder
         self.noise_process = NoiseProcess(settings.ldm.scheduler, process.device)
-        normalisation = Normalisation.neutral(settings) if latents is None else latents.normalisation
-        self.normalisation = normalisation.to(process.device)
+        plain = Normalisation.uniform(settings.autoencoder.latent_channels)
+        self.normalisation = (plain if latents is None else latents.normalisation).to(process.device)
         self._facts = {} if latents is None else latents.metadata
         self._partners = None if latents is None or latents.conditions is None else latents.conditions.digest
         self.pixel_loss: PixelLoss | None = None
@@ -86,7 +86,7 @@ class LatentDiffusionStep(TrainingStep):
     @property
     def metadata(self) -> dict[str, Any]:
         """Return what sampling needs besides the weights and the settings."""
-        return {**self.normalisation.content, **self._facts}
+        return {**self.normalisation.content(), **self._facts}
 
     def backward(self, micro_batches: Sequence[LatentBatch | Batch], step: int) -> dict[str, Tensor]:
         """Leave the update's gradients on the U-Net and return the loss terms and the pixel loss's gradient norm."""
@@ -106,14 +106,14 @@ class LatentDiffusionStep(TrainingStep):
         """Add noise, predict, run backward; return the detached loss terms and the pixel loss's gradient norm."""
         with phase("latents"), torch.no_grad():
             clean = self.draw_clean(batch)
-            noise = self.normalisation.shaped(self.noise.normal("diffusion", batch.positions, clean.shape[1:]))
+            noise = self.noise.normal("diffusion", batch.positions, clean.shape[1:])
             times = self.noise_process.training_times(self._spread(batch.positions))
             noisy = self.noise_process.add_noise(clean, noise, times)
             target = self.noise_process.target(clean, noise, times)
             condition = self._condition(batch)
         with phase("forward"), self.precision.autocast():
-            told = (condition, self.settings.ldm, self.noise_process)
-            prediction = predict(self._parallel_unet, noisy, times, *told).float()
+            multiple = self.settings.ldm.unet.downsampling
+            prediction = predict(self._parallel_unet, noisy, times, condition, multiple).float()
             terms = {"diffusion": self._diffusion_loss(prediction, target, times)}
         outputs = [self.precision.scaler.scale(share * terms["diffusion"])]
         gradients: list[Tensor | None] = [None]
@@ -182,14 +182,13 @@ class LatentDiffusionStep(TrainingStep):
     def _condition(self, batch: LatentBatch | Batch) -> Condition:
         """Return the conditions, some hidden for classifier-free guidance."""
         draw = partial(self.noise.uniform, positions=batch.positions)
-        latent_channels = self.settings.autoencoder.latent_channels
-        return some_hidden(self.condition_of(batch), self.settings.ldm.conditioning, draw, latent_channels)
+        return some_hidden(self.condition_of(batch), self.settings.ldm.conditioning, draw)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""
         # The pixel loss depends on the decoder too.
         digest = latents_digest if self.pixel_loss is None else weights_digest
-        own = {**self.normalisation.content, "autoencoder": digest(self.autoencoder)}
+        own = {**self.normalisation.content(), "autoencoder": digest(self.autoencoder)}
         partners = {} if self._partners is None else {"partners": self._partners}
         return super().state_dict() | own | partners
 
@@ -206,7 +205,8 @@ class LatentDiffusionStep(TrainingStep):
                 "changed; put them back to resume, or choose another name for a new run"
             )
         super().load_state_dict(state)
-        self.normalisation = Normalisation.stored(state, self.settings).to(self.process.device)
+        number = self.settings.autoencoder.latent_channels
+        self.normalisation = Normalisation.stored(state, number).to(self.process.device)
 
     def example_batch(self, batch_size: int) -> LatentBatch | Batch:
         """Return a micro-batch of zeros in the shape that training uses."""

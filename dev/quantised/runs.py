@@ -18,7 +18,7 @@ from diffusion.frozen_autoencoder import freeze
 from diffusion.latents import prepare_latents, stage_two_data
 from diffusion.volume_codec import VolumeCodec
 from evaluation.autoencoder_validation import reconstruct_and_measure
-from evaluation.ldm_validation import validate_ldm
+from evaluation.ldm_validation import LdmValidation
 from losses import edge_loss, reconstruction_loss
 from models import StockAutoencoder
 from models.bottleneck import code_use
@@ -96,7 +96,7 @@ def _stage_two(network: StockAutoencoder, settings: Settings, split: DataSplit, 
     step = LatentDiffusionStep(settings, CPU, codec=codec, latents=latents)
     plan = BatchPlan.of(step.training, settings.seed, 0, 1)
     loss = _train(step, latents.training_batches(plan, 0, step.training.last_step), nudge)
-    return {"loss": loss, "held_out_loss": validate_ldm(step, latents)[0]["val_diffusion"]}
+    return {"loss": loss, "held_out_loss": LdmValidation(step, latents)()[0]["val_diffusion"]}
 
 
 def _train(step: TrainingStep, batches: Any, nudge: bool) -> float:

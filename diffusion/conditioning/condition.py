@@ -72,9 +72,7 @@ def hidden(condition: Condition, s: ConditioningSettings) -> Condition:
     return replace(condition.map(torch.zeros_like), classes=classes, scan=condition.scan)
 
 
-def some_hidden(
-    condition: Condition, s: ConditioningSettings, draw: Callable[[str], Tensor], latent_channels: int
-) -> Condition:
+def some_hidden(condition: Condition, s: ConditioningSettings, draw: Callable[[str], Tensor]) -> Condition:
     """Hide each part of each sample with the probability that the settings say.
 
     `draw` returns a uniform number in [0, 1) for each sample and purpose.
@@ -92,7 +90,7 @@ def some_hidden(
     if classes is not None:
         classes = torch.where(is_hidden("label", s.class_dropout), s.hidden_class, classes)
     if joined is not None:
-        of_labels = s.labels.num_joined(latent_channels)
+        of_labels = s.labels.num_classes
         kinds = (
             ("label map", s.labels.dropout, joined[:, :of_labels]),
             ("volume", s.volume.dropout, joined[:, of_labels:]),

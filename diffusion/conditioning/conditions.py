@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,18 @@ from data.pairs.label_maps import label_shares, mask_on_grid
 from data.pairs.numbers import NumberCode, code_of
 from data.pairs.pairs import Pairs, volume_reading
 from diffusion.conditioning.condition import Condition
-from diffusion.conditioning.hole_guess import Guesses, fit_to_volumes
-from diffusion.conditioning.joined_scale import AS_THEY_ARE, LABEL_MAP, VOLUME, JoinedScale, joined_scale
 from diffusion.conditioning.kept import keep
 from diffusion.conditioning.other_autoencoder import other_codec
-from diffusion.conditioning.regression import regress
 from diffusion.conditioning.scan import scan_vectors
-from diffusion.conditioning.volumes import Encode, degraded, joined_volume
+from diffusion.conditioning.volumes import Encode, degraded, joined_volume, normalised
 from diffusion.frozen_autoencoder import weights_digest
-from diffusion.normalisation import Normalisation
+from diffusion.normalisation import Normalisation, Statistics
 from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
 from settings import DataSettings, Settings
 from settings.conditioning import ConditioningSettings
+
+LABEL_MAP, VOLUME = "label map", "volume"
 
 READING = {"orientation", "spacing", "voxel_size", "resize"}
 """The settings that decide where a voxel of a file lies on the network's grid."""
@@ -45,17 +44,15 @@ class Conditions:
     """How to read the conditions of the volumes, whose numbers are found by their names.
 
     `joined` has a reader for each kind of condition that is joined to the noisy latent, whose grid is `grid`, and
-    `scale` says how its channels are scaled. `left_out` has, for training volumes by their number, what a regression on
-    the other volumes says. `vectors` are the numbers of all volumes in their `code`, `scans` what MAISI's U-Net is told
-    of them besides their `modality`. `image` returns the condition volume itself.
+    `normalisation` is that of volumes. `vectors` are the numbers of all volumes in their `code`, `scans` what
+    MAISI's U-Net is told of them besides their `modality`. `image` returns the condition volume itself.
     """
 
     numbers: dict[str, int]
     joined: dict[str, ReadVariant]
     grid: tuple[int, ...]
     digest: str
-    scale: JoinedScale = AS_THEY_ARE
-    left_out: Mapping[int, Tensor] = field(default_factory=dict)
+    normalisation: Normalisation | None = None
     code: NumberCode | None = None
     vectors: Tensor | None = None
     image: Image | None = None
@@ -88,8 +85,10 @@ class Conditions:
         return self.of_files([files[position % len(files)] for position in positions], s)
 
     def _joined(self, number: int, variant: int) -> Tensor:
-        weights = self.left_out.get(number)
-        return torch.cat([self.scale.apply(kind, read(number, variant), weights) for kind, read in self.joined.items()])
+        parts = {kind: read(number, variant) for kind, read in self.joined.items()}
+        if self.normalisation is not None and VOLUME in parts:
+            parts[VOLUME] = normalised(parts[VOLUME], self.normalisation)
+        return torch.cat(list(parts.values()))
 
     def shown(self, name: str) -> list[tuple[str, Tensor]]:
         """Return each kind of condition of a volume as a (D, H, W) volume in [0, 1], to look at."""
@@ -106,7 +105,7 @@ class Conditions:
     def metadata(self) -> dict[str, Any]:
         """Return what is stored with the trained weights because sampling needs it."""
         code = {} if self.code is None else {"numbers": self.code.model_dump(mode="json")}
-        return {**self.scale.content, **code}
+        return {**({} if self.normalisation is None else self.normalisation.content("condition")), **code}
 
 
 def prepare_conditions(
@@ -115,46 +114,30 @@ def prepare_conditions(
     volumes: DataSplit,
     process: Process,
     codec: VolumeCodec,
-    known: Normalisation | JoinedScale,
-    examples: tuple[Sequence[int], Tensor] | None = None,
+    known: Normalisation | None = None,
 ) -> Conditions | None:
     """Make the conditions of all volumes that are not kept yet; None if there are none besides classes.
 
-    The training volumes and the normalisation of their latents, which is `known`, decide how conditions are scaled,
-    unless the scale that a network was trained with is known instead. Then only held-out volumes get conditions, those
-    that samples are compared with. `examples` are the numbers of some training volumes with their scaled latents, which
-    the regression on label maps is fitted to; without them there is none. Conditions are kept on disk with
-    `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as latents.
+    The training volumes decide how condition volumes are normalised, unless the normalisation that a network was
+    trained with is `known`. Then only held-out volumes get conditions, those that samples are compared with. Conditions
+    are kept on disk with `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as latents.
     """
     scan = settings.ldm.conditioning.scan
     if not (settings.ldm.conditioning.needs_pairs or scan.is_used):
         return None
     readers: dict[str, ReadVariant] = {}
-    first = len(volumes.train) if isinstance(known, JoinedScale) else 0
-    image, digest, guesses = None, pairs.digest, Guesses()
+    first = 0 if known is None else len(volumes.train)
+    image, digest = None, pairs.digest
     if pairs.labels:
         readers[LABEL_MAP] = _label_maps(settings, pairs, process, first)
     if pairs.volumes:
         image = _image(settings, pairs)
         coder = coder_of(settings, codec)
-        guesses = _guesses(settings, pairs, len(volumes.train), process, known)
-        readers[VOLUME] = _volumes(settings, pairs, process, coder, image, guesses, first)
+        readers[VOLUME] = _volumes(settings, pairs, process, coder, image, first)
         digest += "" if coder in (None, codec) else f" {weights_digest(coder.autoencoder)}"
-    if isinstance(known, JoinedScale):
-        scale = known
-    else:
-        scale = joined_scale(readers, len(volumes.train), settings, process, known)
-        scale = replace(scale, hole_guess=guesses.model)
-    left_out: dict[int, Tensor] = {}
-    if examples is not None and settings.ldm.conditioning.labels.has_regression:
-        regression, left_out = regress(lambda number: readers[LABEL_MAP](number, 0), *examples)
-        if settings.ldm.conditioning.residual and settings.ldm.latents.normalise != "position":
-            # Guesses are differences from the mean at each position, and these latents are not.
-            assert isinstance(known, Normalisation), "a regression is fitted to latents of a known normalisation"
-            origin = 0.0 if known.mean is None else known.mean * known.scale
-            regression = regression.around(examples[1].mean(dim=0) - origin)
-            left_out = {number: torch.cat([weights, weights.new_ones(1)]) for number, weights in left_out.items()}
-        scale = replace(scale, regression=regression)
+    normalisation = known
+    if known is None and VOLUME in readers:
+        normalisation = _normalisation(readers[VOLUME], len(volumes.train), settings, process)
     names = [file.name for file in (*volumes.train, *volumes.val)]
     numbers = {name: place for place, name in enumerate(names)}
     code = vectors = None
@@ -164,7 +147,7 @@ def prepare_conditions(
     scans = scan_vectors(scan, settings.data, (*volumes.train, *volumes.val), pairs.regions)
     modality = scan.modality if scan.num_modalities else None
     grid = settings.latent_shape[1:]
-    return Conditions(numbers, readers, grid, digest, scale, left_out, code, vectors, image, scans, modality)
+    return Conditions(numbers, readers, grid, digest, normalisation, code, vectors, image, scans, modality)
 
 
 def _label_maps(settings: Settings, pairs: Pairs, process: Process, first: int) -> ReadVariant:
@@ -194,25 +177,12 @@ def _image(settings: Settings, pairs: Pairs) -> Image:
     return image
 
 
-def _guesses(
-    settings: Settings, pairs: Pairs, num_train: int, process: Process, known: Normalisation | JoinedScale
-) -> Guesses:
-    s = settings.ldm.conditioning.volume
-    if not s.has_first_guess:
-        return Guesses()
-    if isinstance(known, JoinedScale):
-        return Guesses(known.hole_guess)
-    data, shape = volume_reading(settings.data, s), (s.num_channels, *settings.data.voxel_size)
-    return fit_to_volumes(lambda number: load_file(pairs.volumes[number], data).image, num_train, shape, process)
-
-
 def _volumes(
     settings: Settings,
     pairs: Pairs,
     process: Process,
     coder: VolumeCodec | None,
     image: Image,
-    guesses: Guesses,
     first: int,
 ) -> ReadVariant:
     s, grid = settings.ldm.conditioning.volume, settings.latent_shape[1:]
@@ -221,16 +191,12 @@ def _volumes(
     def channels(number: int) -> Tensor:
         index, variant = divmod(number, variants)
         loaded, unknown = image(index, variant)
-        model = guesses.of(index)
-        if model is not None and unknown is not None:
-            loaded = model.fill(loaded, unknown)
         return joined_volume(loaded, unknown, encoder_of(coder), grid)
 
     masks = [file.digest for file in pairs.masks] or [""] * len(pairs.volumes)
-    models = guesses.digests(len(pairs.volumes))
     names = [
-        f"{file.digest} {mask} {variant} {model}".rstrip()
-        for file, mask, model in zip(pairs.volumes, masks, models, strict=True)
+        f"{file.digest} {mask} {variant}"
+        for file, mask in zip(pairs.volumes, masks, strict=True)
         for variant in range(variants)
     ]
     shape = (s.num_joined(settings.autoencoder.latent_channels), *grid)
@@ -248,6 +214,16 @@ def _volumes(
     ]
     read = keep(channels, names, shape, key, _is_on_disk(settings), process, "condition volumes", first * variants)
     return lambda number, variant: read(number * variants + variant % variants)
+
+
+def _normalisation(read: ReadVariant, num_train: int, settings: Settings, process: Process) -> Normalisation:
+    """Return the normalisation of the training volumes' condition volumes, in their first variants."""
+    number = settings.ldm.conditioning.volume.num_joined(settings.autoencoder.latent_channels) - 1
+    statistics = Statistics(num_train, number)
+    with process.together():
+        for index in range(process.rank, num_train, process.world_size):
+            statistics.add(index, read(index, 0)[:-1])
+    return statistics.normalisation(process, may_be_constant=True)
 
 
 def coder_of(settings: Settings, codec: VolumeCodec) -> VolumeCodec | None:

@@ -24,8 +24,8 @@ from data.pairs.space import Space, mask_of, space_of_volume
 from data.reading import measure
 from diffusion.conditioning.condition import Condition
 from diffusion.conditioning.conditions import coder_of, empty_condition, encoder_of
-from diffusion.conditioning.joined_scale import LABEL_MAP, VOLUME, JoinedScale
-from diffusion.conditioning.volumes import Encode, joined_volume, without
+from diffusion.conditioning.volumes import Encode, joined_volume, normalised, without
+from diffusion.normalisation import Normalisation
 from diffusion.volume_codec import VolumeCodec
 from settings import DataError, Settings, UserError
 from storage.names import printable
@@ -70,7 +70,7 @@ class GivenCondition:
 
 
 def given_conditions(
-    settings: Settings, given: GivenFiles, codec: VolumeCodec, scale: JoinedScale
+    settings: Settings, given: GivenFiles, codec: VolumeCodec, normalisation: Normalisation
 ) -> list[GivenCondition]:
     """Return the cases of the files that a command is given, in the order of their names; empty without files.
 
@@ -96,19 +96,18 @@ def given_conditions(
             for files, option in ((maps, "--labels"), (volumes, "--condition"), (masks, "--mask"))
         )
         if s.labels.num_classes:
-            number = s.labels.num_joined(settings.autoencoder.latent_channels)
+            number = s.labels.num_classes
             part, space = (torch.zeros(number, *settings.latent_shape[1:]), None)
             if label_map is not None:
                 part, space = _label_map(label_map, settings)
-                part = scale.apply(LABEL_MAP, part)
             parts.append(part)
         if s.volume.is_used:
             number = s.volume.num_joined(settings.autoencoder.latent_channels)
             part = torch.zeros(number, *settings.latent_shape[1:])
             if path is not None:
-                part, space = _volume(path, mask, settings, encode, scale)
+                part, space = _volume(path, mask, settings, encode)
                 _check_together(label_map, path, space, settings)
-                part = scale.apply(VOLUME, part)
+                part = normalised(part, normalisation)
             parts.append(part)
         assert space is not None, "a case has at least one file"
         digests = [content_digest(file) if file is not None else "" for file in (label_map, path, mask)]
@@ -269,9 +268,7 @@ def _label_map(path: Path, settings: Settings) -> tuple[Tensor, Space]:
     return torch.from_numpy(shares), Space(geometry_of(facts.header, settings.data))
 
 
-def _volume(
-    path: Path, mask: Path | None, settings: Settings, encode: Encode | None, scale: JoinedScale
-) -> tuple[Tensor, Space]:
+def _volume(path: Path, mask: Path | None, settings: Settings, encode: Encode | None) -> tuple[Tensor, Space]:
     s = settings.ldm.conditioning.volume
     if mask is None:
         image, space = space_of_volume(path, settings.data, s)
@@ -283,6 +280,4 @@ def _volume(
     unknown = mask_of(mask, path, settings.data)
     image, space = space_of_volume(path, settings.data, s, unknown.in_file)
     image = without(image, unknown.on_grid)
-    if scale.hole_guess is not None:
-        image = scale.hole_guess.fill(image, unknown.on_grid)
     return joined_volume(image, unknown.on_grid, encode, settings.latent_shape[1:]), space

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data import NETWORK_RANGE
+from diffusion.normalisation import Normalisation
 from settings.conditioning import DegradeSettings
 
 Encode = Callable[[Tensor], Tensor]
@@ -65,6 +66,11 @@ def joined_volume(image: Tensor, unknown: Tensor | None, encode: Encode | None, 
     channels = averaged(image, grid) if encode is None else encode(image)
     known = torch.ones(1, *grid) if unknown is None else averaged((~unknown)[None].float(), grid)
     return torch.cat([channels, known])
+
+
+def normalised(channels: Tensor, normalisation: Normalisation) -> Tensor:
+    """Return the channels of a condition volume normalised, but for the last, which says what is known."""
+    return torch.cat([normalisation.apply(channels[:-1]), channels[-1:]])
 
 
 def averaged(image: Tensor, grid: Sequence[int]) -> Tensor:

@@ -17,7 +17,6 @@ from data.pairs.numbers import NUMBERS, NumberCode
 from data.pairs.pairs import Pairs
 from diffusion.conditioning import Condition, check_conditions, held_out_with_hole, hidden
 from diffusion.conditioning.conditions import Conditions, prepare_conditions
-from diffusion.conditioning.joined_scale import JoinedScale
 from diffusion.conditioning.volumes import hole_mask, lowered
 from diffusion.latents import stage_two_data
 from diffusion.normalisation import Normalisation
@@ -40,7 +39,7 @@ def evaluate_conditions(
     codec: VolumeCodec,
     settings: Settings,
     normalisation: Normalisation,
-    scale: JoinedScale,
+    of_conditions: Normalisation,
     code: NumberCode | None,
     volumes: DataSplit,
     seed: int,
@@ -49,12 +48,12 @@ def evaluate_conditions(
 ) -> tuple[Callable[[Sequence[int]], Condition] | None, dict[str, Any] | None]:
     """Return the conditions of samples, those of held-out volumes in turn, and what they are worth.
 
-    `scale` and `code` are those that the network was trained with; the training volumes may have changed since. Both
-    results are None if the run was trained without such conditions, and the second if they do not say what a volume
-    looks like.
+    `of_conditions`, the normalisation of condition volumes, and `code` are those that the network was trained with; the
+    training volumes may have changed since. Both results are None if the run was trained without such conditions, and
+    the second if they do not say what a volume looks like.
     """
     pairs = check_conditions(settings, volumes)
-    conditions = prepare_conditions(settings, pairs, volumes, Process(codec.precision.device), codec, scale)
+    conditions = prepare_conditions(settings, pairs, volumes, Process(codec.precision.device), codec, of_conditions)
     if conditions is None:
         return None, None
     conditions = as_trained(conditions, code, pairs)

@@ -17,7 +17,6 @@ from diffusion.conditioning.conditions import empty_condition
 from diffusion.conditioning.other_autoencoder import load_other
 from diffusion.frozen_autoencoder import freeze
 from diffusion.latent_batches import LatentBatch
-from diffusion.noise_process import NoiseProcess
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes, guided, num_predictions
 from diffusion.volume_codec import VolumeCodec, frozen_codec
@@ -206,7 +205,7 @@ def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> No
     short = _shortened(settings)
     batch = _preview_batch(settings)
     volume_before = _volume(settings)  # whoever asked for the samples still has it
-    neutral = Normalisation.neutral(settings)
+    neutral = Normalisation.uniform(settings.autoencoder.latent_channels)
     next(draw_volumes(unet, codec, short, neutral, 0, range(batch), batch_size=batch))
     del volume_before
 
@@ -227,7 +226,7 @@ def _denoising_bytes(settings: Settings, cuda: bool, number: int) -> int:
         unet = _unet(settings).eval()
         latents, times = torch.zeros(number, *settings.latent_shape), torch.zeros(number, dtype=torch.long)
         ldm, nothing = _guided_throughout(settings).ldm, empty_condition(settings, number)
-        predict = guided(unet, ldm, nothing, NoiseProcess(ldm.scheduler, latents.device))
+        predict = guided(unet, ldm, nothing)
         tracker.reset()
         there = tracker.live["device"]
         predict(latents, times)

@@ -43,11 +43,6 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
             f"ldm.conditioning.numbers: {', '.join(settings.ldm.conditioning.numbers.columns)}; MONAI's "
             "DiffusionModelUNet takes no numbers; only networks trained without them can be exported"
         )
-    if (fold := settings.ldm.unet.fold) != 1:
-        raise CheckpointError(
-            f"ldm.unet.fold: {fold}; MONAI's DiffusionModelUNet folds no positions, so it would compute something else "
-            "with these weights; only networks trained with fold: 1 can be exported"
-        )
     arguments = unet_arguments(settings.ldm, settings.autoencoder.latent_channels)
     inputs = settings.ldm.conditioning.scan.inputs
     if not inputs:

@@ -33,11 +33,6 @@ def settings_that_differ(network: str, state: State, settings: Settings) -> list
 
 def settings_of_origin_that_differ(network: str, origin: str, settings: Settings) -> list[str]:
     """Return one line for each setting that the weights do not show but the library they come from implies."""
-    if network == "ldm":
-        # Latents from elsewhere were multiplied by one number and hidden by white noise.
-        implied: dict[str, Any] = {"ldm.latents.normalise": "scale", "ldm.scheduler.noise_components": 0}
-        implied["ldm.scheduler.noise_texture"] = "white"
-        return _differences(implied, settings, f"weights from {origin}")
     if network != "autoencoder":
         return []
     maisi = {"autoencoder.upsampling": "trilinear", "autoencoder.value_range": "unit"}
@@ -112,7 +107,6 @@ def _unet_settings(state: State) -> dict[str, Any]:
     levels = [{key for key in state if key.startswith(f"down_blocks.{level}.")} for level in range(num_levels)]
     implied: dict[str, Any] = {
         "autoencoder.latent_channels": state["out.2.conv.weight"].shape[0],
-        "ldm.unet.fold": 1,  # MONAI's network folds nothing
         "ldm.unet.num_channels": tuple(
             state[f"down_blocks.{level}.resnets.0.conv1.conv.weight"].shape[0] for level in range(num_levels)
         ),

@@ -27,11 +27,6 @@ def conditioning_problems(settings: Settings) -> Found:
             Problem("ldm.conditioning.num_classes", found, "allowed: 2 or more", remedy),
             ("ldm.conditioning.type",),
         )
-    has_guess = conditioning.labels.has_regression or conditioning.volume.is_guess
-    if conditioning.residual and has_guess and conditioning.normalise == "scale":
-        found = "true with normalise: scale, which leaves first guesses on another scale than latents"
-        remedy = "set normalise: position, or residual: false"
-        yield Problem("ldm.conditioning.residual", found, "", remedy), ("ldm.conditioning.normalise",)
     yield from _label_maps(ldm)
     yield from _volume(settings)
     yield from _numbers(ldm)

@@ -32,11 +32,6 @@ class DegradeSettings(Section):
     )
     hole: Sizes = key((0, 0, 0), "Size in voxels of a box that is cut out; the network learns to fill it; 0: none.")
     num_holes: Count = key(4, "Different holes in each volume, which take turns from pass to pass.", le=1024)
-    first_guess: bool = key(
-        False,
-        "Whether what is cut out is filled with a first guess before it is joined: what a Gaussian model of the "
-        "training volumes expects there, given the rest of the volume; false: left empty.",
-    )
     masks: PathText | None = key(
         None, f"Masks of what is cut out instead of a box, above 0 there: {_SOURCE.format(column='masks')}.", FREE
     )
@@ -91,17 +86,6 @@ class VolumeSettings(Section):
         """Return whether a part of the condition is unknown, which samples fill."""
         return self.is_from_target and (self.degrade.has_hole or self.degrade.masks is not None)
 
-    @property
-    def has_first_guess(self) -> bool:
-        """Return whether what is unknown is filled with a guess before the network sees it."""
-        return self.fills and self.is_used and self.degrade.first_guess
-
-    @property
-    def is_guess(self) -> bool:
-        """Return whether the encoded volume is a first guess of the latent to learn."""
-        is_whole = self.has_first_guess or not self.fills
-        return self.encoding == "autoencoder" and self.is_from_target and is_whole
-
     def num_joined(self, latent_channels: int) -> int:
         """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
         if not self.is_used:
@@ -121,21 +105,7 @@ class LabelMapSettings(Section):
         ge=0,
         le=1024,
     )
-    regression: bool = key(
-        False,
-        "Also join a first guess of the latent: what a linear regression of the training latents on their label maps "
-        "predicts. It helps most if volumes are few.",
-    )
     dropout: float = key(0.1, "Fraction of label maps hidden in training; guidance needs it.", ge=0, lt=1)
-
-    @property
-    def has_regression(self) -> bool:
-        """Return whether a guess is joined besides the label maps."""
-        return self.regression and self.num_classes > 0
-
-    def num_joined(self, latent_channels: int) -> int:
-        """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
-        return self.num_classes + (latent_channels if self.has_regression else 0)
 
 
 Columns = Annotated[
@@ -170,16 +140,6 @@ class ConditioningSettings(Section):
     type: Literal["none", "class"] = key("none", "Whether samples are conditioned on the class of their volume.")
     num_classes: int = key(0, "Number of classes in the data; required if the type is class.", ge=0, le=65_536)
     dropout: float = key(0.1, "Fraction of class labels hidden in training; guidance needs it.", ge=0, lt=1)
-    normalise: Literal["scale", "position"] = key(
-        "scale",
-        "How label maps and volumes are joined: position: as differences from their mean at each position over the "
-        "training set, which suits ldm.latents.normalise: position; scale: as they are.",
-    )
-    residual: bool = key(
-        False,
-        "Whether the network predicts how a latent differs from the first guess that its conditions give: the guess of "
-        "labels.regression, or the encoded volume that is made from the target by degrade; needs normalise: position.",
-    )
     labels: LabelMapSettings = section(LabelMapSettings, "Label maps as conditions.")
     volume: VolumeSettings = section(VolumeSettings, "Other volumes as conditions.")
     numbers: NumberSettings = section(NumberSettings, "Columns of a table as conditions.")
@@ -231,13 +191,4 @@ class ConditioningSettings(Section):
 
     def num_joined(self, latent_channels: int) -> int:
         """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
-        return self.labels.num_joined(latent_channels) + self.volume.num_joined(latent_channels)
-
-    def guess_channels(self, latent_channels: int) -> slice | None:
-        """Return which of the joined channels are a first guess of the latent that the network predicts around."""
-        if not (self.residual and self.normalise == "position"):
-            return None
-        of_labels = self.labels.num_joined(latent_channels)
-        if self.volume.is_guess:
-            return slice(of_labels, of_labels + latent_channels)
-        return slice(of_labels - latent_channels, of_labels) if self.labels.has_regression else None
+        return self.labels.num_classes + self.volume.num_joined(latent_channels)

@@ -77,7 +77,7 @@ def test_each_condition_is_hidden_with_its_own_probability_and_often_together():
     number = 4000
     noise = SampleNoise(1, CPU.device)
     given = Condition(torch.zeros(number, dtype=torch.long), torch.full((number, 4, 1, 1, 1), 0.25))
-    found = some_hidden(given, s, lambda purpose: noise.uniform(purpose, range(number)), 4)
+    found = some_hidden(given, s, lambda purpose: noise.uniform(purpose, range(number)))
     assert found.classes is not None
     assert found.joined is not None
     no_class, no_map = found.classes == 3, (found.joined == 0).flatten(1).all(dim=1)
@@ -93,9 +93,7 @@ def test_each_condition_is_hidden_with_its_own_probability_and_often_together():
 def test_each_number_is_hidden_by_itself_and_all_often_together():
     s = ConditioningSettings.model_validate(NUMBERS)
     number, noise = 4000, SampleNoise(2, CPU.device)
-    found = some_hidden(
-        Condition(numbers=torch.ones(number, 5)), s, lambda p: noise.uniform(p, range(number)), 4
-    ).numbers
+    found = some_hidden(Condition(numbers=torch.ones(number, 5)), s, lambda p: noise.uniform(p, range(number))).numbers
     assert found is not None
     no_age, no_sex = (found[:, :2] == 0).all(dim=1), (found[:, 2:] == 0).all(dim=1)
     assert torch.equal(no_age, (found[:, :2] == 0).any(dim=1))
@@ -137,7 +135,7 @@ def test_a_class_alone_is_hidden_by_the_same_draws_as_ever():
         return noise.uniform(purpose, range(50))
 
     classes = torch.arange(50) % 3
-    found = some_hidden(Condition(classes), s, draw, 4).classes
+    found = some_hidden(Condition(classes), s, draw).classes
     expected = torch.where(noise.uniform("label", range(50)) < 0.3, 3, classes)
     assert found is not None
     assert torch.equal(found, expected)
@@ -148,7 +146,7 @@ def test_without_conditions_nothing_is_drawn_and_the_input_is_the_same_tensor():
     def draw(purpose: str) -> torch.Tensor:
         raise AssertionError(purpose)
 
-    assert some_hidden(NOTHING, ConditioningSettings(), draw, 4) == NOTHING
+    assert some_hidden(NOTHING, ConditioningSettings(), draw) == NOTHING
     noisy = torch.zeros(1, 3, 2, 2, 2)
     assert NOTHING.joined_to(noisy) is noisy
     assert NOTHING.arguments == {}
@@ -166,7 +164,7 @@ def test_guidance_compares_with_all_conditions_hidden(tiny_values, conditioning)
     told: dict[str, Any] = {"class_labels": given.classes} if "type" in conditioning else {}
     untold = {"class_labels": torch.tensor([3, 3])} if told else {}
     with torch.no_grad():
-        found = guided(step.unet, step.settings.ldm, given, step.noise_process)(noisy, times)
+        found = guided(step.unet, step.settings.ldm, given)(noisy, times)
         with_all = step.unet(torch.cat([noisy, joined], dim=1), times, **told)
         without = step.unet(torch.cat([noisy, torch.zeros(2, 4, *grid)], dim=1), times, **untold)
     torch.testing.assert_close(found, without + 3 * (with_all - without), rtol=1e-4, atol=1e-5)

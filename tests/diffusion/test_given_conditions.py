@@ -12,7 +12,7 @@ import pytest
 from data.formats import write_nifti
 from data.pairs.numbers import NumberCode, code_of
 from diffusion.conditioning.given import GivenCondition, GivenFiles, check_class, given_conditions, given_numbers
-from diffusion.conditioning.joined_scale import AS_THEY_ARE
+from diffusion.normalisation import Normalisation
 from settings import DataError, Settings, UserError
 from settings.conditioning import NumberSettings
 
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 def cases(values: dict[str, Any], **given: str) -> list[GivenCondition]:
     values = copy.deepcopy(values)
     values["ldm"]["conditioning"] = BOTH
-    return given_conditions(Settings.model_validate(values), GivenFiles(**given), None, AS_THEY_ARE)  # type: ignore[arg-type]
+    return given_conditions(Settings.model_validate(values), GivenFiles(**given), None, Normalisation.uniform(1))  # type: ignore[arg-type]
 
 
 def test_a_single_file_belongs_to_every_file_of_a_folder(tiny_values, folder):

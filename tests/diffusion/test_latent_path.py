@@ -31,7 +31,7 @@ def make_step(values, **ldm) -> LatentDiffusionStep:
     for section, changes in ldm.items():
         values["ldm"].setdefault(section, {}).update(changes)
     step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
-    step.normalisation = Normalisation(SCALE)
+    step.normalisation = Normalisation.uniform(3, SCALE)
     # Convolutions that begin at zero would hide what the network is given.
     generator = torch.Generator().manual_seed(1)
     for parameter in step.unet.parameters():
@@ -151,7 +151,7 @@ def test_samples_are_decoded_from_unscaled_latents(tiny_values):
         expected = torch.cat([step.autoencoder.decode(latent[None] / SCALE) for latent in drawn])
         unscaled = torch.cat([step.autoencoder.decode(latent[None]) for latent in drawn])
     found = torch.stack(
-        list(draw_volumes(step.unet, step.codec, settings, Normalisation(SCALE), 5, [0, 1], batch_size=2))
+        list(draw_volumes(step.unet, step.codec, settings, Normalisation.uniform(3, SCALE), 5, [0, 1], batch_size=2))
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert (expected - unscaled).norm() > 0.2 * expected.norm()

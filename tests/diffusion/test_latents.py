@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import numpy as np
 import pytest
@@ -12,12 +11,12 @@ import torch
 from data import BatchPlan, load_file, prepare_volumes
 from diffusion.conditioning import check_classes, class_number
 from diffusion.frozen_autoencoder import freeze, weights_digest
-from diffusion.latents import LATENTS, latent_scale, prepare_latents
+from diffusion.latents import LATENTS, prepare_latents
 from diffusion.volume_codec import VolumeCodec
 from models import build_autoencoder
 from runtime.precision import Precision
 from runtime.processes import Process
-from settings import CheckpointError, ConfigError, DataError, Settings
+from settings import ConfigError, DataError, Settings
 
 CPU = Process(torch.device("cpu"))
 
@@ -65,7 +64,7 @@ def test_every_volume_is_encoded_once_and_found_again(values):
     assert codec.count == 6
     second, codec = prepare(values)
     assert codec.count == 0
-    assert second.normalisation.scale == first.normalisation.scale
+    assert torch.equal(second.normalisation.scale, first.normalisation.scale)
     assert second.spacing_mm == first.spacing_mm
 
 
@@ -74,7 +73,8 @@ def test_a_killed_encoding_continues_where_it_stopped(values):
         prepare(values, Counted(Settings.model_validate(values), limit=4))
     latents, codec = prepare(values)
     assert codec.count == 2
-    assert latents.normalisation.scale == prepare(values, latents__cache="memory")[0].normalisation.scale
+    expected = prepare(values, latents__cache="memory")[0].normalisation
+    assert torch.equal(latents.normalisation.scale, expected.scale)
 
 
 def test_a_changed_weight_grid_or_intensity_is_encoded_anew(values):
@@ -94,7 +94,8 @@ def test_disk_memory_and_none_give_the_same_latents_and_scale(values):
     disk, _ = prepare(values)
     memory, _ = prepare(values, latents__cache="memory")
     none, codec = prepare(values, latents__cache="none")
-    assert disk.normalisation.scale == memory.normalisation.scale == none.normalisation.scale
+    assert torch.equal(disk.normalisation.scale, memory.normalisation.scale)
+    assert torch.equal(disk.normalisation.scale, none.normalisation.scale)
     assert disk.read is not None
     assert memory.read is not None
     assert none.read is None
@@ -136,7 +137,8 @@ def test_the_scale_is_of_all_latents_of_the_training_set_as_training_draws_them(
         mean, sigma = latents.read(index)
         noise = torch.randn((400, *mean.shape), generator=generator)
         drawn.append(mean + sigma * noise)
-    assert latents.normalisation.scale == pytest.approx(1 / torch.stack(drawn).std().item(), rel=2e-3)
+    expected = 1 / torch.stack(drawn).std(dim=(0, 1, 3, 4, 5))
+    torch.testing.assert_close(latents.normalisation.scale.flatten(), expected, rtol=5e-3, atol=0)
 
 
 def test_samples_get_the_median_intensities_of_the_training_set(values):
@@ -148,17 +150,6 @@ def test_samples_get_the_median_intensities_of_the_training_set(values):
     assert latents.lower == pytest.approx(tuple(np.median([volume.lower for volume in loaded], axis=0)), rel=1e-6)
 
 
-def test_latents_without_variance_are_refused():
-    with pytest.raises(CheckpointError, match="variance of the autoencoder's latents is 0"):
-        latent_scale([_flat()], 8)
-
-
-def _flat():
-    from diffusion.latent_files import facts_of
-
-    return facts_of((torch.ones(1, 2, 2, 2), torch.zeros(1, 2, 2, 2)), (1.0,) * 3, (0.0,), (1.0,))
-
-
 def test_encode_scale_unscale_decode_is_the_autoencoders_own_reconstruction(values):
     latents, codec = prepare(values)
     assert latents.read is not None
@@ -166,10 +157,10 @@ def test_encode_scale_unscale_decode_is_the_autoencoders_own_reconstruction(valu
 
     for index, file in enumerate((*latents.volumes.train, *latents.volumes.val)):
         image = load_volume(file.path, latents.settings, 1).image
-        scaled = latents.read(index)[0] * latents.normalisation.scale
+        scaled = latents.normalisation.apply(latents.read(index)[0])
         with torch.no_grad():
             direct = codec.autoencoder.decode(codec.autoencoder.encode(image[None])[0])[0]
-        assert (codec.decode(scaled / latents.normalisation.scale) - direct).norm() <= 1e-6 * direct.norm()
+        assert (codec.decode(latents.normalisation.undo(scaled)) - direct).norm() <= 1e-6 * direct.norm()
 
 
 @pytest.mark.parametrize("budget_bytes", [1, None])
@@ -206,11 +197,11 @@ def test_two_processes_share_the_encoding_and_agree_on_the_scale(values, monkeyp
     alone, _ = prepare(values, latents__cache="none")
     settings = Settings.model_validate(values)
     volumes = prepare_volumes(settings.data, settings.seed, 1)
-    tables: list[torch.Tensor] = []
+    tables: dict[torch.Size, torch.Tensor] = {}
 
     def sum_with_the_other(self, table):
-        tables.append(table)
-        return table + tables[0] if len(tables) == 2 else table
+        other = tables.setdefault(table.shape, table)
+        return table if other is table else table + other
 
     monkeypatch.setattr(Process, "sum", sum_with_the_other)
     monkeypatch.setattr(Process, "any", lambda self, flag: flag)
@@ -218,20 +209,19 @@ def test_two_processes_share_the_encoding_and_agree_on_the_scale(values, monkeyp
     for rank in (1, 0):
         codec = Counted(settings)
         process = Process(CPU.device, rank=rank, world_size=2)
-        try:
-            scales.append(prepare_latents(codec, volumes, settings, process).normalisation.scale)
-        except CheckpointError:
-            scales.append(math.nan)  # the first of the two knows only its own share
+        # The first of the two knows only its own share.
+        scales.append(prepare_latents(codec, volumes, settings, process).normalisation.scale)
         counts.append(codec.count)
     assert counts == [3, 3]
-    assert scales[1] == alone.normalisation.scale
+    assert torch.equal(scales[1], alone.normalisation.scale)
+    assert not torch.equal(scales[0], scales[1])
 
 
 def test_patches_and_augmentation_are_of_stage_one_only(values, caplog):
     caplog.set_level("INFO")
     latents, _ = prepare(values, data__use_augmentation=True)
     assert not latents.settings.use_augmentation
-    assert latents.normalisation.scale == prepare(values)[0].normalisation.scale
+    assert torch.equal(latents.normalisation.scale, prepare(values)[0].normalisation.scale)
     assert "apply to stage 1 only" in caplog.text
 
 
@@ -272,13 +262,15 @@ def test_the_scale_is_the_formula_over_training_volumes_and_no_others(values):
     assert read is not None
     num_train = len(latents.volumes.train)
 
-    def scale_of(number: int) -> float:
+    def scale_of(number: int) -> torch.Tensor:
         moments = [read(index) for index in range(number)]
         means, sigmas = (torch.stack(part).double() for part in zip(*moments, strict=True))
-        return float(1 / (means.var(correction=0) + sigmas.square().mean()).sqrt())
+        axes = (0, 2, 3, 4)
+        return (means.var(dim=axes, correction=0) + sigmas.square().mean(dim=axes)).rsqrt()
 
-    assert latents.normalisation.scale == pytest.approx(scale_of(num_train), rel=1e-9)
-    assert latents.normalisation.scale != pytest.approx(scale_of(num_train + len(latents.volumes.val)), rel=1e-6)
+    found = latents.normalisation.scale.flatten().double()
+    torch.testing.assert_close(found, scale_of(num_train), rtol=1e-6, atol=0)
+    assert ((found / scale_of(num_train + len(latents.volumes.val)) - 1).abs() > 1e-5).any()
 
 
 def test_a_class_is_asked_for_by_name_or_number():

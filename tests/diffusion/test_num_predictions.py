@@ -42,5 +42,5 @@ def test_predictions_are_counted_as_the_network_makes_them(tiny_values, sampler,
     settings = Settings.model_validate(tiny_values)
     network = Counting()
     codec = SimpleNamespace(precision=SimpleNamespace(device=torch.device("cpu")), decode=lambda latent: latent)
-    next(draw_volumes(network, codec, settings, Normalisation.neutral(settings), 0, [0]))  # type: ignore[arg-type]
+    next(draw_volumes(network, codec, settings, Normalisation.uniform(settings.latent_shape[0]), 0, [0]))  # type: ignore[arg-type]
     assert num_predictions(settings.ldm) == network.sizes

@@ -135,8 +135,7 @@ def test_guidance_acts_inside_its_interval_only_and_spares_the_second_half_of_th
         }
     )
     labels = torch.tensor([1, 2])
-    process = NoiseProcess(settings.scheduler, CPU)
-    guide = guided(ByLabel(), settings, Condition(labels), process)
+    guide = guided(ByLabel(), settings, Condition(labels))
     found = guide(torch.zeros(2, 3, 8, 8, 8), torch.full((2,), time))
     expected = 3 + 4 * (labels - 3) if is_guided else labels
     assert found[:, 0, 0, 0, 0].tolist() == expected.tolist()

@@ -10,8 +10,6 @@ import torch
 
 from diffusion.conditioning import Condition
 from diffusion.latent_batches import LatentBatch
-from diffusion.latent_files import facts_of
-from diffusion.latents import latent_scale
 from diffusion.noise_process import NoiseProcess
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import classes_in_turn, draw_volumes, guided, sample_latents
@@ -82,9 +80,7 @@ def train_on_two_points(values, **scheduler) -> LatentDiffusionStep:
     step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
     latents = [torch.full(step.settings.latent_shape, value) for value in (LOW, HIGH)]
     sigma = torch.full_like(latents[0], 0.5)
-    facts = [facts_of((latent, sigma), (1.0,) * 3, (0.0,), (1.0,)) for latent in latents]
-    step.normalisation = Normalisation(latent_scale(facts, latents[0].numel()))
-    assert step.normalisation.scale == pytest.approx(1 / 80, rel=1e-3)
+    step.normalisation = Normalisation.uniform(1, 1 / 80)
     mean = torch.stack(latents * 8)
     for number in range(200):
         positions = tuple(range(16 * number, 16 * number + 16))
@@ -109,26 +105,26 @@ def test_training_on_two_points_far_from_unit_scale_draws_both_at_the_datas_scal
     untrained = untrained_discrepancy(step, data)
     with step.average.swapped_in():
         for sampler in samplers:
-            predict = guided(step.unet, step.settings.ldm, Condition(), step.noise_process)
+            predict = guided(step.unet, step.settings.ldm, Condition())
             shape = step.settings.latent_shape
             noise = SampleNoise(1, CPU.device)
             drawn = sample_latents(predict, step.noise_process, noise, range(64), shape, 25, sampler)
-            values = (drawn / step.normalisation.scale).flatten(1).mean(dim=1)
+            values = step.normalisation.undo(drawn).flatten(1).mean(dim=1)
             is_high = values > (LOW + HIGH) / 2
             assert 0.3 < is_high.double().mean() < 0.7, sampler
             # A tenth of the distance between the two.
             assert (values[is_high] - HIGH).abs().mean() < 16, sampler
             assert (values[~is_high] - LOW).abs().mean() < 16, sampler
-            trained = maximum_mean_discrepancy(drawn.flatten(1).double() / step.normalisation.scale, data)
+            trained = maximum_mean_discrepancy(step.normalisation.undo(drawn).flatten(1).double(), data)
             assert trained < 0.5 * untrained, sampler
 
 
 def untrained_discrepancy(step: LatentDiffusionStep, data: torch.Tensor) -> float:
     untrained = LatentDiffusionStep(step.settings, CPU, load_weights=False)
-    predict = guided(untrained.unet.eval(), step.settings.ldm, Condition(), step.noise_process)
+    predict = guided(untrained.unet.eval(), step.settings.ldm, Condition())
     noise = SampleNoise(1, CPU.device)
     drawn = sample_latents(predict, step.noise_process, noise, range(64), step.settings.latent_shape, 25)
-    return maximum_mean_discrepancy(drawn.flatten(1).double() / step.normalisation.scale, data)
+    return maximum_mean_discrepancy(step.normalisation.undo(drawn).flatten(1).double(), data)
 
 
 def make_step(values, **ldm) -> LatentDiffusionStep:
@@ -146,7 +142,14 @@ def make_step(values, **ldm) -> LatentDiffusionStep:
 
 def draw(step: LatentDiffusionStep, positions, batch_size: int, seed: int = 5, **options) -> torch.Tensor:
     volumes = draw_volumes(
-        step.unet, step.codec, step.settings, Normalisation(0.5), seed, positions, batch_size=batch_size, **options
+        step.unet,
+        step.codec,
+        step.settings,
+        Normalisation.uniform(3, 0.5),
+        seed,
+        positions,
+        batch_size=batch_size,
+        **options,
     )
     return torch.stack(list(volumes))
 
@@ -178,7 +181,7 @@ def test_guidance_of_one_is_the_class_of_zero_no_class_and_beyond_extrapolates(t
         step = make_step(tiny_values, conditioning=conditioning, sampling={"guidance_scale": scale})
         step.unet.eval()
         with torch.no_grad():
-            found[scale] = guided(step.unet, step.settings.ldm, Condition(labels), step.noise_process)(noisy, times)
+            found[scale] = guided(step.unet, step.settings.ldm, Condition(labels))(noisy, times)
     torch.testing.assert_close(found[3.0], found[0.0] + 3 * (found[1.0] - found[0.0]), rtol=1e-4, atol=1e-5)
     assert (found[1.0] - found[0.0]).abs().max() > 1e-4
 

@@ -70,7 +70,7 @@ def test_a_hidden_modality_is_the_unknown_one_and_the_scan_is_never_hidden():
     assert nothing.classes is not None
     assert nothing.classes.tolist() == [0] * 4
     assert nothing.scan is condition.scan
-    some = some_hidden(condition, s, lambda purpose: torch.tensor([0.1, 0.6, 0.4, 0.9]), latent_channels=4)
+    some = some_hidden(condition, s, lambda purpose: torch.tensor([0.1, 0.6, 0.4, 0.9]))
     assert some.classes is not None
     assert some.classes.tolist() == [0, 3, 0, 3]
     assert some.scan is condition.scan

@@ -75,7 +75,7 @@ def effect(values, volume, is_right: bool, masks: tuple[VolumeFile, ...] = ()):
             DrawsItsCondition(),
             Codec(settings),
             settings,
-            Normalisation(1.0),
+            Normalisation.uniform(3, 1.0),
             conditions,
             pairs,
         ),  # type: ignore[arg-type]

@@ -212,17 +212,6 @@ def test_conditions_that_are_given_are_part_of_the_plan_and_of_its_memory():
     plan = planned(SETS["MR"], ldm__conditioning__labels__source="/data/maps", ldm__conditioning__labels__num_classes=3)
     found = plan.recommended.settings.ldm.conditioning
     assert (found.labels.source, found.labels.num_classes) == ("/data/maps", 3)
-    assert found.normalise == "position"
-    assert found.labels.regression
-    assert found.residual
-    plain = planned(
-        SETS["MR"],
-        ldm__conditioning__labels__source="/data/maps",
-        ldm__conditioning__labels__num_classes=3,
-        ldm__conditioning__normalise="scale",
-    )
-    assert not plain.recommended.settings.ldm.conditioning.residual
-    assert "ldm.conditioning.normalise" not in {choice.key for choice in planned(SETS["MR"]).choices}
 
 
 def test_given_spacing_sets_the_grid():

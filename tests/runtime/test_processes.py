@@ -70,7 +70,7 @@ def test_gradients_of_two_processes_equal_those_of_one_with_twice_the_accumulati
 
 def test_conditions_of_two_processes_are_scaled_like_those_of_one(found):
     (one,), (first, second) = found["one"], found["two"]
-    assert one["condition scale"].keys() == {"volume_scale", "joined_volume_mean", "joined_volume_scale"}
+    assert one["condition scale"].keys() == {"condition_scale", "condition_mean"}
     torch.testing.assert_close(first["condition scale"], one["condition scale"], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(first["condition scale"], second["condition scale"], rtol=0, atol=0)
 

@@ -18,7 +18,7 @@ from diffusion.conditioning import check_conditions
 from diffusion.latents import prepare_latents
 from diffusion.volume_codec import frozen_codec
 from evaluation.autoencoder_validation import validate_autoencoder
-from evaluation.ldm_validation import _held_out_loss
+from evaluation.skill import Skill
 from runtime.processes import Process, processes
 from settings import DataError, Settings, UserError, load_settings
 from storage.run_folder import RunFolder
@@ -72,18 +72,18 @@ def stage_two(settings: Settings, process: Process, volumes: DataSplit, found: d
     plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
     step.backward(next(iter(latents.training_batches(plan, STEP, STEP + 1))), STEP)
     found["ldm"] = gradients(step)
-    found["held-out loss"] = _held_out_loss(step, latents)
+    found["held-out loss"] = Skill(latents, step.codec, step.normalisation, settings, process)(step.unet)
 
 
 def conditional(settings: Settings, process: Process, volumes: DataSplit, found: dict[str, Any]) -> None:
     """Make one backward with volumes in which a hole is to be filled."""
     hole = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": (5, 5, 5)}}
-    changes = {"conditioning.normalise": "position", "conditioning.volume": hole, "latents.cache": "memory"}
+    changes = {"conditioning.volume": hole, "latents.cache": "memory"}
     settings = settings.with_overrides({f"ldm.{key}": value for key, value in changes.items()})
     codec = frozen_codec(settings, process.device)
     latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
     assert latents.conditions is not None
-    found["condition scale"] = latents.conditions.scale.content
+    found["condition scale"] = latents.conditions.metadata
     step = LatentDiffusionStep(settings, process, codec=codec, latents=latents)
     plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
     step.backward(next(iter(latents.training_batches(plan, STEP, STEP + 1))), STEP)

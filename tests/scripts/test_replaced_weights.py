@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.conftest import ROOT
 from tests.finished_run import finished_run, run_here
@@ -42,7 +43,7 @@ def test_a_run_in_use_is_left_alone(tmp_path, tmp_path_factory, capsys):
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"held\n"
-            weights = ["--weights", run / "autoencoder.safetensors", "--config", run / "config.yaml"]
+            weights: list[str | Path] = ["--weights", run / "autoencoder.safetensors", "--config", run / "config.yaml"]
             assert run_here(SCRIPT, "--from", "monai", *weights, "--out", out) == 2
             assert "in use by another process" in capsys.readouterr().err
             assert not (out / "autoencoder.safetensors").exists()

@@ -24,7 +24,7 @@ def make_step(values, **ldm) -> LatentDiffusionStep:
     for section, changes in ldm.items():
         values["ldm"].setdefault(section, {}).update(changes)
     step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
-    step.normalisation = Normalisation(0.5)
+    step.normalisation = Normalisation.uniform(3, 0.5)
     # The last convolution begins at zero: without this no gradient would pass it.
     torch.nn.init.normal_(step.unet.out[2].conv.weight, std=0.1, generator=torch.Generator().manual_seed(1))
     return step
@@ -229,9 +229,9 @@ def test_a_latent_that_is_not_finite_stops_before_the_weights_move(tiny_values):
 
 def test_the_scale_travels_with_the_state_and_another_autoencoder_is_refused(tiny_values):
     step, other = make_step(tiny_values), make_step(tiny_values)
-    step.normalisation = Normalisation(0.123)
+    step.normalisation = Normalisation.uniform(3, 0.123)
     other.load_state_dict(step.state_dict())
-    assert other.normalisation.scale == 0.123
+    assert torch.equal(other.normalisation.scale, torch.full((3, 1, 1, 1), 0.123))
     with torch.no_grad():
         next(other.autoencoder.parameters()).view(-1)[0] += 1e-3
     with pytest.raises(CheckpointError, match="autoencoder with other weights"):

@@ -42,7 +42,7 @@ def build(settings: Settings, stage: str) -> TrainingStep:
     if stage == "autoencoder":
         return AutoencoderStep(settings, CPU)
     step = LatentDiffusionStep(settings, CPU, load_weights=False)
-    step.normalisation = Normalisation(0.25)
+    step.normalisation = Normalisation.uniform(3, 0.25)
     return step
 
 
@@ -85,7 +85,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_in_everything_it_holds(settin
 
     resumed = build(settings, stage)
     if isinstance(resumed, LatentDiffusionStep):
-        resumed.normalisation = Normalisation(1.0)
+        resumed.normalisation = Normalisation.uniform(3, 1.0)
     first = resume(resumed, checkpoints, settings, volumes)
     assert first == STOPPED_AFTER
     assert_same_state(resumed.state_dict(), held)

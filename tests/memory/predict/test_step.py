@@ -132,15 +132,15 @@ def test_level_follows_from_the_shape(shape, level):
     assert level_of(shape, (256, 256, 64)) == level
 
 
-def test_levels_of_a_folded_network_are_counted_from_its_own_highest(tiny_values):
-    tiny_values["data"]["voxel_size"] = [44, 76, 44]
-    tiny_values["ldm"]["unet"] |= {"fold": 2, "attention_levels": [True, True]}
+def test_levels_of_a_padded_latent_are_counted_from_the_padded_grid(tiny_values):
+    tiny_values["data"]["voxel_size"] = [42, 74, 42]
+    tiny_values["ldm"]["unet"] |= {"attention_levels": [True, True]}
     tiny_values["ldm"]["latents"] = {"pad": True}
     settings = Settings.model_validate(tiny_values)
-    # The latent of 22x38x22 is padded to multiples of 4 and folded to half of that.
+    # The latent of 21x37x21 is padded to multiples of 2.
     rows = attention_growth(settings, "ldm")
-    assert [row["grid"] for row in rows if row["grid_factor"] == 1] == [[12, 20, 12], [6, 10, 6]]
-    shapes = [(1, 3, 22, 38, 22), (1, 16, 12, 20, 12), (1, 32, 6, 10, 6)]
+    assert [row["grid"] for row in rows if row["grid_factor"] == 1] == [[22, 38, 22], [11, 19, 11]]
+    shapes = [(1, 3, 21, 37, 21), (1, 16, 22, 38, 22), (1, 32, 11, 19, 11)]
     assert [level_of(shape, settings.unet_grid) for shape in shapes] == [0, 0, 1]
 
 

@@ -1,1 +1,0 @@
-"""The presets' recipes of stage 2 side by side: `python -m dev.recipes`."""
