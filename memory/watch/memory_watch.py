@@ -119,11 +119,6 @@ class MemoryWatch:
             record_step_time(self.prediction, seconds, self.process.device)
         self._ends = self._ends[-TIMED_STEPS:]
 
-    @property
-    def pace(self) -> tuple[float, float] | None:
-        """Return the predicted seconds of an update and of a validation; None where only a lower bound is known."""
-        return self.prediction.pace_on_cpu if self.prediction is not None else None
-
     def read(self) -> dict[str, float]:
         """Return the readings since the last call, in GiB, by metric name."""
         return self.readings.read()
