@@ -11,7 +11,7 @@ from typing import Any
 from command_line import OUT_OF_MEMORY
 from memory.predict.prediction import CONTEXT_BYTES, GIB, TRAINING_STEP, Stage
 from planning.choice import Choice
-from planning.choices import class_choices, data_choices, intensity_choices
+from planning.choices import channel_choices, class_choices, data_choices, intensity_choices, occupancy_choices
 from planning.fingerprint import Fingerprint
 from planning.layout import Extent, Grid, Layout, covered_extent, fixed_layout, layouts
 from planning.networks import Network, Scene, Values, autoencoder_choices, unet_choices
@@ -99,8 +99,10 @@ class Planner:
             Choice("data.source", found.source, "given as --data"),
             *data_choices(found, self.extent, scene.layout, scene.sizing),
             *intensity_choices(found, self.given.get("data.intensity.mode")),
+            *([] if any(key.startswith("data.intensity.") for key in self.given) else channel_choices(found)),
             *class_choices(found),
             *autoencoder_choices(draft.first, scene),
+            *occupancy_choices(found),
             *unet_choices(draft.second, scene),
             Choice("device.mixed_precision", not scene.sizing.full_precision, precision),
         ]

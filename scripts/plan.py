@@ -168,14 +168,9 @@ def _command() -> str:
 def _next(options: argparse.Namespace) -> str:
     if options.out is None:
         return "\nnothing was written; add --out configs/my_data.yaml for the recommended config with all its reasons"
-    import torch
-
-    config = shlex.quote(options.out)
-    text = f"\nwritten: {options.out}\nnext: python train_autoencoder.py --config {config} --dry-run"
-    if torch.cuda.is_available():
-        return text
-    where = "there is no GPU here, so that predicts for the CPU; for a GPU: python scripts/estimate_memory.py"
-    return f"{text}\n({where} --config {config})"
+    gpu = "" if options.gpu is None else f" --gpu {shlex.quote(options.gpu)}"
+    command = f"python train_autoencoder.py --config {shlex.quote(options.out)} --dry-run{gpu}"
+    return f"\nwritten: {options.out}\nnext: {command}"
 
 
 class _ProgressBar:
