@@ -53,6 +53,14 @@ def test_prediction_equals_the_tracked_real_step_within_1_percent(stage, changes
     assert predicted.flops == real.flops
 
 
+def test_a_prediction_for_a_cpu_follows_its_precision():
+    peaks = [
+        predict_step(make({"device.type": "cpu", **changes}), "autoencoder").required_bytes
+        for changes in ({}, {"device.mixed_precision": True}, STAGE_1["float16"])
+    ]
+    assert peaks[0] == peaks[1] != peaks[2]
+
+
 def test_breakdown_adds_up_to_the_peak_and_names_what_trains():
     prediction = predict_step(make({f"{TRAINING}.ema_decay": 0.99, f"{TRAINING}.slab_rows": 4}), "autoencoder")
     assert sum(prediction.breakdown.values()) == prediction.peak_allocated_bytes
