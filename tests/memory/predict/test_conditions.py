@@ -12,7 +12,6 @@ from memory.predict.records import Work
 from memory.predict.run import CONDITIONS as ENCODING_CONDITIONS
 from memory.predict.run import (
     ENCODING,
-    PartOfRun,
     _all_previews,
     _shortened,
     assumptions,
@@ -122,7 +121,7 @@ def test_the_time_of_previews_knows_in_which_steps_guidance_acts(
     batch = 2
     # A prediction for one latent is one operation; a held-out loss has one at each of its four noise levels.
     losses, drawn, decoded = (
-        PartOfRun({("convolution", (1,), "float32"): Work(flops=flops)}) for flops in (4, batch * in_two_steps, 0)
+        {("convolution", (1,), "float32"): Work(flops=flops)} for flops in (4, batch * in_two_steps, 0)
     )
     found = _all_previews(Settings.model_validate(tiny_values), losses, drawn, decoded)
     assert [work.flops for work in found.values()] == [batch * expected]
