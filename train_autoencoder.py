@@ -21,10 +21,10 @@ def main(options: argparse.Namespace) -> int:
     settings = load_settings(options.config, overrides_of(options, "autoencoder"), stage="autoencoder")
     from memory.watch.memory_watch import train_with_rungs
 
-    return train_with_rungs(lambda rung: train(rung, options.dry_run), settings, "autoencoder", options.on_oom)
+    return train_with_rungs(lambda s: train(s, options.dry_run, options.gpu), settings, "autoencoder", options.on_oom)
 
 
-def train(settings: Settings, is_dry_run: bool) -> int:
+def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     """Train, resuming from the newest checkpoint if there is one; return the exit code."""
     from data import BatchPlan, prepare_volumes, training_batches, validation_batches
     from evaluation.autoencoder_validation import validate_autoencoder
@@ -42,12 +42,12 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from training.run_setup import describe_run, open_run
     from training.summary import summarise, warn_of_stage_two
 
-    with processes(settings.device) as process, MemoryWatch(settings, "autoencoder", process) as watch:
+    with processes(settings.device) as process, MemoryWatch(settings, "autoencoder", process, is_dry_run, gpu) as watch:
         # Check everything that the run needs, and say what it will do.
         check_trackers(settings.logging)
         ensure_perceptual_weights(settings.autoencoder.training)
         ensure_pretrained(settings.autoencoder)
-        volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+        volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels, is_dry_run)
         warn_of_stage_two(settings, volumes, process)
         log.info(summarise(settings, "autoencoder", len(volumes.train), process.world_size))
         watch.announce(len(volumes.train), len(volumes.val))

@@ -21,10 +21,10 @@ def main(options: argparse.Namespace) -> int:
     settings = load_settings(options.config, overrides_of(options, "ldm"), stage="ldm")
     from memory.watch.memory_watch import train_with_rungs
 
-    return train_with_rungs(lambda rung: train(rung, options.dry_run), settings, "ldm", options.on_oom)
+    return train_with_rungs(lambda s: train(s, options.dry_run, options.gpu), settings, "ldm", options.on_oom)
 
 
-def train(settings: Settings, is_dry_run: bool) -> int:
+def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     """Train, resuming from the newest checkpoint if there is one; return the exit code."""
     from data import BatchPlan, prepare_volumes
     from diffusion.conditioning import check_conditions
@@ -44,10 +44,10 @@ def train(settings: Settings, is_dry_run: bool) -> int:
     from training.run_setup import describe_run, open_run
     from training.summary import summarise
 
-    with processes(settings.device) as process, MemoryWatch(settings, "ldm", process) as watch:
+    with processes(settings.device) as process, MemoryWatch(settings, "ldm", process, is_dry_run, gpu) as watch:
         # Check everything that the run needs, and say what it will do.
         pretrained_unet(settings)
-        volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
+        volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels, is_dry_run)
         pairs = check_conditions(settings, volumes)
         log.info(summarise(settings, "ldm", len(volumes.train), process.world_size))
         watch.announce(len(volumes.train), len(volumes.val))

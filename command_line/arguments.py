@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
+from settings.errors import ConfigError, Problem
+
 
 def parser(description: str, examples: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return a parser with the arguments that every command takes; --help lists the examples."""
@@ -27,6 +29,11 @@ def add_training(target: argparse.ArgumentParser) -> None:
     target.add_argument(
         "--dry-run", action="store_true", help="print what would be trained and the memory it needs, then stop"
     )
+    target.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help='with --dry-run: also predict for this GPU, such as "RTX 4090"; default without a GPU here: A100',
+    )
     limit = target.add_mutually_exclusive_group()
     limit.add_argument(
         "--hours",
@@ -45,6 +52,8 @@ def add_training(target: argparse.ArgumentParser) -> None:
 
 def overrides_of(options: argparse.Namespace, stage: str) -> list[str]:
     """Return the overrides of a train script; --hours and --minutes override the stage's `max_hours`."""
+    if options.gpu is not None and not options.dry_run:
+        raise ConfigError([Problem("--gpu", "given without --dry-run", "allowed: with it", "leave it out to train")])
     hours = options.hours if options.minutes is None else options.minutes / 60
     return [*options.overrides, *([] if hours is None else [f"{stage}.training.max_hours={hours!r}"])]
 

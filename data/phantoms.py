@@ -33,7 +33,7 @@ def phantom_files(folder: Path, number: int, grid: tuple[int, ...], num_channels
     generates and the others wait.
     """
     root = phantom_root(folder, grid, num_channels, seed)
-    paths = [root / CLASS_NAMES[i % len(CLASS_NAMES)] / f"phantom_{i:04d}.nii.gz" for i in range(number)]
+    paths = phantom_paths(root, number)
     if all(path.exists() for path in paths):
         return paths
     with alone(root / ".lock"):
@@ -48,6 +48,11 @@ def phantom_files(folder: Path, number: int, grid: tuple[int, ...], num_channels
                     "a writable folder with free space is needed; run the command where runs/ can be written"
                 ) from error
     return paths
+
+
+def phantom_paths(root: Path, number: int) -> list[Path]:
+    """Return where the phantoms are, or will be."""
+    return [root / CLASS_NAMES[i % len(CLASS_NAMES)] / f"phantom_{i:04d}.nii.gz" for i in range(number)]
 
 
 def phantom_root(folder: Path, grid: tuple[int, ...], num_channels: int, seed: int) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data.discovery import Found, class_names_of, find, is_plain_folder, with_folders, with_labels
 from data.files import dicom
-from data.phantoms import phantom_files, phantom_root
+from data.phantoms import phantom_files, phantom_paths, phantom_root
 from data.preparation.checking import Checked, check_files
 from data.survey.names import class_folder, grouped, problem_lines
 from data.survey.overview import looks_like_labels
@@ -74,14 +74,26 @@ class Source:
         return [problem for item in self.checked for problem in item.problems] + list(self.unlabelled)
 
 
-def prepare_volumes(s: DataSettings, seed: int, in_channels: int) -> DataSplit:
-    """Find the volumes, check and prepare each in one pass, and split them.
+def prepare_volumes(s: DataSettings, seed: int, in_channels: int, is_dry_run: bool = False) -> DataSplit:
+    """Find the volumes, check and prepare each in one pass, and split them; a dry run generates no phantoms.
 
     Raises one DataError that lists every problem of every file. Results are kept in runs/checks and, if `data.prepared`
     is disk, in runs/prepared, so only new or changed files are read again. Under torchrun one process per node reads
     while the others wait.
     """
+    if is_dry_run and s.source == PHANTOMS and s.labels is None:
+        found = _phantoms(s, seed, in_channels)
+        names = class_names_of(found)
+        files = {f: VolumeFile(f.path, f.name, names.index(f.class_name or ""), in_channels) for f in found}
+        train, val = split(found, s, seed)
+        return DataSplit(tuple(files[item] for item in train), tuple(files[item] for item in val), names)
     return split_source(check_source(s, seed, in_channels), s, seed, in_channels)
+
+
+def _phantoms(s: DataSettings, seed: int, in_channels: int) -> list[Found]:
+    """Return the phantoms, which need not exist yet."""
+    root = phantom_root(run_folder.PHANTOMS, s.voxel_size, in_channels, seed)
+    return [Found(p, p.relative_to(root).as_posix(), p.parent.name) for p in phantom_paths(root, s.num_phantoms)]
 
 
 def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -> DataSplit:
@@ -112,9 +124,8 @@ def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
     """Find, check and prepare the volumes of a source."""
     left_out: list[str] = []
     if s.source == PHANTOMS:
-        paths = phantom_files(run_folder.PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
-        root = phantom_root(run_folder.PHANTOMS, s.voxel_size, in_channels, seed)
-        found = [Found(path, path.relative_to(root).as_posix(), path.parent.name) for path in paths]
+        phantom_files(run_folder.PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
+        found = _phantoms(s, seed, in_channels)
     else:
         found, left_out = find(s.source, s.allow_outside_root)
     unlabelled: list[str] = []

@@ -15,7 +15,7 @@ from command_line import parser, run
 from dev.measured.record import PATH, keep, read
 from settings import ConfigError, Problem
 
-WHAT = ("allocator", "resident", "times")
+WHAT = ("allocator", "resident")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -27,7 +27,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument(
         "what",
         choices=WHAT,
-        help="allocator: torch's CUDA allocators; resident: memory of CPU steps; times: times of CPU steps",
+        help="allocator: torch's CUDA allocators; resident: memory of CPU steps",
     )
     result.add_argument("--only", default="", metavar="TEXT", help="only the rows with this text in their name")
     result.add_argument(
@@ -65,16 +65,12 @@ def _rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for name, (settings, stage) in allocator.variants().items():
             if options.only in name:
                 yield allocator.compare(name, settings, stage, not options.without_workspaces)
-    elif options.what == "resident":
+    else:
         from dev.measured import resident
 
         names = [name for name in resident.VARIANTS if options.only in name]
         for row in resident.measure([(name, resident.GRID) for name in names]):
             yield {name: value for name, value in row.items() if name != "prediction"}
-    else:
-        from dev.measured import times
-
-        yield from times.compare(options.only)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,16 @@ ROOT = Path(__file__).resolve().parent.parent
 COMBINATIONS = {
     "high_res": ("A", "10 to 14 GB, for 24 GB"),
     "balanced": ("B", "18 to 22 GB, for 32 GB"),
-    "quality": ("C", "for 40 GB and more"),
+    "quality": ("C, with checkpointing", "for 40 GB and more"),
     "default": ("64^3 preset", "about 8 GB, 5 with mixed precision"),
     "ultra_light": ("ultra light", "6 to 9 GB"),
+    "maisi": ("MAISI's networks", "none"),
 }
+PLAIN = {
+    "autoencoder.training.use_gradient_checkpointing": False,
+    "autoencoder.training.perceptual.chunk_size": 8,
+}
+"""What turns `quality` into combination C as the rules of thumb have it, pasted into the defaults."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -73,11 +79,12 @@ def document(ask: Asker, grid: tuple[int, ...] | None = None) -> str:
     techniques = [ask.all(base, technique.points, technique.stage) for technique in CATALOGUE]
     presets = {name: load_settings(ROOT / "configs" / f"{name}.yaml") for name in COMBINATIONS}
     combined = {name: ask(preset) for name, preset in presets.items()}
+    plain = ask(presets["quality"].with_overrides(PLAIN))
     lines = [
         *_INTRODUCTION,
         *_cumulative_table("The ladder, the same mathematics first", SAME_FIRST, [a.result() for a in first]),
         *_cumulative_table("The same knobs by rules of thumb", RULES_ORDER, [a.result() for a in second]),
-        *_combinations({name: answer.result() for name, answer in combined.items()}, presets),
+        *_combinations({name: answer.result() for name, answer in combined.items()}, plain.result(), presets),
         "## One technique at a time",
         "",
     ]
@@ -190,17 +197,32 @@ def _compute(answer: Any, base: Any) -> str:
     return f"{answer.flops['total'] / max(1, base.flops['total']):.2f}x"
 
 
-def _combinations(answers: dict[str, Any], presets: dict[str, Settings]) -> list[str]:
+def _combinations(answers: dict[str, Any], plain: Any, presets: dict[str, Settings]) -> list[str]:
+    """Return the table of the combinations; `plain` is the answer to combination C without checkpointing."""
+    from dev.guide.stored import StoredPredictor
+    from dev.preset_table import GPU
+    from memory.kernels.gpus import check_gpu
+
+    stored, card = StoredPredictor("presets"), check_gpu(GPU)
     lines = [
         "## The combinations",
         "",
-        "| preset | combination | rule of thumb | grid | predicted peak GiB |",
-        "|---|---|---|---|---:|",
+        "Needed is what the whole run of stage 1 reserves, with the CUDA context. Hours are lower bounds for both",
+        f"stages on {card.name}.",
+        "",
+        "| config | combination | rule of thumb | grid | peak GiB | needed GiB | hours, stage 1 + stage 2 |",
+        "|---|---|---|---|---:|---:|---:|",
     ]
     for name, (letter, rule) in COMBINATIONS.items():
         grid = "x".join(map(str, presets[name].training_grid))
-        peak = answers[name].peak_allocated_bytes / GIB
-        lines.append(f"| `configs/{name}.yaml` | {letter} | {rule} | {grid} | {peak:.2f} |")
+        stages = [stored.submit(presets[name], stage).result() for stage in ("autoencoder", "ldm")]
+        hours = " + ".join(f"{stage.hours(card):.1f}" for stage in stages)
+        rows = [(f"`configs/{name}.yaml`", letter, answers[name], hours)]
+        if name == "quality":
+            rows.append(("as pasted from the rules of thumb", "C, without checkpointing", plain, ""))
+        for config, title, answer, time in rows:
+            sizes = f"{answer.peak_allocated_bytes / GIB:.2f} | {answer.required_bytes / GIB:.2f}"
+            lines.append(f"| {config} | {title} | {rule} | {grid} | {sizes} | {time} |")
     return [*lines, ""]
 
 

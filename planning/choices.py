@@ -20,6 +20,10 @@ LEAST_OF_CLASS = 4
 """Folders with fewer volumes each, in the median, are patients rather than classes."""
 BRIGHT = 1000.0
 MANY_CHANNELS = 4
+AIR = -500.0
+"""A channel with a lower range than this is CT."""
+MOSTLY_EMPTY, OCCUPIED_WEIGHT = 0.95, 20.0
+"""From this share of background on, occupied voxels count so many times, as in docs/condition_measurements.md."""
 
 
 def intensity_choices(found: Fingerprint, mode: str | None = None) -> Iterator[Choice]:
@@ -55,6 +59,28 @@ def intensity_choices(found: Fingerprint, mode: str | None = None) -> Iterator[C
         kind = "MR or alike by their values (none negative)" if found.lowest.low >= 0 else "not CT by their values"
         reason = f"the volumes are {kind}, whose scale differs between volumes"
         yield from _range("percentile", 0.5, 99.5, reason, found.lowest.low < 0 or most < 0.9)
+
+
+def channel_choices(found: Fingerprint) -> Iterator[Choice]:
+    """Choose a rule for each channel where one does not suit all of them; only for percentiles of all channels."""
+    rules = [_rule(lower, upper) for lower, upper in found.ranges]
+    if len(set(rules)) > 1:
+        text = "; ".join(f"{number}: {lower:g} to {upper:g}" for number, (lower, upper) in enumerate(found.ranges))
+        reason = f"the channels differ (nearly all values of {text})"
+        yield Choice("data.intensity.channels", [list(rule) for rule in rules], reason, True)
+
+
+def _rule(lower: float, upper: float) -> tuple[str, float, float]:
+    if lower < AIR and upper > 0:
+        return "window", -1000.0, BRIGHT if upper <= BRIGHT else 2 * BRIGHT
+    return ("percentile", 0.5, 99.5) if lower < upper else ("percentile", 0.0, 100.0)
+
+
+def occupancy_choices(found: Fingerprint) -> Iterator[Choice]:
+    """Let the occupied voxels of mostly empty volumes count more."""
+    if found.background >= MOSTLY_EMPTY:
+        reason = f"{found.background:.1%} of a volume are background, which would decide the error alone"
+        yield Choice("autoencoder.training.occupied_weight", OCCUPIED_WEIGHT, reason, True)
 
 
 def _rough(value: float) -> float:

@@ -52,8 +52,9 @@ class Fingerprint:
     """The facts of a set that a plan is made of.
 
     `sizes` (voxels) and `spacings` (mm) have one row per volume, with the axes in the order of `data.orientation`.
-    `num_flat`: volumes without contrast between the percentiles that scale them. `group_by` names patients if the names
-    of the volumes suggest that some have several.
+    `num_flat`: volumes without contrast between the percentiles that scale them. `ranges`: the medians of these
+    percentiles, channel by channel. `group_by` names patients if the names of the volumes suggest that some have
+    several.
     """
 
     source: str
@@ -72,6 +73,7 @@ class Fingerprint:
     largest: float
     background: float
     num_flat: int
+    ranges: tuple[tuple[float, float], ...] = ()
     classes: dict[str, int] = field(default_factory=dict)
     group_by: str | None = None
     num_label_maps: int = 0
@@ -161,6 +163,14 @@ def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None)
         largest=max(fact.maximum for fact in facts),
         background=float(np.median([fact.background for fact in facts])),
         num_flat=sum(_is_flat(fact) for fact in facts),
+        ranges=tuple(
+            (float(np.median(lower)), float(np.median(upper)))
+            for lower, upper in zip(
+                zip(*(fact.lower for fact in facts), strict=True),
+                zip(*(fact.upper for fact in facts), strict=True),
+                strict=True,
+            )
+        ),
         classes=_classes(source.found),
         group_by=next((group_by for _, group_by in suspected_groups(source.found)), None),
         num_label_maps=len(maps) or _listed_label_maps(s.source),

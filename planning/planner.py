@@ -8,15 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from command_line import OUT_OF_MEMORY
 from memory.predict.prediction import CONTEXT_BYTES, GIB, TRAINING_STEP, Stage
 from planning.choice import Choice
-from planning.choices import class_choices, data_choices, intensity_choices
+from planning.choices import channel_choices, class_choices, data_choices, intensity_choices, occupancy_choices
 from planning.fingerprint import Fingerprint
 from planning.layout import Extent, Grid, Layout, covered_extent, fixed_layout, layouts
 from planning.networks import Network, Scene, Values, autoencoder_choices, unet_choices
 from planning.search import Asker, Verdict, last_that_fits
 from planning.sizing import LEAST_WIDTH, UNET_WIDTHS, WIDTHS, sizing_of
-from settings import DataSettings, Settings, validate
+from settings import DataSettings, Settings, UserError, validate
 from settings.dotted import assign
 
 SMALLEST_PATCH, LARGEST_PATCH, PATCH_STEP = 64, 256, 16
@@ -26,8 +27,10 @@ DEFAULT_SEED: int = Settings.model_fields["seed"].default
 STAGES: tuple[Stage, Stage] = ("autoencoder", "ldm")
 
 
-class NothingFitsError(Exception):
+class NothingFitsError(UserError):
     """Not even the smallest network on the coarsest grid fits; the text says what it needs."""
+
+    exit_code = OUT_OF_MEMORY
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,10 @@ class Planner:
             Choice("data.source", found.source, "given as --data"),
             *data_choices(found, self.extent, scene.layout, scene.sizing),
             *intensity_choices(found, self.given.get("data.intensity.mode")),
+            *([] if any(key.startswith("data.intensity.") for key in self.given) else channel_choices(found)),
             *class_choices(found),
             *autoencoder_choices(draft.first, scene),
+            *occupancy_choices(found),
             *unet_choices(draft.second, scene),
             Choice("device.mixed_precision", not scene.sizing.full_precision, precision),
         ]

@@ -64,13 +64,13 @@ def sizing_of(fingerprint: Fingerprint, layout: Layout) -> Sizing:
     is_small = number < SMALL_SET
     voxels, latents = number * layout.voxels, number * math.prod(layout.latent)
     width = _limit(_BY_VOXELS, voxels)
-    why = f"the set has {_millions(voxels)} voxels on this grid ({counted(number, 'volume')})"
+    why = f"the set has {_count(voxels)} voxels on this grid ({counted(number, 'volume')})"
     if is_small and width > 24:
         width, why = 24, f"the set is small ({counted(number, 'volume')})"
     by_number, by_latents = _limit(_UNET_BY_NUMBER, number), _limit(_UNET_BY_LATENTS, latents)
     why_unet = f"the set has {counted(number, 'volume')}"
     if by_latents < by_number:
-        why_unet = f"the latents of the set have {_millions(latents)} voxels"
+        why_unet = f"the latents of the set have {_count(latents)} voxels"
     return Sizing(
         width=width,
         why_width=why,
@@ -102,5 +102,7 @@ def _steps(passes: float, number: int, per_update: int, least: int, most: int) -
     return round(steps / 1000) * 1000
 
 
-def _millions(count: float) -> str:
-    return f"{count / 1e6:,.0f} million" if count >= 1e7 else f"{count / 1e6:.1f} million"
+def _count(number: int) -> str:
+    if number < 1e6:
+        return f"{number:,}"
+    return f"{number / 1e6:.1f} million" if number < 1e7 else f"{number / 1e6:,.0f} million"

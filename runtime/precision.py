@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from settings import DeviceSettings
+
+ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"
 
 
 class Precision:
@@ -49,11 +52,19 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
+def onednn_limit(settings: DeviceSettings) -> str:
+    """Return the instructions that oneDNN may use on a CPU: what ONEDNN_MAX_CPU_ISA says, else what is safe.
+
+    In 16 bits that is AVX2, which has no such kernels: AMX is an illegal instruction on some machines that report it,
+    and the AVX-512 weight gradient of a one-channel convolution reads uninitialised memory.
+    """
+    return os.environ.get(ONEDNN_LIMIT) or ("AVX2" if settings.is_half(on_cpu=True) else "AVX512_CORE_BF16")
+
+
 def _choose_dtype(settings: DeviceSettings, device: torch.device) -> torch.dtype | None:
-    if not settings.mixed_precision:
+    if not settings.is_half(on_cpu=device.type == "cpu"):
         return None
     if settings.amp_dtype == "auto":
         # GPUs before Ampere emulate bfloat16 slowly.
-        has_bfloat16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-        return torch.bfloat16 if has_bfloat16 else torch.float16
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     return torch.bfloat16 if settings.amp_dtype == "bfloat16" else torch.float16

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from command_line import OUT_OF_MEMORY
 from runtime import cublas
+from runtime.precision import ONEDNN_LIMIT, onednn_limit
 from settings import ConfigError, DeviceSettings, Problem, TrainingError, UserError
 
 log = logging.getLogger(__name__)
@@ -141,11 +142,13 @@ def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device
     Also limits what the libraries of the device may do, which they read when they start.
     """
     if settings.type == "cpu" or (settings.type == "auto" and not torch.cuda.is_available()):
-        # Avoid oneDNN's 16-bit kernels, of which AVX2 has none: AMX is an illegal instruction on some machines that
-        # report it, and the AVX-512 weight gradient of a one-channel convolution reads uninitialised memory.
-        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2" if settings.mixed_precision else "AVX512_CORE_BF16")
-        if settings.mixed_precision:
-            log.warning("mixed precision is many times slower than fp32 on a CPU; set device.mixed_precision=false")
+        os.environ[ONEDNN_LIMIT] = onednn_limit(settings)
+        if settings.is_half(on_cpu=True):
+            log.warning(
+                "%s is many times slower than float32 on a CPU; leave device.amp_dtype at auto", settings.amp_dtype
+            )
+        elif settings.mixed_precision:
+            log.info("on a CPU training runs in float32, which is faster there than mixed precision")
         return torch.device("cpu")
     if not torch.cuda.is_available():
         found = "cuda, but torch sees no GPU"

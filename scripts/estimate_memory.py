@@ -60,15 +60,15 @@ def main(options: argparse.Namespace) -> int:
         from memory.predict.text import describe_prediction
         from memory.watch.calibration import corrected
 
-        prediction = corrected(coming.result())
+        prediction = corrected(coming.result(), options.gpu)
     if options.json is not None:
         values = {
             **prediction.to_json(),
             "required_bytes": prediction.needed_bytes(options.gpus),
-            "gpu": gpu.name,
+            "gpu": gpu.name if prediction.is_for_gpu else None,
             "gpus": options.gpus,
-            "seconds_per_step": prediction.seconds_per_step(gpu),
-            "hours": prediction.hours(gpu),
+            "seconds_per_step": prediction.seconds_per_step(gpu) if prediction.is_for_gpu else None,
+            "hours": prediction.hours(gpu) if prediction.is_for_gpu else None,
             "seconds": round(time.perf_counter() - start, 2),
         }
         text = json.dumps(values, indent=2) + "\n"

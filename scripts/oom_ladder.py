@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,7 +72,8 @@ def main(options: argparse.Namespace) -> int:
     budget_bytes = round(options.budget_gb * GIB)
     with _ProgressBar(options.quiet) as bar:
         gpu = chosen_gpu(options.gpu)
-        ladder = walk(settings, options.stage, budget_bytes, options.order, bar.advance, corrected, gpu)
+        correct = partial(corrected, gpu_name=options.gpu)
+        ladder = walk(settings, options.stage, budget_bytes, options.order, bar.advance, correct, gpu)
         measured = _measure(ladder, bar) if options.measure else None
     if options.json is not None:
         values = ladder.to_json()

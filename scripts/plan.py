@@ -9,18 +9,16 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import OUT_OF_MEMORY, above_zero, check_output_file, parser, run, write_output
+from command_line import above_zero, check_output_file, parser, run, write_output
 from settings import ConfigError, DataSettings, Problem, UserError, load_settings, read_overrides
 from storage.names import printable
 from storage.run_folder import SHARED_NAMES
-
-if TYPE_CHECKING:
-    from memory.kernels.gpus import Gpu
 
 LARGEST_BUDGET_GB = 1_000_000
 NUM_WORKERS = 2
@@ -62,11 +60,11 @@ def main(options: argparse.Namespace) -> int:
     gpu = chosen_gpu(options.gpu)
     source = {"source": os.path.abspath(os.path.expanduser(options.data))}
     # The workers import what they need while the volumes are read.
-    with Predictor(NUM_WORKERS) as predictor:
+    with Predictor(NUM_WORKERS, gpu.without_triton) as predictor:
         from memory.watch.calibration import corrected
         from planning.fingerprint import take_fingerprint
         from planning.plan import make_plan
-        from planning.planner import NothingFitsError, Planner
+        from planning.planner import Planner
         from planning.search import Asker
 
         channels = given.get("autoencoder.in_channels")
@@ -74,12 +72,8 @@ def main(options: argparse.Namespace) -> int:
         fingerprint = take_fingerprint(_data_settings(given, source), given.get("seed", 42), channels)
         with _ProgressBar(options.quiet) as bar:
             budget = round(options.budget_gb * GIB)
-            asker = Asker(predictor, budget, gpu, corrected if _is_here(gpu) else lambda found: found, bar.advance)
-            try:
-                plan = make_plan(Planner(fingerprint, given, asker, _name(options)), options.hours)
-            except NothingFitsError as error:
-                print(error, file=sys.stderr)
-                return OUT_OF_MEMORY
+            asker = Asker(predictor, budget, gpu, partial(corrected, gpu_name=options.gpu), bar.advance)
+            plan = make_plan(Planner(fingerprint, given, asker, _name(options)), options.hours)
     from planning.parameters import count_parameters
     from planning.text import as_yaml, describe_plan
 
@@ -153,15 +147,6 @@ def _keys(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield dotted, value
 
 
-def _is_here(gpu: Gpu) -> bool:
-    """Return whether a card is this machine's, so that steps measured here say something about it."""
-    import torch
-
-    from memory.kernels.gpus import find_gpu
-
-    return torch.cuda.is_available() and find_gpu(torch.cuda.get_device_name()) == gpu
-
-
 def _data_settings(given: dict[str, Any], source: dict[str, Any]) -> DataSettings:
     """Return the settings by which the volumes are found, turned and measured."""
     names = ("labels", "label_maps", "frame", "allow_outside_root", "orientation")
@@ -185,14 +170,9 @@ def _command() -> str:
 def _next(options: argparse.Namespace) -> str:
     if options.out is None:
         return "\nnothing was written; add --out configs/my_data.yaml for the recommended config with all its reasons"
-    import torch
-
-    config = shlex.quote(options.out)
-    text = f"\nwritten: {options.out}\nnext: python train_autoencoder.py --config {config} --dry-run"
-    if torch.cuda.is_available():
-        return text
-    where = "there is no GPU here, so that predicts for the CPU; for a GPU: python scripts/estimate_memory.py"
-    return f"{text}\n({where} --config {config})"
+    gpu = "" if options.gpu is None else f" --gpu {shlex.quote(options.gpu)}"
+    command = f"python train_autoencoder.py --config {shlex.quote(options.out)} --dry-run{gpu}"
+    return f"\nwritten: {options.out}\nnext: {command}"
 
 
 class _ProgressBar:

@@ -13,7 +13,9 @@ class DeviceSettings(Section):
     type: Literal["auto", "cuda", "cpu"] = key("auto", "auto: CUDA if available, else the CPU.", FREE)
     mixed_precision: bool = key(True, "Run convolutions and attention in 16-bit precision.")
     amp_dtype: Literal["auto", "bfloat16", "float16"] = key(
-        "auto", "auto: bfloat16 if the device supports it, else float16 with gradient scaling."
+        "auto",
+        "auto: bfloat16 if the GPU supports it, else float16 with gradient scaling; on a CPU, where 16 bits are many "
+        "times slower, float32.",
     )
     tf32: bool = key(True, "Let float32 convolutions and matrix products round their inputs to TF32 on CUDA.")
     optimizer_states: Literal["float32", "8bit"] = key(
@@ -34,3 +36,7 @@ class DeviceSettings(Section):
         SAME,
         pattern=r"^$|^\w+:[^,:]+(,\w+:[^,:]+)*$",
     )
+
+    def is_half(self, on_cpu: bool) -> bool:
+        """Return whether a device computes in 16 bits; a CPU does only if `amp_dtype` names the type."""
+        return self.mixed_precision and not (on_cpu and self.amp_dtype == "auto")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,26 @@ def test_dry_run_says_what_would_happen_and_leaves_no_run(command, tiny_config, 
     assert "steps per pass:  " in done.stderr
     assert "autoencoder " in done.stderr
     assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def test_a_dry_run_without_a_gpu_predicts_for_one_and_takes_seconds(command, tmp_path):
+    """256x256x64 in 48 phantoms, of which none is generated."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    config = Path(__file__).resolve().parent.parent / "configs" / "high_res.yaml"
+    done = command("train_autoencoder.py", "--config", config, "--dry-run", "--gpu", "RTX 4090")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
+    assert "memory: on a GPU the run needs 2.6" in done.stderr
+    assert "Time on RTX 4090: at least" in done.stderr
+    assert len([line for line in done.stderr.splitlines() if "this machine has" in line]) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_gpu_is_named_for_a_dry_run_only(command, tiny_config):
+    done = command("train_autoencoder.py", "--config", tiny_config, "--gpu", "RTX 4090")
+    assert done.returncode == 2
+    assert "--gpu: given without --dry-run; allowed: with it; leave it out to train" in done.stderr
 
 
 def test_run_writes_all_its_files_and_the_same_command_finds_it_finished(command, tiny_config, tmp_path):

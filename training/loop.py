@@ -29,10 +29,6 @@ class Watch(Protocol):
     def guard(self, folder: Path, step: int, activity: str, saved: int) -> AbstractContextManager[None]:
         """Report an out-of-memory error raised inside the block."""
 
-    @property
-    def pace(self) -> tuple[float, float] | None:
-        """Return the predicted seconds of an update and of a validation; None if there is no prediction."""
-
     def read(self) -> dict[str, float]:
         """Return memory readings since the last call, by metric name."""
 
@@ -64,7 +60,7 @@ def run_loop(
             show(recorder, done, metrics, preview)
 
     every, seconds = (training.validate_every, training.save_every), step.schedule.seconds_left
-    clock = RunClock(first_step, last_step, *every, seconds, pace=watch.pace)
+    clock = RunClock(first_step, last_step, *every, seconds)
     trackers = open_trackers(step.settings, run, step.stage, first_step) if process.is_first else []
     recording = Recorder(run, step.stage, first_step, last_step, process, clock, trackers)
     with recording as recorder, StopSignal() as stop:

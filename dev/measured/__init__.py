@@ -1,1 +1,1 @@
-"""What this machine measures, beside what was predicted: memory of real steps, and their time."""
+"""What this machine measures, beside what was predicted: memory of real steps."""

@@ -25,15 +25,6 @@ that are returned to the system when they are released.
 |---|---:|---:|---:|
 """
 
-_TIMES = """## Times of CPU steps
-
-CPU seconds of one full step in fp32, one thread, and what the model of `memory/kernels/cpu_calls.py` says: one call of
-each class of operators, measured on this machine, times the work of all. Relative times are to the first row.
-
-| step | measured, s | predicted, s | measured, relative | predicted, relative | ratio |
-|---|---:|---:|---:|---:|---:|
-"""
-
 
 def measured_sections() -> list[str]:
     """Return the sections for which something has been measured."""
@@ -43,9 +34,6 @@ def measured_sections() -> list[str]:
     if rows := read("resident"):
         grid = "x".join(map(str, next(iter(rows.values()))["grid"]))
         sections.append(_RESIDENT.format(grid=grid) + "".join(_resident_row(name, row) for name, row in rows.items()))
-    if rows := read("times"):
-        base = next(iter(rows.values()))["seconds"]
-        sections.append(_TIMES + "".join(_times_row(name, row["seconds"], base) for name, row in rows.items()))
     return sections
 
 
@@ -61,10 +49,3 @@ def _allocator_row(name: str, row: dict[str, Any]) -> str:
 def _resident_row(name: str, row: dict[str, Any]) -> str:
     measured, predicted = row["resident"]
     return f"| {name} | {measured / 2**20:.0f} | {predicted / 2**20:.0f} | {predicted / measured:.3f} |\n"
-
-
-def _times_row(name: str, seconds: list[float], base: list[float]) -> str:
-    measured, predicted = seconds
-    relative = [measured / base[0], predicted / base[1]]
-    cells = [f"{measured:.2f}", f"{predicted:.2f}", *(f"{value:.2f}" for value in relative)]
-    return f"| {name} | {' | '.join(cells)} | {relative[1] / relative[0]:.3f} |\n"

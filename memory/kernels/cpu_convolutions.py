@@ -7,7 +7,6 @@ oneDNN, it unfolds the input. Found by the growth of the resident memory around 
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memory.kernels.convolutions import ConvolutionMemory, is_channels_last, nbytes_of
+from runtime.precision import ONEDNN_LIMIT
 
 SMALLEST_FOR_ONEDNN = 20480
 """torch asks oneDNN for a single sample only if batch x channels x rows x height exceed this, or for large kernels."""
@@ -107,8 +107,7 @@ def _blocked_bytes(x: Tensor) -> int:
     return nbytes_of(x) // x.shape[1] * (-(-x.shape[1] // _block()) * _block())
 
 
-@functools.cache
 def _block() -> int:
     """Return how many channels one of oneDNN's blocks has."""
-    is_limited = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _NARROW
+    is_limited = os.environ.get(ONEDNN_LIMIT, "").upper() in _NARROW
     return 8 if is_limited or "AVX512" not in torch.backends.cpu.get_cpu_capability() else 16

@@ -166,7 +166,8 @@ def _perceptual_chunk(settings: Settings) -> Iterator[Proposal]:
 
 
 def _mixed_precision(settings: Settings) -> Iterator[Proposal]:
-    yield Proposal("mixed precision", {"device.mixed_precision": True}, False, "activations, which become 16-bit")
+    if settings.device.type != "cpu":  # where it would change nothing
+        yield Proposal("mixed precision", {"device.mixed_precision": True}, False, "activations, which become 16-bit")
 
 
 def _compressed_checkpoints(settings: Settings) -> Iterator[Proposal]:

@@ -7,7 +7,7 @@ from typing import Any
 from memory.ladder.rungs import Rung
 from memory.ladder.walk import Ladder, PredictedRung
 from memory.predict.prediction import GIB
-from memory.predict.text import dominant_text, gib, hours_text, table
+from memory.predict.text import CPU_TIME, dominant_text, gib, hours_text, table
 from settings import dump_yaml, known_keys, look_up
 
 
@@ -29,7 +29,7 @@ def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> s
             gib(prediction.required_bytes),
             gib(prediction.host_bytes),
             f"{prediction.traffic_bytes / GIB:.0f} GiB",
-            hours_text(prediction.hours(predicted.gpu)),
+            hours_text(prediction.hours(predicted.gpu)) if prediction.is_for_gpu else "?",
             _fits(predicted, ladder.budget_bytes),
         ]
         if measured is not None:
@@ -41,6 +41,8 @@ def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> s
 
 def _time_note(ladder: Ladder) -> str:
     given = ladder.rungs[0].prediction
+    if not given.is_for_gpu:
+        return CPU_TIME
     return (
         f"Time: a lower bound for the whole run of {given.max_steps:,} updates on {ladder.gpu.name}, from bytes moved "
         "and operations." + dominant_text(given, ladder.gpu)

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from losses import pieces
 from losses.pieces import Index
-from memory.kernels.cpu_calls import Calls
 from memory.predict.cuda_autocast import cuda_autocast_rules
 from memory.predict.records import Flops, combined
 from memory.predict.tracker import MemoryTracker
@@ -132,8 +131,8 @@ class _Segment:
         self.tracker = tracker
         self.start, self.first = len(tracker.trace), len(tracker.allocations)
         self.once = len(tracker.kept), len(tracker.benchmarked)
-        self.counts = tracker.flops, tracker.work, tracker.calls
-        tracker.flops, tracker.work, tracker.calls = Flops(), {}, Calls()
+        self.counts = tracker.flops, tracker.work
+        tracker.flops, tracker.work = Flops(), {}
 
     def repeat(self, copies: int) -> bool:
         """Record the segment so many times more; return False if it cannot be repeated.
@@ -165,10 +164,9 @@ class _Segment:
 
     def _add_counts(self, times: int) -> None:
         tracker = self.tracker
-        flops, work, calls = self.counts
+        flops, work = self.counts
         flops.add(tracker.flops, times)
-        calls.add_all(tracker.calls, times)
-        tracker.flops, tracker.calls = flops, calls
+        tracker.flops = flops
         tracker.work = combined([(1, work), (times, tracker.work)])
 
 

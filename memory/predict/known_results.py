@@ -160,12 +160,16 @@ def _collect(values: Sequence[Any], parts: list[Any]) -> bool:
     return True
 
 
+MOST_PIECES = 16
+"""Of a volume on a CPU. Real kernels cut it into hundreds, which would all be alike and hold next to nothing."""
+
+
 @contextmanager
-def pieces_of_a_gpu() -> Iterator[None]:
-    """Let our kernels cut fake volumes, which say that they are on a CPU, as on the GPU that is emulated."""
+def few_pieces(cuda: bool, largest: int) -> Iterator[None]:
+    """Let our kernels cut fake volumes of at most `largest` values as the GPU that is emulated, or into few pieces."""
     pieces = torch_kernels.PIECE_VALUES
     before = pieces["cpu"]
-    pieces["cpu"] = pieces[torch_kernels.EMULATED_GPU.type]
+    pieces["cpu"] = pieces[torch_kernels.EMULATED_GPU.type] if cuda else max(before, largest // MOST_PIECES)
     try:
         yield
     finally:

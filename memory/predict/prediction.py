@@ -28,6 +28,7 @@ CONTEXT_BYTES = GIB // 2
 """Assumed size of the CUDA context and its libraries, which the allocator does not count: 0.3 to 0.6 GiB by GPU and
 driver."""
 
+NOT_PREDICTED_ON_CPU = ("Python and its libraries", "the workers that load data, and volumes kept in memory")
 NOT_PREDICTED = (
     "workspaces of fp32 convolutions",
     "the CUDA context (0.5 GiB is assumed)",
@@ -39,8 +40,6 @@ for themselves. Taken from real CPU steps; it shrinks with every full step measu
 TRAINING_STEP = "training step"
 VALIDATED_VOLUME, PREVIEWS, ENCODED_VOLUME = "validating a volume", "drawing the previews", "encoding a volume"
 """What a run does besides its updates: each held-out volume, the samples of a validation, each volume at the start."""
-CPU_MEASURING_SECONDS = 5.0
-"""How long operators are measured at most, to tell how long a run takes on a CPU."""
 NCCL_BYTES = GIB // 4
 """Assumed for NCCL's own buffers, which no machine without GPUs can show."""
 
@@ -80,8 +79,6 @@ class Prediction:
     num_validations: int = 0
     num_volumes: list[int] = field(default_factory=lambda: [0, 0])
     bucket_bytes: int = 0
-    cpu_seconds: dict[str, float] = field(default_factory=dict)
-    cpu_threads: int = 0
     config: str = ""
     time_correction: float = 1.0
     correction: float = 1.0
@@ -145,20 +142,6 @@ class Prediction:
         }
         return {name: times[name] for name in self.beside}
 
-    @property
-    def seconds_on_cpu(self) -> dict[str, float]:
-        """Return the time that each part of the whole run takes on this machine's CPU; empty if it was not measured."""
-        times = {TRAINING_STEP: self.max_steps, **self.times_beside}
-        return {name: times[name] * seconds for name, seconds in self.cpu_seconds.items()}
-
-    @property
-    def pace_on_cpu(self) -> tuple[float, float] | None:
-        """Return the seconds of an update and of a whole validation on this machine's CPU; None if not measured."""
-        if not self.cpu_seconds:
-            return None
-        held_out = max(1, self.num_volumes[1]) * self.cpu_seconds.get(VALIDATED_VOLUME, 0.0)
-        return self.cpu_seconds[TRAINING_STEP], held_out + self.cpu_seconds.get(PREVIEWS, 0.0)
-
     def dominant(self, gpu: Gpu) -> Dominant | None:
         """Return what takes most of an update's time on a GPU."""
         return dominant_part(self.work_parts, gpu)
@@ -207,7 +190,7 @@ def num_volumes(data: DataSettings) -> tuple[int, int]:
     """Return how many volumes train and how many are held out, about; zeros if only the data can tell."""
     if data.source != "phantoms":
         return 0, 0
-    held_out = max(1, round(data.num_phantoms * data.val_fraction))
+    held_out = data.num_held_out(data.num_phantoms)
     return data.num_phantoms - held_out, held_out
 
 
@@ -257,16 +240,6 @@ class Predictor:
     def predict(self, settings: Settings, stage: Stage) -> Prediction:
         """Return the prediction; raise `PredictionError` if the worker fails."""
         return Prediction.from_json(self._ask({"stage": stage, "settings": settings.model_dump(mode="json")}))
-
-    def timed_on_cpu(self, prediction: Prediction, threads: int) -> Prediction:
-        """Return the prediction, made for a CPU by this pool's only worker, with the times of its parts.
-
-        The worker measures on this machine, so nothing else should run now.
-        """
-        assert len(self._processes) == 1, "which worker made the prediction is not known"
-        times = {TRAINING_STEP: prediction.max_steps, **prediction.times_beside}
-        request = {"times": times, "threads": threads, "allowed_seconds": CPU_MEASURING_SECONDS}
-        return replace(prediction, cpu_seconds=self._ask(request), cpu_threads=threads)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         process = self._idle.get()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from memory.kernels import operators
-from memory.kernels.cpu_calls import Calls
 from memory.kernels.flops import count_flops
 from memory.kernels.timing import WorkPart
 
@@ -59,6 +58,8 @@ class Work:
 Purpose = Literal["forward", "backward", "recompute"]
 WorkKey = tuple[str, tuple[int, ...], str]
 """The kind of an operator, and the shape and dtype of its first tensor."""
+Done = dict[WorkKey, Work]
+"""The work of one part of a run."""
 
 
 @dataclass(slots=True)
@@ -83,9 +84,9 @@ class Flops:
         self.attention += times * other.attention
 
 
-def combined(parts: Iterable[tuple[float, Mapping[WorkKey, Work]]]) -> dict[WorkKey, Work]:
+def combined(parts: Iterable[tuple[float, Done]]) -> Done:
     """Return the sum of several amounts of work, each so many times."""
-    total: dict[WorkKey, Work] = {}
+    total: Done = {}
     for times, work in parts:
         for key, done in work.items():
             known = total.setdefault(key, Work())
@@ -96,7 +97,7 @@ def combined(parts: Iterable[tuple[float, Mapping[WorkKey, Work]]]) -> dict[Work
 
 
 def work_parts(
-    work: Mapping[WorkKey, Work], level_of: Callable[[tuple[int, ...]], int | None] = lambda _: None, times: int = 1
+    work: Done, level_of: Callable[[tuple[int, ...]], int | None] = lambda _: None, times: int = 1
 ) -> list[WorkPart]:
     """Return work by kind, level and precision, all of it `times` times; `level_of` gives the level of a shape."""
     sums: dict[tuple[str, int | None, bool], Work] = {}
@@ -109,25 +110,17 @@ def work_parts(
 
 
 class WorkCounter:
-    """Counts what operators do: floating-point operations, work of kernels, and calls on a CPU."""
+    """Counts what operators do: floating-point operations and work of kernels."""
 
     def start_counting(self) -> None:
         """Set all counts to zero."""
         self.flops = Flops()
-        self.work: dict[WorkKey, Work] = {}
-        self.calls = Calls()
+        self.work: Done = {}
 
     def count(
-        self,
-        func: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        purpose: Purpose,
-        has_calls: bool,
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, purpose: Purpose
     ) -> None:
-        """Count one operator; `has_calls`: for a CPU, whose times follow from calls."""
-        self.calls.number += 1
+        """Count one operator."""
         if not operators.is_kernel(func):
             return
         flops = count_flops(func, args, out)
@@ -136,8 +129,6 @@ class WorkCounter:
             moved = operators.traffic_bytes(func, args, kwargs, out)
             shape, dtype = tuple(first.shape), str(first.dtype)
             self.add_work(operators.kind_of(func), shape, dtype, Work(moved, flops, operators.passes(func)))
-            if has_calls:
-                self.calls.add(func, args, kwargs, flops, moved)
         if flops:
             setattr(self.flops, purpose, getattr(self.flops, purpose) + flops)
             if "scaled_dot_product" in func._overloadpacket.__name__:

@@ -7,7 +7,6 @@ what they need in slabs, unless the blocks are MONAI's, which have none.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ from diffusion.sampling import draw_volumes, guided, num_predictions
 from diffusion.volume_codec import VolumeCodec, frozen_codec
 from evaluation.autoencoder_validation import reconstruct_and_measure
 from evaluation.skill import NUM_LEVELS, HeldOut
-from memory.kernels.cpu_calls import Calls
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, tracked
 from memory.predict.known_results import CPU
 from memory.predict.prediction import PREVIEWS, VALIDATED_VOLUME, Stage
-from memory.predict.records import Work, WorkKey, combined
+from memory.predict.records import Done, combined
 from memory.predict.tracker import MemoryTracker
 from models import build_autoencoder, build_unet
 from runtime.phases import phase
@@ -43,15 +41,7 @@ CONDITIONS = "encoding the conditions"
 """With an autoencoder of their own, which is on the device beside the first one."""
 
 
-@dataclass(frozen=True)
-class PartOfRun:
-    """What one part of a run does: its work, and on a CPU its calls."""
-
-    work: dict[WorkKey, Work]
-    calls: Calls = field(default_factory=Calls)
-
-
-def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryTracker) -> dict[str, PartOfRun]:
+def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryTracker) -> dict[str, Done]:
     """Validate one volume as training does, right after a step; return what each part of a validation does."""
     with phase(VALIDATION), torch.no_grad():
         if stage == "autoencoder":
@@ -71,14 +61,14 @@ def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryT
         return parts
 
 
-def _done_by(tracker: MemoryTracker, run: Callable[[], object]) -> PartOfRun:
+def _done_by(tracker: MemoryTracker, run: Callable[[], object]) -> Done:
     """Return what a function does."""
-    tracker.work, tracker.calls = {}, Calls()
+    tracker.work = {}
     run()
-    return PartOfRun(tracker.work, tracker.calls)
+    return tracker.work
 
 
-def _all_previews(settings: Settings, losses: PartOfRun, drawn: PartOfRun, decoded: PartOfRun) -> PartOfRun:
+def _all_previews(settings: Settings, losses: Done, drawn: Done, decoded: Done) -> Done:
     """Return what all samples of a validation do.
 
     It follows from one batch that took the steps of `_shortened` and of which one was decoded, and from one more
@@ -90,11 +80,7 @@ def _all_previews(settings: Settings, losses: PartOfRun, drawn: PartOfRun, decod
     num_left = sum(num_predictions(settings.ldm)) - sum(num_predictions(_shortened(settings).ldm))
     # A held-out loss calls the U-Net once at each noise level with one latent.
     steps = batches * batch * max(0, num_left) / NUM_LEVELS
-    parts: list[tuple[float, PartOfRun]] = [(batches, drawn), (batches * (batch - 1), decoded), (steps, losses)]
-    calls = Calls()
-    for times, part in parts:
-        calls.add_all(part.calls, times)
-    return PartOfRun(combined([(times, part.work) for times, part in parts]), calls)
+    return combined([(batches, drawn), (batches * (batch - 1), decoded), (steps, losses)])
 
 
 def other_programs(settings: Settings, stage: Stage, cuda: bool) -> dict[str, MemoryTracker]:
@@ -160,14 +146,11 @@ def _encoded_conditions(settings: Settings) -> int:
     return volume.degrade.variants if volume.encoding == "autoencoder" else 0
 
 
-def encoded_volume(settings: Settings, programs: Mapping[str, MemoryTracker]) -> PartOfRun | None:
+def encoded_volume(settings: Settings, programs: Mapping[str, MemoryTracker]) -> Done | None:
     """Return what a volume and its conditions take to be encoded; None if nothing is encoded."""
     times = {ENCODING: encodings_per_volume(settings), CONDITIONS: _encoded_conditions(settings)}
-    parts = [(times[name], programs[name]) for name in times if name in programs]
-    calls = Calls()
-    for number, once in parts:
-        calls.add_all(once.calls, number)
-    return PartOfRun(combined([(number, once.work) for number, once in parts]), calls) if parts else None
+    parts = [(times[name], programs[name].work) for name in times if name in programs]
+    return combined(parts) if parts else None
 
 
 def peaks(tracker: MemoryTracker, limits: AllocatorLimits, is_cuda: bool) -> dict[str, int]:

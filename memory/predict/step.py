@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memory.kernels.cpu_calls import Calls
 from memory.predict.allocator import AllocatorLimits, replay_pinned
 from memory.predict.emulation import emulated, place, tracked, weights_laid_out
 from memory.predict.history import replay_training
@@ -21,7 +20,8 @@ from memory.predict.known_results import CPU, KnownResultsMode
 from memory.predict.prediction import (
     ENCODED_VOLUME,
     MARGINS,
-    TRAINING_STEP,
+    NOT_PREDICTED,
+    NOT_PREDICTED_ON_CPU,
     Prediction,
     Stage,
     fingerprint,
@@ -29,8 +29,8 @@ from memory.predict.prediction import (
     num_volumes,
     tier_of,
 )
-from memory.predict.records import WORKSPACE, Allocation, Flops, StepEvents, work_parts
-from memory.predict.run import VALIDATION, PartOfRun, assumptions, encoded_volume, other_programs, peaks, run_validation
+from memory.predict.records import WORKSPACE, Allocation, Done, Flops, StepEvents, work_parts
+from memory.predict.run import VALIDATION, assumptions, encoded_volume, other_programs, peaks, run_validation
 from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
 from models.lean.norm.torch_kernels import is_emulated_gpu
 from runtime.processes import Process
@@ -70,7 +70,7 @@ def track_step(
     The optimizer states exist, the adversarial term is active and, with accumulation, the gradients of earlier
     micro-batches exist too. So this peak is the peak of the whole training. With fake=False, run on real CPU tensors.
     """
-    settings = _on_cpu(settings)
+    settings = _on_cpu(settings, cuda)
     training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
     with emulated(fake, cuda) as mode:
         with KnownResultsMode(mode, cuda) if mode is not None else nullcontext(), weights_laid_out() as laid_out:
@@ -117,7 +117,7 @@ class _StepEnd:
     phase_peaks: dict[str, int]
     alive: list[Allocation]
     flops: Flops
-    done: PartOfRun
+    work: Done
     trained: int  # bytes of the weights that train
 
     @classmethod
@@ -130,23 +130,20 @@ class _StepEnd:
             dict(tracker.phase_peaks),
             tracker.alive_at_peak(),
             tracker.flops,
-            PartOfRun(tracker.work, tracker.calls),
+            tracker.work,
             sum(weight.nbytes for updater in step.updaters.values() for weight in updater.parameters),
         )
 
 
-def predict_step(
-    settings: Settings, stage: Stage, whole_run: bool = True, calls: dict[str, Calls] | None = None
-) -> Prediction:
+def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Prediction:
     """Predict in this process; use `memory.predict.predict` to do it in a worker.
 
-    whole_run: also what validation and the programs around training need. calls: gets the calls of each part of a run
-    on the CPU, from which its time follows.
+    whole_run: also what validation and the programs around training need.
     """
     start = time.perf_counter()
     is_cuda = settings.device.type != "cpu"
     ends: list[_StepEnd] = []
-    beside: dict[str, PartOfRun] = {}
+    beside: dict[str, Done] = {}
 
     def after(step: Any, tracker: MemoryTracker) -> None:
         ends.append(_StepEnd.of(tracker, step))
@@ -158,12 +155,10 @@ def predict_step(
     end, limits = ends[0], AllocatorLimits.parse(settings.device.allocator)
     run_peaks = {}
     if whole_run:
-        programs = other_programs(_on_cpu(settings), stage, is_cuda)
+        programs = other_programs(_on_cpu(settings, is_cuda), stage, is_cuda)
         run_peaks = {name: peaks(t, limits, is_cuda) for name, t in {VALIDATION: tracker, **programs}.items()}
         if (encoded := encoded_volume(settings, programs)) is not None:
             beside[ENCODED_VOLUME] = encoded
-    if calls is not None:
-        calls |= {TRAINING_STEP: end.done.calls, **{name: part.calls for name, part in beside.items()}}
     on_host = [record.nbytes if record.place == "host" else 0 for record in tracker.allocations]
     default, expandable = AllocatorLimits(), AllocatorLimits(expandable_segments=True)
     reserved = {
@@ -192,10 +187,10 @@ def predict_step(
         margin=MARGINS[tier],
         seconds=round(time.perf_counter() - start, 2),
         workspace_bytes=tracker.workspace,
-        traffic_bytes=sum(work.nbytes for key, work in end.done.work.items() if key[2] != WORKSPACE) * updates,
-        kernels=sum(work.kernels for work in end.done.work.values()) * updates,
-        work=[part.to_json() for part in work_parts(end.done.work, lambda shape: level_of(shape, grid), updates)],
-        beside={name: [part.to_json() for part in work_parts(done.work)] for name, done in beside.items()},
+        traffic_bytes=sum(work.nbytes for key, work in end.work.items() if key[2] != WORKSPACE) * updates,
+        kernels=sum(work.kernels for work in end.work.values()) * updates,
+        work=[part.to_json() for part in work_parts(end.work, lambda shape: level_of(shape, grid), updates)],
+        beside={name: [part.to_json() for part in work_parts(done)] for name, done in beside.items()},
         num_validations=math.ceil(training.max_steps / training.validate_every),
         num_volumes=list(num_volumes(settings.data)),
         run_peaks=run_peaks,
@@ -204,6 +199,7 @@ def predict_step(
         bucket_bytes=_bucket_bytes(end),
         config=fingerprint(settings, stage),
         context_bytes=Prediction.context_bytes if is_cuda else 0,
+        not_predicted=NOT_PREDICTED if is_cuda else NOT_PREDICTED_ON_CPU,
     )
 
 
@@ -244,7 +240,7 @@ def attention_growth(settings: Settings, stage: Stage) -> list[dict[str, Any]]:
     """
     network = settings.autoencoder if stage == "autoencoder" else settings.ldm.unet
     grid = settings.training_grid if stage == "autoencoder" else settings.latent_shape[1:]
-    width = 2 if settings.device.mixed_precision else 4
+    width = 2 if settings.device.is_half(on_cpu=settings.device.type == "cpu") else 4
     rows = []
     for level, (channels, attends) in enumerate(zip(network.num_channels, network.attention_levels, strict=True)):
         for factor in (1, 2) if attends else ():
@@ -265,10 +261,10 @@ def attention_growth(settings: Settings, stage: Stage) -> list[dict[str, Any]]:
     return rows
 
 
-def _on_cpu(settings: Settings) -> Settings:
-    """Return the settings that make the step run on CPU tensors in the precision that a current GPU chooses."""
-    dtype = "bfloat16" if settings.device.amp_dtype == "auto" else settings.device.amp_dtype
-    return settings.with_overrides({"device.type": "cpu", "device.amp_dtype": dtype})
+def _on_cpu(settings: Settings, cuda: bool) -> Settings:
+    """Return the settings that make the step run on CPU tensors; `cuda`: in the precision of a current GPU."""
+    is_chosen = cuda and settings.device.amp_dtype == "auto"
+    return settings.with_overrides({"device.type": "cpu", **({"device.amp_dtype": "bfloat16"} if is_chosen else {})})
 
 
 def _adopt_step(tracker: MemoryTracker, step: Any, laid_out: list[Tensor]) -> None:

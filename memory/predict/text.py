@@ -11,12 +11,13 @@ from memory.predict.prediction import (
     GIB,
     NCCL_BYTES,
     PREVIEWS,
-    TRAINING_STEP,
     VALIDATED_VOLUME,
     Prediction,
 )
 from storage.names import counted
 from training.recording.progress import duration_text
+
+CPU_TIME = "Time on a CPU: not known before training has measured its first steps."
 
 
 def gib(nbytes: float) -> str:
@@ -52,8 +53,10 @@ def describe_prediction(prediction: Prediction, gpu: Gpu, num_gpus: int = 1) -> 
 def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1, max_hours: float | None = None) -> str:
     """Return how long an update and the whole run take at least, and what takes most of an update.
 
-    A run with `max_hours` has no last update; how many it has at most is said instead.
+    A run with `max_hours` has no last update; how many it has at most is said instead. Times on a CPU are not known.
     """
+    if not p.is_for_gpu:
+        return CPU_TIME
     seconds = p.seconds_per_step(gpu)
     cards = gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}"
     text = (
@@ -66,17 +69,6 @@ def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1, max_hours: float |
     if p.time_correction != 1.0:
         text += f" Corrected by measured steps: {p.time_correction:.2f} times."
     return text + dominant_text(p, gpu)
-
-
-def describe_cpu_time(p: Prediction, max_hours: float | None = None) -> str:
-    """Return how long an update and the whole run take on this machine's CPU; `max_hours` as in `describe_time`."""
-    parts = p.seconds_on_cpu
-    beside = {name: seconds for name, seconds in parts.items() if name != TRAINING_STEP}
-    seconds = p.cpu_seconds[TRAINING_STEP]
-    return (
-        f"Time on this machine's CPU with {counted(p.cpu_threads, 'thread')}: about {seconds:.3g} s an update, "
-        f"{_whole_text(p, seconds, duration_text(sum(parts.values())), beside, max_hours)}."
-    )
 
 
 def _whole_text(
@@ -134,11 +126,14 @@ def _totals(p: Prediction, num_gpus: int) -> str:
     rows = [
         ["peak", "", ""],
         ["allocated by tensors", gib(p.peak_allocated_bytes), f"in: {p.phase}"],
-        ["reserved, default allocator", gib(p.peak_reserved_default_bytes), ""],
-        ["reserved, expandable segments", gib(p.peak_reserved_expandable_bytes), ""],
         *([name, gib(peak["reserved_bytes"]), "reserved"] for name, peak in p.run_peaks.items()),
-        ["CUDA context (assumed)", gib(p.context_bytes), ""],
     ]
+    if p.is_for_gpu:
+        rows[2:2] = [
+            ["reserved, default allocator", gib(p.peak_reserved_default_bytes), ""],
+            ["reserved, expandable segments", gib(p.peak_reserved_expandable_bytes), ""],
+        ]
+        rows.append(["CUDA context (assumed)", gib(p.context_bytes), ""])
     if num_gpus > 1:
         rows.append(["gradient buckets", gib(p.bucket_bytes), "on each GPU"])
         rows.append(["NCCL (assumed)", gib(NCCL_BYTES), "on each GPU"])
@@ -148,7 +143,8 @@ def _totals(p: Prediction, num_gpus: int) -> str:
     rows.append(
         ["needed on the device" if num_gpus == 1 else "needed on each GPU", gib(p.needed_bytes(num_gpus)), margin]
     )
-    rows.append(["host memory for offload", gib(p.host_bytes), "pinned, in blocks of powers of two"])
+    if p.is_for_gpu:
+        rows.append(["host memory for offload", gib(p.host_bytes), "pinned, in blocks of powers of two"])
     return table(rows, right=(1,))
 
 

@@ -7,7 +7,7 @@ order. The result is the peak, the storages alive at the peak, and the trace tha
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from memory.kernels.attention import attention_workspaces
 from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version, trial_key
 from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes, sum_bytes
-from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, pieces_of_a_gpu, plausible_value
+from memory.predict.known_results import CPU, KnownResults, few_pieces, is_added_in_place, key_of, plausible_value
 from memory.predict.records import WORKSPACE, Allocation, ModuleNames, Place, Purpose, StepEvents, Work, WorkCounter
 from models.lean.norm.torch_kernels import EMULATED_GPU, is_emulated_gpu
 from runtime import cublas
@@ -179,8 +179,7 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
             out = self._execute(func, args, kwargs)
         if not in_backward:
             self._modules.note_operator()
-        has_calls = not self.cuda and self.fake is not None
-        self.count(func, args, kwargs, out, self._purpose(in_backward), has_calls)
+        self.count(func, args, kwargs, out, self._purpose(in_backward))
         memory = convolution_memory(func, args, out, self.cudnn) if self.cuda else None
         if memory is not None:
             self._convolve(memory, func, args, out, in_backward)
@@ -206,11 +205,12 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         """Return what those of our kernels that are made of torch's hold besides arguments and results."""
         key = key_of(func, args, kwargs)
         if key not in self._inside:
-            on_gpu = pieces_of_a_gpu() if self.cuda else nullcontext()
-            with MemoryTracker(cuda=False, fake=self.fake) as inner, on_gpu:
+            tensors = list(operators.tensors_in((*args, *kwargs.values())))
+            cut = few_pieces(self.cuda, max(tensor.numel() for tensor in tensors))
+            with MemoryTracker(cuda=False, fake=self.fake) as inner, cut:
                 if self.cuda:  # the kernels choose by the device of their arguments
                     inner.device = EMULATED_GPU
-                inner.adopt(operators.tensors_in((*args, *kwargs.values())), "inputs")
+                inner.adopt(tensors, "inputs")
                 before = inner.live["device"]
                 out = func.redispatch(_CPU_KERNELS, *args, **kwargs)
             results = operators.tensors_in(out if isinstance(out, tuple) else (out,))

@@ -12,7 +12,7 @@ from memory.kernels.gpus import Gpu, chosen_gpu, find_gpu
 from memory.ladder.text import as_overrides
 from memory.ladder.walk import next_same_mathematics_rung
 from memory.predict.prediction import Prediction, PredictionError, Predictor, Stage
-from memory.predict.text import describe_cpu_time, describe_time, gib
+from memory.predict.text import CPU_TIME, describe_time, gib
 from memory.watch.calibration import corrected, record, record_time
 from memory.watch.readings import MemoryReadings, device_bytes
 from models.lean.norm.operators import uses_triton
@@ -22,17 +22,15 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundPrediction:
-    """A prediction that runs in a worker while the data are prepared.
+    """A prediction that runs in a worker while the data are prepared, for the device that the settings name.
 
     Create it early, call `announce` before the first step and `close` at the end. A failed prediction never stops
-    training.
+    training. gpu_name: the card that the user named, if any. without_triton: as in `Predictor`.
     """
 
-    def __init__(self, settings: Settings, stage: Stage, device: torch.device) -> None:
-        self.settings, self.stage = settings, stage
-        is_plain = device.type == "cpu" or uses_triton(device)
-        memory = 0 if is_plain else torch.cuda.get_device_properties(device).total_memory
-        self._predictor: Predictor | None = Predictor(without_triton=memory)
+    def __init__(self, settings: Settings, stage: Stage, gpu_name: str | None = None, without_triton: int = 0) -> None:
+        self.settings, self.stage, self._gpu_name = settings, stage, gpu_name
+        self._predictor: Predictor | None = Predictor(without_triton=without_triton)
         self._future: Future[Prediction] = self._predictor.submit(settings, stage)
         self._result: Prediction | None = None
 
@@ -40,36 +38,39 @@ class BackgroundPrediction:
         """Return the prediction, waiting at most `timeout` seconds for it; None if it failed or took too long."""
         if self._result is None and self._predictor is not None:
             try:
-                self._result = corrected(self._future.result(timeout))
+                self._result = corrected(self._future.result(timeout), self._gpu_name)
             except (PredictionError, TimeoutError) as error:
                 log.warning("memory: no prediction (%s)", str(error) or "it took too long")
         return self._result
 
-    def announce(self, device: torch.device, num_volumes: tuple[int, int] = (0, 0)) -> Prediction | None:
+    def announce(self, device: torch.device, num_volumes: tuple[int, int], num_processes: int) -> Prediction | None:
         """Log the predicted peak, time and memory of the device; warn and name the next rung if it will not fit.
 
-        `num_volumes` says how many volumes train and how many are held out, which decides how long a run takes. The
-        time on a CPU is measured now, while this process waits.
+        `num_volumes` says how many volumes train and how many are held out, which decides how long a run takes.
         """
-        prediction = self.result()
+        prediction = self._of_volumes(num_volumes)
         if prediction is not None:
-            prediction = replace(prediction, num_volumes=list(num_volumes)) if any(num_volumes) else prediction
-            _announce(prediction, self.settings, self.stage, device_bytes(device))
-            if device.type != "cpu":
-                log.info("%s", describe_time(prediction, card_of(device), max_hours=self._max_hours))
-            elif self._predictor is not None:
-                prediction = self._timed_on_cpu(self._predictor, prediction)
-        self.close()
+            _announce(prediction, self.settings, self.stage, device_bytes(device), num_processes)
+            if prediction.is_for_gpu:
+                log.info("%s", describe_time(prediction, card_of(device), num_processes, self._max_hours))
         return prediction
 
-    def _timed_on_cpu(self, predictor: Predictor, prediction: Prediction) -> Prediction:
-        try:
-            timed = predictor.timed_on_cpu(prediction, torch.get_num_threads())
-        except PredictionError as error:
-            log.warning("time: no prediction (%s)", error)
+    def announce_for_gpu(self, num_volumes: tuple[int, int], num_processes: int) -> None:
+        """Log what a run needs on a card that this machine need not have."""
+        prediction = self._of_volumes(num_volumes)
+        if prediction is not None:
+            log.info("memory: on a GPU %s", _needs(prediction, num_processes))
+            card = chosen_gpu(self._gpu_name)
+            log.info("%s", describe_time(prediction, card, num_processes, self._max_hours))
+            for text in prediction.warnings:
+                log.warning("memory: %s", text)
+
+    def _of_volumes(self, num_volumes: tuple[int, int]) -> Prediction | None:
+        prediction = self.result()
+        self.close()
+        if prediction is None or not any(num_volumes):
             return prediction
-        log.info("%s", describe_cpu_time(timed, self._max_hours))
-        return timed
+        return replace(prediction, num_volumes=list(num_volumes))
 
     @property
     def _max_hours(self) -> float | None:
@@ -89,20 +90,25 @@ def card_of(device: torch.device) -> Gpu:
     return find_gpu(name) or chosen_gpu(None)
 
 
-def _announce(prediction: Prediction, settings: Settings, stage: Stage, available: int) -> None:
-    log.info(
-        "memory: the run needs %s, most in its %s; the device has %s; a step has %s in tensors, peak in: %s; "
-        "a real step may need %d %% more",
-        gib(prediction.required_bytes),
-        prediction.needing_phase,
-        gib(available),
-        gib(prediction.peak_allocated_bytes),
-        prediction.phase,
-        round(100 * prediction.margin),
+def without_triton(device: torch.device) -> int:
+    """Return the memory of a GPU that cannot run Triton; 0 for other devices."""
+    is_plain = device.type == "cpu" or uses_triton(device)
+    return 0 if is_plain else torch.cuda.get_device_properties(device).total_memory
+
+
+def _needs(p: Prediction, num_processes: int) -> str:
+    return (
+        f"the run needs {gib(p.needed_bytes(num_processes))}, most in its {p.needing_phase}; a step has "
+        f"{gib(p.peak_allocated_bytes)} in tensors, peak in: {p.phase}; a real step may need {p.margin:.0%} more"
     )
+
+
+def _announce(prediction: Prediction, settings: Settings, stage: Stage, available: int, num_processes: int) -> None:
+    where, time = ("the device", "") if prediction.is_for_gpu else ("this machine", f". {CPU_TIME}")
+    log.info("memory: %s has %s; on it %s%s", where, gib(available), _needs(prediction, num_processes), time)
     for text in prediction.warnings:
         log.warning("memory: %s", text)
-    if prediction.fits(available):
+    if prediction.needed_bytes(num_processes) <= available:
         return
     rung = next_same_mathematics_rung(settings, stage)
     advice = f"; next rung: {rung.name} ({as_overrides(rung)})" if rung is not None else ""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from memory.kernels.gpus import find_gpu
 from memory.predict.prediction import Prediction
 from storage.atomic import write_text
 
@@ -48,11 +49,16 @@ def record_time(prediction: Prediction, measured_seconds: float, least_seconds: 
     return _save(prediction, "time", ratio) if LOWEST <= ratio <= SLOWEST else None
 
 
-def corrected(prediction: Prediction) -> Prediction:
-    """Return the prediction corrected by measurements on this machine, or unchanged if there are none."""
+def corrected(prediction: Prediction, gpu_name: str | None = None) -> Prediction:
+    """Return the prediction corrected by measurements on this machine, or unchanged if there are none.
+
+    gpu_name: the card that the user named, if any; measurements say nothing about another than this machine's.
+    """
     known = _read()
     if not known:
         return prediction  # without importing torch
+    if gpu_name is not None and prediction.is_for_gpu and not _is_here(gpu_name):
+        return prediction
     key = _key(prediction)
     measured = [entry for entry in known.get(key, []) if _is_alike(entry, prediction)]
     own = [entry for entry in measured if entry["config"] == prediction.config]
@@ -68,6 +74,12 @@ def corrected(prediction: Prediction) -> Prediction:
     if others and max(others) > 1:
         return result.corrected(max(others), f"{key}, other configs of tier {prediction.tier}")
     return result
+
+
+def _is_here(gpu_name: str) -> bool:
+    import torch
+
+    return torch.cuda.is_available() and find_gpu(torch.cuda.get_device_name()) == find_gpu(gpu_name)
 
 
 def _is_alike(entry: Any, prediction: Prediction) -> bool:

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import torch
 
+from memory.kernels.gpus import chosen_gpu
 from memory.predict.prediction import MIB, Prediction, Stage, fullest_step
-from memory.watch.announcement import BackgroundPrediction, record_full_step, record_step_time
+from memory.watch.announcement import BackgroundPrediction, record_full_step, record_step_time, without_triton
 from memory.watch.diagnosis import (
     TrainingOutOfMemoryError,
     is_out_of_memory,
@@ -38,10 +39,12 @@ class MemoryWatch:
     """Predict in the background, read memory while training runs, and report when memory runs out.
 
     Create it before preparing the data, call `announce` before the first step, train inside `guard`, and call `read`
-    for the log.
+    for the log. A dry run also predicts for the card `gpu_name`, or, without a GPU here, for a common one.
     """
 
-    def __init__(self, settings: Settings, stage: Stage, process: Process) -> None:
+    def __init__(
+        self, settings: Settings, stage: Stage, process: Process, is_dry_run: bool = False, gpu_name: str | None = None
+    ) -> None:
         self.settings, self.stage, self.process = settings, stage, process
         self.prediction: Prediction | None = None
         self.readings = MemoryReadings(process.device)
@@ -49,20 +52,31 @@ class MemoryWatch:
         self._ends: list[float] = []
         self._is_timed = False
         self._pending: BackgroundPrediction | None = None
+        self._for_gpu: BackgroundPrediction | None = None
         if process.is_first and not (process.device.type == "cpu" and is_tiny(settings, stage)):
-            self._pending = BackgroundPrediction(_for_device(settings, process.device), stage, process.device)
+            # Predictions for a CPU follow other rules, so the settings name the device.
+            here = settings.with_overrides({"device.type": process.device.type})
+            self._pending = BackgroundPrediction(here, stage, without_triton=without_triton(process.device))
+        has_no_gpu = settings.device.type == "auto" and process.device.type == "cpu"
+        if process.is_first and is_dry_run and (gpu_name is not None or has_no_gpu):
+            on_gpu, card = settings.with_overrides({"device.type": "cuda"}), chosen_gpu(gpu_name)
+            self._for_gpu = BackgroundPrediction(on_gpu, stage, gpu_name, card.without_triton)
 
     def __enter__(self) -> MemoryWatch:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._pending is not None:
-            self._pending.close()
+        for pending in (self._pending, self._for_gpu):
+            if pending is not None:
+                pending.close()
 
     def announce(self, num_train: int = 0, num_held_out: int = 0) -> None:
         """Log the predicted peak and time of a run on so many volumes; name the next rung if it will not fit."""
+        num_volumes, num_processes = (num_train, num_held_out), self.process.world_size
+        if self._for_gpu is not None:
+            self._for_gpu.announce_for_gpu(num_volumes, num_processes)
         if self._pending is not None:
-            self.prediction = self._pending.announce(self.process.device, (num_train, num_held_out))
+            self.prediction = self._pending.announce(self.process.device, num_volumes, num_processes)
         elif self.process.is_first:
             log.info(
                 "memory and time are not predicted for so small a run; the time left is measured on its first steps"
@@ -119,11 +133,6 @@ class MemoryWatch:
             record_step_time(self.prediction, seconds, self.process.device)
         self._ends = self._ends[-TIMED_STEPS:]
 
-    @property
-    def pace(self) -> tuple[float, float] | None:
-        """Return the predicted seconds of an update and of a validation; None where only a lower bound is known."""
-        return self.prediction.pace_on_cpu if self.prediction is not None else None
-
     def read(self) -> dict[str, float]:
         """Return the readings since the last call, in GiB, by metric name."""
         return self.readings.read()
@@ -165,8 +174,3 @@ def is_tiny(settings: Settings, stage: Stage) -> bool:
     activation = 4 * training.batch_size * channels * math.prod(grid)
     is_short = activation * training.max_steps * training.gradient_accumulation_steps < SHORT_RUN_BYTES
     return activation < TINY_ACTIVATION_BYTES or (activation < SMALL_ACTIVATION_BYTES and is_short)
-
-
-def _for_device(settings: Settings, device: torch.device) -> Settings:
-    """Return the settings with a concrete device, because predictions for a CPU follow other rules."""
-    return settings.with_overrides({"device.type": device.type})

@@ -94,6 +94,13 @@ def test_channels_classes_and_patients_are_counted():
     assert found.group_by == r"sub-[A-Za-z0-9]+"
 
 
+def test_ranges_are_measured_channel_by_channel():
+    for number in range(2):
+        write(f"{number}.nii", np.stack([mr(number), mr(number) / 100]))
+    (_, first), (_, second) = taken().ranges
+    assert first == pytest.approx(100 * second)
+
+
 def test_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch):
     for number in range(3):
         write(f"{number}.nii", mr(number))

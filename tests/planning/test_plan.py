@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 import yaml
 
+from planning.fingerprint import CT
 from planning.plan import LEAST_SHARE
 from planning.planner import NothingFitsError
 from planning.text import as_yaml, describe_plan
@@ -271,6 +273,29 @@ def test_ct_gets_a_window_and_mr_percentiles():
     assert set(values.values()) == {"percentile"}
     sparse = dataclasses.replace(SETS["MR"], num_flat=3)
     assert of(planned(sparse), "data.intensity.upper").value == 100.0
+
+
+def test_channels_of_different_kinds_get_rules_of_their_own():
+    ranges = ((-1000.0, 600.0), (0.0, 12.0), (0.0, 0.0))
+    three = dataclasses.replace(pretended(60, (128, 128, 96), kind=CT, num_channels=3), ranges=ranges)
+    rules = (("window", -1000.0, 1000.0), ("percentile", 0.5, 99.5), ("percentile", 0.0, 100.0))
+    plan = planned(three)
+    assert plan.recommended.settings.data.intensity.channels == rules
+    assert "1: 0 to 12" in of(plan, "data.intensity.channels").reason
+    alike = dataclasses.replace(three, ranges=((0.0, 5.0),) * 3)
+    assert planned(alike).recommended.settings.data.intensity.channels is None
+    assert planned(three, data__intensity__mode="percentile").recommended.settings.data.intensity.channels is None
+
+
+def test_occupied_voxels_of_mostly_empty_volumes_count_more():
+    for background, weight in ((0.98, 20.0), (0.8, 1.0)):
+        plan = planned(dataclasses.replace(SETS["MR"], background=background))
+        assert plan.recommended.settings.autoencoder.training.occupied_weight == weight
+
+
+def test_few_latent_voxels_are_counted_in_ones():
+    plan = planned(pretended(60, (32, 32, 24)))
+    assert re.search(r"the latents of the set have \d+,\d{3} voxels", of(plan, "ldm.unet.num_channels").reason)
 
 
 def test_json_holds_every_value_with_its_reason():

@@ -1,6 +1,7 @@
 """scripts/estimate_memory.py and dev/preset_table.py as a user runs them."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,31 @@ def test_estimate_prints_a_table_and_writes_json(tmp_path):
     assert {"forward", "backward", "recompute"} <= set(values["flops"])
     assert {"parameters", "gradients", "optimizer", "activations", "other"} <= set(values["breakdown"])
     assert values["phase"] in done.stdout
+
+
+def test_every_command_needs_the_same_memory_of_a_cpu(tmp_path):
+    """In 16 bits, which the process that trains forbids to oneDNN."""
+    changes = ["data.voxel_size=[128,128,32]", "device.type=cpu", "device.amp_dtype=bfloat16"]
+    given = ["--config", str(ROOT / "configs" / "ultra_light.yaml"), *changes]
+    environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
+    texts = {}
+    for command, *more in (
+        ("scripts/estimate_memory.py", "--json", "estimate.json"),
+        ("scripts/oom_ladder.py", "--budget-gb", "100", "--json", "ladder.json"),
+        ("train_autoencoder.py", "--dry-run"),
+    ):
+        whole = [sys.executable, str(ROOT / command), *given, *more]
+        done = subprocess.run(whole, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        texts[command] = done.stdout + done.stderr
+    estimate, ladder = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("estimate", "ladder"))
+    assert estimate["required_bytes"] == ladder["rungs"][0]["required_bytes"]
+    assert f"the run needs {estimate['required_bytes'] / 2**30:.2f} GiB" in texts["train_autoencoder.py"]
+    # Nor does any of them know how long a step takes there.
+    assert estimate["hours"] is estimate["gpu"] is ladder["rungs"][0]["hours"] is None
+    for text in texts.values():
+        assert "Time on a CPU: not known before" in text
+        assert "A100" not in text
 
 
 def test_wrong_config_ends_with_code_2_and_no_traceback():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +13,12 @@ import pytest
 
 from command_line import run
 from data.formats import write_nifti
-from memory.kernels.gpus import check_gpu
+from memory.predict import predict
 from scripts import plan
 from settings import ConfigError, load_settings
 from training.summary import summarise
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 # Both widths are given, so the three rows are one config and two predictions are enough.
 SMALL = (
     *("autoencoder.num_channels=[8,16]", "autoencoder.training.discriminator.num_channels=8"),
@@ -49,6 +53,15 @@ def test_plan_is_written_and_both_stages_agree_with_it(tmp_path, volumes, monkey
     for stage, network in (("autoencoder", "autoencoder"), ("ldm", "unet")):
         # What a dry run prints.
         assert f"{network} {row[stage]['parameters']:,}" in summarise(settings, stage, 3)
+    # What an estimate prints.
+    assert predict(settings, "autoencoder").required_bytes == row["autoencoder"]["required_bytes"]
+
+
+def test_nothing_fits_is_said_on_a_line_of_its_own(tmp_path, volumes):
+    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), "--data", str(volumes), "--budget-gb", "0.1", *SMALL]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert re.search(r"[\r\n]error: --budget-gb: nothing fits 0\.1 GiB", done.stderr)
 
 
 def test_sections_that_are_given_count_as_their_keys():
@@ -56,18 +69,6 @@ def test_sections_that_are_given_count_as_their_keys():
     assert plan._check(options) == {"data.intensity.mode": "window", "data.intensity.upper": 5}
     with pytest.raises(ConfigError, match=r"data\.source: given besides"):
         plan._check(plan.parse(["--data", "d", "--budget-gb", "8", "data={source: d}"]))
-
-
-def test_steps_measured_on_another_device_do_not_correct_the_plan(monkeypatch):
-    """Steps on a CPU take many times as long as on the card that is planned for."""
-    card = check_gpu("RTX 4090")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert not plan._is_here(card)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA L40S")
-    assert not plan._is_here(card)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA GeForce RTX 4090")
-    assert plan._is_here(card)
 
 
 @pytest.mark.parametrize(

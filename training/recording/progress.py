@@ -21,8 +21,7 @@ class RunClock:
 
     Steps are timed between calls of `mark`, at which the device has finished its work. The first step is left out,
     because it also chooses kernels and fills caches. A run with a time limit has no `last_step`; `seconds` is the time
-    it had left at the start. `pace` are the predicted seconds of a step and of a validation, used until they have been
-    measured.
+    it had left at the start.
     """
 
     def __init__(
@@ -32,11 +31,10 @@ class RunClock:
         validate_every: int = 0,
         save_every: int = 0,
         seconds: float | None = None,
-        pace: tuple[float, float] | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._last_step, self._validate_every, self._save_every = last_step, validate_every, save_every
-        self._seconds, self._pace, self._now = seconds, pace, now
+        self._seconds, self._now = seconds, now
         self._start = self._marked_at = now()
         self._marked_step = first_step
         self._intervals: deque[tuple[int, float]] = deque(maxlen=INTERVALS)
@@ -84,8 +82,6 @@ class RunClock:
     def seconds_left(self, step: int) -> float | None:
         """Return the predicted time of the rest of the run, with the saves and validations whose time is known."""
         of_step = self.seconds_per_step
-        if of_step is None and self._pace is not None:
-            of_step = self._pace[0]
         if of_step is None:
             return None
         if self._last_step is None:
@@ -93,12 +89,10 @@ class RunClock:
         saves = (self._last_step - step) // self._save_every if self._save_every else 0
         left = {"save": max(saves, self.validations_left(step)), "validation": self.validations_left(step)}
         pauses = sum(left[kind] * sum(seconds) / len(seconds) for kind, seconds in self._pauses.items() if seconds)
-        if not self.has_validated and self._pace is not None:
-            pauses += left["validation"] * self._pace[1]
         return (self._last_step - step) * of_step + pauses
 
     def text(self, step: int) -> str:
-        """Return the time left in words; empty before the first interval unless it was predicted.
+        """Return the time left in words; empty before the first interval.
 
         Until the time of a validation is known, the remaining validations are counted instead.
         """
@@ -106,7 +100,7 @@ class RunClock:
         if left is None:
             return ""
         validations = self.validations_left(step)
-        is_unknown = validations and not self.has_validated and self._pace is None
+        is_unknown = validations and not self.has_validated
         return duration_text(left) + (f" + {counted(validations, 'validation')}" if is_unknown else "")
 
     def announcement(self, step: int) -> str:

@@ -8,11 +8,11 @@ import math
 import pytest
 
 from diffusion.sampling import num_predictions
-from memory.predict.records import Work
+from evaluation.skill import NUM_LEVELS
+from memory.predict.records import Done, Work
 from memory.predict.run import CONDITIONS as ENCODING_CONDITIONS
 from memory.predict.run import (
     ENCODING,
-    PartOfRun,
     _all_previews,
     _shortened,
     assumptions,
@@ -60,8 +60,7 @@ def test_the_time_of_encoding_knows_the_variants_of_condition_volumes(tiny_value
     programs = other_programs(settings, "ldm", cuda=False)
     once, found = programs[ENCODING], encoded_volume(settings, programs)
     assert found is not None
-    assert sum(part.nbytes for part in found.work.values()) == encodings * sum(w.nbytes for w in once.work.values())
-    assert found.calls.number == encodings * once.calls.number
+    assert sum(part.nbytes for part in found.values()) == encodings * sum(w.nbytes for w in once.work.values())
 
 
 def test_an_autoencoder_that_only_conditions_have_is_predicted_from_its_file(tiny_values, tmp_path):
@@ -87,7 +86,7 @@ def test_an_autoencoder_that_only_conditions_have_is_predicted_from_its_file(tin
     assert ENCODING not in programs
     once, found = programs[ENCODING_CONDITIONS], encoded_volume(settings, programs)
     assert found is not None
-    assert sum(part.nbytes for part in found.work.values()) == sum(part.nbytes for part in once.work.values())
+    assert sum(part.nbytes for part in found.values()) == sum(part.nbytes for part in once.work.values())
     weights = [build_autoencoder(s.autoencoder).state_dict().values() for s in (settings, own)]
     both = sum(tensor.nbytes for tensors in weights for tensor in tensors)
     assert once.peak["device"] > both + 4 * 2 * math.prod(settings.data.voxel_size)
@@ -121,12 +120,12 @@ def test_the_time_of_previews_knows_in_which_steps_guidance_acts(
     sampling = {"guidance_scale": scale, "guidance_interval": interval, "num_inference_steps": steps}
     tiny_values["ldm"]["sampling"] |= sampling
     batch = 2
-    # A prediction for one latent is one operation; a held-out loss has one at each of its four noise levels.
+    # A prediction for one latent is one operation; a held-out loss has one at each noise level.
     losses, drawn, decoded = (
-        PartOfRun({("convolution", (1,), "float32"): Work(flops=flops)}) for flops in (4, batch * in_two_steps, 0)
+        Done({("convolution", (1,), "float32"): Work(flops=flops)}) for flops in (NUM_LEVELS, batch * in_two_steps, 0)
     )
     found = _all_previews(Settings.model_validate(tiny_values), losses, drawn, decoded)
-    assert [work.flops for work in found.work.values()] == [batch * expected]
+    assert [work.flops for work in found.values()] == [batch * expected]
 
 
 def test_drawing_in_few_steps_is_guided_only_if_some_step_is(tiny_values):

@@ -2,10 +2,9 @@ import pytest
 
 from diffusion.sampling import num_predictions
 from evaluation.skill import NUM_LEVELS
-from memory.predict.records import Work
+from memory.predict.records import Done, Work
 from memory.predict.run import (
     USED_SHARE,
-    PartOfRun,
     _all_previews,
     _denoising_bytes,
     _shortened,
@@ -51,6 +50,6 @@ def test_previews_take_the_passes_and_decodings_of_all_samples(tiny_values, samp
     taken = sum(num_predictions(_shortened(settings).ldm))
     assert sum(num_predictions(settings.ldm)) == passes
     operations = (NUM_LEVELS, 2 * taken + 1000, 1000)
-    losses, drawn, decoded = (PartOfRun({("convolution", (1,), "float32"): Work(flops=n)}) for n in operations)
-    (total,) = _all_previews(settings, losses, drawn, decoded).work.values()
+    losses, drawn, decoded = (Done({("convolution", (1,), "float32"): Work(flops=n)}) for n in operations)
+    (total,) = _all_previews(settings, losses, drawn, decoded).values()
     assert total.flops == pytest.approx(5 * passes + 5000, abs=2)

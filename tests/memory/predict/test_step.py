@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,13 @@ def test_prediction_equals_the_tracked_real_step_within_1_percent(stage, changes
     assert predicted.peak["host"] == real.peak["host"]
     assert (real.peak["host"] > 0) == (tier_of(settings, stage) == "offload")
     assert predicted.flops == real.flops
+
+
+def test_a_prediction_for_a_cpu_follows_its_precision():
+    cases: list[Any] = [{}, {"device.mixed_precision": True}, STAGE_1["float16"]]
+    settings = [make({**changes, "device.type": "cpu"}) for changes in cases]
+    peaks = [predict_step(one, "autoencoder").required_bytes for one in settings]
+    assert peaks[0] == peaks[1] != peaks[2]
 
 
 def test_breakdown_adds_up_to_the_peak_and_names_what_trains():

@@ -253,7 +253,6 @@ def test_equal_chunks_of_a_perceptual_loss_are_repeated_instead_of_run_with_the_
     assert replay(found.trace, sizes, limits).allocated == 0
     assert found.work == expected.work
     assert found.flops == expected.flops
-    assert found.calls.number == expected.calls.number
 
 
 def test_norms_on_a_gpu_without_triton_count_their_copies_in_fp32(monkeypatch):

@@ -64,6 +64,16 @@ def test_what_a_gpu_measured_says_nothing_about_a_cpu():
     assert calibration.corrected(made()).correction == pytest.approx(1.25)
 
 
+def test_steps_measured_here_say_nothing_about_another_card(monkeypatch):
+    calibration.record(made(), 5 * GIB)
+    monkeypatch.setattr(calibration, "_key", lambda prediction: next(iter(calibration._read())))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA GeForce RTX 4090")
+    assert calibration.corrected(made(), "L40S") == made()
+    for name in ("RTX 4090", None):
+        assert calibration.corrected(made(), name).correction == pytest.approx(1.25)
+
+
 def test_no_measurement_takes_a_prediction_below_its_tensors():
     prediction = made(peak_allocated_bytes=4 * GIB, peak_reserved_bytes=5 * GIB)
     calibration.record(prediction, 3 * GIB)

@@ -45,21 +45,6 @@ def test_prediction_is_exact_for_even_steps_once_a_validation_was_timed():
         assert predicted[done] == pytest.approx(real)
 
 
-def test_a_predicted_pace_counts_until_steps_and_validations_were_timed():
-    time = FakeTime()
-    clock = RunClock(0, 100, validate_every=50, save_every=50, pace=(2.0, 30.0), now=time)
-    assert clock.seconds_left(0) == pytest.approx(100 * 2.0 + 2 * 30.0)
-    assert clock.text(0) == "4 min 20 s"
-    assert clock.announcement(0) == "", "nothing was measured"
-    time.now += 5
-    clock.first_step_done()
-    time.now += 9 * 1.0
-    clock.mark(10)
-    assert clock.seconds_left(10) == pytest.approx(90 * 1.0 + 2 * 30.0)
-    clock.pause("validation", 10.0)
-    assert clock.seconds_left(50) == pytest.approx(50 * 1.0 + 10.0)
-
-
 def test_prediction_follows_steps_that_become_slower():
     time = FakeTime()
     clock = RunClock(0, 1000, validate_every=1000, save_every=1000, now=time)
