@@ -16,6 +16,7 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from evaluation.skill import NUM_LEVELS
 from settings import CheckpointError
 from tests.conftest import ROOT
 from tests.finished_run import export_autoencoder, finished_run, run_here, train_ldm
@@ -43,7 +44,7 @@ def test_a_finished_run_has_everything_that_sampling_needs(tmp_path_factory):
     assert [line["step"] for line in lines if "diffusion" in line] == [1, 2, 3, 4]
     [validation] = [line for line in lines if "val_diffusion" in line]
     assert validation["step"] == 4
-    assert sum(name.startswith("val_diffusion_") for name in validation) == 4
+    assert sum(name.startswith("val_skill_") for name in validation) == NUM_LEVELS
     assert (run / "previews" / "ldm_00000004.png").is_file()
     checkpoint = torch.load(next((run / "checkpoints").glob("ldm_step_00000004*")), weights_only=True)
     assert torch.equal(checkpoint["latent_scale"], scale)
