@@ -30,8 +30,7 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from evaluation.autoencoder_validation import validate_autoencoder
     from losses import ensure_perceptual_weights
     from memory.watch.memory_watch import MemoryWatch
-    from report import publish
-    from report.validation import show_validation
+    from report import publish, show_validation
     from runtime.processes import processes
     from training.autoencoder_step import AutoencoderStep
     from training.checkpoints import Checkpoints

@@ -31,10 +31,8 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from diffusion.latents import prepare_latents, pretrained_unet
     from diffusion.volume_codec import frozen_codec
     from evaluation.ldm_validation import LdmValidation, RealVolumes
-    from evaluation.skill import skill_in_words
     from memory.watch.memory_watch import MemoryWatch
-    from report import publish
-    from report.validation import show_validation
+    from report import publish, show_validation
     from runtime.processes import processes
     from training.checkpoints import Checkpoints
     from training.finished_weights import export
@@ -73,8 +71,7 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
                 return INTERRUPTED
             export(step, run_folder, settings)
             publish(run_folder, process)
-            if validate.last_skill is not None:
-                log.info(skill_in_words(validate.last_skill))
+            validate.log_skill()
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,8 +17,10 @@ from evaluation.conditional.known import with_known
 from evaluation.pictures import Row, picture_of
 from evaluation.previews import MAX_COPIES, Preview, ViewerVolume
 from evaluation.real_volumes import RealVolumes
-from evaluation.skill import Skill
+from evaluation.skill import Skill, skill_in_words
 from training.ldm_step import LatentDiffusionStep
+
+log = logging.getLogger(__name__)
 
 
 class LdmValidation:
@@ -41,6 +44,11 @@ class LdmValidation:
             preview = sample_preview(step, self.latents, self.real) if has_preview else None
         self.last_skill = metrics.get("val_skill")
         return metrics, preview
+
+    def log_skill(self) -> None:
+        """Log in words what the skill of the last validation says, if it was measured."""
+        if self.last_skill is not None:
+            log.info(skill_in_words(self.last_skill))
 
 
 def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolumes | None = None) -> Preview:

@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from data import VolumeFile, load_file, to_unit
 from diffusion.conditioning import Condition
-from diffusion.linear_denoiser import LinearDenoiser
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
@@ -28,6 +27,7 @@ from evaluation.set_metrics import (
     summary_vector,
 )
 from evaluation.sharpness import compare_sharpness, laplacian_kurtosis, sharpness_of
+from evaluation.skill import LinearDenoiser
 from evaluation.trained_run import check_finite
 from runtime.randomness import SampleNoise
 from settings import DataSettings, Settings

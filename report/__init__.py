@@ -4,5 +4,6 @@ Called by the train scripts after each validation, and by `scripts/report.py`.
 """
 
 from report.page import publish, write_comparison, write_report
+from report.validation import show_validation
 
-__all__ = ["publish", "write_comparison", "write_report"]
+__all__ = ["publish", "show_validation", "write_comparison", "write_report"]

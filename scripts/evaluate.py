@@ -8,11 +8,21 @@ import logging
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import at_least, check_output_file, parser, run, write_output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from data import DataSplit
+    from diffusion.volume_codec import VolumeCodec
+    from evaluation.trained_run import SampleFrame
+    from settings import Settings
 
 log = logging.getLogger("evaluate")
 
@@ -71,25 +81,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(options: argparse.Namespace) -> int:
     """Evaluate both stages, or only the first if stage 2 is not trained; print a table and write JSON."""
     from data import prepare_volumes
-    from diffusion.conditioning import check_conditions
-    from diffusion.latents import prepare_latents, stage_two_data
-    from evaluation.conditional.effect import evaluate_conditions
+    from diffusion.latents import stage_two_data
     from evaluation.fid import load_features
     from evaluation.reconstructions import evaluate_reconstructions
-    from evaluation.samples import (
-        SilentNetwork,
-        draw_samples,
-        evaluate_anchors,
-        evaluate_samples,
-        gaussian_volumes,
-        load_reference,
-        similarity,
-        training_volumes,
-    )
-    from evaluation.skill import Skill
     from evaluation.trained_run import TrainedRun
     from report import write_report
-    from runtime.processes import Process
     from storage.atomic import write_text
 
     if options.json is not None:
@@ -113,26 +109,7 @@ def main(options: argparse.Namespace) -> int:
         "reconstruction": evaluate_reconstructions(codec, volumes.val, data, threshold),
     }
     if has_stage_two:
-        reference = load_reference(volumes.train, volumes.val, data)
-        learned = (frame.normalisation, frame.condition_normalisation, frame.numbers)
-        drawn_by = (options.seed, options.num, options.batch_size)
-        told, effect = evaluate_conditions(network, codec, settings, *learned, volumes, *drawn_by)
-        results |= {} if effect is None else {"conditions": effect}
-        drawn = (settings, frame.normalisation, options.seed, options.num, options.batch_size, told)
-        samples = draw_samples(network, codec, *drawn)
-        results["samples"] = evaluate_samples(samples, reference, features)
-        process = Process(codec.precision.device)
-        latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
-        skill = Skill(latents, codec, frame.normalisation, settings, process)
-        results["skill"] = skill(network)
-        silent = draw_samples(SilentNetwork(settings.autoencoder.latent_channels), codec, *drawn)
-        results["samples"]["correlation_with_silent_network"] = similarity(samples, silent)
-        training, reconstructed = training_volumes(codec, volumes.train, data, options.num)
-        sets = {"training volumes": training, "reconstructed training volumes": reconstructed}
-        if skill.denoiser is not None:
-            drawn_latents = (skill.denoiser, frame.normalisation, codec, options.seed, options.num)
-            sets["Gaussian with their covariance"] = gaussian_volumes(*drawn_latents)
-        results["anchors"] = evaluate_anchors({**sets, "network switched off": silent}, reference)
+        results |= _evaluate_stage_two(network, frame, codec, settings, volumes, features, options)
     else:
         log.warning("%s: no such file, so only reconstructions are evaluated", trained.folder.weights("ldm"))
     print(_table(results))
@@ -148,6 +125,56 @@ def main(options: argparse.Namespace) -> int:
     except OSError as error:
         log.warning("%s: cannot be written (%s), so the report lacks this evaluation", error.filename, error.strerror)
     return 0
+
+
+def _evaluate_stage_two(
+    network: nn.Module,
+    frame: SampleFrame,
+    codec: VolumeCodec,
+    settings: Settings,
+    volumes: DataSplit,
+    features: Callable[[Tensor], Tensor] | None,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Return what samples are worth: metrics, skill, the effect of conditions, and what to compare them with."""
+    from diffusion.conditioning import check_conditions
+    from diffusion.latents import prepare_latents, stage_two_data
+    from evaluation.conditional.effect import evaluate_conditions
+    from evaluation.samples import (
+        SilentNetwork,
+        draw_samples,
+        evaluate_anchors,
+        evaluate_samples,
+        gaussian_volumes,
+        load_reference,
+        similarity,
+        training_volumes,
+    )
+    from evaluation.skill import Skill
+    from runtime.processes import Process
+
+    data = stage_two_data(settings.data)
+    reference = load_reference(volumes.train, volumes.val, data)
+    learned = (frame.normalisation, frame.condition_normalisation, frame.numbers)
+    drawn_by = (options.seed, options.num, options.batch_size)
+    told, effect = evaluate_conditions(network, codec, settings, *learned, volumes, *drawn_by)
+    results: dict[str, Any] = {} if effect is None else {"conditions": effect}
+    drawn = (settings, frame.normalisation, options.seed, options.num, options.batch_size, told)
+    samples = draw_samples(network, codec, *drawn)
+    results["samples"] = evaluate_samples(samples, reference, features)
+    process = Process(codec.precision.device)
+    latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
+    skill = Skill(latents, codec, frame.normalisation, settings, process)
+    results["skill"] = skill(network)
+    silent = draw_samples(SilentNetwork(settings.autoencoder.latent_channels), codec, *drawn)
+    results["samples"]["correlation_with_silent_network"] = similarity(samples, silent)
+    training, reconstructed = training_volumes(codec, volumes.train, data, options.num)
+    sets = {"training volumes": training, "reconstructed training volumes": reconstructed}
+    if skill.denoiser is not None:
+        drawn_latents = (skill.denoiser, frame.normalisation, codec, options.seed, options.num)
+        sets["Gaussian with their covariance"] = gaussian_volumes(*drawn_latents)
+    results["anchors"] = evaluate_anchors({**sets, "network switched off": silent}, reference)
+    return results
 
 
 def _without_nan(results: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from diffusion.linear_denoiser import SHRINKAGES, LinearDenoiser
+from evaluation.skill.linear_denoiser import SHRINKAGES, LinearDenoiser
 
 SHAPE = (2, 3, 2, 2)
 

@@ -19,10 +19,10 @@ from diffusion.conditioning import Condition
 from diffusion.latent_batches import LatentBatch, collate, condition_of
 from diffusion.latent_files import Moments
 from diffusion.latents import Latents
-from diffusion.linear_denoiser import LinearDenoiser
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
 from diffusion.volume_codec import VolumeCodec
+from evaluation.skill.linear_denoiser import LinearDenoiser
 from runtime.precision import Precision
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
