@@ -131,7 +131,7 @@ def _encoding(rows: list[dict[str, Any]], pictures: str) -> list[str]:
         "## From volume to latent",
         "",
         f"One {'x'.join(map(str, rows[0]['grid']))} volume at a time, fp32, one thread. Stage 2 here encodes each "
-        "volume once and then reads the kept mean and sigma; the 3d_ldm-style loop encodes at every step.",
+        "volume once and then reads the kept mean; the 3d_ldm-style loop encodes at every step.",
         "",
         *_head(["", "volumes per CPU second", "relative"], right=2),
     ]

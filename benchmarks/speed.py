@@ -86,14 +86,14 @@ def encoding_rates(grid: tuple[int, ...], rounds: int, progress: Callable[[str],
     with tempfile.TemporaryDirectory() as folder:
         file = VolumeFile(Path(__file__).resolve(), "volume")
         latents = LatentFolder(Path(folder), settings.latent_shape)
-        facts = LatentFacts(0.0, 1.0, 1.0, (1.0,) * 3, (0.0,), (1.0,))
+        facts = LatentFacts((1.0,) * 3, (0.0,), (1.0,))
         for number in range(rounds + 1):
             for name, encoder in encoders.items():
                 start = time.process_time()
-                moments = encoder.encode(volume)
+                mean = encoder.encode(volume)
                 seconds[name].append(time.process_time() - start)
                 progress(f"{name}, round {number}")
-            latents.write(file, moments, facts)
+            latents.write(file, mean, facts)
             start = time.process_time()
             latents.read(file)
             seconds["ours, from the cache"].append(time.process_time() - start)

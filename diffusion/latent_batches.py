@@ -13,19 +13,17 @@ from data.volumes import VolumeFile
 from data.workers import one_ahead
 from diffusion.conditioning import NOTHING, Condition
 from diffusion.conditioning.conditions import Conditions
-from diffusion.latent_files import Moments
 from settings.conditioning import ConditioningSettings
 
 
 @dataclass(frozen=True)
 class LatentBatch:
-    """One micro-batch of latents: a `Batch` with mean and sigma (B, C, D, H, W) instead of the image.
+    """One micro-batch of latents: a `Batch` with their means (B, C, D, H, W) instead of the image.
 
     `condition` holds what comes from the volumes' partners; the classes are in `labels`.
     """
 
     mean: Tensor
-    sigma: Tensor
     positions: tuple[int, ...]
     labels: Tensor | None
     files: tuple[str, ...]
@@ -35,9 +33,7 @@ class LatentBatch:
         """Return the batch in page-locked memory."""
         labels = None if self.labels is None else self.labels.pin_memory()
         condition = self.condition.map(Tensor.pin_memory)
-        return replace(
-            self, mean=self.mean.pin_memory(), sigma=self.sigma.pin_memory(), labels=labels, condition=condition
-        )
+        return replace(self, mean=self.mean.pin_memory(), labels=labels, condition=condition)
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class VolumeBatch(Batch):
 
 
 def latent_batches(
-    read: Callable[[int], Moments],
+    read: Callable[[int], Tensor],
     files: Sequence[VolumeFile],
     plan: BatchPlan,
     first_step: int,
@@ -77,7 +73,7 @@ def latent_batches(
 
 
 def collate(
-    read: Callable[[int], Moments],
+    read: Callable[[int], Tensor],
     files: Sequence[VolumeFile],
     indices: Sequence[int],
     positions: Sequence[int],
@@ -85,12 +81,10 @@ def collate(
     passes: Sequence[int] | None = None,
 ) -> LatentBatch:
     """Return the latents of the files at `indices` as one batch, with their conditions in the given passes."""
-    moments = [read(index) for index in indices]
     labels = [files[index].label for index in indices]
     names = tuple(files[index].name for index in indices)
     return LatentBatch(
-        mean=torch.stack([mean for mean, _ in moments]),
-        sigma=torch.stack([sigma for _, sigma in moments]),
+        mean=torch.stack([read(index) for index in indices]),
         positions=tuple(positions),
         labels=None if None in labels else torch.tensor(labels, dtype=torch.long),
         files=names,

@@ -1,7 +1,4 @@
-"""Keeps latents on disk, as mean and sigma, and what else is made once on the latent grid.
-
-A sampled latent is never kept: training would see the same noise in every pass.
-"""
+"""Keeps the means of latents on disk, and what else is made once on the latent grid."""
 
 from __future__ import annotations
 
@@ -27,47 +24,30 @@ from storage.reading import reason
 log = logging.getLogger(__name__)
 
 # Part of the key: change it whenever the same volume and weights would be stored differently.
-VERSION = 2
-
-Moments = tuple[Tensor, Tensor]
-"""Mean and sigma of one volume's latent, each float32 (C, D, H, W)."""
+VERSION = 3
 
 
 @dataclass(frozen=True)
 class LatentFacts:
     """What stage 2 needs to know about a volume without reading its latent.
 
-    Sums run over the latent's elements, in float64. `spacing_mm` is that of the network's grid; `lower` and `upper` are
-    the intensities of each channel that map to the ends of the network's range.
+    `spacing_mm` is that of the network's grid; `lower` and `upper` are the intensities of each channel that map to the
+    ends of the network's range.
     """
 
-    sum_mean: float
-    sum_squared_mean: float
-    sum_squared_sigma: float
     spacing_mm: tuple[float, ...]
     lower: tuple[float, ...]
     upper: tuple[float, ...]
 
     def to_row(self) -> list[float]:
         """Return the facts as a flat list of numbers, which processes can exchange."""
-        sums = [self.sum_mean, self.sum_squared_mean, self.sum_squared_sigma]
-        return [*sums, *self.spacing_mm, *self.lower, *self.upper]
+        return [*self.spacing_mm, *self.lower, *self.upper]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> LatentFacts:
         """Return the facts from the numbers of `to_row`."""
-        channels = (len(row) - 6) // 2
-        spacing_mm, lower, upper = row[3:6], row[6 : 6 + channels], row[6 + channels :]
-        return cls(row[0], row[1], row[2], tuple(spacing_mm), tuple(lower), tuple(upper))
-
-
-def facts_of(
-    moments: Moments, spacing_mm: Sequence[float], lower: Sequence[float], upper: Sequence[float]
-) -> LatentFacts:
-    """Return the facts of one latent."""
-    mean, sigma = (part.double() for part in moments)
-    sums = (float(mean.sum()), float(mean.square().sum()), float(sigma.square().sum()))
-    return LatentFacts(*sums, tuple(map(float, spacing_mm)), tuple(lower), tuple(upper))
+        middle = (3 + len(row)) // 2
+        return cls(tuple(row[:3]), tuple(row[3:middle]), tuple(row[middle:]))
 
 
 def latent_key(s: DataSettings, weights: str, precision: str) -> str:
@@ -171,7 +151,7 @@ class LatentFolder:
     """
 
     def __init__(self, folder: Path, shape: Sequence[int]) -> None:
-        self.cache = TensorCache(folder, {"mean": shape, "sigma": shape})
+        self.cache = TensorCache(folder, {"mean": shape})
         self.folder = folder
 
     def path_of(self, file: VolumeFile) -> Path:
@@ -183,15 +163,14 @@ class LatentFolder:
         content = self.cache.find(_name(file), _what(file))
         return None if content is None else LatentFacts.from_row(json.loads(content[1]["facts"]))
 
-    def write(self, file: VolumeFile, moments: Moments, facts: LatentFacts) -> None:
+    def write(self, file: VolumeFile, mean: Tensor, facts: LatentFacts) -> None:
         """Write one latent atomically."""
         texts = {"facts": json.dumps(facts.to_row()), "volume": printable(file.name)}
-        self.cache.write(_name(file), _what(file), {"mean": moments[0], "sigma": moments[1]}, texts)
+        self.cache.write(_name(file), _what(file), {"mean": mean}, texts)
 
-    def read(self, file: VolumeFile) -> Moments:
-        """Return the mean and sigma of a volume's latent."""
-        content = self.cache.read(_name(file), _what(file))
-        return content["mean"], content["sigma"]
+    def read(self, file: VolumeFile) -> Tensor:
+        """Return the mean of a volume's latent."""
+        return self.cache.read(_name(file), _what(file))["mean"]
 
 
 def _name(file: VolumeFile) -> str:

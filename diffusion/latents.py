@@ -22,7 +22,7 @@ from data.pairs.pairs import NO_PAIRS, Pairs
 from diffusion.conditioning.conditions import Conditions, prepare_conditions
 from diffusion.frozen_autoencoder import latents_digest
 from diffusion.latent_batches import LatentBatch, collate, latent_batches, with_conditions
-from diffusion.latent_files import LatentFacts, LatentFolder, Moments, facts_of, latent_key
+from diffusion.latent_files import LatentFacts, LatentFolder, latent_key
 from diffusion.normalisation import Normalisation, Statistics
 from diffusion.pretrained import pretrained_unet
 from diffusion.volume_codec import VolumeCodec
@@ -47,7 +47,7 @@ class Latents:
 
     volumes: DataSplit
     settings: DataSettings
-    read: Callable[[int], Moments] | None
+    read: Callable[[int], Tensor] | None
     normalisation: Normalisation
     spacing_mm: tuple[float, ...]
     lower: tuple[float, ...]
@@ -70,18 +70,18 @@ class Latents:
         files, conditions = self.volumes.train, self.conditions
         return latent_batches(self.read, files, plan, first_step, last_step, self.pin_memory, conditions)
 
-    def validation_batches(self, encode: Callable[[Tensor], Moments], process: Process) -> Iterator[LatentBatch]:
+    def validation_batches(self, encode: Callable[[Tensor], Tensor], process: Process) -> Iterator[LatentBatch]:
         """Yield this process's share of the validation latents, one at a time; positions index the list of files."""
         files, offset = self.volumes.val, len(self.volumes.train)
 
-        def read(index: int) -> Moments:
-            return self.moments(offset + index, encode)
+        def read(index: int) -> Tensor:
+            return self.latent(offset + index, encode)
 
         for index in range(process.rank, len(files), process.world_size):
             yield collate(read, files, [index], [index], self.conditions)
 
-    def moments(self, index: int, encode: Callable[[Tensor], Moments]) -> Moments:
-        """Return mean and sigma of a volume's latent by its index, held-out volumes after training volumes."""
+    def latent(self, index: int, encode: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the mean of a volume's latent by its index, held-out volumes after training volumes."""
         if self.read is not None:
             return self.read(index)
         file = (*self.volumes.train, *self.volumes.val)[index]
@@ -115,8 +115,8 @@ def prepare_latents(
     """Encode the volumes that are not encoded yet, shared among the processes, and find how to normalise them.
 
     With `cache: disk` an interrupted encoding continues where it stopped, and every run with the same autoencoder
-    weights and the same reading of the data reuses the latents. Only training volumes count for the normalisation, with
-    latents as training draws them: the variance is var(mean) + mean(sigma^2). A pretrained U-Net keeps its own.
+    weights and the same reading of the data reuses the latents. Only training volumes count for the normalisation. A
+    pretrained U-Net keeps its own.
     """
     data = stage_two_data(settings.data)
     if data != settings.data:
@@ -126,8 +126,8 @@ def prepare_latents(
     autoencoder = latents_digest(codec.autoencoder)
     key = latent_key(data, autoencoder, codec.precision.name)
     folder = LatentFolder(LATENTS / key, settings.latent_shape)
-    table = torch.zeros(len(files), 6 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
-    kept = torch.zeros(len(files), 2, *settings.latent_shape) if cache == "memory" else None
+    table = torch.zeros(len(files), 3 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
+    kept = torch.zeros(len(files), *settings.latent_shape) if cache == "memory" else None
     start = pretrained_unet(settings)
     if start is not None:
         start.check_autoencoder(codec.autoencoder)
@@ -141,16 +141,16 @@ def prepare_latents(
         log.info("latents: %d of %d found in %s", len(share) - len(missing), len(share), folder.folder)
     with process.together():
         for index, loaded in _load_ahead(files, missing, data, process):
-            mean, sigma = (part.cpu() for part in codec.encode(loaded.image))
-            known = facts_of((mean, sigma), loaded.geometry.spacing_mm.tolist(), loaded.lower, loaded.upper)
+            mean = codec.encode(loaded.image).cpu()
+            known = LatentFacts(tuple(loaded.geometry.spacing_mm.tolist()), loaded.lower, loaded.upper)
             facts[index] = known
             if cache == "disk":
-                folder.write(files[index], (mean, sigma), known)
+                folder.write(files[index], mean, known)
             elif kept is not None:
-                kept[index, 0], kept[index, 1] = mean, sigma
-            statistics.add(index, mean, sigma)
+                kept[index] = mean
+            statistics.add(index, mean)
         for index in set(share) - set(missing) if start is None else ():
-            statistics.add(index, *folder.read(files[index]))
+            statistics.add(index, folder.read(files[index]))
     for index, found in facts.items():
         assert found is not None, f"volume {index} was not encoded"
         table[index] = torch.tensor(found.to_row(), dtype=torch.float64)
@@ -172,10 +172,10 @@ def prepare_latents(
     return Latents(volumes, data, read, normalisation, spacing_mm, lower, upper, autoencoder, pin_memory, conditions)
 
 
-def _reader(folder: LatentFolder, files: Sequence[VolumeFile], kept: Tensor | None) -> Callable[[int], Moments]:
+def _reader(folder: LatentFolder, files: Sequence[VolumeFile], kept: Tensor | None) -> Callable[[int], Tensor]:
     if kept is None:
         return lambda index: folder.read(files[index])
-    return lambda index: (kept[index, 0], kept[index, 1])
+    return lambda index: kept[index]
 
 
 def _load_ahead(

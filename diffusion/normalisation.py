@@ -65,12 +65,11 @@ class Statistics:
     def __init__(self, count: int, num_channels: int) -> None:
         self._rows = torch.zeros(count, 2, num_channels, dtype=torch.float64)
 
-    def add(self, index: int, mean: Tensor, sigma: Tensor | None = None) -> None:
-        """Add one latent (C, D, H, W) by its index, as training draws it: with its sigma; ignore held-out ones."""
-        if index >= len(self._rows):
-            return
-        squares = mean.double().square() + (0 if sigma is None else sigma.double().square())
-        self._rows[index] = torch.stack([mean.double().mean(dim=(1, 2, 3)), squares.mean(dim=(1, 2, 3))])
+    def add(self, index: int, latent: Tensor) -> None:
+        """Add one latent (C, D, H, W) by its index; ignore held-out ones."""
+        if index < len(self._rows):
+            values = latent.double().flatten(1)
+            self._rows[index] = torch.stack([values.mean(dim=1), values.square().mean(dim=1)])
 
     def normalisation(self, process: Process, may_be_constant: bool = False) -> Normalisation:
         """Return the normalisation of the latents of all processes.

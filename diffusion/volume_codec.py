@@ -48,11 +48,11 @@ class VolumeCodec:
         self.has_slabs = s.implementation == "lean"
 
     @torch.no_grad()
-    def encode(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the latent's mean and sigma, float32 (C, D, H, W), of one volume (C, D, H, W)."""
+    def encode(self, image: Tensor) -> Tensor:
+        """Return the latent's mean, float32 (C, D, H, W), of one volume (C, D, H, W)."""
         self._choose_slabs(image.shape[1:])
-        mean, sigma = self._run(self.autoencoder.encode, image)
-        return mean[0].float(), sigma[0].float()
+        mean, _ = self._run(self.autoencoder.encode, image)
+        return mean[0].float()
 
     @torch.no_grad()
     def decode(self, latent: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def reconstruct_and_measure(
 
 
 def _reconstruct(step: AutoencoderStep, volume: Tensor, counts: Tensor | None) -> Tensor:
-    latent = step.codec.encode(volume)[0]
+    latent = step.codec.encode(volume)
     if step.autoencoder.quantiser is not None and counts is not None:
         codes = step.autoencoder.quantiser.codes(latent[None]).flatten().cpu()
         counts.index_add_(0, codes, torch.ones_like(codes, dtype=counts.dtype))

@@ -33,7 +33,7 @@ def evaluate_reconstructions(
     rows: list[dict[str, float]] = []
     for file in tqdm(files, desc="reconstructions", unit="volume"):
         image = load_file(file, data).image[None].to(codec.precision.device)
-        mean, _ = codec.encode(image[0])
+        mean = codec.encode(image[0])
         reconstruction = check_finite(codec.decode(mean), printable(file.name))[None]
         names.append(file.name)
         found.append(sharpness_of(to_unit(reconstruction[0])))

@@ -98,7 +98,7 @@ def training_volumes(
     for place in tqdm(range(number), desc="reconstructed training volumes", unit="volume"):
         file = train[place * len(train) // number]
         image = load_file(file, data).image
-        mean, _ = codec.encode(image)
+        mean = codec.encode(image)
         volumes.append(to_unit(image))
         reconstructions.append(to_unit(check_finite(codec.decode(mean), printable(file.name))).cpu())
     return volumes, reconstructions

@@ -86,7 +86,7 @@ def main(options: argparse.Namespace) -> int:
 
     for path, target in tqdm(targets.items(), desc="reconstructing", unit="volume"):
         loaded = load_volume(path, trained.settings.data, trained.settings.autoencoder.in_channels)
-        mean, _ = codec.encode(loaded.image)
+        mean = codec.encode(loaded.image)
         volume = check_finite(codec.decode(mean), printable(path))
         voxels, affine = restore(volume, loaded)
         write_nifti(target, voxels, affine)

@@ -112,7 +112,7 @@ class SchedulerSettings(Section):
 class LatentSettings(Section):
     """Caching and padding of latents."""
 
-    cache: Literal["disk", "memory", "none"] = key("disk", "Where the mean and sigma of each latent are kept.", SAME)
+    cache: Literal["disk", "memory", "none"] = key("disk", "Where the mean of each latent is kept.", SAME)
     pad: bool = key(False, "Pad latents to a multiple of the U-Net's downsampling, and crop the result.")
 
 

@@ -105,7 +105,7 @@ class LatentDiffusionStep(TrainingStep):
     def _pass(self, batch: LatentBatch | Batch, share: float) -> tuple[dict[str, Tensor], Tensor | None]:
         """Add noise, predict, run backward; return the detached loss terms and the pixel loss's gradient norm."""
         with phase("latents"), torch.no_grad():
-            clean = self.draw_clean(batch)
+            clean = self.clean_latents(batch)
             noise = self.noise.normal("diffusion", batch.positions, clean.shape[1:])
             times = self.noise_process.training_times(self._spread(batch.positions))
             noisy = self.noise_process.add_noise(clean, noise, times)
@@ -135,16 +135,16 @@ class LatentDiffusionStep(TrainingStep):
         weights = self.noise_process.loss_weights(times, self.settings.ldm.training.min_snr_gamma)
         return ((prediction - target).square().flatten(1).mean(dim=1) * weights).mean()
 
-    def draw_clean(self, batch: LatentBatch | Batch) -> Tensor:
-        """Draw latents from the batch's means and sigmas, with noise fixed by each position; return them normalised."""
+    def clean_latents(self, batch: LatentBatch | Batch) -> Tensor:
+        """Return the normalised means of the batch's latents.
+
+        Noise drawn with the encoder's sigma would be learned as if it were signal.
+        """
         if isinstance(batch, Batch):
-            moments = [self.codec.encode(image) for image in batch.image]
-            mean, sigma = (torch.stack(parts) for parts in zip(*moments, strict=True))
+            mean = torch.stack([self.codec.encode(image) for image in batch.image])
         else:
             mean = batch.mean.to(self.process.device, non_blocking=True)
-            sigma = batch.sigma.to(self.process.device, non_blocking=True)
-        noise = self.noise.normal("latent", batch.positions, mean.shape[1:])
-        return self.normalisation.apply(mean + sigma * noise)
+        return self.normalisation.apply(mean)
 
     def _pixel_pass(
         self, predicted: Tensor, clean: Tensor, times: Tensor, share: float
@@ -218,4 +218,4 @@ class LatentDiffusionStep(TrainingStep):
             shape = (batch_size, self.settings.autoencoder.in_channels, *self.settings.data.voxel_size)
             return VolumeBatch(torch.zeros(shape), positions, labels, files, rest)
         zeros = torch.zeros(batch_size, *self.settings.latent_shape)
-        return LatentBatch(zeros, zeros.clone(), positions, labels, files, rest)
+        return LatentBatch(zeros, positions, labels, files, rest)

@@ -239,7 +239,7 @@ def coder_of(settings: Settings, codec: VolumeCodec) -> VolumeCodec | None:
 
 def encoder_of(coder: VolumeCodec | None) -> Encode | None:
     """Return what encodes condition volumes, or None if they are averaged as they are."""
-    return None if coder is None else lambda image: coder.encode(image)[0].cpu()
+    return None if coder is None else lambda image: coder.encode(image).cpu()
 
 
 def reading_of(s: DataSettings) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from diffusion.conditioning import Condition
 from diffusion.latent_batches import LatentBatch, collate, condition_of
-from diffusion.latent_files import Moments
 from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
@@ -164,8 +163,8 @@ class Skill:
     def _batches(self) -> Iterator[LatentBatch]:
         return self.latents.validation_batches(self.encode, self.process)
 
-    def _read(self, index: int) -> Moments:
-        return self.latents.moments(index, self.encode)
+    def _read(self, index: int) -> Tensor:
+        return self.latents.latent(index, self.encode)
 
 
 def _mean_square(errors: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryT
         step.unet.eval()
         condition = empty_condition(settings, 1)
         zeros = torch.zeros(1, *settings.latent_shape)
-        batch = LatentBatch(zeros, zeros, (0,), condition.classes, ("",), condition)
+        batch = LatentBatch(zeros, (0,), condition.classes, ("",), condition)
         held_out = HeldOut(settings, step.normalisation, step.precision)
         parts = {VALIDATED_VOLUME: _done_by(tracker, lambda: held_out.errors(step.unet, batch))}
         if settings.ldm.sampling.num_previews:
@@ -179,8 +179,7 @@ def _volume(settings: Settings) -> torch.Tensor:
 
 
 def _reconstruct(codec: VolumeCodec, settings: Settings) -> None:
-    mean, _ = codec.encode(_volume(settings))
-    codec.decode(mean)
+    codec.decode(codec.encode(_volume(settings)))
 
 
 def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> None:

@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from data import BatchPlan, VolumeFile
 from data.formats import content_digest
 from diffusion.latent_batches import latent_batches
-from diffusion.latent_files import LatentFacts, LatentFolder, facts_of, latent_key
+from diffusion.latent_files import LatentFacts, LatentFolder, latent_key
 from settings import DataError
 from tests.data.small_volumes import build_settings
 from tests.privileges import without_privileges
 
 SHAPE = (3, 2, 2, 2)
-MOMENTS = (torch.arange(24.0).view(SHAPE), torch.full(SHAPE, 0.5))
-FACTS = facts_of(MOMENTS, (1.0, 2.0, 3.0), (0.0, -5.0), (100.0, 5.0))
+MEAN = torch.arange(24.0).view(SHAPE)
+FACTS = LatentFacts((1.0, 2.0, 3.0), (0.0, -5.0), (100.0, 5.0))
 
 
 def volumes(folder) -> list[VolumeFile]:
@@ -30,21 +30,20 @@ def volumes(folder) -> list[VolumeFile]:
 def test_a_latent_comes_back_with_its_facts(folder, tmp_path):
     store, file = LatentFolder(tmp_path / "latents", SHAPE), volumes(folder)[0]
     assert store.facts(file) is None
-    store.write(file, MOMENTS, FACTS)
+    store.write(file, MEAN, FACTS)
     assert store.facts(file) == FACTS
-    for found, expected in zip(store.read(file), MOMENTS, strict=True):
-        assert torch.equal(found, expected)
+    assert torch.equal(store.read(file), MEAN)
     assert [path.suffix for path in store.folder.iterdir()] == [".safetensors"]
 
 
-def test_facts_sum_over_all_elements():
-    assert (FACTS.sum_mean, FACTS.sum_squared_mean, FACTS.sum_squared_sigma) == (276.0, 4324.0, 6.0)
+def test_facts_come_back_from_their_numbers():
+    assert FACTS.to_row() == [1.0, 2.0, 3.0, 0.0, -5.0, 100.0, 5.0]
     assert LatentFacts.from_row(FACTS.to_row()) == FACTS
 
 
 def test_a_latent_is_found_by_the_content_of_its_volume(folder, tmp_path):
     store, file = LatentFolder(tmp_path / "latents", SHAPE), volumes(folder)[0]
-    store.write(file, MOMENTS, FACTS)
+    store.write(file, MEAN, FACTS)
     os.utime(file.path, ns=(1, 1))
     assert store.facts(file) == FACTS
     moved = VolumeFile(file.path.rename(tmp_path / "moved.nii.gz"), "moved.nii.gz")
@@ -59,7 +58,7 @@ def test_a_latent_is_found_by_the_content_of_its_volume(folder, tmp_path):
 def stored(folder, tmp_path) -> tuple[LatentFolder, list[VolumeFile]]:
     store, files = LatentFolder(tmp_path / "latents", SHAPE), volumes(folder)[:2]
     for number, file in enumerate(files):
-        store.write(file, (MOMENTS[0] + number, MOMENTS[1]), FACTS)
+        store.write(file, MEAN + number, FACTS)
     return store, files
 
 
@@ -74,7 +73,7 @@ def change_a_value(path: Path, other: Path) -> None:
 
 
 def change_a_fact(path: Path, other: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"276.0", b"277.0"))
+    path.write_bytes(path.read_bytes().replace(b"100.0", b"101.0"))
 
 
 def swap(path: Path, other: Path) -> None:
@@ -82,7 +81,7 @@ def swap(path: Path, other: Path) -> None:
 
 
 def leave_out_the_checksum(path: Path, other: Path) -> None:
-    save_file({"mean": MOMENTS[0], "sigma": MOMENTS[1]}, path)
+    save_file({"mean": MEAN}, path)
 
 
 @pytest.mark.parametrize("damage", [truncate, change_a_value, change_a_fact, swap, leave_out_the_checksum])
@@ -126,7 +125,7 @@ def test_a_latent_that_may_not_be_read_is_an_error_and_stays(folder, tmp_path, m
 def test_a_folder_that_cannot_be_written_is_reported(folder, tmp_path):
     (tmp_path / "latents").write_text("in the way")
     with pytest.raises(DataError, match=r"v0\.nii\.gz could not be written"):
-        LatentFolder(tmp_path / "latents", SHAPE).write(volumes(folder)[0], MOMENTS, FACTS)
+        LatentFolder(tmp_path / "latents", SHAPE).write(volumes(folder)[0], MEAN, FACTS)
 
 
 def test_the_key_follows_weights_precision_and_reading_and_nothing_else():
@@ -143,8 +142,8 @@ def test_the_key_follows_weights_precision_and_reading_and_nothing_else():
     assert len({key, *others}) == len(others) + 1
 
 
-def read(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.full((1, 2, 2, 2), float(index)), torch.ones(1, 2, 2, 2)
+def read(index: int) -> torch.Tensor:
+    return torch.full((1, 2, 2, 2), float(index))
 
 
 def test_step_n_sees_the_same_latents_whatever_the_batching_ranks_and_start(folder):
@@ -174,7 +173,7 @@ def test_a_batch_carries_labels_positions_and_names(folder):
 
 
 def test_an_error_in_the_reading_thread_reaches_the_training_loop(folder):
-    def fail(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def fail(index: int) -> torch.Tensor:
         raise DataError("v3.nii.gz: gone")
 
     with pytest.raises(DataError, match="gone"):

@@ -1,4 +1,4 @@
-"""The path of a latent, written out: mean + sigma * noise, times the scale in training, divided by it in decoding."""
+"""The path of a latent, written out: its mean, times the scale in training, divided by it in decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data import prepare_volumes
+from data import BatchPlan, load_file, prepare_volumes
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents, prepare_latents
 from diffusion.normalisation import Normalisation
@@ -46,26 +46,23 @@ def make_batch(step: LatentDiffusionStep, positions: tuple[int, ...], labels: Te
     generator = torch.Generator().manual_seed(positions[0])
     shape = (len(positions), *step.settings.latent_shape)
     mean = 2 + 3 * torch.randn(shape, generator=generator)
-    # Nowhere near 1, where a sigma and its square would look alike.
-    sigma = 0.2 + 0.3 * torch.rand(shape, generator=generator)
-    return LatentBatch(mean, sigma, positions, labels, ("a",) * len(positions))
+    return LatentBatch(mean, positions, labels, ("a",) * len(positions))
 
 
-def test_a_drawn_latent_is_mean_plus_sigma_times_noise_times_the_scale(tiny_values):
-    step = make_step(tiny_values)
-    batch = make_batch(step, (3, 8))
-    noise = SampleNoise(step.settings.seed, CPU.device).normal("latent", (3, 8), step.settings.latent_shape)
-    torch.testing.assert_close(step.draw_clean(batch), SCALE * batch.mean + SCALE * batch.sigma * noise)
-
-
-def test_many_draws_have_the_means_and_sigmas_of_the_latent(tiny_values):
-    step = make_step(tiny_values)
-    one = make_batch(step, (0,))
-    mean, sigma = (part.expand(3000, -1, -1, -1, -1) for part in (one.mean, one.sigma))
-    many = LatentBatch(mean, sigma, tuple(range(3000)), None, ())
-    drawn = step.draw_clean(many) / SCALE
-    torch.testing.assert_close(drawn.mean(0, keepdim=True), one.mean, rtol=0, atol=0.05)
-    torch.testing.assert_close(drawn.std(0, keepdim=True), one.sigma, rtol=0.1, atol=0)
+@pytest.mark.parametrize("cache", ["disk", "memory", "none"])
+def test_stage_two_trains_on_the_means_of_the_latents(tiny_values, tmp_path, monkeypatch, cache):
+    monkeypatch.chdir(tmp_path)
+    step = make_step(tiny_values, latents={"cache": cache})
+    nn.init.constant_(step.autoencoder.quant_conv_log_sigma.conv.bias, 6.0)  # a sigma of about 20
+    volumes = prepare_volumes(step.settings.data, step.settings.seed, 1)
+    latents = prepare_latents(step.codec, volumes, step.settings, CPU)
+    files = {file.name: file for file in volumes.train}
+    [[batch]] = latents.training_batches(BatchPlan(3, 4, 1), 0, 1)
+    images = torch.stack([load_file(files[name], latents.settings).image for name in batch.files])
+    with torch.no_grad():
+        mean, sigma = step.autoencoder.encode(images)
+    assert sigma.min() > 1
+    torch.testing.assert_close(step.clean_latents(batch), SCALE * mean, rtol=1e-4, atol=1e-5)
 
 
 def signal_and_level(step: LatentDiffusionStep, times: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,11 +85,10 @@ def signal_and_level(step: LatentDiffusionStep, times: Tensor) -> tuple[Tensor, 
 
 def expected_pass(step: LatentDiffusionStep, batches: list[LatentBatch]) -> tuple[Tensor, list[Tensor], Tensor]:
     """Loss, gradients and times of the update: all latents in one batch and one graph."""
-    mean, sigma = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("mean", "sigma"))
+    clean = SCALE * torch.cat([batch.mean for batch in batches])
     positions = [place for batch in batches for place in batch.positions]
     noise = SampleNoise(step.settings.seed, CPU.device)
-    clean = SCALE * (mean + sigma * noise.normal("latent", positions, mean.shape[1:]))
-    added = noise.normal("diffusion", positions, mean.shape[1:])
+    added = noise.normal("diffusion", positions, clean.shape[1:])
     times = step.noise_process.times(step._spread(positions))
     signal, level = signal_and_level(step, times)
     noisy = signal * clean + level * added
@@ -174,8 +170,8 @@ def test_a_network_that_knows_the_latent_gives_back_the_volume_it_was_encoded_fr
     """The round trip of both stages: encode, scale as in training, draw, unscale as in sampling, decode."""
     step = make_step(tiny_values, **changes)
     image = torch.rand(1, 16, 16, 16, generator=torch.Generator().manual_seed(2)) * 2 - 1
-    mean, sigma = step.codec.encode(image)
-    clean = step.draw_clean(LatentBatch(mean[None], 0 * sigma[None], (0,), None, ("a",)))
+    mean = step.codec.encode(image)
+    clean = step.clean_latents(LatentBatch(mean[None], (0,), None, ("a",)))
     network = KnowsTheAnswer(step, clean)
     [found] = draw_volumes(network, step.codec, step.settings, step.normalisation, 9, [4])
     torch.testing.assert_close(found, step.codec.decode(mean), rtol=1e-3, atol=1e-3)
@@ -206,7 +202,7 @@ def test_the_held_out_loss_is_of_scaled_means_with_the_averaged_weights(encoded)
     validation, noise = LdmValidation(step, latents), SampleNoise(step.settings.seed, CPU.device)
     losses, errors = [], []
     for place in range(len(latents.volumes.val)):
-        mean, _ = latents.read(len(latents.volumes.train) + place)
+        mean = latents.read(len(latents.volumes.train) + place)
         clean = latents.normalisation.apply(mean)
         for level, time in enumerate(validation.skill.held_out.times):
             added, times = noise.normal(f"validation {level}", [place], mean.shape), time[None]

@@ -27,39 +27,36 @@ SHAPE = (3, 2, 4, 3)
 ONES = torch.ones(3, 1, 1, 1)
 
 
-def moments(number: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return means and sigmas whose channels differ in mean and size, with a pattern common to all latents."""
+def example_latents(number: int, seed: int = 0) -> torch.Tensor:
+    """Return latents whose channels differ in mean and size, with a pattern common to all latents."""
     generator = torch.Generator().manual_seed(seed)
     pattern = 3 * torch.randn(SHAPE, generator=generator)
     spread = torch.tensor([0.1, 1.0, 7.0]).view(3, 1, 1, 1)
-    mean = pattern + spread * torch.randn(number, *SHAPE, generator=generator) + 10 * spread
-    return mean, 0.5 * spread * torch.rand(number, *SHAPE, generator=generator)
+    return pattern + spread * torch.randn(number, *SHAPE, generator=generator) + 10 * spread
 
 
-def statistics_of(mean: torch.Tensor, sigma: torch.Tensor) -> Statistics:
-    statistics = Statistics(len(mean), SHAPE[0])
-    for index, pair in enumerate(zip(mean, sigma, strict=True)):
-        statistics.add(index, *pair)
+def statistics_of(latents: torch.Tensor) -> Statistics:
+    statistics = Statistics(len(latents), SHAPE[0])
+    for index, latent in enumerate(latents):
+        statistics.add(index, latent)
     return statistics
 
 
-def test_drawn_latents_have_mean_zero_and_variance_one_in_each_channel():
-    mean, sigma = moments(50)
-    normalisation = statistics_of(mean, sigma).normalisation(CPU)
-    normalised = normalisation.apply(mean)
+def test_latents_have_mean_zero_and_variance_one_in_each_channel():
+    latents = example_latents(50)
+    normalised = statistics_of(latents).normalisation(CPU).apply(latents)
     assert normalised.mean(dim=(0, 2, 3, 4)).abs().max() < 1e-5
-    variance = normalised.square() + (sigma * normalisation.scale).square()
-    torch.testing.assert_close(variance.mean(dim=(0, 2, 3, 4)), torch.ones(3), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(normalised.square().mean(dim=(0, 2, 3, 4)), torch.ones(3), rtol=1e-5, atol=1e-5)
 
 
 def test_undoing_gives_back_the_latent():
-    mean, sigma = moments(5)
-    normalisation = statistics_of(mean, sigma).normalisation(CPU)
-    torch.testing.assert_close(normalisation.undo(normalisation.apply(mean)), mean, rtol=1e-5, atol=1e-5)
+    latents = example_latents(5)
+    normalisation = statistics_of(latents).normalisation(CPU)
+    torch.testing.assert_close(normalisation.undo(normalisation.apply(latents)), latents, rtol=1e-5, atol=1e-5)
 
 
 def test_one_scale_for_all_channels_is_a_product():
-    latents = moments(2)[0]
+    latents = example_latents(2)
     normalisation = Normalisation.uniform(3, 0.3)
     assert torch.equal(normalisation.apply(latents), latents * 0.3)
     assert torch.equal(normalisation.undo(latents), latents / 0.3)
@@ -67,24 +64,24 @@ def test_one_scale_for_all_channels_is_a_product():
 
 @pytest.mark.parametrize("constant", [2.0, 1.7])  # rounding leaves the second some variance
 def test_a_channel_without_variance_is_refused_unless_it_may_be_constant(constant):
-    mean, sigma = moments(100)
-    mean[:, 1], sigma[:, 1] = constant, 0.0
+    latents = example_latents(100)
+    latents[:, 1] = constant
     with pytest.raises(CheckpointError, match=r"latents is .* in channel 1, counted from 0.*; train stage 1 again"):
-        statistics_of(mean, sigma).normalisation(CPU)
-    found = statistics_of(mean, sigma).normalisation(CPU, may_be_constant=True)
+        statistics_of(latents).normalisation(CPU)
+    found = statistics_of(latents).normalisation(CPU, may_be_constant=True)
     assert found.scale[1] == 1
-    assert found.apply(mean)[:, 1].abs().max() < 1e-6
+    assert found.apply(latents)[:, 1].abs().max() < 1e-6
 
 
 def test_latents_that_are_not_finite_are_refused():
-    mean, sigma = moments(4)
-    mean[2, 0, 0, 0, 0] = torch.nan
+    latents = example_latents(4)
+    latents[2, 0, 0, 0, 0] = torch.nan
     with pytest.raises(CheckpointError, match="latents is nan in channel 0"):
-        statistics_of(mean, sigma).normalisation(CPU)
+        statistics_of(latents).normalisation(CPU)
 
 
 def test_a_weight_file_gives_back_the_normalisation_and_the_weights_alone(tmp_path):
-    normalisation = statistics_of(*moments(5)).normalisation(CPU)
+    normalisation = statistics_of(example_latents(5)).normalisation(CPU)
     weights = {"conv.weight": torch.rand(2, 2)}
     save_weights(tmp_path / "ldm.safetensors", weights, {"stage": "ldm", **normalisation.content()})
     state, metadata = load_weights(tmp_path / "ldm.safetensors")
@@ -132,9 +129,8 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> None:
 def test_the_normalisation_is_of_the_training_volumes_and_the_same_for_every_cache(tiny_values):
     _, latents = prepared(tiny_values)
     assert latents.read is not None
-    pairs = [latents.read(index) for index in range(len(latents.volumes.train))]
-    mean, sigma = (torch.stack(parts) for parts in zip(*pairs, strict=True))
-    expected = statistics_of(mean, sigma).normalisation(CPU).content()
+    training = torch.stack([latents.read(index) for index in range(len(latents.volumes.train))])
+    expected = statistics_of(training).normalisation(CPU).content()
     for cache in ("memory", "none", "disk", "disk"):  # at the second time the latents are found
         _, others = prepared(tiny_values, cache)
         for name, values in others.normalisation.content().items():
@@ -153,11 +149,11 @@ class KnowsTheAnswer(torch.nn.Module):
         return (noisy - signal * self.clean) / level
 
 
-def test_a_latent_drawn_in_training_is_decoded_to_its_volume_in_sampling(tiny_values):
+def test_a_latent_of_training_is_decoded_to_its_volume_in_sampling(tiny_values):
     step, latents = prepared(tiny_values)
     assert latents.read is not None
-    mean, sigma = latents.read(0)
-    clean = step.draw_clean(LatentBatch(mean[None], 0 * sigma[None], (0,), None, ("a",)))
+    mean = latents.read(0)
+    clean = step.clean_latents(LatentBatch(mean[None], (0,), None, ("a",)))
     assert (clean[0] - mean).norm() > 0.1 * mean.norm()
     [found] = draw_volumes(KnowsTheAnswer(step, clean), step.codec, step.settings, step.normalisation, 9, [4])
     torch.testing.assert_close(found, step.codec.decode(mean), rtol=1e-3, atol=1e-3)
@@ -184,7 +180,7 @@ def test_the_held_out_loss_is_of_normalised_latents(tiny_values):
     step, latents = prepared(tiny_values)
     [batch, *_] = latents.validation_batches(step.codec.encode, CPU)
     found = HeldOut(step.settings, step.normalisation, step.precision).errors(step.unet, batch)
-    normalised = LatentBatch(step.normalisation.apply(batch.mean), batch.sigma, batch.positions, None, batch.files)
+    normalised = LatentBatch(step.normalisation.apply(batch.mean), batch.positions, None, batch.files)
     plain = HeldOut(step.settings, Normalisation.uniform(3), step.precision).errors(step.unet, normalised)
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
 

@@ -79,12 +79,11 @@ def train_on_two_points(values, **scheduler) -> LatentDiffusionStep:
     values["ldm"]["training"].update(learning_rate_decay="cosine")
     step = LatentDiffusionStep(Settings.model_validate(values), CPU, load_weights=False)
     latents = [torch.full(step.settings.latent_shape, value) for value in (LOW, HIGH)]
-    sigma = torch.full_like(latents[0], 0.5)
     step.normalisation = Normalisation.uniform(1, 1 / 80)
     mean = torch.stack(latents * 8)
     for number in range(200):
         positions = tuple(range(16 * number, 16 * number + 16))
-        step([LatentBatch(mean, sigma.expand_as(mean), positions, None, ("",) * 16)], number)
+        step([LatentBatch(mean, positions, None, ("",) * 16)], number)
     return step
 
 

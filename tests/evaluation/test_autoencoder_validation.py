@@ -71,7 +71,7 @@ def test_validation_of_volumes_larger_than_patches_peaks_at_less_than_half(value
         def reconstruct(tracker: Any) -> None:
             codec = make_step(values, patch_size).codec
             image = torch.zeros(1, 1, 128, 128, 64)
-            reconstruction = codec.decode(codec.encode(image[0])[0])[None]
+            reconstruction = codec.decode(codec.encode(image[0]))[None]
             for measure in (psnr, ssim, absolute_error):
                 measure(reconstruction, image)
 
@@ -105,6 +105,6 @@ def test_volumes_that_are_mostly_empty_are_validated_by_their_occupied_voxels(va
     step = make_step(values, [16, 16, 16])
     found, _ = validate_autoencoder(step, held_out())
     image = held_out()[0].image
-    reconstruction = torch.stack([step.codec.decode(step.codec.encode(volume)[0]) for volume in image])
+    reconstruction = torch.stack([step.codec.decode(step.codec.encode(volume)) for volume in image])
     assert found["val_iou"] == pytest.approx(float(iou(reconstruction, image, 0.5)))
     assert found["val_chamfer"] == pytest.approx(float(chamfer(reconstruction, image, 0.5)))

@@ -33,12 +33,9 @@ def make_step(values, **ldm) -> LatentDiffusionStep:
 def make_batches(step: LatentDiffusionStep, batch_size: int, total: int = 4) -> list[LatentBatch]:
     generator = torch.Generator().manual_seed(3)
     mean = torch.randn((total, *step.settings.latent_shape), generator=generator)
-    sigma = torch.rand((total, *step.settings.latent_shape), generator=generator)
     labels = torch.arange(total) % 3 if step.settings.ldm.conditioning.type == "class" else None
     return [
-        LatentBatch(
-            mean[part], sigma[part], tuple(range(total)[part]), None if labels is None else labels[part], ("a",)
-        )
+        LatentBatch(mean[part], tuple(range(total)[part]), None if labels is None else labels[part], ("a",))
         for part in (slice(start, start + batch_size) for start in range(0, total, batch_size))
     ]
 
@@ -80,7 +77,7 @@ def plain_gradients(step: LatentDiffusionStep, batch: LatentBatch) -> tuple[dict
     """The same objective in one graph: whole batch, nothing recomputed."""
     step.autoencoder.gradient_checkpointing_disable()
     process = step.noise_process
-    clean = step.draw_clean(batch)
+    clean = step.clean_latents(batch)
     noise = step.noise.normal("diffusion", batch.positions, clean.shape[1:])
     times = process.times(step._spread(batch.positions))
     noisy = process.add_noise(clean, noise, times)
@@ -178,8 +175,8 @@ def test_a_volume_in_the_batch_gives_the_step_of_its_latent(tiny_values):
     """cache: none encodes inside the step and must train the same."""
     step, other = make_step(tiny_values), make_step(tiny_values, latents={"cache": "none"})
     images = torch.rand(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    mean, sigma = (torch.stack(part) for part in zip(*(step.codec.encode(i) for i in images), strict=True))
-    step.backward([LatentBatch(mean, sigma, (4, 5), None, ("a", "b"))], 0)
+    mean = torch.stack([step.codec.encode(image) for image in images])
+    step.backward([LatentBatch(mean, (4, 5), None, ("a", "b"))], 0)
     other.backward([Batch(images, (4, 5), None, ("a", "b"))], 0)
     assert_same_gradients(gradients(step), gradients(other), 1e-6)
 
@@ -200,7 +197,7 @@ def test_latents_that_do_not_divide_are_padded_and_cropped(tiny_values):
 
 def test_label_dropout_hides_about_its_share_of_the_labels(tiny_values):
     step = make_step(tiny_values, conditioning={"type": "class", "num_classes": 3, "dropout": 0.25})
-    batch = LatentBatch(torch.empty(0), torch.empty(0), tuple(range(2000)), torch.arange(2000) % 3, ())
+    batch = LatentBatch(torch.empty(0), tuple(range(2000)), torch.arange(2000) % 3, ())
     labels = step._condition(batch).classes
     assert labels is not None
     assert 0.2 < (labels == 3).double().mean() < 0.3

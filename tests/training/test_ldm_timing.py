@@ -13,7 +13,7 @@ import training.ldm_step
 import training.step
 from data import BatchPlan, VolumeFile
 from diffusion.latent_batches import latent_batches
-from diffusion.latent_files import LatentFolder, facts_of
+from diffusion.latent_files import LatentFacts, LatentFolder
 from runtime.processes import Process
 from settings import load_settings
 from tests.conftest import ROOT
@@ -29,8 +29,7 @@ def test_a_step_from_cached_latents_spends_under_5_per_cent_outside_its_work(tmp
     for number in range(16):
         file = VolumeFile(tmp_path / f"{number}.nii", f"{number}.nii")
         file.path.write_bytes(b"")
-        moments = torch.randn(settings.latent_shape), torch.rand(settings.latent_shape)
-        folder.write(file, moments, facts_of(moments, (1.0,) * 3, (0.0,), (1.0,)))
+        folder.write(file, torch.randn(settings.latent_shape), LatentFacts((1.0,) * 3, (0.0,), (1.0,)))
         files.append(file)
 
     # Of this thread alone: what other processes on the machine do does not count, nor does the reading thread.
