@@ -76,7 +76,8 @@ def test_a_run_with_label_maps_trains_resumes_and_samples_in_their_space(config,
     assert run_here("scripts/sample.py", *arguments, "--labels", "maps", "--labels", "two") == 2
     assert "--labels: given 2 times; once is allowed" in capsys.readouterr().err
     assert run_here("scripts/evaluate.py", "--run", "runs/tiny", "--num", "2", "--steps", "2", "--json", "f.json") == 0
-    guided = ("--guidance-scale", "2", "--json", "e.json")
+    # After four steps the condition has little effect, so it is followed a hundredfold.
+    guided = ("--guidance-scale", "100", "--json", "e.json")
     assert run_here("scripts/evaluate.py", "--run", "runs/tiny", "--num", "2", "--steps", "2", *guided) == 0
     plain = json.loads(Path("f.json").read_text())["conditions"]
     errors = json.loads(Path("e.json").read_text())["conditions"]

@@ -82,7 +82,9 @@ class HeldOut:
         """Return what the condition says of each latent, as one row of numbers."""
         condition, parts = self.condition(batch), [torch.zeros(len(batch.mean), 0, device=self.precision.device)]
         if condition.classes is not None:
-            parts.append(F.one_hot(condition.classes, self.settings.ldm.conditioning.hidden_class + 1).float())
+            number = self.settings.ldm.conditioning.num_embedded_classes
+            assert number is not None, "only networks that embed classes or modalities are given any"
+            parts.append(F.one_hot(condition.classes, number).float())
         parts += [part.flatten(1) for part in (condition.joined, condition.numbers) if part is not None]
         return torch.cat(parts, dim=1)
 
