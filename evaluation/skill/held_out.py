@@ -42,8 +42,7 @@ def skill_in_words(skill: float) -> str:
         return f"skill {skill:.3f}: the network's held-out error is {1 - skill:.0%} below the best linear denoiser's"
     return (
         f"skill {skill:.3f}: the network is no better yet than a linear denoiser (below 1 is better), which only knows "
-        "the mean and covariance of the volumes; train longer, or compress more (another level in "
-        "autoencoder.num_channels)"
+        "the mean and covariance of the volumes; train longer, or compress more"
     )
 
 
@@ -146,10 +145,10 @@ class Skill:
 
     @functools.cached_property
     def linear_errors(self) -> Tensor | None:
-        """Return the linear denoiser's error at each level, with the shrinkage that suits the held-out latents best."""
+        """Return the linear denoiser's error at each level, the best of all that it tries."""
         if self.denoiser is None:
             return None
-        totals = torch.zeros(NUM_LEVELS, len(self.denoiser.choices), dtype=torch.float64)
+        totals = torch.zeros(NUM_LEVELS, self.denoiser.num_errors, dtype=torch.float64)
         for batch in self._batches():
             clean, features = self.held_out.clean(batch), self.held_out.features(batch)
             for place in range(NUM_LEVELS):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from evaluation.skill.linear_denoiser import SHRINKAGES, LinearDenoiser
+from evaluation.skill.linear_denoiser import MEAN_SHARES, SHRINKAGES, LinearDenoiser, StationaryFilter
 
 SHAPE = (2, 3, 2, 2)
 
@@ -66,7 +66,7 @@ def test_the_error_is_that_of_denoising_for_each_shrinkage_and_beats_both_the_me
     denoiser, clean = LinearDenoiser(examples(40)), examples(8, seed=5)
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     errors = denoiser.errors(clean, noise, 0.8, 0.6)
-    assert len(errors) == len(SHRINKAGES)
+    assert len(errors) == denoiser.num_errors == len(SHRINKAGES) + len(MEAN_SHARES)
     by_mean = (clean.flatten(1) - denoiser.mean).square().mean(dim=1).sum()
     by_scaling = (0.8 * (0.8 * clean + 0.6 * noise) - clean).square().flatten(1).mean(dim=1).sum()
     assert errors.min() < 0.5 * min(by_mean, by_scaling)
@@ -80,3 +80,29 @@ def test_draws_have_the_mean_and_the_covariance_of_the_examples():
     expected = torch.cov(latents.flatten(1).T)
     assert (torch.cov(drawn.T) - expected).norm() < 0.1 * expected.norm()
     assert (drawn.mean(dim=0) - latents.flatten(1).mean(dim=0)).abs().max() < 0.3
+
+
+def test_the_stationary_filter_is_the_conditional_mean_under_its_own_block_circulant_covariance():
+    latents, signal, level = examples(9), 0.6, 0.8
+    found = StationaryFilter(latents)
+    rest = latents - found.mean
+    covariance = torch.zeros(24, 24, dtype=torch.float64)
+    places = [(d, h, w) for d in range(3) for h in range(2) for w in range(2)]
+    for shift in places:
+        moved = rest.roll(shift, dims=(2, 3, 4)).flatten(1)
+        covariance += moved.T @ moved / len(rest) / len(places)
+    noisy = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inverse = torch.linalg.inv(signal**2 * covariance + level**2 * torch.eye(24, dtype=torch.float64))
+    centred = (noisy - signal * found.mean).flatten(1)
+    expected = found.mean + (signal * centred @ inverse @ covariance).view(noisy.shape)
+    torch.testing.assert_close(found.denoise(noisy, signal, level, 1.0), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_smooth_latents_with_few_examples_are_denoised_best_by_the_stationary_filter():
+    generator = torch.Generator().manual_seed(4)
+    white = torch.randn(12, 1, 8, 8, 8, generator=generator, dtype=torch.float64)
+    smooth = torch.stack([white.roll(shift, dims=axis) for axis in (2, 3, 4) for shift in (-1, 0, 1)]).sum(dim=0) / 4
+    denoiser = LinearDenoiser(smooth[:6])
+    noise = torch.randn(6, 1, 8, 8, 8, generator=generator, dtype=torch.float64)
+    errors = denoiser.errors(smooth[6:], noise, 0.8, 0.6)
+    assert errors[-len(MEAN_SHARES) :].min() < 0.9 * errors[: len(SHRINKAGES)].min()
