@@ -49,5 +49,6 @@ def flat_text(lower: tuple[float, ...], upper: tuple[float, ...], s: IntensitySe
     _, first, second = s.of_channel(channel)
     return (
         f"channel {channel} is {lower[channel]:g} at both the {first:g}th and the {second:g}th percentile; "
-        "percentile scaling needs contrast; remove the file, widen data.intensity or use mode: window"
+        "percentile scaling needs contrast; for mostly empty volumes set data.intensity.lower=0 "
+        "data.intensity.upper=100, or mode: window; otherwise remove the file"
     )

@@ -96,7 +96,7 @@ def main(options: argparse.Namespace) -> int:
             log.info("%s: %s", printable(kept), codes.describe(mean))
         pair = volume[None], loaded.image[None].to(device)
         log.info("%s: PSNR %.2f dB, SSIM %.4f", printable(target), float(psnr(*pair)), float(ssim(*pair)))
-    if not trained.folder.weights("ldm").exists():
+    if trained.folder.weights("autoencoder").exists() and not trained.folder.weights("ldm").exists():
         log.info("next: python train_ldm.py --config %s", shlex.quote(str(trained.folder.config)))
     return 0
 

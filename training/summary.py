@@ -34,9 +34,10 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
     grid = settings.training_grid if stage == "autoencoder" else settings.data.voxel_size
     if stage == "autoencoder":
         latent = list(settings.autoencoder.latent_grid(grid))
+    shapes = "patch -> latent" if grid != settings.data.voxel_size else "grid -> latent"
     lines = {
         "run": f"runs/{settings.name}, stage {stage}, {_length(training)}",
-        "grid -> latent": f"{settings.autoencoder.in_channels} x {_axes(grid)} -> {channels} x {_axes(latent)}",
+        shapes: f"{settings.autoencoder.in_channels} x {_axes(grid)} -> {channels} x {_axes(latent)}",
         "parameters": ", ".join(f"{name} {_count(network):,}" for name, network in networks.items()),
         "effective batch": f"{training.batch_size} x {training.gradient_accumulation_steps} accumulated"
         f" x {counted(world_size, 'process')} = {samples}",
