@@ -70,15 +70,12 @@ def affine_of(grid: tuple[int, ...]) -> np.ndarray:
 
 def phantom(index: int, grid: tuple[int, ...], num_channels: int, seed: int) -> np.ndarray:
     """Return phantom `index` as float32 (C, D, H, W) with intensities in [0, 1000]; its class is index % 3."""
-    rng = np.random.default_rng([seed, index, 0x9E37])
+    rng = generator_of(index, seed)
     kind = CLASS_NAMES[index % len(CLASS_NAMES)]
     axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in grid]
     canvas = _Canvas(axes, num_channels)
 
-    # Heads lie anywhere and are turned, as in scans that nobody registered: no linear model can follow that.
-    head = rng.uniform((0.58, 0.64, 0.60), (0.76, 0.82, 0.78))
-    tilt = _rotation(rng.uniform(-0.35, 0.35, size=3))
-    centre = rng.uniform(-0.14, 0.14, size=3)
+    head, tilt, centre = pose(rng)
     canvas.ellipsoid(centre, head, tilt, rng.uniform(0.30, 0.38))
     canvas.ellipsoid(centre, head * 0.93, tilt, rng.uniform(0.85, 0.95))
     canvas.ellipsoid(centre, head * 0.86, tilt, rng.uniform(0.12, 0.18))
@@ -92,6 +89,17 @@ def phantom(index: int, grid: tuple[int, ...], num_channels: int, seed: int) -> 
     if kind == "lesion":
         _lesion(canvas, rng, centre, head, tilt)
     return canvas.finished(rng)
+
+
+def generator_of(index: int, seed: int) -> np.random.Generator:
+    """Return the random numbers of one phantom, from the first on."""
+    return np.random.default_rng([seed, index, 0x9E37])
+
+
+def pose(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the radii of a head, its rotation and its centre, which differ as in scans that nobody registered."""
+    head = rng.uniform((0.58, 0.64, 0.60), (0.76, 0.82, 0.78))
+    return head, _rotation(rng.uniform(-0.35, 0.35, size=3)), rng.uniform(-0.14, 0.14, size=3)
 
 
 def _ventricles(
@@ -116,7 +124,7 @@ def _nuclei(canvas: _Canvas, rng: np.random.Generator, centre: np.ndarray, head:
 
 def _lesion(canvas: _Canvas, rng: np.random.Generator, centre: np.ndarray, head: np.ndarray, tilt: np.ndarray) -> None:
     offset = head * (rng.choice([-1.0, 1.0]) * rng.uniform(0.28, 0.42), rng.uniform(-0.35, 0.35), rng.uniform(0.0, 0.3))
-    size = head * rng.uniform(0.20, 0.28, size=3)
+    size = head * rng.uniform(0.28, 0.36, size=3)
     turn = tilt @ _rotation(rng.uniform(-0.8, 0.8, size=3))
     canvas.ellipsoid(centre + tilt @ offset, size * 1.35, turn, rng.uniform(0.34, 0.40))
     canvas.ellipsoid(centre + tilt @ offset, size, turn, rng.uniform(0.95, 1.0))

@@ -63,9 +63,8 @@ def test_every_preset_has_the_recipe_of_stage_two_that_was_measured_with_quickst
     assert found.sampling.sampler == measured.sampling.sampler
     for name in ("learning_rate_decay", "ema_length", "max_grad_norm", "loss_weighting", "weight_decay"):
         assert getattr(found.training, name) == getattr(measured.training, name), name
-    # The learning rate falls with the width of the network.
-    width = measured.unet.num_channels[0] / found.unet.num_channels[0]
-    assert found.training.learning_rate == pytest.approx(measured.training.learning_rate * width, rel=0.1)
+    # Wider networks need a smaller learning rate; how much smaller was not measured.
+    assert found.training.learning_rate <= measured.training.learning_rate
 
 
 def test_generated_documents_are_current():
