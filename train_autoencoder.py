@@ -44,7 +44,7 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     with processes(settings.device) as process, MemoryWatch(settings, "autoencoder", process, is_dry_run, gpu) as watch:
         # Check everything that the run needs, and say what it will do.
         check_trackers(settings.logging)
-        if not is_dry_run:
+        if not is_dry_run:  # which needs no weights: a login node may have neither them nor internet
             ensure_perceptual_weights(settings.autoencoder.training)
         ensure_pretrained(settings.autoencoder)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels, is_dry_run)
@@ -52,8 +52,6 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
         log.info(summarise(settings, "autoencoder", len(volumes.train), process.world_size))
         watch.announce(len(volumes.train), len(volumes.val))
         if is_dry_run:
-            # After the prediction, which needs no weights: a login node may have neither them nor internet.
-            ensure_perceptual_weights(settings.autoencoder.training)
             return 0
 
         with open_run(settings, process) as run_folder:

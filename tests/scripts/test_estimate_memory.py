@@ -16,7 +16,7 @@ from settings import load_settings
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = [
     *("data.voxel_size=[16,16,16]", "data.patch_size=null"),
-    *("autoencoder.num_channels=[8,8]", "autoencoder.attention_levels=[false,true]"),
+    *("autoencoder.num_channels=[8,8,8]", "autoencoder.attention_levels=[false,false,true]"),
 ]
 
 
