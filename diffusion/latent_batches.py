@@ -44,7 +44,7 @@ class VolumeBatch(Batch):
 
 
 def latent_batches(
-    read: Callable[[int], Tensor],
+    read: Callable[[int, int], Tensor],
     files: Sequence[VolumeFile],
     plan: BatchPlan,
     first_step: int,
@@ -52,7 +52,9 @@ def latent_batches(
     pin_memory: bool = False,
     conditions: Conditions | None = None,
 ) -> Iterator[list[LatentBatch]]:
-    """Yield the micro-batches of each step in [first_step, last_step); `read` returns the latent of a file by index.
+    """Yield the micro-batches of each step in [first_step, last_step).
+
+    `read` returns the latent of a file by its index, as it is at a position of the run's sequence of samples.
 
     Volumes and order are those of `training_batches`. A thread reads the next step's latents during the current step
     and, with `pin_memory`, puts them into page-locked memory, from which a GPU copies without making the host wait.
@@ -62,7 +64,9 @@ def latent_batches(
 
     def training_batch(chunk: Sequence[int]) -> LatentBatch:
         passes = [position // len(files) for position in chunk]
-        return collate(read, files, [order(position) for position in chunk], chunk, conditions, passes)
+        indices = [order(position) for position in chunk]
+        latents = [read(index, position) for index, position in zip(indices, chunk, strict=True)]
+        return collate(latents, files, indices, chunk, conditions, passes)
 
     def load(step: int) -> list[LatentBatch]:
         chunks = [plan.positions(step, micro_batch) for micro_batch in range(plan.accumulation)]
@@ -73,18 +77,18 @@ def latent_batches(
 
 
 def collate(
-    read: Callable[[int], Tensor],
+    latents: Sequence[Tensor],
     files: Sequence[VolumeFile],
     indices: Sequence[int],
     positions: Sequence[int],
     conditions: Conditions | None = None,
     passes: Sequence[int] | None = None,
 ) -> LatentBatch:
-    """Return the latents of the files at `indices` as one batch, with their conditions in the given passes."""
+    """Return latents, those of the files at `indices`, as one batch, with their conditions in the given passes."""
     labels = [files[index].label for index in indices]
     names = tuple(files[index].name for index in indices)
     return LatentBatch(
-        mean=torch.stack([read(index) for index in indices]),
+        mean=torch.stack(list(latents)),
         positions=tuple(positions),
         labels=None if None in labels else torch.tensor(labels, dtype=torch.long),
         files=names,

@@ -152,29 +152,30 @@ class LatentFolder:
 
     def __init__(self, folder: Path, shape: Sequence[int]) -> None:
         self.cache = TensorCache(folder, {"mean": shape})
-        self.folder = folder
+        self.folder, self.shape = folder, tuple(shape)
 
-    def path_of(self, file: VolumeFile) -> Path:
-        """Return the path of a volume's latent."""
-        return self.cache.path_of(_name(file))
+    def path_of(self, file: VolumeFile, copy: int = 0) -> Path:
+        """Return the path of a volume's latent, or of that of an augmented copy."""
+        return self.cache.path_of(_name(file, copy))
 
-    def facts(self, file: VolumeFile) -> LatentFacts | None:
+    def facts(self, file: VolumeFile, copy: int = 0) -> LatentFacts | None:
         """Return the facts of a volume's latent, or None if the latent is missing or damaged and must be encoded."""
-        content = self.cache.find(_name(file), _what(file))
+        content = self.cache.find(_name(file, copy), _what(file))
         return None if content is None else LatentFacts.from_row(json.loads(content[1]["facts"]))
 
-    def write(self, file: VolumeFile, mean: Tensor, facts: LatentFacts) -> None:
+    def write(self, file: VolumeFile, mean: Tensor, facts: LatentFacts, copy: int = 0) -> None:
         """Write one latent atomically."""
         texts = {"facts": json.dumps(facts.to_row()), "volume": printable(file.name)}
-        self.cache.write(_name(file), _what(file), {"mean": mean}, texts)
+        self.cache.write(_name(file, copy), _what(file), {"mean": mean}, texts)
 
-    def read(self, file: VolumeFile) -> Tensor:
-        """Return the mean of a volume's latent."""
-        return self.cache.read(_name(file), _what(file))["mean"]
+    def read(self, file: VolumeFile, copy: int = 0) -> Tensor:
+        """Return the mean of a volume's latent, or of that of an augmented copy."""
+        return self.cache.read(_name(file, copy), _what(file))["mean"]
 
 
-def _name(file: VolumeFile) -> str:
-    return (file.digest or content_digest(file.path))[:32]
+def _name(file: VolumeFile, copy: int) -> str:
+    digest = (file.digest or content_digest(file.path))[:32]
+    return f"{digest}_{copy}" if copy else digest
 
 
 def _what(file: VolumeFile) -> str:

@@ -1,7 +1,8 @@
 """Prepares the latents that stage 2 trains on: encodes each volume once, keeps it, and finds their normalisation.
 
-Whole volumes are encoded, without augmentation: `data.patch_size` and `data.use_augmentation` apply to stage 1 only.
-Therefore training is the same with `ldm.latents.cache` disk, memory and none.
+Whole volumes are encoded: `data.patch_size` applies to stage 1 only. With `data.use_augmentation`, copies of each
+training volume in slightly different poses are encoded too, and each sample of the training sequence is the volume or
+one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, load_file, training_batches
+from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, load_file, posed_anew, training_batches
 from data.pairs.pairs import NO_PAIRS, Pairs
 from diffusion.conditioning.conditions import Conditions, prepare_conditions
 from diffusion.frozen_autoencoder import latents_digest
@@ -27,7 +28,7 @@ from diffusion.normalisation import Normalisation, Statistics
 from diffusion.pretrained import pretrained_unet
 from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
-from settings import DataSettings, Settings
+from settings import ConfigError, DataSettings, Settings
 from storage.names import counted
 from storage.run_folder import LATENTS
 
@@ -35,19 +36,22 @@ __all__ = ["Latents", "prepare_latents", "pretrained_unet", "stage_two_data"]
 
 log = logging.getLogger(__name__)
 
+NUM_COPIES = 8
+"""Augmented copies of each training volume. Their encoding takes as long as so many passes over the data."""
+
 
 @dataclass(frozen=True)
 class Latents:
     """The latents of a run: how to read one (None if they are not kept), and facts about the training set.
 
-    `spacing_mm`, `lower` and `upper` are medians over the training volumes. `autoencoder` is the hash of the weights
+    `read` takes the index of a volume and the number of a copy, where 0 is the volume itself. `spacing_mm`, `lower` and `upper` are medians over the training volumes. `autoencoder` is the hash of the weights
     that they depend on. With `pin_memory`, training batches are in page-locked memory. `conditions` come from the
     volumes' partners.
     """
 
     volumes: DataSplit
     settings: DataSettings
-    read: Callable[[int], Tensor] | None
+    read: Callable[[int, int], Tensor] | None
     normalisation: Normalisation
     spacing_mm: tuple[float, ...]
     lower: tuple[float, ...]
@@ -55,6 +59,7 @@ class Latents:
     autoencoder: str
     pin_memory: bool = False
     conditions: Conditions | None = None
+    num_copies: int = 0
 
     def training_batches(
         self, plan: BatchPlan, first_step: int, last_step: int
@@ -67,23 +72,25 @@ class Latents:
                 if self.conditions is None
                 else with_conditions(volumes, self.conditions, len(self.volumes.train))
             )
-        files, conditions = self.volumes.train, self.conditions
-        return latent_batches(self.read, files, plan, first_step, last_step, self.pin_memory, conditions)
+        files, conditions, read_copy = self.volumes.train, self.conditions, self.read
+
+        def read(index: int, position: int) -> Tensor:
+            copy = int(plan.sample_rng(position).integers(0, self.num_copies, endpoint=True)) if self.num_copies else 0
+            return read_copy(index, copy)
+
+        return latent_batches(read, files, plan, first_step, last_step, self.pin_memory, conditions)
 
     def validation_batches(self, encode: Callable[[Tensor], Tensor], process: Process) -> Iterator[LatentBatch]:
         """Yield this process's share of the validation latents, one at a time; positions index the list of files."""
         files, offset = self.volumes.val, len(self.volumes.train)
 
-        def read(index: int) -> Tensor:
-            return self.latent(offset + index, encode)
-
         for index in range(process.rank, len(files), process.world_size):
-            yield collate(read, files, [index], [index], self.conditions)
+            yield collate([self.latent(offset + index, encode)], files, [index], [index], self.conditions)
 
     def latent(self, index: int, encode: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the mean of a volume's latent by its index, held-out volumes after training volumes."""
         if self.read is not None:
-            return self.read(index)
+            return self.read(index, 0)
         file = (*self.volumes.train, *self.volumes.val)[index]
         return encode(load_file(file, self.settings).image)
 
@@ -119,8 +126,8 @@ def prepare_latents(
     pretrained U-Net keeps its own.
     """
     data = stage_two_data(settings.data)
-    if data != settings.data:
-        log.info("stage 2 trains on whole volumes; data.patch_size and data.use_augmentation apply to stage 1 only")
+    if settings.data.patch_size is not None:
+        log.info("stage 2 trains on whole volumes; data.patch_size applies to stage 1 only")
     files = (*volumes.train, *volumes.val)
     cache = settings.ldm.latents.cache
     autoencoder = latents_digest(codec.autoencoder)
@@ -132,6 +139,7 @@ def prepare_latents(
     if start is not None:
         start.check_autoencoder(codec.autoencoder)
     statistics = Statistics(len(volumes.train), settings.autoencoder.latent_channels)
+    num_copies = _num_copies(settings)
 
     share = list(range(process.rank, len(files), process.world_size))
     with process.together():
@@ -151,13 +159,14 @@ def prepare_latents(
             statistics.add(index, mean)
         for index in set(share) - set(missing) if start is None else ():
             statistics.add(index, folder.read(files[index]))
+        copies = _encode_copies(codec, volumes.train, data, folder, num_copies, cache, process)
     for index, found in facts.items():
         assert found is not None, f"volume {index} was not encoded"
         table[index] = torch.tensor(found.to_row(), dtype=torch.float64)
 
     # One process fills each row and the others leave zeros, so the sum is the same for any number of processes.
     rows = [LatentFacts.from_row(row) for row in process.sum(table).tolist()]
-    read = _reader(folder, files, None if kept is None else process.sum(kept)) if cache != "none" else None
+    read = _reader(folder, files, None if kept is None else process.sum(kept), copies) if cache != "none" else None
     train = rows[: len(volumes.train)]
     normalisation = statistics.normalisation(process) if start is None else start.normalisation
     deviations = ", ".join(f"{1 / scale:.4g}" for scale in normalisation.scale.flatten().tolist())
@@ -169,24 +178,77 @@ def prepare_latents(
     spacing_mm, lower, upper = (tuple(map(float, values)) for values in middle)
     pin_memory = bool(data.pin_memory) and process.device.type == "cuda"
     conditions = prepare_conditions(settings, pairs, volumes, process, codec)
-    return Latents(volumes, data, read, normalisation, spacing_mm, lower, upper, autoencoder, pin_memory, conditions)
+    return Latents(
+        volumes, data, read, normalisation, spacing_mm, lower, upper, autoencoder, pin_memory, conditions, num_copies
+    )
 
 
-def _reader(folder: LatentFolder, files: Sequence[VolumeFile], kept: Tensor | None) -> Callable[[int], Tensor]:
+def _reader(
+    folder: LatentFolder, files: Sequence[VolumeFile], kept: Tensor | None, copies: Tensor | None
+) -> Callable[[int, int], Tensor]:
     if kept is None:
-        return lambda index: folder.read(files[index])
-    return lambda index: kept[index]
+        return lambda index, copy: folder.read(files[index], copy)
+    return lambda index, copy: kept[index] if copy == 0 or copies is None else copies[index, copy - 1]
+
+
+def _num_copies(settings: Settings) -> int:
+    """Return how many augmented copies of each training volume stage 2 trains on."""
+    if not settings.data.use_augmentation:
+        return 0
+    if settings.ldm.latents.cache == "none":
+        raise ConfigError(
+            "ldm.latents.cache: none with data.use_augmentation: true; the latents of augmented copies are encoded once "
+            "and kept; set disk or memory, or turn augmentation off"
+        )
+    if settings.ldm.conditioning.num_joined(settings.autoencoder.latent_channels):
+        log.info("stage 2 does not augment: label maps and condition volumes would no longer match their volumes")
+        return 0
+    return NUM_COPIES
+
+
+def _encode_copies(
+    codec: VolumeCodec,
+    files: Sequence[VolumeFile],
+    data: DataSettings,
+    folder: LatentFolder,
+    num_copies: int,
+    cache: str,
+    process: Process,
+) -> Tensor | None:
+    """Encode the augmented copies of the training volumes; return them (N, copies, C, D, H, W) if memory keeps them."""
+    if not num_copies:
+        return None
+    kept = torch.zeros(len(files), num_copies, *folder.shape) if cache == "memory" else None
+    numbers = range(1, num_copies + 1)
+    share = range(process.rank, len(files), process.world_size)
+    if kept is None:
+        share = [i for i in share if any(folder.facts(files[i], copy) is None for copy in numbers)]
+    for index, loaded in _load_ahead(files, list(share), data, process, "encoding augmented latents"):
+        facts = LatentFacts(tuple(loaded.geometry.spacing_mm.tolist()), loaded.lower, loaded.upper)
+        for copy in numbers:
+            # By content, so that every run with the same volume finds the same copies.
+            rng = np.random.default_rng([int(loaded.digest[:16], 16), copy])
+            mean = codec.encode(posed_anew(loaded.image, loaded.geometry.spacing_mm, rng)).cpu()
+            if kept is None:
+                folder.write(files[index], mean, facts, copy)
+            else:
+                kept[index, copy - 1] = mean
+    return None if kept is None else process.sum(kept)
 
 
 def _load_ahead(
-    files: Sequence[VolumeFile], indices: Sequence[int], data: DataSettings, process: Process
+    files: Sequence[VolumeFile],
+    indices: Sequence[int],
+    data: DataSettings,
+    process: Process,
+    what: str = "encoding latents",
 ) -> Iterator[tuple[int, LoadedVolume]]:
     """Yield volumes in order, with a progress bar, while threads read the next ones."""
     threads = 1 if data.num_workers == "auto" else max(1, data.num_workers)
 
     # Passed only to hide the bar, because an explicit disable=False would override --quiet.
     hidden: dict[str, Any] = {} if process.is_first and indices else {"disable": True}
-    bar = tqdm(total=len(indices), desc="encoding latents", unit="volume", **hidden)
+    bar = tqdm(total=len(indices), desc=what, unit="volume", **hidden)
     with ThreadPoolExecutor(threads, thread_name_prefix="volumes") as readers, bar:
         waiting = [readers.submit(load_file, files[index], data) for index in indices[: threads + 1]]
         for place, index in enumerate(indices):

@@ -75,7 +75,11 @@ class DataSettings(Section):
         gt=0,
         lt=1,
     )
-    use_augmentation: bool = key(False, "Random flips, small rotations, scaling and intensity changes.")
+    use_augmentation: bool = key(
+        False,
+        "Stage 1: random flips, small rotations, scaling and intensity changes. Stage 2: copies of each training volume "
+        "that are turned, scaled and moved a little.",
+    )
     prepared: Literal["disk", "memory", "none"] = key(
         "disk",
         "Where volumes are kept once they are on the grid: in files that all runs share, in host memory, or nowhere, "

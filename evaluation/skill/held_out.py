@@ -139,7 +139,7 @@ class Skill:
         if number < 2:
             return None
         chosen = [place * len(files) // number for place in range(number)]
-        batches = [collate(self._read, files, [index], [index], self.latents.conditions) for index in chosen]
+        batches = [collate([self._read(index)], files, [index], [index], self.latents.conditions) for index in chosen]
         features = torch.cat([self.held_out.features(batch) for batch in batches])
         return LinearDenoiser(torch.cat([self.held_out.clean(batch) for batch in batches]), features)
 

@@ -12,7 +12,7 @@ import torch
 from scipy import ndimage
 
 from data import transforms
-from data.transforms import NETWORK_RANGE, from_unit, load_volume, random_part, restore, to_unit
+from data.transforms import NETWORK_RANGE, from_unit, load_volume, posed_anew, random_part, restore, to_unit
 from settings import DataError
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
@@ -279,3 +279,20 @@ def test_every_orientation_puts_a_voxel_where_its_millimetres_say(make_volume: M
         ]
         assert list(brightest) == expected, asked
         np.testing.assert_allclose(loaded.geometry.grid_affine @ [*brightest, 1], AFFINE @ [*place, 1], atol=1e-6)
+
+
+def test_a_new_pose_moves_a_volume_a_little_and_keeps_its_detail() -> None:
+    noise = torch.from_numpy(ndimage.gaussian_filter(np.random.default_rng(0).normal(size=(24, 20, 28)), 0.7))[None]
+    image = (noise / noise.abs().max()).float()
+    image[:, 11:13, 9:11, 13:15] = 1.0
+    spacing = np.array([1.0, 1.0, 2.5])
+    poses = [posed_anew(image, spacing, np.random.default_rng(n)) for n in range(8)]
+    assert torch.equal(poses[0], posed_anew(image, spacing, np.random.default_rng(0)))
+    for pose in poses:
+        assert pose.shape == image.shape
+        assert pose.abs().max() <= 1
+        # Linear interpolation would keep 0.6 of the gradients here.
+        assert float(pose.diff(dim=1).std() / image.diff(dim=1).std()) > 0.8
+        place = np.array(np.unravel_index(int(pose.argmax()), image.shape)[1:])
+        assert np.abs(place - (np.array([24, 20, 28]) - 1) / 2).max() < 3
+    assert len({float(pose.sum()) for pose in poses}) == 8

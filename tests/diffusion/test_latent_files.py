@@ -142,7 +142,7 @@ def test_the_key_follows_weights_precision_and_reading_and_nothing_else():
     assert len({key, *others}) == len(others) + 1
 
 
-def read(index: int) -> torch.Tensor:
+def read(index: int, position: int) -> torch.Tensor:
     return torch.full((1, 2, 2, 2), float(index))
 
 
@@ -173,7 +173,7 @@ def test_a_batch_carries_labels_positions_and_names(folder):
 
 
 def test_an_error_in_the_reading_thread_reaches_the_training_loop(folder):
-    def fail(index: int) -> torch.Tensor:
+    def fail(index: int, position: int) -> torch.Tensor:
         raise DataError("v3.nii.gz: gone")
 
     with pytest.raises(DataError, match="gone"):

@@ -202,7 +202,7 @@ def test_the_held_out_loss_is_of_scaled_means_with_the_averaged_weights(encoded)
     validation, noise = LdmValidation(step, latents), SampleNoise(step.settings.seed, CPU.device)
     losses, errors = [], []
     for place in range(len(latents.volumes.val)):
-        mean = latents.read(len(latents.volumes.train) + place)
+        mean = latents.read(len(latents.volumes.train) + place, 0)
         clean = latents.normalisation.apply(mean)
         for level, time in enumerate(validation.skill.held_out.times):
             added, times = noise.normal(f"validation {level}", [place], mean.shape), time[None]

@@ -11,7 +11,7 @@ import torch
 from data import BatchPlan, load_file, prepare_volumes
 from diffusion.conditioning import check_classes, class_number
 from diffusion.frozen_autoencoder import freeze, weights_digest
-from diffusion.latents import LATENTS, prepare_latents
+from diffusion.latents import LATENTS, NUM_COPIES, prepare_latents
 from diffusion.volume_codec import VolumeCodec
 from models import build_autoencoder
 from runtime.precision import Precision
@@ -100,7 +100,7 @@ def test_disk_memory_and_none_give_the_same_latents_and_scale(values):
     assert memory.read is not None
     assert none.read is None
     for index in range(6):
-        assert torch.equal(disk.read(index), memory.read(index))
+        assert torch.equal(disk.read(index, 0), memory.read(index, 0))
     pairs = zip(disk.validation_batches(codec.encode, CPU), none.validation_batches(codec.encode, CPU), strict=True)
     for cached, encoded in pairs:
         assert torch.equal(cached.mean, encoded.mean)
@@ -143,7 +143,7 @@ def test_encode_scale_unscale_decode_is_the_autoencoders_own_reconstruction(valu
 
     for index, file in enumerate((*latents.volumes.train, *latents.volumes.val)):
         image = load_volume(file.path, latents.settings, 1).image
-        scaled = latents.normalisation.apply(latents.read(index))
+        scaled = latents.normalisation.apply(latents.read(index, 0))
         with torch.no_grad():
             direct = codec.autoencoder.decode(codec.autoencoder.encode(image[None])[0])[0]
         assert (codec.decode(latents.normalisation.undo(scaled)) - direct).norm() <= 1e-6 * direct.norm()
@@ -202,12 +202,48 @@ def test_two_processes_share_the_encoding_and_agree_on_the_scale(values, monkeyp
     assert not torch.equal(scales[0], scales[1])
 
 
-def test_patches_and_augmentation_are_of_stage_one_only(values, caplog):
+@pytest.mark.parametrize("cache", ["disk", "memory"])
+def test_augmented_copies_are_encoded_once_and_drawn_by_position(values, cache):
+    changes = {"data__use_augmentation": True, "latents__cache": cache}
+    latents, codec = prepare(values, **changes)
+    encoded = codec.count
+    plain, _ = prepare(values, latents__cache=cache)
+    assert torch.equal(latents.normalisation.scale, plain.normalisation.scale)
+    number = len(latents.volumes.train)
+    assert encoded == number * (1 + NUM_COPIES) + len(latents.volumes.val)
+    assert prepare(values, **changes)[1].count == (0 if cache == "disk" else encoded)
+
+    plan = BatchPlan(3, 4, 2)
+    steps = list(latents.training_batches(plan, 0, 30))
+    again = list(latents.training_batches(plan, 20, 30))
+    for before, after in zip(steps[20:], again, strict=True):
+        assert all(torch.equal(a.mean, b.mean) for a, b in zip(before, after, strict=True))
+    files = [file.name for file in latents.volumes.train]
+    assert latents.read is not None
+    known = {name: [latents.read(files.index(name), copy) for copy in range(NUM_COPIES + 1)] for name in files}
+    seen = {
+        (name, next(copy for copy, latent in enumerate(known[name]) if torch.equal(latent, mean)))
+        for step in steps
+        for batch in step
+        for name, mean in zip(batch.files, batch.mean, strict=True)
+    }
+    # 240 samples of a few volumes meet nearly every copy.
+    assert len(seen) > 0.8 * number * (NUM_COPIES + 1)
+    [first] = [known[files[0]]]
+    distances = [float((latent - first[0]).norm() / first[0].norm()) for latent in first[1:]]
+    assert min(distances) > 1e-3, "a copy is the volume itself"
+
+
+def test_augmentation_keeps_what_is_held_out_and_what_must_match_as_it_is(values, caplog):
     caplog.set_level("INFO")
+    with pytest.raises(ConfigError, match="cache: none with data.use_augmentation"):
+        prepare(values, data__use_augmentation=True, latents__cache="none")
     latents, _ = prepare(values, data__use_augmentation=True)
-    assert not latents.settings.use_augmentation
-    assert torch.equal(latents.normalisation.scale, prepare(values)[0].normalisation.scale)
-    assert "apply to stage 1 only" in caplog.text
+    plain, _ = prepare(values)
+    assert latents.read is not None
+    assert plain.read is not None
+    for index in range(len(plain.volumes.train), len(plain.volumes.train) + len(plain.volumes.val)):
+        assert torch.equal(latents.read(index, 0), plain.read(index, 0))
 
 
 def test_the_digest_follows_every_weight(values):
@@ -248,7 +284,7 @@ def test_the_scale_is_the_formula_over_training_volumes_and_no_others(values):
     num_train = len(latents.volumes.train)
 
     def scale_of(number: int) -> torch.Tensor:
-        means = torch.stack([read(index) for index in range(number)]).double()
+        means = torch.stack([read(index, 0) for index in range(number)]).double()
         return means.var(dim=(0, 2, 3, 4), correction=0).rsqrt()
 
     found = latents.normalisation.scale.flatten().double()

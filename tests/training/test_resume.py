@@ -46,7 +46,7 @@ def build(settings: Settings, stage: str) -> TrainingStep:
     return step
 
 
-def read(index: int) -> torch.Tensor:
+def read(index: int, position: int = 0) -> torch.Tensor:
     return torch.randn((3, 8, 8, 8), generator=torch.Generator().manual_seed(index))
 
 
