@@ -44,9 +44,9 @@ NUM_COPIES = 8
 class Latents:
     """The latents of a run: how to read one (None if they are not kept), and facts about the training set.
 
-    `read` takes the index of a volume and the number of a copy, where 0 is the volume itself. `spacing_mm`, `lower` and `upper` are medians over the training volumes. `autoencoder` is the hash of the weights
-    that they depend on. With `pin_memory`, training batches are in page-locked memory. `conditions` come from the
-    volumes' partners.
+    `read` takes the index of a volume and the number of a copy, where 0 is the volume itself. `spacing_mm`, `lower` and
+    `upper` are medians over the training volumes. `autoencoder` is the hash of the weights that they depend on. With
+    `pin_memory`, training batches are in page-locked memory. `conditions` come from the volumes' partners.
     """
 
     volumes: DataSplit
@@ -197,8 +197,8 @@ def _num_copies(settings: Settings) -> int:
         return 0
     if settings.ldm.latents.cache == "none":
         raise ConfigError(
-            "ldm.latents.cache: none with data.use_augmentation: true; the latents of augmented copies are encoded once "
-            "and kept; set disk or memory, or turn augmentation off"
+            "ldm.latents.cache: none with data.use_augmentation: true; the latents of augmented copies are encoded "
+            "once and kept; set disk or memory, or turn augmentation off"
         )
     if settings.ldm.conditioning.num_joined(settings.autoencoder.latent_channels):
         log.info("stage 2 does not augment: label maps and condition volumes would no longer match their volumes")

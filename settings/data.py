@@ -77,8 +77,8 @@ class DataSettings(Section):
     )
     use_augmentation: bool = key(
         False,
-        "Stage 1: random flips, small rotations, scaling and intensity changes. Stage 2: copies of each training volume "
-        "that are turned, scaled and moved a little.",
+        "Stage 1: random flips, small rotations, scaling and intensity changes. Stage 2: copies of each training "
+        "volume that are turned, scaled and moved a little.",
     )
     prepared: Literal["disk", "memory", "none"] = key(
         "disk",

@@ -236,7 +236,7 @@ def test_augmented_copies_are_encoded_once_and_drawn_by_position(values, cache):
 
 def test_augmentation_keeps_what_is_held_out_and_what_must_match_as_it_is(values, caplog):
     caplog.set_level("INFO")
-    with pytest.raises(ConfigError, match="cache: none with data.use_augmentation"):
+    with pytest.raises(ConfigError, match=r"cache: none with data\.use_augmentation"):
         prepare(values, data__use_augmentation=True, latents__cache="none")
     latents, _ = prepare(values, data__use_augmentation=True)
     plain, _ = prepare(values)
