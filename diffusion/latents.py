@@ -36,6 +36,8 @@ __all__ = ["Latents", "prepare_latents", "pretrained_unet", "stage_two_data"]
 
 log = logging.getLogger(__name__)
 
+FIXED_POINT = 2**24
+
 NUM_COPIES = 8
 """Augmented copies of each training volume. Their encoding takes as long as so many passes over the data."""
 
@@ -44,15 +46,17 @@ NUM_COPIES = 8
 class Latents:
     """The latents of a run: how to read one (None if they are not kept), and facts about the training set.
 
-    `read` takes the index of a volume and the number of a copy, where 0 is the volume itself. `spacing_mm`, `lower` and
-    `upper` are medians over the training volumes. `autoencoder` is the hash of the weights that they depend on. With
-    `pin_memory`, training batches are in page-locked memory. `conditions` come from the volumes' partners.
+    `read` takes the index of a volume and the number of a copy, where 0 is the volume itself. `mean_map` is the
+    normalised mean latent of the training volumes; `spacing_mm`, `lower` and `upper` are medians over them.
+    `autoencoder` is the hash of the weights that they depend on. With `pin_memory`, training batches are in page-locked
+    memory. `conditions` come from the volumes' partners.
     """
 
     volumes: DataSplit
     settings: DataSettings
     read: Callable[[int, int], Tensor] | None
     normalisation: Normalisation
+    mean_map: Tensor
     spacing_mm: tuple[float, ...]
     lower: tuple[float, ...]
     upper: tuple[float, ...]
@@ -139,6 +143,7 @@ def prepare_latents(
     if start is not None:
         start.check_autoencoder(codec.autoencoder)
     statistics = Statistics(len(volumes.train), settings.autoencoder.latent_channels)
+    total = torch.zeros(*settings.latent_shape, dtype=torch.int64)
     num_copies = _num_copies(settings)
 
     share = list(range(process.rank, len(files), process.world_size))
@@ -157,8 +162,11 @@ def prepare_latents(
             elif kept is not None:
                 kept[index] = mean
             statistics.add(index, mean)
-        for index in set(share) - set(missing) if start is None else ():
-            statistics.add(index, folder.read(files[index]))
+            total += _fixed_point(mean) if index < len(volumes.train) else 0
+        for index in set(share) - set(missing):
+            mean = folder.read(files[index])
+            statistics.add(index, mean)
+            total += _fixed_point(mean) if index < len(volumes.train) else 0
         copies = _encode_copies(codec, volumes.train, data, folder, num_copies, cache, process)
     for index, found in facts.items():
         assert found is not None, f"volume {index} was not encoded"
@@ -169,6 +177,7 @@ def prepare_latents(
     read = _reader(folder, files, None if kept is None else process.sum(kept), copies) if cache != "none" else None
     train = rows[: len(volumes.train)]
     normalisation = statistics.normalisation(process) if start is None else start.normalisation
+    mean_map = normalisation.apply((process.sum(total).double() / len(volumes.train) / FIXED_POINT).float())
     deviations = ", ".join(f"{1 / scale:.4g}" for scale in normalisation.scale.flatten().tolist())
     source = counted(len(train), "training volume") if start is None else f"what {start.path} was trained on"
     log.info("latents: standard deviation by channel %s, from %s", deviations, source)
@@ -179,7 +188,18 @@ def prepare_latents(
     pin_memory = bool(data.pin_memory) and process.device.type == "cuda"
     conditions = prepare_conditions(settings, pairs, volumes, process, codec)
     return Latents(
-        volumes, data, read, normalisation, spacing_mm, lower, upper, autoencoder, pin_memory, conditions, num_copies
+        volumes,
+        data,
+        read,
+        normalisation,
+        mean_map,
+        spacing_mm,
+        lower,
+        upper,
+        autoencoder,
+        pin_memory,
+        conditions,
+        num_copies,
     )
 
 
@@ -189,6 +209,11 @@ def _reader(
     if kept is None:
         return lambda index, copy: folder.read(files[index], copy)
     return lambda index, copy: kept[index] if copy == 0 or copies is None else copies[index, copy - 1]
+
+
+def _fixed_point(latent: Tensor) -> Tensor:
+    """Return a latent as whole numbers, whose sum is the same in any order and for any number of processes."""
+    return (latent.double() * FIXED_POINT).round().long()
 
 
 def _num_copies(settings: Settings) -> int:

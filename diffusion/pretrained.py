@@ -76,7 +76,10 @@ def _decisive(settings: Settings) -> dict[str, Any]:
         unused |= {"prediction", "schedule", "beta_start", "beta_end", "zero_terminal_snr"}
     scheduler = {name: None if name in unused else value for name, value in ldm.scheduler.model_dump().items()}
     return {
-        **{f"U-Net's {name}": v for name, v in unet_arguments(ldm, settings.autoencoder.latent_channels).items()},
+        **{
+            f"U-Net's {name}": v
+            for name, v in unet_arguments(ldm, settings.autoencoder.latent_channels, settings.mean_map_shape).items()
+        },
         **{f"ldm.scheduler.{name}": value for name, value in scheduler.items()},
         "ldm.conditioning.scan": ldm.conditioning.scan.inputs,
         "ldm.conditioning.numbers": ldm.conditioning.numbers.columns,

@@ -155,7 +155,7 @@ class TrainedRun:
 
     def untrained_unet(self) -> DiffusionUNet:
         """Return the U-Net with its initial weights."""
-        network = build_unet(self.settings.ldm, self.settings.autoencoder.latent_channels)
+        network = build_unet(self.settings.ldm, self.settings.autoencoder.latent_channels, self.settings.mean_map_shape)
         return network.to(self.precision.device).eval()
 
     def _check(self, path: Path, metadata: dict[str, Any]) -> SampleFrame:

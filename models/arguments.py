@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from settings import AutoencoderSettings, LdmSettings
@@ -39,16 +40,19 @@ def discriminator_arguments(settings: AutoencoderSettings) -> dict[str, Any]:
     }
 
 
-def unet_arguments(settings: LdmSettings, latent_channels: int) -> dict[str, Any]:
+def unet_arguments(
+    settings: LdmSettings, latent_channels: int, mean_map_shape: Sequence[int] | None = None
+) -> dict[str, Any]:
     """Return the arguments of `DiffusionModelUNet`.
 
     A class-conditional network has one class more than the data: the last one stands for a hidden label. Conditions
-    that are joined to the noisy latent are further input channels.
+    that are joined to the noisy latent, and the mean map, are further input channels.
     """
     unet, conditioning = settings.unet, settings.conditioning
+    num_mean_channels = 0 if mean_map_shape is None else mean_map_shape[0]
     return {
         "spatial_dims": 3,
-        "in_channels": latent_channels + conditioning.num_joined(latent_channels),
+        "in_channels": latent_channels + conditioning.num_joined(latent_channels) + num_mean_channels,
         "out_channels": latent_channels,
         "channels": unet.num_channels,
         "num_res_blocks": unet.res_blocks,

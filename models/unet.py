@@ -79,13 +79,24 @@ class TimeResidualBlock(nn.Module):
 class DiffusionUNet(DiffusionModelUNet, LaidOut):
     """MONAI's `DiffusionModelUNet` with self-attention only; every block can be checkpointed.
 
-    With `num_numbers` it takes that many numbers, whose embedding is added to that of the timestep. With the names of
+    With a `mean_map_shape` (C, D, H, W) it has a buffer of that shape, the mean of the latents that it is trained on,
+    and concatenates it to every input: convolution and attention do not know where in the volume they are. With
+    `num_numbers` it takes that many numbers, whose embedding is added to that of the timestep. With the names of
     `scan_inputs` it is MAISI's `DiffusionModelUNetMaisi`: the embedding of each input is joined to that of the
     timestep, so every residual block projects a longer one.
     """
 
-    def __init__(self, num_numbers: int = 0, scan_inputs: Sequence[str] = (), **arguments: Any) -> None:
+    mean_map: Tensor | None
+
+    def __init__(
+        self,
+        num_numbers: int = 0,
+        scan_inputs: Sequence[str] = (),
+        mean_map_shape: Sequence[int] | None = None,
+        **arguments: Any,
+    ) -> None:
         super().__init__(use_flash_attention=True, **arguments)
+        self.register_buffer("mean_map", None if mean_map_shape is None else torch.zeros(*mean_map_shape))
         for name, module in list(self.named_modules()):
             lean: nn.Module | None = None
             if isinstance(module, DiffusionUNetResnetBlock):
@@ -134,7 +145,7 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
                 use_gradient_checkpointing_offload=offload,
             )
 
-        h = self.conv_in(arranged(x, self.layout))
+        h = self.conv_in(arranged(self._with_mean_map(x), self.layout))
         skips = [h]
         for level in self.down_blocks:
             attentions = getattr(level, "attentions", [None] * len(level.resnets))
@@ -156,6 +167,16 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
                 h = run(level.upsampler, *_inputs(level.upsampler, h, embedding))
         norm, _, conv = self.out
         return conv(group_norm(h, norm, silu=True))
+
+    def _with_mean_map(self, x: Tensor) -> Tensor:
+        """Return the input followed by the mean of the latents, padded with zeros at the far end as the input is."""
+        if self.mean_map is None:
+            return x
+        missing = [size - own for size, own in zip(x.shape[2:], self.mean_map.shape[1:], strict=True)]
+        mean_map = (
+            F.pad(self.mean_map, (0, missing[2], 0, missing[1], 0, missing[0])) if any(missing) else self.mean_map
+        )
+        return torch.cat([x, mean_map.to(x.dtype).expand(len(x), *mean_map.shape)], dim=1)
 
     def _embed(self, x: Tensor, timesteps: Tensor, class_labels: Tensor | None, numbers: Tensor | None) -> Tensor:
         embedding = self.time_embed(get_timestep_embedding(timesteps, self.block_out_channels[0]).to(x.dtype))
@@ -199,11 +220,16 @@ def _inputs(resampler: nn.Module, h: Tensor, embedding: Tensor) -> tuple[Tensor,
     return (h, embedding) if isinstance(resampler, TimeResidualBlock) else (h,)
 
 
-def build_unet(settings: LdmSettings, latent_channels: int) -> DiffusionUNet:
-    """Build the U-Net that the settings describe, for latents of `latent_channels` channels."""
-    num_numbers = sum(settings.conditioning.numbers.widths)
-    scan_inputs, arguments = settings.conditioning.scan.inputs, unet_arguments(settings, latent_channels)
-    model = DiffusionUNet(num_numbers, scan_inputs, **arguments)
+def build_unet(
+    settings: LdmSettings, latent_channels: int, mean_map_shape: Sequence[int] | None = None
+) -> DiffusionUNet:
+    """Build the U-Net that the settings describe, for latents of `latent_channels` channels.
+
+    `mean_map_shape` is that of `Settings.mean_map_shape`; without it the network has no mean map.
+    """
+    num_numbers, scan_inputs = sum(settings.conditioning.numbers.widths), settings.conditioning.scan.inputs
+    arguments = unet_arguments(settings, latent_channels, mean_map_shape)
+    model = DiffusionUNet(num_numbers, scan_inputs, mean_map_shape, **arguments)
     if settings.training.checkpoints_blocks:
         model.gradient_checkpointing_enable(offload=settings.training.use_gradient_checkpointing_offload)
     return model

@@ -13,7 +13,7 @@ def count_parameters(settings: Settings) -> tuple[int, int]:
     with torch.device("meta"):
         networks = (
             build_autoencoder(settings.autoencoder),
-            build_unet(settings.ldm, settings.autoencoder.latent_channels),
+            build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape),
         )
     first, second = (sum(parameter.numel() for parameter in network.parameters()) for network in networks)
     return first, second

@@ -40,6 +40,7 @@ def main(options: argparse.Namespace) -> None:
     kind = monai_class(network, settings)
     if network == "autoencoder" and is_maisi(network, settings):
         state = to_maisi_names(state)
+    has_mean_map = state.pop("mean_map", None) is not None
     # The submodules of monai.networks.nets are its own business.
     module = "monai.networks.nets" if kind.__module__.startswith("monai.networks.nets") else kind.__module__
     name = kind.__name__
@@ -69,6 +70,9 @@ def main(options: argparse.Namespace) -> None:
         print(f"# It takes and returns volumes with intensities scaled to {ends}.")
     for line in _latents(source, metadata):
         print(f"# {line}")
+    if has_mean_map:
+        print("# Its last input channels are the mean map, concatenated to every latent: the tensor mean_map in")
+        print(f"# {source}.")
 
 
 def _latents(source: Path, metadata: dict[str, Any]) -> list[str]:

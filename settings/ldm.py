@@ -37,6 +37,11 @@ class UNetSettings(Section):
     num_head_channels: Channels | HeadsPerLevel = key(
         32, "Channels per attention head: one number for all levels, or a list."
     )
+    use_mean_map: bool = key(
+        True,
+        "Give the network the mean of the training latents as further input channels, which tells it where in the "
+        "volume it is; false for weights from elsewhere.",
+    )
     resblock_updown: bool = key(False, "Resample inside residual blocks, as in MAISI's U-Net.")
     norm_num_groups: Count | Literal["auto"] = key(
         "auto",

@@ -56,6 +56,11 @@ class Settings(Section):
         return (self.autoencoder.latent_channels, *self.autoencoder.latent_grid(self.data.voxel_size))
 
     @property
+    def mean_map_shape(self) -> tuple[int, ...] | None:
+        """Return the shape of the mean latent that the U-Net gets as further inputs; None if it gets none."""
+        return self.latent_shape if self.ldm.unet.use_mean_map else None
+
+    @property
     def training_grid(self) -> tuple[int, ...]:
         """Return the grid of one stage-1 training step: a patch or a whole volume."""
         return self.data.training_grid

@@ -60,12 +60,14 @@ class LatentDiffusionStep(TrainingStep):
     ) -> None:
         training = settings.ldm.training
         super().__init__(settings, training, process, files_of)
-        self.unet = build_unet(settings.ldm, settings.autoencoder.latent_channels)
+        self.unet = build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
         if settings.ldm.pretrained is not None and load_weights:
             # Before the network is registered, because averages start from the weights that it has then.
             path = Path(settings.ldm.pretrained).expanduser()
             load_into(self.unet, path)
             log.info("%s: the U-Net starts from these weights", path)
+        elif self.unet.mean_map is not None and latents is not None:
+            self.unet.mean_map.copy_(latents.mean_map)
         self._parallel_unet = self.register("ldm", self.unet, training.learning_rate)
         self.codec = codec or frozen_codec(settings, process.device, load_weights)
         self.autoencoder = self.codec.autoencoder

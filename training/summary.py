@@ -27,7 +27,7 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
         if stage == "autoencoder" and settings.autoencoder.training.uses_discriminator:
             networks["discriminator"] = build_discriminator(settings.autoencoder)
         if stage == "ldm":
-            networks["unet"] = build_unet(settings.ldm, settings.autoencoder.latent_channels)
+            networks["unet"] = build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
     training: TrainingSettings = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
     samples = training.samples_per_rank * world_size
     channels, *latent = settings.latent_shape

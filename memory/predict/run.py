@@ -171,7 +171,7 @@ def _codec(settings: Settings) -> VolumeCodec:
 
 
 def _unet(settings: Settings) -> torch.nn.Module:
-    return build_unet(settings.ldm, settings.autoencoder.latent_channels)
+    return build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
 
 
 def _volume(settings: Settings) -> torch.Tensor:

@@ -43,7 +43,7 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
             f"ldm.conditioning.numbers: {', '.join(settings.ldm.conditioning.numbers.columns)}; MONAI's "
             "DiffusionModelUNet takes no numbers; only networks trained without them can be exported"
         )
-    arguments = unet_arguments(settings.ldm, settings.autoencoder.latent_channels)
+    arguments = unet_arguments(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
     inputs = settings.ldm.conditioning.scan.inputs
     if not inputs:
         return arguments
@@ -82,4 +82,4 @@ def expected_state(network: str, settings: Settings) -> dict[str, Tensor]:
             return build_autoencoder(settings.autoencoder).state_dict()
         if network == "discriminator":
             return build_discriminator(settings.autoencoder).state_dict()
-        return build_unet(settings.ldm, settings.autoencoder.latent_channels).state_dict()
+        return build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape).state_dict()

@@ -113,6 +113,7 @@ def _unet_settings(state: State) -> dict[str, Any]:
         "ldm.unet.num_res_blocks": tuple(
             len({match[1] for key in level if (match := re.search(r"\.resnets\.(\d+)\.", key))}) for level in levels
         ),
+        "ldm.unet.use_mean_map": "mean_map" in state,
         "ldm.unet.attention_levels": tuple(any(".attentions." in key for key in level) for level in levels),
         "ldm.conditioning.scan.spacing": "spacing_layer.0.weight" in state,
     }
