@@ -78,10 +78,11 @@ def gaussian_volumes(
     denoiser: LinearDenoiser, normalisation: Normalisation, codec: VolumeCodec, seed: int, num: int
 ) -> list[Tensor]:
     """Draw latents from the Gaussian with the training latents' mean and covariance, and decode them."""
-    noise, positions = SampleNoise(seed, codec.precision.device), range(num)
+    noise, positions = SampleNoise(seed, torch.device("cpu")), range(num)
     white = noise.normal("Gaussian rest", positions, denoiser.shape)
     weights = noise.normal("Gaussian weights", positions, [len(denoiser.centred)])
-    return [to_unit(codec.decode(normalisation.undo(latent))).cpu() for latent in denoiser.draw(white, weights)]
+    latents = normalisation.to(noise.device).undo(denoiser.draw(white, weights))
+    return [to_unit(codec.decode(latent)).cpu() for latent in latents]
 
 
 def training_volumes(
