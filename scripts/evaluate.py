@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,7 @@ def _evaluate_stage_two(
     """Return what samples are worth: metrics, skill, the effect of conditions, and what to compare them with."""
     from diffusion.conditioning import check_conditions
     from diffusion.latents import prepare_latents, stage_two_data
-    from evaluation.conditional.effect import evaluate_conditions
+    from evaluation.conditional.effect import as_trained, evaluate_conditions
     from evaluation.samples import (
         SilentNetwork,
         draw_samples,
@@ -164,7 +165,10 @@ def _evaluate_stage_two(
     samples = draw_samples(network, codec, *drawn)
     results["samples"] = evaluate_samples(samples, reference, features)
     process = Process(codec.precision.device)
-    latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
+    pairs = check_conditions(settings, volumes)
+    latents = prepare_latents(codec, volumes, settings, process, pairs)
+    if latents.conditions is not None:
+        latents = replace(latents, conditions=as_trained(latents.conditions, *learned[1:], pairs))
     skill = Skill(latents, codec, frame.normalisation, settings, process)
     results["skill"] = skill(network)
     silent = draw_samples(SilentNetwork(settings.autoencoder.latent_channels), codec, *drawn)
@@ -223,7 +227,7 @@ def _table(results: dict[str, Any]) -> str:
         number, *others = _sample_lines(results["samples"])
         skill = results["skill"].get("val_skill")
         lines += ["", number, *([] if skill is None else [f"  {skill_in_words(skill)}"]), *others]
-        lines += ["", "held-out volumes are 1; good samples are near the reconstructions, bad ones near the last two"]
+        lines += ["", "held-out volumes have 1; good samples are near the reconstructions, not near a Gaussian"]
         lines += [f"{'':<33}precision  recall  gradients  edge kurtosis"]
         lines += [
             f"  {name:<30} {values['precision']:9.2f} {values['recall']:7.2f} "

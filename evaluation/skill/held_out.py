@@ -48,7 +48,7 @@ def skill_in_words(skill: float) -> str:
         return f"skill {skill:.3f}: the network's held-out error is {below}"
     return (
         f"skill {skill:.3f}: the network is no better yet than the best linear denoiser, which has 1 and knows only "
-        "the mean and covariance of the volumes; train longer, or compress more"
+        "means and covariances; train longer, or compress more"
     )
 
 
