@@ -32,8 +32,7 @@ ANGLES = tuple((place + 0.5) / NUM_LEVELS * math.pi / 2 for place in range(NUM_L
 """Noise levels between clean and noise: the angles whose tangent is the ratio of noise to signal."""
 
 LARGEST_BATCH = 16
-VALUES_AT_ONCE = 2**18
-"""Held-out latents are denoised in batches of at most this many latents, and of fewer if they have more values."""
+"""Held-out latents are denoised in batches like those of training, whose memory is enough, but of at most so many."""
 
 MOST_EXAMPLES = 512
 MOST_VALUES = 2**26
@@ -68,10 +67,10 @@ class HeldOut:
     @functools.cached_property
     def levels(self) -> tuple[float, ...]:
         """Return the angles of the levels that the schedule has; one of few steps may not reach all."""
-        signals, noises = self.noise_process.coefficients(self.noise_process.times_by_angle(ANGLES))
-        away = (torch.atan2(noises, signals).flatten().cpu() - torch.tensor(ANGLES)).abs()
-        is_reached = away <= away.min().clamp_min(math.pi / 4 / NUM_LEVELS)
-        return tuple(angle for angle, reached in zip(ANGLES, is_reached.tolist(), strict=True) if reached)
+        pairs = zip(ANGLES, self.noise_process.angles_near(ANGLES), strict=True)
+        away = {angle: abs(angle - found) for angle, found in pairs}
+        furthest = max(min(away.values()), math.pi / 4 / NUM_LEVELS)
+        return tuple(angle for angle in ANGLES if away[angle] <= furthest)
 
     @functools.cached_property
     def times(self) -> Tensor:
@@ -181,8 +180,8 @@ class Skill:
         return signal / math.hypot(signal, noise), noise / math.hypot(signal, noise)
 
     def _batches(self) -> Iterator[LatentBatch]:
-        size = min(LARGEST_BATCH, max(1, VALUES_AT_ONCE // math.prod(self.held_out.settings.latent_shape)))
-        return self.latents.validation_batches(self.encode, self.process, size)
+        size = self.held_out.settings.ldm.training.batch_size
+        return self.latents.validation_batches(self.encode, self.process, min(size, LARGEST_BATCH))
 
     def _read(self, index: int) -> Tensor:
         return self.latents.latent(index, self.encode)

@@ -108,7 +108,7 @@ class LinearDenoiser:
         """Return the sum over the batch of each latent's mean squared error, for `choices` and `MEAN_SHARES`."""
         noisy = signal * clean + level * noise
         flat = noisy.flatten(1)
-        estimates = [self.denoise(flat, signal, level, *choice, features) for choice in self.choices]
+        estimates = [*self.denoise(flat, signal, level, self.choices, features)]
         estimates += [self.stationary.denoise(noisy, signal, level, share).flatten(1) for share in MEAN_SHARES]
         target = clean.flatten(1)
         return torch.stack([(estimate - target).square().mean(dim=1).sum().double() for estimate in estimates])
@@ -123,24 +123,29 @@ class LinearDenoiser:
         noisy: Tensor,
         signal: float,
         level: float,
-        shrinkage: float,
-        unexplained: float = math.inf,
+        choices: Sequence[tuple[float, float]],
         features: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Return the expected clean latents (B, D) of noisy ones (B, D)."""
-        rest, kept = shrinkage * self.variance, math.sqrt(1 - shrinkage)
+        """Return the expected clean latents of noisy ones (B, D) for each choice, (choices, B, D)."""
         observed = noisy - signal * self.mean
-        variance = signal**2 * rest + level**2
-        # Normal equations of w given both observations; its prior precision is N - 1.
-        matrix = (signal * kept) ** 2 / variance * self.gram
-        right = signal * kept / variance * (observed @ self.centred.T).double()
-        if self.has_features and math.isfinite(unexplained):
-            matrix = matrix + self.feature_gram / unexplained
-            right = right + (self._scaled(features) @ self.feature_centred.T).double() / unexplained
-        matrix = matrix + (len(matrix) - 1) * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-        weights = torch.linalg.solve(matrix, right.T).T.to(noisy.dtype)
-        expected = kept * (weights @ self.centred)
-        return self.mean + expected + signal * rest / variance * (observed - signal * expected)
+        along_examples = (observed @ self.centred.T).double()
+        prior = (len(self.gram) - 1) * torch.eye(len(self.gram), dtype=torch.float64, device=self.gram.device)
+        found, shares = [], []
+        for shrinkage, unexplained in choices:
+            rest, kept = shrinkage * self.variance, math.sqrt(1 - shrinkage)
+            variance = signal**2 * rest + level**2
+            # Normal equations of w given both observations; its prior precision is N - 1.
+            matrix = prior + (signal * kept) ** 2 / variance * self.gram
+            right = signal * kept / variance * along_examples
+            if self.has_features and math.isfinite(unexplained):
+                matrix = matrix + self.feature_gram / unexplained
+                right = right + (self._scaled(features) @ self.feature_centred.T).double() / unexplained
+            found.append(kept * torch.linalg.solve(matrix, right.T).T)
+            shares.append(signal * rest / variance)
+        # All choices in one product, because reading the examples takes most of the time.
+        expected = (torch.cat(found).to(noisy.dtype) @ self.centred).view(len(choices), *noisy.shape)
+        share = torch.tensor(shares, dtype=noisy.dtype, device=noisy.device).view(-1, 1, 1)
+        return self.mean + expected + share * (observed - signal * expected)
 
     def draw(self, white: Tensor, weights: Tensor) -> Tensor:
         """Return latents drawn from the Gaussian, with the smallest shrinkage, from white noise (B, ...) and (B, N)."""

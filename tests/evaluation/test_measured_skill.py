@@ -39,12 +39,12 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 }
 
 
-def settings_of(scheduler: dict[str, Any] | None = None, **changes: Any) -> Settings:
+def settings_of(scheduler: dict[str, Any] | None = None, changes: dict[str, Any] | None = None) -> Settings:
     values = copy.deepcopy(TINY)
     values["ldm"]["scheduler"] = scheduler or SCHEDULERS["v, cosine"]
     if values["ldm"]["scheduler"].get("type") == "rflow":
         values["ldm"]["sampling"]["sampler"] = "rflow"
-    return Settings.model_validate(values).with_overrides(changes)
+    return Settings.model_validate(values).with_overrides(changes or {})
 
 
 def weights_of(number: int, seed: int = 0) -> Tensor:
@@ -102,7 +102,7 @@ def best_estimates(skill: Skill) -> Any:
         noisy, signal, level = noisy / length, signal / length, level / length
         choices, number = denoiser.choices, best[float(time)]
         if number < len(choices):
-            return denoiser.denoise(noisy.flatten(1), signal, level, *choices[number]).view(noisy.shape)
+            return denoiser.denoise(noisy.flatten(1), signal, level, choices[number : number + 1]).view(noisy.shape)
         return denoiser.stationary.denoise(noisy, signal, level, MEAN_SHARES[number - len(choices)])
 
     return estimate
@@ -118,6 +118,7 @@ def test_the_linear_denoiser_has_skill_one_at_every_level_and_the_truth_has_none
     assert of_levels == pytest.approx([1.0] * held_out.NUM_LEVELS, rel=1e-3)
     assert found["val_skill"] == pytest.approx(1.0, rel=1e-3)
     clean = (values[NUM_TRAIN:] - 2) * 0.5
+    skill = skill_of(settings.with_overrides(of_batches(NUM_HELD_OUT)), values)
     truth = skill(Estimator(settings, lambda noisy, *_: clean))
     assert truth["val_skill"] < 1e-3
     assert truth["val_diffusion"] < 1e-3
@@ -149,9 +150,12 @@ def precision(device: str) -> Precision:
     return Precision(settings_of().device, torch.device(device))
 
 
-def test_batches_change_nothing_with_sizes_that_the_network_has_to_pad(monkeypatch):
-    changes = {"data.voxel_size": [14, 16, 18], "ldm.latents.pad": True}
-    settings = settings_of(**changes)
+def of_batches(size: int) -> dict[str, Any]:
+    return {"ldm.training.batch_size": size}
+
+
+def test_batches_change_nothing_with_sizes_that_the_network_has_to_pad():
+    settings = settings_of(changes={"data.voxel_size": [14, 16, 18], "ldm.latents.pad": True, **of_batches(20)})
     assert any(size % settings.ldm.unet.downsampling for size in settings.latent_shape[1:])
     values = examples(settings.latent_shape, NUM_TRAIN + 19)
     network = build_unet(settings.ldm, 3).eval()
@@ -162,16 +166,8 @@ def test_batches_change_nothing_with_sizes_that_the_network_has_to_pad(monkeypat
     network.register_forward_pre_hook(lambda _, arguments: sizes.append(len(arguments[0])))
     found = skill_of(settings, values)(network)
     assert sizes == [16] * 8 + [3] * 8
-    monkeypatch.setattr(held_out, "VALUES_AT_ONCE", 1)
-    assert skill_of(settings, values)(network) == pytest.approx(found, rel=1e-4)
+    assert skill_of(settings.with_overrides(of_batches(1)), values)(network) == pytest.approx(found, rel=1e-4)
     assert set(sizes[16:]) == {1}
-
-
-def test_the_network_is_asked_about_latents_of_any_size_in_batches_that_stay_small():
-    settings = settings_of(**{"data.voxel_size": [64, 128, 96]})
-    skill = skill_of(settings, torch.zeros(3, *settings.latent_shape), num_train=1)
-    [first, second] = skill._batches()
-    assert len(first.mean) == len(second.mean) == 1
 
 
 @pytest.mark.parametrize("number", [1, 4])
@@ -222,7 +218,7 @@ def test_the_linear_denoiser_is_given_every_kind_of_condition_that_the_network_i
 
 
 def test_classes_are_features_and_a_kind_that_is_the_same_for_all_is_ignored():
-    settings = settings_of(**{"ldm.conditioning": {"type": "class", "num_classes": 2}})
+    settings = settings_of(changes={"ldm.conditioning": {"type": "class", "num_classes": 2}})
     values = examples(settings.latent_shape)
     values[::2] += 3
     plain, informed = skill_of(settings_of(), values), skill_of(settings, values)

@@ -31,7 +31,7 @@ def test_the_denoiser_is_the_conditional_mean_of_a_gaussian_with_the_shrunk_cova
     inverse = torch.linalg.inv(signal**2 * covariance + level**2 * torch.eye(24, dtype=flat.dtype))
     mean = flat.mean(dim=0)
     expected = mean + signal * (noisy - signal * mean) @ inverse @ covariance
-    found = LinearDenoiser(latents).denoise(noisy, signal, level, shrinkage)
+    found = LinearDenoiser(latents).denoise(noisy, signal, level, [(0.9, math.inf), (shrinkage, math.inf)])[1]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -54,11 +54,11 @@ def test_with_features_it_is_the_conditional_mean_of_the_joint_gaussian():
     generator = torch.Generator().manual_seed(3)
     noisy = torch.randn(4, 24, generator=generator, dtype=torch.float64)
     new = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    denoiser = LinearDenoiser(latents, [features[:, :6]])
+    denoiser = LinearDenoiser(latents, [features])
     scaled = (new - features.mean(dim=0)) * denoiser.feature_scales[0]
     right = torch.cat([noisy - signal * flat.mean(dim=0), scaled], dim=1)
     expected = flat.mean(dim=0) + right @ torch.linalg.inv(observed) @ across.T
-    found = denoiser.denoise(noisy, signal, level, shrinkage, unexplained, [new])
+    found = denoiser.denoise(noisy, signal, level, [(shrinkage, unexplained), (0.9, 1.0)], [new])[0]
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 
