@@ -154,12 +154,13 @@ class Skill:
         files, settings = self.latents.volumes.train, self.held_out.settings
         number = min(len(files), MOST_EXAMPLES, max(2, MOST_VALUES // math.prod(settings.latent_shape)))
         chosen = [place * len(files) // number for place in range(number)]
-        batches = [collate(self._read, files, [index], [index], self.latents.conditions) for index in chosen]
-        clean = torch.cat([self.held_out.clean(batch).cpu() for batch in batches])
+        # One at a time, because latents that are not kept come from the GPU and would stay there.
+        batches = (collate(self._read, files, [index], [index], self.latents.conditions) for index in chosen)
+        rows = [(self.held_out.clean(batch).cpu(), *self.held_out.features(batch)) for batch in batches]
+        clean, *features = (torch.cat(parts) for parts in zip(*rows, strict=True))
         if clean.var(dim=0, correction=0).mean() <= SMALLEST_SHARE * clean.square().mean():
             return None
-        kinds = zip(*(self.held_out.features(batch) for batch in batches), strict=True)
-        return LinearDenoiser(clean, [torch.cat(kind) for kind in kinds])
+        return LinearDenoiser(clean, features)
 
     @functools.cached_property
     def linear_errors(self) -> Tensor | None:
