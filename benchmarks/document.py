@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recipe import NUM_COMPONENTS
 from benchmarks.variants import OUR_OBJECTIVE, STOCK, STOCK_CHECKPOINTED, TUTORIAL_OBJECTIVE
 from memory.predict.prediction import GIB
 
@@ -56,7 +54,6 @@ def document_text(results: dict[str, Any], pictures: str = "images/") -> str:
         ("steps", _steps),
         ("encoding", _encoding),
         ("start", _start),
-        ("recipe", _recipe),
     ):
         if part in results:
             lines += ["", *describe(results[part], pictures)]
@@ -142,35 +139,6 @@ def _encoding(rows: list[dict[str, Any]], pictures: str) -> list[str]:
 def _start(rows: list[dict[str, Any]], pictures: str) -> list[str]:
     lines = ["## Start-up", "", *_head(["", "CPU seconds"], right=1)]
     return lines + [_row([row["what"], f"{row['seconds']:.2f}"]) for row in rows]
-
-
-def _recipe(result: dict[str, Any], pictures: str) -> list[str]:
-    first, second = result["seconds"]
-    lines = [
-        "## Recipes after the same CPU seconds",
-        "",
-        f"{first:g} CPU seconds of stage 1 and {second:g} of stage 2 on given volumes, networks of "
-        f"{' '.join([result['config'], *result['overrides']])}. Means over seeds, with the lowest and the highest. "
-        "Sharpness is the gradient magnitude relative to held-out volumes; MMD is the unbiased estimate of the squared "
-        f"discrepancy between {result['num_samples']} samples and held-out volumes on {NUM_COMPONENTS} principal "
-        "components of the training volumes: "
-        + ", ".join(
-            f"{statistics.fmean(anchors[name] for anchors in result['anchors']):.4f} for {name}"
-            for name in result["anchors"][0]
-        )
-        + ".",
-    ]
-    for stage, metric, head in ((1, "psnr", "PSNR, dB"), (2, "mmd_squared", "MMD")):
-        lines += ["", *_head([f"stage {stage}", "steps", head, "sharpness"], right=3)]
-        rows = [row for row in result["rows"] if row["stage"] == stage]
-        for name in dict.fromkeys(row["recipe"] for row in rows):
-            mine = [row for row in rows if row["recipe"] == name]
-            values = [row[metric] for row in mine]
-            digits = 2 if stage == 1 else 4
-            spread = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
-            steps, mean, sharp = (sum(row[key] for row in mine) / len(mine) for key in ("steps", metric, "sharpness"))
-            lines.append(_row([name, f"{steps:.0f}", f"{mean:.{digits}f}{spread}", f"{sharp:.2f}"]))
-    return lines
 
 
 def _plot_peaks(rows: list[dict[str, Any]], path: Path) -> None:

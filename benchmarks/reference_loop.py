@@ -44,11 +44,8 @@ class ReferenceLoop:
         self.adversarial = PatchAdversarialLoss(criterion="least_squares", no_activation_leastsq=has_our_objective)
         self.discriminator_weight = 1.0 if has_our_objective else ADVERSARIAL_WEIGHT
 
-    def step(self, images: Tensor, is_adversarial: bool, noise: Tensor | None = None) -> float | None:
-        """Make one update and return the reconstruction loss; None under fake tensors, which hold no value.
-
-        `noise` is the latent noise, drawn here if None.
-        """
+    def step(self, images: Tensor, is_adversarial: bool, noise: Tensor | None = None) -> Tensor:
+        """Make one update and return the reconstruction loss; `noise` is the latent noise, drawn here if None."""
         self.generator_optimizer.zero_grad(set_to_none=True)
         reconstruction, reconstruction_loss = self.generator_pass(images, is_adversarial, noise)
         self.generator_optimizer.step()
@@ -56,8 +53,7 @@ class ReferenceLoop:
             self.discriminator_optimizer.zero_grad(set_to_none=True)
             self.discriminator_pass(images, reconstruction)
             self.discriminator_optimizer.step()
-        is_fake = isinstance(reconstruction_loss, torch._subclasses.FakeTensor)
-        return None if is_fake else float(reconstruction_loss)
+        return reconstruction_loss
 
     def generator_pass(self, images: Tensor, is_adversarial: bool, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """Run backward through the autoencoder; return the reconstruction and its loss, detached."""

@@ -84,12 +84,17 @@ class Latents:
 
         return latent_batches(read, files, plan, first_step, last_step, self.pin_memory, conditions)
 
-    def validation_batches(self, encode: Callable[[Tensor], Tensor], process: Process) -> Iterator[LatentBatch]:
-        """Yield this process's share of the validation latents, one at a time; positions index the list of files."""
+    def validation_batches(
+        self, encode: Callable[[Tensor], Tensor], process: Process, batch_size: int = 1
+    ) -> Iterator[LatentBatch]:
+        """Yield this process's share of the validation latents; positions index the list of files."""
         files, offset = self.volumes.val, len(self.volumes.train)
+        share = range(process.rank, len(files), process.world_size)
 
-        for index in range(process.rank, len(files), process.world_size):
-            yield collate([self.latent(offset + index, encode)], files, [index], [index], self.conditions)
+        for start in range(0, len(share), batch_size):
+            chosen = share[start : start + batch_size]
+            latents = [self.latent(offset + index, encode) for index in chosen]
+            yield collate(latents, files, chosen, chosen, self.conditions)
 
     def latent(self, index: int, encode: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the mean of a volume's latent by its index, held-out volumes after training volumes."""

@@ -134,6 +134,10 @@ class NoiseProcess:
         dtype = torch.float32 if self.is_flow else torch.int64
         return torch.tensor(self._times_at(np.array(angles)), device=self.device).to(dtype)
 
+    def angles_near(self, angles: Sequence[float]) -> list[float]:
+        """Return the angles at those times, which differ from the wanted ones where the schedule does not have them."""
+        return list(angles) if self.is_flow else self._angles[self._times_at(np.array(angles)).astype(int)].tolist()
+
     def _times_at(self, angles: np.ndarray) -> np.ndarray:
         if self.is_flow:
             return self.num_timesteps * np.sin(angles) / (np.sin(angles) + np.cos(angles))

@@ -19,11 +19,9 @@ from diffusion.sampling import draw_volumes
 from diffusion.volume_codec import VolumeCodec
 from evaluation.fid import PLANES, frechet_distance, slice_features
 from evaluation.set_metrics import (
-    maximum_mean_discrepancy,
     mean_pairwise_ms_ssim,
     nearest,
     precision_and_recall,
-    squared_discrepancy,
     summary_vector,
 )
 from evaluation.sharpness import compare_sharpness, laplacian_kurtosis, sharpness_of
@@ -32,9 +30,6 @@ from evaluation.trained_run import check_finite
 from runtime.randomness import SampleNoise
 from settings import DataSettings, Settings
 from storage.names import printable
-
-NORMAL_95 = 1.96
-"""Standard errors on each side of a 95 % interval."""
 
 MEMORISED_RATIO = 0.5
 """A sample counts as memorised when its distance to the nearest training volume is below this share of the median
@@ -83,10 +78,11 @@ def gaussian_volumes(
     denoiser: LinearDenoiser, normalisation: Normalisation, codec: VolumeCodec, seed: int, num: int
 ) -> list[Tensor]:
     """Draw latents from the Gaussian with the training latents' mean and covariance, and decode them."""
-    noise, positions = SampleNoise(seed, codec.precision.device), range(num)
+    noise, positions = SampleNoise(seed, torch.device("cpu")), range(num)
     white = noise.normal("Gaussian rest", positions, denoiser.shape)
     weights = noise.normal("Gaussian weights", positions, [len(denoiser.centred)])
-    return [to_unit(codec.decode(normalisation.undo(latent))).cpu() for latent in denoiser.draw(white, weights)]
+    latents = normalisation.to(noise.device).undo(denoiser.draw(white, weights))
+    return [to_unit(codec.decode(latent)).cpu() for latent in latents]
 
 
 def training_volumes(
@@ -116,25 +112,15 @@ def similarity(samples: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 
 
 def _compared(volumes: Sequence[Tensor], reference: Reference) -> dict[str, Any]:
-    """Return the distances to held-out volumes, and detail relative to theirs."""
+    """Return precision and recall against held-out volumes, and detail relative to theirs."""
     vectors = torch.stack([summary_vector(volume) for volume in volumes])
+    precision, recall = precision_and_recall(vectors, reference.held_out_vectors)
     kurtosis = statistics.fmean(map(laplacian_kurtosis, volumes))
     return {
-        **_distances(vectors, reference),
-        "sharpness": compare_sharpness(list(map(sharpness_of, volumes)), list(map(sharpness_of, reference.held_out))),
-        "laplacian_kurtosis": kurtosis / statistics.fmean(map(laplacian_kurtosis, reference.held_out)),
-    }
-
-
-def _distances(vectors: Tensor, reference: Reference) -> dict[str, Any]:
-    squared, error = squared_discrepancy(vectors, reference.held_out_vectors)
-    precision, recall = precision_and_recall(vectors, reference.held_out_vectors)
-    return {
-        "mmd": maximum_mean_discrepancy(vectors, reference.held_out_vectors),
-        "mmd_squared": squared,
-        "mmd_squared_interval": [squared - NORMAL_95 * error, squared + NORMAL_95 * error],
         "precision": precision,
         "recall": recall,
+        "sharpness": compare_sharpness(list(map(sharpness_of, volumes)), list(map(sharpness_of, reference.held_out))),
+        "laplacian_kurtosis": kurtosis / statistics.fmean(map(laplacian_kurtosis, reference.held_out)),
     }
 
 
@@ -160,7 +146,7 @@ def draw_samples(
 def evaluate_samples(
     samples: Sequence[Tensor], reference: Reference, features: Callable[[Tensor], Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return MMD, precision and recall, sharpness, diversity and nearest training volumes of the samples.
+    """Return precision and recall, sharpness, diversity and nearest training volumes of the samples.
 
     Also their FID if `features` is given.
     """

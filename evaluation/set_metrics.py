@@ -1,4 +1,4 @@
-"""Metrics of sets of volumes: maximum mean discrepancy, precision and recall, diversity and nearest neighbours.
+"""Metrics of sets of volumes: precision and recall, diversity and nearest neighbours.
 
 Volumes are (C, D, H, W) with values in [0, 1].
 """
@@ -6,7 +6,6 @@ Volumes are (C, D, H, W) with values in [0, 1].
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,9 +17,6 @@ from evaluation.pair_metrics import ms_ssim
 SUMMARY_GRID = 16
 """Volumes are averaged down to at most this many voxels per axis before they are compared as vectors."""
 
-BANDWIDTHS = (0.5, 1.0, 2.0)
-"""Kernel widths, as multiples of the median distance between reference volumes."""
-
 MAX_PAIRS = 64
 
 NEIGHBOUR = 3
@@ -31,67 +27,6 @@ def summary_vector(volume: Tensor) -> Tensor:
     """Return the block means of a volume as a vector; the blocks are coarse, so noise hardly affects distances."""
     depth, height, width = (min(axis, SUMMARY_GRID) for axis in volume.shape[1:])
     return F.adaptive_avg_pool3d(volume[None].float(), (depth, height, width)).flatten().cpu().double()
-
-
-class PrincipalComponents:
-    """The directions in which a set of volumes varies most: maps a volume to its `number` largest components.
-
-    All volumes are held in memory at once, so this is for small grids.
-    """
-
-    def __init__(self, volumes: Sequence[Tensor], number: int) -> None:
-        vectors = torch.stack([volume.flatten() for volume in volumes]).double()
-        self.mean = vectors.mean(dim=0)
-        _, _, directions = torch.linalg.svd(vectors - self.mean, full_matrices=False)
-        self.directions = directions[:number]
-
-    def __call__(self, volume: Tensor) -> Tensor:
-        """Return the components of one volume."""
-        return self.directions @ (volume.flatten().double() - self.mean)
-
-
-def maximum_mean_discrepancy(samples: Tensor, reference: Tensor) -> float:
-    """Return the maximum mean discrepancy between two sets of vectors (N, F), each of at least two.
-
-    This is the square root of the unbiased estimate, or 0 where the estimate is negative. The Gaussian kernels are
-    scaled to the median distance within the reference, so values for one reference are comparable. Return NaN when
-    that median is 0.
-    """
-    squared, _ = squared_discrepancy(samples, reference)
-    return math.nan if math.isnan(squared) else math.sqrt(max(0.0, squared))
-
-
-def squared_discrepancy(
-    samples: Tensor, reference: Tensor, widths: Sequence[float] = BANDWIDTHS
-) -> tuple[float, float]:
-    """Return the unbiased estimate of the squared discrepancy, which may be negative, and its standard error.
-
-    The kernel is the mean of Gaussians whose `widths` are multiples of the median distance within the reference. The
-    error is the jackknife's over samples and over reference volumes; NaN for sets of two.
-    """
-    assert len(samples) > 1, f"MMD needs at least two samples, not {len(samples)}"
-    assert len(reference) > 1, f"MMD needs at least two reference volumes, not {len(reference)}"
-    typical = torch.pdist(reference).median()
-    if typical == 0:
-        return math.nan, math.nan
-
-    def kernel(first: Tensor, second: Tensor) -> Tensor:
-        squared = _distances(first, second).square()
-        return torch.stack([torch.exp(-squared / (2 * (width * typical) ** 2)) for width in widths]).mean(dim=0)
-
-    cross = kernel(samples, reference)
-
-    def among(vectors: Tensor, across: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean kernel within a set, and the variance of the estimate when one member is left out."""
-        number, matrix = len(vectors), kernel(vectors, vectors).fill_diagonal_(0)
-        within = matrix.sum() / (number * (number - 1))
-        rest = (matrix.sum() - 2 * matrix.sum(dim=1)) / ((number - 1) * (number - 2))
-        left_out = rest - 2 * (across.sum() - across.sum(dim=1)) / ((number - 1) * across.shape[1])
-        return within, (number - 1) * left_out.var(correction=0)
-
-    of_samples, variance = among(samples, cross)
-    of_reference, other_variance = among(reference, cross.T)
-    return float(of_samples + of_reference - 2 * cross.mean()), float((variance + other_variance).sqrt())
 
 
 def precision_and_recall(samples: Tensor, reference: Tensor) -> tuple[float, float]:

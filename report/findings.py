@@ -45,14 +45,12 @@ def _scores(evaluation: dict[str, Any]) -> str:
         rows.append(["skill", _number(evaluation.get("skill", {}).get("val_skill"), "{:.3f}"), skill])
         silent = _number(samples.get("correlation_with_silent_network"), "{:.3f}")
         rows.append(["correlation with samples of a silent network", silent, "1 if the network did nothing"])
-        anchors = [f"{name} {_number(one.get('mmd'))}" for name, one in evaluation.get("anchors", {}).items()]
-        rows.append(
-            [
-                f"MMD of {counted(samples['num'], 'sample')} to held-out volumes",
-                _number(samples.get("mmd")),
-                "; ".join(anchors),
-            ]
-        )
+        anchors = evaluation.get("anchors", {})
+        for words, read in (("sharpness", _gradients), ("edge kurtosis", _kurtosis)):
+            compared = "; ".join(f"{name} {read(one)}" for name, one in anchors.items())
+            rows.append(
+                [f"{words} of {counted(samples['num'], 'sample')}, held-out volumes 1", read(samples), compared]
+            )
         real = f"between held-out volumes {_number(samples.get('held_out_pairwise_ms_ssim'))}"
         rows.append(["MS-SSIM between samples", _number(samples.get("pairwise_ms_ssim")), real])
         copies = samples.get("num_memorised")
@@ -84,6 +82,14 @@ def _closest(samples: dict[str, Any]) -> str:
     """Return how near the nearest sample comes to a training volume."""
     ratios = [row["ratio"] for row in samples.get("nearest_training", []) if isinstance(row.get("ratio"), int | float)]
     return f"the nearest is at {min(ratios):.2f} of a held-out volume's distance" if ratios else ""
+
+
+def _gradients(scores: dict[str, Any]) -> str:
+    return _number((scores.get("sharpness") or {}).get("gradient_magnitude"), "{:.2f}")
+
+
+def _kurtosis(scores: dict[str, Any]) -> str:
+    return _number(scores.get("laplacian_kurtosis"), "{:.2f}")
 
 
 def _number(value: Any, form: str = "{:.4f}") -> str:

@@ -69,19 +69,23 @@ class OutOfMemoryReport(_Record):
     next_rung: _NextRung | None = None
 
 
-class _SampleScores(_Record):
+class _Sharpness(_Record):
+    gradient_magnitude: float | None = None
+
+
+class _AnchorScores(_Record):
+    sharpness: _Sharpness | None = None
+    laplacian_kurtosis: float | None = None
+
+
+class _SampleScores(_AnchorScores):
     num: int
-    mmd: float | None = None
     pairwise_ms_ssim: float | None = None
     held_out_pairwise_ms_ssim: float | None = None
     num_memorised: float | None = None
     correlation_with_silent_network: float | None = None
     fid: dict[str, float | None] | None = None
     nearest_training: list[dict[str, Any]] = Field(default_factory=list)
-
-
-class _AnchorScores(_Record):
-    mmd: float | None = None
 
 
 class _ReconstructionScores(_Record):

@@ -1,4 +1,4 @@
-"""Compare this project with stock MONAI and a 3d_ldm-style loop: memory, speed, start-up, encoding, recipes."""
+"""Compare this project with stock MONAI and a 3d_ldm-style loop: memory, speed, start-up and encoding."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import above_zero, at_least, check_output_file, check_output_folder, parser, run, write_output
+from command_line import check_output_file, check_output_folder, parser, run, write_output
 from settings import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 log = logging.getLogger("benchmark")
-PARTS = ("peaks", "steps", "encoding", "start", "recipe")
+PARTS = ("peaks", "steps", "encoding", "start")
 
 WHOLE: dict[str, Any] = {
     "peak_grids": [(64, 64, 64), (128, 128, 64), (256, 256, 64), (512, 512, 128)],
@@ -25,7 +25,6 @@ WHOLE: dict[str, Any] = {
     "step_rounds": 3,
     "encoding_rounds": 5,
     "start_rounds": 3,
-    "recipe_samples": 32,
 }
 QUICK: dict[str, Any] = {
     "peak_grids": [(64, 64, 64)],
@@ -33,7 +32,6 @@ QUICK: dict[str, Any] = {
     "step_rounds": 1,
     "encoding_rounds": 1,
     "start_rounds": 1,
-    "recipe_samples": 2,
 }
 
 
@@ -45,7 +43,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "python scripts/benchmark.py --quick",
             "python scripts/benchmark.py --docs",
             "python scripts/benchmark.py --only steps --only start --json benchmark.json",
-            "python scripts/benchmark.py --only recipe --volumes /data/mr --cpu-seconds 460 520 --seeds 3",
         ],
     )
     result.add_argument("--quick", action="store_true", help="use tiny sizes, only to check that everything works")
@@ -61,29 +58,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     result.add_argument(
         "--out", default="runs/benchmark", metavar="DIR", help="folder for tables and plots (default: runs/benchmark)"
-    )
-    result.add_argument(
-        "--volumes", metavar="DIR", help="recipe: volumes to train on; without them, this part is left out"
-    )
-    result.add_argument("--config", default="configs/quickstart.yaml", metavar="FILE", help="recipe: config to train")
-    result.add_argument(
-        "--cpu-seconds",
-        type=above_zero,
-        nargs="+",
-        default=[120.0],
-        metavar="SECONDS",
-        help="recipe: CPU seconds of training, one number for both stages or one for each (default: 120)",
-    )
-    result.add_argument("--seeds", type=at_least(1), default=1, help="recipe: number of seeds (default: 1)")
-    result.add_argument(
-        "--no-ablations", action="store_true", help="recipe: train only the config as it is, without rows to compare"
-    )
-    result.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="section.key=value",
-        help="recipe: override a key of the config; may be repeated",
     )
     result.add_argument("--docs", action="store_true", help="also write docs/benchmarks.md and its pictures")
     return result.parse_args(arguments)
@@ -102,20 +76,14 @@ def main(options: argparse.Namespace) -> int:
         raise ConfigError(
             "--docs: given with --quick, whose figures mean nothing; allowed: one of them; leave out --quick"
         )
-    if len(options.cpu_seconds) > 2:
-        raise ConfigError(
-            f"--cpu-seconds: {len(options.cpu_seconds)} numbers; allowed: one for both stages, or one for each stage"
-        )
     import torch
 
     # CPU seconds of several threads include the time that they wait for each other.
     torch.set_num_threads(1)
     start = time.perf_counter()
     results: dict[str, Any] = {"is_quick": options.quick, "machine": _machine()}
-    if options.volumes is None and "recipe" in (options.only or ()):
-        raise ConfigError("--volumes: missing; the part recipe trains on them; give a folder of volumes")
-    for part in options.only or [part for part in PARTS if part != "recipe" or options.volumes is not None]:
-        results[part] = measure(part, sizes, options)
+    for part in options.only or PARTS:
+        results[part] = measure(part, sizes)
         results["seconds"] = round(time.perf_counter() - start, 1)
         write_output(path, json.dumps(results, indent=1) + "\n")
     from benchmarks.document import write_document
@@ -139,11 +107,11 @@ def _update_docs(results: dict[str, Any]) -> None:
     log.info("%s", write_document(results, ROOT / "docs", ROOT / "docs" / "images"))
 
 
-def measure(part: str, sizes: dict[str, Any], options: argparse.Namespace) -> Any:
+def measure(part: str, sizes: dict[str, Any]) -> Any:
     """Return the results of one part."""
     from tqdm import tqdm
 
-    from benchmarks import peaks, recipe, speed
+    from benchmarks import peaks, speed
 
     with tqdm(desc=part, unit="", leave=False) as bar:
 
@@ -157,17 +125,6 @@ def measure(part: str, sizes: dict[str, Any], options: argparse.Namespace) -> An
             return speed.step_times(sizes["step_grid"], sizes["step_rounds"], progress)
         if part == "encoding":
             return speed.encoding_rates(sizes["step_grid"], sizes["encoding_rounds"], progress)
-        if part == "recipe":
-            return recipe.compare_recipes(
-                options.volumes,
-                Path(options.config),
-                options.set,
-                (options.cpu_seconds[0], options.cpu_seconds[-1]),
-                options.seeds,
-                sizes["recipe_samples"],
-                not options.no_ablations,
-                progress,
-            )
         return speed.start_up(sizes["start_rounds"], progress)
 
 

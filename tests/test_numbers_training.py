@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -39,12 +41,24 @@ def test_numbers_of_a_table_are_learned_with_other_conditions_and_asked_for_by_n
     ):
         assert run_here("scripts/sample.py", *arguments, "--number", wrong) == 2
         assert text in capsys.readouterr().err
+    # The code of the numbers is that of training, also when the training volumes' rows have changed since.
+    logged = [json.loads(line) for line in Path("runs/tiny/metrics.jsonl").read_text().splitlines()]
+    [loss] = [line["val_diffusion"] for line in logged if "val_diffusion" in line]
+    held_out = {row["volume"] for row in _evaluated()["reconstruction"]["volumes"]}
+    changed = [row if row.split(",")[0] in held_out else f"{row.split(',')[0]},900,F" for row in rows]
+    Path("people.csv").write_text("\n".join(["file,age,sex", *changed]))
+    assert _evaluated()["skill"]["val_diffusion"] == pytest.approx(loss, rel=1e-8)
     weights = ("--weights", "runs/tiny/ldm.safetensors", "--out", "exported.pt")
     assert run_here("scripts/export_checkpoint.py", *weights) == 2
     assert "MONAI's DiffusionModelUNet takes no numbers" in capsys.readouterr().err
     Path("people.csv").write_text("\n".join(["file,age,sex", *rows[1:]]))
     with pytest.raises(DataError, match=r"case_0\.nii\.gz: no row in ldm\.conditioning\.numbers\.table"):
         train_ldm(config)
+
+
+def _evaluated() -> dict[str, Any]:
+    assert run_here("scripts/evaluate.py", "--run", "runs/tiny", "--num", "2", "--steps", "1", "--json", "e.json") == 0
+    return json.loads(Path("e.json").read_text())
 
 
 @pytest.mark.parametrize(

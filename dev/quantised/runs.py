@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.recipe import CPU, volume_batches
-from data import BatchPlan, DataSplit, prepare_volumes, validation_batches
+from data import BatchPlan, DataSplit, prepare_volumes, training_batches, validation_batches
 from dev.quantised.document import EIGHT_BIT, FLOAT32, NUDGED, Row
 from diffusion.frozen_autoencoder import freeze
 from diffusion.latents import prepare_latents, stage_two_data
@@ -22,12 +21,14 @@ from evaluation.ldm_validation import LdmValidation
 from losses import edge_loss, reconstruction_loss
 from models import StockAutoencoder
 from models.bottleneck import code_use
+from runtime.processes import Process
 from settings import Settings, load_settings
 from training.autoencoder_step import AutoencoderStep
 from training.ldm_step import LatentDiffusionStep
 from training.step import TrainingStep
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+CPU = Process(torch.device("cpu"))
 LAST = 20
 NUDGE = 1e-6
 """What is added to one weight in a run that shows how far rounding alone leads."""
@@ -85,7 +86,9 @@ def bottleneck_row(volumes: Volumes, overrides: Sequence[str]) -> Row:
 
 def _stage_one(settings: Settings, split: DataSplit, nudge: bool = False) -> tuple[AutoencoderStep, dict[str, float]]:
     step = AutoencoderStep(settings, CPU)
-    loss = _train(step, volume_batches(settings, split), nudge)
+    plan = BatchPlan.of(step.training, settings.seed, 0, 1)
+    batches = training_batches(split.train, settings.data, plan, 0, step.training.last_step)
+    loss = _train(step, batches, nudge)
     return step, {"loss": loss, **_held_out(step, split)}
 
 

@@ -56,7 +56,7 @@ def evaluate_conditions(
     conditions = prepare_conditions(settings, pairs, volumes, Process(codec.precision.device), codec, of_conditions)
     if conditions is None:
         return None, None
-    conditions = as_trained(conditions, code, pairs)
+    conditions = as_trained(conditions, of_conditions, code, pairs)
     condition_of = partial(conditions.of_held_out, volumes.val, settings.ldm.conditioning)
     if not settings.ldm.conditioning.has_targets:
         return condition_of, None
@@ -66,11 +66,14 @@ def evaluate_conditions(
     return condition_of, effect
 
 
-def as_trained(conditions: Conditions, code: NumberCode | None, pairs: Pairs) -> Conditions:
-    """Return the conditions with the code of numbers that a network was trained with.
+def as_trained(
+    conditions: Conditions, normalisation: Normalisation, code: NumberCode | None, pairs: Pairs
+) -> Conditions:
+    """Return the conditions with the normalisation and the code of numbers that a network was trained with.
 
     Raises DataError, naming the volume, for a word that is not in the code.
     """
+    conditions = replace(conditions, normalisation=normalisation)
     if code is None or not pairs.numbers:
         return conditions
     vectors = []

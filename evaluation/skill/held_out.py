@@ -21,7 +21,7 @@ from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
 from diffusion.volume_codec import VolumeCodec
-from evaluation.skill.linear_denoiser import LinearDenoiser
+from evaluation.skill.linear_denoiser import SMALLEST_SHARE, LinearDenoiser
 from runtime.precision import Precision
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
@@ -31,18 +31,23 @@ NUM_LEVELS = 8
 ANGLES = tuple((place + 0.5) / NUM_LEVELS * math.pi / 2 for place in range(NUM_LEVELS))
 """Noise levels between clean and noise: the angles whose tangent is the ratio of noise to signal."""
 
+LARGEST_BATCH = 16
+"""Held-out latents are denoised in batches like those of training, whose memory is enough, but of at most so many."""
+
 MOST_EXAMPLES = 512
 MOST_VALUES = 2**26
 """The linear denoiser is fitted to at most this many training latents, and to fewer if they have more values in all."""
 
 
 def skill_in_words(skill: float) -> str:
-    """Return what a mean skill says about the network."""
+    """Return what a mean skill says about the network; as much as three digits show."""
+    skill = round(skill, 3)
     if skill < 1:
-        return f"skill {skill:.3f}: the network's held-out error is {1 - skill:.0%} below the best linear denoiser's"
+        below = f"on average {1 - skill:.1%} below that of the best linear denoiser"
+        return f"skill {skill:.3f}: the network's held-out error is {below}"
     return (
-        f"skill {skill:.3f}: the network is no better yet than a linear denoiser (below 1 is better), which only knows "
-        "the mean and covariance of the volumes; train longer, or compress more"
+        f"skill {skill:.3f}: the network is no better yet than the best linear denoiser, which has 1 and knows only "
+        "means and covariances; train longer, or compress more"
     )
 
 
@@ -60,13 +65,22 @@ class HeldOut:
         return NoiseProcess(self.settings.ldm.scheduler, self.precision.device)
 
     @functools.cached_property
+    def levels(self) -> tuple[float, ...]:
+        """Return the angles of the levels that the schedule has; one of few steps may not reach all."""
+        pairs = zip(ANGLES, self.noise_process.angles_near(ANGLES), strict=True)
+        away = {angle: abs(angle - found) for angle, found in pairs}
+        furthest = max(min(away.values()), math.pi / 4 / NUM_LEVELS)
+        return tuple(angle for angle in ANGLES if away[angle] <= furthest)
+
+    @functools.cached_property
     def times(self) -> Tensor:
         """Return the times of the levels."""
-        return self.noise_process.times_by_angle(ANGLES)
+        return self.noise_process.times_by_angle(self.levels)
 
     def clean(self, batch: LatentBatch) -> Tensor:
         """Return the normalised means, so that the only noise is the one that is added."""
-        return self.normalisation.apply(batch.mean.to(self.precision.device))
+        device = self.precision.device
+        return self.normalisation.to(device).apply(batch.mean.to(device))
 
     def noise(self, place: int, batch: LatentBatch) -> Tensor:
         """Return the noise of one level."""
@@ -77,15 +91,15 @@ class HeldOut:
         """Return the conditions, none of them hidden."""
         return condition_of(batch, self.settings.ldm.conditioning).to(self.precision.device)
 
-    def features(self, batch: LatentBatch) -> Tensor:
-        """Return what the condition says of each latent, as one row of numbers."""
-        condition, parts = self.condition(batch), [torch.zeros(len(batch.mean), 0, device=self.precision.device)]
+    def features(self, batch: LatentBatch) -> list[Tensor]:
+        """Return what each kind of condition says of each latent as a row of numbers, on the CPU."""
+        condition = condition_of(batch, self.settings.ldm.conditioning)
+        kinds = [condition.joined, condition.numbers, condition.scan]
         if condition.classes is not None:
             number = self.settings.ldm.conditioning.num_embedded_classes
             assert number is not None, "only networks that embed classes or modalities are given any"
-            parts.append(F.one_hot(condition.classes, number).float())
-        parts += [part.flatten(1) for part in (condition.joined, condition.numbers) if part is not None]
-        return torch.cat(parts, dim=1)
+            kinds.append(F.one_hot(condition.classes, number).float())
+        return [kind.flatten(1).cpu() for kind in kinds if kind is not None]
 
     @torch.no_grad()
     def errors(self, network: nn.Module, batch: LatentBatch) -> Tensor:
@@ -115,11 +129,11 @@ class Skill:
     def __call__(self, network: nn.Module) -> dict[str, float]:
         """Return the held-out loss and the skill, its mean and each level; empty without held-out volumes.
 
-        A level is named by the noise's share of the variance. One training volume has no covariance, so no skill.
+        A level is named by the noise's share of the variance. Without different training volumes there is no skill.
         """
         if not self.num_held_out:
             return {}
-        totals = torch.zeros(2, NUM_LEVELS, dtype=torch.float64)
+        totals = torch.zeros(2, len(self.held_out.levels), dtype=torch.float64)
         for batch in self._batches():
             totals += self.held_out.errors(network, batch).cpu()
         losses, errors = self.process.sum(totals) / self.num_held_out
@@ -127,33 +141,38 @@ class Skill:
         if self.linear_errors is None:
             return metrics
         skill = errors / self.linear_errors
-        shares = (math.sin(angle) ** 2 for angle in ANGLES)
+        shares = (math.sin(angle) ** 2 for angle in self.held_out.levels)
         by_level = {f"val_skill_{share:.2f}": value for share, value in zip(shares, skill.tolist(), strict=True)}
         return {**metrics, "val_skill": float(skill.mean()), **by_level}
 
     @functools.cached_property
     def denoiser(self) -> LinearDenoiser | None:
-        """Return the linear denoiser of the training latents; None if there is only one."""
+        """Return the linear denoiser of the training latents, on the CPU; None if they are all the same.
+
+        On a GPU it would need memory that training was not planned with.
+        """
         files, settings = self.latents.volumes.train, self.held_out.settings
         number = min(len(files), MOST_EXAMPLES, max(2, MOST_VALUES // math.prod(settings.latent_shape)))
-        if number < 2:
-            return None
         chosen = [place * len(files) // number for place in range(number)]
-        batches = [collate([self._read(index)], files, [index], [index], self.latents.conditions) for index in chosen]
-        features = torch.cat([self.held_out.features(batch) for batch in batches])
-        return LinearDenoiser(torch.cat([self.held_out.clean(batch) for batch in batches]), features)
+        # One at a time, because latents that are not kept come from the GPU and would stay there.
+        batches = (collate([self._read(index)], files, [index], [index], self.latents.conditions) for index in chosen)
+        rows = [(self.held_out.clean(batch).cpu(), *self.held_out.features(batch)) for batch in batches]
+        clean, *features = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        if clean.var(dim=0, correction=0).mean() <= SMALLEST_SHARE * clean.square().mean():
+            return None
+        return LinearDenoiser(clean, features)
 
     @functools.cached_property
     def linear_errors(self) -> Tensor | None:
         """Return the linear denoiser's error at each level, the best of all that it tries."""
         if self.denoiser is None:
             return None
-        totals = torch.zeros(NUM_LEVELS, self.denoiser.num_errors, dtype=torch.float64)
+        totals = torch.zeros(len(self.held_out.levels), self.denoiser.num_errors, dtype=torch.float64)
         for batch in self._batches():
-            clean, features = self.held_out.clean(batch), self.held_out.features(batch)
-            for place in range(NUM_LEVELS):
-                noise = self.held_out.noise(place, batch)
-                totals[place] += self.denoiser.errors(clean, noise, *self._level(place), features).cpu()
+            clean, features = self.held_out.clean(batch).cpu(), self.held_out.features(batch)
+            for place in range(len(totals)):
+                noise = self.held_out.noise(place, batch).cpu()
+                totals[place] += self.denoiser.errors(clean, noise, *self._level(place), features)
         return self.process.sum(totals).min(dim=1).values / self.num_held_out
 
     def _level(self, place: int) -> tuple[float, float]:
@@ -162,7 +181,8 @@ class Skill:
         return signal / math.hypot(signal, noise), noise / math.hypot(signal, noise)
 
     def _batches(self) -> Iterator[LatentBatch]:
-        return self.latents.validation_batches(self.encode, self.process)
+        size = self.held_out.settings.ldm.training.batch_size
+        return self.latents.validation_batches(self.encode, self.process, min(size, LARGEST_BATCH))
 
     def _read(self, index: int) -> Tensor:
         return self.latents.latent(index, self.encode)

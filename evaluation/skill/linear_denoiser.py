@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ SHRINKAGES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9)
 """Shares by which the sample covariance is shrunk towards a multiple of the identity."""
 
 CONDITION_VARIANCES = (0.01, 0.1, 1.0, math.inf)
-"""Variances of what a condition's features, scaled to variance 1, leave unexplained; infinite: they are ignored."""
+"""Variances of what a condition's features leave unexplained; infinite: they are ignored."""
 
+SMALLEST_SHARE = 1e-10
+"""Numbers whose variance is less than this share of their mean square are constant but for rounding."""
 
 MEAN_SHARES = (0.0, 0.5, 1.0)
 """How much of the mean at each position the stationary filter subtracts; few examples say little of it."""
@@ -29,19 +32,16 @@ class StationaryFilter:
 
     def __init__(self, latents: Tensor) -> None:
         self.mean = latents.mean(dim=0)
-        self.spectra = {share: self._spectrum(latents, share) for share in MEAN_SHARES}
-
-    def _spectrum(self, latents: Tensor, share: float) -> Tensor:
-        """Return the mean power (D, H, W, C, C) at each spatial frequency, between all channels."""
-        total = torch.zeros((), device=latents.device)
+        # The mean power (D, H, W, C, C) at each spatial frequency, between all channels, and that of the mean.
+        self.mean_power = _power(self.mean)
+        self.power = torch.zeros_like(self.mean_power)
         for latent in latents:
-            waves = _waves(latent - share * self.mean)
-            total = total + waves @ waves.mH
-        return total / len(latents)
+            self.power += _power(latent) / len(latents)
 
     def denoise(self, noisy: Tensor, signal: float, level: float, share: float) -> Tensor:
         """Return the expected clean latents of noisy ones, both (B, C, D, H, W)."""
-        mean, power = share * self.mean, self.spectra[share]
+        # E |z - s m|^2 = E |z|^2 - (2 s - s^2) |m|^2 for examples z with mean m.
+        mean, power = share * self.mean, self.power - share * (2 - share) * self.mean_power
         eye = torch.eye(power.shape[-1], dtype=power.dtype, device=power.device)
         inverse = torch.linalg.inv(signal**2 * power + level**2 * eye)
         waves = signal * power @ inverse @ _waves(noisy - signal * mean)
@@ -54,17 +54,30 @@ def _waves(latents: Tensor) -> Tensor:
     return torch.fft.fftn(latents.double(), dim=(-3, -2, -1), norm="ortho").movedim(-4, -1).unsqueeze(-1)
 
 
+def _power(latent: Tensor) -> Tensor:
+    waves = _waves(latent)
+    return waves @ waves.mH
+
+
+def _scale(features: Tensor) -> float:
+    """Return what scales features (N, F) to a total variance of 1; 0 if they are constant but for rounding."""
+    features = features.double()
+    total = float((features - features.mean(dim=0)).square().sum())
+    is_constant = total <= SMALLEST_SHARE * float(features.square().sum())
+    return 0.0 if is_constant else math.sqrt((len(features) - 1) / total)
+
+
 class LinearDenoiser:
     """Predicts clean latents from noisy ones and, if there are any, from the features of their conditions.
 
     The model: latent = mean + sqrt(1 - s) * sum_i w_i * (example_i - mean) + r, where w is Gaussian, so the sum has
-    the sample covariance, and r is white with the share s of the mean variance. The features of a condition are the
-    same combination w of the examples' features plus white noise of the given variance. Everything is solved in the
-    space of w, which has one dimension per example.
+    the sample covariance, and r is white with the share s of the mean variance. The features of a condition, of which
+    each kind is scaled to a total variance of 1, are the same combination w of the examples' features plus white noise
+    of the given variance. Everything is solved in the space of w, which has one dimension per example.
     """
 
-    def __init__(self, latents: Tensor, features: Tensor | None = None) -> None:
-        """Fit to N latents (N, ...) and features (N, F) of their conditions."""
+    def __init__(self, latents: Tensor, features: Sequence[Tensor] = ()) -> None:
+        """Fit to N latents (N, ...) and features of their conditions, (N, F) of each kind."""
         assert len(latents) > 1, f"a covariance needs at least two latents, not {len(latents)}"
         self.shape, flat = latents.shape[1:], latents.flatten(1)
         self.mean = flat.mean(dim=0)
@@ -72,14 +85,17 @@ class LinearDenoiser:
         self.gram = (self.centred @ self.centred.T).double()
         self.variance = float(self.gram.trace()) / (len(flat) - 1) / flat.shape[1]
         self.stationary = StationaryFilter(latents)
-        self.has_features = features is not None and features.shape[1] > 0
+        self.feature_means = [part.mean(dim=0) for part in features]
+        self.feature_scales = [_scale(part) for part in features]
+        self.has_features = any(self.feature_scales)
         if self.has_features:
-            assert features is not None, "features were given"
-            self.feature_mean = features.mean(dim=0)
-            rest = features - self.feature_mean
-            self.feature_scale = 1 / max(1e-12, float(rest.square().sum(dim=0).mean() / (len(flat) - 1)) ** 0.5)
-            self.feature_centred = rest * self.feature_scale
+            self.feature_centred = self._scaled(features)
             self.feature_gram = (self.feature_centred @ self.feature_centred.T).double()
+
+    def _scaled(self, features: Sequence[Tensor]) -> Tensor:
+        """Return all kinds of features, each centred and scaled as the examples' are, as one row per latent."""
+        parts = zip(features, self.feature_means, self.feature_scales, strict=True)
+        return torch.cat([(part - mean) * scale for part, mean, scale in parts], dim=1)
 
     @property
     def choices(self) -> list[tuple[float, float]]:
@@ -87,12 +103,12 @@ class LinearDenoiser:
         return list(itertools.product(SHRINKAGES, CONDITION_VARIANCES if self.has_features else [math.inf]))
 
     def errors(
-        self, clean: Tensor, noise: Tensor, signal: float, level: float, features: Tensor | None = None
+        self, clean: Tensor, noise: Tensor, signal: float, level: float, features: Sequence[Tensor] = ()
     ) -> Tensor:
         """Return the sum over the batch of each latent's mean squared error, for `choices` and `MEAN_SHARES`."""
         noisy = signal * clean + level * noise
         flat = noisy.flatten(1)
-        estimates = [self.denoise(flat, signal, level, *choice, features) for choice in self.choices]
+        estimates = [*self.denoise(flat, signal, level, self.choices, features)]
         estimates += [self.stationary.denoise(noisy, signal, level, share).flatten(1) for share in MEAN_SHARES]
         target = clean.flatten(1)
         return torch.stack([(estimate - target).square().mean(dim=1).sum().double() for estimate in estimates])
@@ -107,27 +123,29 @@ class LinearDenoiser:
         noisy: Tensor,
         signal: float,
         level: float,
-        shrinkage: float,
-        unexplained: float = math.inf,
-        features: Tensor | None = None,
+        choices: Sequence[tuple[float, float]],
+        features: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Return the expected clean latents (B, D) of noisy ones (B, D)."""
-        rest, kept = shrinkage * self.variance, math.sqrt(1 - shrinkage)
+        """Return the expected clean latents of noisy ones (B, D) for each choice, (choices, B, D)."""
         observed = noisy - signal * self.mean
-        variance = signal**2 * rest + level**2
-        # Normal equations of w given both observations; its prior precision is N - 1.
-        matrix = (signal * kept) ** 2 / variance * self.gram
-        right = signal * kept / variance * (observed @ self.centred.T).double()
-        if self.has_features and math.isfinite(unexplained):
-            assert features is not None, "the denoiser was fitted with features"
-            weight = 1 / (unexplained * self.feature_centred.shape[1])
-            told = (features - self.feature_mean) * self.feature_scale
-            matrix = matrix + weight * self.feature_gram
-            right = right + weight * (told @ self.feature_centred.T).double()
-        matrix = matrix + (len(matrix) - 1) * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-        weights = torch.linalg.solve(matrix, right.T).T.to(noisy.dtype)
-        expected = kept * (weights @ self.centred)
-        return self.mean + expected + signal * rest / variance * (observed - signal * expected)
+        along_examples = (observed @ self.centred.T).double()
+        prior = (len(self.gram) - 1) * torch.eye(len(self.gram), dtype=torch.float64, device=self.gram.device)
+        found, shares = [], []
+        for shrinkage, unexplained in choices:
+            rest, kept = shrinkage * self.variance, math.sqrt(1 - shrinkage)
+            variance = signal**2 * rest + level**2
+            # Normal equations of w given both observations; its prior precision is N - 1.
+            matrix = prior + (signal * kept) ** 2 / variance * self.gram
+            right = signal * kept / variance * along_examples
+            if self.has_features and math.isfinite(unexplained):
+                matrix = matrix + self.feature_gram / unexplained
+                right = right + (self._scaled(features) @ self.feature_centred.T).double() / unexplained
+            found.append(kept * torch.linalg.solve(matrix, right.T).T)
+            shares.append(signal * rest / variance)
+        # All choices in one product, because reading the examples takes most of the time.
+        expected = (torch.cat(found).to(noisy.dtype) @ self.centred).view(len(choices), *noisy.shape)
+        share = torch.tensor(shares, dtype=noisy.dtype, device=noisy.device).view(-1, 1, 1)
+        return self.mean + expected + share * (observed - signal * expected)
 
     def draw(self, white: Tensor, weights: Tensor) -> Tensor:
         """Return latents drawn from the Gaussian, with the smallest shrinkage, from white noise (B, ...) and (B, N)."""

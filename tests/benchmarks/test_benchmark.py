@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
-import pytest
 import torch
-import yaml
 
-from benchmarks import peaks, recipe, speed
+from benchmarks import peaks, speed
 from benchmarks.document import document_text, write_document
 from benchmarks.reference_loop import ReferenceLoop
 from benchmarks.variants import STOCK, STOCK_CHECKPOINTED, base_settings, variants
 from data import Batch
 from memory.predict import Predictor
 from runtime.processes import Process
-from settings import Settings, UserError, load_settings
-from tests.finished_run import run_here
+from settings import Settings
 from training.autoencoder_step import AutoencoderStep
 
 QUIET = lambda _: None  # noqa: E731
@@ -95,9 +91,7 @@ def test_reference_loop_has_the_gradient_of_its_objective():
     settings = base_settings((12, 12, 12), mixed_precision=False, channels=(8, 16))
     loop = ReferenceLoop(settings, learning_rate=3e-3, kl_weight=0.0)
     image = torch.rand(1, 1, 12, 12, 12, generator=torch.Generator().manual_seed(3)) * 2 - 1
-    losses = [loop.step(image, is_adversarial=number > 5) for number in range(10)]
-    assert losses[-1] is not None
-    assert losses[0] is not None
+    losses = [float(loop.step(image, is_adversarial=number > 5)) for number in range(10)]
     assert losses[-1] < 0.8 * losses[0]
 
 
@@ -205,68 +199,3 @@ def test_document_says_where_we_are_behind(tmp_path):
     assert "a smoke test, not results" in text
     assert (tmp_path / "benchmark_memory.png").stat().st_size > 1000
     assert "(benchmark_time.png)" in text
-
-
-def test_recipes_train_for_the_same_cpu_seconds_on_given_volumes(tmp_path, monkeypatch, tiny_values, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name, chosen in (("STAGE_ONE", ()), ("STAGE_TWO", ("epsilon",))):
-        monkeypatch.setattr(recipe, name, {key: getattr(recipe, name)[key] for key in chosen})
-    monkeypatch.setattr(recipe, "LOOP_RATES", (1e-3,))
-    generator = torch.Generator().manual_seed(0)
-    (tmp_path / "volumes").mkdir()
-    for number in range(12):
-        coarse = torch.rand((1, 1, 4, 4, 4), generator=generator)
-        volume = torch.nn.functional.interpolate(coarse, size=(16, 16, 16), mode="trilinear")[0, 0]
-        np.save(tmp_path / "volumes" / f"{number}.npy", volume.numpy())
-    tiny_values["data"] |= {"source": "volumes", "val_fraction": 0.4}
-    tiny_values["ldm"]["scheduler"] = {"prediction": "v"}
-    Path("tiny.yaml").write_text(yaml.safe_dump(tiny_values))
-    arguments = ["--only", "recipe", "--volumes", "volumes", "--config", "tiny.yaml", "--cpu-seconds", "0.05", "0.04"]
-    assert run_here("scripts/benchmark.py", "--quick", *arguments) == 0
-    result = json.loads(Path("runs/benchmark/benchmark.json").read_text())["recipe"]
-    rows = result["rows"]
-    loop = f"{recipe.LOOP}, 0.001"
-    assert [row["recipe"] for row in rows if row["stage"] == 1] == ["as configured", loop]
-    assert [row["recipe"] for row in rows if row["stage"] == 2] == ["as configured", recipe.DDIM_25, "epsilon", loop]
-    assert result["seconds"] == [0.05, 0.04]
-    (anchors,) = result["anchors"]
-    assert anchors["noise"] > anchors["mean training volume"]
-    assert all(row["steps"] >= 1 and row["sharpness"] > 0 for row in rows)
-    shown = capsys.readouterr().out
-    assert "## Recipes after the same CPU seconds" in shown
-    assert all(f"| {name} |" in shown for name in (recipe.CONFIGURED, *recipe.STAGE_TWO, recipe.DDIM_25, loop))
-    assert "for mean training volume" in shown
-    assert run_here("scripts/benchmark.py", "--only", "recipe") == 2
-
-
-def test_every_recipe_fits_the_presets():
-    for path in sorted((ROOT / "configs").glob("*.yaml")):
-        settings = load_settings(path)
-        one, two, loops = recipe.recipes_of(settings, ablations=True)
-        assert next(iter(one)) == next(iter(two[0])) == recipe.CONFIGURED
-        assert len(loops) == len(recipe.LOOP_RATES)
-        # Nothing trains twice.
-        chosen = [changed for ways in two for changed in ways.values()]
-        assert all(chosen.count(changed) == 1 for changed in chosen)
-        assert any(recipe.EPSILON in ways for ways in two) == (settings.ldm.scheduler.type == "ddpm")
-
-
-@pytest.mark.parametrize(
-    ("timesteps", "problem"),
-    [
-        (20, "25 is above num_train_timesteps"),
-        (1000, "1 for training and 2 held out with seed 0; allowed: 2 or more of each"),
-    ],
-)
-def test_what_no_recipe_can_train_on_is_refused_before_training(tmp_path, monkeypatch, tiny_values, timesteps, problem):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipe, "AutoencoderStep", None)
-    folder = "volumes # 1"
-    (tmp_path / folder).mkdir()
-    for number in range(3):
-        np.save(tmp_path / folder / f"b{number}.npy", np.random.default_rng(number).random((16, 16, 16), np.float32))
-    tiny_values["ldm"]["scheduler"] = {"num_train_timesteps": timesteps}
-    tiny_values["data"]["val_fraction"] = 0.3
-    Path("tiny.yaml").write_text(yaml.safe_dump(tiny_values))
-    with pytest.raises(UserError, match=problem):
-        recipe.compare_recipes(folder, Path("tiny.yaml"), [], (1.0, 1.0), 3, 2, True, print)

@@ -173,8 +173,11 @@ def test_numbers_are_coded_as_they_were_in_training_whatever_volumes_there_are_n
     code = NumberCode(continuous=(("age", 50.0, 10.0),), categorical=(("sex", ("F", "M")),), max_categories=2)
     rows = ({"age": "60", "sex": "M"}, {"age": "45", "sex": "F"})
     now = Conditions({"a": 0, "b": 1}, {}, (), "", vectors=torch.zeros(2, 4))
-    found = as_trained(now, code, Pairs(numbers=rows))
+    trained = Normalisation.uniform(3, 0.5)
+    found = as_trained(now, trained, code, Pairs(numbers=rows))
+    assert found.normalisation is trained
+    assert as_trained(now, trained, None, Pairs()).normalisation is trained
     assert found.vectors is not None
     assert found.vectors.tolist() == [[1, 1, 0, 1], [-0.5, 1, 1, 0]]
     with pytest.raises(DataError, match=r"b: sex=X is none of F, M, which the run was trained with"):
-        as_trained(now, code, Pairs(numbers=(rows[0], {"age": "45", "sex": "X"})))
+        as_trained(now, trained, code, Pairs(numbers=(rows[0], {"age": "45", "sex": "X"})))

@@ -13,7 +13,7 @@ from scipy import ndimage
 from data import Batch
 from evaluation.autoencoder_validation import validate_autoencoder
 from evaluation.pair_metrics import SCALE_WEIGHTS, ms_ssim, psnr, ssim
-from evaluation.set_metrics import PrincipalComponents, maximum_mean_discrepancy, squared_discrepancy, summary_vector
+from evaluation.set_metrics import summary_vector
 from runtime.processes import Process
 from settings import Settings
 from training.autoencoder_step import AutoencoderStep
@@ -86,37 +86,6 @@ def test_ms_ssim_is_the_published_product_over_scales_for_a_range_of_one():
         expected *= (whole if scale == 2 else contrast) ** weight
         x, y = (v.reshape(*(n for size in v.shape for n in (size // 2, 2))).mean(axis=(1, 3, 5)) for v in (x, y))
     assert found == pytest.approx(expected, abs=2e-3)
-
-
-@pytest.mark.parametrize("widths", [(0.5, 1.0, 2.0), (1.0,)])
-def test_mmd_is_the_unbiased_estimate_of_a_double_loop(widths):
-    generator = torch.Generator().manual_seed(0)
-    samples, reference = (torch.randn((n, 3), generator=generator).double() + shift for n, shift in ((5, 1.0), (7, 0)))
-    typical = torch.pdist(reference).median().item()
-
-    def kernel(a: torch.Tensor, b: torch.Tensor) -> float:
-        squared = float((a - b).square().sum())
-        return sum(math.exp(-squared / (2 * (width * typical) ** 2)) for width in widths) / len(widths)
-
-    def mean(first, second, is_same: bool) -> float:
-        values = [kernel(a, b) for i, a in enumerate(first) for j, b in enumerate(second) if not (is_same and i == j)]
-        return sum(values) / len(values)
-
-    squared = mean(samples, samples, True) + mean(reference, reference, True) - 2 * mean(samples, reference, False)
-    assert squared_discrepancy(samples, reference, widths)[0] == pytest.approx(squared, rel=1e-9)
-    if len(widths) == 3:
-        assert maximum_mean_discrepancy(samples, reference) == pytest.approx(math.sqrt(squared), rel=1e-9)
-
-
-def test_principal_components_are_those_of_the_covariance_matrix():
-    rng = np.random.default_rng(0)
-    vectors = rng.normal(size=(9, 12)) * np.linspace(3, 0.1, 12) + 5
-    components = PrincipalComponents([torch.from_numpy(vector).view(1, 2, 2, 3) for vector in vectors], 4)
-    _, directions = np.linalg.eigh(np.cov(vectors.T))
-    other = rng.normal(size=12) + 5
-    expected = (other - vectors.mean(axis=0)) @ directions[:, ::-1][:, :4]
-    found = components(torch.from_numpy(other).view(1, 2, 2, 3)).numpy()
-    np.testing.assert_allclose(np.abs(found), np.abs(expected), atol=1e-9)
 
 
 def test_the_summary_of_a_volume_is_its_block_means():

@@ -31,7 +31,7 @@ def test_the_denoiser_is_the_conditional_mean_of_a_gaussian_with_the_shrunk_cova
     inverse = torch.linalg.inv(signal**2 * covariance + level**2 * torch.eye(24, dtype=flat.dtype))
     mean = flat.mean(dim=0)
     expected = mean + signal * (noisy - signal * mean) @ inverse @ covariance
-    found = LinearDenoiser(latents).denoise(noisy, signal, level, shrinkage)
+    found = LinearDenoiser(latents).denoise(noisy, signal, level, [(0.9, math.inf), (shrinkage, math.inf)])[1]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -40,25 +40,25 @@ def test_with_features_it_is_the_conditional_mean_of_the_joint_gaussian():
     features = torch.randn(9, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 3
     flat, number = latents.flatten(1), 9
     centred, told = flat - flat.mean(dim=0), features - features.mean(dim=0)
-    told = told / (told.square().sum(dim=0).mean() / (number - 1)).sqrt()
+    told = told / (told.square().sum() / (number - 1)).sqrt()
     both = torch.cat([math.sqrt(1 - shrinkage) * centred, told], dim=1)
     joint = both.T @ both / (number - 1)
     rest = shrinkage * centred.square().sum() / (number - 1) / 24
     clean = joint[:24, :24] + rest * torch.eye(24, dtype=flat.dtype)
     observed = torch.zeros(30, 30, dtype=flat.dtype)
     observed[:24, :24] = signal**2 * clean + level**2 * torch.eye(24, dtype=flat.dtype)
-    observed[24:, 24:] = joint[24:, 24:] + 6 * unexplained * torch.eye(6, dtype=flat.dtype)
+    observed[24:, 24:] = joint[24:, 24:] + unexplained * torch.eye(6, dtype=flat.dtype)
     observed[:24, 24:] = signal * joint[:24, 24:]
     observed[24:, :24] = observed[:24, 24:].T
     across = torch.cat([signal * clean, joint[:24, 24:]], dim=1)
     generator = torch.Generator().manual_seed(3)
     noisy = torch.randn(4, 24, generator=generator, dtype=torch.float64)
     new = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    denoiser = LinearDenoiser(latents, features)
-    scaled = (new - features.mean(dim=0)) * denoiser.feature_scale
+    denoiser = LinearDenoiser(latents, [features])
+    scaled = (new - features.mean(dim=0)) * denoiser.feature_scales[0]
     right = torch.cat([noisy - signal * flat.mean(dim=0), scaled], dim=1)
     expected = flat.mean(dim=0) + right @ torch.linalg.inv(observed) @ across.T
-    found = denoiser.denoise(noisy, signal, level, shrinkage, unexplained, new)
+    found = denoiser.denoise(noisy, signal, level, [(shrinkage, unexplained), (0.9, 1.0)], [new])[0]
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 

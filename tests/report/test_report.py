@@ -254,7 +254,8 @@ def test_evaluation_is_shown_with_its_anchors(tmp_path):
     mean = {"psnr": 27.5, "ssim": 0.9, "ms_ssim": 0.95}
     samples: dict[str, Any] = {
         "num": 16,
-        "mmd": 0.3,
+        "sharpness": {"gradient_magnitude": 0.86, "spectrum": {}},
+        "laplacian_kurtosis": 0.7,
         "pairwise_ms_ssim": 0.5,
         "held_out_pairwise_ms_ssim": 0.4,
         "num_memorised": None,
@@ -266,12 +267,16 @@ def test_evaluation_is_shown_with_its_anchors(tmp_path):
         "conditions": {"num": 2, "right": right, "shuffled": {**right, "iou": 0.25, "chamfer": 6.0}},
         "samples": samples,
         "skill": {"val_skill": 0.91},
-        "anchors": {"training volumes": {"mmd": 0.1}, "network switched off": {"mmd": 0.9}},
+        "anchors": {
+            "training volumes": {"sharpness": {"gradient_magnitude": 1.02}, "laplacian_kurtosis": None},
+            "network switched off": {"sharpness": None, "laplacian_kurtosis": 0.31},
+        },
     }
     (folder / "evaluation.json").write_text(json.dumps(record))
     page = write_report(folder).read_text()
     assert "<td>PSNR of reconstructions</td><td>27.50 dB</td><td>mean of 1 held-out volume</td>" in page
-    assert "<td>0.3000</td><td>training volumes 0.1000; network switched off 0.9000</td>" in page
+    assert "<td>0.86</td><td>training volumes 1.02; network switched off -</td>" in page
+    assert "<td>0.70</td><td>training volumes -; network switched off 0.31</td>" in page
     assert "<td>skill</td><td>0.910</td>" in page
     assert "<td>0.5000</td><td>between held-out volumes 0.4000</td>" in page
     assert "IoU of occupied voxels of reconstructions" not in page

@@ -106,7 +106,9 @@ def test_latents_are_encoded_in_shares_and_scaled_as_one(found):
     (one,), two = found["one"], found["two"]
     for process in two:
         assert process["latent scale"] == pytest.approx(one["latent scale"], rel=1e-6)
-        torch.testing.assert_close(process["held-out loss"], one["held-out loss"], rtol=1e-5, atol=0)
+        for name in ("held-out loss", "conditional skill"):
+            assert "val_skill" in one[name]
+            torch.testing.assert_close(process[name], one[name], rtol=1e-5, atol=0)
 
 
 def test_processes_agree_on_flags_values_and_errors(found):

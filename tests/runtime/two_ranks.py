@@ -88,6 +88,7 @@ def conditional(settings: Settings, process: Process, volumes: DataSplit, found:
     plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
     step.backward(next(iter(latents.training_batches(plan, STEP, STEP + 1))), STEP)
     found["conditional"] = gradients(step)
+    found["conditional skill"] = Skill(latents, step.codec, step.normalisation, settings, process)(step.unet)
 
 
 def agreements(process: Process, found: dict[str, Any]) -> None:

@@ -32,7 +32,10 @@ def test_both_stages_are_measured_beside_their_anchors(command, tmp_path, tmp_pa
         "Gaussian with their covariance",
         "network switched off",
     ]
-    assert values["skill"]["val_skill"] > 0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    [logged] = [line for line in lines if "val_skill" in line]
+    assert values["skill"] == pytest.approx({name: logged[name] for name in values["skill"]}, rel=1e-4)
+    assert values["skill"].keys() > {"val_diffusion", "val_skill", "val_skill_0.01", "val_skill_0.99"}
     assert -1 <= values["samples"]["correlation_with_silent_network"] <= 1
     for name in (*values["anchors"], "sharpness", "precision and recall", "95 % low", "skill", "switched off"):
         assert name in result.stdout

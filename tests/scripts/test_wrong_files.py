@@ -278,8 +278,9 @@ def test_identical_held_out_volumes_and_a_thin_axis_give_valid_json(tmp_path, mo
 
     values = json.loads(Path("e.json").read_text(), parse_constant=refuse)
     assert 0 < values["reconstruction"]["mean"]["ms_ssim"] <= 1
-    assert values["samples"]["mmd"] is values["samples"]["num_memorised"] is None
-    assert "identical" in values["undefined"]["samples.mmd"]
+    assert values["samples"]["num_memorised"] is values["samples"]["laplacian_kurtosis"] is None
+    assert "three voxels" in values["undefined"]["samples.laplacian_kurtosis"]
+    assert "val_skill" not in values["skill"]
     assert "identical" in values["undefined"]["samples.nearest_training.0.ratio"]
     assert "nan: the held-out volumes are identical" in capsys.readouterr().err
 
