@@ -67,7 +67,9 @@ def skill_of(
     split = DataSplit(files[:num_train], files[num_train:])
     normalisation = Normalisation(torch.full((3, 1, 1, 1), 0.5), torch.full((3, 1, 1, 1), 2.0))
     facts = ((1.0, 1.0, 1.0), (0.0,), (1.0,), "")
-    latents = Latents(split, settings.data, values.__getitem__, normalisation, *facts, False, conditions)
+    latents = Latents(
+        split, settings.data, lambda index, _: values[index], normalisation, values[0], *facts, False, conditions
+    )
     codec = frozen_codec(settings, CPU.device, load_weights=False)
     return Skill(latents, codec, normalisation, settings, CPU)
 
