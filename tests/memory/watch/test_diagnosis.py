@@ -9,7 +9,14 @@ import torch
 
 from command_line import OUT_OF_MEMORY
 from memory.predict.prediction import GIB
-from memory.watch.diagnosis import REPORT, TrainingOutOfMemoryError, is_out_of_memory, report_out_of_memory, yaml_diff
+from memory.watch.diagnosis import (
+    REPORT,
+    TrainingOutOfMemoryError,
+    is_out_of_memory,
+    report_out_of_memory,
+    settings_of_next_rung,
+    yaml_diff,
+)
 from memory.watch.memory_watch import MemoryWatch, is_tiny, train_with_rungs
 from memory.watch.readings import MemoryReadings, device_bytes
 from runtime.phases import phase
@@ -135,6 +142,17 @@ def test_next_rung_is_taken_until_training_fits(caplog):
     assert [(t.nests_checkpoints, t.slab_rows) for t in seen] == [(False, 0), (True, 0), (True, 32)]
     assert "there is no checkpoint yet; starting again with nested checkpointing" in caplog.text
     assert "resuming from the checkpoint of step 1 with slabs of 32 rows" in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU block inputs can move to the host")
+def test_on_a_machine_without_a_gpu_nothing_is_offloaded():
+    knobs = ("use_gradient_checkpointing", "use_nested_checkpointing")
+    settings = Settings().with_overrides({f"{TRAINING}.{name}": True for name in knobs})
+    while (changed := settings_of_next_rung(settings, "autoencoder", 0)) is not None:
+        assert not changed.autoencoder.training.use_gradient_checkpointing_offload
+        assert changed.device.type == "auto"
+        settings = changed
+    assert settings.autoencoder.training.slab_rows == 8
 
 
 def test_without_next_rung_or_when_none_is_left_training_stops():
