@@ -9,16 +9,19 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from settings.errors import UserError
 from storage.names import printable
 
 OUT_OF_MEMORY = 3
 INTERRUPTED = 130
+SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 DISK_ERRORS = {
     errno.ENOSPC: "the disk is full",
@@ -38,6 +41,9 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
     # OpenMP reads this when torch is imported, which happens later. By default its idle threads spin, which takes time
     # from other processes on a shared CPU: steps took twice as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "RANK" not in os.environ:  # a rank that waits for others in native code could not act on a handler
+        for number in SCHEDULER_SIGNALS:
+            signal.signal(number, _interrupt)
     try:
         return main(options) or 0
     except UserError as error:
@@ -57,9 +63,16 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
             raise
         print(f"{_red('error')}: out of memory; python scripts/oom_ladder.py shows what to change", file=sys.stderr)
         return OUT_OF_MEMORY
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(
+            "interrupted" if not error.args else f"interrupted by {error}; run the same command again", file=sys.stderr
+        )
         return INTERRUPTED
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Stop as Ctrl-C does, so that nothing is left behind; while steps run, training has a handler of its own."""
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _report(error: UserError) -> int:

@@ -45,6 +45,14 @@ def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
         yield folder
 
 
+def check_unlocked(settings: Settings) -> None:
+    """Raise `UserError` if another process holds the lock of the run; creates nothing."""
+    folder = RunFolder(RUNS / settings.name)
+    if (folder.path / ".lock").exists():
+        with locked(folder):
+            pass
+
+
 @contextmanager
 def locked(folder: RunFolder) -> Iterator[None]:
     """Create the run folder and hold its lock; raise `UserError` if another process holds it."""
