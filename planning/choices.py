@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from data.survey.names import grouped
 from planning.choice import Choice
 from planning.fingerprint import CT, LABEL_MAPS, Fingerprint
 from planning.layout import Extent, Layout
@@ -157,6 +158,12 @@ def class_choices(found: Fingerprint) -> Iterator[Choice]:
 def notes(found: Fingerprint, sizing: Sizing) -> list[str]:
     """Return what the user should know besides the values."""
     lines = []
+    if found.problems:
+        shown = [*grouped(found.problems, ": ")]
+        lines.append(
+            f"{counted(len(found.problems), 'problem')} with files that this plan does without; training refuses the "
+            f"folder until they are repaired or moved away: {' | '.join(shown)}"
+        )
     if sizing.is_small:
         lines.append(
             f"{counted(found.number, 'volume')} are few: a diffusion model tends to memorise them. The plan augments "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -305,3 +306,19 @@ def test_json_holds_every_value_with_its_reason():
     assert values["fingerprint"]["number"] == 120
     assert values["choices"]["data.voxel_size"]["reason"]
     assert [row["name"] for row in values["rows"]] == ["faster", "recommended", "larger"]
+
+
+def test_passes_are_counted_over_the_training_volumes():
+    plan = planned(SETS["CT"], 24)
+    settings = plan.recommended.settings
+    num_training, num_held_out = plan.fingerprint.split(settings.data, settings.seed)
+    assert num_held_out > 1
+    for stage, kind in (("autoencoder", "volume"), ("ldm", "latent")):
+        training = look_up(settings, f"{stage}.training")
+        per_update = training.batch_size * training.gradient_accumulation_steps
+        parts = 1.0
+        if stage == "autoencoder" and settings.data.patch_size is not None:
+            parts = math.prod(settings.data.voxel_size) / math.prod(settings.data.patch_size)
+        passes = training.max_steps * per_update / num_training / parts
+        reason = of(plan, f"{stage}.training.max_steps").reason
+        assert reason.startswith(f"about {passes:,.0f} passes over {num_training} training {kind}s")
