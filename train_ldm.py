@@ -39,11 +39,10 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from training.ldm_step import LatentDiffusionStep
     from training.loop import run_loop
     from training.resume import resume, save
-    from training.run_setup import check_unlocked, describe_run, open_run
+    from training.run_setup import check_run, describe_run, open_run
     from training.summary import summarise
 
-    if not is_dry_run:
-        check_unlocked(settings)  # before the data are read and memory is predicted
+    check_run(settings, is_dry_run)
     with processes(settings.device) as process, MemoryWatch(settings, "ldm", process, is_dry_run, gpu) as watch:
         # Check everything that the run needs, and say what it will do.
         pretrained_unet(settings)

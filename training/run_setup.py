@@ -45,10 +45,14 @@ def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
         yield folder
 
 
-def check_unlocked(settings: Settings) -> None:
-    """Raise `UserError` if another process holds the lock of the run; creates nothing."""
+def check_run(settings: Settings, is_dry_run: bool) -> None:
+    """Raise `UserError` if the run could not be opened for a reason that is known before anything slow begins.
+
+    That is a tracker that is missing, or another process that holds the lock, which does not matter to a dry run.
+    """
+    check_trackers(settings.logging)
     folder = RunFolder(RUNS / settings.name)
-    if (folder.path / ".lock").exists():
+    if not is_dry_run and (folder.path / ".lock").exists():
         with locked(folder):
             pass
 
