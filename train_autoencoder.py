@@ -10,7 +10,7 @@ import logging
 import sys
 from functools import partial
 
-from command_line import INTERRUPTED, add_config, add_training, overrides_of, parser, run
+from command_line import INTERRUPTED, add_training, overrides_of, parser, run
 from settings import Settings, load_settings
 
 log = logging.getLogger("train_autoencoder")
@@ -83,6 +83,5 @@ if __name__ == "__main__":
             "torchrun --nproc_per_node=4 train_autoencoder.py --config configs/balanced.yaml",
         ],
     )
-    add_config(arguments)
     add_training(arguments)
     sys.exit(run(main, arguments.parse_intermixed_args()))
