@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -41,11 +41,9 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
     # OpenMP reads this when torch is imported, which happens later. By default its idle threads spin, which takes time
     # from other processes on a shared CPU: steps took twice as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if "RANK" not in os.environ:  # a rank that waits for others in native code could not act on a handler
-        for number in SCHEDULER_SIGNALS:
-            signal.signal(number, _interrupt)
     try:
-        return main(options) or 0
+        with _interruptible():
+            return main(options) or 0
     except UserError as error:
         return _report(error)
     except OSError as error:
@@ -70,9 +68,23 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
         return INTERRUPTED
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Stop as Ctrl-C does, so that nothing is left behind; while steps run, training has a handler of its own."""
-    raise KeyboardInterrupt(signal.Signals(number).name)
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let a scheduler's signals stop a command as Ctrl-C does; while steps run, training has a handler of its own.
+
+    A rank that waits for the others in native code could not act on a handler, so ranks end at once.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    numbers = SCHEDULER_SIGNALS if "RANK" not in os.environ else ()
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _report(error: UserError) -> int:
