@@ -56,6 +56,9 @@ def intensity_choices(found: Fingerprint, mode: str | None = None) -> Iterator[C
             "whole range is kept"
         )
         yield from _range("percentile", 0.0, 100.0, reason, True)
+    elif found.background >= MOSTLY_EMPTY:
+        reason = f"{found.background:.1%} of a volume are background, so percentiles would cut off what is not"
+        yield from _range("percentile", 0.0, 100.0, reason, True)
     else:
         kind = "MR or alike by their values (none negative)" if found.lowest.low >= 0 else "not CT by their values"
         reason = f"the volumes are {kind}, whose scale differs between volumes"
@@ -64,17 +67,17 @@ def intensity_choices(found: Fingerprint, mode: str | None = None) -> Iterator[C
 
 def channel_choices(found: Fingerprint) -> Iterator[Choice]:
     """Choose a rule for each channel where one does not suit all of them; only for percentiles of all channels."""
-    rules = [_rule(lower, upper) for lower, upper in found.ranges]
+    rules = [_rule(lower, upper, found.background >= MOSTLY_EMPTY) for lower, upper in found.ranges]
     if len(set(rules)) > 1:
         text = "; ".join(f"{number}: {lower:g} to {upper:g}" for number, (lower, upper) in enumerate(found.ranges))
         reason = f"the channels differ (nearly all values of {text})"
         yield Choice("data.intensity.channels", [list(rule) for rule in rules], reason, True)
 
 
-def _rule(lower: float, upper: float) -> tuple[str, float, float]:
+def _rule(lower: float, upper: float, is_mostly_empty: bool) -> tuple[str, float, float]:
     if lower < AIR and upper > 0:
         return "window", -1000.0, BRIGHT if upper <= BRIGHT else 2 * BRIGHT
-    return ("percentile", 0.5, 99.5) if lower < upper else ("percentile", 0.0, 100.0)
+    return ("percentile", 0.5, 99.5) if lower < upper and not is_mostly_empty else ("percentile", 0.0, 100.0)
 
 
 def occupancy_choices(found: Fingerprint) -> Iterator[Choice]:

@@ -294,6 +294,16 @@ def test_occupied_voxels_of_mostly_empty_volumes_count_more():
         assert plan.recommended.settings.autoencoder.training.occupied_weight == weight
 
 
+def test_the_echoes_of_mostly_empty_volumes_keep_their_whole_range():
+    """Of a volume that is 99 % empty, the 99.5th percentile is the median of what is not."""
+    sparse = dataclasses.replace(SETS["MR"], background=0.99)
+    assert of(planned(sparse), "data.intensity.upper").value == 100.0
+    four = dataclasses.replace(sparse, num_channels=4, ranges=((0.0, 19.0), (0.0, 0.0), (0.0, 9.0), (-1024.0, 400.0)))
+    whole = ("percentile", 0.0, 100.0)
+    rules = (whole, whole, whole, ("window", -1000.0, 1000.0))
+    assert planned(four).recommended.settings.data.intensity.channels == rules
+
+
 def test_few_latent_voxels_are_counted_in_ones():
     plan = planned(pretended(60, (32, 32, 24)))
     assert re.search(r"the latents of the set have \d+,\d{3} voxels", of(plan, "ldm.unet.num_channels").reason)
