@@ -109,8 +109,7 @@ def data_choices(found: Fingerprint, extent: Extent, layout: Layout, sizing: Siz
     yield Choice("data.voxel_size", list(layout.grid), reason, extent.is_weak)
     yield Choice("data.resize", extent.resize, extent.reason, extent.is_weak)
     if extent.resize == "crop_or_pad":
-        spacing = [float(f"{mm:.4g}") for mm in layout.spacing_mm]
-        yield Choice("data.spacing", spacing, "the field of view divided by the grid", extent.is_weak)
+        yield Choice("data.spacing", layout.stated_spacing, "the field of view divided by the grid", extent.is_weak)
     else:
         stated = "x".join(f"{mm:.3g}" for mm in layout.spacing_mm)
         reason = (

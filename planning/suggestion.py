@@ -7,7 +7,7 @@ from typing import Any
 
 from data.survey.grids import stage_problems
 from planning.fingerprint import Fingerprint
-from planning.layout import Layout, covered_extent, layouts
+from planning.layout import covered_extent, layouts
 from settings import Settings
 
 Values = dict[str, Any]
@@ -28,14 +28,11 @@ def suggested_values(found: Fingerprint, settings: Settings) -> Values | None:
     levels = 1 if layout.pads_latents else unet.downsampling
     for more in range(MOST_ENLARGED + 1):
         grid = [axis + more * levels * step for axis, step in zip(layout.grid, networks.downsampling, strict=True)]
-        values = {"data.voxel_size": grid, "data.resize": extent.resize, **spacing_of(layout, extent.resize)}
+        values: Values = {"data.voxel_size": grid, "data.resize": extent.resize}
+        if extent.resize == "crop_or_pad":
+            values["data.spacing"] = layout.stated_spacing
         if layout.pads_latents:
             values["ldm.latents.pad"] = True
         if not stage_problems(settings.with_overrides(values), grid):
             return values
     return None
-
-
-def spacing_of(layout: Layout, resize: str) -> Values:
-    """Return the spacing with which cropped and padded volumes fill the grid of a layout; stretched ones need none."""
-    return {"data.spacing": [float(f"{mm:.4g}") for mm in layout.spacing_mm]} if resize == "crop_or_pad" else {}

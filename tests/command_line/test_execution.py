@@ -50,3 +50,10 @@ def test_a_signal_of_a_scheduler_outside_of_training_is_said_and_ends_with_code_
         for number, handler in kept.items():
             signal.signal(number, handler)
     assert capsys.readouterr().err == f"interrupted by {name}; run the same command again\n"
+
+
+def test_a_rank_keeps_the_systems_handling_of_signals(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    found = []
+    assert run(lambda _: found.append(signal.getsignal(signal.SIGTERM)), argparse.Namespace(quiet=False)) == 0
+    assert found == [signal.getsignal(signal.SIGTERM)]

@@ -314,6 +314,15 @@ def test_label_values_with_gaps_are_classes_in_ascending_order(folder, tmp_path,
         prepare_pairs(conditioning(maps, 3), data, volumes)
 
 
+def test_background_is_the_first_class_even_if_no_map_has_any(folder, tmp_path):
+    for place in range(8):
+        labels = np.array([17, 53, 54], np.int16)[label_map(place).astype(int)]
+        write_nifti(tmp_path / f"maps/v{place}.nii.gz", labels, AFFINE)
+    data = build_settings(source=str(folder))
+    pairs = prepare_pairs(conditioning(tmp_path / "maps", 4), data, volumes_of(folder))
+    assert pairs.label_values == (0, 17, 53, 54)
+
+
 def test_values_without_gaps_are_the_numbers_of_their_classes(folder, tmp_path):
     write_maps(tmp_path / "maps", [f"v{place}.nii.gz" for place in range(8)])
     settings = build_settings(source=str(folder))

@@ -16,8 +16,15 @@ def test_with_the_networks_of_a_plan_its_grid_is_suggested(name):
     settings = plan.recommended.settings
     values = suggested_values(plan.fingerprint, settings)
     assert values is not None
+    # Without its spacing a volume that is cropped would lose another part.
+    assert ("data.spacing" in values) == (settings.data.resize == "crop_or_pad")
     for key, value in values.items():
         assert look_up(settings, key) == (tuple(value) if isinstance(value, list) else value), key
+
+
+def test_both_ways_to_a_grid_are_among_the_sets():
+    ways = {planned(found, 1000).recommended.settings.data.resize for found in SETS.values()}
+    assert ways == {"resample", "crop_or_pad"}
 
 
 @pytest.mark.parametrize("name", SETS)

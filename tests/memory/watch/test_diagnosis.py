@@ -3,12 +3,15 @@
 import errno
 import json
 import logging
+from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
 from command_line import OUT_OF_MEMORY
 from memory.predict.prediction import GIB
+from memory.watch import announcement
 from memory.watch.diagnosis import (
     REPORT,
     TrainingOutOfMemoryError,
@@ -175,6 +178,18 @@ def test_announcement_warns_with_the_next_rung_when_it_will_not_fit(caplog, monk
     assert "memory: this machine has 0.00 GiB; on it the run needs" in caplog.text
     assert "Time on a CPU: not known before training has measured its first steps." in caplog.text
     assert f"next rung: micro-batch 1 ({TRAINING}.batch_size=1" in caplog.text
+
+
+def test_on_a_cpu_python_itself_must_fit_too(caplog):
+    prediction = replace(BLANK, context_bytes=0, peak_allocated_bytes=GIB, peak_reserved_bytes=GIB)
+    resident = psutil.Process().memory_info().rss
+    needed = prediction.needed_bytes(1)
+    for available, is_enough in ((needed + resident // 2, False), (needed + 2 * resident, True)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            announcement._announce(prediction, Settings(), "autoencoder", available, 1)
+        assert ("this will probably not fit" not in caplog.text) == is_enough
+        assert "GiB of it Python and its libraries" in caplog.text
 
 
 def test_readings_see_an_allocation_and_begin_a_new_interval():
