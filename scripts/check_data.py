@@ -150,7 +150,8 @@ def _suggested(source, settings) -> dict | None:
 
     pairs = zip(source.found, source.checked, strict=True)
     usable = [(found, checked.facts) for found, checked in pairs if checked.facts and not checked.problems]
-    return suggested_values(fingerprint_of(*zip(*usable, strict=True), settings.data), settings)
+    found, facts = ([pair[part] for pair in usable] for part in (0, 1))
+    return suggested_values(fingerprint_of(found, facts, settings.data), settings)
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:

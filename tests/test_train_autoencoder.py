@@ -33,8 +33,8 @@ def test_dry_run_says_what_would_happen_and_leaves_no_run(command, tiny_config, 
 def test_a_dry_run_without_a_gpu_predicts_for_one_and_takes_seconds(tmp_path):
     """256x256x64 in 48 phantoms, of which none is generated: 9 CPU seconds with all imports; twice that is allowed."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    arguments = ["--config", ROOT / "configs/high_res.yaml", "--dry-run", "--gpu", "RTX 4090"]
-    command = [sys.executable, ROOT / "train_autoencoder.py", *arguments]
+    arguments = ["--config", str(ROOT / "configs/high_res.yaml"), "--dry-run", "--gpu", "RTX 4090"]
+    command = [sys.executable, str(ROOT / "train_autoencoder.py"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
