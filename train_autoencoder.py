@@ -10,7 +10,7 @@ import logging
 import sys
 from functools import partial
 
-from command_line import INTERRUPTED, add_config, add_training, overrides_of, parser, run
+from command_line import INTERRUPTED, add_training, overrides_of, parser, run
 from settings import Settings, load_settings
 
 log = logging.getLogger("train_autoencoder")
@@ -36,14 +36,13 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from training.checkpoints import Checkpoints
     from training.finished_weights import ensure_pretrained, export
     from training.loop import run_loop
-    from training.recording.trackers import check_trackers
     from training.resume import resume, save
-    from training.run_setup import describe_run, open_run
+    from training.run_setup import check_run, describe_run, open_run
     from training.summary import summarise, warn_of_stage_two
 
+    check_run(settings, is_dry_run)
     with processes(settings.device) as process, MemoryWatch(settings, "autoencoder", process, is_dry_run, gpu) as watch:
         # Check everything that the run needs, and say what it will do.
-        check_trackers(settings.logging)
         if not is_dry_run:  # which needs no weights: a login node may have neither them nor internet
             ensure_perceptual_weights(settings.autoencoder.training)
         ensure_pretrained(settings.autoencoder)
@@ -84,6 +83,5 @@ if __name__ == "__main__":
             "torchrun --nproc_per_node=4 train_autoencoder.py --config configs/balanced.yaml",
         ],
     )
-    add_config(arguments)
     add_training(arguments)
     sys.exit(run(main, arguments.parse_intermixed_args()))

@@ -10,7 +10,7 @@ import logging
 import sys
 from functools import partial
 
-from command_line import INTERRUPTED, add_config, add_training, overrides_of, parser, run
+from command_line import INTERRUPTED, add_training, overrides_of, parser, run
 from settings import Settings, load_settings
 
 log = logging.getLogger("train_ldm")
@@ -39,9 +39,10 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from training.ldm_step import LatentDiffusionStep
     from training.loop import run_loop
     from training.resume import resume, save
-    from training.run_setup import describe_run, open_run
+    from training.run_setup import check_run, describe_run, open_run
     from training.summary import summarise
 
+    check_run(settings, is_dry_run)
     with processes(settings.device) as process, MemoryWatch(settings, "ldm", process, is_dry_run, gpu) as watch:
         # Check everything that the run needs, and say what it will do.
         pretrained_unet(settings)
@@ -84,6 +85,5 @@ if __name__ == "__main__":
             "torchrun --nproc_per_node=4 train_ldm.py --config configs/balanced.yaml",
         ],
     )
-    add_config(arguments)
     add_training(arguments)
     sys.exit(run(main, arguments.parse_intermixed_args()))

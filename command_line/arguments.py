@@ -25,7 +25,8 @@ def add_config(target: argparse.ArgumentParser) -> None:
 
 
 def add_training(target: argparse.ArgumentParser) -> None:
-    """Add the arguments that both train scripts take besides the config."""
+    """Add --config, the overrides and the other arguments that both train scripts take."""
+    add_config(target)
     target.add_argument(
         "--dry-run", action="store_true", help="print what would be trained and the memory it needs, then stop"
     )

@@ -9,16 +9,19 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from settings.errors import UserError
 from storage.names import printable
 
 OUT_OF_MEMORY = 3
 INTERRUPTED = 130
+SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 DISK_ERRORS = {
     errno.ENOSPC: "the disk is full",
@@ -39,7 +42,8 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
     # from other processes on a shared CPU: steps took twice as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        return main(options) or 0
+        with _interruptible():
+            return main(options) or 0
     except UserError as error:
         return _report(error)
     except OSError as error:
@@ -57,9 +61,30 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
             raise
         print(f"{_red('error')}: out of memory; python scripts/oom_ladder.py shows what to change", file=sys.stderr)
         return OUT_OF_MEMORY
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(
+            "interrupted" if not error.args else f"interrupted by {error}; run the same command again", file=sys.stderr
+        )
         return INTERRUPTED
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let a scheduler's signals stop a command as Ctrl-C does; while steps run, training has a handler of its own.
+
+    A rank that waits for the others in native code could not act on a handler, so ranks end at once.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    numbers = SCHEDULER_SIGNALS if "RANK" not in os.environ else ()
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _report(error: UserError) -> int:

@@ -2,7 +2,7 @@
 
 All but MS-SSIM run in slabs, so that large volumes need no full-size temporaries. In sparse volumes, such as radar and
 occupancy grids, these reward a network that predicts nothing; IoU and Chamfer distance compare the occupied voxels,
-those above a threshold that is a share of the intensity range from 0 to 1.
+those that differ from the background by more than a threshold, a share of the intensity range from 0 to 1.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from monai.metrics.regression import SSIMMetric, compute_ms_ssim
 from scipy.ndimage import distance_transform_edt
 from torch import Tensor
+
+from losses.occupancy import occupied
 
 DATA_RANGE = 2.0  # volumes lie in [-1, 1]
 
@@ -72,14 +74,9 @@ def ms_ssim(first: Tensor, second: Tensor) -> Tensor:
     return similarity.flatten()
 
 
-def occupied(volumes: Tensor, threshold: float) -> Tensor:
-    """Return which voxels of volumes in [-1, 1] are occupied."""
-    return volumes > 2 * threshold - 1
-
-
 def iou(reconstruction: Tensor, image: Tensor, threshold: float) -> Tensor:
     """Return the intersection over union of the occupied voxels of each volume in a batch; 1 if both are empty."""
-    found, true = (occupied(volumes, threshold).flatten(1) for volumes in (reconstruction, image))
+    found, true = (occupied(volumes, image, threshold).flatten(1) for volumes in (reconstruction, image))
     both, either = (found & true).sum(1), (found | true).sum(1)
     return torch.where(either == 0, 1.0, both / either.clamp_min(1))
 
@@ -90,7 +87,7 @@ def chamfer(reconstruction: Tensor, image: Tensor, threshold: float) -> Tensor:
     It is the mean distance of an occupied voxel of one volume to the nearest one of the other, averaged over both
     directions and the channels. If only one of the two is empty, it is the diagonal of the grid.
     """
-    found, true = (occupied(volumes, threshold).cpu().numpy() for volumes in (reconstruction, image))
+    found, true = (occupied(volumes, image, threshold).cpu().numpy() for volumes in (reconstruction, image))
     distances = [
         np.mean([_chamfer(a, b) for a, b in zip(one, other, strict=True)])
         for one, other in zip(found, true, strict=True)

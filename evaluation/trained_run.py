@@ -41,6 +41,7 @@ class SampleFrame(BaseModel):
     class_names: tuple[str, ...]
     condition_normalisation: Normalisation = Normalisation.uniform(0)
     numbers: NumberCode | None = None
+    label_values: tuple[int, ...] = ()
 
     def affine(self, settings: Settings) -> np.ndarray:
         """Return an affine (RAS+, millimetres) centred on the origin, with the axes of data.orientation."""

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from losses.occupancy import occupied
+
 # Far below the smallest sigma the encoder can produce (3e-7: its log-variance is clamped at -30), far above underflow.
 SMALLEST_SIGMA = 2e-9
 
@@ -13,8 +15,9 @@ def reconstruction_loss(
 ) -> Tensor:
     """Return the mean absolute (`l1`) or mean squared (`l2`) error over all voxels, in fp32.
 
-    The error of a voxel whose target lies above `threshold`, a share of the intensity range, counts `occupied_weight`
-    times. The mean is still over the number of voxels, so that accumulated micro-batches equal one large batch.
+    The error of an occupied voxel, whose target differs from its channel's background by more than `threshold`, counts
+    `occupied_weight` times. The mean is still over the number of voxels, so that accumulated micro-batches equal one
+    large batch.
     """
     assert kind in ("l1", "l2"), f"reconstruction loss is l1 or l2, not {kind!r}"
     assert reconstruction.shape == target.shape, f"shapes differ: {reconstruction.shape} and {target.shape}"
@@ -23,7 +26,7 @@ def reconstruction_loss(
         if occupied_weight == 1:
             return measure(reconstruction.float(), target.float())
         errors = measure(reconstruction.float(), target.float(), reduction="none")
-        return torch.where(target > 2 * threshold - 1, occupied_weight * errors, errors).mean()
+        return torch.where(occupied(target, target, threshold), occupied_weight * errors, errors).mean()
 
 
 def edge_loss(reconstruction: Tensor, target: Tensor, kind: str) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from data.survey.names import grouped
 from planning.choice import Choice
 from planning.fingerprint import CT, LABEL_MAPS, Fingerprint
 from planning.layout import Extent, Layout
@@ -55,6 +56,9 @@ def intensity_choices(found: Fingerprint, mode: str | None = None) -> Iterator[C
             "whole range is kept"
         )
         yield from _range("percentile", 0.0, 100.0, reason, True)
+    elif found.background >= MOSTLY_EMPTY:
+        reason = f"{found.background:.1%} of a volume are background, so percentiles would cut off what is not"
+        yield from _range("percentile", 0.0, 100.0, reason, True)
     else:
         kind = "MR or alike by their values (none negative)" if found.lowest.low >= 0 else "not CT by their values"
         reason = f"the volumes are {kind}, whose scale differs between volumes"
@@ -63,17 +67,17 @@ def intensity_choices(found: Fingerprint, mode: str | None = None) -> Iterator[C
 
 def channel_choices(found: Fingerprint) -> Iterator[Choice]:
     """Choose a rule for each channel where one does not suit all of them; only for percentiles of all channels."""
-    rules = [_rule(lower, upper) for lower, upper in found.ranges]
+    rules = [_rule(lower, upper, found.background >= MOSTLY_EMPTY) for lower, upper in found.ranges]
     if len(set(rules)) > 1:
         text = "; ".join(f"{number}: {lower:g} to {upper:g}" for number, (lower, upper) in enumerate(found.ranges))
         reason = f"the channels differ (nearly all values of {text})"
         yield Choice("data.intensity.channels", [list(rule) for rule in rules], reason, True)
 
 
-def _rule(lower: float, upper: float) -> tuple[str, float, float]:
+def _rule(lower: float, upper: float, is_mostly_empty: bool) -> tuple[str, float, float]:
     if lower < AIR and upper > 0:
         return "window", -1000.0, BRIGHT if upper <= BRIGHT else 2 * BRIGHT
-    return ("percentile", 0.5, 99.5) if lower < upper else ("percentile", 0.0, 100.0)
+    return ("percentile", 0.5, 99.5) if lower < upper and not is_mostly_empty else ("percentile", 0.0, 100.0)
 
 
 def occupancy_choices(found: Fingerprint) -> Iterator[Choice]:
@@ -105,8 +109,7 @@ def data_choices(found: Fingerprint, extent: Extent, layout: Layout, sizing: Siz
     yield Choice("data.voxel_size", list(layout.grid), reason, extent.is_weak)
     yield Choice("data.resize", extent.resize, extent.reason, extent.is_weak)
     if extent.resize == "crop_or_pad":
-        spacing = [float(f"{mm:.4g}") for mm in layout.spacing_mm]
-        yield Choice("data.spacing", spacing, "the field of view divided by the grid", extent.is_weak)
+        yield Choice("data.spacing", layout.stated_spacing, "the field of view divided by the grid", extent.is_weak)
     else:
         stated = "x".join(f"{mm:.3g}" for mm in layout.spacing_mm)
         reason = (
@@ -157,6 +160,12 @@ def class_choices(found: Fingerprint) -> Iterator[Choice]:
 def notes(found: Fingerprint, sizing: Sizing) -> list[str]:
     """Return what the user should know besides the values."""
     lines = []
+    if found.problems:
+        shown = [*grouped(found.problems, ": ")]
+        lines.append(
+            f"{counted(len(found.problems), 'problem')} with files that this plan does without; training refuses the "
+            f"folder until they are repaired or moved away: {' | '.join(shown)}"
+        )
     if sizing.is_small:
         lines.append(
             f"{counted(found.number, 'volume')} are few: a diffusion model tends to memorise them. The plan augments "

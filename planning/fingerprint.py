@@ -54,7 +54,7 @@ class Fingerprint:
     `sizes` (voxels) and `spacings` (mm) have one row per volume, with the axes in the order of `data.orientation`.
     `num_flat`: volumes without contrast between the percentiles that scale them. `ranges`: the medians of these
     percentiles, channel by channel. `group_by` names patients if the names of the volumes suggest that some have
-    several.
+    several. `problems` are those of files that could not be used, which are not in the other figures.
     """
 
     source: str
@@ -79,6 +79,7 @@ class Fingerprint:
     num_label_maps: int = 0
     left_out: tuple[str, ...] = ()
     unusual: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
     @property
     def number(self) -> int:
@@ -120,40 +121,56 @@ class Fingerprint:
             "intensity": {name: vars(getattr(self, name)) for name in ("lowest", "low", "median", "high")},
         }
         names = ("orientations", "num_channels", "types", "kinds", "num_without_spacing", "num_flat", "classes")
-        more = ("group_by", "num_label_maps", "left_out", "unusual")
+        more = ("group_by", "num_label_maps", "left_out", "unusual", "problems")
         plain = {name: getattr(self, name) for name in (*names, *more)}
         background = None if math.isnan(self.background) else self.background
         return {"source": self.source, "number": self.number, **spreads, **plain, "background": background}
 
 
 def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None) -> Fingerprint:
-    """Check every volume of a source and return what they are like; raise DataError with every problem.
+    """Check every volume of a source and return what those are like that can be used.
 
-    All volumes need `in_channels` channels; None: as many as most of them have. What was measured is kept in
-    runs/checks, so only new and changed files are read.
+    All volumes need `in_channels` channels; None: as many as most of them have. Raises DataError with every problem if
+    half of the volumes or more have one, or if some have no class. What was measured is kept in runs/checks, so only
+    new and changed files are read.
     """
     source = check_source(s.model_copy(update={"prepared": "none"}), seed, in_channels=1)
     known = Counter(checked.facts.num_channels for checked in source.checked if checked.facts is not None)
     num_channels = in_channels or (known.most_common(1)[0][0] if known else 1)
-    problems = [problem for checked in source.checked for problem in _problems(checked, s, num_channels)] + list(
-        source.unlabelled
-    )
-    if problems:
+    found, facts, problems = [], [], []
+    for item, checked in zip(source.found, source.checked, strict=True):
+        own = _problems(checked, s, num_channels)
+        problems += own
+        if not own and checked.facts is not None:
+            found.append(item)
+            facts.append(checked.facts)
+    if source.unlabelled or 2 * len(found) <= len(source.found):
+        problems += source.unlabelled
         number = counted(len(problems), "problem")
         raise DataError(f"--data: {printable(s.source)} has {number}:\n{problem_lines(problems)}")
-    facts = [checked.facts for checked in source.checked if checked.facts is not None]
-    names = [item.name for item in source.found]
+    return fingerprint_of(found, facts, s, source.left_out, problems)
+
+
+def fingerprint_of(
+    found: Sequence[Found],
+    facts: Sequence[VolumeFacts],
+    s: DataSettings,
+    left_out: Sequence[str] = (),
+    problems: Sequence[str] = (),
+) -> Fingerprint:
+    """Return what volumes of the same number of channels are like; `problems` are those of volumes not among them."""
+    names = [item.name for item in found]
     shapes = [turned(fact, s) for fact in facts]
     are_maps = all(looks_like_labels(fact) for fact in facts)
-    maps = [line for line in source.left_out if _is_label_map(line)]
+    maps = [line for line in left_out if _is_label_map(line)]
     return Fingerprint(
         source=s.source,
-        found=source.found,
+        found=tuple(found),
         sizes=tuple(tuple(map(float, size)) for size, _ in shapes),
         spacings=tuple(spacing for _, spacing in shapes),
         num_without_spacing=sum(not fact.has_spacing for fact in facts),
         orientations=dict(Counter("".join(nib.aff2axcodes(np.array(fact.affine))) for fact in facts).most_common()),
-        num_channels=num_channels,
+        num_channels=facts[0].num_channels,
         types=dict(Counter(np.dtype(fact.dtype).name for fact in facts).most_common()),
         kinds={LABEL_MAPS: len(facts)} if are_maps else dict(Counter(map(modality_of, facts)).most_common()),
         lowest=Spread.of([fact.minimum for fact in facts]),
@@ -171,11 +188,12 @@ def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None)
                 strict=True,
             )
         ),
-        classes=_classes(source.found),
-        group_by=next((group_by for _, group_by in suspected_groups(source.found)), None),
+        classes=_classes(found),
+        group_by=next((group_by for _, group_by in suspected_groups(found)), None),
         num_label_maps=len(maps) or _listed_label_maps(s.source),
-        left_out=tuple(line for line in source.left_out if line not in maps),
+        left_out=tuple(line for line in left_out if line not in maps),
         unusual=tuple(outlier_lines(names, facts, s)),
+        problems=tuple(problems),
     )
 
 

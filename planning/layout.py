@@ -82,6 +82,11 @@ class Layout:
         return tuple(n // f for n, f in zip(self.grid, self.factor, strict=True))
 
     @property
+    def stated_spacing(self) -> list[float]:
+        """Return the spacing as a config states it."""
+        return [float(f"{mm:.4g}") for mm in self.spacing_mm]
+
+    @property
     def voxels(self) -> int:
         """Return the voxels of the grid."""
         return math.prod(self.grid)

@@ -37,7 +37,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Scene:
-    """What the networks of a plan have in common: grid, limits, number of volumes, and what the user gave."""
+    """What the networks of a plan have in common: grid, limits, number of training volumes, and what the user gave."""
 
     layout: Layout
     sizing: Sizing
@@ -87,7 +87,8 @@ def _autoencoder_training(network: Network, scene: Scene) -> Iterator[Choice]:
     yield Choice(f"{where}.batch_size", batch, _batch_text(batch, sizing.batch))
     yield Choice(f"{where}.gradient_accumulation_steps", accumulation, f"about {sizing.batch} volumes per update")
     steps = _length(where, sizing.steps(scene.number, batch * accumulation, parts), scene)
-    reason = f"about {steps * batch * accumulation / scene.number / max(1.0, parts):,.0f} passes over the volumes"
+    passes = steps * batch * accumulation / scene.number / max(1.0, parts)
+    reason = f"about {passes:,.0f} passes over {counted(scene.number, 'training volume')}"
     yield Choice(f"{where}.max_steps", steps, reason + _short_text(scene), scene.shortened < 0.5)
     yield Choice(f"{where}.use_gradient_checkpointing", network.checkpoints, _knob(network))
     rate = learning_rate(width, 1e-3, 1e-4)
@@ -137,7 +138,8 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     yield Choice(f"{where}.batch_size", batch, _batch_text(batch, sizing.unet_batch))
     yield Choice(f"{where}.gradient_accumulation_steps", accumulation, f"about {sizing.unet_batch} latents per update")
     steps = _length(where, sizing.unet_steps(scene.number, batch * accumulation), scene)
-    reason = f"about {steps * batch * accumulation / scene.number:,.0f} passes over the latents"
+    passes = steps * batch * accumulation / scene.number
+    reason = f"about {passes:,.0f} passes over {counted(scene.number, 'training latent')}"
     yield Choice(f"{where}.max_steps", steps, reason + _short_text(scene), scene.shortened < 0.5)
     yield Choice(f"{where}.use_gradient_checkpointing", network.checkpoints, _knob(network))
     rate = learning_rate(channels[0], 1.5e-3, 1e-4)

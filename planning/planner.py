@@ -11,7 +11,14 @@ from typing import Any
 from command_line import OUT_OF_MEMORY
 from memory.predict.prediction import CONTEXT_BYTES, GIB, TRAINING_STEP, Stage
 from planning.choice import Choice
-from planning.choices import channel_choices, class_choices, data_choices, intensity_choices, occupancy_choices
+from planning.choices import (
+    as_values,
+    channel_choices,
+    class_choices,
+    data_choices,
+    intensity_choices,
+    occupancy_choices,
+)
 from planning.fingerprint import Fingerprint
 from planning.layout import Extent, Grid, Layout, covered_extent, fixed_layout, layouts
 from planning.networks import Network, Scene, Values, autoencoder_choices, unet_choices
@@ -88,7 +95,10 @@ class Planner:
         """Return what networks on a grid have in common."""
         found = self.fingerprint
         channels = self.given.get("autoencoder.in_channels") or found.num_channels
-        return Scene(layout, sizing_of(found, layout), found.number, channels, self.given, shortened)
+        sizing = sizing_of(found, layout)
+        values = as_values([*data_choices(found, self.extent, layout, sizing), *class_choices(found)]) | self.given
+        num_training, _ = self._split_by(values)
+        return Scene(layout, sizing, num_training, channels, self.given, shortened)
 
     def choices(self, draft: Draft) -> list[Choice]:
         """Return every value that the plan sets, with its reason; what the user gave is taken."""
@@ -111,11 +121,15 @@ class Planner:
             by_key[key] = Choice(key, value, "given on the command line")
         if "data.val_fraction" not in self.given:
             values = {key: choice.value for key, choice in by_key.items()}
-            fraction, group_by = values["data.val_fraction"], values["data.group_by"]
-            _, held_out = self._split(fraction, group_by, values.get("data.labels"), values.get("seed", DEFAULT_SEED))
+            _, held_out = self._split_by(values)
             reason = f"{held_out} of {found.number} to validate with"
             by_key["data.val_fraction"] = replace(by_key["data.val_fraction"], reason=reason)
         return list(by_key.values())
+
+    def _split_by(self, values: Values) -> tuple[int, int]:
+        """Return how many volumes train and how many are held out by the values of some keys."""
+        fraction, group_by = values["data.val_fraction"], values["data.group_by"]
+        return self._split(fraction, group_by, values.get("data.labels"), values.get("seed", DEFAULT_SEED))
 
     def _split(self, val_fraction: float, group_by: str | None, labels: str | None, seed: int) -> tuple[int, int]:
         """Return how many volumes train and how many are held out, as training will split them."""

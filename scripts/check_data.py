@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import add_config, check_output_file, parser, run, write_output
-from settings import UserError, load_settings
+from settings import UserError, load_settings, look_up
 from storage.names import counted, printable
 
 # Unusual volumes that are shown; --json has all of them.
@@ -110,7 +110,6 @@ def _partner_problems(source, settings) -> list[str]:
 
 
 def _write_json(path: str, source, settings, unpaired: list[str]) -> None:
-    from data.survey.grids import suggested_grid
     from data.survey.overview import outlier_lines, statistics
     from data.survey.patients import suspected_patients
 
@@ -133,7 +132,7 @@ def _write_json(path: str, source, settings, unpaired: list[str]) -> None:
         "statistics": statistics(usable, settings.data) if usable else {},
         "unusual": outlier_lines(names, usable, settings.data),
         "patients": suspected_patients(source.found),
-        "suggested_grid": suggested_grid(usable, settings) if usable else None,
+        "suggested_grid": (_suggested(source, settings) or {}).get("data.voxel_size") if usable else None,
     }
     write_output(path, json.dumps(content, indent=2) + "\n")
 
@@ -144,6 +143,17 @@ def _usable(source) -> tuple[list[str], list]:
     return [name for name, _ in pairs], [facts for _, facts in pairs]
 
 
+def _suggested(source, settings) -> dict | None:
+    """Return the keys that bring the usable volumes to the grid of a plan with the networks of the config."""
+    from planning.fingerprint import fingerprint_of
+    from planning.suggestion import suggested_values
+
+    pairs = zip(source.found, source.checked, strict=True)
+    usable = [(found, checked.facts) for found, checked in pairs if checked.facts and not checked.problems]
+    found, facts = ([pair[part] for pair in usable] for part in (0, 1))
+    return suggested_values(fingerprint_of(found, facts, settings.data), settings)
+
+
 def _print_table(rows: list[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -152,7 +162,7 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
 
 def _summary(source, volumes, settings) -> str:
     """Describe the usable volumes; `volumes` is their split, or None if problems stand in its way."""
-    from data.survey.grids import cost_text, stage_problems, suggested_grid
+    from data.survey.grids import cost_text, stage_problems
     from data.survey.overview import outlier_lines, range_lines
     from data.survey.patients import suspected_patients
 
@@ -186,14 +196,27 @@ def _summary(source, volumes, settings) -> str:
     lines.append("")
     refused = stage_problems(settings, data.voxel_size)
     lines += [f"data.voxel_size {_times(data.voxel_size)} is refused by {problem}" for problem in refused]
-    grid = suggested_grid(facts, settings)
-    if grid == tuple(data.voxel_size):
-        lines.append(f"data.voxel_size {_times(grid)} suits these volumes and both stages")
-    elif grid is not None:
-        numbers = ",".join(map(str, grid))
-        lines.append(f"a grid that suits these volumes and both stages: data.voxel_size={numbers}")
-        lines.append(f"it has {cost_text(grid, settings, len(facts))}")
+    suggested = _suggested(source, settings)
+    if suggested is not None:
+        changed = {key: value for key, value in suggested.items() if look_up(settings, key) != _as_stored(value)}
+        if not changed:
+            lines.append(f"data.voxel_size {_times(data.voxel_size)} suits these volumes and both stages")
+        else:
+            lines.append(f"a grid that suits these volumes and both stages: {_overrides(changed)}")
+            lines.append(f"it has {cost_text(suggested['data.voxel_size'], settings, len(facts))}")
     return "\n".join(lines)
+
+
+def _as_stored(value):
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _overrides(values: dict) -> str:
+    texts = {True: "true", False: "false"}
+    return " ".join(
+        f"{key}={','.join(map(str, value)) if isinstance(value, list) else texts.get(value, value)}"
+        for key, value in values.items()
+    )
 
 
 def _times(shape: tuple[int, ...]) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import at_least, check_output_folder, parser, run
-from settings import DataError
+from settings import DataError, Settings
 
 if TYPE_CHECKING:
     from diffusion.volume_codec import VolumeCodec
@@ -59,7 +59,6 @@ def main(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from data import load_volume, restore
-    from data.discovery import discover
     from data.formats import write_nifti
     from diffusion.codes import SUFFIX, Codes, quantiser_of
     from evaluation.pair_metrics import psnr, ssim
@@ -73,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
         raise DataError(f"--input: {printable(source)} does not exist; give a volume or a folder of volumes")
     if options.from_codes:
         return _decode(source, Path(options.out), trained.codec())
-    names = {source: source.name} if source.is_file() else {f.path: f.name for f in discover(str(source), False)}
+    names = {source: source.name} if source.is_file() else _volumes_in(source, trained.settings)
     targets = dict(zip(names, _targets(list(names.values()), Path(options.out)), strict=True))
     inputs = {path.resolve() for path in names}
     for target in targets.values():
@@ -99,6 +98,23 @@ def main(options: argparse.Namespace) -> int:
     if trained.folder.weights("autoencoder").exists() and not trained.folder.weights("ldm").exists():
         log.info("next: python train_ldm.py --config %s", shlex.quote(str(trained.folder.config)))
     return 0
+
+
+def _volumes_in(folder: Path, settings: Settings) -> dict[Path, str]:
+    """Return the volumes of a folder by path, without label maps unless the run was trained on them."""
+    from data.survey.names import grouped, problem_lines
+    from data.volumes import check_source
+    from storage.names import counted, printable
+
+    asked = {"source": str(folder), "labels": None, "prepared": "none", "allow_outside_root": False}
+    data = settings.data.model_copy(update=asked)
+    source = check_source(data, settings.seed, settings.autoencoder.in_channels)
+    if source.problems:
+        number = counted(len(source.problems), "problem")
+        raise DataError(f"--input: {printable(folder)} has {number}:\n{problem_lines(source.problems)}")
+    for line in grouped(source.left_out):
+        log.warning("%s", line)
+    return {item.path: item.name for item in source.found}
 
 
 def _targets(names: Sequence[str], out: Path) -> list[Path]:

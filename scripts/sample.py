@@ -133,7 +133,7 @@ def main(options: argparse.Namespace) -> int:
     given = GivenFiles(
         _only(options.labels, "--labels"), _only(options.condition, "--condition"), _only(options.mask, "--mask")
     )
-    cases = given_conditions(settings, given, codec, frame.condition_normalisation)
+    cases = given_conditions(settings, given, codec, frame.condition_normalisation, frame.label_values)
     if cases:
         check_class(label, frame.class_names, settings.ldm.conditioning.dropout > 0)
     scan, asked = given_scan(options.number, settings.ldm.conditioning.scan)

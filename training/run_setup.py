@@ -45,6 +45,18 @@ def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
         yield folder
 
 
+def check_run(settings: Settings, is_dry_run: bool) -> None:
+    """Raise `UserError` if the run could not be opened for a reason that is known before anything slow begins.
+
+    That is a tracker that is missing, or another process that holds the lock, which does not matter to a dry run.
+    """
+    check_trackers(settings.logging)
+    folder = RunFolder(RUNS / settings.name)
+    if not is_dry_run and (folder.path / ".lock").exists():
+        with locked(folder):
+            pass
+
+
 @contextmanager
 def locked(folder: RunFolder) -> Iterator[None]:
     """Create the run folder and hold its lock; raise `UserError` if another process holds it."""

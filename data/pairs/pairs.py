@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.formats import read_header
 from data.pairs.geometry import mismatch
-from data.pairs.label_maps import label_problem, mask_problem
+from data.pairs.label_maps import class_values, label_problem, mask_problem, values_text
 from data.pairs.numbers import Row, read_numbers
 from data.pairs.partners import find_partners
 from data.preparation.checking import check_files, outside_windows
@@ -22,6 +23,8 @@ from settings.conditioning.scan import REGIONS
 from settings.data import DataSettings, IntensitySettings
 from storage import run_folder
 from storage.names import counted, printable
+
+log = logging.getLogger(__name__)
 
 LABELS = "ldm.conditioning.labels"
 VOLUME = "ldm.conditioning.volume"
@@ -38,7 +41,8 @@ Check = Callable[[Path, VolumeFacts], str | None]
 class Pairs:
     """The partners of all volumes, first those of the training volumes, then those of the validation volumes.
 
-    A kind that is not in use is empty. A volume that is made from its target is the target itself.
+    A kind that is not in use is empty. A volume that is made from its target is the target itself. `label_values` are
+    those of the classes where they are not the classes' numbers.
     """
 
     labels: Partners = ()
@@ -46,6 +50,7 @@ class Pairs:
     masks: Partners = ()
     numbers: tuple[Row, ...] = ()
     regions: tuple[Row, ...] = ()
+    label_values: tuple[int, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -82,18 +87,30 @@ def check_pairs(s: ConditioningSettings, data: DataSettings, files: Sequence[Vol
         return tuple(found)
 
     as_labels = label_reading(data, number)
-    labels = partners(s.labels.source, as_labels, LABELS, 1, lambda p, f: label_problem(p, f, number, LABELS))
+    maps: dict[Path, VolumeFacts] = {}
+
+    def as_map(path: Path, facts: VolumeFacts) -> str | None:
+        maps[path] = facts
+        return label_problem(path, facts)
+
+    labels = partners(s.labels.source, as_labels, LABELS, 1, as_map)
+    values: tuple[int, ...] = ()
+    if maps and not problems:
+        values, too_many = class_values(maps, number, LABELS)
+        problems += [too_many] if too_many else []
+    if values:
+        log.info("%s: the label values %s are the classes 0 to %d", LABELS, values_text(values), len(values) - 1)
     masks = partners(volume.degrade.masks, as_labels, MASKS, 1, mask_problem)
     rows, wrong = read_numbers(s.numbers, files) if s.numbers.table is not None else ([], [])
     regions, unknown = _read_regions(s.scan, files)
     problems += [*wrong, *unknown]
     if volume.is_from_target:
-        return Pairs(labels, tuple(files), masks, tuple(rows), regions), problems
+        return Pairs(labels, tuple(files), masks, tuple(rows), regions, values), problems
     source, reading = volume.source if volume.is_used else None, volume_reading(data, volume)
     volumes = partners(
         source, reading, VOLUME, volume.num_channels, lambda p, f: volume_problem(p, f, reading, volume.num_channels)
     )
-    return Pairs(labels, volumes, masks, tuple(rows), regions), problems
+    return Pairs(labels, volumes, masks, tuple(rows), regions, values), problems
 
 
 def _read_regions(s: ScanSettings, files: Sequence[VolumeFile]) -> tuple[tuple[Row, ...], list[str]]:

@@ -1,32 +1,12 @@
-"""Suggests a grid that suits the volumes and that both stages accept."""
+"""What a grid costs, and which stage refuses it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
-from data.geometry import geometry_of
-from data.reading import VolumeFacts
 from settings import ConfigError, Settings
-from settings.rules import nearest_multiples
 from storage.names import size_text
-
-
-def suggested_grid(facts: Sequence[VolumeFacts], settings: Settings) -> tuple[int, ...] | None:
-    """Return the median size of the volumes, rounded to what both stages accept, or None if nothing near it is.
-
-    It is the median after `data.orientation` and `data.spacing`.
-    """
-    sizes = np.median([geometry_of(fact.header, settings.data).spaced_shape for fact in facts], axis=0)
-    steps = [settings.ldm.unet.downsampling * factor for factor in settings.autoencoder.downsampling]
-    nearest = nearest_multiples(sizes.tolist(), steps)
-    for more in range(4):
-        grid = tuple(axis + more * step for axis, step in zip(nearest, steps, strict=True))
-        if not stage_problems(settings, grid):
-            return grid
-    return None
 
 
 def stage_problems(settings: Settings, grid: Sequence[int]) -> list[str]:

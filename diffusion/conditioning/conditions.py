@@ -58,6 +58,7 @@ class Conditions:
     image: Image | None = None
     scans: Tensor | None = None
     modality: int | None = None
+    label_values: tuple[int, ...] = ()
 
     def of(self, names: Sequence[str], passes: Sequence[int] | None = None) -> Condition:
         """Return the conditions of the volumes with these names, with their modality but without their classes.
@@ -105,7 +106,8 @@ class Conditions:
     def metadata(self) -> dict[str, Any]:
         """Return what is stored with the trained weights because sampling needs it."""
         code = {} if self.code is None else {"numbers": self.code.model_dump(mode="json")}
-        return {**({} if self.normalisation is None else self.normalisation.content("condition")), **code}
+        values = {"label_values": list(self.label_values)} if self.label_values else {}
+        return {**({} if self.normalisation is None else self.normalisation.content("condition")), **code, **values}
 
 
 def prepare_conditions(
@@ -147,17 +149,19 @@ def prepare_conditions(
     scans = scan_vectors(scan, settings.data, (*volumes.train, *volumes.val), pairs.regions)
     modality = scan.modality if scan.num_modalities else None
     grid = settings.latent_shape[1:]
-    return Conditions(numbers, readers, grid, digest, normalisation, code, vectors, image, scans, modality)
+    values = pairs.label_values
+    return Conditions(numbers, readers, grid, digest, normalisation, code, vectors, image, scans, modality, values)
 
 
 def _label_maps(settings: Settings, pairs: Pairs, process: Process, first: int) -> ReadVariant:
     number, grid = settings.ldm.conditioning.labels.num_classes, settings.latent_shape[1:]
+    values = pairs.label_values
 
     def shares(index: int) -> Tensor:
-        return torch.from_numpy(label_shares(pairs.labels[index].path, number, settings.data, grid))
+        return torch.from_numpy(label_shares(pairs.labels[index].path, number, settings.data, grid, values))
 
     digests = [file.digest for file in pairs.labels]
-    key = ["labels", number, reading_of(settings.data), list(grid)]
+    key = ["labels", number, reading_of(settings.data), list(grid), *([list(values)] if values else [])]
     read = keep(shares, digests, (number, *grid), key, _is_on_disk(settings), process, "label maps", first)
     return lambda number, variant: read(number)
 

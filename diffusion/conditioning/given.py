@@ -16,9 +16,9 @@ from data.files import dicom
 from data.formats import SUFFIXES, content_digest, read_header, suffix_of
 from data.geometry import geometry_of
 from data.pairs.geometry import mismatch
-from data.pairs.label_maps import label_problem, label_shares, mask_problem
+from data.pairs.label_maps import label_problem, label_shares, mask_problem, unknown_values
 from data.pairs.numbers import NumberCode
-from data.pairs.pairs import LABELS, label_reading
+from data.pairs.pairs import label_reading
 from data.pairs.partners import named_after
 from data.pairs.space import Space, mask_of, space_of_volume
 from data.reading import measure
@@ -70,7 +70,11 @@ class GivenCondition:
 
 
 def given_conditions(
-    settings: Settings, given: GivenFiles, codec: VolumeCodec, normalisation: Normalisation
+    settings: Settings,
+    given: GivenFiles,
+    codec: VolumeCodec,
+    normalisation: Normalisation,
+    label_values: Sequence[int] = (),
 ) -> list[GivenCondition]:
     """Return the cases of the files that a command is given, in the order of their names; empty without files.
 
@@ -99,7 +103,7 @@ def given_conditions(
             number = s.labels.num_classes
             part, space = (torch.zeros(number, *settings.latent_shape[1:]), None)
             if label_map is not None:
-                part, space = _label_map(label_map, settings)
+                part, space = _label_map(label_map, settings, label_values)
             parts.append(part)
         if s.volume.is_used:
             number = s.volume.num_joined(settings.autoencoder.latent_channels)
@@ -258,13 +262,13 @@ def _check_together(label_map: Path | None, volume: Path, space: Space, settings
         raise DataError(problem)
 
 
-def _label_map(path: Path, settings: Settings) -> tuple[Tensor, Space]:
+def _label_map(path: Path, settings: Settings, values: Sequence[int]) -> tuple[Tensor, Space]:
     number = settings.ldm.conditioning.labels.num_classes
     _, facts = measure(path, label_reading(settings.data, number))
-    problem = label_problem(path, facts, number, LABELS)
+    problem = label_problem(path, facts) or unknown_values(path, facts, number, values)
     if problem is not None:
         raise DataError(problem)
-    shares = label_shares(path, number, settings.data, settings.latent_shape[1:])
+    shares = label_shares(path, number, settings.data, settings.latent_shape[1:], values)
     return torch.from_numpy(shares), Space(geometry_of(facts.header, settings.data))
 
 

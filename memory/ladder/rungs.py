@@ -143,8 +143,10 @@ def _thinner_slabs(settings: Settings) -> list[int]:
 def _offload(settings: Settings) -> Iterator[Proposal]:
     """Propose offloading with whole blocks first, then with slabs; only thinner slabs if the config already offloads.
 
-    Nesting is turned off, because the host keeps what nesting would recompute.
+    Nesting is turned off, because the host keeps what nesting would recompute. A CPU is the host.
     """
+    if settings.device.type == "cpu":
+        return
     training = settings.autoencoder.training
     if training.use_gradient_checkpointing_offload:
         choices = _thinner_slabs(settings)
@@ -254,8 +256,9 @@ def _ldm_checkpointing(settings: Settings) -> Iterator[Proposal]:
 
 
 def _ldm_offload(settings: Settings) -> Iterator[Proposal]:
-    changes = {"ldm.training.use_gradient_checkpointing_offload": True}
-    yield Proposal("U-Net block inputs on the host", changes, True, "the inputs of the U-Net's blocks")
+    if settings.device.type != "cpu":
+        changes = {"ldm.training.use_gradient_checkpointing_offload": True}
+        yield Proposal("U-Net block inputs on the host", changes, True, "the inputs of the U-Net's blocks")
 
 
 def _pixel_chunk(settings: Settings) -> Iterator[Proposal]:

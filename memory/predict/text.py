@@ -140,9 +140,10 @@ def _totals(p: Prediction, num_gpus: int) -> str:
     if p.correction != 1.0:
         rows.append(["corrected by measurement", f"x {p.correction:.2f}", p.correction_source])
     margin = f"most in: {p.needing_phase}; margin of this tier ({p.tier}): +{p.margin:.0%}"
-    rows.append(
-        ["needed on the device" if num_gpus == 1 else "needed on each GPU", gib(p.needed_bytes(num_gpus)), margin]
-    )
+    needed = "needed on the device" if num_gpus == 1 else "needed on each GPU"
+    if not p.is_for_gpu:
+        needed = "needed besides Python itself"
+    rows.append([needed, gib(p.needed_bytes(num_gpus)), margin])
     if p.is_for_gpu:
         rows.append(["host memory for offload", gib(p.host_bytes), "pinned, in blocks of powers of two"])
     return table(rows, right=(1,))

@@ -6,6 +6,7 @@ import logging
 from concurrent.futures import Future
 from dataclasses import replace
 
+import psutil
 import torch
 
 from memory.kernels.gpus import Gpu, chosen_gpu, find_gpu
@@ -60,8 +61,10 @@ class BackgroundPrediction:
         prediction = self._of_volumes(num_volumes)
         if prediction is not None:
             log.info("memory: on a GPU %s", _needs(prediction, num_processes))
-            card = chosen_gpu(self._gpu_name)
-            log.info("%s", describe_time(prediction, card, num_processes, self._max_hours))
+            text = describe_time(prediction, chosen_gpu(self._gpu_name), num_processes, self._max_hours)
+            if self._gpu_name is None:
+                text = text.replace(":", " (--gpu NAME for another):", 1)
+            log.info("%s", text)
             for text in prediction.warnings:
                 log.warning("memory: %s", text)
 
@@ -96,19 +99,24 @@ def without_triton(device: torch.device) -> int:
     return 0 if is_plain else torch.cuda.get_device_properties(device).total_memory
 
 
-def _needs(p: Prediction, num_processes: int) -> str:
+def _needs(p: Prediction, num_processes: int, resident: int = 0) -> str:
+    """Describe what a run needs; `resident`: what its process had in memory before it, on a CPU."""
+    needed = gib(p.needed_bytes(num_processes) + resident)
+    beside = f", {gib(resident)} of it Python and its libraries" if resident else ""
     return (
-        f"the run needs {gib(p.needed_bytes(num_processes))}, most in its {p.needing_phase}; a step has "
+        f"the run needs {needed}{beside}, most in its {p.needing_phase}; a step has "
         f"{gib(p.peak_allocated_bytes)} in tensors, peak in: {p.phase}; a real step may need {p.margin:.0%} more"
     )
 
 
 def _announce(prediction: Prediction, settings: Settings, stage: Stage, available: int, num_processes: int) -> None:
-    where, time = ("the device", "") if prediction.is_for_gpu else ("this machine", f". {CPU_TIME}")
-    log.info("memory: %s has %s; on it %s%s", where, gib(available), _needs(prediction, num_processes), time)
+    where, time, resident = "the device", "", 0
+    if not prediction.is_for_gpu:
+        where, time, resident = "this machine", f". {CPU_TIME}", psutil.Process().memory_info().rss
+    log.info("memory: %s has %s; on it %s%s", where, gib(available), _needs(prediction, num_processes, resident), time)
     for text in prediction.warnings:
         log.warning("memory: %s", text)
-    if prediction.needed_bytes(num_processes) <= available:
+    if prediction.needed_bytes(num_processes) + resident <= available:
         return
     rung = next_same_mathematics_rung(settings, stage)
     advice = f"; next rung: {rung.name} ({as_overrides(rung)})" if rung is not None else ""

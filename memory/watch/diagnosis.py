@@ -99,12 +99,14 @@ def report_out_of_memory(
 
 def settings_of_next_rung(settings: Settings, stage: Stage, saved: int) -> Settings | None:
     """Return the settings of the next rung with the same mathematics (`--on-oom next-rung`); None if none is left."""
-    rung = next_same_mathematics_rung(settings, stage)
+    has_gpu = settings.device.type != "cpu" and torch.cuda.is_available()
+    here = settings if has_gpu else settings.with_overrides({"device.type": "cpu"})
+    rung = next_same_mathematics_rung(here, stage)
     if rung is None:
         return None
     how = f"resuming from the checkpoint of step {saved}" if saved else "there is no checkpoint yet; starting again"
     log.warning("memory: out of memory; %s with %s (%s)", how, rung.name, as_overrides(rung))
-    return rung.settings
+    return settings.with_overrides(rung.changes, stage)
 
 
 def yaml_diff(before: Settings, after: Settings) -> str:

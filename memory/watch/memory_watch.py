@@ -45,7 +45,9 @@ class MemoryWatch:
     def __init__(
         self, settings: Settings, stage: Stage, process: Process, is_dry_run: bool = False, gpu_name: str | None = None
     ) -> None:
-        self.settings, self.stage, self.process = settings, stage, process
+        self.stage, self.process = stage, process
+        # Predictions and rungs of a CPU follow other rules, so the settings name the device.
+        self.settings = settings.with_overrides({"device.type": process.device.type})
         self.prediction: Prediction | None = None
         self.readings = MemoryReadings(process.device)
         self._full_steps = 0
@@ -54,9 +56,7 @@ class MemoryWatch:
         self._pending: BackgroundPrediction | None = None
         self._for_gpu: BackgroundPrediction | None = None
         if process.is_first and not (process.device.type == "cpu" and is_tiny(settings, stage)):
-            # Predictions for a CPU follow other rules, so the settings name the device.
-            here = settings.with_overrides({"device.type": process.device.type})
-            self._pending = BackgroundPrediction(here, stage, without_triton=without_triton(process.device))
+            self._pending = BackgroundPrediction(self.settings, stage, without_triton=without_triton(process.device))
         has_no_gpu = settings.device.type == "auto" and process.device.type == "cpu"
         if process.is_first and is_dry_run and (gpu_name is not None or has_no_gpu):
             on_gpu, card = settings.with_overrides({"device.type": "cuda"}), chosen_gpu(gpu_name)

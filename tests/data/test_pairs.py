@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def test_every_missing_doubled_and_unsuitable_partner_is_named_at_once(folder, t
     write_maps(maps, [f"v{place}.nii.gz" for place in range(1, 8)])
     write_nifti(maps / "v1.nii", label_map(1), AFFINE)
     write_nifti(maps / "v2.nii.gz", label_map(1, (12, 10, 20)), AFFINE)
-    write_nifti(maps / "v3.nii.gz", label_map(1) + 2, AFFINE)
+    write_nifti(maps / "v3.nii.gz", label_map(1) - 2, AFFINE)
     write_nifti(maps / "v4.nii.gz", label_map(1) + 0.5, AFFINE)
     (maps / "v5.nii.gz").write_bytes(b"nothing")
     moved = AFFINE.copy()
@@ -112,7 +113,7 @@ def test_every_missing_doubled_and_unsuitable_partner_is_named_at_once(folder, t
     assert "v0.nii.gz: no partner in ldm.conditioning.labels.source: " in text
     assert "v1.nii.gz: 2 partners in " in text
     assert "v2.nii.gz: 12 x 10 x 20 voxels of 2 x 2.5 x 3 mm from (-11.0, -13.2, 3.5), and its volume" in text
-    assert "v3.nii.gz: label values from 2 to 4; ldm.conditioning.labels.num_classes: 3 allows 0 to 2; set 5" in text
+    assert "v3.nii.gz: a label value of -2; 0 and above is allowed; change the map" in text
     assert "v4.nii.gz: values that are not whole numbers" in text
     assert "v5.nii.gz: not a .nii.gz file" in text
     assert "v6.nii.gz: 12 x 10 x 8 voxels" in text
@@ -276,7 +277,7 @@ def test_a_map_may_have_many_values_of_any_type_if_they_are_whole(tmp_path):
     for name, voxels in (("a", values), ("b", values.round())):
         write_nifti(tmp_path / f"{name}.nii.gz", voxels, AFFINE)
         _, facts = measure(tmp_path / f"{name}.nii.gz", build_settings())
-        texts.append(label_problem(tmp_path / f"{name}.nii.gz", facts, 501, LABELS))
+        texts.append(label_problem(tmp_path / f"{name}.nii.gz", facts))
     assert "a.nii.gz: values that are not whole numbers" in str(texts[0])
     assert texts[1] is None
 
@@ -284,6 +285,45 @@ def test_a_map_may_have_many_values_of_any_type_if_they_are_whole(tmp_path):
 def test_a_negative_label_is_not_mended_by_more_classes(tmp_path):
     write_nifti(tmp_path / "a.nii.gz", label_map(0) - 1, AFFINE)
     _, facts = measure(tmp_path / "a.nii.gz", build_settings())
-    text = label_problem(tmp_path / "a.nii.gz", facts, 3, LABELS)
+    text = label_problem(tmp_path / "a.nii.gz", facts)
     assert text is not None
-    assert text.endswith("num_classes: 3 allows 0 to 2; change the map")
+    assert text.endswith("a label value of -1; 0 and above is allowed; change the map")
+
+
+def with_gaps(seed: int) -> np.ndarray:
+    """A map of three of the values of a parcellation."""
+    return np.array([0, 17, 1035, 53], np.int16)[label_map(seed).astype(int) + (seed == 2)]
+
+
+def test_label_values_with_gaps_are_classes_in_ascending_order(folder, tmp_path, caplog):
+    maps, volumes = tmp_path / "maps", volumes_of(folder)
+    for place in range(8):
+        write_nifti(maps / f"v{place}.nii.gz", with_gaps(place), AFFINE)
+    data = build_settings(source=str(folder))
+    with caplog.at_level(logging.INFO):
+        pairs = prepare_pairs(conditioning(maps, 4), data, volumes)
+    assert pairs.label_values == (0, 17, 53, 1035)
+    assert "the label values 0, 17, 53, 1035 are the classes 0 to 3" in caplog.text
+    grid = [size // 2 for size in data.voxel_size]
+    shares = label_shares(maps / "v2.nii.gz", 4, data, grid, pairs.label_values)
+    for number, value in enumerate(pairs.label_values):
+        write_nifti(tmp_path / "one.nii.gz", (with_gaps(2) == value).astype(np.uint8), AFFINE)
+        np.testing.assert_allclose(shares[number], label_shares(tmp_path / "one.nii.gz", 2, data, grid)[1], atol=1e-6)
+    problem = r"num_classes: 3, and the label maps have 4 values: 0, 17, 53, 1035, such as 1035 in .*; set 4$"
+    with pytest.raises(DataError, match=problem):
+        prepare_pairs(conditioning(maps, 3), data, volumes)
+
+
+def test_background_is_the_first_class_even_if_no_map_has_any(folder, tmp_path):
+    for place in range(8):
+        labels = np.array([17, 53, 54], np.int16)[label_map(place).astype(int)]
+        write_nifti(tmp_path / f"maps/v{place}.nii.gz", labels, AFFINE)
+    data = build_settings(source=str(folder))
+    pairs = prepare_pairs(conditioning(tmp_path / "maps", 4), data, volumes_of(folder))
+    assert pairs.label_values == (0, 17, 53, 54)
+
+
+def test_values_without_gaps_are_the_numbers_of_their_classes(folder, tmp_path):
+    write_maps(tmp_path / "maps", [f"v{place}.nii.gz" for place in range(8)])
+    settings = build_settings(source=str(folder))
+    assert prepare_pairs(conditioning(tmp_path / "maps", 5), settings, volumes_of(folder)).label_values == ()

@@ -21,12 +21,11 @@ from data.formats import write_nifti
 from data.preparation.store import PreparedFolder
 from data.reading import VolumeFacts, measure
 from data.survey import patients
-from data.survey.grids import stage_problems, suggested_grid
 from data.survey.names import class_folder, label_files
 from data.survey.overview import looks_like_labels, outlier_lines, range_lines
 from data.survey.patients import groups_of, parted_patients, suspected_patients
 from data.volumes import check_source, split
-from settings import DataError, Settings
+from settings import DataError
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
 
@@ -291,16 +290,6 @@ def test_a_window_is_one_for_all_volumes_so_units_count(make_volume: Callable[..
     names = [f"v{i:02d}" for i in range(20)]
     assert outlier_lines(names, facts, build_settings()) == []
     assert [line[:3] for line in outlier_lines(names, facts, window)] == ["v02"]
-
-
-def test_suggested_grid_is_accepted_by_both_stages(folder: Path) -> None:
-    settings = Settings.model_validate({"data": {"source": str(folder), "voxel_size": [36, 36, 36]}})
-    facts = [c.facts for c in check_source(settings.data, 0, 1).checked if c.facts is not None]
-    assert any(problem.startswith("stage ldm") for problem in stage_problems(settings, (36, 36, 36)))
-    grid = suggested_grid(facts, settings)
-    assert grid is not None
-    assert stage_problems(settings, grid) == []
-    assert all(abs(axis - size) <= 16 for axis, size in zip(grid, (12, 10, 8), strict=True))
 
 
 def test_folders_of_cases_are_no_classes_and_label_maps_do_not_make_them_so(tmp_path: Path) -> None:

@@ -43,3 +43,22 @@ def test_the_threshold_is_a_share_of_the_range():
 def test_each_volume_of_a_batch_is_measured_by_itself():
     batch = torch.cat([grid((1, 1, 1)), grid()])
     assert iou(batch, torch.cat([grid((1, 1, 1)), grid((0, 0, 0))]), 0.1).tolist() == [1, 0]
+
+
+def test_background_of_a_signed_channel_is_not_occupied():
+    """A velocity is 0 where nothing was seen, which is the middle of its range."""
+    echoes = torch.full((1, 2, 8, 8, 8), -1.0)
+    echoes[:, 1] = 0.25
+    echoes[0, 0, 1, 1, :3] = 1.0
+    echoes[0, 1, 1, 1, :3] = torch.tensor([-1.0, 1.0, 0.9])
+    empty = torch.full_like(echoes, -1.0)
+    empty[:, 1] = 0.25
+    assert float(iou(echoes, echoes, 0.1)) == 1
+    assert float(iou(empty, echoes, 0.1)) == 0
+    assert float(iou(empty + 0.1, echoes, 0.1)) == 0
+    assert float(chamfer(empty, echoes, 0.1)) == pytest.approx(8 * math.sqrt(3))
+
+
+def test_a_volume_without_one_common_value_is_occupied_above_its_lower_end():
+    filled = torch.linspace(-1, 1, 512).view(1, 1, 8, 8, 8)
+    assert float(iou(torch.ones_like(filled), filled, 0.1)) == pytest.approx((filled > -0.8).float().mean().item())

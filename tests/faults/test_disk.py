@@ -79,6 +79,7 @@ def test_second_command_on_a_run_is_refused_and_the_first_continues(start, tmp_p
     second = start("autoencoder", "autoencoder.training.max_steps=2000", output="second.log")
     assert second.wait() == 2, second.output
     assert f"in use by another process (pid {first.pid} on " in second.output
+    assert "grid -> latent" not in second.output  # nothing was prepared or predicted before
     assert first.exit_code is None, first.output
     first.send(signal.SIGKILL)
     first.wait()

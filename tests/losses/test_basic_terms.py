@@ -97,3 +97,11 @@ def test_errors_of_occupied_voxels_count_more_and_micro_batches_still_add_up(kin
     both = reconstruction_loss(torch.cat([target, other]) + 0.5, torch.cat([target, other]), kind, 10.0, 0.1)
     alone = reconstruction_loss(other + 0.5, other, kind, 10.0, 0.1)
     assert float(both) == pytest.approx((float(found) + float(alone)) / 2)
+
+
+def test_background_of_a_signed_channel_counts_once():
+    target = torch.full((2, 2, 4, 4, 4), -1.0)
+    target[:, 1] = 0.25  # a velocity of 0
+    target[1, 1, 0, 0, :2] = torch.tensor([-1.0, 1.0])
+    expected = 0.5 * (1 + 9 * 2 / target.numel())
+    assert float(reconstruction_loss(target + 0.5, target, "l1", 10.0, 0.1)) == pytest.approx(expected)

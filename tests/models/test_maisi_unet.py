@@ -131,8 +131,10 @@ def test_imported_unet_has_the_gradients_of_maisi(name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_as_close_to_the_gradients_of_maisi_as_maisi_itself(dtype, knobs):
     ours = build_unet(settings_with(SCANS["all"], **knobs).ldm, latent_channels=3)
-    # On average, because in one batch MAISI's rounding errors may happen to cancel.
-    assert statistics.fmean(problem("all", batch).ratio(ours, dtype) for batch in BATCHES) <= LIMITS[dtype]
+    ratios = [problem("all", batch).ratio(ours, dtype) for batch in BATCHES]
+    # On average, because in one batch MAISI's rounding errors may happen to cancel: 3.1 at most, on a CPU without AVX.
+    assert statistics.fmean(ratios) <= LIMITS[dtype]
+    assert max(ratios) <= 2 * LIMITS[dtype], ratios
 
 
 @pytest.mark.parametrize("name", SCANS)

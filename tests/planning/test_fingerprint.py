@@ -12,7 +12,10 @@ from data.formats import write_nifti
 from data.preparation import checking
 from data.survey.patients import parted_patients, suspected_patients
 from data.volumes import split
+from planning.choices import notes
 from planning.fingerprint import CT, LABEL_MAPS, Fingerprint, take_fingerprint
+from planning.layout import covered_extent, layouts
+from planning.sizing import sizing_of
 from settings import DataError, DataSettings
 
 SIZE = (10, 12, 8)
@@ -163,6 +166,18 @@ def test_every_problem_is_named():
         taken()
     for name in ("flat.nii", "two.nii", "broken.nii"):
         assert name in str(error.value)
+
+
+def test_a_plan_does_without_the_few_files_that_cannot_be_used_and_names_them():
+    for number in range(5):
+        write(f"{number}.nii", mr(number))
+    write("two.nii", np.stack([mr(0), mr(1)]))
+    Path("volumes/broken.nii").write_bytes(b"no volume")
+    found = taken()
+    assert (found.number, found.num_channels, len(found.problems)) == (5, 1, 2)
+    note = notes(found, sizing_of(found, layouts(covered_extent(found))[-1]))[0]
+    for word in ("2 problems", "broken.nii", "two.nii", "training refuses the folder until"):
+        assert word in note
 
 
 def test_channels_that_the_user_gave_are_those_of_every_file():

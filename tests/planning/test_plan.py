@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -293,6 +294,16 @@ def test_occupied_voxels_of_mostly_empty_volumes_count_more():
         assert plan.recommended.settings.autoencoder.training.occupied_weight == weight
 
 
+def test_the_echoes_of_mostly_empty_volumes_keep_their_whole_range():
+    """Of a volume that is 99 % empty, the 99.5th percentile is the median of what is not."""
+    sparse = dataclasses.replace(SETS["MR"], background=0.99)
+    assert of(planned(sparse), "data.intensity.upper").value == 100.0
+    four = dataclasses.replace(sparse, num_channels=4, ranges=((0.0, 19.0), (0.0, 0.0), (0.0, 9.0), (-1024.0, 400.0)))
+    whole = ("percentile", 0.0, 100.0)
+    rules = (whole, whole, whole, ("window", -1000.0, 1000.0))
+    assert planned(four).recommended.settings.data.intensity.channels == rules
+
+
 def test_few_latent_voxels_are_counted_in_ones():
     plan = planned(pretended(60, (32, 32, 24)))
     assert re.search(r"the latents of the set have \d+,\d{3} voxels", of(plan, "ldm.unet.num_channels").reason)
@@ -305,3 +316,19 @@ def test_json_holds_every_value_with_its_reason():
     assert values["fingerprint"]["number"] == 120
     assert values["choices"]["data.voxel_size"]["reason"]
     assert [row["name"] for row in values["rows"]] == ["faster", "recommended", "larger"]
+
+
+def test_passes_are_counted_over_the_training_volumes():
+    plan = planned(SETS["CT"], 24)
+    settings = plan.recommended.settings
+    num_training, num_held_out = plan.fingerprint.split(settings.data, settings.seed)
+    assert num_held_out > 1
+    for stage, kind in (("autoencoder", "volume"), ("ldm", "latent")):
+        training = look_up(settings, f"{stage}.training")
+        per_update = training.batch_size * training.gradient_accumulation_steps
+        parts = 1.0
+        if stage == "autoencoder" and settings.data.patch_size is not None:
+            parts = math.prod(settings.data.voxel_size) / math.prod(settings.data.patch_size)
+        passes = training.max_steps * per_update / num_training / parts
+        reason = of(plan, f"{stage}.training.max_steps").reason
+        assert reason.startswith(f"about {passes:,.0f} passes over {num_training} training {kind}s")

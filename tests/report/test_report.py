@@ -165,7 +165,8 @@ def test_comparison_names_runs_and_what_differs(tmp_path):
 
 
 def test_ladder_position_tells_what_is_on_and_what_is_left(tmp_path):
-    settings = Settings.model_validate(TINY).with_overrides({"autoencoder.training.use_gradient_checkpointing": True})
+    changes = {"autoencoder.training.use_gradient_checkpointing": True, "device.type": "cuda"}
+    settings = Settings.model_validate(TINY).with_overrides(changes)
     states = {rung["name"]: rung["state"] for rung in ladder_position(settings, "autoencoder")}
     assert states["checkpointing"] == "taken"
     assert states["as configured"] == "here"

@@ -33,6 +33,31 @@ def test_reconstructions_are_on_the_grids_of_their_volumes(command, tmp_path, tm
     assert (tmp_path / "single" / "a_reconstruction.nii.gz").is_file()
 
 
+def test_label_maps_of_a_folder_are_left_out_as_in_training(command, tmp_path, tmp_path_factory):
+    run = finished_run(tmp_path_factory)
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        image = rng.normal(100, 30, (1, 16, 16, 16)).astype(np.float32)
+        write_nifti(tmp_path / f"in/{name}.nii.gz", image, np.eye(4))
+        blocks = rng.integers(0, 40, (1, 4, 4, 4)).repeat(4, 1).repeat(4, 2).repeat(4, 3).astype(np.int16)
+        write_nifti(tmp_path / f"in/{name}_parcels.nii.gz", blocks - blocks.min(), np.eye(4))
+        write_nifti(tmp_path / f"in/{name}_seg.nii.gz", (image > 100).astype(np.uint8), np.eye(4))
+    result = command("scripts/reconstruct.py", "--run", run, "--input", "in", "--out", "out")
+    assert result.returncode == 0, result.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "a_reconstruction.nii.gz",
+        "b_reconstruction.nii.gz",
+    ]
+    assert "a_seg.nii.gz: left out, a label map by its name" in result.stderr
+    assert "a_parcels.nii.gz: left out, it looks like a label map" in result.stderr
+    write_nifti(tmp_path / "in/flat.nii.gz", np.ones((1, 16, 16, 16), np.float32), np.eye(4))
+    (tmp_path / "in/broken.nii.gz").write_bytes(b"no volume")
+    result = command("scripts/reconstruct.py", "--run", run, "--input", "in", "--out", "other")
+    assert result.returncode == 2
+    assert "--input: in has 2 problems:" in result.stderr
+    assert not (tmp_path / "other").exists()
+
+
 def test_an_input_that_is_not_there_is_named(tmp_path_factory, capsys):
     run = finished_run(tmp_path_factory)
     assert run_here("scripts/reconstruct.py", "--run", run, "--input", "gone", "--out", "o") == 2

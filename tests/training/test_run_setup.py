@@ -19,7 +19,7 @@ from runtime.processes import Process
 from settings import CheckpointError, Settings, UserError, load_settings
 from training.recording.recorder import drop_later_lines
 from training.resume import check_resumable
-from training.run_setup import describe_run, open_run
+from training.run_setup import check_run, describe_run, open_run
 
 CPU = Process(torch.device("cpu"))
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,9 @@ def test_second_process_on_a_run_is_refused_and_a_crash_leaves_no_lock(tmp_path,
     assert holder.stdout.readline().strip() == "held"
     with pytest.raises(UserError, match=rf"runs/shared: in use by another process \(pid {holder.pid} "):
         open_run(settings, CPU).__enter__()
+    with pytest.raises(UserError, match="in use by another process"):
+        check_run(settings, is_dry_run=False)
+    check_run(settings, is_dry_run=True)  # which writes nothing
     holder.kill()
     holder.wait()
     time.sleep(0.1)

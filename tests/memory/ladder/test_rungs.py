@@ -108,3 +108,14 @@ def test_no_attention_is_claimed_only_when_none_is_left(where):
     names = [rung.name for rung in build_rungs(settings, where, "lossless-first")]
     assert "no attention" not in names
     assert "no attention at level 2" in names
+
+
+@pytest.mark.parametrize("order", ["lossless-first", "guide"])
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+def test_a_cpu_has_no_host_to_offload_to(stage, order):
+    def names(device: str) -> str:
+        return ", ".join(rung.name for rung in build_rungs(heavy(**{"device.type": device}), stage, order))
+
+    for word in ("offload" if stage == "autoencoder" else "on the host", "mixed precision"):
+        assert word in names("cuda")
+        assert word not in names("cpu")

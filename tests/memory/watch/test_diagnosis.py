@@ -3,13 +3,23 @@
 import errno
 import json
 import logging
+from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
 from command_line import OUT_OF_MEMORY
 from memory.predict.prediction import GIB
-from memory.watch.diagnosis import REPORT, TrainingOutOfMemoryError, is_out_of_memory, report_out_of_memory, yaml_diff
+from memory.watch import announcement
+from memory.watch.diagnosis import (
+    REPORT,
+    TrainingOutOfMemoryError,
+    is_out_of_memory,
+    report_out_of_memory,
+    settings_of_next_rung,
+    yaml_diff,
+)
 from memory.watch.memory_watch import MemoryWatch, is_tiny, train_with_rungs
 from memory.watch.readings import MemoryReadings, device_bytes
 from runtime.phases import phase
@@ -137,6 +147,17 @@ def test_next_rung_is_taken_until_training_fits(caplog):
     assert "resuming from the checkpoint of step 1 with slabs of 32 rows" in caplog.text
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU block inputs can move to the host")
+def test_on_a_machine_without_a_gpu_nothing_is_offloaded():
+    knobs = ("use_gradient_checkpointing", "use_nested_checkpointing")
+    settings = Settings().with_overrides({f"{TRAINING}.{name}": True for name in knobs})
+    while (changed := settings_of_next_rung(settings, "autoencoder", 0)) is not None:
+        assert not changed.autoencoder.training.use_gradient_checkpointing_offload
+        assert changed.device.type == "auto"
+        settings = changed
+    assert settings.autoencoder.training.slab_rows == 8
+
+
 def test_without_next_rung_or_when_none_is_left_training_stops():
     def train(settings):
         raise TrainingOutOfMemoryError("it does not fit")
@@ -157,6 +178,18 @@ def test_announcement_warns_with_the_next_rung_when_it_will_not_fit(caplog, monk
     assert "memory: this machine has 0.00 GiB; on it the run needs" in caplog.text
     assert "Time on a CPU: not known before training has measured its first steps." in caplog.text
     assert f"next rung: micro-batch 1 ({TRAINING}.batch_size=1" in caplog.text
+
+
+def test_on_a_cpu_python_itself_must_fit_too(caplog):
+    prediction = replace(BLANK, context_bytes=0, peak_allocated_bytes=GIB, peak_reserved_bytes=GIB)
+    resident = psutil.Process().memory_info().rss
+    needed = prediction.needed_bytes(1)
+    for available, is_enough in ((needed + resident // 2, False), (needed + 2 * resident, True)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            announcement._announce(prediction, Settings(), "autoencoder", available, 1)
+        assert ("this will probably not fit" not in caplog.text) == is_enough
+        assert "GiB of it Python and its libraries" in caplog.text
 
 
 def test_readings_see_an_allocation_and_begin_a_new_interval():

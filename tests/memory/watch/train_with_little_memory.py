@@ -26,15 +26,19 @@ def address_space_peak() -> int:
 
 def limit_after_first_step(divisor: float) -> None:
     accumulate = TrainingStep.accumulate
-    taken = None
+    taken = limit = None
 
     def limited(self, micro_batches, step, run):
-        nonlocal taken
+        nonlocal taken, limit
         before = psutil.Process().memory_info().vms
         if taken is not None:
-            if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
-                resource.setrlimit(resource.RLIMIT_AS, (before + int(taken / divisor), resource.RLIM_INFINITY))
-            return accumulate(self, micro_batches, step, run)
+            limit = limit or before + int(taken / divisor)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+            try:
+                return accumulate(self, micro_batches, step, run)
+            finally:
+                # Validation loads libraries, whose size has nothing to do with a step's.
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         peak_before = address_space_peak()
         result = accumulate(self, micro_batches, step, run)
         taken = address_space_peak() - before
