@@ -50,26 +50,21 @@ STAGE_ONE: dict[str, dict[str, Any]] = {
     "without decay": {"autoencoder.training.learning_rate_decay": "none"},
 }
 STAGE_TWO: dict[str, dict[str, Any]] = {
-    EPSILON: {"ldm.scheduler.prediction": "epsilon", "ldm.scheduler.zero_terminal_snr": False},
+    EPSILON: {"ldm.scheduler.prediction": "epsilon"},
     "without decay": {"ldm.training.learning_rate_decay": "none"},
-    "without an average": {"ldm.training.ema_length": None, "ldm.training.ema_decay": 0.0},
-    "min-SNR": {"ldm.training.loss_weighting": "min_snr", "ldm.scheduler.zero_terminal_snr": False},
+    "without an average": {"ldm.training.ema_decay": 0.0},
 }
 # The tutorial's stage 2 predicts epsilon, has a constant learning rate, and neither clips nor averages. Its
 # latents are normalised as ours are, by channel.
 LOOP_STAGE_TWO = {
     "ldm.scheduler.type": "ddpm",
     "ldm.scheduler.prediction": "epsilon",
-    "ldm.scheduler.zero_terminal_snr": False,
-    "ldm.scheduler.time_sampling": "uniform",
     "ldm.scheduler.time_shift": 1.0,
     "ldm.sampling.sampler": "ddim",
     "ldm.sampling.num_inference_steps": 25,
-    "ldm.training.loss_weighting": "none",
     "ldm.training.warmup_steps": 0,
     "ldm.training.learning_rate_decay": "none",
     "ldm.training.max_grad_norm": 0.0,
-    "ldm.training.ema_length": None,
     "ldm.training.ema_decay": 0.0,
 }
 
@@ -164,12 +159,12 @@ def recipes_of(settings: Settings, ablations: bool) -> tuple[dict[str, Settings]
     """
     ddim = {"ldm.sampling.sampler": "ddim", "ldm.sampling.num_inference_steps": 25}
     is_flow = settings.ldm.scheduler.type == "rflow"
-    configured: Ways = {CONFIGURED: settings} | ({} if is_flow else {DDIM_25: settings.with_overrides(ddim, "ldm")})
+    configured: Ways = {CONFIGURED: settings} | ({} if is_flow else {DDIM_25: settings.with_overrides(ddim)})
     if not ablations:
         return {CONFIGURED: settings}, [configured], []
 
     def changed(recipes: dict[str, dict[str, Any]]) -> dict[str, Settings]:
-        found = {name: settings.with_overrides(changes, "ldm") for name, changes in recipes.items()}
+        found = {name: settings.with_overrides(changes) for name, changes in recipes.items()}
         return {name: other for name, other in found.items() if other != settings and not (is_flow and name == EPSILON)}
 
     rates = {f"{LOOP}, {rate:g}": {**LOOP_STAGE_TWO, "ldm.training.learning_rate": rate} for rate in LOOP_RATES}

@@ -30,6 +30,9 @@ def add_training(target: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print what would be trained and the memory it needs, then stop"
     )
     target.add_argument(
+        "--print-config", action="store_true", help="print every setting and where its value comes from, then stop"
+    )
+    target.add_argument(
         "--gpu",
         metavar="NAME",
         help='with --dry-run: also predict for this GPU, such as "RTX 4090"; default without a GPU here: A100',

@@ -201,7 +201,7 @@ def _inputs(resampler: nn.Module, h: Tensor, embedding: Tensor) -> tuple[Tensor,
 
 def build_unet(settings: LdmSettings, latent_channels: int) -> DiffusionUNet:
     """Build the U-Net that the settings describe, for latents of `latent_channels` channels."""
-    num_numbers = sum(settings.conditioning.numbers.widths)
+    num_numbers = sum(settings.conditioning.tabular.widths)
     scan_inputs, arguments = settings.conditioning.scan.inputs, unet_arguments(settings, latent_channels)
     model = DiffusionUNet(num_numbers, scan_inputs, **arguments)
     if settings.training.checkpoints_blocks:

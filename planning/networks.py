@@ -96,7 +96,7 @@ def _autoencoder_training(network: Network, scene: Scene) -> Iterator[Choice]:
     yield Choice(f"{where}.discriminator_learning_rate", min(rate, 2e-4), "at most that of the autoencoder", True)
     yield Choice(f"{where}.learning_rate_decay", "cosine", "docs/recipe.md")
     yield Choice(f"{where}.warmup_steps", "auto", "a twentieth of the run, at most 200 steps")
-    yield Choice("autoencoder.start", "haar", "docs/recipe.md")
+    yield Choice("autoencoder.initialisation", "haar", "docs/recipe.md")
     yield Choice(f"{where}.reconstruction_loss", "l2", "docs/recipe.md")
     yield Choice(f"{where}.edge_weight", 1.0, "docs/recipe.md")
     yield Choice(f"{where}.use_perceptual_loss", True, "sharper volumes")
@@ -128,11 +128,6 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     yield Choice("ldm.unet.num_res_blocks", 2, "as in the presets")
     heads = math.gcd(32, *channels)
     yield Choice("ldm.unet.num_head_channels", heads, "32, or less where that does not divide the channels")
-    yield Choice(
-        "ldm.latents.pad",
-        layout.pads_latents,
-        "the U-Net halves the latent" + (", which it does not divide" if layout.pads_latents else ""),
-    )
     batch, accumulation = _batches(where, network, sizing.unet_batch, scene.given)
     yield Choice(f"{where}.batch_size", batch, _batch_text(batch, sizing.unet_batch))
     yield Choice(f"{where}.gradient_accumulation_steps", accumulation, f"about {sizing.unet_batch} latents per update")
@@ -143,9 +138,8 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     rate = learning_rate(channels[0], 1.5e-3, 1e-4)
     reason = "1.5e-3 at 16 channels, measured in short runs; less for wider networks, not measured"
     yield Choice(f"{where}.learning_rate", rate, reason, True)
-    for name, value in (("learning_rate_decay", "cosine"), ("warmup_steps", "auto"), ("ema_decay", 0.0)):
+    for name, value in (("learning_rate_decay", "cosine"), ("warmup_steps", "auto"), ("ema_decay", "auto")):
         yield Choice(f"{where}.{name}", value, "docs/recipe.md")
-    yield Choice(f"{where}.ema_length", 0.05, "docs/recipe.md")
     yield from _intervals(where, steps)
     yield Choice("ldm.scheduler.prediction", "v", "docs/recipe.md")
     yield Choice("ldm.scheduler.schedule", "cosine", "docs/recipe.md")

@@ -112,7 +112,9 @@ class Planner:
         if "data.val_fraction" not in self.given:
             values = {key: choice.value for key, choice in by_key.items()}
             fraction, group_by = values["data.val_fraction"], values["data.group_by"]
-            _, held_out = self._split(fraction, group_by, values.get("data.labels"), values.get("seed", DEFAULT_SEED))
+            _, held_out = self._split(
+                fraction, group_by, values.get("data.class_labels"), values.get("seed", DEFAULT_SEED)
+            )
             reason = f"{held_out} of {found.number} to validate with"
             by_key["data.val_fraction"] = replace(by_key["data.val_fraction"], reason=reason)
         return list(by_key.values())
@@ -122,7 +124,7 @@ class Planner:
         key = (val_fraction, group_by, labels, seed)
         if key not in self._splits:
             found = self.fingerprint
-            s = DataSettings(source=found.source, val_fraction=val_fraction, group_by=group_by, labels=labels)
+            s = DataSettings(source=found.source, val_fraction=val_fraction, group_by=group_by, class_labels=labels)
             self._splits[key] = found.split(s, seed)
         return self._splits[key]
 
@@ -131,7 +133,7 @@ class Planner:
         values: dict[str, Any] = {}
         for choice in self.choices(draft):
             assign(values, choice.key, choice.value)
-        return validate(values, "ldm")
+        return validate(values)
 
     def verdict(self, draft: Draft, stage: Stage) -> Verdict:
         """Return what a stage of a draft needs."""
@@ -139,7 +141,7 @@ class Planner:
 
     def _ask(self, settings: Settings, stage: Stage) -> Verdict:
         s = settings.data
-        return self.ask(settings, stage, self._split(s.val_fraction, s.group_by, s.labels, settings.seed))
+        return self.ask(settings, stage, self._split(s.val_fraction, s.group_by, s.class_labels, settings.seed))
 
     def verdicts(self, draft: Draft) -> tuple[Verdict, Verdict]:
         """Return what both stages need, predicted at the same time."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import above_zero, add_config, check_output_folder, parser, run
-from settings import CheckpointError, Settings, dump_yaml, load_settings
+from settings import CheckpointError, Settings, dump_yaml, load_settings, stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> None:
     state = {key: value.float() for key, value in state.items()}
     metadata: dict[str, Any] = {
         "stage": network,
-        "settings": settings.model_dump(mode="json"),
+        "settings": stored(settings),
         "imported_from": f"{options.origin}: {path.name}",
     }
     if network == "ldm":

@@ -40,9 +40,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument("--input", required=True, metavar="PATH", help="a volume, or a folder of volumes")
     result.add_argument("--out", required=True, metavar="DIR", help="folder for the reconstructions")
     codes = result.add_mutually_exclusive_group()
-    codes.add_argument(
-        "--codes", action="store_true", help="vq and fsq: also write each latent as integers, NAME_codes.npz"
-    )
+    codes.add_argument("--codes", action="store_true", help="vq: also write each latent as integers, NAME_codes.npz")
     codes.add_argument(
         "--from-codes", action="store_true", help="the input is such a file or a folder of them; decode it"
     )
@@ -73,7 +71,7 @@ def main(options: argparse.Namespace) -> int:
         raise DataError(f"--input: {printable(source)} does not exist; give a volume or a folder of volumes")
     if options.from_codes:
         return _decode(source, Path(options.out), trained.codec())
-    names = {source: source.name} if source.is_file() else {f.path: f.name for f in discover(str(source), False)}
+    names = {source: source.name} if source.is_file() else {f.path: f.name for f in discover(str(source))}
     targets = dict(zip(names, _targets(list(names.values()), Path(options.out)), strict=True))
     inputs = {path.resolve() for path in names}
     for target in targets.values():

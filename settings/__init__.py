@@ -6,10 +6,12 @@ from settings.device import DeviceSettings
 from settings.dotted import has_key, look_up
 from settings.errors import CheckpointError, ConfigError, DataError, Problem, TrainingError, UserError
 from settings.ldm import LdmSettings, LdmTraining
-from settings.load import dump_yaml, known_keys, load_settings, read_overrides, validate
+from settings.load import known_keys, load_settings, read_overrides, validate
 from settings.logging import LoggingSettings
+from settings.migrations import restored, stored
 from settings.root import Settings
 from settings.section import TrainingSettings
+from settings.writing import dump_short, dump_with_origins, dump_yaml
 
 __all__ = [
     "AutoencoderSettings",
@@ -28,11 +30,15 @@ __all__ = [
     "TrainingError",
     "TrainingSettings",
     "UserError",
+    "dump_short",
+    "dump_with_origins",
     "dump_yaml",
     "has_key",
     "known_keys",
     "load_settings",
     "look_up",
     "read_overrides",
+    "restored",
+    "stored",
     "validate",
 ]

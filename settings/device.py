@@ -11,24 +11,18 @@ class DeviceSettings(Section):
     """The `device` section."""
 
     type: Literal["auto", "cuda", "cpu"] = key("auto", "auto: CUDA if available, else the CPU.", FREE)
-    mixed_precision: bool = key(True, "Run convolutions and attention in 16-bit precision.")
+    mixed_precision: bool = key(False, "Run convolutions and attention in 16-bit precision.")
     amp_dtype: Literal["auto", "bfloat16", "float16"] = key(
         "auto",
         "auto: bfloat16 if the GPU supports it, else float16 with gradient scaling; on a CPU, where 16 bits are many "
         "times slower, float32.",
     )
-    tf32: bool = key(True, "Let float32 convolutions and matrix products round their inputs to TF32 on CUDA.")
     optimizer_states: Literal["float32", "8bit"] = key(
         "float32",
         "How Adam keeps its two moments; 8bit: with a scale for each kernel, 0.3 of the memory, slower updates.",
     )
     memory_format: Literal["auto", "contiguous", "channels_last"] = key(
         "auto", "Memory layout of volumes; auto: channels_last, but contiguous for MONAI's stock autoencoder.", SAME
-    )
-    cudnn_benchmark: bool = key(
-        True,
-        "Time cuDNN's algorithms for each new shape and use the fastest; it may need more workspace than predicted.",
-        SAME,
     )
     allocator: str = key(
         "expandable_segments:True",

@@ -6,11 +6,13 @@ from typing import Literal
 
 from settings.section import FREE, Section, key
 
-Mode = Literal["none", "offline", "online"]
-
 
 class LoggingSettings(Section):
     """The `logging` section."""
 
-    wandb: Mode = key("none", "Weights & Biases; offline: files in the run folder, to upload with wandb sync.", FREE)
-    mlflow: Mode = key("none", "MLflow; offline: mlflow.db in the run folder; online: at MLFLOW_TRACKING_URI.", FREE)
+    tracker: Literal["none", "wandb", "wandb-offline", "mlflow", "mlflow-offline"] = key(
+        "none",
+        "wandb: Weights & Biases; wandb-offline: its files in the run folder, to upload with wandb sync; mlflow: "
+        "MLflow at MLFLOW_TRACKING_URI; mlflow-offline: mlflow.db in the run folder.",
+        FREE,
+    )

@@ -43,7 +43,7 @@ class Settings(Section):
         failed = context.get("failed", frozenset())
         problems = [
             problem
-            for problem, sources in find_problems(self, context.get("stage"))
+            for problem, sources in find_problems(self)
             if not any(overlap(key, bad) for bad in failed for key in (problem.where, *sources))
         ]
         if problems:
@@ -65,9 +65,9 @@ class Settings(Section):
         """Return the grid of the U-Net's highest level: that of a latent, padded."""
         return self.ldm.unet.level_grids(self.latent_shape[1:])[0]
 
-    def with_overrides(self, changes: Mapping[str, Any], stage: str | None = None) -> Settings:
+    def with_overrides(self, changes: Mapping[str, Any]) -> Settings:
         """Return validated settings with dotted keys changed, such as {"data.num_workers": 4}."""
         values = self.model_dump()
         for dotted, value in changes.items():
             assign(values, dotted, value)
-        return Settings.model_validate(values, context={"stage": stage})
+        return Settings.model_validate(values)

@@ -93,7 +93,9 @@ def test_a_run_with_label_maps_trains_resumes_and_samples_in_their_space(config,
     write_nifti(Path("more.nii.gz"), np.full((1, 20, 16, 14), 3.0, np.float32), AFFINE)
     capsys.readouterr()
     assert run_here("scripts/sample.py", *arguments, "--labels", "more.nii.gz") == 2
-    assert "label values from 3 to 3; ldm.conditioning.labels.num_classes: 3 allows 0 to 2" in capsys.readouterr().err
+    assert (
+        "label values from 3 to 3; ldm.conditioning.label_map.num_classes: 3 allows 0 to 2" in capsys.readouterr().err
+    )
     assert run_here("scripts/sample.py", *arguments, "--labels", "nowhere") == 2
     assert "--labels: nowhere does not exist" in capsys.readouterr().err
 
@@ -151,17 +153,20 @@ def test_a_missing_partner_stops_training_and_the_check_of_the_data(config, caps
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["ldm.conditioning.labels.num_classes=0"], "ldm.conditioning.labels.num_classes: 0 with a source"),
-        (["ldm.conditioning.labels.num_classes=1"], "ldm.conditioning.labels.num_classes: 1 label value"),
-        (["ldm.conditioning.labels.source=null"], "ldm.conditioning.labels.source: null with num_classes above 0"),
+        (["ldm.conditioning.label_map.num_classes=0"], "ldm.conditioning.label_map.num_classes: 0 with a source"),
+        (["ldm.conditioning.label_map.num_classes=1"], "ldm.conditioning.label_map.num_classes: 1 label value"),
         (
-            ["ldm.conditioning.labels.dropout=0", "ldm.sampling.guidance_scale=2"],
+            ["ldm.conditioning.label_map.source=null"],
+            "ldm.conditioning.label_map.source: null with num_classes above 0",
+        ),
+        (
+            ["ldm.conditioning.label_map.dropout=0", "ldm.sampling.guidance_scale=2"],
             "2 with conditioning dropout 0, so the network never learns to predict without a condition",
         ),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(tiny_config, overrides, text):
-    labels = ["ldm.conditioning.labels.source=maps", "ldm.conditioning.labels.num_classes=3"]
+    labels = ["ldm.conditioning.label_map.source=maps", "ldm.conditioning.label_map.num_classes=3"]
     with pytest.raises(ConfigError) as error:
         load_settings(tiny_config, [*labels, *overrides])
     assert text in str(error.value)

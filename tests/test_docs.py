@@ -69,7 +69,7 @@ def test_every_block_of_config_in_documents_is_valid_in_a_preset():
     for block in blocks:
         preset = "maisi" if "maisi" in block else "default"
         changes = dict(leaves(yaml.safe_load(block)))
-        found = load_settings(ROOT / "configs" / f"{preset}.yaml", stage="ldm").with_overrides(changes, stage="ldm")
+        found = load_settings(ROOT / "configs" / f"{preset}.yaml", stage="ldm").with_overrides(changes)
         assert found.ldm.conditioning.is_used, block
 
 

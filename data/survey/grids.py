@@ -17,7 +17,7 @@ from storage.names import size_text
 def suggested_grid(facts: Sequence[VolumeFacts], settings: Settings) -> tuple[int, ...] | None:
     """Return the median size of the volumes, rounded to what both stages accept, or None if nothing near it is.
 
-    It is the median after `data.orientation` and `data.spacing`.
+    It is the median after reorientation to RAS and `data.spacing`.
     """
     sizes = np.median([geometry_of(fact.header, settings.data).spaced_shape for fact in facts], axis=0)
     steps = [settings.ldm.unet.downsampling * factor for factor in settings.autoencoder.downsampling]
@@ -30,14 +30,12 @@ def suggested_grid(facts: Sequence[VolumeFacts], settings: Settings) -> tuple[in
 
 
 def stage_problems(settings: Settings, grid: Sequence[int]) -> list[str]:
-    """Return what each stage refuses about a grid."""
-    problems = []
-    for stage in ("autoencoder", "ldm"):
-        try:
-            settings.with_overrides({"data.voxel_size": list(grid)}, stage)
-        except ConfigError as error:
-            problems += [f"stage {stage}: {problem}" for problem in error.problems]
-    return problems
+    """Return what the settings refuse about a grid."""
+    try:
+        settings.with_overrides({"data.voxel_size": list(grid)})
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
 
 
 def cost_text(grid: Sequence[int], settings: Settings, number: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 TINY: dict[str, Any] = {
     "name": "tiny",
     "seed": 7,
-    "data": {"voxel_size": [16, 16, 16], "num_phantoms": 6, "num_workers": 0, "val_fraction": 0.2},
+    "data": {"source": "phantoms:6", "voxel_size": [16, 16, 16], "num_workers": 0, "val_fraction": 0.2},
     "autoencoder": {
         "num_channels": [8, 16],
         "num_res_blocks": 1,

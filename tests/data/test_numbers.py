@@ -9,12 +9,12 @@ import pytest
 from data.pairs.numbers import NumberCode, code_of, read_numbers
 from data.volumes import VolumeFile
 from settings import DataError
-from settings.conditioning import NumberSettings
+from settings.conditioning import TabularSettings
 
 
-def settings(**values) -> NumberSettings:
-    return NumberSettings.model_validate(
-        {"table": "people.csv", "continuous": ["Age"], "categorical": ["sex"], "max_categories": 3, **values}
+def settings(**values) -> TabularSettings:
+    return TabularSettings.model_validate(
+        {"table": "people.csv", "continuous": ["Age"], "categorical": ["sex"], **values}
     )
 
 
@@ -43,12 +43,12 @@ def test_every_missing_doubled_and_wrong_row_is_named(tmp_path):
     Path("people.csv").write_text("file,sex,age\na,F,5\na,M,6\nb,,7\nc,M,old\nd,N,inf\ne,O,1\nf,P,2\n")
     _, problems = read_numbers(settings(), files(*"abcdefg"))
     text = "\n".join(problems)
-    assert "a: 2 rows in ldm.conditioning.numbers.table: people.csv" in text
+    assert "a: 2 rows in ldm.conditioning.tabular.table: people.csv" in text
     assert "b: sex is empty in " in text
     assert "c: Age is old, which is not a finite number" in text
     assert "d: Age is inf, which is not a finite number" in text
     assert "g: no row in " in text
-    assert "column sex has 5 different values; ldm.conditioning.numbers.max_categories allows 3" in text
+    assert "column sex has 5 different values; ldm.conditioning.tabular.max_categories allows 3" in text
     assert len(problems) == 6
 
 

@@ -46,7 +46,7 @@ def test_labels_count_as_such_only_beside_what_they_label() -> None:
 def test_images_and_labels_are_pairs_and_no_classes(tmp_path: Path) -> None:
     for name in ("images/a", "images/b", "labels/a", "labels/b"):
         write_nifti(tmp_path / f"all/{name}.nii.gz", random_voxels(1), AFFINE)
-    volumes, left_out = find(str(tmp_path / "all"), False)
+    volumes, left_out = find(str(tmp_path / "all"))
     assert [(item.name, item.class_name) for item in volumes] == [("images/a.nii.gz", None), ("images/b.nii.gz", None)]
     assert left_out == [f"labels/{name}.nii.gz: left out, labels of images/ by the name of the folder" for name in "ab"]
 
@@ -59,7 +59,7 @@ def test_label_maps_are_left_out_unless_asked_for_or_alone(tmp_path: Path, caplo
     volumes = prepare_volumes(build_settings(source=str(tmp_path / "all")), 0, 1)
     assert len(volumes.train) + len(volumes.val) == 3
     assert "odd.nii.gz: left out, it looks like a label map" in caplog.text
-    asked = prepare_volumes(build_settings(source=str(tmp_path / "all"), label_maps=True), 0, 1)
+    asked = prepare_volumes(build_settings(source=str(tmp_path / "all"), include_label_maps=True), 0, 1)
     assert len(asked.train) + len(asked.val) == 4
     alone = prepare_volumes(build_settings(source=str(tmp_path / "maps")), 0, 1)
     assert len(alone.train) + len(alone.val) == 3
@@ -120,7 +120,7 @@ def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path: Path) -> None
     for values, text in (
         ({"group_by": "nothing"}, "matches 0 of 3 volumes, not a/sub-1_x.nii"),
         ({"group_by": "("}, "is not a pattern"),
-        ({"group_by": "column:patient"}, "without data.labels"),
+        ({"group_by": "column:patient"}, "without data.class_labels"),
         ({"group_by": "column:age", "labels": str(table)}, "file and age are needed"),
     ):
         with pytest.raises(DataError, match=text):
@@ -324,5 +324,5 @@ def test_set_of_label_maps_alone_is_named(tmp_path: Path, caplog: pytest.LogCapt
         write_nifti(tmp_path / f"maps/m{i}.nii.gz", (random_voxels(i) > 100).astype(np.uint8), AFFINE)
     for asked in (False, True):
         caplog.clear()
-        check_source(build_settings(source=str(tmp_path / "maps"), label_maps=asked), 0, 1)
+        check_source(build_settings(source=str(tmp_path / "maps"), include_label_maps=asked), 0, 1)
         assert ("every volume looks like a label map" in caplog.text) == (not asked)

@@ -21,10 +21,8 @@ from tests.training.step_gradients import gradients
 from training.ldm_step import LatentDiffusionStep
 
 CPU = Process(torch.device("cpu"))
-LABELS: dict[str, Any] = {"labels": {"source": "maps", "num_classes": 4, "dropout": 0.25}}
-NUMBERS: dict[str, Any] = {
-    "numbers": {"table": "t", "continuous": ["age"], "categorical": ["sex"], "max_categories": 3, "dropout": 0.4}
-}
+LABELS: dict[str, Any] = {"label_map": {"source": "maps", "num_classes": 4, "dropout": 0.25}}
+NUMBERS: dict[str, Any] = {"tabular": {"table": "t", "continuous": ["age"], "categorical": ["sex"], "dropout": 0.4}}
 BOTH: dict[str, Any] = {"type": "class", "num_classes": 3, "dropout": 0.5, **LABELS}
 
 

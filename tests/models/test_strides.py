@@ -148,6 +148,6 @@ def test_a_step_of_each_stage_trains(stage):
     values = copy.deepcopy(TINY)
     values["autoencoder"]["strides"] = [[2, 2, 1]] * (len(values["autoencoder"]["num_channels"]) - 1)
     values["ldm"]["training"]["pixel_loss"] = {"weight": 0.1}
-    step = build_step(validate(values, stage), stage)
+    step = build_step(validate(values), stage)
     result = step([step.example_batch(2)], 1)
     assert all(torch.isfinite(torch.as_tensor(value)).all() for value in result.values())

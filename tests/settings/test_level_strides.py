@@ -12,7 +12,7 @@ THICK = [[2, 2, 1], [2, 2, 2]]
 
 def settings_of(strides, stage=None, **more):
     values = {"data": {"voxel_size": [64, 64, 24]}, "autoencoder": {"strides": strides}, **more}
-    return validate(values, stage)
+    return validate(values)
 
 
 def test_the_latent_grid_follows_from_the_strides():

@@ -100,7 +100,7 @@ def test_temporary_files_of_a_killed_process_are_removed_when_a_run_is_opened(tm
 
 
 def check(before: Settings, after: Settings, samples_before: int = 4, samples: int = 4) -> None:
-    check_resumable("autoencoder", before.model_dump(mode="json"), after, samples_before, samples)
+    check_resumable("autoencoder", before, after, samples_before, samples)
 
 
 def test_changes_that_alter_the_result_are_refused_all_at_once():

@@ -27,9 +27,9 @@ from models.weight_files import save_weights
 from settings import Settings
 
 CONDITIONS = {
-    "labels": {"source": "maps", "num_classes": 5},
+    "label_map": {"source": "maps", "num_classes": 5},
     "volume": {"encoding": "autoencoder", "source": "other"},
-    "numbers": {"table": "t.csv", "continuous": ["age"]},
+    "tabular": {"table": "t.csv", "continuous": ["age"]},
 }
 
 
@@ -54,7 +54,7 @@ def test_conditions_count_as_inputs_and_as_weights_of_the_first_convolution(tiny
 
 @pytest.mark.parametrize(("cache", "encodings"), [("disk", 1 + 4), ("none", 4)])
 def test_the_time_of_encoding_knows_the_variants_of_condition_volumes(tiny_values, cache, encodings):
-    volume = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": [4, 4, 4], "num_holes": 4}}
+    volume = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": [4, 4, 4]}}
     values = {**tiny_values["ldm"], "latents": {"cache": cache}, "conditioning": {"volume": volume}}
     settings = Settings.model_validate({**tiny_values, "ldm": values})
     programs = other_programs(settings, "ldm", cuda=False)
@@ -96,7 +96,7 @@ def test_guidance_in_the_middle_needs_the_memory_of_guidance_throughout(tiny_val
     found = []
     for scale, interval in ((2.0, [0.0, 1.0]), (2.0, [0.3, 0.6]), (1.0, [0.0, 1.0])):
         values = copy.deepcopy(tiny_values)
-        values["ldm"]["conditioning"] = {"labels": {"source": "maps", "num_classes": 3}}
+        values["ldm"]["conditioning"] = {"label_map": {"source": "maps", "num_classes": 3}}
         values["ldm"]["sampling"] |= {"guidance_scale": scale, "guidance_interval": interval}
         values["ldm"]["unet"] |= {"num_channels": [16], "attention_levels": [False]}
         found.append(sampling_batch(Settings.model_validate(values), False, 64 * 2**20, 1000))
