@@ -246,11 +246,10 @@ def _entry(listing: Path, entry: Any, split: str | None) -> Found:
     root = listing.parent
     path = root / image
     name = os.path.normpath(image).replace(os.sep, "/")
-    inside = os.path.realpath(path).startswith(os.path.join(os.path.realpath(root), ""))
-    if not inside:
+    if os.path.isabs(image) or name.split("/")[0] == "..":
         raise ValueError(
             f"{printable(image)} leads out of {printable(root)}; only files inside it are allowed; "
-            "move it there, or dataset.json to a folder above both"
+            "move it there, or put a link to it there"
         )
     return Found(path, name, split=split)
 

@@ -84,9 +84,7 @@ def test_memory_guide_shows_the_stored_predictions():
 def test_predictions_of_the_documents_are_current():
     """Predict one entry of each section again; the tests of preset_table predict stage 1 of every preset."""
     quickstart = load_settings(ROOT / "configs" / "quickstart.yaml")
-    small = base_settings().with_overrides(
-        {**AMP, **LEAN, **CHECKPOINTED, "data.patch_size": (64, 64, 64)}, "autoencoder"
-    )
+    small = base_settings().with_overrides({**AMP, **LEAN, **CHECKPOINTED, "data.patch_size": (64, 64, 64)})
     quality = load_settings(ROOT / "configs" / "quality.yaml")
     chosen: tuple[tuple[str, Settings, Stage], ...] = (
         ("presets", quickstart, "ldm"),

@@ -118,21 +118,21 @@ def test_labels_of_dataset_json_may_be_numbers_names_or_missing(
     assert line.endswith("dataset.json: classes left out, 1 of 3 volumes have none, for example c.nii.gz")
 
 
-def test_paths_of_dataset_json_stay_inside_its_folder_unless_allowed(make_volume: Make, tmp_path: Path) -> None:
+def test_paths_of_dataset_json_stay_inside_its_folder_but_links_may_lead_out(make_volume: Make, tmp_path: Path) -> None:
     inside = make_volume("a.nii.gz")
     outside = tmp_path / "outside.nii.gz"
     outside.write_bytes(inside.read_bytes())
     (tmp_path / "volumes/link.nii.gz").symlink_to(outside)
-    entries = ["a.nii.gz", "../outside.nii.gz", str(outside), "link.nii.gz", "x/../../outside.nii.gz"]
+    entries = ["a.nii.gz", "link.nii.gz", "../outside.nii.gz", str(outside), "x/../../outside.nii.gz"]
     source = write_listing(tmp_path / "volumes", entries)
     with pytest.raises(DataError) as refusal:
         discover(source)
     text = str(refusal.value)
-    assert "4 problems" in text
-    assert "entry 1: ../outside.nii.gz leads out of" in text
-    assert "set data.allow_outside_root: true" in text
-    source = write_listing(tmp_path / "volumes", entries[:3])
-    assert len(discover(source, allow_outside_root=True)) == 3
+    assert "3 problems" in text
+    assert "entry 2: ../outside.nii.gz leads out of" in text
+    assert "put a link to it there" in text
+    source = write_listing(tmp_path / "volumes", entries[:2])
+    assert len(discover(source)) == 2
 
 
 @pytest.mark.parametrize(
