@@ -11,18 +11,14 @@ import sys
 from functools import partial
 
 from command_line import INTERRUPTED, add_config, add_training, overrides_of, parser, run
-from settings import Settings, dump_with_origins, load_settings
+from settings import Settings, load_settings
 
 log = logging.getLogger("train_ldm")
 
 
 def main(options: argparse.Namespace) -> int:
     """Check the config before the slow imports, then train; with --on-oom, retry with less memory."""
-    overrides = overrides_of(options, "ldm")
-    settings = load_settings(options.config, overrides, stage="ldm")
-    if options.print_config:
-        print(dump_with_origins(options.config, overrides), end="")
-        return 0
+    settings = load_settings(options.config, overrides_of(options), stage="ldm")
     from memory.watch.memory_watch import train_with_rungs
 
     return train_with_rungs(lambda s: train(s, options.dry_run, options.gpu), settings, "ldm", options.on_oom)
@@ -89,5 +85,5 @@ if __name__ == "__main__":
         ],
     )
     add_config(arguments)
-    add_training(arguments)
+    add_training(arguments, "ldm")
     sys.exit(run(main, arguments.parse_intermixed_args()))

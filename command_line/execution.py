@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from command_line.arguments import overrides_of
 from settings.errors import UserError
+from settings.writing import dump_with_origins
 from storage.names import printable
 
 OUT_OF_MEMORY = 3
@@ -39,6 +41,9 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
     # from other processes on a shared CPU: steps took twice as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
+        if getattr(options, "print_config", False):
+            print(dump_with_origins(options.config, overrides_of(options)), end="")
+            return 0
         return main(options) or 0
     except UserError as error:
         return _report(error)

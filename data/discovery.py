@@ -246,6 +246,7 @@ def _entry(listing: Path, entry: Any, split: str | None) -> Found:
     root = listing.parent
     path = root / image
     name = os.path.normpath(image).replace(os.sep, "/")
+    os.fsencode(image)  # raises ValueError for what no file can be called
     if os.path.isabs(image) or name.split("/")[0] == "..":
         raise ValueError(
             f"{printable(image)} leads out of {printable(root)}; only files inside it are allowed; "

@@ -15,8 +15,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from settings.dotted import assign, look_up, overlap, remove
-from settings.errors import ConfigError, Problem
+from settings import migrations
+from settings.dotted import assign, has_key, look_up, overlap, remove
+from settings.errors import CheckpointError, ConfigError, Problem
+from settings.migrations import upgraded
 from settings.root import Settings
 from settings.section import WITHOUT_NUL, is_section
 from settings.yaml_reader import parse_value, read_document
@@ -35,8 +37,6 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | 
     document = read_document(path)
     values = document.values
     if "version" in values:
-        from settings.migrations import upgraded  # which needs this module
-
         values = upgraded(values, path)
     values.setdefault("name", path.stem)
     alone = copy.deepcopy(values)
@@ -108,6 +108,23 @@ def validate(values: dict[str, Any]) -> Settings:
         except ConfigError as rules:
             problems += rules.problems
         raise ConfigError(problems) from None
+
+
+def stored(settings: Settings) -> dict[str, Any]:
+    """Return the settings as checkpoints and weight files store them: every key, and the version."""
+    return {"version": migrations.VERSION, **settings.model_dump(mode="json")}
+
+
+def restored(values: dict[str, Any], where: object) -> Settings:
+    """Return stored settings; raise `CheckpointError` unless they have every key and this version knows it."""
+    values = upgraded(values, where)
+    missing = [dotted for dotted, field in known_keys() if not is_section(field) and not has_key(values, dotted)]
+    if missing:
+        raise CheckpointError(f"{where}: its settings lack {missing[0]}; {migrations.WAY_OUT}")
+    try:
+        return validate(values)
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: its settings cannot be used; {migrations.WAY_OUT}: {error}") from None
 
 
 def known_keys(kind: Any = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:

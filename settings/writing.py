@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from settings import migrations
 from settings.dotted import look_up, overlap
 from settings.load import known_keys, load_settings
-from settings.migrations import VERSION
 from settings.root import Settings
 from settings.section import is_section
 from settings.yaml_reader import read_document
@@ -50,7 +50,7 @@ def dump_yaml(settings: Settings) -> str:
         return "" if dotted == "name" or default == look_up(settings, dotted) else f"default: {value_text(default)}"
 
     head = "# The complete settings of this run; those that are not the default say so.\n"
-    return f"{head}version: {VERSION}\n" + yaml_text(settings, _leaves(), comment)
+    return f"{head}version: {migrations.VERSION}\n" + yaml_text(settings, _leaves(), comment)
 
 
 def dump_with_origins(path: str | Path, overrides: Sequence[str]) -> str:

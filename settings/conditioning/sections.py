@@ -39,7 +39,7 @@ class DegradeSettings(Section):
     hole: Sizes | PathText | None = key(
         None,
         "Size in voxels of a box that is cut out, and that the network learns to fill, at 4 different places in turn; "
-        f"or masks of what is cut out, above 0 there: {_SOURCE.format(column='masks')}; null: nothing.",
+        f"or masks of what is cut out, above 0 there: {_SOURCE.format(column='hole')}; null: nothing.",
     )
 
     @property
@@ -108,7 +108,7 @@ class VolumeSettings(Section):
 class LabelMapSettings(Section):
     """Label maps, joined to the noisy latent as the share of each label value in each voxel of the latent."""
 
-    source: PathText | None = key(None, f"Label maps: {_SOURCE.format(column='labels')}; null: none.", FREE)
+    source: PathText | None = key(None, f"Label maps: {_SOURCE.format(column='label_map')}; null: none.", FREE)
     num_classes: int = key(
         0,
         "Number of label values, with the background: they run from 0 to one less; 0: no label maps.",

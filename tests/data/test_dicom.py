@@ -73,7 +73,7 @@ def said(folder: Path) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("values", [{}, {"spacing": [1.5, 1.5, 2.0]}, {"orientation": "LPI"}])
+@pytest.mark.parametrize("values", [{}, {"spacing": [1.5, 1.5, 2.0]}])
 def test_series_equals_the_same_volume_as_nifti(tmp_path: Path, values: dict[str, Any]) -> None:
     voxels = voxels_of(0)
     write_series(tmp_path / "scan", voxels)

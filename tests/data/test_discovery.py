@@ -179,7 +179,7 @@ def test_a_csv_gives_labels_by_relative_or_file_name(make_volume: Make, tmp_path
     for name in ("x/a.nii.gz", "x/b.nii.gz", "y/b.nii.gz"):
         make_volume(name)
     (tmp_path / "labels.csv").write_text("file,age,label\na.nii.gz,3,ill\nx/b.nii.gz,4,well\n./y/b.nii.gz,5,ill\n")
-    settings = build_settings(source=str(tmp_path / "volumes"), labels=str(tmp_path / "labels.csv"))
+    settings = build_settings(source=str(tmp_path / "volumes"), class_labels=str(tmp_path / "labels.csv"))
     volumes = prepare_volumes(settings, seed=0, in_channels=1)
     labels = {file.name: file.label for file in (*volumes.train, *volumes.val)}
     assert volumes.class_names == ("ill", "well")
@@ -191,7 +191,7 @@ def test_volumes_without_a_row_are_reported_with_the_other_problems(make_volume:
     make_volume("y/b.nii.gz")
     make_volume("a.nii.gz").write_text("no volume")
     (tmp_path / "labels.csv").write_text("file,label\na.nii.gz,1\nb.nii.gz,2\n")
-    settings = build_settings(source=str(tmp_path / "volumes"), labels=str(tmp_path / "labels.csv"))
+    settings = build_settings(source=str(tmp_path / "volumes"), class_labels=str(tmp_path / "labels.csv"))
     with pytest.raises(DataError) as refusal:
         prepare_volumes(settings, seed=0, in_channels=1)
     assert "3 problems" in str(refusal.value)
@@ -219,7 +219,7 @@ def test_a_label_table_that_cannot_be_used_is_refused(tmp_path: Path, content: s
     table = tmp_path / "labels.csv"
     if content is not None:
         table.write_text(content)
-    with pytest.raises(DataError, match=r"data\.labels: .*labels\.csv") as refusal:
+    with pytest.raises(DataError, match=r"data\.class_labels: .*labels\.csv") as refusal:
         with_labels([], str(table))
     assert text in str(refusal.value)
 

@@ -80,7 +80,7 @@ def test_dicom_series_are_partners_by_the_names_of_their_folders(tmp_path):
 def test_a_csv_pairs_any_names(folder, tmp_path):
     write_maps(tmp_path / "elsewhere", [f"m{place}.nii.gz" for place in range(8)])
     rows = [f"v{place}.nii.gz,elsewhere/m{7 - place}.nii.gz" for place in range(8)]
-    (tmp_path / "pairs.csv").write_text("\n".join(["file,labels", *rows]))
+    (tmp_path / "pairs.csv").write_text("\n".join(["file,label_map", *rows]))
     found = partner_names(tmp_path / "pairs.csv", volumes_of(folder))
     assert found == {f"v{place}.nii.gz": f"m{7 - place}.nii.gz" for place in range(8)}
 
@@ -133,7 +133,7 @@ def test_one_map_for_two_volumes_is_refused(tmp_path):
     [
         ("nowhere", "is neither a folder nor a CSV file"),
         ("empty", "holds no volume"),
-        ("wrong.csv", "has the columns file, map; file and labels are needed"),
+        ("wrong.csv", "has the columns file, map; file and label_map are needed"),
         ("key:seg", "needs a dataset.json as data.source"),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_row_with_more_fields_than_columns_is_refused(tmp_path):
     """A decimal comma would cut a number short, or move the columns after it."""
     (tmp_path / "people.csv").write_text("file,age\na.nii.gz,63,5\n")
     s = TabularSettings(table=str(tmp_path / "people.csv"), continuous=("age",))
-    with pytest.raises(DataError, match=r"numbers\.table: .* line 2 has 3 fields for 2 columns; quote its commas"):
+    with pytest.raises(DataError, match=r"tabular\.table: .* line 2 has 3 fields for 2 columns; quote its commas"):
         read_numbers(s, [VolumeFile(Path("a.nii.gz"), "a.nii.gz")])
     (tmp_path / "people.csv").write_text('\ufefffile,age\na.nii.gz,"63.5",,\n')
     assert read_numbers(s, [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]) == ([{"age": "63.5"}], [])

@@ -116,12 +116,12 @@ def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path: Path) -> None
     assert groups(group_by="sub-1") == ["sub-1", "sub-1", "b/sub-2_x.nii/"]
     table = tmp_path / "table.csv"
     table.write_text("file,label,patient\na/sub-1_x.nii,0,p\na/sub-1_y.nii,0,p\nsub-2_x.nii,1,q\n")
-    assert groups(group_by="column:patient", labels=str(table)) == ["p", "p", "q"]
+    assert groups(group_by="column:patient", class_labels=str(table)) == ["p", "p", "q"]
     for values, text in (
         ({"group_by": "nothing"}, "matches 0 of 3 volumes, not a/sub-1_x.nii"),
         ({"group_by": "("}, "is not a pattern"),
         ({"group_by": "column:patient"}, "without data.class_labels"),
-        ({"group_by": "column:age", "labels": str(table)}, "file and age are needed"),
+        ({"group_by": "column:age", "class_labels": str(table)}, "file and age are needed"),
     ):
         with pytest.raises(DataError, match=text):
             groups(**values)
@@ -294,9 +294,10 @@ def test_a_window_is_one_for_all_volumes_so_units_count(make_volume: Callable[..
 
 
 def test_suggested_grid_is_accepted_by_both_stages(folder: Path) -> None:
-    settings = Settings.model_validate({"data": {"source": str(folder), "voxel_size": [36, 36, 36]}})
+    data, training = {"source": str(folder), "voxel_size": [36, 36, 36]}, {"discriminator": {"num_layers_d": 2}}
+    settings = Settings.model_validate({"data": data, "autoencoder": {"training": training}})
     facts = [c.facts for c in check_source(settings.data, 0, 1).checked if c.facts is not None]
-    assert any(problem.startswith("stage ldm") for problem in stage_problems(settings, (36, 36, 36)))
+    assert any("not divisible by 4" in problem for problem in stage_problems(settings, (38, 36, 36)))
     grid = suggested_grid(facts, settings)
     assert grid is not None
     assert stage_problems(settings, grid) == []

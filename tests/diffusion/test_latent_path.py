@@ -142,6 +142,7 @@ def test_samples_are_decoded_from_unscaled_latents(tiny_values):
         [0, 1],
         shape,
         settings.ldm.sampling.num_inference_steps,
+        settings.ldm.sampling.sampler,
     )
     with torch.no_grad():
         expected = torch.cat([step.autoencoder.decode(latent[None] / SCALE) for latent in drawn])

@@ -82,7 +82,7 @@ def test_twelve_steps_of_the_second_order_are_closer_than_twentyfive_of_the_firs
     assert error(name, "dpmpp_2m", 12) < error(name, "rflow" if name == "flow" else "ddim", 25)
 
 
-@pytest.mark.parametrize("name", ["epsilon", "v", "v to pure noise"])
+@pytest.mark.parametrize("name", ["epsilon", "v"])
 def test_ddpm_draws_the_mean_and_the_spread_of_the_data(name):
     process = NoiseProcess(SchedulerSettings.model_validate(PROCESSES[name]), CPU)
     drawn = sample_latents(
