@@ -26,7 +26,7 @@ def test_learning_rate_rises_over_the_warm_up_and_falls_as_a_cosine():
     assert factors[9] == pytest.approx(1.0)
     assert factors[60] == pytest.approx(0.5)
     assert factors[-1] < 0.001
-    constant = TrainingSettings(max_steps=110, warmup_steps=0)
+    constant = TrainingSettings(max_steps=110, warmup_steps=0, learning_rate_decay="none")
     assert learning_rate_factor(100, constant) == 1.0
 
 
@@ -45,7 +45,7 @@ def test_learning_rate_is_the_formula_at_every_step(warmup, decay):
 
 @pytest.mark.parametrize(("max_steps", "expected"), [(4, 0), (500, 25), (4000, 200), (50_000, 200)])
 def test_an_automatic_warm_up_is_a_twentieth_of_the_run_and_at_most_200_steps(max_steps, expected):
-    settings = TrainingSettings(max_steps=max_steps, warmup_steps="auto")
+    settings = TrainingSettings(max_steps=max_steps, learning_rate_decay="none")
     assert settings.num_warmup_steps == expected
     factors = [learning_rate_factor(step, settings) for step in range(min(max_steps, 300))]
     assert sum(factor < 1 for factor in factors) == max(0, expected - 1)
