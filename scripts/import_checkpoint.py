@@ -135,9 +135,7 @@ def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
         for key, value in unseen[network]
     ]
     if network != "ldm" and settings.autoencoder.value_range == "symmetric":
-        lines.append(
-            "volumes are scaled to [-1, 1]; weights trained on another range, such as [0, 1], need fine-tuning"
-        )
+        lines.append("volumes are scaled to [-1, 1]; for weights trained on [0, 1] set autoencoder.variant=monai_unit")
     return lines
 
 

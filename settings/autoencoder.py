@@ -128,10 +128,10 @@ class AutoencoderSettings(Section):
         "First weights: all random, or such that the latent starts as means and differences of neighbouring voxels.",
     )
     in_channels: Channels = key(1, "Channels of a volume.")
-    variant: Literal["monai", "maisi"] = key(
+    variant: Literal["monai", "monai_unit", "maisi"] = key(
         "monai",
-        "monai: volumes in [-1, 1] and a decoder that repeats voxels, as in MONAI's AutoencoderKL; maisi: in [0, 1], "
-        "and a decoder that interpolates, which MAISI's weights expect.",
+        "monai: volumes in [-1, 1] and a decoder that repeats voxels; monai_unit: the same network for volumes in "
+        "[0, 1], as some published weights expect; maisi: in [0, 1], and a decoder that interpolates, as in MAISI.",
     )
     num_channels: ChannelsPerLevel = key((32, 64, 64), "Channels of each level, highest resolution first.")
     strides: Literal[2] | StridesPerLevel = key(
@@ -169,7 +169,7 @@ class AutoencoderSettings(Section):
     @property
     def value_range(self) -> Literal["symmetric", "unit"]:
         """Return the range of volumes inside the network: [-1, 1] or [0, 1]."""
-        return "unit" if self.variant == "maisi" else "symmetric"
+        return "symmetric" if self.variant == "monai" else "unit"
 
     @property
     def upsampling(self) -> Literal["nearest", "trilinear"]:

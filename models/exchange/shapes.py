@@ -35,6 +35,8 @@ def settings_of_origin_that_differ(network: str, origin: str, settings: Settings
     """Return one line for each setting that the weights do not show but the library they come from implies."""
     if network != "autoencoder":
         return []
+    if (origin == "maisi") == (settings.autoencoder.variant == "maisi"):
+        return []
     implied = {"autoencoder.variant": "maisi" if origin == "maisi" else "monai"}
     return _differences(implied, settings, f"weights from {origin}")
 

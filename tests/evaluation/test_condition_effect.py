@@ -103,10 +103,11 @@ def test_the_right_condition_has_no_error_and_another_has_one(tiny_values, cases
 
 
 @pytest.mark.parametrize("degrade", [{"hole": [4, 4, 4]}, {"downsample": [1, 2, 1]}])
-def test_occupied_voxels_of_mostly_empty_volumes_are_compared(tiny_values, cases, degrade):
+def test_occupied_voxels_of_mostly_empty_volumes_are_compared(tiny_values, cases, degrade, monkeypatch):
+    monkeypatch.setattr("settings.autoencoder.OCCUPIED_THRESHOLD", 0.5)
     without, _ = effect(tiny_values, TARGET | {"degrade": degrade}, is_right=True)
     assert "iou" not in without["right"]
-    tiny_values["autoencoder"]["training"] |= {"occupied_weight": 5.0, "occupied_threshold": 0.5}
+    tiny_values["autoencoder"]["training"] |= {"occupied_weight": 5.0}
     found, _ = effect(tiny_values, TARGET | {"degrade": degrade}, is_right=True)
     assert (found["right"]["iou"], found["right"]["chamfer"]) == (1, 0)
     assert 0.1 < found["shuffled"]["iou"] < 0.9
@@ -118,14 +119,15 @@ def test_occupied_voxels_of_mostly_empty_volumes_are_compared(tiny_values, cases
         assert 0.1 < found["interpolated"]["iou"] < found["interpolated_kept"]["iou"] < 0.9
 
 
-def test_only_the_hole_counts_among_occupied_voxels(tiny_values, cases):
+def test_only_the_hole_counts_among_occupied_voxels(tiny_values, cases, monkeypatch):
+    monkeypatch.setattr("settings.autoencoder.OCCUPIED_THRESHOLD", 0.5)
     masks = []
     for place in range(6):
         mask = np.zeros((1, 16, 16, 16), np.float32)
         mask[0, 2:5, 2:5, 2:5], mask[0, 4, 4, 4] = 1, 0
         write_nifti(Path("masks") / f"{place}.nii.gz", mask, np.eye(4))
         masks.append(VolumeFile(Path("masks") / f"{place}.nii.gz", str(place)))
-    tiny_values["autoencoder"]["training"] |= {"occupied_weight": 5.0, "occupied_threshold": 0.5}
+    tiny_values["autoencoder"]["training"] |= {"occupied_weight": 5.0}
     volume = TARGET | {"degrade": {"hole": "masks"}}
     found, targets = effect(tiny_values, volume, is_right=True, masks=tuple(masks))
     hole = torch.from_numpy(mask[0] > 0)
