@@ -141,7 +141,7 @@ def test_volumes_are_normalised_by_channel_and_label_maps_stay_shares(config, en
 
 def test_a_missing_partner_stops_training_and_the_check_of_the_data(config, capsys):
     Path("maps/case_5.nii.gz").unlink()
-    with pytest.raises(DataError, match=r"case_5\.nii\.gz: no partner in ldm\.conditioning\.labels\.source: maps"):
+    with pytest.raises(DataError, match=r"case_5\.nii\.gz: no partner in ldm\.conditioning\.label_map\.source: maps"):
         train_ldm(config)
     assert run_here("scripts/check_data.py", "--config", config, "--json", "check.json") == 2
     assert "case_5.nii.gz: no partner" in capsys.readouterr().out

@@ -23,7 +23,7 @@ def test_numbers_of_a_table_are_learned_with_other_conditions_and_asked_for_by_n
     config = conditional_config(tmp_path, {"tabular": NUMBERS, **LABEL_MAPS})
     assert train_ldm(config) == 0
     trained = load_file("runs/tiny/ldm.safetensors")
-    assert trained["number_embedding.0.weight"].shape[1] == 6
+    assert trained["number_embedding.0.weight"].shape[1] == 2 + 16
     capsys.readouterr()
     arguments = ("--run", "runs/tiny", "--steps", "2", "--num", "1", "--out", "drawn")
     for number in ("age=41", "age=80"):
@@ -43,7 +43,7 @@ def test_numbers_of_a_table_are_learned_with_other_conditions_and_asked_for_by_n
     assert run_here("scripts/export_checkpoint.py", *weights) == 2
     assert "MONAI's DiffusionModelUNet takes no numbers" in capsys.readouterr().err
     Path("people.csv").write_text("\n".join(["file,age,sex", *rows[1:]]))
-    with pytest.raises(DataError, match=r"case_0\.nii\.gz: no row in ldm\.conditioning\.numbers\.table"):
+    with pytest.raises(DataError, match=r"case_0\.nii\.gz: no row in ldm\.conditioning\.tabular\.table"):
         train_ldm(config)
 
 

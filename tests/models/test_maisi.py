@@ -30,6 +30,13 @@ def settings_of(knobs, **shape):
     return autoencoder_settings(knobs, **{**SHAPE, **shape})
 
 
+def interpolating(settings):
+    """Build a network with MAISI's decoder and MONAI's range, which is the plain network's."""
+    model = build_autoencoder(settings)
+    model.value_range = "symmetric"
+    return model
+
+
 @cache
 def problem(batch):
     """MONAI's network whose upsampling is told to interpolate."""
@@ -45,18 +52,18 @@ def problem(batch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_interpolating_decoders_have_the_gradients_of_a_plain_network(dtype, batch):
     for knob in FEW:
-        problem(batch).assert_as_close_as_stock(build_autoencoder(settings_of(AUTOENCODER_KNOBS[knob])), dtype)
+        problem(batch).assert_as_close_as_stock(interpolating(settings_of(AUTOENCODER_KNOBS[knob])), dtype)
 
 
 @pytest.mark.parametrize("knob", AUTOENCODER_KNOBS)
 def test_every_memory_knob_has_the_gradients_of_a_plain_network(knob):
-    problem(2).assert_as_close_as_stock(build_autoencoder(settings_of(AUTOENCODER_KNOBS[knob])), torch.float64)
+    problem(2).assert_as_close_as_stock(interpolating(settings_of(AUTOENCODER_KNOBS[knob])), torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_channels_last_has_the_gradients_of_a_plain_network(dtype):
     for knob in FEW:
-        model = build_autoencoder(settings_of(AUTOENCODER_KNOBS[knob]))
+        model = interpolating(settings_of(AUTOENCODER_KNOBS[knob]))
         model.set_layout(CHANNELS_LAST)
         problem(3).assert_as_close_as_stock(model, dtype, arrange=channels_last)
 
@@ -64,7 +71,7 @@ def test_channels_last_has_the_gradients_of_a_plain_network(dtype):
 @pytest.mark.parametrize("rows", [2, 3, 7])
 def test_inference_in_slabs_gives_the_volumes_of_a_plain_network(rows):
     given = problem(2)
-    model = build_autoencoder(settings_of({"slab_rows": rows})).eval().double()
+    model = interpolating(settings_of({"slab_rows": rows})).eval().double()
     model.load_state_dict(given.stock.state_dict())
     x, none = given.inputs[0].double(), torch.zeros(1)
     with small_work_counts(), torch.inference_mode():
@@ -152,9 +159,7 @@ def test_weights_are_refused_by_a_config_that_would_compute_something_else_with_
     metadata = {"stage": "autoencoder", "settings": stored(validate(other))}
     with pytest.raises(CheckpointError, match=r"autoencoder\.variant"):
         autoencoder_of(plain, {}, metadata, tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"pretrained autoencoder has different settings:\n  autoencoder\.variant"
-    ):
+    with pytest.raises(CheckpointError, match=r"pretrained .* has different settings:\n  autoencoder\.variant"):
         check_pretrained(plain.autoencoder, metadata, tmp_path)
     check_pretrained(validate(other).autoencoder, metadata, tmp_path)
 

@@ -161,4 +161,4 @@ def test_a_network_without_such_inputs_starts_from_the_weights_it_always_had():
     assert not any("spacing" in key for key in plain)
     assert torch.equal(plain["conv_in.conv.weight"], told["conv_in.conv.weight"])
     widths = {told[key].shape[1] / value.shape[1] for key, value in plain.items() if key.endswith("proj.weight")}
-    assert 2 in widths
+    assert 4 in widths
