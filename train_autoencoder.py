@@ -18,7 +18,7 @@ log = logging.getLogger("train_autoencoder")
 
 def main(options: argparse.Namespace) -> int:
     """Check the config before the slow imports, then train; with --on-oom, retry with less memory."""
-    settings = load_settings(options.config, overrides_of(options, "autoencoder"), stage="autoencoder")
+    settings = load_settings(options.config, overrides_of(options), stage="autoencoder")
     from memory.watch.memory_watch import train_with_rungs
 
     return train_with_rungs(lambda s: train(s, options.dry_run, options.gpu), settings, "autoencoder", options.on_oom)
@@ -83,5 +83,5 @@ if __name__ == "__main__":
             "torchrun --nproc_per_node=4 train_autoencoder.py --config configs/balanced.yaml",
         ],
     )
-    add_training(arguments)
+    add_training(arguments, "autoencoder")
     sys.exit(run(main, arguments.parse_intermixed_args()))

@@ -18,7 +18,7 @@ log = logging.getLogger("train_ldm")
 
 def main(options: argparse.Namespace) -> int:
     """Check the config before the slow imports, then train; with --on-oom, retry with less memory."""
-    settings = load_settings(options.config, overrides_of(options, "ldm"), stage="ldm")
+    settings = load_settings(options.config, overrides_of(options), stage="ldm")
     from memory.watch.memory_watch import train_with_rungs
 
     return train_with_rungs(lambda s: train(s, options.dry_run, options.gpu), settings, "ldm", options.on_oom)
@@ -85,5 +85,5 @@ if __name__ == "__main__":
             "torchrun --nproc_per_node=4 train_ldm.py --config configs/balanced.yaml",
         ],
     )
-    add_training(arguments)
+    add_training(arguments, "ldm")
     sys.exit(run(main, arguments.parse_intermixed_args()))

@@ -24,11 +24,15 @@ def add_config(target: argparse.ArgumentParser) -> None:
     target.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the config")
 
 
-def add_training(target: argparse.ArgumentParser) -> None:
+def add_training(target: argparse.ArgumentParser, stage: str) -> None:
     """Add --config, the overrides and the other arguments that both train scripts take."""
     add_config(target)
+    target.set_defaults(stage=stage)
     target.add_argument(
         "--dry-run", action="store_true", help="print what would be trained and the memory it needs, then stop"
+    )
+    target.add_argument(
+        "--print-config", action="store_true", help="print every setting and where its value comes from, then stop"
     )
     target.add_argument(
         "--gpu",
@@ -51,12 +55,12 @@ def add_training(target: argparse.ArgumentParser) -> None:
     )
 
 
-def overrides_of(options: argparse.Namespace, stage: str) -> list[str]:
+def overrides_of(options: argparse.Namespace) -> list[str]:
     """Return the overrides of a train script; --hours and --minutes override the stage's `max_hours`."""
     if options.gpu is not None and not options.dry_run:
         raise ConfigError([Problem("--gpu", "given without --dry-run", "allowed: with it", "leave it out to train")])
     hours = options.hours if options.minutes is None else options.minutes / 60
-    return [*options.overrides, *([] if hours is None else [f"{stage}.training.max_hours={hours!r}"])]
+    return [*options.overrides, *([] if hours is None else [f"{options.stage}.training.max_hours={hours!r}"])]
 
 
 def at_least(smallest: float) -> Callable[[str], float]:

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+from command_line.arguments import overrides_of
 from settings.errors import UserError
+from settings.writing import dump_with_origins
 from storage.names import printable
 
 OUT_OF_MEMORY = 3
@@ -43,6 +45,9 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with _interruptible():
+            if getattr(options, "print_config", False):
+                print(dump_with_origins(options.config, overrides_of(options)), end="")
+                return 0
             return main(options) or 0
     except UserError as error:
         return _report(error)

@@ -37,12 +37,12 @@ class Found:
     split: str | None = None
 
 
-def discover(source: str, allow_outside_root: bool) -> list[Found]:
+def discover(source: str) -> list[Found]:
     """Return the volumes of a source, sorted by name; raise DataError if there are none."""
-    return find(source, allow_outside_root)[0]
+    return find(source)[0]
 
 
-def find(source: str, allow_outside_root: bool) -> tuple[list[Found], list[str]]:
+def find(source: str) -> tuple[list[Found], list[str]]:
     """Return the volumes of a source, sorted by name, and a line for each file that was left out.
 
     If a folder has a dataset.json at its top, only the volumes listed there count, because such folders also hold
@@ -61,7 +61,7 @@ def find(source: str, allow_outside_root: bool) -> tuple[list[Found], list[str]]
         log.info("data: %s lists the volumes of %s", place / "dataset.json", place)
         place /= "dataset.json"
     if place.suffix.lower() == ".json" and os.path.exists(place):
-        return _in_dataset_json(place, allow_outside_root)
+        return _in_dataset_json(place)
     if os.path.exists(place):
         raise DataError(
             f"data.source: {printable(source)} is a single file; a folder, a dataset.json or phantoms is allowed; "
@@ -197,7 +197,7 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in files if not name.startswith("."))
 
 
-def _in_dataset_json(listing: Path, allow_outside_root: bool) -> tuple[list[Found], list[str]]:
+def _in_dataset_json(listing: Path) -> tuple[list[Found], list[str]]:
     where = printable(listing)
     try:
         content = json.loads(read_text(listing))
@@ -219,7 +219,7 @@ def _in_dataset_json(listing: Path, allow_outside_root: bool) -> tuple[list[Foun
     found, problems = [], []
     for number, (split, entry) in enumerate(entries):
         try:
-            item = _entry(listing, entry, split, allow_outside_root)
+            item = _entry(listing, entry, split)
             found.append(replace(item, class_name=_class_of(entry, listing.parent, _label_names(content))))
         except ValueError as error:
             problems.append(f"  entry {number}: {error}")
@@ -237,7 +237,7 @@ def _in_dataset_json(listing: Path, allow_outside_root: bool) -> tuple[list[Foun
     return sorted(found, key=lambda item: item.name), left_out
 
 
-def _entry(listing: Path, entry: Any, split: str | None, allow_outside_root: bool) -> Found:
+def _entry(listing: Path, entry: Any, split: str | None) -> Found:
     """Read one entry; raise ValueError with what is wrong with it."""
     image = entry.get("image") if isinstance(entry, dict) else entry
     # A list of files, one per channel, is refused: only one of them would be read.
@@ -246,11 +246,11 @@ def _entry(listing: Path, entry: Any, split: str | None, allow_outside_root: boo
     root = listing.parent
     path = root / image
     name = os.path.normpath(image).replace(os.sep, "/")
-    inside = os.path.realpath(path).startswith(os.path.join(os.path.realpath(root), ""))
-    if not inside and not allow_outside_root:
+    os.fsencode(image)  # raises ValueError for what no file can be called
+    if os.path.isabs(image) or name.split("/")[0] == "..":
         raise ValueError(
             f"{printable(image)} leads out of {printable(root)}; only files inside it are allowed; "
-            "move it there or set data.allow_outside_root: true"
+            "move it there, or put a link to it there"
         )
     return Found(path, name, split=split)
 
@@ -332,8 +332,8 @@ def read_table(table: Path, key: str) -> tuple[list[str], list[tuple[int, list[s
 
 
 def _read_label_table(table: Path) -> dict[str, str]:
-    where = f"data.labels: {printable(table)}"
-    columns, rows = read_table(table, "data.labels")
+    where = f"data.class_labels: {printable(table)}"
+    columns, rows = read_table(table, "data.class_labels")
     if columns.count("file") != 1 or columns.count("label") != 1:
         raise DataError(
             f"{where} has the columns {_cut(printable(', '.join(columns))) or '(none)'}; "

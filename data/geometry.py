@@ -65,7 +65,7 @@ class Geometry:
         return self._flipped(voxels).transpose(0, *(1 + int(axis) for axis in np.argsort(self.axes)))
 
     def oriented(self, voxels: np.ndarray) -> np.ndarray:
-        """Return a view of the stored voxels with the axes in the order and direction of `data.orientation`."""
+        """Return a view of the stored voxels with the axes in the order and direction of RAS."""
         return self._flipped(voxels.transpose(0, *(1 + axis for axis in self.axes)))
 
     def _flipped(self, voxels: np.ndarray) -> np.ndarray:
@@ -75,7 +75,7 @@ class Geometry:
 def geometry_of(header: Header, s: DataSettings) -> Geometry:
     """Work out how a volume gets from its own grid to the network's."""
     turns = nib.orientations.ornt_transform(
-        nib.orientations.io_orientation(header.affine), nib.orientations.axcodes2ornt(s.orientation)
+        nib.orientations.io_orientation(header.affine), nib.orientations.axcodes2ornt("RAS")
     )
     axes = tuple(int(axis) for axis in np.argsort(turns[:, 0]))
     flips = tuple(bool(turns[axis, 1] < 0) for axis in axes)

@@ -76,7 +76,7 @@ def measure(path: Path, s: DataSettings, is_known: np.ndarray | None = None) -> 
     channels = [rank(measured.channel(number)) for number in range(header.num_channels)]
     num_not_finite = sum(channel.num_not_finite for channel in channels)
     # A file with more channels than there are rules is refused later; until then its last ones go by the last rule.
-    most = len(channels) if s.intensity.channels is None else len(s.intensity.channels)
+    most = s.intensity.num_rules if s.intensity.num_rules > 1 else len(channels)
     rules = [s.intensity.of_channel(min(number, most - 1)) for number in range(len(channels))]
     found = []
     for channel, (mode, *ends) in zip(channels, rules, strict=True):

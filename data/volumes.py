@@ -22,8 +22,6 @@ from storage.names import counted, printable
 
 log = logging.getLogger(__name__)
 
-PHANTOMS = "phantoms"
-
 
 @dataclass(frozen=True)
 class VolumeFile:
@@ -81,7 +79,7 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int, is_dry_run: bo
     is disk, in runs/prepared, so only new or changed files are read again. Under torchrun one process per node reads
     while the others wait.
     """
-    if is_dry_run and s.source == PHANTOMS and s.labels is None:
+    if is_dry_run and s.num_phantoms is not None and s.class_labels is None:
         found = _phantoms(s, seed, in_channels)
         names = class_names_of(found)
         files = {f: VolumeFile(f.path, f.name, names.index(f.class_name or ""), in_channels) for f in found}
@@ -92,6 +90,7 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int, is_dry_run: bo
 
 def _phantoms(s: DataSettings, seed: int, in_channels: int) -> list[Found]:
     """Return the phantoms, which need not exist yet."""
+    assert s.num_phantoms is not None, "the source is not phantoms"
     root = phantom_root(run_folder.PHANTOMS, s.voxel_size, in_channels, seed)
     return [Found(p, p.relative_to(root).as_posix(), p.parent.name) for p in phantom_paths(root, s.num_phantoms)]
 
@@ -123,26 +122,26 @@ def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -
 def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
     """Find, check and prepare the volumes of a source."""
     left_out: list[str] = []
-    if s.source == PHANTOMS:
+    if s.num_phantoms is not None:
         phantom_files(run_folder.PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
         found = _phantoms(s, seed, in_channels)
     else:
-        found, left_out = find(s.source, s.allow_outside_root)
+        found, left_out = find(s.source)
     unlabelled: list[str] = []
-    if s.labels is not None:
-        found, unlabelled = with_labels(found, s.labels)
+    if s.class_labels is not None:
+        found, unlabelled = with_labels(found, s.class_labels)
     checked = check_files([item.path for item in found], s, in_channels, run_folder.CHECKS)
     parts = dicom.parted(item.path for item in checked if dicom.is_dicom(item.path))
     checked = [Checked(c.path, None, (*c.problems, parts[c.path])) if c.path in parts else c for c in checked]
-    if not s.label_maps:
+    if not s.include_label_maps:
         found, checked, maps = _without_label_maps(found, checked)
         left_out += maps
-    if s.source != PHANTOMS and s.labels is None and is_plain_folder(s.source):
+    if s.num_phantoms is None and s.class_labels is None and is_plain_folder(s.source):
         found = with_folders(found)  # again, because folders of label maps that are left out say nothing
         tops = sorted({top for item in found if (top := class_folder(item.name)) is not None})
         if tops and not class_names_of(found):
             some = ", ".join(printable(top) for top in tops[:3])
-            log.info("data: folders such as %s are not read as classes; data.labels can name classes", some)
+            log.info("data: folders such as %s are not read as classes; data.class_labels can name classes", some)
     return Source(tuple(found), tuple(checked), tuple(unlabelled), tuple(left_out))
 
 
@@ -154,15 +153,15 @@ def _without_label_maps(
     maps = [pair for pair in pairs if pair[1].facts is not None and looks_like_labels(pair[1].facts)]
     if maps and len(maps) == len(pairs):
         log.warning(
-            "data: every volume looks like a label map, so they are trained on as intensities; set data.label_maps: "
-            "true if that is meant"
+            "data: every volume looks like a label map, so they are trained on as intensities; set "
+            "data.include_label_maps: true if that is meant"
         )
     if not maps or len(maps) == len(pairs):
         return list(found), list(checked), []
     kept = [pair for pair in pairs if pair not in maps]
     lines = [
         f"{printable(item.name)}: left out, it looks like a label map (whole numbers in regions of equal ones); set "
-        "data.label_maps: true to train on it"
+        "data.include_label_maps: true to train on it"
         for item, _ in maps
     ]
     return [item for item, _ in kept], [result for _, result in kept], lines

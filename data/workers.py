@@ -72,7 +72,7 @@ def make_loader(
         batch_sampler=chunks,
         collate_fn=collate,
         num_workers=num_workers,
-        prefetch_factor=(ahead if s.prefetch_factor == "auto" else s.prefetch_factor) if has_workers else None,
+        prefetch_factor=ahead if has_workers else None,
         # auto pins as well: without a GPU there is nothing to copy to.
         pin_memory=bool(s.pin_memory) and torch.cuda.is_available(),
         persistent_workers=s.persistent_workers and has_workers,
@@ -159,7 +159,7 @@ def _worker_error(error: Exception, workers: Sequence[BaseProcess]) -> Exception
     ends = ", ".join(f"process {worker.pid} {_how_it_ended(worker.exitcode or 0)}" for worker in dead) or str(error)
     return TrainingError(
         f"data.num_workers: a DataLoader worker died ({ends}), most likely because memory ran out; "
-        "lower data.num_workers or data.prefetch_factor, set data.prepared: disk, or raise --shm-size in a container"
+        "lower data.num_workers, set data.prepared: disk, or raise --shm-size in a container"
     )
 
 

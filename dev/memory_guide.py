@@ -253,15 +253,15 @@ def _host_memory() -> list[str]:
     return [
         "## Host memory and the allocator",
         "",
-        "**`data.prepared`** (rule of thumb: do not cache large volumes in memory). Each volume is resampled to the "
+        "**`data.prepared`** (rule of thumb: `cache_rate: 0`, which is read too). Each volume is resampled to the "
         f"grid once. With `disk` it stays as a file, {mib:.0f} MiB for 256x256x64 in float32, which all workers, "
         "processes, runs and both stages read through a memory map: the system's file cache holds it while memory is "
         "free, and gives the memory back when something needs it. With `memory` each process holds all its volumes. "
         "Neither uses GPU memory.",
         "",
-        "**`data.num_workers`, `data.prefetch_factor`, `data.pin_memory`, `data.persistent_workers`** (rule of thumb: "
-        f"fewer workers, about 2 GB less). Each worker holds up to `prefetch_factor` micro-batches of {mib:.0f} MiB "
-        f"times the batch size, besides its own process. {_workers()}",
+        "**`data.num_workers`, `data.pin_memory`, `data.persistent_workers`** (rule of thumb: fewer workers, about 2 "
+        "GB less). Together the workers hold the micro-batches of one update and one more each, of "
+        f"{mib:.0f} MiB times the batch size, besides their own processes. {_workers()}",
         "",
         "**`data.use_augmentation`** (rule of thumb: off while the autoencoder trains). It uses no GPU memory.",
         "",

@@ -1,4 +1,4 @@
-"""Latents of a quantising autoencoder (vq, fsq) as files of integers, from which volumes are decoded again.
+"""Latents of a quantising autoencoder (vq) as files of integers, from which volumes are decoded again.
 
 Stage 2 trains on latents before they are quantised, so it does not use these files: they are for keeping volumes.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from data import NETWORK_RANGE, LoadedVolume
 from diffusion.frozen_autoencoder import weights_digest
 from diffusion.volume_codec import VolumeCodec
-from models.bottleneck import Quantiser
+from models.bottleneck import VectorQuantiser
 from settings import DataError, UserError
 from storage.atomic import replacing
 from storage.names import printable
@@ -83,12 +83,12 @@ class Codes:
         return cls(**parts)
 
 
-def quantiser_of(codec: VolumeCodec) -> Quantiser:
+def quantiser_of(codec: VolumeCodec) -> VectorQuantiser:
     """Return the quantiser of the run's autoencoder; raise `UserError` if it has none."""
     quantiser = codec.autoencoder.quantiser
     if quantiser is None:
         raise UserError(
-            "--codes: the run's autoencoder.bottleneck is kl, whose latents have no codes; allowed: vq, fsq; leave the "
+            "--codes: the run's autoencoder.bottleneck is kl, whose latents have no codes; allowed: vq; leave the "
             "option out"
         )
     return quantiser

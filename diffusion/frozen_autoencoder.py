@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from models import StockAutoencoder, build_autoencoder
-from models.bottleneck import ScalarQuantiser
 from models.stock import ENCODER_PARTS
 from models.weight_files import load_weights
-from settings import AutoencoderSettings, CheckpointError, ConfigError, Settings, validate
+from settings import AutoencoderSettings, CheckpointError, Settings, restored
 from storage.run_folder import RUNS, RunFolder
 
 log = logging.getLogger(__name__)
 
 # Settings that decide what a voxel means to the autoencoder. The grid may differ: convolutions accept any.
-_READING_KEYS = ("orientation", "spacing", "resize", "intensity")
+_READING_KEYS = ("spacing", "resize", "intensity")
 
 
 def autoencoder_path(settings: Settings, run: RunFolder | None = None) -> Path:
@@ -92,9 +91,6 @@ def latents_digest(autoencoder: StockAutoencoder) -> str:
     digest = weights_digest(autoencoder, ENCODER_PARTS)
     if autoencoder.value_range != "symmetric":
         digest = hashlib.sha256(f"{digest} {autoencoder.value_range}".encode()).hexdigest()
-    if isinstance(autoencoder.quantiser, ScalarQuantiser):
-        # The range of each channel follows from its number of levels, which is not among the weights.
-        digest = hashlib.sha256(f"{digest} {autoencoder.quantiser.levels}".encode()).hexdigest()
     return digest
 
 
@@ -108,13 +104,7 @@ def accepted_digests(autoencoder: StockAutoencoder) -> tuple[str, str]:
 
 def _check_settings(settings: Settings, trained: dict[str, Any], path: Path, is_own: bool) -> None:
     """Raise if the settings stored with the weights differ from the current ones in a way that matters."""
-    try:
-        before = validate(trained)
-    except ConfigError as error:
-        raise CheckpointError(
-            f"{path}: its settings do not belong to this version of the program; use the version that wrote them, or "
-            f"train stage 1 again: {error}"
-        ) from None
+    before = restored(trained, path)
     changed = list(_differences("autoencoder", _architecture(before.autoencoder), _architecture(settings.autoencoder)))
     reading = list(_differences("data", _reading(before), _reading(settings)))
     if is_own:
@@ -136,10 +126,7 @@ def check_pretrained(settings: AutoencoderSettings, metadata: dict[str, Any], pa
     """
     if not isinstance(metadata.get("settings"), dict):
         return
-    try:
-        before = validate(metadata["settings"]).autoencoder
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: its settings do not belong to this version of the program: {error}") from None
+    before = restored(metadata["settings"], path).autoencoder
     changed = list(_differences("autoencoder", _architecture(before), _architecture(settings)))
     if changed:
         raise CheckpointError(
@@ -153,15 +140,13 @@ def _architecture(s: AutoencoderSettings) -> dict[str, Any]:
     """Return the settings that decide the network's architecture, with every `auto` resolved."""
     return {
         "in_channels": s.in_channels,
-        "value_range": s.value_range,
-        "upsampling": s.upsampling,
+        "variant": s.variant,
         "num_channels": list(s.num_channels),
         "strides": [list(strides) for strides in s.level_strides],
         "num_res_blocks": list(s.res_blocks),
         "latent_channels": s.latent_channels,
         "bottleneck": s.bottleneck,
-        "quantiser.codes": s.quantiser.codes if s.bottleneck == "vq" else None,
-        "quantiser.levels": list(s.channel_levels) if s.bottleneck == "fsq" else None,
+        "codebook_size": s.num_codes,
         "norm_num_groups": s.num_groups,
         "attention_levels": list(s.attention_levels),
         "use_nonlocal_attention": s.has_middle_attention,

@@ -52,7 +52,7 @@ class LatentFacts:
 
 def latent_key(s: DataSettings, weights: str, precision: str) -> str:
     """Return a hash of everything a latent depends on besides its volume: weights, precision, reading of the data."""
-    reading = s.reading({"orientation", "spacing", "voxel_size", "resize", "intensity"})
+    reading = s.model_dump(mode="json", include={"spacing", "voxel_size", "resize", "intensity"})
     if s.frame is not None:
         reading["frame"] = s.frame
     parts = json.dumps([VERSION, weights, precision, reading], sort_keys=True)

@@ -19,6 +19,9 @@ from settings.ldm import SchedulerSettings
 # Below this signal, dividing by it to recover the clean latent would only amplify the error of the predicted noise.
 SMALLEST_SIGNAL = 0.01
 
+FIRST_BETA, LAST_BETA = 0.0015, 0.0195
+"""The ends of the scaled_linear_beta schedule, as in MONAI's tutorials and in MAISI."""
+
 T = TypeVar("T", float, Tensor)
 
 
@@ -33,12 +36,10 @@ class NoiseProcess:
         self.prediction = "flow" if self.is_flow else s.prediction
         self.num_timesteps = s.num_train_timesteps
         self.device = device
-        self.time_sampling, self.time_shift = s.time_sampling, s.time_shift
+        self.time_shift = s.time_shift
         kept = np.ones(1) if self.is_flow else _kept_variance(s)
-        # A schedule that ends in pure noise is sampled from its end: v needs no division by the signal.
         # Even the first timestep may be noise, and is sampled from then.
-        usable = max(1, int((np.sqrt(kept) >= SMALLEST_SIGNAL).sum()))
-        self.num_usable = len(kept) if s.zero_terminal_snr else usable
+        self.num_usable = max(1, int((np.sqrt(kept) >= SMALLEST_SIGNAL).sum()))
         self._signal = torch.tensor(np.sqrt(kept), dtype=torch.float32).to(device)
         self._noise_level = torch.tensor(np.sqrt(1 - kept), dtype=torch.float32).to(device)
         # Not from the tensors, which hold no data while memory is predicted.
@@ -53,12 +54,8 @@ class NoiseProcess:
     def training_times(self, uniform: Tensor) -> Tensor:
         """Map uniform numbers in [0, 1) to the times that training draws.
 
-        With `time_sampling: logit_normal` the middle of the process comes most often (Esser et al. 2024, equation 19,
-        with mean 0 and standard deviation 1). A `time_shift` then moves them towards noise (equation 23 there).
+        A `time_shift` moves them towards noise (Esser et al. 2024, equation 23).
         """
-        if self.time_sampling == "logit_normal":
-            # Single precision has no number between 1 - 2^-24 and 1, where the normal quantile is infinite.
-            uniform = torch.special.ndtri(uniform.clamp(2**-24, 1 - 2**-24)).sigmoid()
         return self.times(uniform if self.time_shift == 1 else self._shifted(uniform))
 
     def _shifted(self, share: T) -> T:
@@ -102,17 +99,6 @@ class NoiseProcess:
         signal, level = self.coefficients(times)
         return level / signal if self.prediction == "epsilon" else level
 
-    def loss_weights(self, times: Tensor, gamma: float) -> Tensor:
-        """Return the min-SNR weight of each sample's squared error (Hang et al. 2023), for any prediction.
-
-        The error of the implied clean latent counts min(SNR, gamma) times; its slope turns that into a weight on the
-        error of the prediction.
-        """
-        signal, level = self.coefficients(times)
-        # Without noise the ratio is infinite, and gamma caps it.
-        ratio = (signal / level).square().clamp_max(gamma)
-        return (ratio * self.clean_slope(times).square()).flatten()
-
     def sampling_times(self, num_steps: int) -> list[float]:
         """Return the times of the sampler's steps, from noise to clean; the last step ends at the clean latent."""
         if self.is_flow:
@@ -151,18 +137,9 @@ def _kept_variance(s: SchedulerSettings) -> np.ndarray:
         place = np.linspace(0, 1, s.num_train_timesteps + 1)
         curve = np.cos((place + 0.008) / 1.008 * np.pi / 2) ** 2
         betas = np.clip(1 - curve[1:] / curve[:-1], 0, 0.999)
-    elif s.schedule == "linear_beta":
-        betas = np.linspace(s.beta_start, s.beta_end, s.num_train_timesteps)
     else:
-        betas = np.linspace(s.beta_start**0.5, s.beta_end**0.5, s.num_train_timesteps) ** 2
-    kept = np.cumprod(1 - betas)
-    return _ending_in_noise(kept) if s.zero_terminal_snr else kept
-
-
-def _ending_in_noise(kept: np.ndarray) -> np.ndarray:
-    """Shift and stretch the signal so that it starts as before and ends at 0 (Lin et al. 2024, algorithm 1)."""
-    signal = np.sqrt(kept)
-    return ((signal - signal[-1]) * (signal[0] / (signal[0] - signal[-1]))) ** 2
+        betas = np.linspace(FIRST_BETA**0.5, LAST_BETA**0.5, s.num_train_timesteps) ** 2
+    return np.cumprod(1 - betas)
 
 
 def predict(network: nn.Module, noisy: Tensor, times: Tensor, condition: Condition, multiple: int) -> Tensor:

@@ -12,7 +12,7 @@ from diffusion.normalisation import Normalisation
 from models import StockAutoencoder
 from models.arguments import unet_arguments
 from models.weight_files import load_weights
-from settings import CheckpointError, ConfigError, Settings, validate
+from settings import CheckpointError, Settings, restored
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +28,7 @@ class PretrainedUNet:
                 f"{path}: not the weights of a U-Net from this program; give the ldm.safetensors of a run, or bring "
                 "others in with scripts/import_checkpoint.py"
             )
-        try:
-            before = validate(metadata["settings"])
-        except ConfigError as error:
-            raise CheckpointError(
-                f"{path}: its settings do not belong to this version of the program: {error}"
-            ) from None
+        before = restored(metadata["settings"], path)
         found, wanted = _decisive(before), _decisive(settings)
         changed = [
             f"{name}: {json.dumps(old)} -> {json.dumps(wanted[name])}"
@@ -71,9 +66,9 @@ def pretrained_unet(settings: Settings) -> PretrainedUNet | None:
 def _decisive(settings: Settings) -> dict[str, Any]:
     """Return the settings without which the weights would mean something else."""
     ldm = settings.ldm
-    unused = {"time_sampling", "time_shift"}
+    unused = {"time_shift"}
     if ldm.scheduler.type == "rflow":
-        unused |= {"prediction", "schedule", "beta_start", "beta_end", "zero_terminal_snr"}
+        unused |= {"prediction", "schedule"}
     scheduler = {name: None if name in unused else value for name, value in ldm.scheduler.model_dump().items()}
     return {
         **{
@@ -82,5 +77,5 @@ def _decisive(settings: Settings) -> dict[str, Any]:
         },
         **{f"ldm.scheduler.{name}": value for name, value in scheduler.items()},
         "ldm.conditioning.scan": ldm.conditioning.scan.inputs,
-        "ldm.conditioning.numbers": ldm.conditioning.numbers.columns,
+        "ldm.conditioning.tabular": ldm.conditioning.tabular.columns,
     }

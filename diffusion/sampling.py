@@ -24,22 +24,18 @@ Predict = Callable[[Tensor, Tensor], Tensor]
 def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
     """Return a function that predicts from noisy latents and times, with guidance if the settings ask for it.
 
-    A guidance scale of 1 gives the plain conditional prediction, 0 the one with all conditions hidden. Outside
-    `guidance_interval` the prediction is the conditional one.
+    A guidance scale of 1 gives the plain conditional prediction, 0 the one with all conditions hidden.
     """
     scale = s.sampling.guidance_scale
     multiple = s.unet.downsampling
-    lowest, highest = (share * s.scheduler.num_train_timesteps for share in s.sampling.guidance_interval)
     if not s.conditioning.is_used:
         return lambda noisy, times: predict(network, noisy, times, condition, multiple)
     nothing = hidden(condition, s.conditioning)
     both_conditions = condition.beside(nothing)
 
     def guide(noisy: Tensor, times: Tensor) -> Tensor:
-        # All latents of a batch are at the same time.
-        is_guided = scale != 1.0 and lowest <= float(times[0]) <= highest
-        if not is_guided or scale == 0.0:
-            return predict(network, noisy, times, nothing if is_guided else condition, multiple)
+        if scale in (0.0, 1.0):
+            return predict(network, noisy, times, condition if scale else nothing, multiple)
         both = predict(network, torch.cat([noisy, noisy]), torch.cat([times, times]), both_conditions, multiple)
         with_condition, without = both.chunk(2)
         return without + scale * (with_condition - without)
@@ -49,14 +45,11 @@ def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
 
 def num_predictions(s: LdmSettings) -> list[int]:
     """Return how many latents the network gets for one sample in each of its calls: two where guidance compares."""
-    sampler, steps = s.sampling.sampler, range(s.sampling.num_inference_steps)
+    num_steps = s.sampling.num_inference_steps
     # Heun's rule reaches each time but the first by a trial step too.
-    calls = [steps[0], *(step for step in steps[1:] for _ in range(2))] if sampler == "heun" else steps
-    if not s.conditioning.is_used or s.sampling.guidance_scale in (0.0, 1.0):
-        return [1 for _ in calls]
-    times = SAMPLERS[sampler][1](NoiseProcess(s.scheduler, torch.device("cpu")), len(steps))
-    lowest, highest = (share * s.scheduler.num_train_timesteps for share in s.sampling.guidance_interval)
-    return [2 if lowest <= times[step] <= highest else 1 for step in calls]
+    num_calls = 2 * num_steps - 1 if s.sampling.sampler == "heun" else num_steps
+    compares = s.conditioning.is_used and s.sampling.guidance_scale not in (0.0, 1.0)
+    return [2 if compares else 1] * num_calls
 
 
 @torch.no_grad()

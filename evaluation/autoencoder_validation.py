@@ -108,7 +108,7 @@ class _PreviewOfPairs:
         spacing_mm = spacing_of(self.files[batch.positions[0]], self.data) if self.files else (1.0, 1.0, 1.0)
         for role, volume in (("input", image), ("reconstruction", reconstruction)):
             shown = ViewerVolume.of(volume, place)
-            self.volumes[f"{role}_{place}"] = shown.described(spacing_mm, self.data.orientation, name)
+            self.volumes[f"{role}_{place}"] = shown.described(spacing_mm, name)
         if not place:
             self.rows = reconstruction_rows(name, image, reconstruction, spacing_mm)
 

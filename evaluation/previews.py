@@ -65,9 +65,9 @@ class ViewerVolume:
         shown = F.interpolate(channel[None, None], size=size, mode="area")[0, 0]
         return cls((shown * 255).round().to(torch.uint8).cpu().numpy(), tuple(channel.shape))
 
-    def described(self, spacing_mm: tuple[float, ...], orientation: str, name: str, note: str = "") -> ViewerVolume:
-        """Return the volume with its spacing, its orientation, the name it is shown under and a note."""
-        return replace(self, spacing_mm=spacing_mm, orientation=orientation, name=printable(name), note=printable(note))
+    def described(self, spacing_mm: tuple[float, ...], name: str, note: str = "") -> ViewerVolume:
+        """Return the volume with its spacing, the name it is shown under and a note."""
+        return replace(self, spacing_mm=spacing_mm, name=printable(name), note=printable(note))
 
     @property
     def facts(self) -> dict[str, object]:

@@ -19,7 +19,7 @@ from models import DiffusionUNet, StockAutoencoder, build_unet
 from models.weight_files import load_state, load_weights
 from runtime.precision import Precision
 from runtime.processes import choose_device
-from settings import CheckpointError, Settings, load_settings
+from settings import CheckpointError, Settings, load_settings, restored
 from storage.run_folder import RunFolder
 from training.checkpoints import Checkpoints
 from training.resume import changed_settings
@@ -44,9 +44,8 @@ class SampleFrame(BaseModel):
     label_values: tuple[int, ...] = ()
 
     def affine(self, settings: Settings) -> np.ndarray:
-        """Return an affine (RAS+, millimetres) centred on the origin, with the axes of data.orientation."""
-        signs = [1.0 if code in "RAS" else -1.0 for code in settings.data.orientation]
-        steps = np.array(signs) * np.array(self.spacing_mm)
+        """Return an affine (RAS+, millimetres) centred on the origin."""
+        steps = np.array(self.spacing_mm)
         affine = np.diag([*steps, 1.0])
         affine[:3, 3] = -steps * (np.array(settings.data.voxel_size) - 1) / 2
         return affine
@@ -163,7 +162,7 @@ class TrainedRun:
         foreign = CheckpointError(f"{path}: not weights written by train_ldm.py; train stage 2 again")
         if metadata.get("stage") != "ldm" or not isinstance(metadata.get("settings"), dict):
             raise foreign
-        changed, _ = changed_settings("ldm", metadata["settings"], self.settings)
+        changed, _ = changed_settings("ldm", restored(metadata["settings"], path), self.settings)
         if changed:
             raise CheckpointError(
                 f"{path}: was trained with settings that differ from {self.folder.config}:\n  "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models.arguments import autoencoder_arguments
-from models.bottleneck import Quantiser, build_quantiser
+from models.bottleneck import VectorQuantiser, build_quantiser
 from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block, resamples
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward, recomputed
 from models.lean.compression import Compression
@@ -50,7 +50,7 @@ class LeanCoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Run all blocks."""
         offload = HostOffload() if self.offload else None
-        keep = offload if self.checkpoint_dtype == "same" else Compression(self.checkpoint_dtype, offload)
+        keep = offload if self.checkpoint_dtype == "same" else Compression(offload)
         first, *middle = self.blocks[:-2]
         # On a CPU, convolutions of few channels return contiguous volumes whatever they are given.
         h: Volume = arranged(first(x), layout_of(x))
@@ -123,7 +123,7 @@ class LeanAutoencoder(StockAutoencoder):
         self.decoder = LeanCoder(self.decoder.blocks, self.num_levels - 1, reversed(strides))
         self.nested = False
 
-    def quantise_with(self, quantiser: Quantiser) -> None:
+    def quantise_with(self, quantiser: VectorQuantiser) -> None:
         """Put a quantiser between encoder and decoder; the latent then has no sigma."""
         self.quantiser = quantiser
         del self.quant_conv_log_sigma  # unused parameters would stop training in several processes
@@ -145,7 +145,7 @@ class LeanAutoencoder(StockAutoencoder):
         x = arranged(self.entering(x), self.layout)
         h = gradient_checkpoint_forward(self.encoder, x, use_gradient_checkpointing=self.nested)
         if self.quantiser is not None:
-            latent = self.quantiser.bounded(self.quant_conv_mu(h))
+            latent = self.quant_conv_mu(h)
             return latent, torch.zeros_like(latent)
         mean, log_variance = self.quant_conv_mu(h), self.quant_conv_log_sigma(h)
         return mean, torch.exp(torch.clamp(log_variance, -30.0, 20.0) / 2)
@@ -163,7 +163,7 @@ class LeanAutoencoder(StockAutoencoder):
     ) -> None:
         """Recompute the blocks of the `levels` highest-resolution levels in backward instead of keeping activations.
 
-        `offload` keeps the blocks' inputs in host memory; `dtype` int8 or fp8 keeps them in 8 bits, which changes
+        `offload` keeps the blocks' inputs in host memory; `dtype` int8 keeps them in 8 bits, which changes
         gradients. `nested` adds a checkpoint around the whole encoder, so its block inputs are recomputed too. Each
         of the three also has the decoder's upsampled volumes computed again. Has an effect only in training mode with
         gradients enabled.

@@ -1,13 +1,12 @@
-"""Bottlenecks that quantise the latent: a learned codebook (vq), or rounding on a fixed grid (fsq).
+"""The bottleneck that quantises the latent: a learned codebook (vq).
 
-Both keep the latent of the encoder as it is until the decoder asks for it: `encode` returns the latent before
-quantisation, on which stage 2 trains, and `decode` quantises. Quantising twice is the same as quantising once.
+The latent of the encoder stays as it is until the decoder asks for it: `encode` returns the latent before quantisation,
+on which stage 2 trains, and `decode` quantises. Quantising twice is the same as quantising once.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,42 +14,22 @@ from torch import Tensor, nn
 
 from settings import AutoencoderSettings
 
+COMMITMENT_WEIGHT = 0.25
+"""Weight of the squared distance between a latent and its code."""
+DECAY = 0.99
+"""Decay of the averages of latents that the codebook follows."""
+RESTART_BELOW = 0.03
+"""A code used less than this share of the mean starts again at a latent of the batch; 0: never."""
+
 # Distances between latents and codes at a time: 16 MiB in double precision.
 _MOST_DISTANCES = 2**21
 # Keeps the average of a code that is never used above zero, as in MONAI's EMAQuantizer.
 _SMOOTHING = 1e-5
 # A code starts again with this multiple of the use below which it is replaced, to have time to find its latents.
 _GRACE = 2.0
-# Lets the outermost levels be reached by finite values, and keeps two levels from dividing by zero.
-_WIDENING = 1e-3
 
 
-class Quantiser(nn.Module, ABC):
-    """What both kinds have in common; `codes` number the values that a position of the latent can take."""
-
-    num_codes: int
-
-    def bounded(self, encoded: Tensor) -> Tensor:
-        """Return the latent, still continuous, from the encoder's output."""
-        return encoded
-
-    @abstractmethod
-    def codes(self, latent: Tensor) -> Tensor:
-        """Return the number of the nearest value for each position, int64 (B, D, H, W)."""
-
-    @abstractmethod
-    def embed(self, codes: Tensor) -> Tensor:
-        """Return the values of codes as a latent (B, C, D, H, W)."""
-
-    def forward(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the quantised latent and its codes; gradients pass as if nothing had been quantised."""
-        codes = self.codes(latent)
-        quantised = self.embed(codes)
-        # In this order the sum is the quantised latent to the bit.
-        return quantised + (latent - latent.detach()), codes
-
-
-class VectorQuantiser(Quantiser):
+class VectorQuantiser(nn.Module):
     """A codebook that follows moving averages of the latents nearest to each code, as MONAI's `EMAQuantizer` does.
 
     The averages move once per update of the weights, by `update`, from the sums over all of its micro-batches.
@@ -60,7 +39,9 @@ class VectorQuantiser(Quantiser):
     ema_sizes: Tensor
     ema_sums: Tensor
 
-    def __init__(self, num_codes: int, channels: int, decay: float, restart_below: float) -> None:
+    def __init__(
+        self, num_codes: int, channels: int, decay: float = DECAY, restart_below: float = RESTART_BELOW
+    ) -> None:
         super().__init__()
         self.num_codes = num_codes
         self.decay = decay
@@ -90,6 +71,13 @@ class VectorQuantiser(Quantiser):
         """Return the values of codes as a latent (B, C, D, H, W)."""
         return self.codebook[codes].movedim(-1, 1)
 
+    def forward(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the quantised latent and its codes; gradients pass as if nothing had been quantised."""
+        codes = self.codes(latent)
+        quantised = self.embed(codes)
+        # In this order the sum is the quantised latent to the bit.
+        return quantised + (latent - latent.detach()), codes
+
     @torch.no_grad()
     def update(self, sizes: Tensor, sums: Tensor, candidates: Tensor, is_blocked: Tensor) -> None:
         """Move the averages by what one update saw, and restart codes that are hardly used at some of its latents.
@@ -116,67 +104,9 @@ class VectorQuantiser(Quantiser):
             kept.copy_(torch.where(is_blocked > 0, kept, moved))
 
 
-class ScalarQuantiser(Quantiser):
-    """Finite scalar quantisation (Mentzer et al. 2023): each channel is squashed and rounded to one of its levels.
-
-    Values lie in [-1, 1]. With an even number of levels the grid is not symmetric: it has -1 and 0, but not 1.
-    """
-
-    half_range: Tensor
-    offset: Tensor
-    shift: Tensor
-    half_width: Tensor
-    highest: Tensor
-    levels_of: Tensor
-    basis: Tensor
-
-    def __init__(self, levels: Sequence[int]) -> None:
-        super().__init__()
-        self.levels = tuple(levels)
-        self.num_codes = math.prod(levels)
-        half_range = [(number - 1) * (1 + _WIDENING) / 2 for number in levels]
-        offset = [0.0 if number % 2 else 0.5 for number in levels]
-        constants: dict[str, list[float] | list[int]] = {
-            "half_range": half_range,
-            "offset": offset,
-            # An encoder that returns 0 is at level 0.
-            "shift": [math.atanh(off / half) for off, half in zip(offset, half_range, strict=True)],
-            "half_width": [float(number // 2) for number in levels],
-            "highest": [float((number - 1) // 2) for number in levels],
-            "levels_of": list(levels),
-            "basis": [math.prod(levels[:channel]) for channel in range(len(levels))],
-        }
-        for name, values in constants.items():
-            # They follow from the settings, so no weight file needs them.
-            self.register_buffer(name, torch.tensor(values).view(-1, 1, 1, 1), persistent=False)
-
-    def bounded(self, encoded: Tensor) -> Tensor:
-        """Return the latent, between the lowest and the highest level but not rounded, from the encoder's output."""
-        with torch.autocast(encoded.device.type, enabled=False):
-            squashed = torch.tanh(encoded.to(self.shift.dtype) + self.shift) * self.half_range - self.offset
-            return squashed / self.half_width
-
-    @torch.no_grad()
-    def codes(self, latent: Tensor) -> Tensor:
-        """Return the number of the nearest grid point for each position, int64 (B, D, H, W)."""
-        level = torch.round(latent.detach().to(self.shift.dtype) * self.half_width)
-        # Latents that stage 2 has drawn may lie outside the range.
-        level = level.clamp(-self.half_width, self.highest) + self.half_width
-        return (level.long() * self.basis).sum(dim=1)
-
-    def embed(self, codes: Tensor) -> Tensor:
-        """Return the values of codes as a latent (B, C, D, H, W)."""
-        level = codes[:, None] // self.basis % self.levels_of
-        return (level - self.half_width) / self.half_width
-
-
-def build_quantiser(s: AutoencoderSettings) -> Quantiser | None:
+def build_quantiser(s: AutoencoderSettings) -> VectorQuantiser | None:
     """Build the quantiser that the settings ask for; None for a Gaussian latent (kl)."""
-    if s.bottleneck == "kl":
-        return None
-    if s.bottleneck == "fsq":
-        return ScalarQuantiser(s.channel_levels)
-    return VectorQuantiser(s.quantiser.codes, s.latent_channels, s.quantiser.decay, s.quantiser.restart_below)
+    return None if s.bottleneck == "kl" else VectorQuantiser(s.codebook_size, s.latent_channels)
 
 
 class CodeStatistics:
@@ -189,7 +119,7 @@ class CodeStatistics:
 
     def __init__(
         self,
-        quantiser: Quantiser,
+        quantiser: VectorQuantiser,
         samples_per_update: int,
         device: torch.device,
         draw: Callable[[Sequence[int], int], Tensor] | None = None,
@@ -198,7 +128,7 @@ class CodeStatistics:
         self.samples = samples_per_update
         # In double precision: a million equal latents, as in air, would otherwise move their sum by a percent.
         self.sizes = torch.zeros(quantiser.num_codes, device=device, dtype=torch.float64)
-        self.learned = quantiser if isinstance(quantiser, VectorQuantiser) and draw is not None else None
+        self.learned = quantiser if draw is not None else None
         self._draw = draw
         if self.learned is not None:
             self.sizes = torch.zeros_like(self.learned.ema_sizes, dtype=torch.float64)

@@ -12,7 +12,7 @@ from monai.networks.nets import AutoencoderKL
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
 from torch import Tensor, nn
 
-from models.bottleneck import Quantiser
+from models.bottleneck import VectorQuantiser
 from models.lean.layout import CONTIGUOUS, LaidOut, arranged
 from models.lean.norm import full_precision
 
@@ -34,7 +34,7 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
     def __init__(self, upsampling: str = "nearest", value_range: str = "symmetric", **arguments: Any) -> None:
         super().__init__(use_flash_attention=True, **arguments)
         self.value_range, self.encoder_is_frozen = value_range, False
-        self.quantiser: Quantiser | None = None
+        self.quantiser: VectorQuantiser | None = None
         for coder in (self.encoder, self.decoder):
             match_channels(coder.blocks, coder.norm_num_groups, coder.norm_eps)
         if upsampling == "trilinear":

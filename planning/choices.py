@@ -71,7 +71,8 @@ def channel_choices(found: Fingerprint) -> Iterator[Choice]:
     if len(set(rules)) > 1:
         text = "; ".join(f"{number}: {lower:g} to {upper:g}" for number, (lower, upper) in enumerate(found.ranges))
         reason = f"the channels differ (nearly all values of {text})"
-        yield Choice("data.intensity.channels", [list(rule) for rule in rules], reason, True)
+        for key, values in zip(("mode", "lower", "upper"), zip(*rules, strict=True), strict=True):
+            yield Choice(f"data.intensity.{key}", list(values), reason, True)
 
 
 def _rule(lower: float, upper: float, is_mostly_empty: bool) -> tuple[str, float, float]:

@@ -51,7 +51,7 @@ class Spread:
 class Fingerprint:
     """The facts of a set that a plan is made of.
 
-    `sizes` (voxels) and `spacings` (mm) have one row per volume, with the axes in the order of `data.orientation`.
+    `sizes` (voxels) and `spacings` (mm) have one row per volume, with the axes in the order of RAS.
     `num_flat`: volumes without contrast between the percentiles that scale them. `ranges`: the medians of these
     percentiles, channel by channel. `group_by` names patients if the names of the volumes suggest that some have
     several. `problems` are those of files that could not be used, which are not in the other figures.

@@ -95,13 +95,9 @@ def _autoencoder_training(network: Network, scene: Scene) -> Iterator[Choice]:
     reason = "1e-3 at 16 channels, measured in short runs; less for wider networks, not measured"
     yield Choice(f"{where}.learning_rate", rate, reason, width != 16)
     yield Choice(f"{where}.discriminator_learning_rate", min(rate, 2e-4), "at most that of the autoencoder", True)
-    yield Choice(f"{where}.learning_rate_decay", "cosine", "docs/recipe.md")
-    yield Choice(f"{where}.warmup_steps", "auto", "a twentieth of the run, at most 200 steps")
-    yield Choice("autoencoder.start", "haar", "docs/recipe.md")
+    yield Choice("autoencoder.initialisation", "haar", "docs/recipe.md")
     yield Choice(f"{where}.reconstruction_loss", "l2", "docs/recipe.md")
     yield Choice(f"{where}.edge_weight", 1.0, "docs/recipe.md")
-    yield Choice(f"{where}.use_perceptual_loss", True, "sharper volumes")
-    yield Choice(f"{where}.perceptual.network", "structural", "needs no weights, so it works offline")
     yield Choice(f"{where}.perceptual_weight", 0.1, "keeps the term small beside the reconstruction error", True)
     layers = max((n for n in (1, 2, 3) if min(grid) >= 3 * 2**n), default=0)
     reason = f"{layers} layers need {3 * 2**layers} voxels along the shortest axis of {min(grid)}"
@@ -126,14 +122,8 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     tokens = [math.prod(layout.latent) // 8**level for level in range(len(channels))]
     attends = [count <= MOST_TOKENS for count in tokens]
     yield Choice("ldm.unet.attention_levels", attends, f"levels of at most {MOST_TOKENS:,} voxels")
-    yield Choice("ldm.unet.num_res_blocks", 2, "as in the presets")
     heads = math.gcd(32, *channels)
     yield Choice("ldm.unet.num_head_channels", heads, "32, or less where that does not divide the channels")
-    yield Choice(
-        "ldm.latents.pad",
-        layout.pads_latents,
-        "the U-Net halves the latent" + (", which it does not divide" if layout.pads_latents else ""),
-    )
     batch, accumulation = _batches(where, network, sizing.unet_batch, scene.given)
     yield Choice(f"{where}.batch_size", batch, _batch_text(batch, sizing.unet_batch))
     yield Choice(f"{where}.gradient_accumulation_steps", accumulation, f"about {sizing.unet_batch} latents per update")
@@ -145,15 +135,7 @@ def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
     rate = learning_rate(channels[0], 1.5e-3, 1e-4)
     reason = "1.5e-3 at 16 channels, measured in short runs; less for wider networks, not measured"
     yield Choice(f"{where}.learning_rate", rate, reason, True)
-    for name, value in (("learning_rate_decay", "cosine"), ("warmup_steps", "auto"), ("ema_decay", 0.0)):
-        yield Choice(f"{where}.{name}", value, "docs/recipe.md")
-    yield Choice(f"{where}.ema_length", 0.05, "docs/recipe.md")
     yield from _intervals(where, steps)
-    yield Choice("ldm.scheduler.prediction", "v", "docs/recipe.md")
-    yield Choice("ldm.scheduler.schedule", "cosine", "docs/recipe.md")
-    yield Choice("ldm.sampling.sampler", "dpmpp_2m", "docs/recipe.md")
-    yield Choice("ldm.sampling.num_inference_steps", 25, "docs/recipe.md")
-    yield Choice("ldm.sampling.num_previews", 4, "drawn at each validation")
 
 
 def _batches(where: str, network: Network, wanted: int, given: Values) -> tuple[int, int]:

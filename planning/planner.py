@@ -129,14 +129,14 @@ class Planner:
     def _split_by(self, values: Values) -> tuple[int, int]:
         """Return how many volumes train and how many are held out by the values of some keys."""
         fraction, group_by = values["data.val_fraction"], values["data.group_by"]
-        return self._split(fraction, group_by, values.get("data.labels"), values.get("seed", DEFAULT_SEED))
+        return self._split(fraction, group_by, values.get("data.class_labels"), values.get("seed", DEFAULT_SEED))
 
     def _split(self, val_fraction: float, group_by: str | None, labels: str | None, seed: int) -> tuple[int, int]:
         """Return how many volumes train and how many are held out, as training will split them."""
         key = (val_fraction, group_by, labels, seed)
         if key not in self._splits:
             found = self.fingerprint
-            s = DataSettings(source=found.source, val_fraction=val_fraction, group_by=group_by, labels=labels)
+            s = DataSettings(source=found.source, val_fraction=val_fraction, group_by=group_by, class_labels=labels)
             self._splits[key] = found.split(s, seed)
         return self._splits[key]
 
@@ -145,7 +145,7 @@ class Planner:
         values: dict[str, Any] = {}
         for choice in self.choices(draft):
             assign(values, choice.key, choice.value)
-        return validate(values, "ldm")
+        return validate(values)
 
     def verdict(self, draft: Draft, stage: Stage) -> Verdict:
         """Return what a stage of a draft needs."""
@@ -153,7 +153,7 @@ class Planner:
 
     def _ask(self, settings: Settings, stage: Stage) -> Verdict:
         s = settings.data
-        return self.ask(settings, stage, self._split(s.val_fraction, s.group_by, s.labels, settings.seed))
+        return self.ask(settings, stage, self._split(s.val_fraction, s.group_by, s.class_labels, settings.seed))
 
     def verdicts(self, draft: Draft) -> tuple[Verdict, Verdict]:
         """Return what both stages need, predicted at the same time."""

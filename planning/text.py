@@ -1,4 +1,4 @@
-"""A plan as text for the terminal, and as a complete, commented YAML file."""
+"""A plan as text for the terminal, and as a commented YAML file as short as a preset."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import math
 import os
 import shlex
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from memory.predict.prediction import GIB
 from memory.predict.text import hours_text, table
 from planning.fingerprint import Fingerprint, Spread
 from planning.plan import Plan, Row
-from settings import Settings, known_keys, look_up
-from settings.section import is_section
+from settings import dump_short
+from settings.writing import value_text
 from storage.names import counted, printable
 
 AXES = "xyz"
 SCHEMA = Path(__file__).resolve().parent.parent / "configs" / "schema.json"
 WEAK = "(?)"
-COMMENT_COLUMN = 40
 WIDTH = 118
 
 Parameters = dict[str, tuple[int, int]]
@@ -71,7 +67,7 @@ def found_lines(found: Fingerprint) -> list[str]:
 
 
 def as_yaml(plan: Plan, parameters: Parameters, command: str, out: Path) -> str:
-    """Return the recommended config: what was found, why each value was chosen, then every key with its meaning."""
+    """Return the recommended config: what was found, why each value was chosen, then the keys of a preset."""
     row = plan.recommended
     first, second = parameters[row.name]
     budget = plan.budget_bytes / GIB
@@ -93,29 +89,18 @@ def as_yaml(plan: Plan, parameters: Parameters, command: str, out: Path) -> str:
     ]
     for choice in plan.choices:
         mark = f" {WEAK}" if choice.is_weak else ""
-        head.append(f"  {choice.key}: {_value(choice.value)}{mark}: {choice.reason}")
+        head.append(f"  {choice.key}: {value_text(choice.value)}{mark}: {choice.reason}")
     lines = [f"# yaml-language-server: $schema={_schema(out)}"]
     for text in head:
         indent = "    " if text.startswith("  ") else "  "
         wrapped = textwrap.wrap(text, WIDTH - 2, subsequent_indent=indent, break_long_words=False, drop_whitespace=True)
         lines += [f"# {line}".rstrip() for line in wrapped or [""]]
     marked = {choice.key for choice in plan.choices if choice.is_weak}
-    return "\n".join([*lines, "", *_body(row.settings, marked), ""])
 
+    def comment(dotted: str, field: Any) -> str:
+        return f"{WEAK} {field.description}" if dotted in marked else str(field.description)
 
-def _body(settings: Settings, marked: set[str]) -> Iterator[str]:
-    """Yield every key with its value and its meaning."""
-    for dotted, field in known_keys():
-        depth = dotted.count(".")
-        indent, name = "  " * depth, dotted.rsplit(".", 1)[-1]
-        if is_section(field):
-            if not depth:
-                yield ""
-            yield f"{indent}{name}:"
-            continue
-        line = f"{indent}{name}: {_value(look_up(settings, dotted))}"
-        mark = f"{WEAK} " if dotted in marked else ""
-        yield f"{line.ljust(COMMENT_COLUMN - 1)} # {mark}{field.description}"
+    return "\n".join([*lines, "", dump_short(row.settings, comment)])
 
 
 def _cells(row: Row, parameters: tuple[int, int]) -> list[str]:
@@ -149,16 +134,6 @@ def _time_note(plan: Plan) -> str:
 
 def _wrapped(texts: list[str] | tuple[str, ...]) -> list[str]:
     return [line for text in texts for line in textwrap.wrap(text, WIDTH, break_long_words=False)]
-
-
-def _value(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    plain = _plain(value)
-    return yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(part) for part in value] if isinstance(value, tuple | list) else value
 
 
 def _schema(out: Path) -> str:

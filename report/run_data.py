@@ -12,7 +12,7 @@ from typing import Any
 
 from report.records import Environment, Evaluation, MemoryRecord, OutOfMemoryReport, read_metrics, read_record
 from report.volumes import viewer_data
-from settings import ConfigError, Settings, UserError, known_keys, load_settings, look_up
+from settings import Settings, UserError, known_keys, load_settings, look_up
 from settings.section import is_section
 from storage.run_folder import RunFolder
 from training.recording.progress import ELAPSED
@@ -39,7 +39,7 @@ def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, 
         "stages": stages,
         "data": _data(settings),
         "viewer": viewer_data(run, volume_budget),
-        "config": _config(settings, environment.get("command", [])),
+        "config": _config(settings),
         "environment": environment,
         "evaluation": read_record(run.evaluation, Evaluation),
         "out_of_memory": _out_of_memory(read_record(path / "oom_report.json", OutOfMemoryReport), stages),
@@ -125,33 +125,18 @@ def _data(settings: Settings) -> dict[str, str]:
         "grid": " x ".join(map(str, data.voxel_size)),
         "resampled to": "" if data.spacing is None else " x ".join(f"{mm:g}" for mm in data.spacing) + " mm",
         "patches": "" if data.patch_size is None else " x ".join(map(str, data.patch_size)),
-        "orientation": data.orientation,
         "intensities": f"{scale.mode} {scale.lower:g}{unit} to {scale.upper:g}{unit}",
         "augmentation": "on" if data.use_augmentation else "off",
     }
     return {name: value for name, value in facts.items() if value}
 
 
-def _config(settings: Settings, command: list[str]) -> dict[str, Any]:
-    """Return every key of the config with its value and the preset's value."""
-    preset, source = _preset(command)
-    now, before = settings.model_dump(mode="json"), preset.model_dump(mode="json")
+def _config(settings: Settings) -> dict[str, Any]:
+    """Return every key of the config with its value and its default."""
+    now, defaults = settings.model_dump(mode="json"), Settings().model_dump(mode="json")
     keys = [dotted for dotted, field in known_keys() if not is_section(field)]
-    rows = [{"key": key, "value": _plain(look_up(now, key)), "preset": _plain(look_up(before, key))} for key in keys]
-    return {"preset": source, "keys": rows}
-
-
-def _preset(command: list[str]) -> tuple[Settings, str]:
-    """Return the current content of the config file that the run was started with; the defaults if it is gone."""
-    words = [part for word in command for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    for flag, given in pairwise(words):
-        for path in (Path(given), _ROOT / given) if flag == "--config" else ():
-            if os.path.isfile(path):
-                try:
-                    return load_settings(path), given
-                except ConfigError:
-                    break  # edited since, and no longer valid
-    return Settings(), "the defaults"
+    rows = [{"key": key, "value": _plain(look_up(now, key)), "default": _plain(look_up(defaults, key))} for key in keys]
+    return {"keys": rows}
 
 
 def _plain(value: Any) -> str:

@@ -185,14 +185,13 @@ def _ladder(ladder: list[dict[str, Any]] | None) -> str:
 
 
 def config_section(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the keys that differ from the preset or between runs; for one run, also all keys, collapsed."""
+    """Return the keys that differ from the defaults or between runs; for one run, also all keys, collapsed."""
     if len(runs) == 1:
         config = runs[0]["config"]
-        changed = [[key["key"], key["preset"], key["value"]] for key in config["keys"] if key["preset"] != key["value"]]
-        source = escaped(config["preset"])
+        changed = [[k["key"], k["default"], k["value"]] for k in config["keys"] if k["default"] != k["value"]]
         verb = "differs" if len(changed) == 1 else "differ"
-        head = f"<h3>{len(changed)} of {len(config['keys'])} keys {verb} from {source}</h3>"
-        differences = table(["key", "preset", "this run"], changed) if changed else ""
+        head = f"<h3>{len(changed)} of {len(config['keys'])} keys {verb} from the defaults</h3>"
+        differences = table(["key", "default", "this run"], changed) if changed else ""
         every = [[key["key"], key["value"]] for key in config["keys"]]
         return f"{head}{differences}<details><summary>All keys</summary>{table(['key', 'value'], every)}</details>"
     values = [{key["key"]: key["value"] for key in run["config"]["keys"]} for run in runs]

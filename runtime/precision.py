@@ -20,8 +20,8 @@ class Precision:
     def __init__(self, settings: DeviceSettings, device: torch.device) -> None:
         self.device = device
         self.dtype = _choose_dtype(settings, device)
-        torch.backends.cudnn.benchmark = settings.cudnn_benchmark
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = settings.tf32
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
 
     @property

@@ -178,7 +178,7 @@ def _summary(source, volumes, settings) -> str:
         first,
         *range_lines(facts, data),
         f"resized to {_times(data.voxel_size)} ({data.resize}), intensities scaled by "
-        + (data.intensity.mode if data.intensity.channels is None else "a rule for each channel"),
+        + (str(data.intensity.mode) if data.intensity.num_rules == 1 else "a rule for each channel"),
     ]
     if volumes is not None and volumes.class_names:
         files = (*volumes.train, *volumes.val)

@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import check_output_file, parser, run
-from settings import CheckpointError, validate
+from settings import CheckpointError, restored
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 
@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> None:
         raise CheckpointError(
             f"{source}: not weights of a run, because they name no stage and settings; give a file from a run folder"
         )
-    network, settings = metadata["stage"], validate(metadata["settings"])
+    network, settings = metadata["stage"], restored(metadata["settings"], source)
     kind = monai_class(network, settings)
     if network == "autoencoder" and is_maisi(network, settings):
         state = to_maisi_names(state)

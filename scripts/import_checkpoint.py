@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import above_zero, add_config, check_output_folder, parser, run
-from settings import CheckpointError, Settings, dump_yaml, load_settings
+from settings import CheckpointError, Settings, dump_yaml, load_settings, stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> None:
     state = {key: value.float() for key, value in state.items()}
     metadata: dict[str, Any] = {
         "stage": network,
-        "settings": settings.model_dump(mode="json"),
+        "settings": stored(settings),
         "imported_from": f"{options.origin}: {path.name}",
     }
     if network == "ldm":
@@ -135,9 +135,7 @@ def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
         for key, value in unseen[network]
     ]
     if network != "ldm" and settings.autoencoder.value_range == "symmetric":
-        lines.append(
-            "volumes are scaled to [-1, 1]; weights trained on another range, such as [0, 1], need fine-tuning"
-        )
+        lines.append("volumes are scaled to [-1, 1]; for weights trained on [0, 1] set autoencoder.variant=monai_unit")
     return lines
 
 

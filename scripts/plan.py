@@ -149,7 +149,7 @@ def _keys(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _data_settings(given: dict[str, Any], source: dict[str, Any]) -> DataSettings:
     """Return the settings by which the volumes are found, turned and measured."""
-    names = ("labels", "label_maps", "frame", "allow_outside_root", "orientation")
+    names = ("class_labels", "include_label_maps", "frame")
     values = {name: given[f"data.{name}"] for name in names if f"data.{name}" in given}
     keys = [key for key in given if key.startswith("data.intensity.")]
     intensity = {key.rsplit(".", 1)[-1]: given[key] for key in keys}

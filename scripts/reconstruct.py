@@ -40,9 +40,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument("--input", required=True, metavar="PATH", help="a volume, or a folder of volumes")
     result.add_argument("--out", required=True, metavar="DIR", help="folder for the reconstructions")
     codes = result.add_mutually_exclusive_group()
-    codes.add_argument(
-        "--codes", action="store_true", help="vq and fsq: also write each latent as integers, NAME_codes.npz"
-    )
+    codes.add_argument("--codes", action="store_true", help="vq: also write each latent as integers, NAME_codes.npz")
     codes.add_argument(
         "--from-codes", action="store_true", help="the input is such a file or a folder of them; decode it"
     )
@@ -106,7 +104,7 @@ def _volumes_in(folder: Path, settings: Settings) -> dict[Path, str]:
     from data.volumes import check_source
     from storage.names import counted, printable
 
-    asked = {"source": str(folder), "labels": None, "prepared": "none", "allow_outside_root": False}
+    asked = {"source": str(folder), "class_labels": None, "prepared": "none"}
     data = settings.data.model_copy(update=asked)
     source = check_source(data, settings.seed, settings.autoencoder.in_channels)
     if source.problems:

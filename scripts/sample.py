@@ -137,7 +137,7 @@ def main(options: argparse.Namespace) -> int:
     if cases:
         check_class(label, frame.class_names, settings.ldm.conditioning.dropout > 0)
     scan, asked = given_scan(options.number, settings.ldm.conditioning.scan)
-    numbers = given_numbers(asked, frame.numbers, settings.ldm.conditioning.numbers.dropout > 0)
+    numbers = given_numbers(asked, frame.numbers, settings.ldm.conditioning.dropout > 0)
     num = options.num or (1 if cases else 8)
     total = num * max(1, len(cases))
     paths = [out / name for name in _names(_title(options), cases, num)]

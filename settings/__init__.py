@@ -2,14 +2,13 @@
 
 from settings.autoencoder import AutoencoderSettings, AutoencoderTraining, PerceptualSettings
 from settings.data import DataSettings
-from settings.device import DeviceSettings
 from settings.dotted import has_key, look_up
 from settings.errors import CheckpointError, ConfigError, DataError, Problem, TrainingError, UserError
 from settings.ldm import LdmSettings, LdmTraining
-from settings.load import dump_yaml, known_keys, load_settings, read_overrides, validate
-from settings.logging import LoggingSettings
-from settings.root import Settings
+from settings.load import known_keys, load_settings, read_overrides, restored, stored, validate
+from settings.root import DeviceSettings, LoggingSettings, Settings
 from settings.section import TrainingSettings
+from settings.writing import dump_short, dump_with_origins, dump_yaml
 
 __all__ = [
     "AutoencoderSettings",
@@ -28,11 +27,15 @@ __all__ = [
     "TrainingError",
     "TrainingSettings",
     "UserError",
+    "dump_short",
+    "dump_with_origins",
     "dump_yaml",
     "has_key",
     "known_keys",
     "load_settings",
     "look_up",
     "read_overrides",
+    "restored",
+    "stored",
     "validate",
 ]

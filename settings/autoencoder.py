@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from settings.errors import Problem
 from settings.section import (
@@ -27,19 +25,17 @@ from settings.section import (
     per_level,
     section,
 )
-from storage.names import counted
 
-MOST_LEARNED_CODES = 2**16
-MOST_CODES = 2**20
-QuantiserLevels = Annotated[int, Field(ge=2, le=256)]
-QuantiserLevelsPerChannel = Annotated[tuple[QuantiserLevels, ...], Field(strict=False, min_length=1, max_length=20)]
+MOST_CODES = 2**16
+OCCUPIED_THRESHOLD = 0.1
+"""Share of the intensity range above which a voxel of a mostly empty volume is occupied."""
 PerceptualNetwork = Literal["lpips-squeeze", "lpips-alex", "lpips-vgg", "medicalnet-resnet10", "structural"]
 
 
 class PerceptualSettings(Section):
     """The network behind the perceptual loss, and how much it compares per step."""
 
-    network: PerceptualNetwork = key("lpips-squeeze", "What compares the volumes; structural needs no weights file.")
+    network: PerceptualNetwork = key("structural", "What compares the volumes; structural needs no weights file.")
     weights: PathText | None = key(None, "File with the network's weights; null: torch's cache, or a download.")
     slice_fraction: float = key(0.2, "Fraction of the slices along each axis that each step compares.", gt=0, le=1)
     chunk_size: Count = key(8, "Slices per forward pass of the network.", SAME)
@@ -48,32 +44,14 @@ class PerceptualSettings(Section):
 class DiscriminatorSettings(Section):
     """The patch discriminator."""
 
-    num_layers_d: int = key(2, "Convolution layers after the first.", ge=1, le=10)
-    num_channels: Channels = key(16, "Channels of the first layer; each further layer doubles them.")
-
-
-class QuantiserSettings(Section):
-    """The codebook of `bottleneck: vq`, or the grid of `bottleneck: fsq`."""
-
-    codes: int = key(512, "vq: number of vectors in the codebook.", ge=2, le=MOST_LEARNED_CODES)
-    decay: float = key(0.99, "vq: decay of the averages of latents that the codebook follows.", ge=0, lt=1)
-    commitment_weight: float = key(0.25, "vq: weight of the squared distance between a latent and its code.", ge=0)
-    restart_below: float = key(
-        0.03,
-        "vq: a code used less than this share of the mean starts again at a latent of the batch; 0: never.",
-        ge=0,
-        lt=1,
-    )
-    levels: QuantiserLevels | QuantiserLevelsPerChannel = key(
-        8, "fsq: values that a latent channel can take: one number for all channels, or a list; 5 or more are advised."
-    )
+    num_layers_d: int = key(3, "Convolution layers after the first.", ge=1, le=10)
+    num_channels: Channels = key(32, "Channels of the first layer; each further layer doubles them.")
 
 
 class AutoencoderTraining(TrainingSettings):
     """The `autoencoder.training` section."""
 
-    gradient_accumulation_steps: Count = key(4, "Micro-batches whose gradients are summed before one update.", SAME)
-    use_gradient_checkpointing: bool = key(True, "Recompute each block's activations in the backward pass.", SAME)
+    batch_size: Count = key(4, "Volumes per micro-batch; memory grows with it.", SAME)
     use_nested_checkpointing: bool | Literal["auto"] = key(
         "auto",
         "Checkpoint the whole encoder as well as its blocks, and compute upsampled volumes again; auto: with slabs and "
@@ -83,7 +61,7 @@ class AutoencoderTraining(TrainingSettings):
     checkpoint_levels: Count | Literal["all"] = key(
         "all", "How many levels to checkpoint, highest resolution first.", SAME
     )
-    checkpoint_dtype: Literal["same", "int8", "fp8"] = key(
+    checkpoint_dtype: Literal["same", "int8"] = key(
         "same",
         "How checkpoints keep the inputs of blocks: as they are, or in 8 bits, which changes gradients slightly.",
     )
@@ -98,12 +76,10 @@ class AutoencoderTraining(TrainingSettings):
     reconstruction_loss: Literal["l1", "l2"] = key("l1", "Mean absolute or mean squared error.")
     occupied_weight: float = key(
         1.0,
-        "How many times the error of an occupied voxel counts; above 1 for mostly empty volumes, such as radar "
-        "or occupancy grids, which are then also validated by IoU and Chamfer distance.",
+        "How many times the error of an occupied voxel counts, one in the upper nine tenths of the range; above 1 for "
+        "mostly empty volumes, such as radar or occupancy grids, which are then also validated by IoU and Chamfer "
+        "distance.",
         ge=1,
-    )
-    occupied_threshold: float = key(
-        0.1, "occupied_weight above 1 only: share of the intensity range above which a voxel is occupied.", ge=0, lt=1
     )
     edge_weight: float = key(
         0.0, "Weight of the error, l1 or l2 too, of differences between neighbouring voxels; 0: no such term.", ge=0
@@ -113,7 +89,7 @@ class AutoencoderTraining(TrainingSettings):
     adversarial_start_step: CountOrZero = key(1000, "Step at which the discriminator and the adversarial term start.")
     discriminator_learning_rate: float = key(1e-4, "Adam's step size for the discriminator.", gt=0)
     discriminator: DiscriminatorSettings = section(DiscriminatorSettings, "The patch discriminator.")
-    use_perceptual_loss: bool = key(False, "Add a perceptual loss to the voxel loss.")
+    use_perceptual_loss: bool = key(True, "Add a perceptual loss to the voxel loss.")
     perceptual_weight: float = key(0.3, "Weight of the perceptual term.", ge=0)
     perceptual: PerceptualSettings = section(PerceptualSettings, "The perceptual loss.")
 
@@ -131,8 +107,8 @@ class AutoencoderTraining(TrainingSettings):
 
     @property
     def occupancy_threshold(self) -> float | None:
-        """Return `occupied_threshold` if volumes are mostly empty and occupied voxels are compared too, else None."""
-        return self.occupied_threshold if self.occupied_weight > 1 else None
+        """Return the share of the range above which a voxel is occupied, if volumes are mostly empty, else None."""
+        return OCCUPIED_THRESHOLD if self.occupied_weight > 1 else None
 
     @property
     def trains_encoder(self) -> bool:
@@ -147,36 +123,35 @@ class AutoencoderSettings(Section):
     pretrained: PathText | None = key(
         None, "Weights to start from, for example from scripts/import_checkpoint.py; null: random weights."
     )
-    start: Literal["random", "haar"] = key(
+    initialisation: Literal["random", "haar"] = key(
         "random",
         "First weights: all random, or such that the latent starts as means and differences of neighbouring voxels.",
     )
     in_channels: Channels = key(1, "Channels of a volume.")
-    value_range: Literal["symmetric", "unit"] = key(
-        "symmetric", "Range of volumes inside the network: [-1, 1], or [0, 1], which MAISI's weights expect."
+    variant: Literal["monai", "monai_unit", "maisi"] = key(
+        "monai",
+        "monai: volumes in [-1, 1] and a decoder that repeats voxels; monai_unit: the same network for volumes in "
+        "[0, 1], as some published weights expect; maisi: in [0, 1], and a decoder that interpolates, as in MAISI.",
     )
-    num_channels: ChannelsPerLevel = key((16, 32, 64), "Channels of each level, highest resolution first.")
+    num_channels: ChannelsPerLevel = key((32, 64, 64), "Channels of each level, highest resolution first.")
     strides: Literal[2] | StridesPerLevel = key(
         2,
         "Factors by which each downsampling shrinks the axes: 2 for all of them, or a list of triples of 1 and 2, "
         "such as [[2, 2, 1], [2, 2, 2]] for three levels and thick slices along the last axis.",
     )
-    upsampling: Literal["nearest", "trilinear"] = key(
-        "nearest",
-        "How the decoder enlarges volumes: repeat voxels as MONAI does, or interpolate as MAISI does.",
-    )
     num_res_blocks: BlocksOrZero | BlocksPerLevelOrZero = key(
         2, "Residual blocks per level: one number for all levels, or a list."
     )
     latent_channels: Channels = key(3, "Channels of the latent.")
-    bottleneck: Literal["kl", "vq", "fsq"] = key(
+    bottleneck: Literal["kl", "vq"] = key(
         "kl",
-        "kl: a Gaussian latent; vq: each position is the nearest of a set of learned vectors; fsq: each channel is "
-        "rounded. The KL term belongs to kl.",
+        "kl: a Gaussian latent; vq: each position is the nearest of a set of learned vectors, and there is no KL term.",
     )
-    quantiser: QuantiserSettings = section(QuantiserSettings, "Quantisation of the latent, for bottleneck vq and fsq.")
+    codebook_size: int = key(2048, "bottleneck vq only: number of learned vectors.", ge=2, le=MOST_CODES)
     norm_num_groups: Count | Literal["auto"] = key(
-        "auto", "GroupNorm groups; auto: the largest number up to 8 that divides every entry of num_channels."
+        "auto",
+        "GroupNorm groups; auto: the largest number up to 32 that divides every entry of num_channels, with at least 2 "
+        "channels per group.",
     )
     attention_levels: Flags = key((False, False, True), "Which levels have attention.")
     use_nonlocal_attention: bool | Literal["auto"] = key(
@@ -187,7 +162,19 @@ class AutoencoderSettings(Section):
     @property
     def num_groups(self) -> int:
         """Return the number of groups of each GroupNorm."""
-        return largest_common_divisor(self.num_channels, 8) if self.norm_num_groups == "auto" else self.norm_num_groups
+        if self.norm_num_groups == "auto":
+            return largest_common_divisor(self.num_channels, max(1, min(32, min(self.num_channels) // 2)))
+        return self.norm_num_groups
+
+    @property
+    def value_range(self) -> Literal["symmetric", "unit"]:
+        """Return the range of volumes inside the network: [-1, 1] or [0, 1]."""
+        return "symmetric" if self.variant == "monai" else "unit"
+
+    @property
+    def upsampling(self) -> Literal["nearest", "trilinear"]:
+        """Return how the decoder enlarges volumes."""
+        return "trilinear" if self.variant == "maisi" else "nearest"
 
     @property
     def res_blocks(self) -> tuple[int, ...]:
@@ -200,16 +187,9 @@ class AutoencoderSettings(Section):
         return any(self.attention_levels) if self.use_nonlocal_attention == "auto" else self.use_nonlocal_attention
 
     @property
-    def channel_levels(self) -> tuple[int, ...]:
-        """Return how many values each latent channel can take with bottleneck fsq."""
-        return per_level(self.quantiser.levels, self.latent_channels)
-
-    @property
     def num_codes(self) -> int | None:
         """Return how many values a position of the latent can take; None if it is not quantised."""
-        if self.bottleneck == "kl":
-            return None
-        return self.quantiser.codes if self.bottleneck == "vq" else math.prod(self.channel_levels)
+        return self.codebook_size if self.bottleneck == "vq" else None
 
     @property
     def level_strides(self) -> tuple[tuple[int, ...], ...]:
@@ -248,18 +228,3 @@ def bottleneck_problems(s: AutoencoderSettings) -> Iterator[tuple[Problem, tuple
         found = f"{s.bottleneck} with implementation: monai, whose autoencoder has a Gaussian latent only"
         remedy = "set kl, or autoencoder.implementation: lean"
         yield Problem("autoencoder.bottleneck", found, "allowed: kl", remedy), ("autoencoder.implementation",)
-    if s.bottleneck == "fsq":
-        yield from _level_problems(s)
-
-
-def _level_problems(s: AutoencoderSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    where, sources = "autoencoder.quantiser.levels", ("autoencoder.latent_channels", "autoencoder.bottleneck")
-    levels, channels = s.channel_levels, counted(s.latent_channels, "latent channel")
-    if len(levels) != s.latent_channels:
-        found = f"{counted(len(levels), 'entry')} for {channels}"
-        allowed = f"allowed: {s.latent_channels}, one for each channel"
-        yield Problem(where, found, allowed, f"give {counted(s.latent_channels, 'entry')} or one number"), sources
-    elif (bits := sum(map(math.log2, levels))) > math.log2(MOST_CODES):
-        found = f"{channels} of these levels have 2^{bits:.1f} combinations"
-        remedy = "use fewer levels or fewer latent channels"
-        yield Problem(where, found, "allowed: at most 2^20", remedy), sources

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,13 @@ from settings.errors import Problem
 from settings.section import FREE, SAME, WITHOUT_NUL, PathText, Section, Triple, TripleMm, key, section
 from storage.names import counted
 
-ChannelRule = Annotated[tuple[Literal["percentile", "window"], float, float], Field(strict=False)]
+Mode = Literal["percentile", "window"]
+_PerChannel = Field(strict=False, min_length=1, max_length=1024)
+ModePerChannel = Annotated[tuple[Mode, ...], _PerChannel]
+NumberPerChannel = Annotated[tuple[float, ...], _PerChannel]
+ChannelRule = tuple[Mode, float, float]
+NUM_PHANTOMS = 48
+PHANTOMS = re.compile(r"phantoms(?::([0-9]{1,6}))?")
 LEAST_HELD_OUT = 2
 """Held-out volumes that evaluation needs."""
 Workers = Annotated[int, Field(ge=0, le=256)]
@@ -21,18 +28,28 @@ Workers = Annotated[int, Field(ge=0, le=256)]
 class IntensitySettings(Section):
     """The linear map from a volume's intensities to the network's range."""
 
-    mode: Literal["percentile", "window"] = key("percentile", "Percentiles of each volume, or a fixed window.")
-    lower: float = key(0.5, "Percentile or intensity mapped to the lower end.")
-    upper: float = key(99.5, "Percentile or intensity mapped to the upper end.")
-    channels: Annotated[tuple[ChannelRule, ...], Field(strict=False, min_length=1, max_length=1024)] | None = key(
-        None,
-        "A rule [mode, lower, upper] for each channel, such as [[window, 0, 80], [percentile, 1, 99]], in place of the "
-        "three keys above; null: they hold for all channels.",
+    mode: Mode | ModePerChannel = key(
+        "percentile", "Percentiles of each volume, or a fixed window; or one per channel."
     )
+    lower: float | NumberPerChannel = key(
+        0.5, "Percentile or intensity mapped to the lower end: one number, or one per channel."
+    )
+    upper: float | NumberPerChannel = key(
+        99.5, "Percentile or intensity mapped to the upper end: one number, or one per channel."
+    )
+
+    @property
+    def num_rules(self) -> int:
+        """Return the number of channels that have a rule of their own; 1: all have the same."""
+        return max(len(value) if isinstance(value, tuple) else 1 for value in (self.mode, self.lower, self.upper))
 
     def of_channel(self, number: int) -> ChannelRule:
         """Return mode, lower and upper of one channel."""
-        return (self.mode, self.lower, self.upper) if self.channels is None else self.channels[number]
+        return (_pick(self.mode, number), _pick(self.lower, number), _pick(self.upper, number))
+
+
+def _pick(value: Any, number: int) -> Any:
+    return value[number] if isinstance(value, tuple) else value
 
 
 class DataSettings(Section):
@@ -40,20 +57,19 @@ class DataSettings(Section):
 
     source: PathText = key(
         "phantoms",
-        "A folder of volumes, an MSD-style dataset.json, or phantoms for generated volumes; a run resumes from another "
-        "place if the volumes are the same.",
+        "A folder of volumes, an MSD-style dataset.json, or phantoms for 48 generated volumes (phantoms:320 for 320); "
+        "a run resumes from another place if the volumes are the same.",
         FREE,
     )
-    num_phantoms: int = key(48, "Number of volumes to generate if the source is phantoms.", ge=3, le=100_000)
-    labels: PathText | None = key(
-        None, "A CSV file with columns file,label; null: labels come from dataset.json or folder names."
+    class_labels: PathText | None = key(
+        None, "A CSV file with columns file,label; null: classes come from dataset.json or folder names."
     )
     group_by: Annotated[str, Field(min_length=1, max_length=1000, pattern=WITHOUT_NUL)] | None = key(
         None,
         "How to tell which volumes belong to one patient, so that the split keeps them together: folder, column:NAME "
-        "of data.labels, or a regular expression found in the file name; null: split volumes one by one.",
+        "of data.class_labels, or a regular expression found in the file name; null: split volumes one by one.",
     )
-    label_maps: bool = key(
+    include_label_maps: bool = key(
         False, "Also train on files that look like label maps: whole numbers in regions of equal ones.", FREE
     )
     frame: Annotated[int, Field(ge=0, lt=2**31)] | None = key(
@@ -61,10 +77,8 @@ class DataSettings(Section):
         "Which volume of a 4D file to read, counted from 0; null: its volumes are channels. They lie along the fourth "
         "axis, in .npy and .npz along the first.",
     )
-    allow_outside_root: bool = key(False, "Allow dataset.json to name files outside its folder.", FREE)
-    orientation: str = key("RAS", "Axis codes that each volume is reoriented to.", pattern=r"^[RL][AP][SI]$")
     spacing: TripleMm | None = key(None, "Spacing to resample to first, in mm; null: keep each volume's spacing.")
-    voxel_size: Triple = key((256, 256, 64), "Grid that each volume is resized to, in voxels.")
+    voxel_size: Triple = key((64, 64, 64), "Grid that each volume is resized to, in voxels.")
     resize: Literal["resample", "crop_or_pad"] = key("resample", "How volumes are resized to the grid.")
     intensity: IntensitySettings = section(IntensitySettings, "Intensity scaling.")
     patch_size: Triple | None = key(None, "Train on random crops of this size; null: on whole volumes.")
@@ -91,9 +105,6 @@ class DataSettings(Section):
         "Worker processes for loading; 0: load in the training process; auto: chosen from how long a sample takes.",
         SAME,
     )
-    prefetch_factor: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = key(
-        "auto", "Micro-batches that each worker loads ahead; auto: its share of one update, plus one.", SAME
-    )
     pin_memory: bool | Literal["auto"] = key(
         "auto", "Page-locked host memory: faster copies to the GPU, more host memory; auto: if there is a GPU.", SAME
     )
@@ -109,15 +120,11 @@ class DataSettings(Section):
         older = {"prepared": "memory"} if rate > 0 else {}
         return older | {name: value for name, value in values.items() if name != "cache_rate"}
 
-    def reading(self, names: set[str]) -> dict[str, Any]:
-        """Return keys that decide how volumes are read, for the names of caches.
-
-        Rules for single channels are left out if there are none, so that older caches stay valid.
-        """
-        content = self.model_dump(mode="json", include=names)
-        if self.intensity.channels is None:
-            del content["intensity"]["channels"]
-        return content
+    @property
+    def num_phantoms(self) -> int | None:
+        """Return the number of volumes to generate; None if the volumes are the user's."""
+        match = PHANTOMS.fullmatch(self.source)
+        return None if match is None else int(match[1] or NUM_PHANTOMS)
 
     def num_held_out(self, number: int) -> int:
         """Return how many of some volumes or groups are held out; at least one is left to train on."""
@@ -133,18 +140,18 @@ def intensity_problems(
     where: str, s: IntensitySettings, num_channels: int
 ) -> Iterator[tuple[Problem, tuple[str, ...]]]:
     """Yield the problems of the rules by which intensities of `num_channels` channels are scaled."""
-    if s.channels is not None and len(s.channels) != num_channels:
-        found = f"{counted(len(s.channels), 'rule')} for {counted(num_channels, 'channel')}"
-        yield Problem(f"{where}.channels", found, f"allowed: {num_channels}", "give a rule for each channel"), ()
-    rules = [(where, s.of_channel(0))] if s.channels is None else [(f"{where}.channels", rule) for rule in s.channels]
-    for name, (mode, lower, upper) in rules:
+    lists = {name: value for name in ("mode", "lower", "upper") if isinstance(value := getattr(s, name), tuple)}
+    for name, value in lists.items():
+        if len(value) != num_channels:
+            found = f"{counted(len(value), 'entry')} for {counted(num_channels, 'channel')}"
+            remedy = "give one value, or one for each channel"
+            yield Problem(f"{where}.{name}", found, f"allowed: {num_channels}", remedy), ("autoencoder.in_channels",)
+            return
+    for mode, lower, upper in (s.of_channel(number) for number in range(num_channels if lists else 1)):
         if lower >= upper:
             found = f"{lower:g} is not below upper ({upper:g})"
-            yield (
-                Problem(f"{where}.lower" if s.channels is None else name, found, "", "swap the two"),
-                (f"{where}.upper",),
-            )
+            yield Problem(f"{where}.lower", found, "", "swap the two"), (f"{where}.upper",)
         if mode == "percentile" and not (0 <= lower <= 100 and 0 <= upper <= 100):
             found = f"lower {lower:g} and upper {upper:g} are not percentiles"
             remedy = "set mode: window to use intensities"
-            yield Problem(name, found, "allowed: 0 to 100", remedy), (f"{where}.mode",)
+            yield Problem(where, found, "allowed: 0 to 100", remedy), (f"{where}.mode",)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from settings.conditioning import ConditioningSettings
 from settings.section import (
@@ -16,6 +14,7 @@ from settings.section import (
     Channels,
     ChannelsPerLevel,
     Count,
+    Decay,
     Flags,
     HeadsPerLevel,
     PathText,
@@ -93,17 +92,9 @@ class SchedulerSettings(Section):
 
     type: Literal["ddpm", "rflow"] = key("ddpm", "Denoising diffusion, or rectified flow.")
     num_train_timesteps: int = key(1000, "Number of timesteps in the noise process.", ge=1, le=100_000)
-    prediction: Literal["epsilon", "v"] = key("epsilon", "ddpm only: predict the noise or the velocity.")
-    schedule: Literal["linear_beta", "scaled_linear_beta", "cosine"] = key(
-        "scaled_linear_beta", "ddpm only: noise schedule."
-    )
-    beta_start: float = key(0.0015, "ddpm only: noise variance at the first timestep.", gt=0, lt=1)
-    beta_end: float = key(0.0195, "ddpm only: noise variance at the last timestep.", gt=0, lt=1)
-    zero_terminal_snr: bool = key(
-        False, "ddpm with prediction v: rescale the schedule so that the last timestep is pure noise."
-    )
-    time_sampling: Literal["uniform", "logit_normal"] = key(
-        "uniform", "rflow only: train on all times equally often, or more often on those in the middle."
+    prediction: Literal["epsilon", "v"] = key("v", "ddpm only: predict the noise or the velocity.")
+    schedule: Literal["cosine", "scaled_linear_beta"] = key(
+        "cosine", "ddpm only: noise schedule; scaled_linear_beta, from 0.0015 to 0.0195, is that of MONAI and MAISI."
     )
     time_shift: float = key(
         1.0,
@@ -115,10 +106,9 @@ class SchedulerSettings(Section):
 
 
 class LatentSettings(Section):
-    """Caching and padding of latents."""
+    """Caching of latents."""
 
     cache: Literal["disk", "memory", "none"] = key("disk", "Where the mean of each latent is kept.", SAME)
-    pad: bool = key(False, "Pad latents to a multiple of the U-Net's downsampling, and crop the result.")
 
 
 class PixelLossSettings(Section):
@@ -136,28 +126,27 @@ class LdmTraining(TrainingSettings):
     max_steps: Count = key(
         50000, "Number of updates; a run whose learning rate decays resumes only with the same number.", FREE
     )
-    ema_decay: float = key(0.999, "Decay of the exponential moving average of the weights; 0: no average.", ge=0, lt=1)
-    loss_weighting: Literal["none", "min_snr"] = key(
-        "none", "Weigh all noise levels equally, or low noise less (min-SNR)."
+    learning_rate: float = key(4e-4, "Adam's step size; never scaled by the number of GPUs.", gt=0)
+    ema_decay: Decay | Literal["auto"] = key(
+        "auto",
+        "Decay of the exponential moving average of the weights, such as 0.999; 0: no average; auto: over the last "
+        "twentieth of the steps so far.",
     )
-    min_snr_gamma: float = key(5.0, "min_snr only: signal-to-noise ratio at which the weights are capped.", gt=0)
+    validate_every: Count = key(1000, "Steps between validations.", FREE)
+    save_every: Count = key(
+        1000, "Steps between checkpoints; a run with max_hours also saves at every tenth of its time.", FREE
+    )
     pixel_loss: PixelLossSettings = section(PixelLossSettings, "The pixel loss.")
-
-
-Interval = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False, min_length=2, max_length=2)]
 
 
 class SamplingSettings(Section):
     """Sampling."""
 
     sampler: Literal["ddpm", "ddim", "dpmpp_2m", "rflow", "heun"] = key(
-        "ddim", "ddpm, ddim or dpmpp_2m; for rectified flow rflow (Euler), heun or dpmpp_2m.", FREE
+        "dpmpp_2m", "ddpm, ddim or dpmpp_2m; for rectified flow rflow (Euler), heun or dpmpp_2m.", FREE
     )
-    num_inference_steps: Count = key(50, "Number of steps from noise to latent.", FREE)
+    num_inference_steps: Count = key(25, "Number of steps from noise to latent.", FREE)
     guidance_scale: float = key(1.0, "Values above 1 make samples follow their conditions more closely.", FREE, ge=0)
-    guidance_interval: Interval = key(
-        (0.0, 1.0), "Range of times in which guidance acts; 0 is clean, 1 is pure noise.", FREE
-    )
     num_previews: int = key(4, "Samples to draw at each validation.", FREE, ge=0, le=1024)
 
 
@@ -178,6 +167,6 @@ class LdmSettings(Section):
     unet: UNetSettings = section(UNetSettings, "The diffusion U-Net.")
     scheduler: SchedulerSettings = section(SchedulerSettings, "The noise process.")
     conditioning: ConditioningSettings = section(ConditioningSettings, "What samples are conditioned on.")
-    latents: LatentSettings = section(LatentSettings, "Caching and padding of latents.")
+    latents: LatentSettings = section(LatentSettings, "Caching of latents.")
     training: LdmTraining = section(LdmTraining, "Training of stage 2.")
     sampling: SamplingSettings = section(SamplingSettings, "Sampling.")

@@ -15,8 +15,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from settings.dotted import assign, look_up, overlap, remove
-from settings.errors import ConfigError, Problem
+from settings import migrations
+from settings.dotted import assign, has_key, look_up, overlap, remove
+from settings.errors import CheckpointError, ConfigError, Problem
+from settings.migrations import upgraded
 from settings.root import Settings
 from settings.section import WITHOUT_NUL, is_section
 from settings.yaml_reader import parse_value, read_document
@@ -29,18 +31,20 @@ _PATTERNS = {WITHOUT_NUL: "text without NUL characters"}
 def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> Settings:
     """Read, override and validate a config; raise `ConfigError` with every problem found.
 
-    `stage` ("autoencoder" or "ldm") adds the rules that apply only to that stage.
+    `stage` is the one that will run, "autoencoder" or "ldm"; at present every rule holds for both.
     """
     path = Path(path)
     document = read_document(path)
     values = document.values
+    if "version" in values:
+        values = upgraded(values, path)
     values.setdefault("name", path.stem)
     alone = copy.deepcopy(values)
     overridden, problems = _apply(values, overrides)
     _spread(values)
     of_file: list[Problem] = []
     try:
-        settings = validate(values, stage)
+        settings = validate(values)
     except ConfigError as error:
         for problem in sorted(error.problems, key=lambda problem: document.lines.get(problem.where, 0)):
             if any(overlap(problem.where, dotted) for dotted in overridden):
@@ -50,7 +54,7 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | 
     if of_file:
         by_override = (replace(problem, where=f"override {problem.where}") for problem in problems)
         with_lines = (_with_line(problem, document.lines) for problem in of_file)
-        is_without = {*of_file} <= {*_problems(alone, stage)}
+        is_without = {*of_file} <= {*_problems(alone)}
         source = str(path) if is_without else f"{path} with the overrides"
         raise ConfigError([*by_override, *with_lines], source=source)
     if problems:
@@ -58,10 +62,10 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | 
     return settings
 
 
-def _problems(values: dict[str, Any], stage: str | None) -> tuple[Problem, ...]:
+def _problems(values: dict[str, Any]) -> tuple[Problem, ...]:
     _spread(values)
     try:
-        validate(values, stage)
+        validate(values)
     except ConfigError as error:
         return error.problems
     return ()
@@ -86,10 +90,10 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return {dotted: look_up(values, dotted) for dotted in overridden}
 
 
-def validate(values: dict[str, Any], stage: str | None = None) -> Settings:
+def validate(values: dict[str, Any]) -> Settings:
     """Validate nested values; raise `ConfigError` with every problem, whether with one key or between several."""
     try:
-        return Settings.model_validate(values, context={"stage": stage})
+        return Settings.model_validate(values)
     except ValidationError as error:
         found = _translate(error.errors(include_url=False), values)
         pruned = copy.deepcopy(values)
@@ -100,15 +104,27 @@ def validate(values: dict[str, Any], stage: str | None = None) -> Settings:
             # pydantic runs the rules only once every key is valid, so run them again without the invalid keys.
             # A further ValidationError concerns something that is already reported.
             with suppress(ValidationError):
-                Settings.model_validate(pruned, context={"stage": stage, "failed": frozenset(found)})
+                Settings.model_validate(pruned, context={"failed": frozenset(found)})
         except ConfigError as rules:
             problems += rules.problems
         raise ConfigError(problems) from None
 
 
-def dump_yaml(settings: Settings) -> str:
-    """Return the complete settings as YAML, from which `load_settings` restores equal settings."""
-    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
+def stored(settings: Settings) -> dict[str, Any]:
+    """Return the settings as checkpoints and weight files store them: every key, and the version."""
+    return {"version": migrations.VERSION, **settings.model_dump(mode="json")}
+
+
+def restored(values: dict[str, Any], where: object) -> Settings:
+    """Return stored settings; raise `CheckpointError` unless they have every key and this version knows it."""
+    values = upgraded(values, where)
+    missing = [dotted for dotted, field in known_keys() if not is_section(field) and not has_key(values, dotted)]
+    if missing:
+        raise CheckpointError(f"{where}: its settings lack {missing[0]}; {migrations.WAY_OUT}")
+    try:
+        return validate(values)
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: its settings cannot be used; {migrations.WAY_OUT}: {error}") from None
 
 
 def known_keys(kind: Any = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:

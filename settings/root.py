@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationInfo, model_validator
 
 from settings.autoencoder import AutoencoderSettings
 from settings.data import DataSettings
-from settings.device import DeviceSettings
 from settings.dotted import assign, overlap
 from settings.errors import ConfigError
 from settings.ldm import LdmSettings
-from settings.logging import LoggingSettings
 from settings.rules import find_problems
-from settings.section import FREE, Section, key, section
+from settings.section import FREE, SAME, Section, key, section
+
+
+class DeviceSettings(Section):
+    """The `device` section."""
+
+    type: Literal["auto", "cuda", "cpu"] = key("auto", "auto: CUDA if available, else the CPU.", FREE)
+    mixed_precision: bool = key(False, "Run convolutions and attention in 16-bit precision.")
+    amp_dtype: Literal["auto", "bfloat16", "float16"] = key(
+        "auto",
+        "auto: bfloat16 if the GPU supports it, else float16 with gradient scaling; on a CPU, where 16 bits are many "
+        "times slower, float32.",
+    )
+    optimizer_states: Literal["float32", "8bit"] = key(
+        "float32",
+        "How Adam keeps its two moments; 8bit: with a scale for each kernel, 0.3 of the memory, slower updates.",
+    )
+    memory_format: Literal["auto", "contiguous", "channels_last"] = key(
+        "auto", "Memory layout of volumes; auto: channels_last, but contiguous for MONAI's stock autoencoder.", SAME
+    )
+    allocator: str = key(
+        "expandable_segments:True",
+        "Value of PYTORCH_CUDA_ALLOC_CONF, set before CUDA starts; empty: do not set it.",
+        SAME,
+        pattern=r"^$|^\w+:[^,:]+(,\w+:[^,:]+)*$",
+    )
+
+    def is_half(self, on_cpu: bool) -> bool:
+        """Return whether a device computes in 16 bits; a CPU does only if `amp_dtype` names the type."""
+        return self.mixed_precision and not (on_cpu and self.amp_dtype == "auto")
+
+
+class LoggingSettings(Section):
+    """The `logging` section."""
+
+    tracker: Literal["none", "wandb", "wandb-offline", "mlflow", "mlflow-offline"] = key(
+        "none",
+        "wandb: Weights & Biases; wandb-offline: its files in the run folder, to upload with wandb sync; mlflow: "
+        "MLflow at MLFLOW_TRACKING_URI; mlflow-offline: mlflow.db in the run folder.",
+        FREE,
+    )
 
 
 class Settings(Section):
@@ -43,7 +81,7 @@ class Settings(Section):
         failed = context.get("failed", frozenset())
         problems = [
             problem
-            for problem, sources in find_problems(self, context.get("stage"))
+            for problem, sources in find_problems(self)
             if not any(overlap(key, bad) for bad in failed for key in (problem.where, *sources))
         ]
         if problems:
@@ -70,9 +108,9 @@ class Settings(Section):
         """Return the grid of the U-Net's highest level: that of a latent, padded."""
         return self.ldm.unet.level_grids(self.latent_shape[1:])[0]
 
-    def with_overrides(self, changes: Mapping[str, Any], stage: str | None = None) -> Settings:
+    def with_overrides(self, changes: Mapping[str, Any]) -> Settings:
         """Return validated settings with dotted keys changed, such as {"data.num_workers": 4}."""
         values = self.model_dump()
         for dotted, value in changes.items():
             assign(values, dotted, value)
-        return Settings.model_validate(values, context={"stage": stage})
+        return Settings.model_validate(values)

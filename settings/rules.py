@@ -15,7 +15,6 @@ from storage.run_folder import SHARED_NAMES
 
 if TYPE_CHECKING:
     from settings.autoencoder import AutoencoderSettings
-    from settings.ldm import LdmSettings
     from settings.root import Settings
 
 Grid = tuple[int, ...]
@@ -25,6 +24,7 @@ LARGEST_ACTIVATION_BYTES = 2**50
 
 LONGEST_NAME_BYTES = 200
 MOST_SLABS = 2048
+MOST_PHANTOMS = 100_000
 
 
 def _text(values: tuple[int, ...]) -> str:
@@ -45,8 +45,8 @@ def _factor_text(factors: Grid) -> str:
     return str(factors[0]) if len(set(factors)) == 1 else _text(factors)
 
 
-def find_problems(settings: Settings, stage: str | None) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    """Yield each problem with the other keys involved; `stage` adds the rules that apply only to that stage."""
+def find_problems(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+    """Yield each problem with the other keys involved."""
     if len(settings.name.encode()) > LONGEST_NAME_BYTES:
         found = f"{len(settings.name.encode())} bytes are too long for a folder name"
         yield Problem("name", found, f"allowed: at most {LONGEST_NAME_BYTES}", "shorten it"), ()
@@ -71,13 +71,14 @@ def find_problems(settings: Settings, stage: str | None) -> Iterator[tuple[Probl
             found = f"{training.warmup_steps} is not below max_steps ({training.max_steps})"
             allowed = f"allowed: 0 to {training.max_steps - 1}"
             yield Problem(f"{where}.warmup_steps", found, allowed, "shorten the warm-up"), (f"{where}.max_steps",)
-    if stage == "ldm":
-        yield from _latents(settings)
 
 
 def _data(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
     data = settings.data
     yield from intensity_problems("data.intensity", data.intensity, settings.autoencoder.in_channels)
+    if data.num_phantoms is not None and not 3 <= data.num_phantoms <= MOST_PHANTOMS:
+        allowed = f"allowed: phantoms:3 to phantoms:{MOST_PHANTOMS}"
+        yield Problem("data.source", data.source, allowed, "for example phantoms:48"), ()
     if data.persistent_workers and data.num_workers == 0:
         remedy = "set num_workers to 1 or more, or persistent_workers to false"
         yield Problem("data.persistent_workers", "true with num_workers 0", "", remedy), ("data.num_workers",)
@@ -133,9 +134,10 @@ def _strides(autoencoder: AutoencoderSettings) -> Iterator[tuple[Problem, tuple[
     if autoencoder.implementation == "monai" and not autoencoder.has_stock_strides:
         found = f"{', '.join(map(_text, strides))} with implementation: monai, whose strides are all 2"
         yield Problem(where, found, "", "set 2, or implementation: lean"), ("autoencoder.implementation",)
-    if autoencoder.start == "haar" and autoencoder.upsampling == "trilinear":
-        found = "haar with upsampling: trilinear, which mixes the neighbours that the start sets apart"
-        yield Problem("autoencoder.start", found, "", "set random, or upsampling: nearest"), ("autoencoder.upsampling",)
+    if autoencoder.initialisation == "haar" and autoencoder.upsampling == "trilinear":
+        found = "haar with variant: maisi, whose decoder mixes the neighbours that haar sets apart"
+        remedy = "set random, or variant: monai"
+        yield Problem("autoencoder.initialisation", found, "", remedy), ("autoencoder.variant",)
 
 
 def _grids(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
@@ -273,7 +275,12 @@ def _sampling(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
             ),
             ("ldm.scheduler.type",),
         )
-    yield from _noise_levels(ldm)
+    if ldm.scheduler.time_shift != 1 and ldm.scheduler.type != "rflow":
+        found = f"{ldm.scheduler.time_shift} with scheduler type ddpm"
+        yield (
+            Problem("ldm.scheduler.time_shift", found, "allowed: 1", "set 1, or type: rflow"),
+            ("ldm.scheduler.type",),
+        )
     yield from conditioning_problems(settings)
     if ldm.sampling.num_inference_steps > ldm.scheduler.num_train_timesteps:
         most = ldm.scheduler.num_train_timesteps
@@ -285,49 +292,4 @@ def _sampling(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
                 f"set {min(50, most)}",
             ),
             ("ldm.scheduler.num_train_timesteps",),
-        )
-    if ldm.scheduler.beta_start >= ldm.scheduler.beta_end:
-        found = f"{ldm.scheduler.beta_start:g} is not below beta_end ({ldm.scheduler.beta_end:g})"
-        remedy = "lower it" if ldm.scheduler.beta_start == ldm.scheduler.beta_end else "swap the two"
-        yield Problem("ldm.scheduler.beta_start", found, "", remedy), ("ldm.scheduler.beta_end",)
-
-
-def _noise_levels(ldm: LdmSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    """Check the keys that say which noise levels are reached, drawn and weighted."""
-    scheduler = ldm.scheduler
-    if scheduler.zero_terminal_snr and (scheduler.type == "rflow" or scheduler.prediction != "v"):
-        found = "true with rflow, which ends in pure noise anyway"
-        if scheduler.type == "ddpm":
-            found = "true with prediction epsilon, which cannot tell the clean latent from pure noise"
-        remedy = "set false" if scheduler.type == "rflow" else "set prediction: v, or zero_terminal_snr: false"
-        sources = ("ldm.scheduler.type", "ldm.scheduler.prediction")
-        yield Problem("ldm.scheduler.zero_terminal_snr", found, "", remedy), sources
-    elif scheduler.zero_terminal_snr and scheduler.num_train_timesteps == 1:
-        found, remedy = "true with one timestep, which cannot have both signal and none", "set false, or more timesteps"
-        yield Problem("ldm.scheduler.zero_terminal_snr", found, "", remedy), ("ldm.scheduler.num_train_timesteps",)
-    for name, usual in (("time_sampling", "uniform"), ("time_shift", 1)):
-        if (value := getattr(scheduler, name)) != usual and scheduler.type != "rflow":
-            found, remedy = f"{value} with scheduler type ddpm", f"set {usual}, or type: rflow"
-            yield Problem(f"ldm.scheduler.{name}", found, f"allowed: {usual}", remedy), ("ldm.scheduler.type",)
-    if ldm.training.loss_weighting == "min_snr" and scheduler.zero_terminal_snr:
-        found = "min_snr with zero_terminal_snr, so pure noise would have no weight"
-        remedy = "set none, or zero_terminal_snr: false"
-        yield Problem("ldm.training.loss_weighting", found, "", remedy), ("ldm.scheduler.zero_terminal_snr",)
-
-
-def _latents(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    factor = settings.ldm.unet.downsampling
-    latent = settings.latent_shape[1:]
-    if not settings.ldm.latents.pad and any(axis % factor for axis in latent):
-        steps = tuple(factor * shrunk for shrunk in settings.autoencoder.downsampling)
-        grid = _text(nearest_multiples(settings.data.voxel_size, steps))
-        yield (
-            Problem(
-                "ldm.unet.num_channels",
-                f"{len(settings.ldm.unet.num_channels)} levels need latents divisible by {factor}, "
-                f"but these are {_text(latent)}",
-                f"allowed: data.voxel_size in multiples of {_factor_text(steps)}, nearest {grid}",
-                "change voxel_size, use fewer U-Net levels, or set ldm.latents.pad: true",
-            ),
-            ("data.voxel_size", "autoencoder.num_channels", "autoencoder.strides"),
         )

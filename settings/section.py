@@ -54,6 +54,7 @@ StridesPerLevel = Annotated[tuple[Strides, ...], Field(strict=False, max_length=
 Flags = Annotated[tuple[bool, ...], _OfLevels]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 WITHOUT_NUL = r"^[^\x00]*$"
 PathText = Annotated[str, Field(min_length=1, max_length=4096, pattern=WITHOUT_NUL)]
 
@@ -90,18 +91,17 @@ class TrainingSettings(Section):
     )
     learning_rate: float = key(1e-4, "Adam's step size; never scaled by the number of GPUs.", gt=0)
     warmup_steps: CountOrZero | Literal["auto"] = key(
-        0,
+        "auto",
         "Steps over which the learning rate rises linearly from zero; auto: a twentieth of max_steps, at most 200.",
     )
-    learning_rate_decay: Literal["none", "cosine"] = key("none", "Constant after the warm-up, or cosine decay to zero.")
-    weight_decay: float = key(0.0, "Decoupled weight decay (AdamW); 0 is plain Adam.", ge=0)
+    learning_rate_decay: Literal["none", "cosine"] = key(
+        "cosine", "Constant after the warm-up, or cosine decay to zero at max_steps."
+    )
     max_grad_norm: float = key(1.0, "Gradient norm above which gradients are clipped; 0: no clipping.", ge=0)
-    ema_decay: float = key(0.0, "Decay of the exponential moving average of the weights; 0: no average.", ge=0, lt=1)
-    ema_length: float | None = key(
-        None,
-        "Mean age of the averaged weights, as a share of the steps so far; replaces ema_decay unless null.",
-        gt=0,
-        lt=1,
+    ema_decay: Decay | Literal["auto"] = key(
+        0.0,
+        "Decay of the exponential moving average of the weights, such as 0.999; 0: no average; auto: over the last "
+        "twentieth of the steps so far.",
     )
     log_every: Count = key(10, "Steps between lines in metrics.jsonl.", FREE)
     validate_every: Count = key(500, "Steps between validations.", FREE)
@@ -109,9 +109,6 @@ class TrainingSettings(Section):
         500, "Steps between checkpoints; a run with max_hours also saves at every tenth of its time.", FREE
     )
     keep_checkpoints: int = key(2, "Number of newest checkpoints to keep, at least 2.", FREE, ge=2)
-    max_skipped_steps: Count = key(
-        20, "float16 only: how many updates in a row may overflow before the run stops.", FREE
-    )
     use_gradient_checkpointing: bool = key(False, "Recompute each block's activations in the backward pass.", SAME)
     use_gradient_checkpointing_offload: bool = key(
         False, "Keep block inputs in host memory until the backward pass; implies checkpointing.", SAME
@@ -135,7 +132,7 @@ class TrainingSettings(Section):
     @property
     def averages_weights(self) -> bool:
         """Return whether an average of the weights is kept."""
-        return self.ema_length is not None or self.ema_decay > 0
+        return self.ema_decay != 0
 
     @property
     def samples_per_rank(self) -> int:

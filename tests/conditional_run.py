@@ -42,4 +42,4 @@ def conditional_config(folder: Path, conditioning: dict[str, Any], **ldm: Any) -
     return config
 
 
-LABEL_MAPS: dict[str, Any] = {"labels": {"source": "maps", "num_classes": 3}}
+LABEL_MAPS: dict[str, Any] = {"label_map": {"source": "maps", "num_classes": 3}}

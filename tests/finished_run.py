@@ -63,7 +63,7 @@ def run_here(script: str, *arguments: str | Path) -> int:
 @functools.cache
 def _make(folder: Path) -> Path:
     values = copy.deepcopy(TINY)
-    values["data"]["num_phantoms"] = 9
+    values["data"]["source"] = "phantoms:9"
     values["data"]["val_fraction"] = 0.3
     values["ldm"]["conditioning"] = {"type": "class", "num_classes": 3}
     config = folder / "tiny.yaml"

@@ -69,7 +69,7 @@ def test_every_block_of_config_in_documents_is_valid_in_a_preset():
     for block in blocks:
         preset = "maisi" if "maisi" in block else "default"
         changes = dict(leaves(yaml.safe_load(block)))
-        found = load_settings(ROOT / "configs" / f"{preset}.yaml", stage="ldm").with_overrides(changes, stage="ldm")
+        found = load_settings(ROOT / "configs" / f"{preset}.yaml", stage="ldm").with_overrides(changes)
         assert found.ldm.conditioning.is_used, block
 
 
@@ -84,9 +84,7 @@ def test_memory_guide_shows_the_stored_predictions():
 def test_predictions_of_the_documents_are_current():
     """Predict one entry of each section again; the tests of preset_table predict stage 1 of every preset."""
     quickstart = load_settings(ROOT / "configs" / "quickstart.yaml")
-    small = base_settings().with_overrides(
-        {**AMP, **LEAN, **CHECKPOINTED, "data.patch_size": (64, 64, 64)}, "autoencoder"
-    )
+    small = base_settings().with_overrides({**AMP, **LEAN, **CHECKPOINTED, "data.patch_size": (64, 64, 64)})
     quality = load_settings(ROOT / "configs" / "quality.yaml")
     chosen: tuple[tuple[str, Settings, Stage], ...] = (
         ("presets", quickstart, "ldm"),

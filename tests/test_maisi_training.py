@@ -16,7 +16,7 @@ from settings import CheckpointError
 from tests.conditional_run import conditional_config
 from tests.finished_run import run_here, train_ldm
 
-SCAN: dict[str, Any] = {"spacing": True, "top_region": "chest", "bottom_region": "table", "num_modalities": 6}
+SCAN: dict[str, Any] = {"regions": "regions.csv", "modality": 1}
 START = "ldm.pretrained=runs/imported/ldm.safetensors"
 
 
@@ -24,20 +24,18 @@ START = "ldm.pretrained=runs/imported/ldm.safetensors"
 def config(tmp_path, monkeypatch) -> Path:
     """A config for volumes with a table of regions, a trained autoencoder and a checkpoint of MAISI's kind."""
     monkeypatch.chdir(tmp_path)
-    rows = [f"case_{place}.nii.gz,{'abdomen' if place % 2 else 'pelvis'}" for place in range(8)]
-    Path("regions.csv").write_text("\n".join(["file,bottom_region", *rows]))
+    rows = [f"case_{place}.nii.gz,chest,{'abdomen' if place % 2 else 'pelvis'}" for place in range(8)]
+    Path("regions.csv").write_text("\n".join(["file,top_region,bottom_region", *rows]))
     torch.manual_seed(0)
     network = DiffusionModelUNetMaisi(
         3, 3, 3, num_channels=(16, 32), attention_levels=(False, True), num_res_blocks=(1, 1), norm_num_groups=4,
-        num_head_channels=(0, 8), num_class_embeds=6, include_top_region_index_input=True, include_fc=True,
+        num_head_channels=(0, 8), num_class_embeds=128, include_top_region_index_input=True, include_fc=True,
         include_bottom_region_index_input=True, include_spacing_input=True,
     )  # fmt: skip
     torch.nn.init.normal_(network.out[2].conv.weight, std=0.1)
     checkpoint = {"epoch": 3, "scale_factor": torch.tensor(0.8), "num_train_timesteps": 1000}
     torch.save({**checkpoint, "unet_state_dict": network.state_dict()}, "maisi.pt")
-    return conditional_config(
-        tmp_path, {"scan": {**SCAN, "table": "regions.csv"}}, scheduler={"type": "rflow"}, sampling={"sampler": "rflow"}
-    )
+    return conditional_config(tmp_path, {"scan": SCAN}, scheduler={"type": "rflow"}, sampling={"sampler": "rflow"})
 
 
 def imported(config: Path, *more: str) -> int:
@@ -73,9 +71,10 @@ def test_an_imported_unet_is_fine_tuned_with_its_scale_sampled_and_exported(conf
 
     arguments = ("--run", "runs/tiny", "--num", "1", "--steps", "2")
     assert run_here("scripts/sample.py", *arguments) == 2
-    assert "--number: bottom_region is not given" in capsys.readouterr().err
+    assert "--number: top_region is not given" in capsys.readouterr().err
     for region in ("head", "pelvis"):
-        assert run_here("scripts/sample.py", *arguments, "--number", f"bottom_region={region}", "--out", region) == 0
+        words = ("--number", "top_region=chest", "--number", f"bottom_region={region}")
+        assert run_here("scripts/sample.py", *arguments, *words, "--out", region) == 0
     first, second = (nib.load(next(Path(name).glob("*.nii.gz"))).get_fdata() for name in ("head", "pelvis"))
     assert np.abs(first - second).max() > 0
 
@@ -95,6 +94,6 @@ def test_a_unet_of_other_settings_or_of_another_autoencoder_is_refused(config):
 def test_a_checkpoint_of_other_timesteps_or_inputs_is_refused(config, capsys):
     assert imported(config, "ldm.scheduler.num_train_timesteps=100") == 2
     assert "set ldm.scheduler.num_train_timesteps=1000" in capsys.readouterr().err
-    assert imported(config, "ldm.conditioning.scan.num_modalities=0") == 2
+    assert imported(config, "ldm.conditioning.scan.modality=null") == 2
     said = capsys.readouterr().err
-    assert "set ldm.conditioning.scan.num_modalities=6" in said
+    assert "ldm.conditioning.scan.modality: null in the config, an input of the weights; set such as 1" in said

@@ -15,17 +15,17 @@ from settings import ConfigError, DataError, load_settings
 from tests.conditional_run import LABEL_MAPS, conditional_config
 from tests.finished_run import run_here, train_ldm
 
-NUMBERS = {"table": "people.csv", "continuous": ["age"], "categorical": ["sex"], "max_categories": 4}
+NUMBERS = {"table": "people.csv", "continuous": ["age"], "categorical": ["sex"]}
 
 
 def test_numbers_of_a_table_are_learned_with_other_conditions_and_asked_for_by_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = [f"case_{place}.nii.gz,{40 + place},{'FM'[place % 2]}" for place in range(8)]
     Path("people.csv").write_text("\n".join(["file,age,sex", *rows]))
-    config = conditional_config(tmp_path, {"numbers": NUMBERS, **LABEL_MAPS})
+    config = conditional_config(tmp_path, {"tabular": NUMBERS, **LABEL_MAPS})
     assert train_ldm(config) == 0
     trained = load_file("runs/tiny/ldm.safetensors")
-    assert trained["number_embedding.0.weight"].shape[1] == 6
+    assert trained["number_embedding.0.weight"].shape[1] == 2 + 16
     capsys.readouterr()
     arguments = ("--run", "runs/tiny", "--steps", "2", "--num", "1", "--out", "drawn")
     for number in ("age=41", "age=80"):
@@ -52,7 +52,7 @@ def test_numbers_of_a_table_are_learned_with_other_conditions_and_asked_for_by_n
     assert run_here("scripts/export_checkpoint.py", *weights) == 2
     assert "MONAI's DiffusionModelUNet takes no numbers" in capsys.readouterr().err
     Path("people.csv").write_text("\n".join(["file,age,sex", *rows[1:]]))
-    with pytest.raises(DataError, match=r"case_0\.nii\.gz: no row in ldm\.conditioning\.numbers\.table"):
+    with pytest.raises(DataError, match=r"case_0\.nii\.gz: no row in ldm\.conditioning\.tabular\.table"):
         train_ldm(config)
 
 
@@ -64,11 +64,11 @@ def _evaluated() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["ldm.conditioning.numbers.continuous=[age]"], "ldm.conditioning.numbers.table: null with columns age"),
-        (["ldm.conditioning.numbers.table=people.csv"], "ldm.conditioning.numbers.continuous: no columns"),
+        (["ldm.conditioning.tabular.continuous=[age]"], "ldm.conditioning.tabular.table: null with columns age"),
+        (["ldm.conditioning.tabular.table=people.csv"], "ldm.conditioning.tabular.continuous: no columns"),
         (
-            ["ldm.conditioning.numbers.table=t.csv", "ldm.conditioning.numbers.continuous=[age, AGE]"],
-            "ldm.conditioning.numbers.continuous: column age named twice",
+            ["ldm.conditioning.tabular.table=t.csv", "ldm.conditioning.tabular.continuous=[age, AGE]"],
+            "ldm.conditioning.tabular.continuous: column age named twice",
         ),
     ],
 )

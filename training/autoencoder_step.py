@@ -21,12 +21,12 @@ from losses import (
     reconstruction_loss,
 )
 from models import build_autoencoder, build_discriminator, start_as_haar_transform
-from models.bottleneck import CodeStatistics, VectorQuantiser
+from models.bottleneck import COMMITMENT_WEIGHT, CodeStatistics
 from runtime.phases import phase
 from runtime.placement import move
 from runtime.processes import Process, synchronised
 from settings import Settings
-from settings.autoencoder import AutoencoderTraining
+from settings.autoencoder import OCCUPIED_THRESHOLD, AutoencoderTraining
 from training.finished_weights import load_pretrained
 from training.guard import FilesOf, no_names
 from training.step import TrainingStep
@@ -51,7 +51,7 @@ class AutoencoderStep(TrainingStep):
         training = settings.autoencoder.training
         super().__init__(settings, training, process, files_of)
         self.autoencoder = build_autoencoder(settings.autoencoder)
-        if settings.autoencoder.start == "haar":
+        if settings.autoencoder.initialisation == "haar":
             s = settings.autoencoder
             start_as_haar_transform(self.autoencoder, s.in_channels, s.level_strides)
         if not training.trains_encoder:
@@ -86,7 +86,7 @@ class AutoencoderStep(TrainingStep):
             "reconstruction": 1.0,
             "edges": training.edge_weight,
             "kl": training.kl_weight,
-            "commitment": settings.autoencoder.quantiser.commitment_weight,
+            "commitment": COMMITMENT_WEIGHT,
             "perceptual": training.perceptual_weight,
             "adversarial": training.adversarial_weight,
         }
@@ -143,9 +143,7 @@ class AutoencoderStep(TrainingStep):
 
     def _reconstruction_loss(self, reconstruction: Tensor, images: Tensor) -> Tensor:
         s = self.training
-        return reconstruction_loss(
-            reconstruction, images, s.reconstruction_loss, s.occupied_weight, s.occupied_threshold
-        )
+        return reconstruction_loss(reconstruction, images, s.reconstruction_loss, s.occupied_weight, OCCUPIED_THRESHOLD)
 
     def _bottleneck_terms(
         self, latent: Tensor, other: Tensor, images: Tensor, positions: Sequence[int]
@@ -158,9 +156,7 @@ class AutoencoderStep(TrainingStep):
             return {}
         if quantiser is None:
             return {"kl": kl_divergence(latent, other, num_voxels=images[0].numel())}
-        if isinstance(quantiser, VectorQuantiser):
-            return {"commitment": commitment_loss(latent, quantiser.embed(other))}
-        return {}
+        return {"commitment": commitment_loss(latent, quantiser.embed(other))}
 
     def update(self, step: int) -> dict[str, Tensor]:
         """Update networks and codebook; return gradient norms and, with a quantiser, how codes were used."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from diffusion.frozen_autoencoder import check_pretrained
 from models.weight_files import load_into, load_weights, save_weights
-from settings import AutoencoderSettings, CheckpointError, Settings
+from settings import AutoencoderSettings, CheckpointError, Settings, stored
 from storage.run_folder import RunFolder
 from training.checkpoints import Checkpoints
 from training.step import TrainingStep
@@ -60,7 +60,7 @@ def export(step: TrainingStep, run: RunFolder, settings: Settings) -> None:
 def _options(settings: Settings) -> list[str]:
     """Return the options of scripts/sample.py that name the conditions of a run."""
     s = settings.ldm.conditioning
-    used = {"--labels": s.labels.num_classes > 0, "--condition": s.volume.is_used, "--mask": s.volume.fills}
+    used = {"--labels": s.label_map.num_classes > 0, "--condition": s.volume.is_used, "--mask": s.volume.fills}
     return [f"{option} FILE_OR_FOLDER" for option, is_used in used.items() if is_used]
 
 
@@ -101,5 +101,5 @@ class BestWeights:
 
 def _write(step: TrainingStep, path: Path, settings: Settings, facts: dict[str, Any]) -> None:
     with step.average.swapped_in() if step.average is not None else nullcontext():
-        own = {"stage": step.stage, "settings": settings.model_dump(mode="json")}
+        own = {"stage": step.stage, "settings": stored(settings)}
         save_weights(path, step.network.state_dict(), own | step.metadata | facts)

@@ -11,6 +11,9 @@ from runtime.processes import Process
 from settings import TrainingError
 from storage.names import counted, printable
 
+MAX_SKIPPED_STEPS = 20
+"""float16 only: how many updates in a row may overflow before the run stops."""
+
 NOWHERE = -1
 FilesOf = Callable[[int, int], Sequence[str]]
 """Maps (step, micro-batch) to the names of its volumes."""
@@ -31,7 +34,7 @@ class Guard:
 
     The host finds out in `raise_if_bad`, which the loop calls where it waits for the device anyway: at each log line
     and before each checkpoint. With float16, a non-finite gradient is an overflow: its network skips the step, and
-    only `max_skipped_steps` such steps in a row are an error.
+    only `MAX_SKIPPED_STEPS` such steps in a row are an error.
     """
 
     def __init__(
@@ -39,14 +42,12 @@ class Guard:
         process: Process,
         terms: Sequence[str],
         skips_overflows: bool,
-        max_skipped_steps: int,
         files_of: FilesOf = no_names,
     ) -> None:
         device = process.device
         self.process = process
         self.terms = tuple(terms)
         self.skips_overflows = skips_overflows
-        self.max_skipped_steps = max_skipped_steps
         self.files_of = files_of
         self.blocked = torch.zeros((), device=device)
         self._first = torch.full((3,), NOWHERE, device=device, dtype=torch.int64)  # step, micro-batch, term
@@ -115,9 +116,9 @@ class Guard:
                 f"{checkpoint_state(saved)}; lower the learning rate, check the volumes with scripts/check_data.py, "
                 "or use bfloat16 or fp32 instead of float16"
             )
-        elif self.skips_overflows and (skipped := int(self._skipped_in_row)) >= self.max_skipped_steps:
+        elif self.skips_overflows and (skipped := int(self._skipped_in_row)) >= MAX_SKIPPED_STEPS:
             error = TrainingError(
-                f"{counted(skipped, 'step')} in a row overflowed in float16; allowed: fewer than max_skipped_steps "
-                f"({self.max_skipped_steps}); set device.amp_dtype: bfloat16 or device.mixed_precision: false"
+                f"{counted(skipped, 'step')} in a row overflowed in float16; allowed: fewer than "
+                f"{MAX_SKIPPED_STEPS}; set device.amp_dtype: bfloat16 or device.mixed_precision: false"
             )
         self.process.raise_first(error, urgency=(step, int(micro_batch == NOWHERE)))

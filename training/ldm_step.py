@@ -116,7 +116,7 @@ class LatentDiffusionStep(TrainingStep):
         with phase("forward"), self.precision.autocast():
             multiple = self.settings.ldm.unet.downsampling
             prediction = predict(self._parallel_unet, noisy, times, condition, multiple).float()
-            terms = {"diffusion": self._diffusion_loss(prediction, target, times)}
+            terms = {"diffusion": F.mse_loss(prediction, target)}
         outputs = [self.precision.scaler.scale(share * terms["diffusion"])]
         gradients: list[Tensor | None] = [None]
         norm = None
@@ -130,12 +130,6 @@ class LatentDiffusionStep(TrainingStep):
             # One backward pass through the U-Net serves both terms.
             torch.autograd.backward(outputs, gradients)
         return {name: term.detach() for name, term in terms.items()}, norm
-
-    def _diffusion_loss(self, prediction: Tensor, target: Tensor, times: Tensor) -> Tensor:
-        if self.settings.ldm.training.loss_weighting == "none":
-            return F.mse_loss(prediction, target)
-        weights = self.noise_process.loss_weights(times, self.settings.ldm.training.min_snr_gamma)
-        return ((prediction - target).square().flatten(1).mean(dim=1) * weights).mean()
 
     def clean_latents(self, batch: LatentBatch | Batch) -> Tensor:
         """Return the normalised means of the batch's latents.

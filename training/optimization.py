@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +15,21 @@ from runtime.precision import Precision
 from runtime.processes import Process
 from settings import TrainingSettings
 from training.guard import Guard
-from training.optimizers.eight_bit import EightBitAdamW
+from training.optimizers.eight_bit import EightBitAdam
+
+AUTO_LENGTH = 0.05
+"""Mean age of the averaged weights with `ema_decay: auto`, as a share of the steps so far."""
 
 
-def build_optimizer(
-    network: nn.Module, learning_rate: float, weight_decay: float, states: str = "float32"
-) -> torch.optim.Optimizer:
-    """Return fused AdamW, which makes no foreach copies of the gradients and skips updates on the device.
+def build_optimizer(network: nn.Module, learning_rate: float, states: str = "float32") -> torch.optim.Optimizer:
+    """Return fused Adam, which makes no foreach copies of the gradients and skips updates on the device.
 
-    With `states` 8bit, return AdamW that keeps its moments in 8 bits.
+    With `states` 8bit, return Adam that keeps its moments in 8 bits.
     """
     parameters = [p for p in network.parameters() if p.requires_grad]
     if states == "8bit":
-        return EightBitAdamW(parameters, learning_rate, weight_decay)
-    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=True)
+        return EightBitAdam(parameters, learning_rate)
+    return torch.optim.Adam(parameters, lr=learning_rate, fused=True)
 
 
 def learning_rate_factor(step: int, settings: TrainingSettings, progress: float | None = None) -> float:
@@ -111,7 +112,7 @@ class Updater:
         self.schedule = schedule or Schedule(settings)
         self.learning_rate = learning_rate
         self.precision = precision
-        self.optimizer = build_optimizer(network, learning_rate, settings.weight_decay, states)
+        self.optimizer = build_optimizer(network, learning_rate, states)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def gradient_norm(self, guard: Guard) -> Tensor:
@@ -127,7 +128,7 @@ class Updater:
             nn.utils.clip_grads_with_norm_(self.parameters, self.settings.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * self.schedule.factor(step)
-        # Fused AdamW skips the update on the device when this is 1. The scaler's own step would not do: it sees only
+        # Fused Adam skips the update on the device when this is 1. The scaler's own step would not do: it sees only
         # overflows in this network's gradient.
         self.optimizer.found_inf = guard.blocks_update(norm)  # type: ignore[attr-defined]
         self.optimizer.step()
@@ -153,13 +154,12 @@ class Updater:
 class AveragedWeights:
     """An exponential moving average (EMA) of a network's parameters.
 
-    With a `length`, the average grows with the run: the mean age of the weights in it is this share of the steps so far
-    (the power function of Karras et al. 2024, section 3.1), and `decay` is not used.
+    With a `decay` of auto, the average grows with the run: the mean age of the weights in it is a twentieth of the
+    steps so far (the power function of Karras et al. 2024, section 3.1).
     """
 
-    def __init__(self, network: nn.Module, decay: float, length: float | None = None) -> None:
+    def __init__(self, network: nn.Module, decay: float | Literal["auto"]) -> None:
         self.decay = decay
-        self.length = length
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         self.names = [name for name, p in network.named_parameters() if p.requires_grad]
         self.averages = [p.detach().clone() for p in self.parameters]
@@ -172,11 +172,11 @@ class AveragedWeights:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Move the averages towards the weights; faster at first, so that the initial weights fade quickly."""
-        if self.length is None:
-            decay = min(self.decay, (1 + step) / (10 + step))
-        else:
+        if self.decay == "auto":
             # After the first step this is 0, so the initial weights are forgotten at once.
-            decay = (1 - 1 / (1 + step)) ** (1 / self.length - 1)
+            decay = (1 - 1 / (1 + step)) ** (1 / AUTO_LENGTH - 1)
+        else:
+            decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(self.averages, [p.detach() for p in self.parameters], 1 - decay)
 
     @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from data import DataSplit
-from settings import CheckpointError, Settings, has_key, known_keys, look_up
+from settings import CheckpointError, Settings, known_keys, look_up, restored, stored
 from training.checkpoints import Checkpoints
 from training.step import TrainingStep
 
@@ -45,7 +45,7 @@ def save(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volum
     with step.process.together():
         if step.process.is_first:
             extra = {
-                "settings": settings.model_dump(mode="json"),
+                "settings": stored(settings),
                 "samples_per_update": step.samples_per_update,
                 "volumes": _identity(volumes),
                 "metadata": step.metadata,
@@ -55,7 +55,8 @@ def save(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volum
 
 def _load(step: TrainingStep, state: dict[str, Any], settings: Settings, volumes: DataSplit, path: Path) -> None:
     _check_content(state, path)
-    before, samples, volumes_before = (state[name] for name in ("settings", "samples_per_update", "volumes"))
+    samples, volumes_before = state["samples_per_update"], state["volumes"]
+    before = restored(state["settings"], path)
     check_resumable(step.stage, before, settings, samples, step.samples_per_update)
     _check_volumes(volumes_before, volumes, path)
     try:
@@ -74,7 +75,7 @@ def _check_content(state: dict[str, Any], path: Path) -> None:
         **sections,
         **{f"networks.{name}": part for name, part in _items(sections["networks"])},
         **{f"optimizers.{name}": part for name, part in _items(sections["optimizers"])},
-        **{f"volumes.{name}": part for name, part in _items(sections["volumes"]) if name == "digests"},
+        **{"volumes.digests": dict(_items(sections["volumes"])).get("digests")},
         **({"average": state["average"]} if state.get("average") is not None else {}),
     }
     wrong = [name for name, part in parts.items() if not isinstance(part, dict)]
@@ -113,13 +114,6 @@ def _check_volumes(before: dict[str, Any], volumes: DataSplit, path: Path) -> No
             f"or the split changed ({before['train']} for training and {before['val']} for validation -> "
             f"{now['train']} and {now['val']}); put them back to resume, or choose another name for a new run"
         )
-    if "digests" not in before:
-        log.warning(
-            "%s: was written by an older version that did not record the content of volumes: names, classes and split "
-            "are the same, but whether a file was replaced cannot be checked",
-            path,
-        )
-        return
     changed = [name for name, digest in now["digests"].items() if before["digests"][name] != digest]
     if changed:
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
@@ -130,7 +124,7 @@ def _check_volumes(before: dict[str, Any], volumes: DataSplit, path: Path) -> No
         )
 
 
-def check_resumable(stage: str, before: dict[str, Any], settings: Settings, samples_before: int, samples: int) -> None:
+def check_resumable(stage: str, before: Settings, settings: Settings, samples_before: int, samples: int) -> None:
     """Raise `CheckpointError` with a list of all changes since the checkpoint that would change the result.
 
     `samples_before` and `samples` are the numbers of volumes per update over all processes. Memory knobs and logging
@@ -164,19 +158,16 @@ def _ends(stage: str) -> tuple[str, ...]:
     return tuple(f"{stage}.training.{name}: " for name in ("max_steps", "max_hours"))
 
 
-def changed_settings(stage: str, before: dict[str, Any], settings: Settings) -> tuple[list[str], list[str]]:
-    """Return one line per changed setting of a stage: first those that change the result, then those that do not.
-
-    A key that is newer than `before` had the effect of its default.
-    """
+def changed_settings(stage: str, before: Settings, settings: Settings) -> tuple[list[str], list[str]]:
+    """Return one line per changed setting of a stage: first those that change the result, then those that do not."""
     changed: list[str] = []
     allowed: list[str] = []
-    defaults, after = Settings().model_dump(mode="json"), settings.model_dump(mode="json")
+    old_values, new_values = before.model_dump(mode="json"), settings.model_dump(mode="json")
     for dotted, field in known_keys():
         extra = field.json_schema_extra
         if not isinstance(extra, dict) or dotted.split(".")[0] not in _STAGE_SECTIONS[stage]:
             continue
-        old, new = look_up(before if has_key(before, dotted) else defaults, dotted), look_up(after, dotted)
+        old, new = look_up(old_values, dotted), look_up(new_values, dotted)
         if old == new:
             continue
         line = f"{dotted}: {json.dumps(old)} -> {json.dumps(new)}"

@@ -49,7 +49,7 @@ class TrainingStep(ABC):
             name, network, learning_rate, self.training, self.precision, self.schedule, states
         )
         if name == self.stage and self.training.averages_weights:
-            self.average = AveragedWeights(network, self.training.ema_decay, self.training.ema_length)
+            self.average = AveragedWeights(network, self.training.ema_decay)
         return self.process.wrap(network)
 
     @property
@@ -73,7 +73,7 @@ class TrainingStep(ABC):
         if self._guard is None:
             names = [*self.terms, *(f"{name} gradient" for name in self.updaters)]
             skips = self.precision.skips_overflows
-            self._guard = Guard(self.process, names, skips, self.training.max_skipped_steps, self._files_of)
+            self._guard = Guard(self.process, names, skips, self._files_of)
         return self._guard
 
     def __call__(self, micro_batches: Sequence[Any], step: int) -> dict[str, Tensor]:

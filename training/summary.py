@@ -13,7 +13,6 @@ from models import build_autoencoder, build_discriminator, build_unet
 from runtime.processes import Process
 from settings import Settings, TrainingSettings, UserError
 from settings.ldm import SchedulerSettings
-from settings.rules import find_problems
 from storage.names import counted
 from training.recording.progress import duration_text
 
@@ -54,13 +53,10 @@ def warn_of_stage_two(settings: Settings, volumes: DataSplit, process: Process) 
     """Warn in stage 1 if stage 2 would refuse the config, because afterwards the grid can no longer change."""
     if not process.is_first:
         return
-    problems = [str(problem) for problem, _ in find_problems(settings, "ldm")]
     try:
         check_conditions(settings, volumes)
     except UserError as error:
-        problems.append(str(error))
-    for problem in problems:
-        log.warning("stage 2 will refuse this config: %s", problem)
+        log.warning("stage 2 will refuse this config: %s", error)
 
 
 def _length(training: TrainingSettings) -> str:
@@ -72,7 +68,7 @@ def _length(training: TrainingSettings) -> str:
 def _noise_process(scheduler: SchedulerSettings) -> str:
     """Return what the U-Net predicts, and which keys have no effect on that."""
     if scheduler.type == "rflow":
-        return "rflow, predicts the flow; prediction, schedule, beta_start and beta_end are for ddpm and have no effect"
+        return "rflow, predicts the flow; prediction and schedule are for ddpm and have no effect"
     return f"ddpm, {scheduler.num_train_timesteps} timesteps, predicts {scheduler.prediction}"
 
 

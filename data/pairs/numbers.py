@@ -15,10 +15,11 @@ from pydantic import BaseModel, ConfigDict
 from data.discovery import expanded, read_table
 from data.volumes import VolumeFile
 from settings import DataError
-from settings.conditioning import NumberSettings
+from settings.conditioning import TabularSettings
+from settings.conditioning.sections import MAX_CATEGORIES
 from storage.names import printable
 
-NUMBERS = "ldm.conditioning.numbers"
+TABULAR = "ldm.conditioning.tabular"
 
 Row = Mapping[str, str]
 """The values of one volume by column, as text."""
@@ -60,19 +61,21 @@ class NumberCode(BaseModel):
         return vector
 
 
-def read_numbers(s: NumberSettings, files: Sequence[VolumeFile], section: str = NUMBERS) -> tuple[list[Row], list[str]]:
+def read_numbers(
+    s: TabularSettings, files: Sequence[VolumeFile], key: str = f"{TABULAR}.table"
+) -> tuple[list[Row], list[str]]:
     """Return the values of each volume, and a line for each that is missing, doubled or wrong.
 
-    `section` is the one that names the table.
+    `key` is the one that names the table.
     """
     assert s.table is not None, "numbers need a table"
-    where = f"{section}.table: {printable(s.table)}"
-    columns, lines = read_table(expanded(s.table), f"{section}.table")
+    where = f"{key}: {printable(s.table)}"
+    columns, lines = read_table(expanded(s.table), key)
     absent = [name for name in ("file", *s.columns) if columns.count(name.lower()) != 1]
     if absent:
         raise DataError(
             f"{where} has the columns {printable(', '.join(columns)) or '(none)'}; file, {', '.join(s.columns)} are "
-            f"needed, once each; add {absent[0]}, or change {section}"
+            f"needed, once each; add {absent[0]}, or change {key.rpartition('.')[0]}"
         )
     listed: dict[str, list[Row]] = {}
     for _, line in lines:
@@ -93,10 +96,10 @@ def read_numbers(s: NumberSettings, files: Sequence[VolumeFile], section: str = 
             problems.append(f"{printable(file.name)}: no row in {where}; each volume needs one; add it")
     for column in s.categorical:
         known = {row[column] for row in rows}
-        if len(known) > s.max_categories:
+        if len(known) > MAX_CATEGORIES:
             problems.append(
-                f"{where}: column {printable(column)} has {len(known)} different values; {NUMBERS}.max_categories "
-                f"allows {s.max_categories}; raise it, or make the column continuous"
+                f"{where}: column {printable(column)} has {len(known)} different values; allowed: at most "
+                f"{MAX_CATEGORIES}; merge some of them, or make the column continuous"
             )
         problems += [
             f"{where}: column {printable(column)} has {' and '.join(map(printable, words))}, which would count as "
@@ -116,19 +119,19 @@ def _spellings(words: Iterable[str]) -> list[list[str]]:
     return [spellings for spellings in alike.values() if len(spellings) > 1]
 
 
-def code_of(s: NumberSettings, rows: Sequence[Row], num_train: int) -> NumberCode:
+def code_of(s: TabularSettings, rows: Sequence[Row], num_train: int) -> NumberCode:
     """Return the code that fits the rows, the first `num_train` of which are of training volumes."""
     train = {name: [float(row[name]) for row in rows[:num_train]] for name in s.continuous}
     return NumberCode(
         # A column that is the same for all training volumes says nothing, whatever it is divided by.
         continuous=tuple((name, statistics.fmean(v), statistics.pstdev(v) or 1.0) for name, v in train.items()),
         categorical=tuple((name, tuple(sorted({row[name] for row in rows}))) for name in s.categorical),
-        max_categories=s.max_categories,
+        max_categories=MAX_CATEGORIES,
         ranges=tuple((min(values), max(values)) for values in train.values()),
     )
 
 
-def _wrong(row: Row, s: NumberSettings) -> list[str]:
+def _wrong(row: Row, s: TabularSettings) -> list[str]:
     """Return what is wrong with the values of one volume."""
     texts = [f"{name} is empty" for name in s.columns if not row[name]]
     texts += [

@@ -18,7 +18,7 @@ from data.preparation.checking import check_files, outside_windows
 from data.reading import VolumeFacts, unusable
 from data.volumes import DataSplit, VolumeFile
 from settings import DataError
-from settings.conditioning import ConditioningSettings, NumberSettings, ScanSettings, VolumeSettings
+from settings.conditioning import ConditioningSettings, ScanSettings, TabularSettings, VolumeSettings
 from settings.conditioning.scan import REGIONS
 from settings.data import DataSettings, IntensitySettings
 from storage import run_folder
@@ -26,10 +26,10 @@ from storage.names import counted, printable
 
 log = logging.getLogger(__name__)
 
-LABELS = "ldm.conditioning.labels"
+LABELS = "ldm.conditioning.label_map"
 VOLUME = "ldm.conditioning.volume"
-MASKS = "ldm.conditioning.volume.degrade.masks"
-SCAN = "ldm.conditioning.scan"
+MASKS = "ldm.conditioning.volume.degrade.hole"
+REGION_KEY = "ldm.conditioning.scan.regions"
 
 
 Partners = tuple[VolumeFile, ...]
@@ -77,7 +77,7 @@ def prepare_pairs(s: ConditioningSettings, data: DataSettings, volumes: DataSpli
 def check_pairs(s: ConditioningSettings, data: DataSettings, files: Sequence[VolumeFile]) -> tuple[Pairs, list[str]]:
     """Return the partners of `files` and every problem with them; without a problem no partner is missing."""
     problems: list[str] = []
-    number, volume = s.labels.num_classes, s.volume
+    number, volume = s.label_map.num_classes, s.volume
 
     def partners(source: str | None, reading: DataSettings, where: str, channels: int, check: Check) -> Partners:
         if source is None:
@@ -93,7 +93,7 @@ def check_pairs(s: ConditioningSettings, data: DataSettings, files: Sequence[Vol
         maps[path] = facts
         return label_problem(path, facts)
 
-    labels = partners(s.labels.source, as_labels, LABELS, 1, as_map)
+    labels = partners(s.label_map.source, as_labels, LABELS, 1, as_map)
     values: tuple[int, ...] = ()
     if maps and not problems:
         values, too_many = class_values(maps, number, LABELS)
@@ -101,7 +101,7 @@ def check_pairs(s: ConditioningSettings, data: DataSettings, files: Sequence[Vol
     if values:
         log.info("%s: the label values %s are the classes 0 to %d", LABELS, values_text(values), len(values) - 1)
     masks = partners(volume.degrade.masks, as_labels, MASKS, 1, mask_problem)
-    rows, wrong = read_numbers(s.numbers, files) if s.numbers.table is not None else ([], [])
+    rows, wrong = read_numbers(s.tabular, files) if s.tabular.table is not None else ([], [])
     regions, unknown = _read_regions(s.scan, files)
     problems += [*wrong, *unknown]
     if volume.is_from_target:
@@ -117,10 +117,10 @@ def _read_regions(s: ScanSettings, files: Sequence[VolumeFile]) -> tuple[tuple[R
     """Return the body regions of each volume that its table has, and a line for each problem with them."""
     if s.table is None:
         return (), []
-    rows, problems = read_numbers(NumberSettings(table=s.table, categorical=s.columns), files, SCAN)
+    rows, problems = read_numbers(TabularSettings(table=s.table, categorical=s.columns), files, REGION_KEY)
     found = sorted({row[column] for row in rows for column in s.columns} - {*REGIONS, ""})
     problems += [
-        f"{SCAN}.table: {printable(s.table)} has the region {printable(word)}; allowed: {', '.join(REGIONS)}; "
+        f"{REGION_KEY}: {printable(s.table)} has the region {printable(word)}; allowed: {', '.join(REGIONS)}; "
         "correct it"
         for word in found
     ]

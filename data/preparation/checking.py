@@ -101,7 +101,7 @@ def problems_of(path: Path, facts: VolumeFacts, s: DataSettings, in_channels: in
 
 def outside_windows(path: Path, facts: VolumeFacts, s: DataSettings) -> Iterator[str]:
     """Yield a line for each window that holds none of a file's intensities."""
-    rules = s.intensity.channels or (s.intensity.of_channel(0),)
+    rules = [s.intensity.of_channel(number) for number in range(s.intensity.num_rules)]
     for low, high in {(low, high) for mode, low, high in rules if mode == "window"}:
         if facts.maximum <= low or facts.minimum >= high:
             yield (

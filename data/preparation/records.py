@@ -90,6 +90,4 @@ def _line(key: str, facts: VolumeFacts) -> str:
 def _key(paths: Sequence[Path], s: DataSettings) -> str:
     folder = os.path.commonpath([os.path.abspath(path) for path in paths])
     intensity = f"{s.intensity.mode} {s.intensity.lower!r} {s.intensity.upper!r} {s.frame}"
-    if s.intensity.channels is not None:
-        intensity = f"{s.intensity.channels!r} {s.frame}"
     return hashlib.sha256(f"{VERSION}\n{folder}\n{intensity}".encode("utf-8", "surrogateescape")).hexdigest()[:24]

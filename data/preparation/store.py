@@ -42,7 +42,7 @@ SUFFIX = ".volume"
 ABANDONED_SECONDS = 600
 
 # The settings that decide what is stored. Random crops and augmentation come after.
-DECISIVE = {"orientation", "spacing", "voxel_size", "resize", "intensity", "frame"}
+DECISIVE = {"spacing", "voxel_size", "resize", "intensity", "frame"}
 
 
 class PreparedError(Exception):
@@ -61,7 +61,7 @@ class PreparedFolder:
     """The prepared volumes of one way of preparing them."""
 
     def __init__(self, s: DataSettings, root: Path = PREPARED) -> None:
-        decisive = json.dumps([VERSION, s.reading(DECISIVE)], sort_keys=True)
+        decisive = json.dumps([VERSION, s.model_dump(mode="json", include=DECISIVE)], sort_keys=True)
         self.folder = root / hashlib.sha256(decisive.encode()).hexdigest()[:24]
         self.grid = tuple(s.voxel_size)
         self._seals = self.folder / "checked.json"

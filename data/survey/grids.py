@@ -10,14 +10,12 @@ from storage.names import size_text
 
 
 def stage_problems(settings: Settings, grid: Sequence[int]) -> list[str]:
-    """Return what each stage refuses about a grid."""
-    problems = []
-    for stage in ("autoencoder", "ldm"):
-        try:
-            settings.with_overrides({"data.voxel_size": list(grid)}, stage)
-        except ConfigError as error:
-            problems += [f"stage {stage}: {problem}" for problem in error.problems]
-    return problems
+    """Return what the settings refuse about a grid."""
+    try:
+        settings.with_overrides({"data.voxel_size": list(grid)})
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
 
 
 def cost_text(grid: Sequence[int], settings: Settings, number: int) -> str:

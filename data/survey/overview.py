@@ -52,7 +52,7 @@ def modality_of(facts: VolumeFacts) -> str:
 
 
 def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
-    """Return the ranges of all volumes, axis by axis, as they are turned to `data.orientation`."""
+    """Return the ranges of all volumes, axis by axis, as they are turned to RAS."""
     sizes = np.array([turned(fact, s)[0] for fact in facts])
     spacings = np.array([turned(fact, s)[1] for fact in facts if fact.has_spacing])
     lines = ["size:       " + _axes(sizes, "{:g}", " voxels")]
@@ -118,7 +118,7 @@ def outlier_lines(names: Sequence[str], facts: Sequence[VolumeFacts], s: DataSet
 
 
 def turned(facts: VolumeFacts, s: DataSettings) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return the size and spacing of a volume with its axes in the order of `data.orientation`."""
+    """Return the size and spacing of a volume with its axes in the order of RAS."""
     axes = geometry_of(facts.header, s).axes
     spacing = facts.header.spacing_mm
     return tuple(facts.shape[axis] for axis in axes), tuple(spacing[axis] for axis in axes)

@@ -94,18 +94,18 @@ def _require_quick(pattern: str, names: Sequence[str]) -> None:
 
 
 def _by_column(found: Sequence[Found], s: DataSettings) -> dict[Found, str]:
-    if s.labels is None:
+    if s.class_labels is None:
         raise DataError(
-            f"data.group_by: {printable(s.group_by)} without data.labels; it names a column of that table; set it"
+            f"data.group_by: {printable(s.group_by)} without data.class_labels; it names a column of that table; set it"
         )
     assert s.group_by is not None, "a column was asked for"
-    values = column_of(s.labels, s.group_by.removeprefix(COLUMN).strip(), "data.group_by")
+    values = column_of(s.class_labels, s.group_by.removeprefix(COLUMN).strip(), "data.group_by")
     groups = {item: values.get(item.name) or values.get(PurePosixPath(item.name).name) for item in found}
     missing = [item.name for item, group in groups.items() if not group]
     if missing:
         raise DataError(
-            f"data.group_by: {printable(s.labels)} gives {len(missing)} of {len(found)} volumes no group, for example "
-            f"{printable(missing[0])}; each volume needs one; complete the column"
+            f"data.group_by: {printable(s.class_labels)} gives {len(missing)} of {len(found)} volumes no group, for "
+            f"example {printable(missing[0])}; each volume needs one; complete the column"
         )
     return {item: group for item, group in groups.items() if group}
 

@@ -94,9 +94,8 @@ CATALOGUE = (
             Point("checkpointing, offload, int8", {**AMP, **LEAN, **CHECKPOINTED, **OFFLOAD, **INT8}),
         ),
         "Use it if the same mathematics is not enough, before smaller networks. On small networks in fp32, int8 moved "
-        "the gradient by 0.1 to 0.5 % and fp8 by 0.8 to 4.5 %, compared with double precision; bf16 alone moves it by "
-        "0.4 to 1.4 % (batches of 1 to 4; a test holds int8 below bf16). The conversions move more bytes than they "
-        "keep.",
+        "the gradient by 0.1 to 0.5 %, compared with double precision; bf16 alone moves it by 0.4 to 1.4 % (batches of "
+        "1 to 4; a test holds int8 below bf16). The conversions move more bytes than they keep.",
         promise="different mathematics",
     ),
     Technique(

@@ -52,6 +52,7 @@ def base_settings() -> Settings:
                     "gradient_accumulation_steps": 1,
                     "use_gradient_checkpointing": False,
                     "use_perceptual_loss": True,
+                    "perceptual": {"network": "lpips-squeeze"},
                     "discriminator": {"num_layers_d": 3, "num_channels": 32},
                 },
             },

@@ -11,7 +11,7 @@ import sys
 from command_line import at_least, parser, run
 from dev.quantised.document import BOTTLENECKS, DATA, PATH, STATES, document, keep, read
 
-KINDS = ("kl", "vq", "fsq")
+KINDS = ("kl", "vq")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

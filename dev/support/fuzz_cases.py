@@ -210,7 +210,7 @@ def _labels(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
     path = folder / "labels.csv"
     path.write_bytes(text.getvalue().encode("utf-8", "surrogateescape"))
     what = damage_file(path, rng) if rng.random() < 0.5 else "other values"
-    command = [*_of_data(rng), "data.source=volumes", "data.labels=labels.csv"]
+    command = [*_of_data(rng), "data.source=volumes", "data.class_labels=labels.csv"]
     return f"labels.csv: {what}", command
 
 

@@ -1,4 +1,4 @@
-"""A config whose two stages train in seconds, for tests and campaigns."""
+"""A config whose two stages train in seconds, for tests and campaigns; it does not follow changes of the recipe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 TINY: dict[str, Any] = {
     "name": "tiny",
     "seed": 7,
-    "data": {"voxel_size": [16, 16, 16], "num_phantoms": 6, "num_workers": 0, "val_fraction": 0.2},
+    "data": {"source": "phantoms:6", "voxel_size": [16, 16, 16], "num_workers": 0, "val_fraction": 0.2},
     "autoencoder": {
         "num_channels": [8, 16],
         "num_res_blocks": 1,
@@ -18,6 +18,9 @@ TINY: dict[str, Any] = {
             "gradient_accumulation_steps": 2,
             "max_steps": 4,
             "learning_rate": 1e-3,
+            "warmup_steps": 0,
+            "learning_rate_decay": "none",
+            "use_perceptual_loss": False,
             "use_gradient_checkpointing": False,
             "adversarial_start_step": 1,
             "discriminator": {"num_layers_d": 2, "num_channels": 8},
@@ -33,8 +36,19 @@ TINY: dict[str, Any] = {
             "attention_levels": [False, True],
             "num_head_channels": 8,
         },
-        "training": {"batch_size": 2, "max_steps": 4, "log_every": 1, "validate_every": 4, "save_every": 2},
-        "sampling": {"num_inference_steps": 4, "num_previews": 2},
+        "scheduler": {"prediction": "epsilon", "schedule": "scaled_linear_beta"},
+        "training": {
+            "batch_size": 2,
+            "max_steps": 4,
+            "learning_rate": 1e-4,
+            "warmup_steps": 0,
+            "learning_rate_decay": "none",
+            "ema_decay": 0.999,
+            "log_every": 1,
+            "validate_every": 4,
+            "save_every": 2,
+        },
+        "sampling": {"sampler": "ddim", "num_inference_steps": 4, "num_previews": 2},
     },
     "device": {"type": "cpu", "mixed_precision": False},
 }

@@ -18,7 +18,7 @@ def check_classes(s: ConditioningSettings, volumes: DataSplit) -> None:
         raise DataError(
             f"{unlabelled[0]}: no class; {len(unlabelled)} of {len(volumes.train) + len(volumes.val)} volumes have "
             "none; ldm.conditioning.type: class needs one for each; put the volumes into one folder per class, give a "
-            "CSV in data.labels, or set ldm.conditioning.type: none"
+            "CSV in data.class_labels, or set ldm.conditioning.type: none"
         )
     if len(volumes.class_names) != s.num_classes:
         found = f"{s.num_classes}, but the data has {len(volumes.class_names)} ({', '.join(volumes.class_names)})"

@@ -77,33 +77,28 @@ def some_hidden(condition: Condition, s: ConditioningSettings, draw: Callable[[s
 
     `draw` returns a uniform number in [0, 1) for each sample and purpose.
     """
-    several = len(s.dropouts) > 1 or len(s.numbers.columns) > 1
+    several = len(s.kinds) > 1 or len(s.tabular.columns) > 1
     together, of_all = (draw("hide together") < TOGETHER, draw("hide all")) if several else (None, None)
 
-    def is_hidden(purpose: str, dropout: float) -> Tensor:
+    def is_hidden(purpose: str) -> Tensor:
         own = draw(purpose)
         if together is not None and of_all is not None:
             own = torch.where(together, of_all, own)
-        return own < dropout
+        return own < s.dropout
 
     classes, joined = condition.classes, condition.joined
     if classes is not None:
-        classes = torch.where(is_hidden("label", s.class_dropout), s.hidden_class, classes)
+        classes = torch.where(is_hidden("label"), s.hidden_class, classes)
     if joined is not None:
-        of_labels = s.labels.num_classes
-        kinds = (
-            ("label map", s.labels.dropout, joined[:, :of_labels]),
-            ("volume", s.volume.dropout, joined[:, of_labels:]),
-        )
+        of_labels = s.label_map.num_classes
+        kinds = {"label map": joined[:, :of_labels], "volume": joined[:, of_labels:]}
         parts = [
-            part * (~is_hidden(purpose, dropout))[:, None, None, None, None]
-            for purpose, dropout, part in kinds
-            if part.shape[1]
+            part * (~is_hidden(purpose))[:, None, None, None, None] for purpose, part in kinds.items() if part.shape[1]
         ]
         joined = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
     numbers = condition.numbers
     if numbers is not None:
-        columns = zip(s.numbers.columns, numbers.split(s.numbers.widths, dim=1), strict=True)
-        shown = [part * (~is_hidden(f"number {name}", s.numbers.dropout))[:, None] for name, part in columns]
+        columns = zip(s.tabular.columns, numbers.split(s.tabular.widths, dim=1), strict=True)
+        shown = [part * (~is_hidden(f"number {name}"))[:, None] for name, part in columns]
         numbers = torch.cat(shown, dim=1)
     return Condition(classes, joined, numbers, condition.scan)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from data.pairs.numbers import NumberCode, code_of
 from data.pairs.pairs import Pairs, volume_reading
 from diffusion.conditioning.condition import Condition
 from diffusion.conditioning.kept import keep
-from diffusion.conditioning.other_autoencoder import other_codec
 from diffusion.conditioning.scan import scan_vectors
 from diffusion.conditioning.volumes import Encode, degraded, joined_volume, normalised
 from diffusion.frozen_autoencoder import weights_digest
@@ -28,7 +26,7 @@ from settings.conditioning import ConditioningSettings
 
 LABEL_MAP, VOLUME = "label map", "volume"
 
-READING = {"orientation", "spacing", "voxel_size", "resize"}
+READING = {"spacing", "voxel_size", "resize"}
 """The settings that decide where a voxel of a file lies on the network's grid."""
 
 ReadVariant = Callable[[int, int], Tensor]
@@ -136,7 +134,6 @@ def prepare_conditions(
         image = _image(settings, pairs)
         coder = coder_of(settings, codec)
         readers[VOLUME] = _volumes(settings, pairs, process, coder, image, first)
-        digest += "" if coder in (None, codec) else f" {weights_digest(coder.autoencoder)}"
     normalisation = known
     if known is None and VOLUME in readers:
         normalisation = _normalisation(readers[VOLUME], len(volumes.train), settings, process)
@@ -144,17 +141,16 @@ def prepare_conditions(
     numbers = {name: place for place, name in enumerate(names)}
     code = vectors = None
     if pairs.numbers:
-        code = code_of(settings.ldm.conditioning.numbers, pairs.numbers, len(volumes.train))
+        code = code_of(settings.ldm.conditioning.tabular, pairs.numbers, len(volumes.train))
         vectors = torch.tensor([code.encode(row) for row in pairs.numbers])
     scans = scan_vectors(scan, settings.data, (*volumes.train, *volumes.val), pairs.regions)
-    modality = scan.modality if scan.num_modalities else None
     grid = settings.latent_shape[1:]
     values = pairs.label_values
-    return Conditions(numbers, readers, grid, digest, normalisation, code, vectors, image, scans, modality, values)
+    return Conditions(numbers, readers, grid, digest, normalisation, code, vectors, image, scans, scan.modality, values)
 
 
 def _label_maps(settings: Settings, pairs: Pairs, process: Process, first: int) -> ReadVariant:
-    number, grid = settings.ldm.conditioning.labels.num_classes, settings.latent_shape[1:]
+    number, grid = settings.ldm.conditioning.label_map.num_classes, settings.latent_shape[1:]
     values = pairs.label_values
 
     def shares(index: int) -> Tensor:
@@ -206,7 +202,7 @@ def _volumes(
     shape = (s.num_joined(settings.autoencoder.latent_channels), *grid)
     degrade = s.degrade.model_dump(mode="json", include={"downsample", "hole"}) if s.is_from_target else None
     by = None if coder is None else [weights_digest(coder.autoencoder), coder.precision.name]
-    intensity = data.reading({"intensity", "frame"})
+    intensity = data.model_dump(mode="json", include={"intensity", "frame"})
     key = [
         "volume",
         reading_of(data),
@@ -232,13 +228,7 @@ def _normalisation(read: ReadVariant, num_train: int, settings: Settings, proces
 
 def coder_of(settings: Settings, codec: VolumeCodec) -> VolumeCodec | None:
     """Return the autoencoder of condition volumes, or None if they are averaged as they are."""
-    s = settings.ldm.conditioning.volume
-    if s.encoding == "resample":
-        return None
-    if s.autoencoder is None:
-        return codec
-    number = s.latent_channels or settings.autoencoder.latent_channels
-    return other_codec(Path(s.autoencoder).expanduser(), s.num_channels, number, settings, codec.precision)
+    return None if settings.ldm.conditioning.volume.encoding == "resample" else codec
 
 
 def encoder_of(coder: VolumeCodec | None) -> Encode | None:
@@ -261,6 +251,6 @@ def empty_condition(settings: Settings, batch_size: int) -> Condition:
     classes = None if conditioning.num_embedded_classes is None else torch.zeros(batch_size, dtype=torch.long)
     number = conditioning.num_joined(settings.autoencoder.latent_channels)
     joined = torch.zeros(batch_size, number, *settings.latent_shape[1:]) if number else None
-    width = sum(conditioning.numbers.widths)
+    width = sum(conditioning.tabular.widths)
     numbers, scan = (torch.zeros(batch_size, n) if n else None for n in (width, conditioning.scan.width))
     return Condition(classes, joined, numbers, scan)

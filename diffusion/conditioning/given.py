@@ -99,8 +99,8 @@ def given_conditions(
             _partner(name, files, option)
             for files, option in ((maps, "--labels"), (volumes, "--condition"), (masks, "--mask"))
         )
-        if s.labels.num_classes:
-            number = s.labels.num_classes
+        if s.label_map.num_classes:
+            number = s.label_map.num_classes
             part, space = (torch.zeros(number, *settings.latent_shape[1:]), None)
             if label_map is not None:
                 part, space = _label_map(label_map, settings, label_values)
@@ -176,8 +176,8 @@ def _check_options(settings: Settings, given: GivenFiles) -> None:
     """Raise `UserError` if an option is given that the run cannot use, or left out that it needs."""
     s = settings.ldm.conditioning
     kinds = (
-        ("--labels", given.labels, s.labels.num_classes > 0, s.labels.dropout, "label maps"),
-        ("--condition", given.condition, s.volume.is_used, s.volume.dropout, "condition volumes"),
+        ("--labels", given.labels, s.label_map.num_classes > 0, s.dropout, "label maps"),
+        ("--condition", given.condition, s.volume.is_used, s.dropout, "condition volumes"),
         ("--mask", given.mask, s.volume.fills, 1.0, "holes to fill"),
     )
     for option, place, is_used, dropout, what in kinds:
@@ -263,7 +263,7 @@ def _check_together(label_map: Path | None, volume: Path, space: Space, settings
 
 
 def _label_map(path: Path, settings: Settings, values: Sequence[int]) -> tuple[Tensor, Space]:
-    number = settings.ldm.conditioning.labels.num_classes
+    number = settings.ldm.conditioning.label_map.num_classes
     _, facts = measure(path, label_reading(settings.data, number))
     problem = label_problem(path, facts) or unknown_values(path, facts, number, values)
     if problem is not None:

@@ -24,7 +24,7 @@ MODALITY = "modality"
 
 def scan_vector(s: ScanSettings, spacing_mm: Sequence[float], regions: Mapping[str, str]) -> list[float]:
     """Return the numbers of one scan in the order of the U-Net's inputs; `regions` has those that differ by scan."""
-    words = {**s.regions, **regions}
+    words = {**s.region_words, **regions}
     vector: list[float] = []
     for name in s.inputs:
         if name == "spacing":
@@ -40,8 +40,7 @@ def scan_vectors(
     """Return the numbers of all volumes (N, M), or None if the U-Net takes none; without a table `rows` is empty."""
     if not s.width:
         return None
-    # Without the spacing there is no need to open the files.
-    spacings = [geometry_of(read_header(file.path), data).spacing_mm.tolist() if s.spacing else [] for file in files]
+    spacings = [geometry_of(read_header(file.path), data).spacing_mm.tolist() for file in files]
     found = zip(spacings, rows or [{}] * len(files), strict=True)
     return torch.tensor([scan_vector(s, spacing_mm, row) for spacing_mm, row in found], dtype=torch.float32)
 
@@ -71,7 +70,9 @@ def given_scan(asked: Sequence[str], s: ScanSettings) -> tuple[GivenScan, list[s
     """
     words: dict[str, str] = {}
     others: list[str] = []
-    allowed: dict[str, tuple[str, ...]] = {name: REGIONS for name in s.regions if name in s.inputs}
+    allowed: dict[str, tuple[str, ...]] = {
+        name: REGIONS for name in ("top_region", "bottom_region") if name in s.inputs
+    }
     if s.num_modalities:
         allowed[MODALITY] = tuple(map(str, range(s.num_modalities)))
     for text in asked:
@@ -89,5 +90,5 @@ def given_scan(asked: Sequence[str], s: ScanSettings) -> tuple[GivenScan, list[s
             f"--number: {missing} is not given, and the run was trained with one for each volume; allowed: "
             f"{', '.join(REGIONS)}; add --number {missing}={REGIONS[1]} or another"
         )
-    modality = int(words.pop(MODALITY, s.modality))
+    modality = int(words.pop(MODALITY, s.modality or 0))
     return GivenScan(s, words, modality), others

@@ -52,7 +52,7 @@ def degraded(
     """
     if any(factor > 1 for factor in s.downsample):
         return lowered(image, s.downsample), None
-    unknown = mask if mask is not None else hole_mask(image.shape[1:], s.hole, seed, digest, variant)
+    unknown = mask if mask is not None else hole_mask(image.shape[1:], s.box, seed, digest, variant)
     return without(image, unknown), unknown
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from data import DataSplit, VolumeFile, from_unit, load_file, to_unit
 from data.pairs.label_maps import mask_on_grid
-from data.pairs.numbers import NUMBERS, NumberCode
+from data.pairs.numbers import TABULAR, NumberCode
 from data.pairs.pairs import Pairs
 from diffusion.conditioning import Condition, check_conditions, held_out_with_hole, hidden
 from diffusion.conditioning.conditions import Conditions, prepare_conditions
@@ -82,7 +82,7 @@ def as_trained(
             vectors.append(code.encode(row))
         except ValueError as error:
             raise DataError(
-                f"{printable(name)}: {error}, which the run was trained with; correct {NUMBERS}.table, or train again"
+                f"{printable(name)}: {error}, which the run was trained with; correct {TABULAR}.table, or train again"
             ) from None
     return replace(conditions, code=code, vectors=torch.tensor(vectors))
 
@@ -111,7 +111,7 @@ def condition_effect(
     masks = {file.name: _mask(pairs, conditions, file, data) for file in files}
     right = conditions.of_files(files, s)
     told = {RIGHT: right, SHUFFLED: conditions.of_files([*files[1:], files[0]], s)}
-    if all(s.dropouts.values()):
+    if s.dropout:
         told[HIDDEN] = hidden(right, s)
     targets = [to_unit(load_file(file, data).image) for file in files]
     known = [_Known(s.volume, settings.seed, file, masks[file.name]) for file in files]
@@ -163,7 +163,7 @@ class _Known:
     def _unknown(self, target: Tensor) -> Tensor:
         if self.mask is not None:
             return self.mask
-        return hole_mask(target.shape[1:], self.settings.degrade.hole, self.seed, self.file.digest, 0)
+        return hole_mask(target.shape[1:], self.settings.degrade.box, self.seed, self.file.digest, 0)
 
 
 def _mask(pairs: Pairs, conditions: Conditions, file: VolumeFile, data: DataSettings) -> Tensor | None:

@@ -56,7 +56,7 @@ def build_rungs(settings: Settings, stage: Stage, order: Order) -> list[Rung]:
             above = rungs[-1]
             changes = {key: value for key, value in proposal.changes.items() if look_up(above.settings, key) != value}
             try:
-                changed = above.settings.with_overrides(changes, stage)
+                changed = above.settings.with_overrides(changes)
             except (ConfigError, ValueError):
                 continue  # for example, a grid that the levels cannot halve
             if acting_values(changed, stage) == acting_values(above.settings, stage):

@@ -8,7 +8,7 @@ from memory.ladder.rungs import Rung
 from memory.ladder.walk import Ladder, PredictedRung
 from memory.predict.prediction import GIB
 from memory.predict.text import CPU_TIME, dominant_text, gib, hours_text, table
-from settings import dump_yaml, known_keys, look_up
+from settings import dump_short, known_keys, look_up
 
 
 def promise(same_mathematics: bool) -> str:
@@ -112,7 +112,7 @@ def as_overrides(rung: Rung) -> str:
 
 
 def config_with_reasons(ladder: Ladder, source: str) -> str:
-    """Return the recommended rung as a complete YAML; comments at the top say what changed and why."""
+    """Return the recommended rung as short as a preset; comments at the top say what changed and why."""
     chosen = ladder.recommended
     assert chosen is not None, "no rung fits, so there is no config to write"
     given = ladder.rungs[0]
@@ -130,7 +130,7 @@ def config_with_reasons(ladder: Ladder, source: str) -> str:
         lines.append(f"  {field.description}")
     if not chosen.rung.all_changes:
         lines.append("Nothing had to change.")
-    return "".join(f"# {line}\n" for line in lines) + "\n" + dump_yaml(chosen.rung.settings)
+    return "".join(f"# {line}\n" for line in lines) + "\n" + dump_short(chosen.rung.settings)
 
 
 def _times(chosen: PredictedRung, given: PredictedRung) -> float:

@@ -188,7 +188,7 @@ def fingerprint(settings: Settings, stage: Stage) -> str:
 
 def num_volumes(data: DataSettings) -> tuple[int, int]:
     """Return how many volumes train and how many are held out, about; zeros if only the data can tell."""
-    if data.source != "phantoms":
+    if data.num_phantoms is None:
         return 0, 0
     held_out = data.num_held_out(data.num_phantoms)
     return data.num_phantoms - held_out, held_out

@@ -7,14 +7,11 @@ what they need in slabs, unless the blocks are MONAI's, which have none.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffusion.conditioning.conditions import empty_condition
-from diffusion.conditioning.other_autoencoder import load_other
-from diffusion.frozen_autoencoder import freeze
 from diffusion.latent_batches import LatentBatch
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes, guided, num_predictions
@@ -27,18 +24,14 @@ from memory.predict.known_results import CPU
 from memory.predict.prediction import PREVIEWS, VALIDATED_VOLUME, Stage
 from memory.predict.records import Done, combined
 from memory.predict.tracker import MemoryTracker
-from models import build_autoencoder, build_unet
+from models import build_unet
 from runtime.phases import phase
-from runtime.placement import move
 from settings import Settings
-from settings.autoencoder import AutoencoderSettings
 
 USED_SHARE = 0.8
 """Share of the free memory that a batch of samples may take; the rest is for fragments and the decoder."""
 
 VALIDATION, ENCODING, SAMPLING, RECONSTRUCTION = "validation", "encoding the latents", "sampling", "reconstruct.py"
-CONDITIONS = "encoding the conditions"
-"""With an autoencoder of their own, which is on the device beside the first one."""
 
 
 def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryTracker) -> dict[str, Done]:
@@ -87,70 +80,29 @@ def other_programs(settings: Settings, stage: Stage, cuda: bool) -> dict[str, Me
     """Return the trackers of what runs before or after training, in memory of its own."""
     if stage == "autoencoder":
         return {RECONSTRUCTION: _track(lambda: _reconstruct(_codec(settings), settings), cuda)}
-    other = other_autoencoder(settings)
 
     def sample() -> None:
         unet, codec = _unet(settings), _codec(settings)
         if settings.ldm.conditioning.volume.encoding == "autoencoder":
-            _encode_condition(settings, codec, other)
+            codec.encode(torch.zeros(settings.ldm.conditioning.volume.num_channels, *settings.data.voxel_size))
         _sample(unet, codec, settings)
 
     programs = {SAMPLING: _track(sample, cuda)}
     if encodings_per_volume(settings):
         programs[ENCODING] = _track(lambda: _codec(settings).encode(_volume(settings)), cuda)
-    if other is not None:
-        programs[CONDITIONS] = _track(lambda: _encode_condition(settings, _codec(settings), other), cuda)
     return programs
-
-
-def other_autoencoder(settings: Settings) -> AutoencoderSettings | None:
-    """Return the settings of the autoencoder that condition volumes have of their own; None if they have none.
-
-    Until its file exists it is taken to be like the first one.
-    """
-    volume = settings.ldm.conditioning.volume
-    if volume.autoencoder is None:
-        return None
-    path, s = Path(volume.autoencoder).expanduser(), settings.autoencoder
-    number = volume.latent_channels or s.latent_channels
-    if path.is_file():
-        return load_other(path, volume.num_channels, number, settings)[0]
-    return s.model_copy(update={"in_channels": volume.num_channels, "latent_channels": number})
-
-
-def assumptions(settings: Settings, stage: Stage) -> list[str]:
-    """Return what had to be assumed about the files of a config."""
-    path = settings.ldm.conditioning.volume.autoencoder if stage == "ldm" else None
-    if path is None or Path(path).expanduser().is_file():
-        return []
-    return [f"ldm.conditioning.volume.autoencoder: {path} does not exist yet; it is predicted like the first one"]
-
-
-def _encode_condition(settings: Settings, codec: VolumeCodec, other: AutoencoderSettings | None) -> None:
-    """Encode a condition volume with the codec, or beside it with an autoencoder that such volumes have."""
-    coder = codec
-    if other is not None:
-        autoencoder = move(freeze(build_autoencoder(other)), CPU, settings.device.memory_format)
-        coder = VolumeCodec(autoencoder, other, codec.precision, budget_bytes=0)
-    coder.encode(torch.zeros(settings.ldm.conditioning.volume.num_channels, *settings.data.voxel_size))
 
 
 def encodings_per_volume(settings: Settings) -> int:
     """Return how often the autoencoder encodes each volume before stage 2: for a kept latent, and for conditions."""
     volume = settings.ldm.conditioning.volume
-    return (settings.ldm.latents.cache != "none") + (0 if volume.autoencoder else _encoded_conditions(settings))
-
-
-def _encoded_conditions(settings: Settings) -> int:
-    volume = settings.ldm.conditioning.volume
-    return volume.degrade.variants if volume.encoding == "autoencoder" else 0
+    conditions = volume.degrade.variants if volume.encoding == "autoencoder" else 0
+    return (settings.ldm.latents.cache != "none") + conditions
 
 
 def encoded_volume(settings: Settings, programs: Mapping[str, MemoryTracker]) -> Done | None:
     """Return what a volume and its conditions take to be encoded; None if nothing is encoded."""
-    times = {ENCODING: encodings_per_volume(settings), CONDITIONS: _encoded_conditions(settings)}
-    parts = [(times[name], programs[name].work) for name in times if name in programs]
-    return combined(parts) if parts else None
+    return combined([(encodings_per_volume(settings), programs[ENCODING].work)]) if ENCODING in programs else None
 
 
 def peaks(tracker: MemoryTracker, limits: AllocatorLimits, is_cuda: bool) -> dict[str, int]:
@@ -207,7 +159,7 @@ def _denoising_bytes(settings: Settings, cuda: bool, number: int) -> int:
     with emulated(cuda=cuda) as mode, tracked(mode, cuda) as tracker, torch.no_grad():
         unet = _unet(settings).eval()
         latents, times = torch.zeros(number, *settings.latent_shape), torch.zeros(number, dtype=torch.long)
-        ldm, nothing = _guided_throughout(settings).ldm, empty_condition(settings, number)
+        ldm, nothing = settings.ldm, empty_condition(settings, number)
         predict = guided(unet, ldm, nothing)
         tracker.reset()
         there = tracker.live["device"]
@@ -218,14 +170,7 @@ def _denoising_bytes(settings: Settings, cuda: bool, number: int) -> int:
 def _shortened(settings: Settings) -> Settings:
     """Return the settings with at most two steps, which need the memory of all."""
     steps = min(2, settings.ldm.sampling.num_inference_steps)
-    return _guided_throughout(settings).with_overrides({"ldm.sampling.num_inference_steps": steps})
-
-
-def _guided_throughout(settings: Settings) -> Settings:
-    """Return the settings with guidance in every step or in none: a step outside `guidance_interval` needs half."""
-    if max(num_predictions(settings.ldm)) == 1:
-        return settings.with_overrides({"ldm.sampling.guidance_scale": 1.0})
-    return settings.with_overrides({"ldm.sampling.guidance_interval": [0.0, 1.0]})
+    return settings.with_overrides({"ldm.sampling.num_inference_steps": steps})
 
 
 def _preview_batch(settings: Settings) -> int:

@@ -30,7 +30,7 @@ from memory.predict.prediction import (
     tier_of,
 )
 from memory.predict.records import WORKSPACE, Allocation, Done, Flops, StepEvents, work_parts
-from memory.predict.run import VALIDATION, assumptions, encoded_volume, other_programs, peaks, run_validation
+from memory.predict.run import VALIDATION, encoded_volume, other_programs, peaks, run_validation
 from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
 from models.lean.norm.torch_kernels import is_emulated_gpu
 from runtime.processes import Process
@@ -77,7 +77,7 @@ def track_step(
             step = build(settings, stage)
             batch = step.example_batch(training.batch_size)
         with tracked(mode, cuda) as tracker:
-            tracker.benchmarks = settings.device.cudnn_benchmark
+            tracker.benchmarks = True
             _adopt_step(tracker, step, laid_out)
             for updater in step.updaters.values():
                 make_optimizer_state(updater)
@@ -194,7 +194,7 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
         num_validations=math.ceil(training.max_steps / training.validate_every),
         num_volumes=list(num_volumes(settings.data)),
         run_peaks=run_peaks,
-        warnings=[*_warnings(tracker), *assumptions(settings, stage)],
+        warnings=_warnings(tracker),
         max_steps=training.max_steps,
         bucket_bytes=_bucket_bytes(end),
         config=fingerprint(settings, stage),

@@ -38,9 +38,9 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
     if network == "discriminator":
         return discriminator_arguments(settings.autoencoder)
     assert network == "ldm", f"no network is called {network!r}"
-    if settings.ldm.conditioning.numbers.columns:
+    if settings.ldm.conditioning.tabular.columns:
         raise CheckpointError(
-            f"ldm.conditioning.numbers: {', '.join(settings.ldm.conditioning.numbers.columns)}; MONAI's "
+            f"ldm.conditioning.tabular: {', '.join(settings.ldm.conditioning.tabular.columns)}; MONAI's "
             "DiffusionModelUNet takes no numbers; only networks trained without them can be exported"
         )
     arguments = unet_arguments(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models.unet import SCAN_LAYERS
 from settings import Settings, look_up
-from settings.conditioning.scan import REGIONS, TABLE
+from settings.conditioning.scan import NUM_MODALITIES
 
 State = Mapping[str, Tensor]
 
@@ -27,7 +27,7 @@ def settings_of(network: str, state: State) -> dict[str, Any]:
 
 def settings_that_differ(network: str, state: State, settings: Settings) -> list[str]:
     """Return one line for each setting that differs between the config and the weights."""
-    regions = _regions_that_differ(state, settings) if network == "ldm" else []
+    regions = _scan_inputs_that_differ(state, settings) if network == "ldm" else []
     return [*_differences(settings_of(network, state), settings, "the weights"), *regions]
 
 
@@ -35,8 +35,9 @@ def settings_of_origin_that_differ(network: str, origin: str, settings: Settings
     """Return one line for each setting that the weights do not show but the library they come from implies."""
     if network != "autoencoder":
         return []
-    maisi = {"autoencoder.upsampling": "trilinear", "autoencoder.value_range": "unit"}
-    implied = maisi if origin == "maisi" else {"autoencoder.upsampling": "nearest"}
+    if (origin == "maisi") == (settings.autoencoder.variant == "maisi"):
+        return []
+    implied = {"autoencoder.variant": "maisi" if origin == "maisi" else "monai"}
     return _differences(implied, settings, f"weights from {origin}")
 
 
@@ -115,13 +116,12 @@ def _unet_settings(state: State) -> dict[str, Any]:
         ),
         "ldm.unet.use_mean_map": "mean_map" in state,
         "ldm.unet.attention_levels": tuple(any(".attentions." in key for key in level) for level in levels),
-        "ldm.conditioning.scan.spacing": "spacing_layer.0.weight" in state,
     }
     if num_levels > 1:
         implied["ldm.unet.resblock_updown"] = any(".downsampler.conv1." in key for key in state)
     embedded = state["class_embedding.weight"].shape[0] if "class_embedding.weight" in state else 0
     if is_told_of_scans(state):
-        return {**implied, "ldm.conditioning.type": "none", "ldm.conditioning.scan.num_modalities": embedded}
+        return {**implied, "ldm.conditioning.type": "none"}
     implied["ldm.conditioning.type"] = "class" if embedded else "none"
     if embedded:
         # The last class of the network stands for a hidden label.
@@ -134,16 +134,23 @@ def is_told_of_scans(state: State) -> bool:
     return any(f"{layer}.0.weight" in state for layer in SCAN_LAYERS.values())
 
 
-def _regions_that_differ(state: State, settings: Settings) -> list[str]:
-    """Return one line for each region that only one of the weights and the config has as an input."""
+def _scan_inputs_that_differ(state: State, settings: Settings) -> list[str]:
+    """Return one line for each input of MAISI's U-Net that only one of the weights and the config has."""
     problems = []
-    for name, word in settings.ldm.conditioning.scan.regions.items():
-        has, where = f"{SCAN_LAYERS[name]}.0.weight" in state, f"ldm.conditioning.scan.{name}"
-        if has and word == "none":
-            choices = ", ".join((*REGIONS, TABLE))
-            problems.append(f"{where}: none in the config, an input of the weights; set it to one of {choices}")
-        elif not has and word != "none":
-            problems.append(f"{where}: {word} in the config, not an input of the weights; set {where}=none")
+    scan, is_maisis = settings.ldm.conditioning.scan, is_told_of_scans(state)
+    where = "ldm.conditioning.scan"
+    has_regions = any(f"{SCAN_LAYERS[name]}.0.weight" in state for name in ("top_region", "bottom_region"))
+    if has_regions and scan.regions is None:
+        problems.append(f"{where}.regions: null in the config, an input of the weights; set such as [chest, abdomen]")
+    elif scan.regions is not None and not has_regions:
+        problems.append(f"{where}.regions: given in the config, not an input of the weights; set it to null")
+    embedded = state["class_embedding.weight"].shape[0] if is_maisis and "class_embedding.weight" in state else 0
+    if embedded not in (0, NUM_MODALITIES):
+        problems.append(f"{where}.modality: {embedded} modalities in the weights; allowed: {NUM_MODALITIES}")
+    elif embedded and scan.modality is None:
+        problems.append(f"{where}.modality: null in the config, an input of the weights; set such as 1 for CT")
+    elif scan.modality is not None and not embedded:
+        problems.append(f"{where}.modality: given in the config, not an input of the weights; set it to null")
     return problems
 
 

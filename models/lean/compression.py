@@ -1,7 +1,7 @@
 """Keeps the inputs of checkpoints in 8 bits until backward: half of their memory, and slightly other gradients.
 
-Each value is stored as one of 256 levels between the smallest and the largest of 128 neighbouring voxels of its channel
-(int8), or as an 8-bit float relative to the largest of them (fp8). The forward pass is not changed.
+Each value is stored as one of 256 levels between the smallest and the largest of 128 neighbouring voxels of its
+channel. The forward pass is not changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ GROUP = 128
 PIECE_VALUES = 1 << 24
 """Values that are converted at a time, so that the copies in full precision stay small."""
 LEVELS = 255
-LARGEST_FP8 = 448.0
 
 
 @dataclass(eq=False)
@@ -54,14 +53,14 @@ def _pieces(x: Tensor, axis: int) -> Iterator[tuple[int, int, int]]:
         yield whole * GROUP, 1, voxels % GROUP
 
 
-def compress(x: Tensor, kind: str) -> Compressed:
-    """Return a volume (batch, channels, rows, height, width) in 8 bits; `kind` is int8 or fp8."""
+def compress(x: Tensor) -> Compressed:
+    """Return a volume (batch, channels, rows, height, width) in 8 bits."""
     layout = layout_of(x)
     values, axis = _voxels(x, layout)
     full = torch.promote_types(x.dtype, torch.float32)
     # A smaller step would be rounded so much that the largest value of its group has no code.
     least = torch.finfo(full).smallest_normal
-    codes = torch.empty_like(values, dtype=torch.uint8 if kind == "int8" else torch.float8_e4m3fn)
+    codes = torch.empty_like(values, dtype=torch.uint8)
     scales = [*values.shape]
     scales[axis] = -(-values.shape[axis] // GROUP)
     low, step = (torch.zeros(scales, dtype=full, device=x.device) for _ in range(2))
@@ -70,15 +69,11 @@ def compress(x: Tensor, kind: str) -> Compressed:
         part = values.narrow(axis, start, number * size).unflatten(axis, (number, size))
         to_low, to_step = (scale.narrow(axis, group, number).unsqueeze(axis + 1) for scale in (low, step))
         smallest, largest = (end.to(full) for end in torch.aminmax(part, dim=axis + 1, keepdim=True))
-        if kind == "int8":
-            to_low.copy_(smallest)
-            to_step.copy_(((largest - smallest) / LEVELS).clamp_(min=least))
-            # Half a step more, because conversion to whole numbers cuts off what is behind the point.
-            smallest -= to_step / 2
-            part = torch.sub(part, smallest).div_(to_step)
-        else:
-            to_step.copy_((torch.maximum(-smallest, largest) / LARGEST_FP8).clamp_(min=least))
-            part = torch.div(part, to_step)
+        to_low.copy_(smallest)
+        to_step.copy_(((largest - smallest) / LEVELS).clamp_(min=least))
+        # Half a step more, because conversion to whole numbers cuts off what is behind the point.
+        smallest -= to_step / 2
+        part = torch.sub(part, smallest).div_(to_step)
         codes.narrow(axis, start, number * size).copy_(part.flatten(axis, axis + 1))
     return Compressed(codes, low, step, x.shape, x.dtype, layout)
 
@@ -92,9 +87,8 @@ def expand(packed: Compressed) -> Tensor:
             scale.narrow(axis, start // GROUP, number).unsqueeze(axis + 1) for scale in (packed.low, packed.step)
         )
         codes = packed.codes.narrow(axis, start, number * size).unflatten(axis, (number, size))
-        distance = codes * step if codes.dtype == torch.uint8 else codes.to(step.dtype).mul_(step)
         target = values.narrow(axis, start, number * size).unflatten(axis, (number, size))
-        torch.add(distance, low, out=target)
+        torch.add(codes * step, low, out=target)
     return out
 
 
@@ -105,8 +99,7 @@ class Compression(AbstractContextManager[None]):
     none. Use one object per pass through a network.
     """
 
-    def __init__(self, kind: str, offload: HostOffload | None) -> None:
-        self._kind = kind
+    def __init__(self, offload: HostOffload | None) -> None:
         self._kept_by: SavedTensorHooks | None = None if offload is None else (offload.pack, offload.unpack)
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 
@@ -126,7 +119,7 @@ class Compression(AbstractContextManager[None]):
         small = tensor.numel() * tensor.element_size() < MIN_OFFLOAD_BYTES
         if small or isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad) or tensor.dim() != 5:
             return keep(tensor)
-        packed = compress(tensor.detach(), self._kind)
+        packed = compress(tensor.detach())
         # The codes last: one copy leaves while the blocks run on, and the next fetch begins with what left last.
         packed.step, packed.low, packed.codes = map(keep, (packed.step, packed.low, packed.codes))
         return packed

@@ -8,7 +8,7 @@ from settings.conditioning.sections import (
     ConditioningSettings,
     DegradeSettings,
     LabelMapSettings,
-    NumberSettings,
+    TabularSettings,
     VolumeSettings,
 )
 
@@ -17,7 +17,7 @@ __all__ = [
     "ConditioningSettings",
     "DegradeSettings",
     "LabelMapSettings",
-    "NumberSettings",
     "ScanSettings",
+    "TabularSettings",
     "VolumeSettings",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from settings.section import FREE, PathText, Section, key
+from pydantic import Field
+
+from settings.section import PathText, Section, key
 
 REGIONS = ("head", "chest", "abdomen", "pelvis")
 """The body regions that MAISI tells apart, in the order of its code."""
@@ -12,47 +14,55 @@ REGIONS = ("head", "chest", "abdomen", "pelvis")
 WIDTHS = {"top_region": len(REGIONS), "bottom_region": len(REGIONS), "spacing": 3}
 """The inputs in the order in which MAISI joins their embeddings, with the numbers that each takes."""
 
+NUM_MODALITIES = 128
+"""The modalities that MAISI's U-Net tells apart."""
+
 UNKNOWN_MODALITY = 0
 
-TABLE = "table"
-"""The region of volumes that have one each, in a table."""
-
-Region = Literal["none", "head", "chest", "abdomen", "pelvis", "table"]
+Region = Literal["head", "chest", "abdomen", "pelvis"]
+TopAndBottom = Annotated[tuple[Region, ...], Field(strict=False, min_length=2, max_length=2)]
 
 
 class ScanSettings(Section):
     """Spacing, body regions and modality of a scan, in MAISI's way: embeddings joined to that of the timestep."""
 
-    spacing: bool = key(False, "Whether the U-Net is told the voxel spacing that each volume has on the grid.")
-    top_region: Region = key(
-        "none",
-        "Body region at the upper end of all volumes; table: each has its own; none: the U-Net has no such input.",
+    regions: TopAndBottom | PathText | None = key(
+        None,
+        "Body regions at the upper and the lower end of all volumes, such as [chest, abdomen], or a CSV file with "
+        "columns file, top_region and bottom_region; null: the U-Net has no such inputs.",
     )
-    bottom_region: Region = key("none", "Body region at the lower end of all volumes, in the same words.")
-    table: PathText | None = key(
-        None, "A CSV file with a column file and those of top_region and bottom_region that say table.", FREE
+    modality: Annotated[int, Field(ge=0, lt=NUM_MODALITIES)] | None = key(
+        None,
+        "The volumes' modality; MAISI's: 0 unknown, 1 CT, 2 without contrast, 3 with contrast, 8 MR, 9 T1, 10 T2; "
+        "null: the U-Net has no such input. With regions or a modality it also takes the voxel spacing.",
     )
-    num_modalities: int = key(
-        0,
-        "Number of modalities that the U-Net can be told, 128 in MAISI's; number 0 is the unknown one; 0: not told.",
-        ge=0,
-        le=65_536,
-    )
-    modality: int = key(
-        1, "The volumes' modality; MAISI's: 1 CT, 2 without contrast, 3 with contrast, 8 MR, 9 T1, 10 T2.", ge=0
-    )
-    dropout: float = key(0.1, "Fraction of modalities hidden in training; guidance needs it.", ge=0, lt=1)
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether the U-Net takes anything of a scan."""
+        return self.regions is not None or self.modality is not None
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the inputs that the U-Net has, in MAISI's order."""
-        has = {"spacing": self.spacing, **{name: word != "none" for name, word in self.regions.items()}}
-        return tuple(name for name in WIDTHS if has[name])
+        return tuple(name for name in WIDTHS if (self.is_used if name == "spacing" else self.regions is not None))
 
     @property
-    def regions(self) -> dict[str, Region]:
-        """Return the word of both regions by the name of their key."""
-        return {"top_region": self.top_region, "bottom_region": self.bottom_region}
+    def region_words(self) -> dict[str, str]:
+        """Return the regions that all volumes share by the name of their input."""
+        if self.regions is None or isinstance(self.regions, str):
+            return {}
+        return dict(zip(("top_region", "bottom_region"), self.regions, strict=True))
+
+    @property
+    def table(self) -> str | None:
+        """Return the file with the regions of each volume, if they differ."""
+        return self.regions if isinstance(self.regions, str) else None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the columns of the table that are needed."""
+        return () if self.table is None else ("top_region", "bottom_region")
 
     @property
     def width(self) -> int:
@@ -60,11 +70,6 @@ class ScanSettings(Section):
         return sum(WIDTHS[name] for name in self.inputs)
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the columns of the table that are needed."""
-        return tuple(name for name, word in self.regions.items() if word == TABLE)
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether the U-Net is told anything."""
-        return self.width > 0 or self.num_modalities > 0
+    def num_modalities(self) -> int:
+        """Return the number of modalities that the U-Net embeds, with the unknown one; 0: it takes none."""
+        return 0 if self.modality is None else NUM_MODALITIES

@@ -19,8 +19,14 @@ _SOURCE = (
 TARGET = "target"
 """The source of condition volumes that are made from the volumes to learn."""
 
+NUM_HOLES = 4
+"""Different boxes that are cut out of each volume, in turn from pass to pass."""
+
+MAX_CATEGORIES = 16
+"""Room for different words in each categorical column."""
+
 Sizes = Annotated[
-    tuple[Annotated[int, Field(ge=0, le=LARGEST_AXIS)], ...], Field(strict=False, min_length=3, max_length=3)
+    tuple[Annotated[int, Field(ge=1, le=LARGEST_AXIS)], ...], Field(strict=False, min_length=3, max_length=3)
 ]
 
 
@@ -30,21 +36,32 @@ class DegradeSettings(Section):
     downsample: Triple = key(
         (1, 1, 1), "Voxels that are averaged to one along each axis; the network learns to undo it."
     )
-    hole: Sizes = key((0, 0, 0), "Size in voxels of a box that is cut out; the network learns to fill it; 0: none.")
-    num_holes: Count = key(4, "Different holes in each volume, which take turns from pass to pass.", le=1024)
-    masks: PathText | None = key(
-        None, f"Masks of what is cut out instead of a box, above 0 there: {_SOURCE.format(column='masks')}.", FREE
+    hole: Sizes | PathText | None = key(
+        None,
+        "Size in voxels of a box that is cut out, and that the network learns to fill, at 4 different places in turn; "
+        f"or masks of what is cut out, above 0 there: {_SOURCE.format(column='hole')}; null: nothing.",
     )
 
     @property
     def has_hole(self) -> bool:
         """Return whether a box is cut out."""
-        return any(self.hole)
+        return isinstance(self.hole, tuple)
+
+    @property
+    def masks(self) -> str | None:
+        """Return where the masks of what is cut out are, if it is not a box."""
+        return self.hole if isinstance(self.hole, str) else None
+
+    @property
+    def box(self) -> tuple[int, ...]:
+        """Return the size of the box that is cut out."""
+        assert isinstance(self.hole, tuple), "no box is cut out"
+        return self.hole
 
     @property
     def variants(self) -> int:
         """Return the number of different conditions of one volume."""
-        return self.num_holes if self.has_hole else 1
+        return NUM_HOLES if self.has_hole else 1
 
 
 class VolumeSettings(Section):
@@ -61,15 +78,8 @@ class VolumeSettings(Section):
         FREE,
     )
     num_channels: Count = key(1, "Channels of the other volumes.", le=1024)
-    autoencoder: PathText | None = key(
-        None,
-        "encoding autoencoder only: weights of another autoencoder for the other volumes, an autoencoder.safetensors "
-        "with the same downsampling; null: the one that is trained on.",
-    )
-    latent_channels: Count | None = key(None, "Latent channels of that other autoencoder; null: as the first.", le=1024)
     intensity: IntensitySettings = section(IntensitySettings, "Intensity scaling of the other volumes.")
     degrade: DegradeSettings = section(DegradeSettings, "What is taken from the target, if the source is target.")
-    dropout: float = key(0.1, "Fraction of the volumes hidden in training; guidance needs it.", ge=0, lt=1)
 
     @property
     def is_used(self) -> bool:
@@ -84,7 +94,7 @@ class VolumeSettings(Section):
     @property
     def fills(self) -> bool:
         """Return whether a part of the condition is unknown, which samples fill."""
-        return self.is_from_target and (self.degrade.has_hole or self.degrade.masks is not None)
+        return self.is_from_target and (self.degrade.hole is not None)
 
     def num_joined(self, latent_channels: int) -> int:
         """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
@@ -92,20 +102,19 @@ class VolumeSettings(Section):
             return 0
         if self.encoding == "resample":
             return 1 + self.num_channels
-        return 1 + (latent_channels if self.latent_channels is None else self.latent_channels)
+        return 1 + latent_channels
 
 
 class LabelMapSettings(Section):
     """Label maps, joined to the noisy latent as the share of each label value in each voxel of the latent."""
 
-    source: PathText | None = key(None, f"Label maps: {_SOURCE.format(column='labels')}; null: none.", FREE)
+    source: PathText | None = key(None, f"Label maps: {_SOURCE.format(column='label_map')}; null: none.", FREE)
     num_classes: int = key(
         0,
         "Number of label values, with the background: they run from 0 to one less; 0: no label maps.",
         ge=0,
         le=1024,
     )
-    dropout: float = key(0.1, "Fraction of label maps hidden in training; guidance needs it.", ge=0, lt=1)
 
 
 Columns = Annotated[
@@ -114,14 +123,12 @@ Columns = Annotated[
 ]
 
 
-class NumberSettings(Section):
+class TabularSettings(Section):
     """Columns of a table, embedded and added to the embedding of the timestep."""
 
     table: PathText | None = key(None, "A CSV file with a column file and those named below; null: none.", FREE)
     continuous: Columns = key((), "Columns of numbers, such as age; standardised by the training volumes.")
     categorical: Columns = key((), "Columns of words, such as sex or scanner.")
-    max_categories: Count = key(16, "Room for different words in each categorical column.", le=4096)
-    dropout: float = key(0.1, "Fraction of the values hidden in training, one by one; guidance needs it.", ge=0, lt=1)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -131,7 +138,7 @@ class NumberSettings(Section):
     @property
     def widths(self) -> tuple[int, ...]:
         """Return the length of each column's code: a value and whether it is given, or a place for each word."""
-        return (2,) * len(self.continuous) + (self.max_categories,) * len(self.categorical)
+        return (2,) * len(self.continuous) + (MAX_CATEGORIES,) * len(self.categorical)
 
 
 class ConditioningSettings(Section):
@@ -139,10 +146,12 @@ class ConditioningSettings(Section):
 
     type: Literal["none", "class"] = key("none", "Whether samples are conditioned on the class of their volume.")
     num_classes: int = key(0, "Number of classes in the data; required if the type is class.", ge=0, le=65_536)
-    dropout: float = key(0.1, "Fraction of class labels hidden in training; guidance needs it.", ge=0, lt=1)
-    labels: LabelMapSettings = section(LabelMapSettings, "Label maps as conditions.")
+    dropout: float = key(
+        0.1, "Fraction of the conditions of each kind hidden in training; guidance needs it.", ge=0, lt=1
+    )
+    label_map: LabelMapSettings = section(LabelMapSettings, "Label maps as conditions.")
     volume: VolumeSettings = section(VolumeSettings, "Other volumes as conditions.")
-    numbers: NumberSettings = section(NumberSettings, "Columns of a table as conditions.")
+    tabular: TabularSettings = section(TabularSettings, "Columns of a table as conditions.")
     scan: ScanSettings = section(ScanSettings, "Spacing, body regions and modality, as MAISI's U-Net takes them.")
 
     @property
@@ -158,26 +167,21 @@ class ConditioningSettings(Section):
         return self.num_classes if self.type == "class" else UNKNOWN_MODALITY
 
     @property
-    def class_dropout(self) -> float:
-        """Return the fraction of classes or modalities that is hidden in training."""
-        return self.dropout if self.type == "class" else self.scan.dropout
-
-    @property
-    def dropouts(self) -> dict[str, float]:
-        """Return the fraction that is hidden in training of each condition in use, by its key in the config."""
-        kinds = {
-            "ldm.conditioning": (self.type == "class", self.dropout),
-            "ldm.conditioning.labels": (self.labels.num_classes > 0, self.labels.dropout),
-            "ldm.conditioning.volume": (self.volume.is_used, self.volume.dropout),
-            "ldm.conditioning.numbers": (bool(self.numbers.columns), self.numbers.dropout),
-            "ldm.conditioning.scan": (self.scan.num_modalities > 0, self.scan.dropout),
+    def kinds(self) -> tuple[str, ...]:
+        """Return the keys of the kinds of conditions in use that training hides from time to time."""
+        used = {
+            "ldm.conditioning.type": self.type == "class",
+            "ldm.conditioning.label_map": self.label_map.num_classes > 0,
+            "ldm.conditioning.volume": self.volume.is_used,
+            "ldm.conditioning.tabular": bool(self.tabular.columns),
+            "ldm.conditioning.scan": self.scan.num_modalities > 0,
         }
-        return {where: dropout for where, (is_used, dropout) in kinds.items() if is_used}
+        return tuple(where for where, is_used in used.items() if is_used)
 
     @property
     def is_used(self) -> bool:
         """Return whether samples are conditioned on anything."""
-        return bool(self.dropouts)
+        return bool(self.kinds)
 
     @property
     def needs_pairs(self) -> bool:
@@ -187,8 +191,8 @@ class ConditioningSettings(Section):
     @property
     def has_targets(self) -> bool:
         """Return whether conditions say what a sample should look like, so that it can be compared with a volume."""
-        return self.labels.num_classes > 0 or self.volume.is_used or bool(self.numbers.columns)
+        return self.label_map.num_classes > 0 or self.volume.is_used or bool(self.tabular.columns)
 
     def num_joined(self, latent_channels: int) -> int:
         """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
-        return self.labels.num_classes + self.volume.num_joined(latent_channels)
+        return self.label_map.num_classes + self.volume.num_joined(latent_channels)

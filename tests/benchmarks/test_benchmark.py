@@ -100,7 +100,7 @@ def test_variants_make_the_same_step():
     assert {STOCK, STOCK_CHECKPOINTED} <= set(names)
     base = base_settings((16, 16, 16), mixed_precision=False)
     for variant in variants():
-        base.with_overrides(variant.changes, "autoencoder")
+        base.with_overrides(variant.changes)
 
 
 def test_default_attention_needs_its_matrix():

@@ -127,7 +127,7 @@ def test_ranks_see_what_one_rank_sees_with_more_accumulation(
 
 
 def test_labels_travel_with_their_volumes() -> None:
-    settings = build_settings(source="phantoms", num_phantoms=9)
+    settings = build_settings(source="phantoms:9")
     volumes = prepare_volumes(settings, seed=0, in_channels=1)
     for batch in flat(training_batches(volumes.train, settings, BatchPlan(0, 2, 1), 0, 6)):
         assert batch.labels is not None

@@ -9,13 +9,16 @@ import pytest
 from data.pairs.numbers import NumberCode, code_of, read_numbers
 from data.volumes import VolumeFile
 from settings import DataError
-from settings.conditioning import NumberSettings
+from settings.conditioning import TabularSettings
 
 
-def settings(**values) -> NumberSettings:
-    return NumberSettings.model_validate(
-        {"table": "people.csv", "continuous": ["Age"], "categorical": ["sex"], "max_categories": 3, **values}
+def settings(**values) -> TabularSettings:
+    return TabularSettings.model_validate(
+        {"table": "people.csv", "continuous": ["Age"], "categorical": ["sex"], **values}
     )
+
+
+MANY = "e,O,1\nf,P,2\n" + "".join(f"v{n},w{n},1\n" for n in range(17))
 
 
 def files(*names: str) -> list[VolumeFile]:
@@ -29,9 +32,9 @@ def test_values_are_standardised_by_the_training_volumes_and_words_have_places(t
     assert problems == []
     code = NumberCode.model_validate_json(code_of(s, rows, 2).model_dump_json())
     assert code.continuous == (("Age", 60.0, 10.0),)
-    assert code.encode(rows[0]) == [-1.0, 1.0, 1.0, 0.0, 0.0]
-    assert code.encode(rows[1]) == [1.0, 1.0, 0.0, 1.0, 0.0]
-    assert code.encode({"sex": "X"}) == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert code.encode(rows[0]) == [-1.0, 1.0, 1.0, *[0.0] * 15]
+    assert code.encode(rows[1]) == [1.0, 1.0, 0.0, 1.0, *[0.0] * 14]
+    assert code.encode({"sex": "X"}) == [0.0, 0.0, 0.0, 0.0, 1.0, *[0.0] * 13]
     assert code.encode({}) == [0.0] * sum(s.widths)
     with pytest.raises(ValueError, match="sex=Y is none of F, M, X"):
         code.encode({"sex": "Y"})
@@ -40,20 +43,20 @@ def test_values_are_standardised_by_the_training_volumes_and_words_have_places(t
 
 
 def test_every_missing_doubled_and_wrong_row_is_named(tmp_path):
-    Path("people.csv").write_text("file,sex,age\na,F,5\na,M,6\nb,,7\nc,M,old\nd,N,inf\ne,O,1\nf,P,2\n")
-    _, problems = read_numbers(settings(), files(*"abcdefg"))
+    Path("people.csv").write_text("file,sex,age\na,F,5\na,M,6\nb,,7\nc,M,old\nd,N,inf\n" + MANY)
+    _, problems = read_numbers(settings(), files(*"abcdefg", *(f"v{n}" for n in range(17))))
     text = "\n".join(problems)
-    assert "a: 2 rows in ldm.conditioning.numbers.table: people.csv" in text
+    assert "a: 2 rows in ldm.conditioning.tabular.table: people.csv" in text
     assert "b: sex is empty in " in text
     assert "c: Age is old, which is not a finite number" in text
     assert "d: Age is inf, which is not a finite number" in text
     assert "g: no row in " in text
-    assert "column sex has 5 different values; ldm.conditioning.numbers.max_categories allows 3" in text
+    assert "column sex has 22 different values; allowed: at most 16; merge some of them" in text
     assert len(problems) == 6
 
 
 def test_two_spellings_of_one_word_are_named(tmp_path):
-    s = settings(continuous=[], categorical=["sex", "site"], max_categories=8)
+    s = settings(continuous=[], categorical=["sex", "site"])
     Path("people.csv").write_text("file,sex,site\na,True,1\nb,true,1.0\nc,f,2\nd,true,x1\n")
     _, problems = read_numbers(s, files(*"abcd"))
     assert [text.split("people.csv: ")[1].split(",")[0] for text in problems] == [

@@ -21,7 +21,7 @@ from data.pairs.partners import find_partners
 from data.reading import measure
 from data.volumes import DataSplit, VolumeFile, prepare_volumes
 from settings import DataError
-from settings.conditioning import ConditioningSettings, NumberSettings
+from settings.conditioning import ConditioningSettings, TabularSettings
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels, read_volume
 from tests.data.test_dicom import voxels_of, write_series
 
@@ -31,7 +31,7 @@ def label_map(seed: int, shape: tuple[int, ...] = (12, 10, 8)) -> np.ndarray:
 
 
 def conditioning(source: str | Path, num_classes: int = 3) -> ConditioningSettings:
-    return ConditioningSettings.model_validate({"labels": {"source": str(source), "num_classes": num_classes}})
+    return ConditioningSettings.model_validate({"label_map": {"source": str(source), "num_classes": num_classes}})
 
 
 def write_maps(folder: Path, names: list[str], affine: np.ndarray = AFFINE) -> None:
@@ -81,7 +81,7 @@ def test_dicom_series_are_partners_by_the_names_of_their_folders(tmp_path):
 def test_a_csv_pairs_any_names(folder, tmp_path):
     write_maps(tmp_path / "elsewhere", [f"m{place}.nii.gz" for place in range(8)])
     rows = [f"v{place}.nii.gz,elsewhere/m{7 - place}.nii.gz" for place in range(8)]
-    (tmp_path / "pairs.csv").write_text("\n".join(["file,labels", *rows]))
+    (tmp_path / "pairs.csv").write_text("\n".join(["file,label_map", *rows]))
     found = partner_names(tmp_path / "pairs.csv", volumes_of(folder))
     assert found == {f"v{place}.nii.gz": f"m{7 - place}.nii.gz" for place in range(8)}
 
@@ -110,7 +110,7 @@ def test_every_missing_doubled_and_unsuitable_partner_is_named_at_once(folder, t
         partner_names(maps, volumes_of(folder))
     text = str(error.value)
     assert "ldm.conditioning: 7 problems with the volumes' partners:" in text
-    assert "v0.nii.gz: no partner in ldm.conditioning.labels.source: " in text
+    assert "v0.nii.gz: no partner in ldm.conditioning.label_map.source: " in text
     assert "v1.nii.gz: 2 partners in " in text
     assert "v2.nii.gz: 12 x 10 x 20 voxels of 2 x 2.5 x 3 mm from (-11.0, -13.2, 3.5), and its volume" in text
     assert "v3.nii.gz: a label value of -2; 0 and above is allowed; change the map" in text
@@ -134,7 +134,7 @@ def test_one_map_for_two_volumes_is_refused(tmp_path):
     [
         ("nowhere", "is neither a folder nor a CSV file"),
         ("empty", "holds no volume"),
-        ("wrong.csv", "has the columns file, map; file and labels are needed"),
+        ("wrong.csv", "has the columns file, map; file and label_map are needed"),
         ("key:seg", "needs a dataset.json as data.source"),
     ],
 )
@@ -227,8 +227,8 @@ def test_half_a_voxel_rounds_alike_in_single_and_double_precision():
 def test_a_row_with_more_fields_than_columns_is_refused(tmp_path):
     """A decimal comma would cut a number short, or move the columns after it."""
     (tmp_path / "people.csv").write_text("file,age\na.nii.gz,63,5\n")
-    s = NumberSettings(table=str(tmp_path / "people.csv"), continuous=("age",))
-    with pytest.raises(DataError, match=r"numbers\.table: .* line 2 has 3 fields for 2 columns; quote its commas"):
+    s = TabularSettings(table=str(tmp_path / "people.csv"), continuous=("age",))
+    with pytest.raises(DataError, match=r"tabular\.table: .* line 2 has 3 fields for 2 columns; quote its commas"):
         read_numbers(s, [VolumeFile(Path("a.nii.gz"), "a.nii.gz")])
     (tmp_path / "people.csv").write_text('\ufefffile,age\na.nii.gz,"63.5",,\n')
     assert read_numbers(s, [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]) == ([{"age": "63.5"}], [])

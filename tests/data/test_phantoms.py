@@ -83,7 +83,7 @@ def test_channels_show_the_same_anatomy_with_another_contrast() -> None:
 
 
 def test_phantoms_as_a_source_have_labels_and_both_sides() -> None:
-    volumes = prepare_volumes(build_settings(source="phantoms", num_phantoms=6), seed=0, in_channels=2)
+    volumes = prepare_volumes(build_settings(source="phantoms:6"), seed=0, in_channels=2)
     files = (*volumes.train, *volumes.val)
     assert volumes.class_names == CLASS_NAMES
     assert sorted(file.label for file in files if file.label is not None) == [0, 0, 1, 1, 2, 2]

@@ -29,7 +29,6 @@ from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
 WAYS: list[dict[str, Any]] = [
     {},
-    {"orientation": "LPS"},
     {"spacing": [1.5, 1.5, 2.0]},
     {"voxel_size": [8, 8, 8]},
     {"resize": "crop_or_pad"},

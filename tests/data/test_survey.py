@@ -45,7 +45,7 @@ def test_labels_count_as_such_only_beside_what_they_label() -> None:
 def test_images_and_labels_are_pairs_and_no_classes(tmp_path: Path) -> None:
     for name in ("images/a", "images/b", "labels/a", "labels/b"):
         write_nifti(tmp_path / f"all/{name}.nii.gz", random_voxels(1), AFFINE)
-    volumes, left_out = find(str(tmp_path / "all"), False)
+    volumes, left_out = find(str(tmp_path / "all"))
     assert [(item.name, item.class_name) for item in volumes] == [("images/a.nii.gz", None), ("images/b.nii.gz", None)]
     assert left_out == [f"labels/{name}.nii.gz: left out, labels of images/ by the name of the folder" for name in "ab"]
 
@@ -58,7 +58,7 @@ def test_label_maps_are_left_out_unless_asked_for_or_alone(tmp_path: Path, caplo
     volumes = prepare_volumes(build_settings(source=str(tmp_path / "all")), 0, 1)
     assert len(volumes.train) + len(volumes.val) == 3
     assert "odd.nii.gz: left out, it looks like a label map" in caplog.text
-    asked = prepare_volumes(build_settings(source=str(tmp_path / "all"), label_maps=True), 0, 1)
+    asked = prepare_volumes(build_settings(source=str(tmp_path / "all"), include_label_maps=True), 0, 1)
     assert len(asked.train) + len(asked.val) == 4
     alone = prepare_volumes(build_settings(source=str(tmp_path / "maps")), 0, 1)
     assert len(alone.train) + len(alone.val) == 3
@@ -115,12 +115,12 @@ def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path: Path) -> None
     assert groups(group_by="sub-1") == ["sub-1", "sub-1", "b/sub-2_x.nii/"]
     table = tmp_path / "table.csv"
     table.write_text("file,label,patient\na/sub-1_x.nii,0,p\na/sub-1_y.nii,0,p\nsub-2_x.nii,1,q\n")
-    assert groups(group_by="column:patient", labels=str(table)) == ["p", "p", "q"]
+    assert groups(group_by="column:patient", class_labels=str(table)) == ["p", "p", "q"]
     for values, text in (
         ({"group_by": "nothing"}, "matches 0 of 3 volumes, not a/sub-1_x.nii"),
         ({"group_by": "("}, "is not a pattern"),
-        ({"group_by": "column:patient"}, "without data.labels"),
-        ({"group_by": "column:age", "labels": str(table)}, "file and age are needed"),
+        ({"group_by": "column:patient"}, "without data.class_labels"),
+        ({"group_by": "column:age", "class_labels": str(table)}, "file and age are needed"),
     ):
         with pytest.raises(DataError, match=text):
             groups(**values)
@@ -313,5 +313,5 @@ def test_set_of_label_maps_alone_is_named(tmp_path: Path, caplog: pytest.LogCapt
         write_nifti(tmp_path / f"maps/m{i}.nii.gz", (random_voxels(i) > 100).astype(np.uint8), AFFINE)
     for asked in (False, True):
         caplog.clear()
-        check_source(build_settings(source=str(tmp_path / "maps"), label_maps=asked), 0, 1)
+        check_source(build_settings(source=str(tmp_path / "maps"), include_label_maps=asked), 0, 1)
         assert ("every volume looks like a label map" in caplog.text) == (not asked)

@@ -1,6 +1,5 @@
 from dev.quantised.document import BOTTLENECKS, EIGHT_BIT, FLOAT32, PATH, STATES, document, keep, read
-from settings import load_settings
-from tests.conftest import ROOT
+from settings import Settings
 
 
 def test_the_document_shows_the_kept_rows():
@@ -16,9 +15,9 @@ def test_8_bit_states_end_within_two_percent_of_float32_on_average():
         assert sum(changes) / len(changes) < 0.02
 
 
-def test_a_learned_codebook_of_the_size_in_the_presets_is_nearly_all_in_use():
-    preset = load_settings(ROOT / "configs" / "quickstart.yaml").autoencoder.quantiser
-    [row] = [row for row in read()[BOTTLENECKS] if row["bottleneck"] == "vq" and row["codes"] == preset.codes]
+def test_a_learned_codebook_of_the_default_size_is_nearly_all_in_use():
+    size = Settings().autoencoder.codebook_size
+    [row] = [row for row in read()[BOTTLENECKS] if row["bottleneck"] == "vq" and row["codes"] == size]
     assert row["codebook_use"] > 0.9
 
 

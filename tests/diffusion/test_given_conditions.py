@@ -14,10 +14,10 @@ from data.pairs.numbers import NumberCode, code_of
 from diffusion.conditioning.given import GivenCondition, GivenFiles, check_class, given_conditions, given_numbers
 from diffusion.normalisation import Normalisation
 from settings import DataError, Settings, UserError
-from settings.conditioning import NumberSettings
+from settings.conditioning import TabularSettings
 
 BOTH = {
-    "labels": {"source": "maps", "num_classes": 3},
+    "label_map": {"source": "maps", "num_classes": 3},
     "volume": {"source": "others", "encoding": "resample", "intensity": {"mode": "window", "lower": 0, "upper": 100}},
 }
 
@@ -71,7 +71,7 @@ def test_a_number_that_was_never_hidden_must_be_given():
 
 
 def test_a_number_outside_the_trained_range_is_used_with_a_warning(caplog):
-    settings = NumberSettings.model_validate({"table": "t.csv", "continuous": ["age"]})
+    settings = TabularSettings.model_validate({"table": "t.csv", "continuous": ["age"]})
     code = code_of(settings, [{"age": text} for text in ("20", "30", "55", "90")], num_train=3)
     for age in ("20", "55"):
         assert given_numbers([f"age={age}"], code) is not None

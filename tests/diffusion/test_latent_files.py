@@ -136,7 +136,6 @@ def test_the_key_follows_weights_precision_and_reading_and_nothing_else():
         latent_key(build_settings(), "weights", "bfloat16"),
         latent_key(build_settings(voxel_size=[12, 10, 16]), "weights", "float32"),
         latent_key(build_settings(intensity={"mode": "window", "lower": 0, "upper": 300}), "weights", "float32"),
-        latent_key(build_settings(orientation="LPS"), "weights", "float32"),
         latent_key(build_settings(spacing=[1.0, 1.0, 1.0]), "weights", "float32"),
     ]
     assert len({key, *others}) == len(others) + 1

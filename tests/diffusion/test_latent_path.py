@@ -75,7 +75,7 @@ def signal_and_level(step: LatentDiffusionStep, times: Tensor) -> tuple[Tensor, 
             signal = 1 - level
         else:
             assert s.schedule == "scaled_linear_beta"
-            roots = torch.linspace(s.beta_start**0.5, s.beta_end**0.5, s.num_train_timesteps, dtype=torch.float64)
+            roots = torch.linspace(0.0015**0.5, 0.0195**0.5, s.num_train_timesteps, dtype=torch.float64)
             kept = math.prod(1 - root**2 for root in roots[: time + 1].tolist())
             signal, level = math.sqrt(kept), math.sqrt(1 - kept)
         signals.append(signal)
@@ -142,6 +142,7 @@ def test_samples_are_decoded_from_unscaled_latents(tiny_values):
         [0, 1],
         shape,
         settings.ldm.sampling.num_inference_steps,
+        settings.ldm.sampling.sampler,
     )
     with torch.no_grad():
         expected = torch.cat([step.autoencoder.decode(latent[None] / SCALE) for latent in drawn])

@@ -112,6 +112,7 @@ def prepared(values, cache: str = "memory") -> tuple[LatentDiffusionStep, Latent
     """Return a step and the latents of phantoms, with an autoencoder whose decoder does not forget its input's mean."""
     values = copy.deepcopy(values)
     values["ldm"]["latents"] = {"cache": cache}
+    values["ldm"]["scheduler"] = {"prediction": "epsilon"}
     values["ldm"]["training"]["pixel_loss"] = {"weight": 0.5}
     settings = Settings.model_validate(values)
     torch.manual_seed(0)

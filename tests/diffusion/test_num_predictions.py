@@ -27,8 +27,8 @@ class Counting(torch.nn.Module):
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "dpmpp_2m", "heun"])
-@pytest.mark.parametrize(("scale", "interval"), [(3.0, [0.2, 0.7]), (3.0, [0, 1]), (1.0, [0, 1]), (0.0, [0, 1])])
-def test_predictions_are_counted_as_the_network_makes_them(tiny_values, sampler, scale, interval):
+@pytest.mark.parametrize("scale", [3.0, 1.0, 0.0])
+def test_predictions_are_counted_as_the_network_makes_them(tiny_values, sampler, scale):
     tiny_values["ldm"] |= {
         "conditioning": {"type": "class", "num_classes": 3},
         "scheduler": {"type": "rflow" if sampler == "heun" else "ddpm"},
@@ -36,7 +36,6 @@ def test_predictions_are_counted_as_the_network_makes_them(tiny_values, sampler,
             "sampler": sampler,
             "num_inference_steps": 7,
             "guidance_scale": scale,
-            "guidance_interval": interval,
         },
     }
     settings = Settings.model_validate(tiny_values)

@@ -16,19 +16,21 @@ from settings import ConfigError, DataError, Settings, UserError, validate
 from settings.conditioning import ScanSettings
 from tests.conditional_run import write_cases
 
-ALL = ScanSettings(spacing=True, top_region="chest", bottom_region="pelvis", num_modalities=8, modality=3)
+ALL = ScanSettings(regions=("chest", "pelvis"), modality=3)
 
 
 def settings_of(scan: dict[str, Any], **data: Any) -> Settings:
-    return validate({"data": data, "ldm": {"conditioning": {"scan": scan}}})
+    training = {"adversarial_weight": 0.0}  # the grids are too small for a discriminator
+    return validate({"data": data, "autoencoder": {"training": training}, "ldm": {"conditioning": {"scan": scan}}})
 
 
 def test_regions_come_before_the_spacing_and_all_are_in_hundredths():
     expected = [0, 100, 0, 0, 0, 0, 0, 100, 70, 80, 250]
     assert scan_vector(ALL, (0.7, 0.8, 2.5), {}) == pytest.approx(expected)
-    only = ScanSettings(bottom_region="table", table="t")
-    assert scan_vector(only, (), {"bottom_region": "abdomen"}) == [0, 0, 100, 0]
-    assert (ALL.width, only.width, ScanSettings().width) == (11, 4, 0)
+    own = ScanSettings(regions="t.csv")
+    words = {"top_region": "head", "bottom_region": "abdomen"}
+    assert scan_vector(own, (1.0, 1.0, 1.0), words) == [100, 0, 0, 0, 0, 0, 100, 0, 100, 100, 100]
+    assert (ALL.width, own.width, ScanSettings(modality=1).width, ScanSettings().width) == (11, 11, 3, 0)
 
 
 def files_in(folder: Path) -> list[VolumeFile]:
@@ -39,11 +41,11 @@ def test_the_spacing_is_that_of_each_volume_on_the_grid(tmp_path):
     write_cases(tmp_path, 2)
     files = files_in(tmp_path)
     # Files of 1.5 x 2 x 3 mm, turned by a quarter, with 16 x 20 x 14 voxels along the axes of the body.
-    settings = settings_of({"spacing": True}, voxel_size=[16, 16, 16])
+    settings = settings_of({"modality": 1}, voxel_size=[16, 16, 16])
     found = scan_vectors(settings.ldm.conditioning.scan, settings.data, files, ())
     assert found is not None
     torch.testing.assert_close(found, torch.tensor([[200.0, 150 * 20 / 16, 300 * 14 / 16]] * 2))
-    spaced = settings_of({"spacing": True}, spacing=[1.0, 1.0, 1.0], resize="crop_or_pad", voxel_size=[16, 16, 16])
+    spaced = settings_of({"modality": 1}, spacing=[1.0, 1.0, 1.0], resize="crop_or_pad", voxel_size=[16, 16, 16])
     found = scan_vectors(spaced.ldm.conditioning.scan, spaced.data, files, ())
     torch.testing.assert_close(found, torch.full((2, 3), 100.0), rtol=0.05, atol=0)
 
@@ -51,20 +53,20 @@ def test_the_spacing_is_that_of_each_volume_on_the_grid(tmp_path):
 def test_regions_of_a_table_are_read_for_each_volume_and_wrong_words_named(tmp_path):
     write_cases(tmp_path, 2)
     files, table = files_in(tmp_path), tmp_path / "regions.csv"
-    table.write_text("file,top_region\ncase_1.nii.gz,head\ncase_0.nii.gz,abdomen\n")
-    settings = settings_of({"top_region": "table", "table": str(table)}, source=str(tmp_path / "images"))
+    table.write_text("file,top_region,bottom_region\ncase_1.nii.gz,head,chest\ncase_0.nii.gz,abdomen,pelvis\n")
+    settings = settings_of({"regions": str(table)}, source=str(tmp_path / "images"))
     pairs, problems = check_pairs(settings.ldm.conditioning, settings.data, files)
     assert problems == []
     found = scan_vectors(settings.ldm.conditioning.scan, settings.data, files, pairs.regions)
     assert found is not None
-    assert found.tolist() == [[0, 0, 100, 0], [100, 0, 0, 0]]
-    table.write_text("file,top_region\ncase_1.nii.gz,leg\ncase_0.nii.gz,abdomen\n")
+    assert found[:, :8].tolist() == [[0, 0, 100, 0, 0, 0, 0, 100], [100, 0, 0, 0, 0, 100, 0, 0]]
+    table.write_text("file,top_region,bottom_region\ncase_1.nii.gz,leg,chest\ncase_0.nii.gz,abdomen,pelvis\n")
     with pytest.raises(DataError, match=r"has the region leg; allowed: head, chest, abdomen, pelvis; correct it"):
         check_conditions(settings, DataSplit(tuple(files), (), ()))
 
 
 def test_a_hidden_modality_is_the_unknown_one_and_the_scan_is_never_hidden():
-    s = settings_of({"spacing": True, "num_modalities": 8, "modality": 3, "dropout": 0.5}).ldm.conditioning
+    s = validate({"ldm": {"conditioning": {"scan": {"modality": 3}, "dropout": 0.5}}}).ldm.conditioning
     condition = Condition(classes=torch.full((4,), 3), scan=torch.arange(12.0).view(4, 3))
     nothing = hidden(condition, s)
     assert nothing.classes is not None
@@ -93,9 +95,9 @@ def test_a_command_may_say_other_regions_and_another_modality():
 @pytest.mark.parametrize(
     ("asked", "scan", "text"),
     [
-        (["modality=8"], ALL, "--number: modality=8; allowed for modality: 0 to 7"),
+        (["modality=128"], ALL, "--number: modality=128; allowed for modality: 0 to 127"),
         (["top_region=leg"], ALL, "allowed for top_region: head, chest, abdomen, pelvis"),
-        ([], ScanSettings(top_region="table", table="t"), "top_region is not given, and the run was trained with one"),
+        ([], ScanSettings(regions="t.csv"), "top_region is not given, and the run was trained with one"),
     ],
 )
 def test_words_that_no_scan_has_are_refused(asked, scan, text):
@@ -105,21 +107,18 @@ def test_words_that_no_scan_has_are_refused(asked, scan, text):
 
 
 @pytest.mark.parametrize(
-    ("scan", "text"),
+    ("conditioning", "text"),
     [
-        ({"top_region": "table"}, "scan.table: null, but it is to say top_region"),
-        ({"table": "t.csv"}, "scan.table: given, but no region comes from it"),
-        ({"num_modalities": 1}, "scan.num_modalities: 1 modality; allowed: 0, or 2 or more"),
-        ({"num_modalities": 4, "modality": 4}, "scan.modality: 4; allowed: 0 to 3"),
-        ({"num_modalities": 4, "modality": 1, "dropout": 0.0}, "guidance_scale: 2 with conditioning dropout 0"),
+        ({"scan": {"modality": 128}}, "scan.modality: found 128; allowed: below 128; for example null"),
+        ({"scan": {"regions": ["chest", "leg"]}}, "scan.regions: found [chest, leg]"),
+        ({"scan": {"modality": 1}, "dropout": 0.0}, "guidance_scale: 2 with conditioning dropout 0"),
+        (
+            {"type": "class", "num_classes": 2, "scan": {"modality": 8}},
+            "scan.modality: 8 with conditioning type class, which uses the same embedding",
+        ),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(scan, text):
+def test_keys_that_do_not_go_together_are_refused(conditioning, text):
     with pytest.raises(ConfigError) as error:
-        validate({"ldm": {"conditioning": {"scan": scan}, "sampling": {"guidance_scale": 2.0}}})
+        validate({"ldm": {"conditioning": conditioning, "sampling": {"guidance_scale": 2.0}}})
     assert text in str(error.value)
-
-
-def test_modalities_and_classes_exclude_each_other():
-    with pytest.raises(ConfigError, match=r"8 with conditioning type class, which uses the same embedding"):
-        validate({"ldm": {"conditioning": {"type": "class", "num_classes": 2, "scan": {"num_modalities": 8}}}})

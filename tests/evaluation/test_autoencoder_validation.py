@@ -100,8 +100,9 @@ def test_measures_taken_in_slabs_equal_those_of_the_whole_volume(measure, monkey
     assert measure is not ssim or len(seen) > 1
 
 
-def test_volumes_that_are_mostly_empty_are_validated_by_their_occupied_voxels(values):
-    values["autoencoder"]["training"] |= {"occupied_weight": 10.0, "occupied_threshold": 0.5}
+def test_volumes_that_are_mostly_empty_are_validated_by_their_occupied_voxels(values, monkeypatch):
+    monkeypatch.setattr("settings.autoencoder.OCCUPIED_THRESHOLD", 0.5)
+    values["autoencoder"]["training"] |= {"occupied_weight": 10.0}
     step = make_step(values, [16, 16, 16])
     found, _ = validate_autoencoder(step, held_out())
     image = held_out()[0].image

@@ -103,10 +103,11 @@ def test_the_right_condition_has_no_error_and_another_has_one(tiny_values, cases
 
 
 @pytest.mark.parametrize("degrade", [{"hole": [4, 4, 4]}, {"downsample": [1, 2, 1]}])
-def test_occupied_voxels_of_mostly_empty_volumes_are_compared(tiny_values, cases, degrade):
+def test_occupied_voxels_of_mostly_empty_volumes_are_compared(tiny_values, cases, degrade, monkeypatch):
+    monkeypatch.setattr("settings.autoencoder.OCCUPIED_THRESHOLD", 0.5)
     without, _ = effect(tiny_values, TARGET | {"degrade": degrade}, is_right=True)
     assert "iou" not in without["right"]
-    tiny_values["autoencoder"]["training"] |= {"occupied_weight": 5.0, "occupied_threshold": 0.5}
+    tiny_values["autoencoder"]["training"] |= {"occupied_weight": 5.0}
     found, _ = effect(tiny_values, TARGET | {"degrade": degrade}, is_right=True)
     assert (found["right"]["iou"], found["right"]["chamfer"]) == (1, 0)
     assert 0.1 < found["shuffled"]["iou"] < 0.9
@@ -118,15 +119,16 @@ def test_occupied_voxels_of_mostly_empty_volumes_are_compared(tiny_values, cases
         assert 0.1 < found["interpolated"]["iou"] < found["interpolated_kept"]["iou"] < 0.9
 
 
-def test_only_the_hole_counts_among_occupied_voxels(tiny_values, cases):
+def test_only_the_hole_counts_among_occupied_voxels(tiny_values, cases, monkeypatch):
+    monkeypatch.setattr("settings.autoencoder.OCCUPIED_THRESHOLD", 0.5)
     masks = []
     for place in range(6):
         mask = np.zeros((1, 16, 16, 16), np.float32)
         mask[0, 2:5, 2:5, 2:5], mask[0, 4, 4, 4] = 1, 0
         write_nifti(Path("masks") / f"{place}.nii.gz", mask, np.eye(4))
         masks.append(VolumeFile(Path("masks") / f"{place}.nii.gz", str(place)))
-    tiny_values["autoencoder"]["training"] |= {"occupied_weight": 5.0, "occupied_threshold": 0.5}
-    volume = TARGET | {"degrade": {"masks": "masks"}}
+    tiny_values["autoencoder"]["training"] |= {"occupied_weight": 5.0}
+    volume = TARGET | {"degrade": {"hole": "masks"}}
     found, targets = effect(tiny_values, volume, is_right=True, masks=tuple(masks))
     hole = torch.from_numpy(mask[0] > 0)
     occupied = [target[0][hole] > 0.5 for target in targets]
@@ -150,7 +152,7 @@ def test_a_volume_with_an_empty_mask_has_no_error_to_count(tiny_values, cases):
         mask[0, 2:5, 2:5, 2:5] = place != 5
         write_nifti(Path("masks") / f"{place}.nii.gz", mask, np.eye(4))
         masks.append(VolumeFile(Path("masks") / f"{place}.nii.gz", str(place)))
-    volume = TARGET | {"degrade": {"masks": "masks"}}
+    volume = TARGET | {"degrade": {"hole": "masks"}}
     found, targets = effect(tiny_values, volume, is_right=True, masks=tuple(masks))
     assert found["num"] == len(targets) - 1
     assert found["right"]["l1"] < 1e-5
@@ -163,7 +165,7 @@ def test_training_refuses_the_empty_masks_that_evaluation_would_refuse(tiny_valu
     for path in Path("images").iterdir():
         write_nifti(Path("masks") / path.name, np.zeros((1, 16, 16, 16), np.float32), np.eye(4))
     tiny_values["data"] |= {"source": "images", "val_fraction": 0.8}
-    tiny_values["ldm"]["conditioning"] = {"volume": TARGET | {"degrade": {"masks": "masks"}}}
+    tiny_values["ldm"]["conditioning"] = {"volume": TARGET | {"degrade": {"hole": "masks"}}}
     settings = Settings.model_validate(tiny_values)
     with pytest.raises(DataError, match="0 held-out masks with voxels above 0"):
         check_conditions(settings, prepare_volumes(settings.data, settings.seed, 1))

@@ -67,9 +67,9 @@ def test_float16_that_keeps_overflowing_stops_the_run(start):
         "autoencoder",
         "device.mixed_precision=true",
         "device.amp_dtype=float16",
-        "autoencoder.training.max_skipped_steps=2",
+        "autoencoder.training.max_steps=30",
         "autoencoder.training.kl_weight=1e9",
     )
     assert command.wait() == 2, command.output
-    assert "error: 2 steps in a row overflowed in float16" in command.output
+    assert "error: 20 steps in a row overflowed in float16" in command.output
     assert "Traceback" not in command.output

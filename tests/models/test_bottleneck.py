@@ -1,9 +1,8 @@
-"""Quantised bottlenecks: MONAI's codebook arithmetic, the grid of FSQ, and an autoencoder around them."""
+"""The quantised bottleneck: MONAI's codebook arithmetic, and an autoencoder around it."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from monai.networks.layers.vector_quantizer import EMAQuantizer
 
 from models import bottleneck as bottleneck_module
 from models import build_autoencoder
-from models.bottleneck import CodeStatistics, ScalarQuantiser, VectorQuantiser, code_use
+from models.bottleneck import CodeStatistics, VectorQuantiser, code_use
 from settings import ConfigError, Settings
 
 CODES, CHANNELS, DECAY = 24, 3, 0.9
@@ -153,43 +152,6 @@ def test_codes_without_a_candidate_wait_and_a_blocked_update_changes_nothing():
     assert float(quantiser.codebook[3:].abs().max()) > 1e3
 
 
-@pytest.mark.parametrize("levels", [(5, 3), (8, 4), (8, 5, 2), (7,)])
-def test_the_grid_of_fsq_has_every_combination_of_levels_once(levels):
-    quantiser = ScalarQuantiser(levels)
-    codes = torch.arange(quantiser.num_codes).view(1, -1, 1, 1)
-    values = quantiser.embed(codes)
-    assert torch.equal(quantiser.codes(values), codes)
-    expected = itertools.product(*([(k - n // 2) / (n // 2) for k in range(n)] for n in levels))
-    assert {tuple(v) for v in values[0, :, :, 0, 0].t().tolist()} == {
-        tuple(torch.tensor(point).tolist()) for point in expected
-    }
-
-
-@pytest.mark.parametrize("levels", [2, 3, 4, 5, 8])
-def test_an_encoder_reaches_every_level_and_zero_is_a_level(levels):
-    quantiser = ScalarQuantiser([levels])
-    line = torch.linspace(-9, 9, 2001).view(1, 1, -1, 1, 1)
-    latent = quantiser.bounded(line)
-    quantised, codes = quantiser(latent)
-    assert codes.unique().tolist() == list(range(levels))
-    assert (latent.diff(dim=2) >= 0).all()
-    ends = torch.tensor([-(levels // 2), (levels - 1) // 2]) / (levels // 2)
-    torch.testing.assert_close(torch.stack(latent.aminmax()), ends, rtol=0, atol=1e-2)
-    assert float((quantised - latent).abs().max()) <= 0.51 / (levels // 2)
-    assert quantiser.bounded(torch.zeros(1, 1, 1, 1, 1)).abs().max() < 1e-6
-    # What stage 2 draws may lie outside.
-    assert quantiser.codes(torch.tensor([-7.0, 7.0]).view(1, 1, 2, 1, 1)).flatten().tolist() == [0, levels - 1]
-
-
-def test_gradients_pass_the_grid_unchanged():
-    quantiser = ScalarQuantiser([8, 5, 3])
-    latent = latents(0).requires_grad_()
-    quantised, _ = quantiser(latent)
-    weights = latents(1)
-    (quantised * weights).sum().backward()
-    torch.testing.assert_close(latent.grad, weights, rtol=0, atol=0)
-
-
 def test_use_and_perplexity_count_what_occurs():
     use = code_use(torch.tensor([4.0, 4.0, 0.0, 0.0]))
     assert float(use["codebook_use"]) == 0.5
@@ -198,14 +160,13 @@ def test_use_and_perplexity_count_what_occurs():
 
 def build(values: dict[str, Any], kind: str, **changes: Any) -> Any:
     values = copy.deepcopy(values)
-    values["autoencoder"].update({"bottleneck": kind, "quantiser": {"codes": CODES}, **changes})
+    values["autoencoder"].update({"bottleneck": kind, "codebook_size": CODES, **changes})
     torch.manual_seed(0)
     return build_autoencoder(Settings.model_validate(values).autoencoder)
 
 
-@pytest.mark.parametrize("kind", ["vq", "fsq"])
-def test_decoding_quantises_and_quantising_twice_changes_nothing(tiny_values, kind):
-    network = build(tiny_values, kind).eval()
+def test_decoding_quantises_and_quantising_twice_changes_nothing(tiny_values):
+    network = build(tiny_values, "vq").eval()
     volume = latents(0, channels=1).repeat(1, 1, 2, 2, 2)[:, :, :8, :4, :8]
     with torch.no_grad():
         reconstruction, latent, codes = network(volume)
@@ -228,18 +189,7 @@ def test_a_gaussian_bottleneck_is_built_as_before(tiny_values):
     torch.testing.assert_close(around, first, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"bottleneck": "vq", "implementation": "monai"}, "vq with implementation: monai"),
-        ({"bottleneck": "fsq", "quantiser": {"levels": [8, 5]}}, "2 entries for 3 latent channels"),
-        (
-            {"bottleneck": "fsq", "quantiser": {"levels": 128}},
-            r"have 2\^21\.0 combinations; allowed: at most 2\^20",
-        ),
-    ],
-)
-def test_what_cannot_be_built_is_refused_in_one_sentence(tiny_values, changes, message):
-    tiny_values["autoencoder"].update(changes)
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_built_is_refused_in_one_sentence(tiny_values):
+    tiny_values["autoencoder"].update(bottleneck="vq", implementation="monai")
+    with pytest.raises(ConfigError, match="vq with implementation: monai"):
         Settings.model_validate(tiny_values)

@@ -16,18 +16,25 @@ from models import build_autoencoder
 from models.exchange.weights import find_state, to_our_names
 from models.lean.interpolation import Enlarged
 from models.lean.layout import CHANNELS_LAST
-from settings import CheckpointError, validate
+from settings import CheckpointError, stored, validate
 from tests.models.autoencoders import stock_like
 from tests.models.gradients import BATCHES, DTYPES, Problem, small_work_counts
 from tests.models.layouts import channels_last
 from tests.models.problems import AUTOENCODER_KNOBS, autoencoder_settings, run_autoencoder, volumes, with_lively_weights
 
-SHAPE = {"upsampling": "trilinear", "num_channels": [8, 8, 16], "attention_levels": [False, False, True]}
+SHAPE = {"variant": "maisi", "num_channels": [8, 8, 16], "attention_levels": [False, False, True]}
 FEW = ("lean", "slabs of 4, nested, offloaded")
 
 
 def settings_of(knobs, **shape):
     return autoencoder_settings(knobs, **{**SHAPE, **shape})
+
+
+def interpolating(settings):
+    """Build a network with MAISI's decoder and MONAI's range, which is the plain network's."""
+    model = build_autoencoder(settings)
+    model.value_range = "symmetric"
+    return model
 
 
 @cache
@@ -45,18 +52,18 @@ def problem(batch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_interpolating_decoders_have_the_gradients_of_a_plain_network(dtype, batch):
     for knob in FEW:
-        problem(batch).assert_as_close_as_stock(build_autoencoder(settings_of(AUTOENCODER_KNOBS[knob])), dtype)
+        problem(batch).assert_as_close_as_stock(interpolating(settings_of(AUTOENCODER_KNOBS[knob])), dtype)
 
 
 @pytest.mark.parametrize("knob", AUTOENCODER_KNOBS)
 def test_every_memory_knob_has_the_gradients_of_a_plain_network(knob):
-    problem(2).assert_as_close_as_stock(build_autoencoder(settings_of(AUTOENCODER_KNOBS[knob])), torch.float64)
+    problem(2).assert_as_close_as_stock(interpolating(settings_of(AUTOENCODER_KNOBS[knob])), torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_channels_last_has_the_gradients_of_a_plain_network(dtype):
     for knob in FEW:
-        model = build_autoencoder(settings_of(AUTOENCODER_KNOBS[knob]))
+        model = interpolating(settings_of(AUTOENCODER_KNOBS[knob]))
         model.set_layout(CHANNELS_LAST)
         problem(3).assert_as_close_as_stock(model, dtype, arrange=channels_last)
 
@@ -64,7 +71,7 @@ def test_channels_last_has_the_gradients_of_a_plain_network(dtype):
 @pytest.mark.parametrize("rows", [2, 3, 7])
 def test_inference_in_slabs_gives_the_volumes_of_a_plain_network(rows):
     given = problem(2)
-    model = build_autoencoder(settings_of({"slab_rows": rows})).eval().double()
+    model = interpolating(settings_of({"slab_rows": rows})).eval().double()
     model.load_state_dict(given.stock.state_dict())
     x, none = given.inputs[0].double(), torch.zeros(1)
     with small_work_counts(), torch.inference_mode():
@@ -92,7 +99,7 @@ def maisi(attention=False, **options):
 
 
 def ours_with(weights, attention, **knobs):
-    shape = {"in_channels": 1, "attention_levels": [False, False, attention], "value_range": "unit"}
+    shape = {"in_channels": 1, "attention_levels": [False, False, attention]}
     model = build_autoencoder(settings_of(knobs, **shape))
     network, state = find_state({"unet": None, "autoencoder": weights}, Path("maisi.pt"))
     assert network == "autoencoder"
@@ -144,22 +151,22 @@ def test_weights_of_another_library_are_told_apart():
         to_our_names(stock, "maisi", path)
 
 
-@pytest.mark.parametrize(("key", "value"), [("upsampling", "trilinear"), ("value_range", "unit")])
-def test_weights_are_refused_by_a_config_that_would_compute_something_else_with_them(tmp_path, key, value):
+@pytest.mark.parametrize("value", ["monai_unit", "maisi"])
+def test_weights_are_refused_by_a_config_that_would_compute_something_else_with_them(tmp_path, value):
     plain = validate(copy.deepcopy(TINY))
     other = copy.deepcopy(TINY)
-    other["autoencoder"][key] = value
-    metadata = {"stage": "autoencoder", "settings": validate(other).model_dump(mode="json")}
-    with pytest.raises(CheckpointError, match=rf"autoencoder\.{key}"):
+    other["autoencoder"]["variant"] = value
+    metadata = {"stage": "autoencoder", "settings": stored(validate(other))}
+    with pytest.raises(CheckpointError, match=r"autoencoder\.variant"):
         autoencoder_of(plain, {}, metadata, tmp_path)
-    with pytest.raises(CheckpointError, match=rf"pretrained autoencoder has different settings:\n  autoencoder\.{key}"):
+    with pytest.raises(CheckpointError, match=r"pretrained .* has different settings:\n  autoencoder\.variant"):
         check_pretrained(plain.autoencoder, metadata, tmp_path)
     check_pretrained(validate(other).autoencoder, metadata, tmp_path)
 
 
 def test_latents_of_another_range_are_others():
     digests = set()
-    for value in ("symmetric", "unit"):
+    for value in ("monai", "monai_unit"):
         torch.manual_seed(0)
-        digests.add(latents_digest(build_autoencoder(settings_of({}, value_range=value))))
+        digests.add(latents_digest(build_autoencoder(settings_of({}, variant=value))))
     assert len(digests) == 2

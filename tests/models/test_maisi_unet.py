@@ -27,13 +27,14 @@ UNET: dict[str, Any] = {
     "resblock_updown": True,
 }
 SCANS: dict[str, dict[str, Any]] = {
-    "all": {"top_region": "chest", "bottom_region": "pelvis", "spacing": True, "num_modalities": 12},
-    "spacing and modality": {"spacing": True, "num_modalities": 12},
-    "regions": {"top_region": "head", "bottom_region": "chest"},
-    "top and spacing": {"top_region": "head", "spacing": True},
-    "bottom": {"bottom_region": "head", "num_modalities": 12},
-    "modality": {"num_modalities": 12},
+    "all": {"regions": ["chest", "pelvis"], "modality": 3},
+    "modality": {"modality": 1},
+    "regions": {"regions": ["head", "chest"]},
     "nothing": {},
+}
+INPUTS = {
+    "regions": (("top_region", 4), ("bottom_region", 4), ("spacing", 3)),
+    "modality": (("spacing", 3),),
 }
 
 
@@ -47,8 +48,8 @@ def maisi(scan: dict[str, Any], **options: Any) -> DiffusionModelUNetMaisi:
     network = DiffusionModelUNetMaisi(
         3, 3, 3, num_channels=UNET["num_channels"], attention_levels=UNET["attention_levels"], num_res_blocks=(1, 1),
         num_head_channels=UNET["num_head_channels"], norm_num_groups=4, resblock_updown=True,
-        num_class_embeds=scan.get("num_modalities"), include_top_region_index_input="top_region" in scan,
-        include_bottom_region_index_input="bottom_region" in scan, include_spacing_input="spacing" in scan, **options,
+        num_class_embeds=128 if "modality" in scan else None, include_top_region_index_input="regions" in scan,
+        include_bottom_region_index_input="regions" in scan, include_spacing_input=bool(scan), **options,
     )  # fmt: skip
     return with_lively_weights(network)
 
@@ -56,10 +57,10 @@ def maisi(scan: dict[str, Any], **options: Any) -> DiffusionModelUNetMaisi:
 def inputs_of(scan: dict[str, Any], batch: int, grid: tuple[int, ...], dtype: torch.dtype) -> tuple[dict, dict]:
     """The same inputs as MAISI's network takes them, and as ours does."""
     torch.manual_seed(batch)
-    told = {name: torch.rand(batch, width, dtype=dtype) for name, width in
-            (("top_region", 4), ("bottom_region", 4), ("spacing", 3)) if name in scan}  # fmt: skip
+    kind = "regions" if "regions" in scan else "modality"
+    told = {name: torch.rand(batch, width, dtype=dtype) for name, width in INPUTS[kind] if scan}
     common = {"x": torch.randn(batch, 3, *grid, dtype=dtype), "timesteps": torch.arange(1, 1 + batch) * 100}
-    if "num_modalities" in scan:
+    if "modality" in scan:
         common["class_labels"] = torch.arange(batch) + 1
     names = {"top_region": "top_region_index_tensor", "bottom_region": "bottom_region_index_tensor"}
     theirs = {names.get(name, "spacing_tensor"): value for name, value in told.items()}
@@ -139,14 +140,14 @@ def test_every_dtype_is_as_close_to_the_gradients_of_maisi_as_maisi_itself(dtype
 
 @pytest.mark.parametrize("name", SCANS)
 def test_settings_are_read_from_the_weights(name):
-    state = maisi(SCANS[name], include_fc=True).state_dict()
-    if name != "modality":  # which looks like MONAI's network with classes
-        assert settings_that_differ("ldm", state, settings_with(SCANS[name])) == []
-    lines = settings_that_differ("ldm", state, settings_with({"spacing": True, "top_region": "chest"}))
-    said = "\n".join(lines)
-    assert ("ldm.conditioning.scan.spacing: true in the config, false" in said) == ("spacing" not in SCANS[name])
-    assert ("top_region: chest in the config, not an input of the weights" in said) == ("top_region" not in SCANS[name])
-    assert ("bottom_region: none in the config, an input" in said) == ("bottom_region" in SCANS[name])
+    state, scan = maisi(SCANS[name], include_fc=True).state_dict(), SCANS[name]
+    assert settings_that_differ("ldm", state, settings_with(scan)) == []
+    said = "\n".join(settings_that_differ("ldm", state, settings_with({"modality": 3})))
+    assert ("scan.regions: null in the config, an input of the weights" in said) == ("regions" in scan)
+    assert ("scan.modality: given in the config, not an input of the weights" in said) == ("modality" not in scan)
+    said = "\n".join(settings_that_differ("ldm", state, settings_with({"regions": ["head", "chest"]})))
+    assert ("scan.regions: given in the config, not an input of the weights" in said) == ("regions" not in scan)
+    assert ("scan.modality: null in the config, an input of the weights" in said) == ("modality" in scan)
 
 
 def test_weights_of_maisi_are_refused_as_those_of_monai():
@@ -158,8 +159,8 @@ def test_a_network_without_such_inputs_starts_from_the_weights_it_always_had():
     torch.manual_seed(3)
     plain = build_unet(settings_with({}).ldm, latent_channels=3).state_dict()
     torch.manual_seed(3)
-    told = build_unet(settings_with({"spacing": True}).ldm, latent_channels=3).state_dict()
+    told = build_unet(settings_with({"regions": ["head", "chest"]}).ldm, latent_channels=3).state_dict()
     assert not any("spacing" in key for key in plain)
     assert torch.equal(plain["conv_in.conv.weight"], told["conv_in.conv.weight"])
     widths = {told[key].shape[1] / value.shape[1] for key, value in plain.items() if key.endswith("proj.weight")}
-    assert 2 in widths
+    assert 4 in widths

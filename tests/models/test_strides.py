@@ -15,7 +15,7 @@ from models import LeanAutoencoder, build_autoencoder
 from models.exchange.networks import expected_state, monai_arguments
 from models.exchange.shapes import settings_that_differ
 from models.lean.layout import CHANNELS_LAST
-from settings import CheckpointError, validate
+from settings import CheckpointError, stored, validate
 from tests.models.gradients import BATCHES, DTYPES, Problem, small_work_counts
 from tests.models.layouts import channels_last
 from tests.models.problems import (
@@ -138,7 +138,7 @@ def test_weights_are_not_exchanged_with_monai_which_has_no_such_strides():
 
 def test_weights_trained_with_other_strides_are_refused_by_stage_2(tmp_path):
     thick, even = (validate({"autoencoder": {"strides": strides}}) for strides in ([[2, 2, 1], [2, 2, 2]], 2))
-    metadata = {"stage": "autoencoder", "settings": even.model_dump(mode="json")}
+    metadata = {"stage": "autoencoder", "settings": stored(even)}
     with pytest.raises(CheckpointError, match=r"autoencoder.strides: \[\[2, 2, 2\], .* -> \[\[2, 2, 1\], "):
         autoencoder_of(thick, {}, metadata, tmp_path)
 
@@ -148,6 +148,6 @@ def test_a_step_of_each_stage_trains(stage):
     values = copy.deepcopy(TINY)
     values["autoencoder"]["strides"] = [[2, 2, 1]] * (len(values["autoencoder"]["num_channels"]) - 1)
     values["ldm"]["training"]["pixel_loss"] = {"weight": 0.1}
-    step = build_step(validate(values, stage), stage)
+    step = build_step(validate(values), stage)
     result = step([step.example_batch(2)], 1)
     assert all(torch.isfinite(torch.as_tensor(value)).all() for value in result.values())

@@ -67,7 +67,7 @@ def test_report_shows_figures_curves_memory_and_differences(tmp_path):
     assert "23.00 dB" in page
     assert "stage 1: step 30 of 4" in page
     assert "1 of" in page
-    assert "<td>seed</td><td>8</td><td>7</td>" in page
+    assert "<td>seed</td><td>42</td><td>7</td>" in page
     assert "generator backward" in page
     assert "checkpointing, 1 of 2 levels" in page
     assert len(data["pictures"]) == 2 + 4 + 3 + 3 + 2, "the inputs are embedded once for both steps"

@@ -47,12 +47,11 @@ def test_a_network_gets_the_memory_format_of_the_settings(memory_format, impleme
     assert weight.is_contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
 
 
-@pytest.mark.parametrize("flag", [False, True])
-def test_the_settings_choose_the_algorithms_of_cuda(flag):
+def test_cuda_uses_tf32_and_its_fastest_algorithms():
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
     try:
-        Precision(DeviceSettings(cudnn_benchmark=flag, tf32=not flag), CPU)
-        assert (cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32) == (flag, not flag, not flag)
+        Precision(DeviceSettings(), CPU)
+        assert (cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32) == (True, True, True)
     finally:
         cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before

@@ -25,6 +25,6 @@ def test_on_a_cpu_mixed_precision_is_float32_unless_a_type_is_named(amp_dtype, d
 def test_a_cpu_says_once_in_which_precision_it_trains(amp_dtype, said, limit, caplog, monkeypatch):
     monkeypatch.setenv(ONEDNN_LIMIT, "")
     with caplog.at_level(logging.INFO):
-        choose_device(DeviceSettings(type="cpu", amp_dtype=amp_dtype))
+        choose_device(DeviceSettings(type="cpu", mixed_precision=True, amp_dtype=amp_dtype))
     assert caplog.text.count(said) == 1
     assert os.environ[ONEDNN_LIMIT] == limit

@@ -106,7 +106,7 @@ def agreements(process: Process, found: dict[str, Any]) -> None:
 
 def codebook(settings: Settings, process: Process, volumes: DataSplit, found: dict[str, Any]) -> None:
     """Make one update with a codebook, of which most codes restart."""
-    changes = {"bottleneck": "vq", "quantiser.codes": 32, "training.adversarial_weight": 0.0}
+    changes = {"bottleneck": "vq", "codebook_size": 32, "training.adversarial_weight": 0.0}
     settings = settings.with_overrides({f"autoencoder.{key}": value for key, value in changes.items()})
     step = AutoencoderStep(settings, process)
     plan = BatchPlan.of(settings.autoencoder.training, settings.seed, process.rank, process.world_size)

@@ -105,7 +105,7 @@ def test_volumes_without_partners_are_not_said_to_be_without_problem(
 ) -> None:
     write_arrays(tmp_path / "all", [(32, 32, 32)] * 5)
     write_arrays(tmp_path / "maps", [(32, 32, 32)] * 2)
-    labels = [f"ldm.conditioning.labels.{value}" for value in ("source=maps", "num_classes=256")]
+    labels = [f"ldm.conditioning.label_map.{value}" for value in ("source=maps", "num_classes=256")]
     assert check_here("data.source=all", *labels) == 2
     said = capsys.readouterr().out
     assert "5 of 5 volumes can be read and scaled" in said
@@ -153,7 +153,7 @@ def test_links_to_nothing_are_named(
 
 
 def test_phantoms_are_checked_too(check_here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_here("data.source=phantoms", "data.num_phantoms=4") == 0
+    assert check_here("data.source=phantoms:4") == 0
     assert "4 volumes, no problem" in capsys.readouterr().out
 
 
@@ -200,7 +200,7 @@ def test_names_that_no_encoding_has_are_escaped_where_output_is_strict(tmp_path:
     os.rename(tmp_path / "volumes/ill/a.nii.gz", strange)
     os.rename(tmp_path / "volumes/well", os.fsencode(tmp_path) + b"/volumes/well\xf6")
     (tmp_path / "labels.csv").write_bytes(b"file,label\nc.nii.gz,caf\xc3\xa9\nb.nii.gz,1\n")
-    for overrides in (["data.labels=labels.csv"], []):
+    for overrides in (["data.class_labels=labels.csv"], []):
         result = subprocess.run(
             [sys.executable, *ARGUMENTS, "data.source=volumes", "--json", "checks.json", *overrides],
             cwd=tmp_path,

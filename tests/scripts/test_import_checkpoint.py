@@ -116,8 +116,7 @@ def test_maisi_weights_need_the_settings_of_its_network_and_then_run(tmp_path, c
     said = capsys.readouterr().err
     wanted = [
         "autoencoder.use_nonlocal_attention=false",
-        "autoencoder.upsampling=trilinear",
-        "autoencoder.value_range=unit",
+        "autoencoder.variant=maisi",
     ]
     assert all(f"set {override}" in said for override in wanted)
     assert command(import_checkpoint, *origin, *wanted) == 0
@@ -145,7 +144,7 @@ def test_an_autoencoder_for_the_unit_range_goes_back_to_monai_with_a_word_on_it(
     stock = AutoencoderKL(channels=(8, 16), **SHAPE)
     torch.save(stock.state_dict(), tmp_path / "stock.pt")
     origin = ["--from", "monai", "--weights", tmp_path / "stock.pt", "--config", config, "--out", tmp_path / "run"]
-    assert command(import_checkpoint, *origin, "autoencoder.value_range=unit") == 0
+    assert command(import_checkpoint, *origin, "autoencoder.variant=monai_unit") == 0
     source = tmp_path / "run" / "autoencoder.safetensors"
     capsys.readouterr()
     assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "again.pt") == 0

@@ -1,10 +1,15 @@
-"""Combinations and snippets of the memory guide work when pasted into the section they belong to."""
+"""Combinations and snippets of the memory guide, and a config of five lines, are the recipe but for what they set."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
-from settings import load_settings, look_up
+import pytest
+import yaml
+
+from settings import known_keys, load_settings, look_up
+from settings.dotted import assign
 from tests.nested_values import leaves
 
 COMBINATION_A = """
@@ -80,28 +85,57 @@ SNIPPETS = [
 ]
 
 
-@pytest.mark.parametrize("text", [COMBINATION_A, COMBINATION_B, COMBINATION_C, *SNIPPETS])
-def test_pasted_text_is_a_valid_config(tmp_path, text):
+FIVE_LINES = "name: mine\ndata:\n  source: /data/ct\n  voxel_size: [128, 128, 64]\n"
+DIAGNOSIS = [SNIPPETS[0], SNIPPETS[2], SNIPPETS[1], *SNIPPETS[10:11], SNIPPETS[3], SNIPPETS[11]]
+"""The six steps that the guide goes through when memory runs out."""
+
+
+def resolved(tmp_path: Path, text: str) -> dict[str, Any]:
     path = tmp_path / "pasted.yaml"
     path.write_text(text)
-    assert load_settings(path, stage="autoencoder").name == "pasted"
+    return load_settings(path, stage="autoencoder").model_dump(mode="json")
+
+
+@pytest.mark.parametrize("text", [FIVE_LINES, COMBINATION_A, COMBINATION_B, COMBINATION_C, *SNIPPETS])
+def test_pasted_into_an_empty_file_it_is_the_recipe_but_for_what_it_sets(tmp_path, text):
+    assert resolved(tmp_path, text) == expected(text)
+
+
+def expected(*texts: str) -> dict[str, Any]:
+    """Return the recipe, which is what `default` trains, with the values of some texts."""
+    values = load_settings("configs/default.yaml").model_dump(mode="json") | {"name": "pasted"}
+    for text in texts:
+        for dotted, value in leaves(yaml.safe_load(text)):
+            if dotted != "data.cache_rate":  # 0 means what is the default here
+                assign(values, dotted, value)
+    return values
+
+
+def test_the_six_steps_of_the_diagnosis_go_together_and_after_each_combination(tmp_path):
+    for start in ("", COMBINATION_A, COMBINATION_B, COMBINATION_C):
+        merged: dict[str, Any] = {}
+        for text in (start, *DIAGNOSIS):
+            for dotted, value in leaves(yaml.safe_load(text) or {}):
+                assign(merged, dotted, value)
+        # Twelve channels are not divided by the groups that the combinations name.
+        if start:
+            merged["autoencoder"]["norm_num_groups"] = "auto"
+        assert resolved(tmp_path, yaml.safe_dump(merged)) == expected(yaml.safe_dump(merged))
 
 
 @pytest.mark.parametrize(
     ("preset", "text"), [("high_res", COMBINATION_A), ("balanced", COMBINATION_B), ("quality", COMBINATION_C)]
 )
-def test_preset_has_the_mathematics_of_its_combination(tmp_path, preset, text):
-    import yaml
-
-    from settings import known_keys
-
+def test_preset_has_the_mathematics_of_its_combination(preset, text):
     promises = {name: (field.json_schema_extra or {}).get("promise") for name, field in known_keys()}
-    settings = load_settings(f"configs/{preset}.yaml").model_dump(mode="json")
+    settings = load_settings(f"configs/{preset}.yaml")
+    values = settings.model_dump(mode="json") | {}
+    values["autoencoder"]["norm_num_groups"] = settings.autoencoder.num_groups
 
-    found = settings["autoencoder"]["training"]
+    found = values["autoencoder"]["training"]
     assert found["batch_size"] * found["gradient_accumulation_steps"] == 4
     for dotted, value in leaves(yaml.safe_load(text)):
-        assert look_up(settings, dotted) == value or promises[dotted] == "same mathematics", dotted
+        assert look_up(values, dotted) == value or promises[dotted] == "same mathematics", dotted
 
 
 def test_disabling_attention_on_every_level_disables_the_middle_attention(tmp_path):

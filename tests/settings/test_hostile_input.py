@@ -66,7 +66,7 @@ def test_file_is_refused(tmp_path, content, expected):
         ("data.voxel_size=" + "[" * 500, "... is not a YAML value (nested more than 30 deep)"),
         ("data.source=a\udcff", "the character U+DCFF is not allowed"),
         ("data.voxel_size=[1000000000, 64, 64]", "each at most 65536"),
-        ("data.voxel_size=[65536, 65536, 65536]", "needs activations of 64 PiB; allowed: at most 1 PiB"),
+        ("data.voxel_size=[65536, 65536, 65536]", "needs activations of 256 PiB; allowed: at most 1 PiB"),
         ("autoencoder.training.batch_size=2147483647", "with batch_size 2147483647 needs activations of"),
         ("autoencoder.training.batch_size=9223372036854775808", "below 2147483648"),
         ("autoencoder.training.learning_rate=1" + "0" * 400, "allowed: a number"),

@@ -1,18 +1,35 @@
-"""Every preset is complete, loads, builds, and points editors at a schema that is current."""
+"""Every preset is short, has the keys of the others, loads, builds, and points editors at a current schema."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from dev.documents.reference import configuration_reference, json_schema
-from settings import known_keys, load_settings
+from settings import Settings, known_keys, load_settings
+from settings.dotted import overlap
+from settings.section import is_section
+from settings.writing import SHOWN
 from settings.yaml_reader import read_document
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted((ROOT / "configs").rglob("*.yaml"))
+LEAVES = [name for name, field in known_keys() if not is_section(field)]
+OWN = {
+    "quickstart": {
+        *("data.num_workers", "autoencoder.initialisation", "autoencoder.training.edge_weight"),
+        *("autoencoder.training.validate_every", "autoencoder.training.save_every", "ldm.training.save_every"),
+    },
+    "maisi": {
+        *("data.spacing", "data.resize", "autoencoder.variant", "ldm.unet.resblock_updown", "ldm.unet.norm_num_groups"),
+        *("ldm.scheduler.type", "ldm.scheduler.time_shift", "ldm.scheduler.prediction", "ldm.scheduler.schedule"),
+        "ldm.conditioning.scan.modality",
+    },
+}
+"""Keys that only one preset chooses."""
 
 
 def test_the_six_presets_are_there():
@@ -20,24 +37,45 @@ def test_the_six_presets_are_there():
     assert names >= {"default", "high_res", "balanced", "quality", "ultra_light", "quickstart"}
 
 
+def test_there_are_at_most_130_keys():
+    assert len(LEAVES) <= 130
+
+
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_preset_holds_every_key_and_loads_for_both_stages(path):
-    written = read_document(path).lines
-    assert [name for name, _ in known_keys() if name not in written] == []
+def test_preset_shows_the_keys_of_all_in_one_order_and_loads_for_both_stages(path):
+    written = [name for name in read_document(path).lines if name in LEAVES]
+    shared = [name for name in written if name not in OWN.get(path.stem, set())]
+    assert shared == [leaf for key in SHOWN for leaf in LEAVES if overlap(leaf, key)]
+    assert set(written) - set(shared) == OWN.get(path.stem, set())
+    assert len(path.read_text().splitlines()) <= 70
     for stage in ("autoencoder", "ldm"):
         assert load_settings(path, stage=stage).name == path.stem
+
+
+def test_default_chooses_nothing():
+    assert load_settings(ROOT / "configs" / "default.yaml") == Settings(name="default")
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_preset_tells_editors_its_schema_and_people_its_purpose_peak_and_command(path):
     text = path.read_text()
-    head = text.split("name:")[0]
+    head = text.split("\nname:")[0]
     assert text.startswith("# yaml-language-server: $schema=schema.json\n")
     assert "# For: " in head
     assert "# Predicted peak: " in head
     assert f"python train_autoencoder.py --config configs/{path.stem}.yaml" in head
     assert "# same mathematics" in text
     assert "# different mathematics" in text
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_the_effects_in_the_comments_are_those_of_the_memory_guide(path):
+    guide = (ROOT / "docs" / "memory_guide.md").read_text(encoding="utf-8")
+    # The saving of the discriminator is a difference of two figures, 3.60 and 3.57.
+    known = [float(figure) for figure in re.findall(r"\| (\d+\.\d\d)(?= \|)", guide)] + [0.03]
+    found = re.findall(r"(\d+\.\d+) GiB", path.read_text().split("\nname:")[1])
+    assert len(found) >= 10
+    assert [figure for figure in found if min(abs(float(figure) - value) for value in known) > 0.051] == []
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
@@ -52,6 +90,21 @@ def test_preset_builds_on_the_meta_device(path):
         assert build_unet(settings.ldm, settings.autoencoder.latent_channels)
 
 
+@pytest.mark.parametrize(
+    ("channels", "groups"),
+    [
+        ((32, 64, 64), 16),
+        ((16, 32, 64), 8),
+        ((24, 48, 64), 8),
+        ((32, 64, 128), 16),
+        ((12, 24, 48), 6),
+        ((64, 128, 256), 32),
+    ],
+)
+def test_automatic_norm_groups_are_those_of_the_guide_and_of_maisi(channels, groups):
+    assert Settings.model_validate({"autoencoder": {"num_channels": channels}}).autoencoder.num_groups == groups
+
+
 FINE_TUNED = {"maisi"}
 """Presets that start from a published U-Net, whose recipe they keep."""
 
@@ -61,7 +114,7 @@ def test_every_preset_has_the_recipe_of_stage_two_that_was_measured_with_quickst
     found, measured = (load_settings(file).ldm for file in (path, ROOT / "configs" / "quickstart.yaml"))
     assert found.scheduler == measured.scheduler
     assert found.sampling.sampler == measured.sampling.sampler
-    for name in ("learning_rate_decay", "ema_length", "max_grad_norm", "loss_weighting", "weight_decay"):
+    for name in ("learning_rate_decay", "ema_decay", "max_grad_norm"):
         assert getattr(found.training, name) == getattr(measured.training, name), name
     # Wider networks need a smaller learning rate; how much smaller was not measured.
     assert found.training.learning_rate <= measured.training.learning_rate

@@ -175,9 +175,10 @@ def test_float16_overflow_of_one_network_moves_the_other(tiny_values):
     step.guard.raise_if_bad()
 
 
-def test_float16_overflow_skips_the_step_and_many_in_a_row_stop_the_run(tiny_values):
+def test_float16_overflow_skips_the_step_and_many_in_a_row_stop_the_run(tiny_values, monkeypatch):
+    monkeypatch.setattr("training.guard.MAX_SKIPPED_STEPS", 3)
     tiny_values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": "float16"}
-    step = make_step(tiny_values, max_skipped_steps=3, adversarial_weight=0.0)
+    step = make_step(tiny_values, adversarial_weight=0.0)
     scale = step.precision.scaler.get_scale()
     before = copy.deepcopy(step.state_dict()["networks"])
     for number in range(3):

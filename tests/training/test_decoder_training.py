@@ -57,7 +57,7 @@ def test_the_decoder_gets_the_gradients_of_joint_training_and_the_encoder_none(
 
 
 def test_the_encoder_keeps_its_weights_and_has_no_optimizer_state_and_no_average(tiny_values):
-    step = step_of(tiny_values, ema_decay=0.9, weight_decay=0.1)
+    step = step_of(tiny_values, ema_decay=0.9)
     before = {name: tensor.clone() for name, tensor in step.autoencoder.state_dict().items()}
     for number in range(2):
         step(make_batches(step, 2), number)

@@ -14,7 +14,7 @@ TARGET = {"encoding": "resample", "source": "target"}
     ("conditioning", "expected"),
     [
         ({}, []),
-        ({"labels": {"source": "maps", "num_classes": 3}}, ["--labels FILE_OR_FOLDER"]),
+        ({"label_map": {"source": "maps", "num_classes": 3}}, ["--labels FILE_OR_FOLDER"]),
         ({"volume": TARGET | {"degrade": {"downsample": [1, 1, 2]}}}, ["--condition FILE_OR_FOLDER"]),
         (
             {"volume": TARGET | {"degrade": {"hole": [4, 4, 4]}}},

@@ -29,8 +29,7 @@ STAGE_1: dict[str, dict[str, Any]] = {
     "perceptual": {"use_perceptual_loss": True, "perceptual": {"network": "structural"}},
     "moments in 8 bits": {"device": {"mixed_precision": False, "optimizer_states": "8bit"}},
     "codebook": {"bottleneck": "vq"},
-    "rounded latents": {"bottleneck": "fsq"},
-    "warm-up and decay": {"warmup_steps": 2, "learning_rate_decay": "cosine", "weight_decay": 0.01},
+    "warm-up and decay": {"warmup_steps": 2, "learning_rate_decay": "cosine"},
 }
 STAGE_2: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -56,7 +55,7 @@ def step_of(values: dict[str, Any], stage: str, changes: dict[str, Any]) -> Any:
         if key == "device":
             values["device"] = {"type": "cpu", **change}
         elif key == "bottleneck":
-            section.update(bottleneck=change, quantiser={"codes": 16})
+            section.update(bottleneck=change, codebook_size=16)
         elif key in ("conditioning", "scheduler", "sampling", "latents"):
             section.setdefault(key, {}).update(change)
         else:

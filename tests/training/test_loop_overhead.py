@@ -30,7 +30,7 @@ def test_at_most_5_percent_of_a_step_is_outside_forward_backward_and_optimizer(t
     monkeypatch.chdir(tmp_path)
     overrides = [
         "data.voxel_size=[64, 64, 32]",
-        "data.num_phantoms=4",
+        "data.source=phantoms:4",
         "data.prepared=memory",
         "data.num_workers=0",
         "autoencoder.training.adversarial_start_step=0",

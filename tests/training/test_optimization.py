@@ -26,7 +26,7 @@ def test_learning_rate_rises_over_the_warm_up_and_falls_as_a_cosine():
     assert factors[9] == pytest.approx(1.0)
     assert factors[60] == pytest.approx(0.5)
     assert factors[-1] < 0.001
-    constant = TrainingSettings(max_steps=110, warmup_steps=0)
+    constant = TrainingSettings(max_steps=110, warmup_steps=0, learning_rate_decay="none")
     assert learning_rate_factor(100, constant) == 1.0
 
 
@@ -45,7 +45,7 @@ def test_learning_rate_is_the_formula_at_every_step(warmup, decay):
 
 @pytest.mark.parametrize(("max_steps", "expected"), [(4, 0), (500, 25), (4000, 200), (50_000, 200)])
 def test_an_automatic_warm_up_is_a_twentieth_of_the_run_and_at_most_200_steps(max_steps, expected):
-    settings = TrainingSettings(max_steps=max_steps, warmup_steps="auto")
+    settings = TrainingSettings(max_steps=max_steps, learning_rate_decay="none")
     assert settings.num_warmup_steps == expected
     factors = [learning_rate_factor(step, settings) for step in range(min(max_steps, 300))]
     assert sum(factor < 1 for factor in factors) == max(0, expected - 1)
@@ -64,7 +64,7 @@ def gradients_of_step(network: nn.Module, step: int) -> list[torch.Tensor]:
 
 
 def adam_by_hand(network: nn.Module, settings: TrainingSettings, learning_rate: float, num_steps: int) -> list[float]:
-    """Clip, then AdamW (Loshchilov and Hutter 2019, algorithm 2), in plain arithmetic; return the norms."""
+    """Clip, then Adam (Kingma and Ba 2015, algorithm 1), in plain arithmetic; return the norms."""
     weights = [p.data for p in network.parameters()]
     first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
     norms = []
@@ -75,7 +75,6 @@ def adam_by_hand(network: nn.Module, settings: TrainingSettings, learning_rate: 
             gradients = [g * min(1.0, settings.max_grad_norm / norms[-1]) for g in gradients]
         rate = learning_rate * learning_rate_factor(step, settings)
         for w, g, m, v in zip(weights, gradients, first, second, strict=True):
-            w *= 1 - rate * settings.weight_decay
             m.mul_(0.9).add_(0.1 * g)
             v.mul_(0.999).add_(0.001 * g * g)
             w -= rate * (m / (1 - 0.9 ** (step + 1))) / ((v / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
@@ -95,19 +94,17 @@ def test_an_automatic_warm_up_takes_at_most_a_twentieth_of_the_time():
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.5])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_updates_are_clipped_adamw_at_the_schedules_rate(max_grad_norm, weight_decay):
+def test_updates_are_clipped_adam_at_the_schedules_rate(max_grad_norm):
     settings = TrainingSettings(
         max_steps=12,
         warmup_steps=3,
         learning_rate_decay="cosine",
         max_grad_norm=max_grad_norm,
-        weight_decay=weight_decay,
     )
     ours, by_hand = small_network(), small_network()
     precision = Precision(DeviceSettings(type="cpu", mixed_precision=False), CPU)
     updater = Updater("network", ours, 1e-2, settings, precision)
-    guard = Guard(Process(CPU), ["network gradient"], skips_overflows=False, max_skipped_steps=5)
+    guard = Guard(Process(CPU), ["network gradient"], skips_overflows=False)
     norms = []
     for step in range(12):
         for parameter, gradient in zip(ours.parameters(), gradients_of_step(ours, step), strict=True):
@@ -124,11 +121,11 @@ def test_updates_are_clipped_adamw_at_the_schedules_rate(max_grad_norm, weight_d
 
 def test_float16_gradients_are_clipped_at_their_true_size():
     """Until they are unscaled they hold a factor of 65536, which Adam would hide; its first moment does not."""
-    settings = TrainingSettings(max_steps=10, max_grad_norm=1.5, weight_decay=0.0)
+    settings = TrainingSettings(max_steps=10, max_grad_norm=1.5)
     precision = Precision(DeviceSettings(type="cpu", mixed_precision=True, amp_dtype="float16"), CPU)
     network = small_network().float()
     updater = Updater("network", network, 1e-2, settings, precision)
-    guard = Guard(Process(CPU), ["network gradient"], skips_overflows=True, max_skipped_steps=5)
+    guard = Guard(Process(CPU), ["network gradient"], skips_overflows=True)
     inputs, weights = torch.randn(5, 3), torch.full((5, 2), 4.0)
     loss = (network(inputs) * weights).sum()
     true = torch.autograd.grad(loss, list(network.parameters()), retain_graph=True)
@@ -166,11 +163,10 @@ def test_averaged_weights_are_the_moving_average_of_a_hand_loop(decay):
     torch.testing.assert_close(restored.state_dict(), average.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("length", [0.05, 0.2])
-def test_an_average_by_length_weighs_steps_by_a_power_and_its_mean_age_follows_the_run(length):
+def test_an_automatic_average_weighs_steps_by_a_power_and_its_mean_age_follows_the_run():
     """The weights of step t are t in one parameter and its square in another, so their averages are moments of t."""
     network = nn.Linear(2, 1, bias=False).double()
-    average = AveragedWeights(network, decay=0.5, length=length)
+    average, length = AveragedWeights(network, "auto"), 0.05
     for step in range(2000):
         with torch.no_grad():
             network.weight.copy_(torch.tensor([[step + 1.0, (step + 1.0) ** 2]]))
@@ -232,8 +228,9 @@ def test_states_saved_in_one_memory_layout_are_used_in_another():
     torch.testing.assert_close(other.weight, contiguous.weight, rtol=1e-4, atol=1e-5)
 
 
-def test_only_overflows_in_a_row_stop_the_run():
-    guard = Guard(Process(CPU), ["network gradient"], skips_overflows=True, max_skipped_steps=2)
+def test_only_overflows_in_a_row_stop_the_run(monkeypatch):
+    monkeypatch.setattr("training.guard.MAX_SKIPPED_STEPS", 2)
+    guard = Guard(Process(CPU), ["network gradient"], skips_overflows=True)
     for step, norm in enumerate([math.inf, 1.0, math.inf, 1.0, math.inf]):
         guard.start(step)
         guard.check_gradient("network", torch.tensor(norm))

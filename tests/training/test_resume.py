@@ -159,17 +159,17 @@ def test_a_part_of_another_kind_is_no_checkpoint_of_this_version(place, value, t
         _check_content(state, tmp_path)
 
 
-def test_keys_newer_than_a_checkpoint_had_the_effect_of_their_defaults(settings):
-    before = settings.model_dump(mode="json")
-    del before["ldm"]["scheduler"]["zero_terminal_snr"]
-    del before["ldm"]["sampling"]
-    assert changed_settings("ldm", before, settings)[0] == []
-    other = settings.with_overrides({"ldm.scheduler.zero_terminal_snr": True, "ldm.scheduler.prediction": "v"})
-    changed, _ = changed_settings("ldm", before, other)
-    assert changed == [
-        'ldm.scheduler.prediction: "epsilon" -> "v"',
-        "ldm.scheduler.zero_terminal_snr: false -> true",
-    ]
+def test_a_changed_default_does_not_change_an_old_run(settings, tmp_path, monkeypatch):
+    volumes = prepare_volumes(settings.data, settings.seed, 1)
+    step, checkpoints = build(settings, "autoencoder"), Checkpoints(tmp_path / "checkpoints", "autoencoder", 2)
+    save(step, checkpoints, settings, volumes, 1)
+    old = "autoencoder.training.kl_weight"
+    changed, _ = changed_settings("autoencoder", settings, settings.with_overrides({old: 0.5}))
+    assert changed == [f"{old}: 1e-06 -> 0.5"]
+    assert resume(step, checkpoints, settings, volumes) == 1
+    monkeypatch.setattr("settings.migrations.VERSION", 2)
+    with pytest.raises(CheckpointError, match=r"\.pt: its settings have version 1; allowed: 2; use the version"):
+        resume(step, checkpoints, settings, volumes)
 
 
 def test_latents_come_in_the_order_in_which_their_volumes_would(settings):

@@ -1,4 +1,4 @@
-"""AdamW with its two moments in 8 bits, which need a quarter of the memory.
+"""Adam with its two moments in 8 bits, which need a quarter of the memory.
 
 Written here because an update must be skipped on the device when a value is not finite, without asking the host, and
 must run on the CPU and on the tensors without values of a memory prediction. With torch 2.13, Adam8bit of bitsandbytes
@@ -65,20 +65,20 @@ _MEAN = _Coding(torch.int8, 127, 2)
 _SQUARE = _Coding(torch.uint8, 255, 4, keeps_from_zero=True)
 
 
-class EightBitAdamW(Optimizer):
-    """AdamW whose moments are kept in 8 bits with a float32 scale for each block, which is one kernel of a convolution.
+class EightBitAdam(Optimizer):
+    """Adam whose moments are kept in 8 bits with a float32 scale for each block, which is one kernel of a convolution.
 
     Gradients of one kernel are of one size; those of kernels that follow each other in memory may not be. On recorded
     gradients of a small autoencoder, updates differ from those of float32 by 1.7 % with a scale for each kernel of
     27 values, and by 2.8 % with a scale for every 256 values.
 
-    `found_inf`, a number on the device, makes the next update change nothing if it is not 0, as in torch's fused AdamW.
+    `found_inf`, a number on the device, makes the next update change nothing if it is not 0, as in torch's fused Adam.
     """
 
     found_inf: Tensor | None = None
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -87,7 +87,7 @@ class EightBitAdamW(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group["lr"], group["weight_decay"])
+                    self._update(parameter, parameter.grad, group["lr"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the states; torch converts all of them to the type of their parameter, which is undone here."""
@@ -97,7 +97,7 @@ class EightBitAdamW(Optimizer):
                 if name in states:
                     states[name] = states[name].to(dtype)
 
-    def _update(self, parameter: nn.Parameter, gradient: Tensor, rate: float, decay: float) -> None:
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, rate: float) -> None:
         states = self.state[parameter] or self._begin(parameter)
         moves = torch.ones_like(states["step"]) if self.found_inf is None else (self.found_inf == 0).to(torch.int64)
         states["step"] += moves
@@ -105,14 +105,14 @@ class EightBitAdamW(Optimizer):
         values, gradients = parameter.view(-1) if parameter.is_contiguous() else parameter.flatten(), gradient.flatten()
         if "exp_avg" in states:
             mean, square = states["exp_avg"], states["exp_avg_sq"]
-            _adam(values, gradients, mean, square, states["step"], rate, decay, moves)
+            _adam(values, gradients, mean, square, states["step"], rate, moves)
         else:
-            self._update_blocks(values, gradients, states, rate, decay, moves)
+            self._update_blocks(values, gradients, states, rate, moves)
         if not parameter.is_contiguous():
             parameter.copy_(values.view(parameter.shape))
 
     def _update_blocks(
-        self, values: Tensor, gradients: Tensor, states: dict[str, Tensor], rate: float, decay: float, moves: Tensor
+        self, values: Tensor, gradients: Tensor, states: dict[str, Tensor], rate: float, moves: Tensor
     ) -> None:
         # As the checkpoint has it in a resumed run.
         block = states["mean"].shape[1]
@@ -122,7 +122,7 @@ class EightBitAdamW(Optimizer):
             kept = [states[name][rows] for name in ("mean", "mean_scale", "square", "square_scale")]
             mean, square = _MEAN.decode(kept[0], kept[1]).flatten(), _SQUARE.decode(kept[2], kept[3]).flatten()
             count = len(gradients[part])
-            _adam(values[part], gradients[part], mean[:count], square[:count], states["step"], rate, decay, moves)
+            _adam(values[part], gradients[part], mean[:count], square[:count], states["step"], rate, moves)
             dither = _dither(first, kept[0].shape, states["step"])
             found = (
                 *_MEAN.encode(mean.view(-1, block), dither),
@@ -161,17 +161,16 @@ def _adam(
     square: Tensor,
     step: Tensor,
     rate: float,
-    decay: float,
     moves: Tensor,
 ) -> None:
-    """Make AdamW's update of values and moments in place, unless `moves` is 0."""
+    """Make Adam's update of values and moments in place, unless `moves` is 0."""
     new_mean = torch.lerp(mean, gradients, 1 - _BETA1)
     new_square = _BETA2 * square + (1 - _BETA2) * gradients.square()
     # In float64, because after the first steps both are differences of nearly equal numbers.
     of_mean, of_square = (1 - beta ** step.double() for beta in (_BETA1, _BETA2))
     corrected = (new_square / of_square).sqrt_().add_(_EPSILON)
     quotient = (new_mean / of_mean).div_(corrected).clamp_(-_MOST_RATES, _MOST_RATES)
-    moved = values * (1 - rate * decay) - rate * quotient
+    moved = values - rate * quotient
     for before, after in ((values, moved), (mean, new_mean), (square, new_square)):
         before.copy_(torch.where(moves > 0, after, before))
 

@@ -13,8 +13,6 @@ import numpy as np
 from settings import LoggingSettings, Settings, UserError
 from storage.run_folder import RunFolder
 
-_PACKAGES = ("wandb", "mlflow")
-
 
 class Tracker(Protocol):
     """Receives what a run logs."""
@@ -31,25 +29,35 @@ class Tracker(Protocol):
 
 def check_trackers(settings: LoggingSettings) -> None:
     """Raise `UserError` if a package that the settings ask for is missing, or a server is asked for but not named."""
-    for name in _PACKAGES:
-        mode = getattr(settings, name)
-        spec = importlib.util.find_spec(name) if mode != "none" else None
-        # A folder of that name, such as the one that wandb writes, is found as a package without an origin.
-        if mode != "none" and (spec is None or spec.origin is None):
-            raise UserError(f"logging.{name}: {mode}, but the package is missing; pip install {name}, or set none")
-    if settings.mlflow == "online" and not os.environ.get("MLFLOW_TRACKING_URI"):
-        raise UserError("logging.mlflow: online needs the address of a server; set MLFLOW_TRACKING_URI, or set offline")
+    name, is_offline = _chosen(settings)
+    if name == "none":
+        return
+    spec = importlib.util.find_spec(name)
+    # A folder of that name, such as the one that wandb writes, is found as a package without an origin.
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"logging.tracker: {settings.tracker}, but the package is missing; pip install {name}, or set none"
+        )
+    if name == "mlflow" and not is_offline and not os.environ.get("MLFLOW_TRACKING_URI"):
+        raise UserError(
+            "logging.tracker: mlflow needs the address of a server; set MLFLOW_TRACKING_URI, or mlflow-offline"
+        )
+
+
+def _chosen(settings: LoggingSettings) -> tuple[str, bool]:
+    """Return the package, and whether it writes to the run folder instead of a server."""
+    name, _, offline = settings.tracker.partition("-")
+    return name, bool(offline)
 
 
 def open_trackers(settings: Settings, run: RunFolder, stage: str, first_step: int) -> list[Tracker]:
     """Return the trackers that the settings ask for; call this in the first process only."""
     check_trackers(settings.logging)
-    trackers: list[Tracker] = []
-    if settings.logging.wandb != "none":
-        trackers.append(_Wandb(settings, run, stage, first_step))
-    if settings.logging.mlflow != "none":
-        trackers.append(_MLflow(settings, run, stage, first_step))
-    return trackers
+    name, is_offline = _chosen(settings.logging)
+    if name == "none":
+        return []
+    kind = _Wandb if name == "wandb" else _MLflow
+    return [kind(settings, run, stage, first_step, is_offline)]
 
 
 class _Wandb:
@@ -58,7 +66,7 @@ class _Wandb:
     A resumed run is a new one in the same group, because Weights & Biases does not accept steps twice.
     """
 
-    def __init__(self, settings: Settings, run: RunFolder, stage: str, first_step: int) -> None:
+    def __init__(self, settings: Settings, run: RunFolder, stage: str, first_step: int, is_offline: bool) -> None:
         self._wandb: Any = importlib.import_module("wandb")
         resumed = f" from step {first_step}" if first_step else ""
         self._run = self._wandb.init(
@@ -66,7 +74,7 @@ class _Wandb:
             group=settings.name,
             job_type=stage,
             dir=str(run.path),
-            mode=settings.logging.wandb,
+            mode="offline" if is_offline else "online",
             config=settings.model_dump(mode="json"),
             settings=self._wandb.Settings(silent=True, console="off"),
         )
@@ -84,9 +92,8 @@ class _Wandb:
 class _MLflow:
     """One MLflow run per stage and start, in an experiment named like the run."""
 
-    def __init__(self, settings: Settings, run: RunFolder, stage: str, first_step: int) -> None:
+    def __init__(self, settings: Settings, run: RunFolder, stage: str, first_step: int, is_offline: bool) -> None:
         tracking = importlib.import_module("mlflow.tracking")
-        is_offline = settings.logging.mlflow == "offline"
         folder = run.path.resolve()
         address = f"sqlite:///{folder / 'mlflow.db'}" if is_offline else os.environ["MLFLOW_TRACKING_URI"]
         self._client: Any = tracking.MlflowClient(tracking_uri=address)

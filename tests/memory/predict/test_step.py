@@ -143,7 +143,6 @@ def test_level_follows_from_the_shape(shape, level):
 def test_levels_of_a_padded_latent_are_counted_from_the_padded_grid(tiny_values):
     tiny_values["data"]["voxel_size"] = [42, 74, 42]
     tiny_values["ldm"]["unet"] |= {"attention_levels": [True, True]}
-    tiny_values["ldm"]["latents"] = {"pad": True}
     settings = Settings.model_validate(tiny_values)
     # The latent of 21x37x21 is padded to multiples of 2.
     rows = attention_growth(settings, "ldm")

@@ -13,7 +13,7 @@ DIVISOR = 2.5
 # A step takes about 280 MiB, so that the limit is far below it and far above what micro-batches of one or two need.
 OVERRIDES = [
     "data.voxel_size=[32,32,32]",
-    "data.num_phantoms=4",
+    "data.source=phantoms:4",
     "data.num_workers=0",
     "autoencoder.num_channels=[8,8]",
     "autoencoder.attention_levels=[false,false]",

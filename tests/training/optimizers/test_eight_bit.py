@@ -1,4 +1,4 @@
-"""AdamW in 8 bits: torch's update where it keeps float32, unbiased moments elsewhere, a quarter of the bytes."""
+"""Adam in 8 bits: torch's update where it keeps float32, unbiased moments elsewhere, a quarter of the bytes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from memory.predict.step import build_step, track_step
 from models import build_autoencoder, build_unet
 from settings import Settings, load_settings
 from tests.conftest import ROOT
-from training.optimizers.eight_bit import _MEAN, _SQUARE, SMALLEST, EightBitAdamW, block_of
+from training.optimizers.eight_bit import _MEAN, _SQUARE, SMALLEST, EightBitAdam, block_of
 
-RATE, DECAY = 1e-2, 0.1
+RATE = 1e-2
 
 
 def parameter_of(size: int | tuple[int, ...]) -> nn.Parameter:
@@ -37,15 +37,15 @@ def run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, numbers: rang
 
 def test_small_parameters_are_updated_as_by_torch():
     ours, theirs = parameter_of(SMALLEST - 1), parameter_of(SMALLEST - 1)
-    run(EightBitAdamW([ours], RATE, DECAY), ours, range(20))
-    run(torch.optim.AdamW([theirs], RATE, weight_decay=DECAY, fused=True), theirs, range(20))
+    run(EightBitAdam([ours], RATE), ours, range(20))
+    run(torch.optim.Adam([theirs], RATE, fused=True), theirs, range(20))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_moments_in_8_bits_follow_those_in_32_without_bias():
     ours, theirs = parameter_of(10260), parameter_of(10260)
-    optimizer = EightBitAdamW([ours], RATE, DECAY)
-    exact = torch.optim.AdamW([theirs], RATE, weight_decay=DECAY, fused=True)
+    optimizer = EightBitAdam([ours], RATE)
+    exact = torch.optim.Adam([theirs], RATE, fused=True)
     run(optimizer, ours, range(250))
     run(exact, theirs, range(250))
     states, expected = optimizer.state[ours], exact.state[theirs]
@@ -62,7 +62,7 @@ def test_moments_in_8_bits_follow_those_in_32_without_bias():
 def test_the_two_moments_of_a_value_are_not_rounded_up_together():
     """Else the errors of an update, the mean divided by the root of the square, would depend on each other."""
     parameter = parameter_of(10260)
-    optimizer = EightBitAdamW([parameter], RATE, DECAY)
+    optimizer = EightBitAdam([parameter], RATE)
     parameter.grad = 1 + torch.rand(10260, generator=torch.Generator().manual_seed(1))
     optimizer.step()
     states = optimizer.state[parameter]
@@ -75,8 +75,8 @@ def test_the_two_moments_of_a_value_are_not_rounded_up_together():
 @pytest.mark.parametrize("share", [1e-2, 1e-4, 1e-6, 1e-8])
 def test_values_with_small_gradients_beside_large_ones_do_not_jump(share):
     ours, theirs = parameter_of(SMALLEST), parameter_of(SMALLEST)
-    optimizer = EightBitAdamW([ours], RATE, 0.0)
-    exact = torch.optim.AdamW([theirs], RATE, weight_decay=0.0, fused=True)
+    optimizer = EightBitAdam([ours], RATE)
+    exact = torch.optim.Adam([theirs], RATE, fused=True)
     sizes = torch.ones(SMALLEST)
     sizes[::2] = share
     largest = 0.0
@@ -102,7 +102,7 @@ def test_no_gradients_move_a_value_further_than_adam_would():
     # Growing like the quotient of the decays, they reach the bound of Cauchy and Schwarz.
     gradients = [(0.999 / 0.9) ** number for number in range(60)]
     ours, theirs = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
-    optimizer, exact = EightBitAdamW([ours], RATE, 0.0), torch.optim.AdamW([theirs], RATE, weight_decay=0.0, fused=True)
+    optimizer, exact = EightBitAdam([ours], RATE), torch.optim.Adam([theirs], RATE, fused=True)
     for gradient in gradients:
         ours.grad, theirs.grad = torch.full_like(ours, gradient), torch.full_like(theirs, gradient)
         optimizer.step()
@@ -117,7 +117,7 @@ def test_states_need_at_most_three_tenths_of_float32(preset):
         unet = build_unet(settings.ldm, settings.autoencoder.latent_channels)
         networks: list[nn.Module] = [build_autoencoder(settings.autoencoder), unet]
     for network in networks:
-        optimizer = EightBitAdamW(network.parameters(), RATE, 0.0)
+        optimizer = EightBitAdam(network.parameters(), RATE)
         states = [optimizer._begin(parameter) for parameter in network.parameters()]
         found = sum(value.nbytes for each in states for value in each.values())
         assert found <= 0.3 * 8 * sum(parameter.numel() for parameter in network.parameters())
@@ -138,7 +138,7 @@ def test_states_need_at_most_three_tenths_of_float32(preset):
 def test_each_kernel_has_a_scale_unless_it_is_small(shape, block):
     parameter = nn.Parameter(torch.zeros(shape))
     assert block_of(parameter) == block
-    assert EightBitAdamW([parameter], RATE, DECAY)._begin(parameter)["mean"].shape == (
+    assert EightBitAdam([parameter], RATE)._begin(parameter)["mean"].shape == (
         -(-parameter.numel() // block),
         block,
     )
@@ -148,7 +148,7 @@ def test_large_gradients_of_one_kernel_do_not_disturb_another():
     shape = (8, 8, 3, 3, 3)
     ours, theirs = parameter_of(shape), parameter_of(shape)
     sizes = torch.logspace(-12, 0, 64).view(8, 8, 1, 1, 1)
-    optimizer, exact = EightBitAdamW([ours], RATE, 0.0), torch.optim.AdamW([theirs], RATE, weight_decay=0.0, fused=True)
+    optimizer, exact = EightBitAdam([ours], RATE), torch.optim.Adam([theirs], RATE, fused=True)
     for number in range(30):
         gradient = sizes * (1 + torch.randn(shape, generator=torch.Generator().manual_seed(number)))
         ours.grad, theirs.grad = gradient, gradient.clone()
@@ -161,7 +161,7 @@ def test_large_gradients_of_one_kernel_do_not_disturb_another():
 
 def test_states_of_another_block_size_are_continued_as_they_are():
     parameter, count = parameter_of((8, 8, 3, 3, 3)), 8 * 8 * 27
-    optimizer = EightBitAdamW([parameter], RATE, DECAY)
+    optimizer = EightBitAdam([parameter], RATE)
     run(optimizer, parameter, range(2))
     state = optimizer.state_dict()
     for name, coding in (("mean", _MEAN), ("square", _SQUARE)):
@@ -173,14 +173,14 @@ def test_states_of_another_block_size_are_continued_as_they_are():
     run(optimizer, parameter, range(2, 5))
     assert optimizer.state[parameter]["mean"].shape == (7, 256)
     theirs = parameter_of((8, 8, 3, 3, 3))
-    run(torch.optim.AdamW([theirs], RATE, weight_decay=DECAY, fused=True), theirs, range(5))
+    run(torch.optim.Adam([theirs], RATE, fused=True), theirs, range(5))
     assert (parameter - theirs).norm() < 0.1 * (theirs - parameter_of((8, 8, 3, 3, 3))).norm()
 
 
 def test_a_blocked_update_changes_nothing():
     for size in (10, SMALLEST + 1):
         parameter = parameter_of(size)
-        optimizer = EightBitAdamW([parameter], RATE, DECAY)
+        optimizer = EightBitAdam([parameter], RATE)
         run(optimizer, parameter, range(2))
         before = copy.deepcopy((parameter.detach(), dict(optimizer.state[parameter])))
         parameter.grad = torch.full_like(parameter, float("nan"))
@@ -191,12 +191,12 @@ def test_a_blocked_update_changes_nothing():
 
 def test_a_resumed_optimizer_continues_to_the_bit():
     parameter = parameter_of(SMALLEST + 7)
-    optimizer = EightBitAdamW([parameter], RATE, DECAY)
+    optimizer = EightBitAdam([parameter], RATE)
     run(optimizer, parameter, range(3))
     file, resumed = io.BytesIO(), nn.Parameter(parameter.detach().clone())
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    other = EightBitAdamW([resumed], RATE, DECAY)
+    other = EightBitAdam([resumed], RATE)
     other.load_state_dict(torch.load(file, weights_only=True))
     assert {value.dtype for value in other.state[resumed].values()} == {
         *(torch.int8, torch.uint8, torch.int64, torch.float32)
@@ -211,7 +211,7 @@ def test_the_memory_layout_changes_nothing():
     contiguous = parameter_of(shape)
     channels_last = nn.Parameter(contiguous.detach().contiguous(memory_format=torch.channels_last_3d))
     for parameter in (contiguous, channels_last):
-        run(EightBitAdamW([parameter], RATE, DECAY), parameter, range(3))
+        run(EightBitAdam([parameter], RATE), parameter, range(3))
     assert not channels_last.is_contiguous()
     assert torch.equal(contiguous, channels_last)
 
@@ -222,6 +222,6 @@ def test_both_stages_have_it_and_the_real_step_is_what_is_predicted(tiny_values)
     tiny_values["autoencoder"].update(num_channels=[16, 16], num_res_blocks=0, attention_levels=[False, False])
     settings = Settings.model_validate(tiny_values)
     for stage in ("autoencoder", "ldm"):
-        assert isinstance(build_step(settings, stage).updaters[stage].optimizer, EightBitAdamW)
+        assert isinstance(build_step(settings, stage).updaters[stage].optimizer, EightBitAdam)
     predicted, real = (track_step(settings, "autoencoder", fake=fake, cuda=False) for fake in (True, False))
     assert predicted.peak["device"] == pytest.approx(real.peak["device"], rel=0.01)

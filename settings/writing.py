@@ -1,0 +1,130 @@
+"""Settings as YAML: complete for a run folder, with the origin of each value, or as short as a preset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from settings import migrations
+from settings.dotted import look_up, overlap
+from settings.load import known_keys, load_settings
+from settings.root import Settings
+from settings.section import is_section
+from settings.yaml_reader import read_document
+
+_TRAINING = "autoencoder.training"
+SHOWN = (
+    "name",
+    *(f"data.{key}" for key in ("source", "voxel_size", "intensity", "patch_size", "prepared")),
+    *("autoencoder.num_channels", "autoencoder.num_res_blocks", "autoencoder.latent_channels"),
+    *("autoencoder.norm_num_groups", "autoencoder.attention_levels"),
+    *(f"{_TRAINING}.batch_size", f"{_TRAINING}.gradient_accumulation_steps"),
+    *(f"{_TRAINING}.use_gradient_checkpointing", f"{_TRAINING}.checkpoint_levels"),
+    *(f"{_TRAINING}.use_gradient_checkpointing_offload", f"{_TRAINING}.slab_rows"),
+    *(f"{_TRAINING}.reconstruction_loss", f"{_TRAINING}.kl_weight", f"{_TRAINING}.use_perceptual_loss"),
+    *(f"{_TRAINING}.perceptual_weight", f"{_TRAINING}.perceptual.network", f"{_TRAINING}.perceptual.chunk_size"),
+    *(f"{_TRAINING}.adversarial_weight", f"{_TRAINING}.adversarial_start_step", f"{_TRAINING}.discriminator"),
+    *(f"{_TRAINING}.learning_rate", f"{_TRAINING}.max_steps"),
+    *("ldm.unet.num_channels", "ldm.unet.num_res_blocks", "ldm.unet.attention_levels"),
+    *("ldm.training.batch_size", "ldm.training.gradient_accumulation_steps"),
+    *("ldm.training.use_gradient_checkpointing", "ldm.training.learning_rate", "ldm.training.max_steps"),
+    *("ldm.sampling.sampler", "ldm.sampling.num_inference_steps"),
+    *("device.mixed_precision", "device.amp_dtype"),
+)
+"""What every preset shows, in this order; a section stands for all of its keys."""
+
+COMMENT_COLUMN = 40
+Comment = Callable[[str, Any], str]
+"""Returns the comment of a key, from its dotted name and its field; empty: none."""
+
+
+def dump_yaml(settings: Settings) -> str:
+    """Return every key for a run folder, from which `load_settings` restores equal settings; marks non-defaults."""
+    defaults = Settings()
+
+    def comment(dotted: str, field: Any) -> str:
+        default = look_up(defaults, dotted)
+        return "" if dotted == "name" or default == look_up(settings, dotted) else f"default: {value_text(default)}"
+
+    head = "# The complete settings of this run; those that are not the default say so.\n"
+    return f"{head}version: {migrations.VERSION}\n" + yaml_text(settings, _leaves(), comment)
+
+
+def dump_with_origins(path: str | Path, overrides: Sequence[str]) -> str:
+    """Return every key of a config with where its value comes from: default, file or command line."""
+    settings = load_settings(path, overrides)
+    lines = read_document(Path(path)).lines
+    overridden = [override.partition("=")[0] for override in overrides]
+
+    def origin(dotted: str, field: Any) -> str:
+        if any(overlap(dotted, key) for key in overridden):
+            return "command line"
+        if dotted == "data.prepared" and "data.cache_rate" in lines:
+            dotted = "data.cache_rate"
+        if dotted in lines:
+            return f"{Path(path).name}, line {lines[dotted]}"
+        return "name of the file" if dotted == "name" else "default"
+
+    return yaml_text(settings, _leaves(), origin)
+
+
+def dump_short(settings: Settings, comment: Comment = lambda dotted, field: "") -> str:
+    """Return what every preset shows, and every other key that is not the default."""
+    defaults = Settings()
+    leaves = list(_leaves())
+    shown = [leaf for key in SHOWN for leaf in leaves if overlap(leaf, key)]
+    others = [leaf for leaf in leaves if leaf not in shown and look_up(settings, leaf) != look_up(defaults, leaf)]
+    return yaml_text(settings, _grouped([*shown, *others]), comment)
+
+
+def yaml_text(settings: Settings, keys: Iterable[str], comment: Comment) -> str:
+    """Return these keys as YAML, a line for each; those of one section must follow one another."""
+    return "\n".join(_lines(settings, keys, comment)).lstrip("\n") + "\n"
+
+
+def value_text(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    plain = _plain(value)
+    text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf")).removesuffix("\n").removesuffix("\n...")
+    if "\n" in text:  # a line break inside a text, which only double quotes escape
+        text = yaml.safe_dump(plain, default_flow_style=True, default_style='"', width=float("inf")).removesuffix("\n")
+    return text
+
+
+def _lines(settings: Settings, keys: Iterable[str], comment: Comment) -> Iterator[str]:
+    fields = dict(known_keys())
+    opened: list[str] = []
+    for dotted in keys:
+        *parents, name = dotted.split(".")
+        same = next((n for n, pair in enumerate(zip(opened, parents, strict=False)) if pair[0] != pair[1]), None)
+        common = min(len(opened), len(parents)) if same is None else same
+        for depth in range(common, len(parents)):
+            if depth == 0:
+                yield ""
+            yield f"{'  ' * depth}{parents[depth]}:"
+        opened = parents
+        line = f"{'  ' * len(parents)}{name}: {value_text(look_up(settings, dotted))}"
+        note = comment(dotted, fields[dotted])
+        yield f"{line.ljust(COMMENT_COLUMN - 1)} # {note}" if note else line
+
+
+def _leaves() -> Iterator[str]:
+    return (dotted for dotted, field in known_keys() if not is_section(field))
+
+
+def _grouped(keys: Sequence[str], depth: int = 0) -> list[str]:
+    """Return dotted keys with those of one section together, sections in the order of their first key."""
+    names = list(dict.fromkeys(key.split(".")[depth] for key in keys))
+    result: list[str] = []
+    for name in names:
+        inner = [key for key in keys if key.split(".")[depth] == name]
+        is_leaf = len(inner) == 1 and inner[0].count(".") == depth
+        result += inner if is_leaf else _grouped(inner, depth + 1)
+    return result
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(part) for part in value] if isinstance(value, tuple | list) else value
