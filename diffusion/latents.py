@@ -250,10 +250,10 @@ def _encode_copies(
         return None
     kept = torch.zeros(len(files), num_copies, *folder.shape) if cache == "memory" else None
     numbers = range(1, num_copies + 1)
-    share = range(process.rank, len(files), process.world_size)
+    missing = list(range(process.rank, len(files), process.world_size))
     if kept is None:
-        share = [i for i in share if any(folder.facts(files[i], copy) is None for copy in numbers)]
-    for index, loaded in _load_ahead(files, list(share), data, process, "encoding augmented latents"):
+        missing = [index for index in missing if any(folder.facts(files[index], copy) is None for copy in numbers)]
+    for index, loaded in _load_ahead(files, missing, data, process, "encoding augmented latents"):
         facts = LatentFacts(tuple(loaded.geometry.spacing_mm.tolist()), loaded.lower, loaded.upper)
         for copy in numbers:
             # By content, so that every run with the same volume finds the same copies.

@@ -106,7 +106,7 @@ def settings_of_next_rung(settings: Settings, stage: Stage, saved: int) -> Setti
         return None
     how = f"resuming from the checkpoint of step {saved}" if saved else "there is no checkpoint yet; starting again"
     log.warning("memory: out of memory; %s with %s (%s)", how, rung.name, as_overrides(rung))
-    return settings.with_overrides(rung.changes, stage)
+    return settings.with_overrides(rung.changes)
 
 
 def yaml_diff(before: Settings, after: Settings) -> str:

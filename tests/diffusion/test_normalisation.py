@@ -130,7 +130,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> None:
 def test_the_normalisation_is_of_the_training_volumes_and_the_same_for_every_cache(tiny_values):
     _, latents = prepared(tiny_values)
     assert latents.read is not None
-    training = torch.stack([latents.read(index) for index in range(len(latents.volumes.train))])
+    training = torch.stack([latents.read(index, 0) for index in range(len(latents.volumes.train))])
     expected = statistics_of(training).normalisation(CPU).content()
     for cache in ("memory", "none", "disk", "disk"):  # at the second time the latents are found
         _, others = prepared(tiny_values, cache)
@@ -153,7 +153,7 @@ class KnowsTheAnswer(torch.nn.Module):
 def test_a_latent_of_training_is_decoded_to_its_volume_in_sampling(tiny_values):
     step, latents = prepared(tiny_values)
     assert latents.read is not None
-    mean = latents.read(0)
+    mean = latents.read(0, 0)
     clean = step.clean_latents(LatentBatch(mean[None], (0,), None, ("a",)))
     assert (clean[0] - mean).norm() > 0.1 * mean.norm()
     [found] = draw_volumes(KnowsTheAnswer(step, clean), step.codec, step.settings, step.normalisation, 9, [4])

@@ -125,7 +125,7 @@ def test_latents_of_replaced_content_are_not_used_and_change_during_encoding_is_
         found = prepare_latents(codec, volumes, settings, cpu)
         assert found.read is not None
         names = [file.name for file in (*volumes.train, *volumes.val)]
-        return found.read(names.index("v2.nii")), caplog.text
+        return found.read(names.index("v2.nii"), 0), caplog.text
 
     before, _ = latents(volumes_of(settings))
     again, said = latents(volumes_of(settings))
