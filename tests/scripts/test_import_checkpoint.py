@@ -40,6 +40,7 @@ def config(tmp_path) -> Path:
             "num_res_blocks": 1,
             "attention_levels": [False, True],
             "norm_num_groups": 4,
+            "training": {"discriminator": {"num_layers_d": 2, "num_channels": 16}},
         },
         "ldm": {
             "unet": {
