@@ -64,6 +64,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 def autoencoder_settings(knobs: dict[str, Any], **shape: Any) -> Any:
     training = {key: value for key, value in knobs.items() if key != "implementation"}
+    training = {"discriminator": {"num_layers_d": 2, "num_channels": 16}, **training}
     implementation = knobs.get("implementation", "lean")
     return settings_of(training, **{**AUTOENCODER, "implementation": implementation, **shape})
 

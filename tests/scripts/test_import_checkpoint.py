@@ -16,7 +16,7 @@ from evaluation.trained_run import TrainedRun
 from models import build_autoencoder
 from models.weight_files import load_weights, save_weights
 from scripts import export_checkpoint, import_checkpoint
-from settings import load_settings
+from settings import load_settings, stored
 
 REPOSITORY = Path(__file__).parents[2]
 SHAPE = {
@@ -40,6 +40,7 @@ def config(tmp_path) -> Path:
             "num_res_blocks": 1,
             "attention_levels": [False, True],
             "norm_num_groups": 4,
+            "training": {"discriminator": {"num_layers_d": 2, "num_channels": 16}},
         },
         "ldm": {
             "unet": {
@@ -78,7 +79,7 @@ def test_generative_autoencoder_goes_through_a_run_into_stock_monai(tmp_path, co
     state, metadata = load_weights(tmp_path / "run" / "autoencoder.safetensors")
     assert metadata["stage"] == "autoencoder"
     settings = load_settings(config)
-    assert metadata["settings"] == settings.model_dump(mode="json")
+    assert metadata["settings"] == stored(settings)
     assert load_settings(tmp_path / "run" / "config.yaml").autoencoder == settings.autoencoder
     said = capsys.readouterr().err
     assert "autoencoder.norm_num_groups is 4; the weights cannot confirm this" in said

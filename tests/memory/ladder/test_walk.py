@@ -11,9 +11,11 @@ from memory.ladder.rungs import build_rungs, look_up
 from memory.ladder.text import config_with_reasons, describe_ladder
 from memory.ladder.walk import PredictedRung, next_same_mathematics_rung, walk
 from memory.predict.prediction import GIB, Prediction
-from settings import Settings, known_keys
+from settings import Settings, known_keys, load_settings
 from settings.load import validate
+from tests.conftest import ROOT
 
+HIGH_RES = load_settings(ROOT / "configs" / "high_res.yaml")
 TRAINING = "autoencoder.training"
 HEAVY = {
     "autoencoder.implementation": "monai",
@@ -35,7 +37,7 @@ def found(rung: PredictedRung | None) -> PredictedRung:
 
 
 def heavy(**changes):
-    return Settings().with_overrides({**HEAVY, **changes})
+    return HIGH_RES.with_overrides({**HEAVY, **changes})
 
 
 def test_default_order_is_the_same_mathematics_first_then_least_harm():

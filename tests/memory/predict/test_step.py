@@ -8,8 +8,10 @@ import pytest
 
 from memory.predict.prediction import Prediction, PredictionError, Predictor, tier_of
 from memory.predict.step import attention_growth, level_of, predict_step, track_step
-from settings import Settings
+from settings import Settings, load_settings
+from tests.conftest import ROOT
 
+HIGH_RES = load_settings(ROOT / "configs" / "high_res.yaml")
 TRAINING = "autoencoder.training"
 GRID = {
     "data.voxel_size": (16, 16, 16),
@@ -36,7 +38,7 @@ UNET = {"ldm.unet.num_channels": (16, 32), "ldm.unet.attention_levels": (False, 
 
 
 def make(changes):
-    return Settings().with_overrides({**GRID, **UNET, **changes})
+    return HIGH_RES.with_overrides({**GRID, **UNET, **changes})
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ from memory.predict.step import predict_step, track_step
 from memory.watch import calibration
 from memory.watch.memory_watch import MemoryWatch
 from runtime.processes import Process
-from settings import Settings
+from settings import load_settings
+from tests.conftest import ROOT
 from tests.memory.ladder.test_walk import BLANK
 
+HIGH_RES = load_settings(ROOT / "configs" / "high_res.yaml")
 TRAINING = "autoencoder.training"
 
 
@@ -127,7 +129,7 @@ SMALL = {
 
 def test_a_calibrated_prediction_is_never_below_what_a_full_step_then_takes():
     """On real tensors of three configs, the last of which was never measured."""
-    plain = Settings().with_overrides({**SMALL, f"{TRAINING}.use_gradient_checkpointing": False})
+    plain = HIGH_RES.with_overrides({**SMALL, f"{TRAINING}.use_gradient_checkpointing": False})
     configs = [plain, plain.with_overrides({f"{TRAINING}.batch_size": 2})]
     for settings in configs:
         real = track_step(settings, "autoencoder", fake=False, cuda=False).peak["device"]
@@ -141,7 +143,7 @@ def test_a_calibrated_prediction_is_never_below_what_a_full_step_then_takes():
 
 def test_only_the_second_full_step_is_recorded(tmp_path, monkeypatch):
     """The first has no optimizer states before it ends; steps before the adversarial term lack that term."""
-    settings = Settings().with_overrides({**SMALL, f"{TRAINING}.adversarial_start_step": 3})
+    settings = HIGH_RES.with_overrides({**SMALL, f"{TRAINING}.adversarial_start_step": 3})
     assert fullest_step(settings, "autoencoder") == 3
     recorded: list[int] = []
     step = 0

@@ -24,10 +24,12 @@ from memory.watch.memory_watch import MemoryWatch, is_tiny, train_with_rungs
 from memory.watch.readings import MemoryReadings, device_bytes
 from runtime.phases import phase
 from runtime.processes import Process
-from settings import Settings
+from settings import load_settings
+from tests.conftest import ROOT
 from tests.memory.ladder.test_walk import BLANK
 
 CPU = torch.device("cpu")
+HIGH_RES = load_settings(ROOT / "configs" / "high_res.yaml")
 TRAINING = "autoencoder.training"
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:125] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to ..."
 
@@ -57,7 +59,7 @@ def test_a_real_failed_allocation_is_recognised():
 
 
 def test_report_holds_phase_step_breakdown_and_the_next_rung_as_a_diff(tmp_path):
-    settings = Settings().with_overrides({f"{TRAINING}.batch_size": 2})
+    settings = HIGH_RES.with_overrides({f"{TRAINING}.batch_size": 2})
     prediction = BLANK.corrected(1.0, "")
     stop = report_out_of_memory(
         RuntimeError(ALLOCATOR), tmp_path, settings, "autoencoder", "generator backward", 41, prediction, saved=40
@@ -82,7 +84,7 @@ def test_report_holds_phase_step_breakdown_and_the_next_rung_as_a_diff(tmp_path)
 
 
 def test_report_without_prediction_and_without_rung_says_so(tmp_path):
-    settings = Settings().with_overrides(
+    settings = HIGH_RES.with_overrides(
         {
             f"{TRAINING}.use_gradient_checkpointing_offload": True,
             f"{TRAINING}.use_nested_checkpointing": False,
@@ -96,7 +98,7 @@ def test_report_without_prediction_and_without_rung_says_so(tmp_path):
 
 
 def test_yaml_diff_shows_only_what_changes():
-    before = Settings()
+    before = HIGH_RES
     diff = yaml_diff(before, before.with_overrides({f"{TRAINING}.slab_rows": 8}))
     changed = [line for line in diff.splitlines() if line.startswith(("+ ", "- ")) or line[:1] in "+-"]
     assert any(line.startswith("+") and "slab_rows: 8" in line for line in changed)
@@ -104,7 +106,7 @@ def test_yaml_diff_shows_only_what_changes():
 
 
 def tiny_watch(**changes):
-    settings = Settings().with_overrides({"data.voxel_size": (16, 16, 16), **changes})
+    settings = HIGH_RES.with_overrides({"data.voxel_size": (16, 16, 16), **changes})
     assert is_tiny(settings, "autoencoder")
     return MemoryWatch(settings, "autoencoder", Process(CPU))
 
@@ -123,7 +125,7 @@ def test_guard_reports_the_phase_that_failed_and_passes_other_errors_on(tmp_path
 
 
 def test_a_run_that_runs_out_while_encoding_latents_names_that_phase(tmp_path):
-    settings = Settings().with_overrides({"data.voxel_size": (16, 16, 16)})
+    settings = HIGH_RES.with_overrides({"data.voxel_size": (16, 16, 16)})
     with MemoryWatch(settings, "ldm", Process(CPU)) as watch:
         named = pytest.raises(TrainingOutOfMemoryError, match="encoding the latents: out of memory")
         with named, watch.guard(tmp_path, 0, "encoding the latents"):
@@ -141,7 +143,7 @@ def test_next_rung_is_taken_until_training_fits(caplog):
         return 0
 
     with caplog.at_level(logging.WARNING):
-        assert train_with_rungs(train, Settings(), "autoencoder", "next-rung") == 0
+        assert train_with_rungs(train, HIGH_RES, "autoencoder", "next-rung") == 0
     assert [(t.nests_checkpoints, t.slab_rows) for t in seen] == [(False, 0), (True, 0), (True, 32)]
     assert "there is no checkpoint yet; starting again with nested checkpointing" in caplog.text
     assert "resuming from the checkpoint of step 1 with slabs of 32 rows" in caplog.text
@@ -163,13 +165,13 @@ def test_without_next_rung_or_when_none_is_left_training_stops():
         raise TrainingOutOfMemoryError("it does not fit")
 
     with pytest.raises(TrainingOutOfMemoryError):
-        train_with_rungs(train, Settings(), "autoencoder", "stop")
+        train_with_rungs(train, HIGH_RES, "autoencoder", "stop")
     with pytest.raises(TrainingOutOfMemoryError):
-        train_with_rungs(train, Settings(), "autoencoder", "next-rung")
+        train_with_rungs(train, HIGH_RES, "autoencoder", "next-rung")
 
 
 def test_announcement_warns_with_the_next_rung_when_it_will_not_fit(caplog, monkeypatch):
-    settings = Settings().with_overrides({"data.voxel_size": (64, 64, 64), f"{TRAINING}.batch_size": 2})
+    settings = HIGH_RES.with_overrides({"data.voxel_size": (64, 64, 64), f"{TRAINING}.batch_size": 2})
     assert not is_tiny(settings, "autoencoder")
     monkeypatch.setattr("memory.watch.announcement.device_bytes", lambda device: 1 << 20)
     with caplog.at_level(logging.INFO), MemoryWatch(settings, "autoencoder", Process(CPU)) as watch:
