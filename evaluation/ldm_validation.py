@@ -18,6 +18,7 @@ from evaluation.pictures import Row, picture_of
 from evaluation.previews import MAX_COPIES, Preview, ViewerVolume
 from evaluation.real_volumes import RealVolumes
 from evaluation.skill import Skill, skill_in_words
+from settings.ldm import NUM_PREVIEWS
 from training.ldm_step import LatentDiffusionStep
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,7 @@ class LdmValidation:
         step = self.step
         with _inference_weights(step):
             metrics = self.skill(step.unet)
-            has_preview = step.process.is_first and step.settings.ldm.sampling.num_previews
-            preview = sample_preview(step, self.latents, self.real) if has_preview else None
+            preview = sample_preview(step, self.latents, self.real) if step.process.is_first else None
         self.last_skill = metrics.get("val_skill")
         return metrics, preview
 
@@ -53,7 +53,7 @@ class LdmValidation:
 
 def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolumes | None = None) -> Preview:
     """Draw the preview samples, always from the same seeds; the picture has one row per sample."""
-    settings, number = step.settings, step.settings.ldm.sampling.num_previews
+    settings, number = step.settings, NUM_PREVIEWS
     volumes = draw_volumes(
         step.unet,
         step.codec,

@@ -139,6 +139,10 @@ class LdmTraining(TrainingSettings):
     pixel_loss: PixelLossSettings = section(PixelLossSettings, "The pixel loss.")
 
 
+NUM_PREVIEWS = 4
+"""Samples that are drawn at each validation."""
+
+
 class SamplingSettings(Section):
     """Sampling."""
 
@@ -147,7 +151,6 @@ class SamplingSettings(Section):
     )
     num_inference_steps: Count = key(25, "Number of steps from noise to latent.", FREE)
     guidance_scale: float = key(1.0, "Values above 1 make samples follow their conditions more closely.", FREE, ge=0)
-    num_previews: int = key(4, "Samples to draw at each validation.", FREE, ge=0, le=1024)
 
 
 class LdmSettings(Section):

@@ -245,7 +245,7 @@ def test_a_coarse_volume_and_a_label_map_together_give_a_finer_volume(tmp_path, 
     monkeypatch.chdir(tmp_path)
     finer = {"encoding": "resample", "source": "target", "degrade": {"downsample": [1, 2, 1]}}
     config = conditional_config(tmp_path, {"volume": finer, **LABEL_MAPS})
-    assert train_ldm(config, "ldm.training.max_steps=2", "ldm.sampling.num_previews=0") == 0
+    assert train_ldm(config, "ldm.training.max_steps=2") == 0
     source = nib.load("images/case_3.nii.gz").get_fdata().astype(np.float32)
     # The second axis of the network's grid is the first of the file.
     coarse = source.reshape(10, 2, 16, 14).mean(axis=1)
@@ -266,7 +266,7 @@ def test_other_volumes_of_the_cases_have_intensities_of_their_own(tmp_path, monk
     config = conditional_config(
         tmp_path, {"volume": {"encoding": "autoencoder", "source": "maps", "intensity": window}}
     )
-    assert train_ldm(config, "ldm.training.max_steps=2", "ldm.sampling.num_previews=1") == 0
+    assert train_ldm(config, "ldm.training.max_steps=2") == 0
     assert load_file("runs/tiny/ldm.safetensors")["conv_in.conv.weight"].shape[1] == 3 + 3 + 1
     arguments = ("--run", "runs/tiny", "--steps", "2", "--condition", "maps/case_3.nii.gz", "--out", "translated")
     assert run_here("scripts/sample.py", *arguments) == 0

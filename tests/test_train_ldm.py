@@ -52,7 +52,6 @@ def test_a_finished_run_has_everything_that_sampling_needs(tmp_path_factory):
 
 def test_killed_and_resumed_equals_uninterrupted_to_the_bit(prepared, command):
     overrides = ["ldm.training.max_steps=6", "ldm.training.gradient_accumulation_steps=2", "ldm.training.save_every=1"]
-    overrides += ["ldm.sampling.num_previews=0"]
     train_ldm(prepared, *overrides)
     expected = load_file("runs/tiny/ldm.safetensors")
     assert {"metadata.latent_mean", "metadata.latent_scale"} <= expected.keys()
@@ -112,7 +111,7 @@ def test_weights_named_by_path_are_used_and_wrong_ones_refused(prepared, tiny_va
 
 
 def test_resuming_on_another_autoencoder_is_refused(prepared, tiny_values):
-    train_ldm(prepared, "ldm.training.max_steps=1", "ldm.sampling.num_previews=0")
+    train_ldm(prepared, "ldm.training.max_steps=1")
     tiny_values["seed"] = 8
     export_autoencoder(tiny_values)
     with pytest.raises(CheckpointError, match="autoencoder with other weights"):
@@ -120,18 +119,18 @@ def test_resuming_on_another_autoencoder_is_refused(prepared, tiny_values):
 
 
 def test_resuming_with_another_scheduler_is_refused(prepared):
-    train_ldm(prepared, "ldm.training.max_steps=1", "ldm.sampling.num_previews=0")
+    train_ldm(prepared, "ldm.training.max_steps=1")
     with pytest.raises(CheckpointError, match=r"ldm\.scheduler\.prediction"):
         train_ldm(prepared, "ldm.scheduler.prediction=v")
 
 
 def test_two_processes_train_what_one_process_trains(prepared, tmp_path):
-    train_ldm(prepared, "ldm.sampling.num_previews=0", "ldm.training.max_steps=2")
+    train_ldm(prepared, "ldm.training.max_steps=2")
     expected = load_file("runs/tiny/ldm.safetensors")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(ROOT / "train_ldm.py"), "--config", str(prepared), "name=two", "ldm.training.batch_size=1"]
     command += ["ldm.autoencoder=runs/tiny/autoencoder.safetensors", "ldm.training.max_steps=2"]
-    command += ["ldm.sampling.num_previews=0", "ldm.latents.cache=memory"]
+    command += ["ldm.latents.cache=memory"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

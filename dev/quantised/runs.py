@@ -50,7 +50,6 @@ class Volumes:
             f"autoencoder.training.max_steps={self.steps}",
             f"ldm.training.max_steps={self.steps}",
             *("device.type=cpu", "data.num_workers=0", "data.persistent_workers=false", "ldm.latents.cache=memory"),
-            "ldm.sampling.num_previews=0",
         ]
         return load_settings(CONFIG, [*fixed, *overrides], stage="ldm")
 

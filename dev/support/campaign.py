@@ -21,7 +21,7 @@ def _config(num_steps: int) -> dict[str, Any]:
     for stage in ("autoencoder", "ldm"):
         values[stage]["training"] |= {"max_steps": num_steps, "validate_every": 8, "save_every": 3, "ema_decay": 0.9}
     values["autoencoder"]["training"]["adversarial_start_step"] = 4
-    values["ldm"]["sampling"] = {"num_inference_steps": 2, "num_previews": 1}
+    values["ldm"]["sampling"] = {"num_inference_steps": 2}
     return values
 
 

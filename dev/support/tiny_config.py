@@ -48,7 +48,7 @@ TINY: dict[str, Any] = {
             "validate_every": 4,
             "save_every": 2,
         },
-        "sampling": {"sampler": "ddim", "num_inference_steps": 4, "num_previews": 2},
+        "sampling": {"sampler": "ddim", "num_inference_steps": 4},
     },
     "device": {"type": "cpu", "mixed_precision": False},
 }

@@ -27,6 +27,7 @@ from memory.predict.tracker import MemoryTracker
 from models import build_unet
 from runtime.phases import phase
 from settings import Settings
+from settings.ldm import NUM_PREVIEWS
 
 USED_SHARE = 0.8
 """Share of the free memory that a batch of samples may take; the rest is for fragments and the decoder."""
@@ -47,11 +48,9 @@ def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryT
         batch = LatentBatch(zeros, (0,), condition.classes, ("",), condition)
         held_out = HeldOut(settings, step.normalisation, step.precision)
         parts = {VALIDATED_VOLUME: _done_by(tracker, lambda: held_out.errors(step.unet, batch))}
-        if settings.ldm.sampling.num_previews:
-            drawn = _done_by(tracker, lambda: _sample(step.unet, codec, settings))
-            decoded = _done_by(tracker, lambda: codec.decode(zeros[0]))
-            parts[PREVIEWS] = _all_previews(settings, parts[VALIDATED_VOLUME], drawn, decoded)
-        return parts
+        drawn = _done_by(tracker, lambda: _sample(step.unet, codec, settings))
+        decoded = _done_by(tracker, lambda: codec.decode(zeros[0]))
+        return {**parts, PREVIEWS: _all_previews(settings, parts[VALIDATED_VOLUME], drawn, decoded)}
 
 
 def _done_by(tracker: MemoryTracker, run: Callable[[], object]) -> Done:
@@ -69,7 +68,7 @@ def _all_previews(settings: Settings, losses: Done, drawn: Done, decoded: Done) 
     """
     batch = _preview_batch(settings)
     # The last batch may be smaller, so this is not a whole number.
-    batches = settings.ldm.sampling.num_previews / batch
+    batches = NUM_PREVIEWS / batch
     num_left = sum(num_predictions(settings.ldm)) - sum(num_predictions(_shortened(settings).ldm))
     # A held-out loss calls the U-Net once at each noise level with one latent.
     steps = batches * batch * max(0, num_left) / NUM_LEVELS
@@ -174,4 +173,4 @@ def _shortened(settings: Settings) -> Settings:
 
 
 def _preview_batch(settings: Settings) -> int:
-    return min(settings.ldm.training.batch_size, max(1, settings.ldm.sampling.num_previews))
+    return min(settings.ldm.training.batch_size, NUM_PREVIEWS)

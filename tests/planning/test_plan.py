@@ -306,7 +306,8 @@ def test_the_echoes_of_mostly_empty_volumes_keep_their_whole_range():
     four = dataclasses.replace(sparse, num_channels=4, ranges=((0.0, 19.0), (0.0, 0.0), (0.0, 9.0), (-1024.0, 400.0)))
     whole = ("percentile", 0.0, 100.0)
     rules = (whole, whole, whole, ("window", -1000.0, 1000.0))
-    assert planned(four).recommended.settings.data.intensity.channels == rules
+    intensity = planned(four).recommended.settings.data.intensity
+    assert tuple(intensity.of_channel(number) for number in range(4)) == rules
 
 
 def test_few_latent_voxels_are_counted_in_ones():

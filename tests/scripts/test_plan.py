@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # Both widths are given, so the three rows are one config and two predictions are enough.
 SMALL = (
     *("autoencoder.num_channels=[8,16]", "autoencoder.training.discriminator.num_channels=8"),
-    *("ldm.unet.num_channels=[16,32]", "ldm.unet.num_res_blocks=1", "ldm.sampling.num_previews=1"),
+    *("ldm.unet.num_channels=[16,32]", "ldm.unet.num_res_blocks=1"),
 )
 
 

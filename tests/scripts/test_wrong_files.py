@@ -265,7 +265,6 @@ def test_identical_held_out_volumes_and_a_thin_axis_give_valid_json(tmp_path, mo
     tiny_values["data"] |= {"source": str(tmp_path / "volumes"), "voxel_size": [16, 16, 2], "val_fraction": 0.5}
     tiny_values["autoencoder"]["training"]["adversarial_weight"] = 0
     tiny_values["ldm"]["training"]["max_steps"] = 1
-    tiny_values["ldm"]["sampling"]["num_previews"] = 0
     config = tmp_path / "tiny.yaml"
     config.write_text(yaml.safe_dump(tiny_values))
     export_autoencoder(tiny_values)

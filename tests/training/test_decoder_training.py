@@ -112,7 +112,6 @@ def config(tmp_path, monkeypatch, tiny_values) -> Path:
     """A folder in which both stages are finished after one step."""
     monkeypatch.chdir(tmp_path)
     tiny_values["ldm"]["training"]["max_steps"] = 1
-    tiny_values["ldm"]["sampling"]["num_previews"] = 0
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(tiny_values))
     export_autoencoder(tiny_values)

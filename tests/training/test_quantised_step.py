@@ -161,7 +161,6 @@ def test_stage_two_trains_before_quantisation_and_samples_through_it(tiny_values
     monkeypatch.chdir(tmp_path)
     values = quantised(tiny_values, "vq")
     values["ldm"]["training"].update(max_steps=1, pixel_loss={"weight": 0.1})
-    values["ldm"]["sampling"]["num_previews"] = 0
     Path("tiny.yaml").write_text(yaml.safe_dump(values))
     export_autoencoder(values)
     assert train_ldm(Path("tiny.yaml")) == 0

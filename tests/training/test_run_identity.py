@@ -194,7 +194,6 @@ def test_a_bug_is_not_reported_as_a_damaged_checkpoint(source, tiny_values, monk
 def test_samples_and_evaluations_with_another_autoencoder_are_refused(tmp_path, monkeypatch, tiny_values, capsys):
     monkeypatch.chdir(tmp_path)
     tiny_values["ldm"]["training"]["max_steps"] = 1
-    tiny_values["ldm"]["sampling"]["num_previews"] = 0
     tiny_values["data"]["val_fraction"] = 0.4
     config = tmp_path / "tiny.yaml"
     config.write_text(yaml.safe_dump(tiny_values))

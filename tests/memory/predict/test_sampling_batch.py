@@ -42,7 +42,7 @@ def test_guidance_takes_twice_the_memory(tiny_values):
 def test_previews_take_the_passes_and_decodings_of_all_samples(tiny_values, sampler, steps, timesteps, passes):
     tiny_values["ldm"] |= {
         "scheduler": {"type": "rflow", "num_train_timesteps": timesteps},
-        "sampling": {"sampler": sampler, "num_inference_steps": steps, "num_previews": 5},
+        "sampling": {"sampler": sampler, "num_inference_steps": steps},
     }
     settings = Settings.model_validate(tiny_values)
     assert settings.ldm.training.batch_size == 2

@@ -24,7 +24,7 @@ from memory.watch.memory_watch import MemoryWatch, is_tiny, train_with_rungs
 from memory.watch.readings import MemoryReadings, device_bytes
 from runtime.phases import phase
 from runtime.processes import Process
-from settings import load_settings
+from settings import Settings, load_settings
 from tests.conftest import ROOT
 from tests.memory.ladder.test_walk import BLANK
 
