@@ -79,7 +79,7 @@ class TimeResidualBlock(nn.Module):
 class DiffusionUNet(DiffusionModelUNet, LaidOut):
     """MONAI's `DiffusionModelUNet` with self-attention only; every block can be checkpointed.
 
-    With a `mean_map_shape` (C, D, H, W) it has a buffer of that shape, the mean of the latents that it is trained on,
+    With a `mean_map_shape` (C, D, H, W) it has a buffer (1, C, D, H, W), the mean of the latents that it is trained on,
     and concatenates it to every input: convolution and attention do not know where in the volume they are. With
     `num_numbers` it takes that many numbers, whose embedding is added to that of the timestep. With the names of
     `scan_inputs` it is MAISI's `DiffusionModelUNetMaisi`: the embedding of each input is joined to that of the
@@ -96,7 +96,7 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
         **arguments: Any,
     ) -> None:
         super().__init__(use_flash_attention=True, **arguments)
-        self.register_buffer("mean_map", None if mean_map_shape is None else torch.zeros(*mean_map_shape))
+        self.register_buffer("mean_map", None if mean_map_shape is None else torch.zeros(1, *mean_map_shape))
         for name, module in list(self.named_modules()):
             lean: nn.Module | None = None
             if isinstance(module, DiffusionUNetResnetBlock):
@@ -145,7 +145,7 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
                 use_gradient_checkpointing_offload=offload,
             )
 
-        h = self.conv_in(arranged(self._with_mean_map(x), self.layout))
+        h = self.conv_in(self._with_mean_map(arranged(x, self.layout)))
         skips = [h]
         for level in self.down_blocks:
             attentions = getattr(level, "attentions", [None] * len(level.resnets))
@@ -172,11 +172,12 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
         """Return the input followed by the mean of the latents, padded with zeros at the far end as the input is."""
         if self.mean_map is None:
             return x
-        missing = [size - own for size, own in zip(x.shape[2:], self.mean_map.shape[1:], strict=True)]
-        mean_map = (
-            F.pad(self.mean_map, (0, missing[2], 0, missing[1], 0, missing[0])) if any(missing) else self.mean_map
-        )
-        return torch.cat([x, mean_map.to(x.dtype).expand(len(x), *mean_map.shape)], dim=1)
+        mean_map = self.mean_map.to(x.dtype)
+        missing = [size - own for size, own in zip(x.shape[2:], mean_map.shape[2:], strict=True)]
+        if any(missing):
+            mean_map = F.pad(mean_map, (0, missing[2], 0, missing[1], 0, missing[0]))
+        # Not expanded, because concatenation would then lose the layout.
+        return torch.cat([x, torch.cat([mean_map] * len(x))], dim=1)
 
     def _embed(self, x: Tensor, timesteps: Tensor, class_labels: Tensor | None, numbers: Tensor | None) -> Tensor:
         embedding = self.time_embed(get_timestep_embedding(timesteps, self.block_out_channels[0]).to(x.dtype))

@@ -39,7 +39,7 @@ class LaidOut:
     layout = CONTIGUOUS
 
     def set_layout(self, layout: torch.memory_format) -> None:
-        """Bring all convolution weights into a layout. Call it before an optimizer or a wrapper takes the parameters.
+        """Bring convolution weights and buffers of volumes into a layout, before an optimizer or a wrapper takes them.
 
         Parameters are replaced rather than changed, because fake ones cannot be changed.
         """
@@ -50,3 +50,6 @@ class LaidOut:
                 if parameter.dim() == 5 and not parameter.is_contiguous(memory_format=layout):
                     values = parameter.detach().contiguous(memory_format=layout)
                     setattr(module, name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.dim() == 5:
+                    module.register_buffer(name, buffer.contiguous(memory_format=layout))

@@ -157,7 +157,7 @@ def of_batches(size: int) -> dict[str, Any]:
 
 
 def test_batches_change_nothing_with_sizes_that_the_network_has_to_pad():
-    settings = settings_of(changes={"data.voxel_size": [14, 16, 18], "ldm.latents.pad": True, **of_batches(20)})
+    settings = settings_of(changes={"data.voxel_size": [14, 16, 18], **of_batches(20)})
     assert any(size % settings.ldm.unet.downsampling for size in settings.latent_shape[1:])
     values = examples(settings.latent_shape, NUM_TRAIN + 19)
     network = build_unet(settings.ldm, 3).eval()

@@ -81,7 +81,7 @@ def test_a_written_sample_is_the_decoded_unscaled_latent_in_the_datas_intensitie
     settings = load_settings(run / "config.yaml", [])
     with safe_open(run / "ldm.safetensors", framework="pt") as file:
         metadata = {name: json.loads(text) for name, text in file.metadata().items()}
-    unet = build_unet(settings.ldm, settings.autoencoder.latent_channels).eval()
+    unet = build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape).eval()
     weights = load_file(run / "ldm.safetensors")
     scale, mean = (weights.pop(f"metadata.latent_{name}") for name in ("scale", "mean"))
     unet.load_state_dict(weights)

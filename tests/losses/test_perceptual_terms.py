@@ -120,7 +120,7 @@ def test_lpips_gets_the_seed_fraction_and_chunk_of_the_config(trunk_files, monke
 
 
 def test_switched_off_means_none():
-    assert build_perceptual_loss(AutoencoderTraining(), in_channels=1, seed=0) is None
+    assert build_perceptual_loss(AutoencoderTraining(use_perceptual_loss=False), in_channels=1, seed=0) is None
 
 
 def peak_bytes(network: str, chunk_size: int, slice_fraction: float = 0.0625) -> int:

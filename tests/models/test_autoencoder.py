@@ -188,7 +188,7 @@ def test_a_constant_volume_has_finite_gradients_in_slabs():
 
 def test_discriminator_returns_features_and_ends_with_logits():
     features = build_discriminator(settings_of())(torch.randn(2, 1, 24, 24, 24))
-    assert len(features) == 4
+    assert len(features) == 5
     assert features[-1].shape[:2] == (2, 1)
     norms = {type(module).__name__ for module in build_discriminator(settings_of()).modules()}
     assert "InstanceNorm" in norms

@@ -19,6 +19,7 @@ from tests.models.problems import PoolInLowPrecision, with_lively_weights
 ARGUMENTS = {"top_region_index_tensor": 4, "bottom_region_index_tensor": 4, "spacing_tensor": 3}
 PATH = Path("maisi.pt")
 UNET: dict[str, Any] = {
+    "use_mean_map": False,
     "num_channels": [8, 16],
     "num_res_blocks": 1,
     "attention_levels": [False, True],

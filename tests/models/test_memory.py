@@ -18,7 +18,14 @@ HIGH_RES = (256, 256, 64)
 
 def autoencoder_settings(implementation="lean", **training):
     return Settings.model_validate(
-        {"autoencoder": {"implementation": implementation, "norm_num_groups": 8, "training": training}}
+        {
+            "autoencoder": {
+                "implementation": implementation,
+                "num_channels": [16, 32, 64],
+                "norm_num_groups": 8,
+                "training": {"use_gradient_checkpointing": True, **training},
+            }
+        }
     ).autoencoder
 
 

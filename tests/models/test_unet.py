@@ -65,11 +65,11 @@ def test_a_mean_map_is_concatenated_to_every_input_and_padded_with_it():
     stock = DiffusionModelUNet(**unet_arguments(settings, 3, (3, 8, 6, 8))).double()
     for parameter in model.parameters():
         parameter.data.add_(0.05 * torch.randn_like(parameter))
-    model.mean_map.copy_(torch.randn(3, 8, 6, 8))
+    model.mean_map.copy_(torch.randn(1, 3, 8, 6, 8))
     stock.load_state_dict({name: value for name, value in model.state_dict().items() if name != "mean_map"})
     # A latent of 8 x 6 x 8, padded to the multiple of four that the levels need.
     latents = F.pad(torch.randn(2, 3, 8, 6, 8, dtype=torch.float64), (0, 0, 0, 2))
-    means = F.pad(model.mean_map, (0, 0, 0, 2)).expand(2, 3, 8, 8, 8)
+    means = F.pad(model.mean_map, (0, 0, 0, 2)).expand(2, -1, -1, -1, -1)
     times = torch.tensor([5, 900])
     expected = stock(torch.cat([latents, means], dim=1), times)
     torch.testing.assert_close(model(latents, times), expected, rtol=1e-10, atol=1e-12)

@@ -44,6 +44,7 @@ def config(tmp_path) -> Path:
         },
         "ldm": {
             "unet": {
+                "use_mean_map": False,
                 "num_channels": [8, 16],
                 "attention_levels": [False, True],
                 "num_head_channels": 8,

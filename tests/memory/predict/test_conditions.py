@@ -11,6 +11,7 @@ from memory.predict.records import Done, Work
 from memory.predict.run import ENCODING, _all_previews, encoded_volume, other_programs, sampling_batch
 from memory.predict.step import predict_step
 from settings import Settings
+from settings.ldm import NUM_PREVIEWS
 
 CONDITIONS = {
     "label_map": {"source": "maps", "num_classes": 5},
@@ -72,4 +73,4 @@ def test_the_time_of_previews_knows_whether_guidance_acts(tiny_values, scale, st
         Done({("convolution", (1,), "float32"): Work(flops=flops)}) for flops in (NUM_LEVELS, batch * in_two_steps, 0)
     )
     found = _all_previews(Settings.model_validate(tiny_values), losses, drawn, decoded)
-    assert [work.flops for work in found.values()] == [batch * expected]
+    assert [work.flops for work in found.values()] == [NUM_PREVIEWS * expected]

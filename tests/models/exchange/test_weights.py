@@ -26,6 +26,7 @@ SETTINGS = Settings.model_validate(
         },
         "ldm": {
             "unet": {
+                "use_mean_map": False,
                 "num_channels": [8, 16],
                 "num_res_blocks": [2, 1],
                 "attention_levels": [False, True],
