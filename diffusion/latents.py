@@ -24,7 +24,7 @@ from diffusion.conditioning.conditions import Conditions, prepare_conditions
 from diffusion.frozen_autoencoder import latents_digest
 from diffusion.latent_batches import LatentBatch, collate, latent_batches, with_conditions
 from diffusion.latent_files import LatentFacts, LatentFolder, latent_key
-from diffusion.normalisation import Normalisation, Statistics
+from diffusion.normalisation import MeanLatent, Normalisation, Statistics
 from diffusion.pretrained import pretrained_unet
 from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
@@ -35,8 +35,6 @@ from storage.run_folder import LATENTS
 __all__ = ["Latents", "prepare_latents", "pretrained_unet", "stage_two_data"]
 
 log = logging.getLogger(__name__)
-
-FIXED_POINT = 2**24
 
 NUM_COPIES = 8
 """Augmented copies of each training volume. Their encoding takes as long as so many passes over the data."""
@@ -148,7 +146,7 @@ def prepare_latents(
     if start is not None:
         start.check_autoencoder(codec.autoencoder)
     statistics = Statistics(len(volumes.train), settings.autoencoder.latent_channels)
-    total = torch.zeros(*settings.latent_shape, dtype=torch.int64)
+    mean_latent = MeanLatent(len(volumes.train), settings.latent_shape)
     num_copies = _num_copies(settings)
 
     share = list(range(process.rank, len(files), process.world_size))
@@ -167,11 +165,10 @@ def prepare_latents(
             elif kept is not None:
                 kept[index] = mean
             statistics.add(index, mean)
-            total += _fixed_point(mean) if index < len(volumes.train) else 0
+            mean_latent.add(index, mean)
         for index in set(share) - set(missing):
-            mean = folder.read(files[index])
-            statistics.add(index, mean)
-            total += _fixed_point(mean) if index < len(volumes.train) else 0
+            statistics.add(index, mean := folder.read(files[index]))
+            mean_latent.add(index, mean)
         copies = _encode_copies(codec, volumes.train, data, folder, num_copies, cache, process)
     for index, found in facts.items():
         assert found is not None, f"volume {index} was not encoded"
@@ -182,30 +179,23 @@ def prepare_latents(
     read = _reader(folder, files, None if kept is None else process.sum(kept), copies) if cache != "none" else None
     train = rows[: len(volumes.train)]
     normalisation = statistics.normalisation(process) if start is None else start.normalisation
-    mean_map = normalisation.apply((process.sum(total).double() / len(volumes.train) / FIXED_POINT).float())
+    mean_map = normalisation.apply(mean_latent.over_all(process))
     deviations = ", ".join(f"{1 / scale:.4g}" for scale in normalisation.scale.flatten().tolist())
     source = counted(len(train), "training volume") if start is None else f"what {start.path} was trained on"
     log.info("latents: standard deviation by channel %s, from %s", deviations, source)
-    middle = [
-        tuple(np.median([getattr(row, name) for row in train], axis=0)) for name in ("spacing_mm", "lower", "upper")
-    ]
-    spacing_mm, lower, upper = (tuple(map(float, values)) for values in middle)
     pin_memory = bool(data.pin_memory) and process.device.type == "cuda"
     conditions = prepare_conditions(settings, pairs, volumes, process, codec)
-    return Latents(
-        volumes,
-        data,
-        read,
-        normalisation,
-        mean_map,
-        spacing_mm,
-        lower,
-        upper,
-        autoencoder,
-        pin_memory,
-        conditions,
-        num_copies,
+    facts_of_all = (*_medians(train), autoencoder, pin_memory, conditions, num_copies)
+    return Latents(volumes, data, read, normalisation, mean_map, *facts_of_all)
+
+
+def _medians(rows: Sequence[LatentFacts]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+    """Return the medians of spacing, lower and upper."""
+    spacing_mm, lower, upper = (
+        tuple(map(float, np.median([getattr(row, name) for row in rows], axis=0)))
+        for name in ("spacing_mm", "lower", "upper")
     )
+    return spacing_mm, lower, upper
 
 
 def _reader(
@@ -214,11 +204,6 @@ def _reader(
     if kept is None:
         return lambda index, copy: folder.read(files[index], copy)
     return lambda index, copy: kept[index] if copy == 0 or copies is None else copies[index, copy - 1]
-
-
-def _fixed_point(latent: Tensor) -> Tensor:
-    """Return a latent as whole numbers, whose sum is the same in any order and for any number of processes."""
-    return (latent.double() * FIXED_POINT).round().long()
 
 
 def _num_copies(settings: Settings) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from settings import CheckpointError
 
 # Latents that vary less than this beside their mean square are constant: the rest is rounding.
 _SMALLEST_SHARE = 1e-12
+
+_FIXED_POINT = 2**24
 
 
 @dataclass(frozen=True)
@@ -88,3 +91,21 @@ class Statistics:
             )
         scale = variance.where(varies, 1.0).rsqrt()
         return Normalisation(*(part.float().view(-1, 1, 1, 1) for part in (scale, mean)))
+
+
+class MeanLatent:
+    """The mean of the latents of a training set, the same to the bit in any order and for any number of processes."""
+
+    def __init__(self, count: int, shape: Sequence[int]) -> None:
+        self.count = count
+        # Sums of whole numbers do not depend on their order.
+        self._sum = torch.zeros(*shape, dtype=torch.int64)
+
+    def add(self, index: int, latent: Tensor) -> None:
+        """Add one latent (C, D, H, W) by its index; ignore held-out ones."""
+        if index < self.count:
+            self._sum += (latent.double() * _FIXED_POINT).round().long()
+
+    def over_all(self, process: Process) -> Tensor:
+        """Return the mean over the latents of all processes."""
+        return (process.sum(self._sum).double() / (self.count * _FIXED_POINT)).float()

@@ -31,8 +31,6 @@ def suggested_values(found: Fingerprint, settings: Settings) -> Values | None:
         values: Values = {"data.voxel_size": grid, "data.resize": extent.resize}
         if extent.resize == "crop_or_pad":
             values["data.spacing"] = layout.stated_spacing
-        if layout.pads_latents:
-            values["ldm.latents.pad"] = True
         if not stage_problems(settings.with_overrides(values), grid):
             return values
     return None

@@ -24,7 +24,8 @@ OWN = {
         *("autoencoder.training.validate_every", "autoencoder.training.save_every", "ldm.training.save_every"),
     },
     "maisi": {
-        *("data.spacing", "data.resize", "autoencoder.variant", "ldm.unet.resblock_updown", "ldm.unet.norm_num_groups"),
+        *("data.spacing", "data.resize", "autoencoder.variant"),
+        *("ldm.unet.use_mean_map", "ldm.unet.resblock_updown", "ldm.unet.norm_num_groups"),
         *("ldm.scheduler.type", "ldm.scheduler.time_shift", "ldm.scheduler.prediction", "ldm.scheduler.schedule"),
         "ldm.conditioning.scan.modality",
     },
