@@ -267,7 +267,7 @@ def test_other_volumes_of_the_cases_have_intensities_of_their_own(tmp_path, monk
         tmp_path, {"volume": {"encoding": "autoencoder", "source": "maps", "intensity": window}}
     )
     assert train_ldm(config, "ldm.training.max_steps=2") == 0
-    assert load_file("runs/tiny/ldm.safetensors")["conv_in.conv.weight"].shape[1] == 3 + 3 + 1
+    assert load_file("runs/tiny/ldm.safetensors")["conv_in.conv.weight"].shape[1] == 3 + 3 + 1 + 3  # the mean map last
     arguments = ("--run", "runs/tiny", "--steps", "2", "--condition", "maps/case_3.nii.gz", "--out", "translated")
     assert run_here("scripts/sample.py", *arguments) == 0
     image = nib.load(next(Path("translated").glob("case_3_*.nii.gz")))

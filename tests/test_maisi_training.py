@@ -11,6 +11,7 @@ import pytest
 import torch
 from monai.apps.generation.maisi.networks.diffusion_model_unet_maisi import DiffusionModelUNetMaisi
 
+from dev.support.tiny_config import TINY
 from models.weight_files import load_weights, save_weights
 from settings import CheckpointError
 from tests.conditional_run import conditional_config
@@ -35,7 +36,8 @@ def config(tmp_path, monkeypatch) -> Path:
     torch.nn.init.normal_(network.out[2].conv.weight, std=0.1)
     checkpoint = {"epoch": 3, "scale_factor": torch.tensor(0.8), "num_train_timesteps": 1000}
     torch.save({**checkpoint, "unet_state_dict": network.state_dict()}, "maisi.pt")
-    return conditional_config(tmp_path, {"scan": SCAN}, scheduler={"type": "rflow"}, sampling={"sampler": "rflow"})
+    as_maisi = {"unet": TINY["ldm"]["unet"] | {"use_mean_map": False}, "scheduler": {"type": "rflow"}}
+    return conditional_config(tmp_path, {"scan": SCAN}, **as_maisi, sampling={"sampler": "rflow"})
 
 
 def imported(config: Path, *more: str) -> int:

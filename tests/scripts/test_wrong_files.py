@@ -82,7 +82,7 @@ def spoil(path: Path, how: str) -> None:
         ("wrong shape", "do not fit the autoencoder that the config describes"),
         ("weight missing", "do not fit the autoencoder that the config describes"),
         ('settings="text"', "not written by train_autoencoder.py"),
-        ('settings={"seed": "x"}', "its settings do not belong to this version of the program"),
+        ('settings={"seed": "x", "version": 1}', "its settings lack name"),
     ],
 )
 def test_a_wrong_autoencoder_is_refused(run, how, sentence, capsys):
@@ -124,7 +124,7 @@ def test_a_wrong_diffusion_model_is_refused(run, how, sentence, capsys):
         ("wrong shape", "rejects these weights"),
         ("settings=[]", "not weights of a run"),
         ("stage=[]", "not weights of a run"),
-        ('settings={"seed": "x"}', "seed"),
+        ('settings={"seed": "x", "version": 1}', "its settings lack name"),
     ],
 )
 def test_wrong_weights_are_not_exported(run, how, sentence, capsys):
