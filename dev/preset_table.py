@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 READMES = ("README.md", "README.zh-CN.md")
 BEGIN, END = "<!-- presets: begin (dev/preset_table.py) -->", "<!-- presets: end -->"
-HEADER = re.compile(r"^# Predicted peak: .*$", re.MULTILINE)
+HEADER = re.compile(r"^# Predicted need, .*$", re.MULTILINE)
 GPU = "RTX 4090"
 COLUMNS = (
     "preset",
@@ -134,7 +134,7 @@ def with_table(text: str, presets: list[Preset]) -> str:
 def header(preset: Preset) -> str:
     """Return the line of a preset's header that states its predicted peaks."""
     first, second = _gib(preset.first.required_bytes), _gib(preset.second.required_bytes)
-    return f"# Predicted peak: {first} in stage 1, {second} in stage 2 (written by dev/preset_table.py)"
+    return f"# Predicted need, with the CUDA context: {first} in stage 1, {second} in stage 2 (written by dev/preset_table.py)"
 
 
 def preset_table(presets: list[Preset]) -> str:

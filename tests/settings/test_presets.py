@@ -63,7 +63,7 @@ def test_preset_tells_editors_its_schema_and_people_its_purpose_peak_and_command
     head = text.split("\nname:")[0]
     assert text.startswith("# yaml-language-server: $schema=schema.json\n")
     assert "# For: " in head
-    assert "# Predicted peak: " in head
+    assert "# Predicted need, with the CUDA context: " in head
     assert f"python train_autoencoder.py --config configs/{path.stem}.yaml" in head
     assert "# same mathematics" in text
     assert "# different mathematics" in text
