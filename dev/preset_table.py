@@ -134,7 +134,8 @@ def with_table(text: str, presets: list[Preset]) -> str:
 def header(preset: Preset) -> str:
     """Return the line of a preset's header that states its predicted peaks."""
     first, second = _gib(preset.first.required_bytes), _gib(preset.second.required_bytes)
-    return f"# Predicted need, with the CUDA context: {first} in stage 1, {second} in stage 2 (written by dev/preset_table.py)"
+    need = f"{first} in stage 1, {second} in stage 2"
+    return f"# Predicted need, with the CUDA context: {need} (written by dev/preset_table.py)"
 
 
 def preset_table(presets: list[Preset]) -> str:
