@@ -13,7 +13,7 @@ from data.volumes import DataSplit, VolumeFile, prepare_volumes
 
 if TYPE_CHECKING:
     from data.batches import Batch, BatchPlan, training_batches, validation_batches
-    from data.transforms import LoadedVolume, from_unit, load_file, load_volume, posed_anew, restore, to_unit
+    from data.transforms import LoadedVolume, from_unit, in_pose, load_file, load_volume, restore, to_unit
 
 __all__ = [
     "NETWORK_RANGE",
@@ -23,9 +23,9 @@ __all__ = [
     "LoadedVolume",
     "VolumeFile",
     "from_unit",
+    "in_pose",
     "load_file",
     "load_volume",
-    "posed_anew",
     "prepare_volumes",
     "restore",
     "to_unit",

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.ndimage import affine_transform
 from torch import Tensor
 from torch.nn import functional as F
 
 from data.formats import channels_text
 from data.geometry import Geometry, geometry_of
 from data.intensity import NETWORK_RANGE
+from data.poses import Pose, random_rotation
 from data.preparation.store import PreparedError, PreparedFolder, missing_text
 from data.reading import VolumeFacts, measure, on_grid, unusable
 from data.volumes import VolumeFile
@@ -21,12 +21,9 @@ from settings import DataError
 from settings.data import DataSettings
 from storage.names import printable
 
-# Augmentation: large enough to matter, small enough to keep anatomy plausible.
-LARGEST_ROTATION_DEGREES = 8.0
-LARGEST_SCALING = 0.1
+# Augmentation of intensities, in stage 1 only.
 LARGEST_GAIN = 0.1
 LARGEST_SHIFT = 0.1
-LARGEST_MOVE = 0.04
 
 
 @dataclass(frozen=True)
@@ -127,36 +124,15 @@ def random_part(image: Tensor, spacing_mm: np.ndarray, s: DataSettings, rng: np.
     return patch.mul_(gain).add_(shift).clamp_(*NETWORK_RANGE)
 
 
-def posed_anew(image: Tensor, spacing_mm: np.ndarray, rng: np.random.Generator) -> Tensor:
-    """Return a volume turned, scaled and moved a little, which a diffusion model may show in its samples.
-
-    Cubic splines keep detail that linear interpolation would smooth away; points outside take the nearest voxel.
-    """
-    size = np.array(image.shape[1:])
-    matrix, move = _random_turn(spacing_mm, rng), rng.uniform(-LARGEST_MOVE, LARGEST_MOVE, size=3) * size
-    offset = (size - 1) / 2 - matrix @ ((size - 1) / 2) + move
-    channels = [affine_transform(channel, matrix, offset, order=3, mode="nearest") for channel in image.numpy()]
-    return torch.from_numpy(np.stack(channels)).clamp_(*NETWORK_RANGE)
+def in_pose(image: Tensor, pose: Pose) -> Tensor:
+    """Return a volume (C, D, H, W) of the network's range in another pose."""
+    return torch.from_numpy(np.stack([pose.apply(channel) for channel in image.numpy()])).clamp_(*NETWORK_RANGE)
 
 
 def _random_affine(spacing_mm: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Draw flips, a rotation and a scaling as a matrix on voxel offsets."""
     flips = np.where(rng.random(3) < 0.5, -1.0, 1.0)
-    return _random_turn(spacing_mm, rng) * flips
-
-
-def _random_turn(spacing_mm: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw a rotation, rigid in millimetres, and a scaling as a matrix on voxel offsets."""
-    angles = np.deg2rad(rng.uniform(-LARGEST_ROTATION_DEGREES, LARGEST_ROTATION_DEGREES, size=3))
-    scaling = rng.uniform(1 - LARGEST_SCALING, 1 + LARGEST_SCALING)
-    rotation = np.eye(3)
-    for axis, angle in enumerate(angles):
-        a, b = [other for other in range(3) if other != axis]
-        turn = np.eye(3)
-        turn[a, a] = turn[b, b] = np.cos(angle)
-        turn[a, b], turn[b, a] = -np.sin(angle), np.sin(angle)
-        rotation = rotation @ turn
-    return np.diag(1 / spacing_mm) @ rotation @ np.diag(spacing_mm) * scaling
+    return random_rotation(spacing_mm, rng) * flips
 
 
 def _sampled(image: Tensor, grid: np.ndarray, centre: np.ndarray, matrix: np.ndarray) -> Tensor:

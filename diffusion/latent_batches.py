@@ -51,10 +51,12 @@ def latent_batches(
     last_step: int,
     pin_memory: bool = False,
     conditions: Conditions | None = None,
+    copy_at: Callable[[int], int] = lambda position: 0,
 ) -> Iterator[list[LatentBatch]]:
     """Yield the micro-batches of each step in [first_step, last_step).
 
-    `read` returns the latent of a file by its index, as it is at a position of the run's sequence of samples.
+    `read` returns the latent of a file by its index and the number of its copy, which `copy_at` tells for a position
+    of the run's sequence of samples.
 
     Volumes and order are those of `training_batches`. A thread reads the next step's latents during the current step
     and, with `pin_memory`, puts them into page-locked memory, from which a GPU copies without making the host wait.
@@ -65,8 +67,9 @@ def latent_batches(
     def training_batch(chunk: Sequence[int]) -> LatentBatch:
         passes = [position // len(files) for position in chunk]
         indices = [order(position) for position in chunk]
-        latents = [read(index, position) for index, position in zip(indices, chunk, strict=True)]
-        return collate(latents, files, indices, chunk, conditions, passes)
+        copies = [copy_at(position) for position in chunk]
+        latents = [read(index, copy) for index, copy in zip(indices, copies, strict=True)]
+        return collate(latents, files, indices, chunk, conditions, passes, copies)
 
     def load(step: int) -> list[LatentBatch]:
         chunks = [plan.positions(step, micro_batch) for micro_batch in range(plan.accumulation)]
@@ -83,8 +86,9 @@ def collate(
     positions: Sequence[int],
     conditions: Conditions | None = None,
     passes: Sequence[int] | None = None,
+    copies: Sequence[int] | None = None,
 ) -> LatentBatch:
-    """Return latents, those of the files at `indices`, as one batch, with their conditions in the given passes."""
+    """Return latents, those of the files at `indices`, as one batch, with their conditions as `Conditions.of` does."""
     labels = [files[index].label for index in indices]
     names = tuple(files[index].name for index in indices)
     return LatentBatch(
@@ -92,7 +96,7 @@ def collate(
         positions=tuple(positions),
         labels=None if None in labels else torch.tensor(labels, dtype=torch.long),
         files=names,
-        condition=NOTHING if conditions is None else conditions.of(names, passes),
+        condition=NOTHING if conditions is None else conditions.of(names, passes, copies),
     )
 
 

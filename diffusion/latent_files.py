@@ -173,8 +173,13 @@ class LatentFolder:
         return self.cache.read(_name(file, copy), _what(file))["mean"]
 
 
+def digest_of(file: VolumeFile) -> str:
+    """Return the hash of a volume's file."""
+    return file.digest or content_digest(file.path)
+
+
 def _name(file: VolumeFile, copy: int) -> str:
-    digest = (file.digest or content_digest(file.path))[:32]
+    digest = digest_of(file)[:32]
     return f"{digest}_{copy}" if copy else digest
 
 

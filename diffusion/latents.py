@@ -2,7 +2,7 @@
 
 Whole volumes are encoded: `data.patch_size` applies to stage 1 only. With `data.use_augmentation`, copies of each
 training volume in slightly different poses are encoded too, and each sample of the training sequence is the volume or
-one of them.
+one of them, with its label map and its condition volume in the same pose.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, load_file, posed_anew, training_batches
+from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, in_pose, load_file, training_batches
 from data.pairs.pairs import NO_PAIRS, Pairs
-from diffusion.conditioning.conditions import Conditions, prepare_conditions
+from data.poses import Pose, random_pose
+from diffusion.conditioning.conditions import Conditions, Poses, prepare_conditions
 from diffusion.frozen_autoencoder import latents_digest
 from diffusion.latent_batches import LatentBatch, collate, latent_batches, with_conditions
-from diffusion.latent_files import LatentFacts, LatentFolder, latent_key
+from diffusion.latent_files import LatentFacts, LatentFolder, digest_of, latent_key
 from diffusion.normalisation import MeanLatent, Normalisation, Statistics
 from diffusion.pretrained import pretrained_unet
 from diffusion.volume_codec import VolumeCodec
@@ -74,13 +75,12 @@ class Latents:
                 if self.conditions is None
                 else with_conditions(volumes, self.conditions, len(self.volumes.train))
             )
-        files, conditions, read_copy = self.volumes.train, self.conditions, self.read
 
-        def read(index: int, position: int) -> Tensor:
-            copy = int(plan.sample_rng(position).integers(0, self.num_copies, endpoint=True)) if self.num_copies else 0
-            return read_copy(index, copy)
+        def copy_at(position: int) -> int:
+            return int(plan.sample_rng(position).integers(0, self.num_copies, endpoint=True)) if self.num_copies else 0
 
-        return latent_batches(read, files, plan, first_step, last_step, self.pin_memory, conditions)
+        files, pin = self.volumes.train, self.pin_memory
+        return latent_batches(self.read, files, plan, first_step, last_step, pin, self.conditions, copy_at)
 
     def validation_batches(
         self, encode: Callable[[Tensor], Tensor], process: Process, batch_size: int = 1
@@ -94,10 +94,10 @@ class Latents:
             latents = [self.latent(offset + index, encode) for index in chosen]
             yield collate(latents, files, chosen, chosen, self.conditions)
 
-    def latent(self, index: int, encode: Callable[[Tensor], Tensor]) -> Tensor:
+    def latent(self, index: int, encode: Callable[[Tensor], Tensor], copy: int = 0) -> Tensor:
         """Return the mean of a volume's latent by its index, held-out volumes after training volumes."""
         if self.read is not None:
-            return self.read(index, 0)
+            return self.read(index, copy)
         file = (*self.volumes.train, *self.volumes.val)[index]
         return encode(load_file(file, self.settings).image)
 
@@ -135,58 +135,111 @@ def prepare_latents(
     data = stage_two_data(settings.data)
     if settings.data.patch_size is not None:
         log.info("stage 2 trains on whole volumes; data.patch_size applies to stage 1 only")
-    files = (*volumes.train, *volumes.val)
-    cache = settings.ldm.latents.cache
-    autoencoder = latents_digest(codec.autoencoder)
-    key = latent_key(data, autoencoder, codec.precision.name)
-    folder = LatentFolder(LATENTS / key, settings.latent_shape)
-    table = torch.zeros(len(files), 3 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
-    kept = torch.zeros(len(files), *settings.latent_shape) if cache == "memory" else None
     start = pretrained_unet(settings)
     if start is not None:
         start.check_autoencoder(codec.autoencoder)
-    statistics = Statistics(len(volumes.train), settings.autoencoder.latent_channels)
-    mean_latent = MeanLatent(len(volumes.train), settings.latent_shape)
     num_copies = _num_copies(settings)
-
-    share = list(range(process.rank, len(files), process.world_size))
-    with process.together():
-        facts = {index: folder.facts(files[index]) if cache == "disk" else None for index in share}
-    missing = [index for index in share if facts[index] is None]
-    if cache == "disk" and len(missing) < len(share):
-        log.info("latents: %d of %d found in %s", len(share) - len(missing), len(share), folder.folder)
-    with process.together():
-        for index, loaded in _load_ahead(files, missing, data, process):
-            mean = codec.encode(loaded.image).cpu()
-            known = LatentFacts(tuple(loaded.geometry.spacing_mm.tolist()), loaded.lower, loaded.upper)
-            facts[index] = known
-            if cache == "disk":
-                folder.write(files[index], mean, known)
-            elif kept is not None:
-                kept[index] = mean
-            statistics.add(index, mean)
-            mean_latent.add(index, mean)
-        for index in set(share) - set(missing):
-            statistics.add(index, mean := folder.read(files[index]))
-            mean_latent.add(index, mean)
-        copies = _encode_copies(codec, volumes.train, data, folder, num_copies, cache, process)
-    for index, found in facts.items():
-        assert found is not None, f"volume {index} was not encoded"
-        table[index] = torch.tensor(found.to_row(), dtype=torch.float64)
-
-    # One process fills each row and the others leave zeros, so the sum is the same for any number of processes.
-    rows = [LatentFacts.from_row(row) for row in process.sum(table).tolist()]
-    read = _reader(folder, files, None if kept is None else process.sum(kept), copies) if cache != "none" else None
-    train = rows[: len(volumes.train)]
-    normalisation = statistics.normalisation(process) if start is None else start.normalisation
-    mean_map = normalisation.apply(mean_latent.over_all(process))
+    autoencoder = latents_digest(codec.autoencoder)
+    folder = LatentFolder(LATENTS / latent_key(data, autoencoder, codec.precision.name), settings.latent_shape)
+    encoded = _encode(codec, volumes, settings, folder, num_copies, process)
+    train = encoded.facts[: len(volumes.train)]
+    normalisation = encoded.statistics.normalisation(process) if start is None else start.normalisation
     deviations = ", ".join(f"{1 / scale:.4g}" for scale in normalisation.scale.flatten().tolist())
     source = counted(len(train), "training volume") if start is None else f"what {start.path} was trained on"
     log.info("latents: standard deviation by channel %s, from %s", deviations, source)
-    pin_memory = bool(data.pin_memory) and process.device.type == "cuda"
-    conditions = prepare_conditions(settings, pairs, volumes, process, codec)
-    facts_of_all = (*_medians(train), autoencoder, pin_memory, conditions, num_copies)
-    return Latents(volumes, data, read, normalisation, mean_map, *facts_of_all)
+
+    def pose(index: int, copy: int) -> Pose:
+        return pose_of(digest_of(volumes.train[index]), train[index].spacing_mm, copy)
+
+    spacing_mm, lower, upper = _medians(train)
+    return Latents(
+        volumes,
+        data,
+        encoded.read,
+        normalisation,
+        mean_map=normalisation.apply(encoded.mean_latent.over_all(process)),
+        spacing_mm=spacing_mm,
+        lower=lower,
+        upper=upper,
+        autoencoder=autoencoder,
+        pin_memory=bool(data.pin_memory) and process.device.type == "cuda",
+        conditions=prepare_conditions(settings, pairs, volumes, process, codec, poses=Poses(pose, num_copies)),
+        num_copies=num_copies,
+    )
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """The encoded volumes: how to read them, as `Latents` does, facts about each, and what normalises them."""
+
+    read: Callable[[int, int], Tensor] | None
+    facts: list[LatentFacts]
+    statistics: Statistics
+    mean_latent: MeanLatent
+
+
+def _encode(
+    codec: VolumeCodec,
+    volumes: DataSplit,
+    settings: Settings,
+    folder: LatentFolder,
+    num_copies: int,
+    process: Process,
+) -> _Encoded:
+    """Encode all volumes, and copies of the training volumes, that are not on disk; the processes share the work."""
+    files, num_train = (*volumes.train, *volumes.val), len(volumes.train)
+    data, cache = stage_two_data(settings.data), settings.ldm.latents.cache
+    statistics = Statistics(num_train, settings.autoencoder.latent_channels)
+    mean_latent = MeanLatent(num_train, settings.latent_shape)
+    table = torch.zeros(len(files), 3 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
+    kept = torch.zeros(len(files) + num_train * num_copies, *folder.shape) if cache == "memory" else None
+
+    def row(index: int, copy: int) -> int:
+        return index if copy == 0 else len(files) + index * num_copies + copy - 1
+
+    share = range(process.rank, len(files), process.world_size)
+    with process.together():
+        missing = {}
+        for index in share:
+            copies = range(1 + (num_copies if index < num_train else 0))
+            facts = {copy: folder.facts(files[index], copy) if cache == "disk" else None for copy in copies}
+            missing[index] = [copy for copy in copies if facts[copy] is None]
+            if (known := facts[0]) is not None:
+                table[index] = torch.tensor(known.to_row(), dtype=torch.float64)
+                mean = folder.read(files[index])
+                statistics.add(index, mean)
+                mean_latent.add(index, mean)
+        incomplete = [index for index in share if missing[index]]
+        if cache == "disk" and len(incomplete) < len(share):
+            log.info("latents: %d of %d found in %s", len(share) - len(incomplete), len(share), folder.folder)
+        for index, loaded in _load_ahead(files, incomplete, data, process):
+            known = LatentFacts(tuple(loaded.geometry.spacing_mm.tolist()), loaded.lower, loaded.upper)
+            table[index] = torch.tensor(known.to_row(), dtype=torch.float64)
+            for copy in missing[index]:
+                pose = pose_of(loaded.digest, known.spacing_mm, copy) if copy else None
+                mean = codec.encode(loaded.image if pose is None else in_pose(loaded.image, pose)).cpu()
+                if cache == "disk":
+                    folder.write(files[index], mean, known, copy)
+                elif kept is not None:
+                    kept[row(index, copy)] = mean
+                if copy == 0:
+                    statistics.add(index, mean)
+                    mean_latent.add(index, mean)
+
+    # One process fills each row and the others leave zeros, so the sum is the same for any number of processes.
+    facts_of_all = [LatentFacts.from_row(values) for values in process.sum(table).tolist()]
+    read: Callable[[int, int], Tensor] | None = None
+    if cache == "disk":
+        read = lambda index, copy: folder.read(files[index], copy)  # noqa: E731
+    elif kept is not None:
+        rows = process.sum(kept)
+        read = lambda index, copy: rows[row(index, copy)]  # noqa: E731
+    return _Encoded(read, facts_of_all, statistics, mean_latent)
+
+
+def pose_of(digest: str, spacing_mm: Sequence[float], copy: int) -> Pose:
+    """Return the pose of a volume's copy, by the volume's content, so that every run finds the same copies."""
+    return random_pose(np.array(spacing_mm), np.random.default_rng([int(digest[:16], 16), copy]))
 
 
 def _medians(rows: Sequence[LatentFacts]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
@@ -198,14 +251,6 @@ def _medians(rows: Sequence[LatentFacts]) -> tuple[tuple[float, ...], tuple[floa
     return spacing_mm, lower, upper
 
 
-def _reader(
-    folder: LatentFolder, files: Sequence[VolumeFile], kept: Tensor | None, copies: Tensor | None
-) -> Callable[[int, int], Tensor]:
-    if kept is None:
-        return lambda index, copy: folder.read(files[index], copy)
-    return lambda index, copy: kept[index] if copy == 0 or copies is None else copies[index, copy - 1]
-
-
 def _num_copies(settings: Settings) -> int:
     """Return how many augmented copies of each training volume stage 2 trains on."""
     if not settings.data.use_augmentation:
@@ -215,40 +260,7 @@ def _num_copies(settings: Settings) -> int:
             "ldm.latents.cache: none with data.use_augmentation: true; the latents of augmented copies are encoded "
             "once and kept; set disk or memory, or turn augmentation off"
         )
-    if settings.ldm.conditioning.num_joined(settings.autoencoder.latent_channels):
-        log.info("stage 2 does not augment: label maps and condition volumes would no longer match their volumes")
-        return 0
     return NUM_COPIES
-
-
-def _encode_copies(
-    codec: VolumeCodec,
-    files: Sequence[VolumeFile],
-    data: DataSettings,
-    folder: LatentFolder,
-    num_copies: int,
-    cache: str,
-    process: Process,
-) -> Tensor | None:
-    """Encode the augmented copies of the training volumes; return them (N, copies, C, D, H, W) if memory keeps them."""
-    if not num_copies:
-        return None
-    kept = torch.zeros(len(files), num_copies, *folder.shape) if cache == "memory" else None
-    numbers = range(1, num_copies + 1)
-    missing = list(range(process.rank, len(files), process.world_size))
-    if kept is None:
-        missing = [index for index in missing if any(folder.facts(files[index], copy) is None for copy in numbers)]
-    for index, loaded in _load_ahead(files, missing, data, process, "encoding augmented latents"):
-        facts = LatentFacts(tuple(loaded.geometry.spacing_mm.tolist()), loaded.lower, loaded.upper)
-        for copy in numbers:
-            # By content, so that every run with the same volume finds the same copies.
-            rng = np.random.default_rng([int(loaded.digest[:16], 16), copy])
-            mean = codec.encode(posed_anew(loaded.image, loaded.geometry.spacing_mm, rng)).cpu()
-            if kept is None:
-                folder.write(files[index], mean, facts, copy)
-            else:
-                kept[index, copy - 1] = mean
-    return None if kept is None else process.sum(kept)
 
 
 def _load_ahead(
@@ -256,14 +268,13 @@ def _load_ahead(
     indices: Sequence[int],
     data: DataSettings,
     process: Process,
-    what: str = "encoding latents",
 ) -> Iterator[tuple[int, LoadedVolume]]:
     """Yield volumes in order, with a progress bar, while threads read the next ones."""
     threads = 1 if data.num_workers == "auto" else max(1, data.num_workers)
 
     # Passed only to hide the bar, because an explicit disable=False would override --quiet.
     hidden: dict[str, Any] = {} if process.is_first and indices else {"disable": True}
-    bar = tqdm(total=len(indices), desc=what, unit="volume", **hidden)
+    bar = tqdm(total=len(indices), desc="encoding latents", unit="volume", **hidden)
     with ThreadPoolExecutor(threads, thread_name_prefix="volumes") as readers, bar:
         waiting = [readers.submit(load_file, files[index], data) for index in indices[: threads + 1]]
         for place, index in enumerate(indices):

@@ -120,7 +120,7 @@ def _as_written(volume: Tensor, step: LatentDiffusionStep, latents: Latents, pla
     if conditions is None or conditions.image is None or not s.is_from_target:
         return volume
     file = _held_out(latents, place)
-    _, unknown = conditions.image(conditions.numbers[file.name], 0)
+    _, unknown = conditions.image(conditions.numbers[file.name], 0, None)
     return with_known(volume.cpu(), load_file(file, latents.settings).image, s, unknown)
 
 

@@ -19,7 +19,7 @@ from diffusion.conditioning import check_conditions
 from diffusion.conditioning.conditions import prepare_conditions
 from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import prepare_latents
-from diffusion.volume_codec import frozen_codec
+from diffusion.volume_codec import VolumeCodec, frozen_codec
 from evaluation.pictures import LINE, Row, picture_of, planes_at
 from models.weight_files import load_weights
 from runtime.processes import Process
@@ -305,3 +305,39 @@ def test_keys_of_condition_volumes_that_do_not_go_together_are_refused(tiny_conf
     if len(overrides) == 4:
         assert f"{VOLUME}.degrade.downsample: [1, 3, 1] does not divide data.voxel_size" in str(error.value)
         assert f"{VOLUME}.degrade.hole: [4, 16, 4] on a grid of [16, 16, 16] voxels" in str(error.value)
+
+
+class Averaging(VolumeCodec):
+    """Encodes a volume as the means of blocks, in each channel."""
+
+    def encode(self, image: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.avg_pool3d(image[None], 2)[0].expand(3, -1, -1, -1).clone()
+
+
+@pytest.mark.parametrize("cache", ["disk", "memory"])
+def test_augmented_copies_have_their_label_maps_and_condition_volumes_in_their_pose(config, cache):
+    """The volumes are 1 where their label maps are: then averaged latents say what both conditions must say."""
+    for path in Path("maps").iterdir():
+        labels = nib.load(path).get_fdata()
+        write_nifti(Path("images") / path.name, (labels == 1).astype(np.float32)[None], AFFINE)
+    changes = ["data.use_augmentation=true"]
+    lowered = [f"{VOLUME}.source=target", f"{VOLUME}.encoding=resample", f"{VOLUME}.degrade.downsample=[2,2,2]"]
+    settings = load_settings(config, [*changes, *lowered, f"ldm.latents.cache={cache}"])
+    process, volumes = Process(torch.device("cpu")), prepare_volumes(settings.data, settings.seed, 1)
+    frozen = frozen_codec(settings, process.device)
+    codec = Averaging(frozen.autoencoder, settings.autoencoder, frozen.precision)
+    latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
+    conditions, seen = latents.conditions, set()
+    assert conditions is not None
+    assert conditions.normalisation is not None
+    for step in latents.training_batches(BatchPlan(3, 4, 1), 0, 40):
+        for batch in step:
+            assert isinstance(batch, LatentBatch)
+            assert batch.condition.joined is not None
+            for name, mean, joined in zip(batch.files, batch.mean, batch.condition.joined, strict=True):
+                share, volume = mean[0] / 2 + 0.5, conditions.normalisation.undo(joined[3:-1])[0] / 2 + 0.5
+                # Linear interpolation of maps and cubic of volumes differ where the side of a box crosses a voxel.
+                assert (joined[1] - share).abs().max() < 0.25, name
+                assert (volume - share).square().mean() < 0.1 * share.var(), name
+                seen.add((name, float(mean.sum())))
+    assert len(seen) > 5 * len(volumes.train), "hardly any copies"

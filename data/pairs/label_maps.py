@@ -9,19 +9,25 @@ import numpy as np
 
 from data.formats import read_stored
 from data.geometry import geometry_of
+from data.poses import Pose
 from data.reading import VolumeFacts
 from settings.data import DataSettings
 from storage.names import printable
 
 
 def label_shares(
-    path: Path, num_classes: int, s: DataSettings, grid: Sequence[int], values: Sequence[int] = ()
+    path: Path,
+    num_classes: int,
+    s: DataSettings,
+    grid: Sequence[int],
+    values: Sequence[int] = (),
+    pose: Pose | None = None,
 ) -> np.ndarray:
     """Return float32 (num_classes, D, H, W): the share of each class in each voxel of `grid`.
 
     `values` are the label values of the classes; without them a value is the number of its class. The map takes the
     volume's way to the network's grid, so both are turned, resampled and cropped alike; what padding adds is
-    background. From there voxels are averaged. `grid` divides the network's grid.
+    background. There it takes the `pose`, if there is one, and voxels are averaged. `grid` divides the network's grid.
     """
     stored, header = read_stored(path)
     geometry = geometry_of(header, s)
@@ -35,12 +41,13 @@ def label_shares(
             # In the network's range, because padding gets its lower end: no share.
             return 2 * (stored.values(oriented[..., part]) == value).astype(np.float32) - 1
 
-        shares[number] = _averaged(geometry.to_network_grid(1, planes)[0] / 2 + 0.5, grid)
+        share = geometry.to_network_grid(1, planes)[0] / 2 + 0.5
+        shares[number] = _averaged(share if pose is None else pose.apply(share, order=1), grid)
     shares[0] = np.maximum(1 - shares[1:].sum(axis=0), 0)
     return shares
 
 
-def mask_on_grid(path: Path, s: DataSettings) -> np.ndarray:
+def mask_on_grid(path: Path, s: DataSettings, pose: Pose | None = None) -> np.ndarray:
     """Return bool (D, H, W) on the network's grid: True wherever a mask above 0 covers any part of a voxel."""
     stored, header = read_stored(path)
     geometry = geometry_of(header, s)
@@ -49,8 +56,9 @@ def mask_on_grid(path: Path, s: DataSettings) -> np.ndarray:
     def planes(part: slice) -> np.ndarray:
         return 2 * (stored.values(oriented[..., part]) > 0).astype(np.float32) - 1
 
+    covered = geometry.to_network_grid(1, planes)[0]
     # A little above the lower end, for the rounding of weights that add up to 1.
-    return geometry.to_network_grid(1, planes)[0] > -1 + 1e-4
+    return (covered if pose is None else pose.apply(covered, order=1)) > -1 + 1e-4
 
 
 def mask_problem(path: Path, facts: VolumeFacts) -> str | None:

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data import DataSplit, VolumeFile, load_file, to_unit
+from data import DataSplit, VolumeFile, in_pose, load_file, to_unit
 from data.pairs.label_maps import label_shares, mask_on_grid
 from data.pairs.numbers import NumberCode, code_of
 from data.pairs.pairs import Pairs, volume_reading
+from data.poses import Pose
 from diffusion.conditioning.condition import Condition
 from diffusion.conditioning.kept import keep
 from diffusion.conditioning.scan import scan_vectors
 from diffusion.conditioning.volumes import Encode, degraded, joined_volume, normalised
 from diffusion.frozen_autoencoder import weights_digest
+from diffusion.latent_files import digest_of
 from diffusion.normalisation import Normalisation, Statistics
 from diffusion.volume_codec import VolumeCodec
 from runtime.processes import Process
@@ -29,12 +31,54 @@ LABEL_MAP, VOLUME = "label map", "volume"
 READING = {"spacing", "voxel_size", "resize"}
 """The settings that decide where a voxel of a file lies on the network's grid."""
 
-ReadVariant = Callable[[int, int], Tensor]
-"""Returns the channels (C, D, H, W) of the condition of a volume by its number and that of the variant."""
+Read = Callable[[int, int, int], Tensor]
+"""Returns the channels (C, D, H, W) of a volume's condition by its number and those of the variant and the copy."""
+
+Image = Callable[[int, int, Pose | None], tuple[Tensor, Tensor | None]]
+"""Returns the condition volume (C, D, H, W) of a volume in a pose, and where it is unknown, as bool (D, H, W)."""
 
 
-Image = Callable[[int, int], tuple[Tensor, Tensor | None]]
-"""Returns the condition volume (C, D, H, W) by the same numbers, and where it is unknown, as bool (D, H, W)."""
+@dataclass(frozen=True)
+class Poses:
+    """The augmented copies of each training volume: how many, and the pose of each by the volume's index and its own.
+
+    Copies are numbered from 1; 0 is the volume as it is.
+    """
+
+    of: Callable[[int, int], Pose]
+    num_copies: int
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """The conditions that are kept, by number: variants of each volume's, then one of each copy of training volumes."""
+
+    volumes: DataSplit
+    variants: int
+    poses: Poses | None
+
+    def all(self) -> list[tuple[int, int, int]]:
+        """Return volume, variant and copy of each entry. Each copy is another variant."""
+        number = len(self.volumes.train) + len(self.volumes.val)
+        entries = [(index, variant, 0) for index in range(number) for variant in range(self.variants)]
+        copies = range(1, 1 + (0 if self.poses is None else self.poses.num_copies))
+        return entries + [(index, copy, copy) for index in range(len(self.volumes.train)) for copy in copies]
+
+    def number(self, index: int, variant: int, copy: int) -> int:
+        """Return the number of an entry; variants repeat."""
+        if copy == 0:
+            return index * self.variants + variant % self.variants
+        assert self.poses is not None, "a copy has a pose"
+        num_volumes = len(self.volumes.train) + len(self.volumes.val)
+        return num_volumes * self.variants + index * self.poses.num_copies + copy - 1
+
+    def pose(self, index: int, copy: int) -> Pose | None:
+        """Return the pose of a copy, None for the volume as it is."""
+        return None if copy == 0 or self.poses is None else self.poses.of(index, copy)
+
+    def name(self, made_from: str, index: int, copy: int) -> str:
+        """Return a name for a condition; what a copy is made from includes its volume, which decides the pose."""
+        return f"{made_from} {digest_of(self.volumes.train[index])} {copy}" if copy else made_from
 
 
 @dataclass(frozen=True)
@@ -47,7 +91,7 @@ class Conditions:
     """
 
     numbers: dict[str, int]
-    joined: dict[str, ReadVariant]
+    joined: dict[str, Read]
     grid: tuple[int, ...]
     digest: str
     normalisation: Normalisation | None = None
@@ -58,16 +102,20 @@ class Conditions:
     modality: int | None = None
     label_values: tuple[int, ...] = ()
 
-    def of(self, names: Sequence[str], passes: Sequence[int] | None = None) -> Condition:
+    def of(
+        self, names: Sequence[str], passes: Sequence[int] | None = None, copies: Sequence[int] | None = None
+    ) -> Condition:
         """Return the conditions of the volumes with these names, with their modality but without their classes.
 
-        A volume whose condition has variants has another in each pass over the volumes, the first by default.
+        A volume whose condition has variants has another in each pass over the volumes, the first by default. `copies`
+        are the numbers of the volumes' augmented copies.
         """
         numbers = [self.numbers[name] for name in names]
         joined = None
         if self.joined:
-            pairs = zip(numbers, passes or [0] * len(names), strict=True)
-            joined = torch.stack([self._joined(number, variant) for number, variant in pairs])
+            none = [0] * len(names)
+            entries = zip(numbers, passes or none, copies or none, strict=True)
+            joined = torch.stack([self._joined(*entry) for entry in entries])
         classes = None if self.modality is None else torch.full((len(names),), self.modality)
         told, scan = (None if rows is None else rows[numbers] for rows in (self.vectors, self.scans))
         return Condition(classes, joined, told, scan)
@@ -83,8 +131,8 @@ class Conditions:
         """Return the conditions of samples: those of the held-out `files` in turn."""
         return self.of_files([files[position % len(files)] for position in positions], s)
 
-    def _joined(self, number: int, variant: int) -> Tensor:
-        parts = {kind: read(number, variant) for kind, read in self.joined.items()}
+    def _joined(self, number: int, variant: int, copy: int) -> Tensor:
+        parts = {kind: read(number, variant, copy) for kind, read in self.joined.items()}
         if self.normalisation is not None and VOLUME in parts:
             parts[VOLUME] = normalised(parts[VOLUME], self.normalisation)
         return torch.cat(list(parts.values()))
@@ -94,10 +142,10 @@ class Conditions:
         pictures = []
         for kind, read in self.joined.items():
             if kind == LABEL_MAP:
-                shares = read(self.numbers[name], 0)
+                shares = read(self.numbers[name], 0, 0)
                 pictures.append((kind, torch.einsum("c,cdhw->dhw", torch.linspace(0, 1, len(shares)), shares)))
             elif self.image is not None:
-                pictures.append((kind, to_unit(self.image(self.numbers[name], 0)[0][0])))
+                pictures.append((kind, to_unit(self.image(self.numbers[name], 0, None)[0][0])))
         return pictures
 
     @property
@@ -115,25 +163,28 @@ def prepare_conditions(
     process: Process,
     codec: VolumeCodec,
     known: Normalisation | None = None,
+    poses: Poses | None = None,
 ) -> Conditions | None:
     """Make the conditions of all volumes that are not kept yet; None if there are none besides classes.
 
     The training volumes decide how condition volumes are normalised, unless the normalisation that a network was
     trained with is `known`. Then only held-out volumes get conditions, those that samples are compared with. Conditions
-    are kept on disk with `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as latents.
+    are kept on disk with `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as latents. Copies
+    of training volumes get conditions in their `poses`.
     """
     scan = settings.ldm.conditioning.scan
     if not (settings.ldm.conditioning.needs_pairs or scan.is_used):
         return None
-    readers: dict[str, ReadVariant] = {}
+    readers: dict[str, Read] = {}
     first = 0 if known is None else len(volumes.train)
     image, digest = None, pairs.digest
     if pairs.labels:
-        readers[LABEL_MAP] = _label_maps(settings, pairs, process, first)
+        readers[LABEL_MAP] = _label_maps(settings, pairs, process, first, _Entries(volumes, 1, poses))
     if pairs.volumes:
         image = _image(settings, pairs)
         coder = coder_of(settings, codec)
-        readers[VOLUME] = _volumes(settings, pairs, process, coder, image, first)
+        entries = _Entries(volumes, settings.ldm.conditioning.volume.degrade.variants, poses)
+        readers[VOLUME] = _volumes(settings, pairs, process, coder, image, first, entries)
     normalisation = known
     if known is None and VOLUME in readers:
         normalisation = _normalisation(readers[VOLUME], len(volumes.train), settings, process)
@@ -149,29 +200,33 @@ def prepare_conditions(
     return Conditions(numbers, readers, grid, digest, normalisation, code, vectors, image, scans, scan.modality, values)
 
 
-def _label_maps(settings: Settings, pairs: Pairs, process: Process, first: int) -> ReadVariant:
+def _label_maps(settings: Settings, pairs: Pairs, process: Process, first: int, entries: _Entries) -> Read:
     number, grid = settings.ldm.conditioning.label_map.num_classes, settings.latent_shape[1:]
-    values = pairs.label_values
+    values, made = pairs.label_values, entries.all()
 
-    def shares(index: int) -> Tensor:
-        return torch.from_numpy(label_shares(pairs.labels[index].path, number, settings.data, grid, values))
+    def shares(entry: int) -> Tensor:
+        index, _, copy = made[entry]
+        pose = entries.pose(index, copy)
+        return torch.from_numpy(label_shares(pairs.labels[index].path, number, settings.data, grid, values, pose))
 
-    digests = [file.digest for file in pairs.labels]
+    names = [entries.name(pairs.labels[index].digest, index, copy) for index, _, copy in made]
     key = ["labels", number, reading_of(settings.data), list(grid), *([list(values)] if values else [])]
-    read = keep(shares, digests, (number, *grid), key, _is_on_disk(settings), process, "label maps", first)
-    return lambda number, variant: read(number)
+    read = keep(shares, names, (number, *grid), key, _is_on_disk(settings), process, "label maps", first)
+    return lambda index, variant, copy: read(entries.number(index, variant, copy))
 
 
 def _image(settings: Settings, pairs: Pairs) -> Image:
     s = settings.ldm.conditioning.volume
     data = volume_reading(settings.data, s)
 
-    def image(index: int, variant: int) -> tuple[Tensor, Tensor | None]:
+    def image(index: int, variant: int, pose: Pose | None) -> tuple[Tensor, Tensor | None]:
         file = pairs.volumes[index]
         loaded = load_file(file, data).image
+        if pose is not None:
+            loaded = in_pose(loaded, pose)
         if not s.is_from_target:
             return loaded, None
-        mask = torch.from_numpy(mask_on_grid(pairs.masks[index].path, data)) if pairs.masks else None
+        mask = torch.from_numpy(mask_on_grid(pairs.masks[index].path, data, pose)) if pairs.masks else None
         return degraded(loaded, s.degrade, settings.seed, file.digest, variant, mask)
 
     return image
@@ -184,45 +239,39 @@ def _volumes(
     coder: VolumeCodec | None,
     image: Image,
     first: int,
-) -> ReadVariant:
+    entries: _Entries,
+) -> Read:
     s, grid = settings.ldm.conditioning.volume, settings.latent_shape[1:]
-    data, variants = volume_reading(settings.data, s), s.degrade.variants
+    data, made = volume_reading(settings.data, s), entries.all()
 
-    def channels(number: int) -> Tensor:
-        index, variant = divmod(number, variants)
-        loaded, unknown = image(index, variant)
+    def channels(entry: int) -> Tensor:
+        index, variant, copy = made[entry]
+        loaded, unknown = image(index, variant, entries.pose(index, copy))
         return joined_volume(loaded, unknown, encoder_of(coder), grid)
 
     masks = [file.digest for file in pairs.masks] or [""] * len(pairs.volumes)
     names = [
-        f"{file.digest} {mask} {variant}"
-        for file, mask in zip(pairs.volumes, masks, strict=True)
-        for variant in range(variants)
+        entries.name(f"{pairs.volumes[index].digest} {masks[index]} {variant}", index, copy)
+        for index, variant, copy in made
     ]
     shape = (s.num_joined(settings.autoencoder.latent_channels), *grid)
     degrade = s.degrade.model_dump(mode="json", include={"downsample", "hole"}) if s.is_from_target else None
     by = None if coder is None else [weights_digest(coder.autoencoder), coder.precision.name]
     intensity = data.model_dump(mode="json", include={"intensity", "frame"})
-    key = [
-        "volume",
-        reading_of(data),
-        intensity,
-        list(grid),
-        by,
-        degrade,
-        settings.seed if s.degrade.has_hole else None,
-    ]
-    read = keep(channels, names, shape, key, _is_on_disk(settings), process, "condition volumes", first * variants)
-    return lambda number, variant: read(number * variants + variant % variants)
+    seed = settings.seed if s.degrade.has_hole else None
+    key = ["volume", reading_of(data), intensity, list(grid), by, degrade, seed]
+    first_entry = first * entries.variants
+    read = keep(channels, names, shape, key, _is_on_disk(settings), process, "condition volumes", first_entry)
+    return lambda index, variant, copy: read(entries.number(index, variant, copy))
 
 
-def _normalisation(read: ReadVariant, num_train: int, settings: Settings, process: Process) -> Normalisation:
+def _normalisation(read: Read, num_train: int, settings: Settings, process: Process) -> Normalisation:
     """Return the normalisation of the training volumes' condition volumes, in their first variants."""
     number = settings.ldm.conditioning.volume.num_joined(settings.autoencoder.latent_channels) - 1
     statistics = Statistics(num_train, number)
     with process.together():
         for index in range(process.rank, num_train, process.world_size):
-            statistics.add(index, read(index, 0)[:-1])
+            statistics.add(index, read(index, 0, 0)[:-1])
     return statistics.normalisation(process, may_be_constant=True)
 
 

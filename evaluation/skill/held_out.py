@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,7 @@ ANGLES = tuple((place + 0.5) / NUM_LEVELS * math.pi / 2 for place in range(NUM_L
 LARGEST_BATCH = 16
 """Held-out latents are denoised in batches like those of training, whose memory is enough, but of at most so many."""
 
-MOST_EXAMPLES = 512
+MOST_EXAMPLES = 1536
 MOST_VALUES = 2**26
 """The linear denoiser is fitted to at most this many training latents, and to fewer if they have more values in all."""
 
@@ -151,12 +151,32 @@ class Skill:
 
         On a GPU it would need memory that training was not planned with.
         """
-        files, settings = self.latents.volumes.train, self.held_out.settings
-        number = min(len(files), MOST_EXAMPLES, max(2, MOST_VALUES // math.prod(settings.latent_shape)))
-        chosen = [place * len(files) // number for place in range(number)]
+        number = min(len(self.latents.volumes.train), self._most_examples)
+        places = (place * len(self.latents.volumes.train) // number for place in range(number))
+        return self._fitted([(index, 0) for index in places])
+
+    @functools.cached_property
+    def denoisers(self) -> list[LinearDenoiser]:
+        """Return all opponents: `denoiser` and, of a run that augments, that of the volumes and their copies."""
+        files, copies = range(len(self.latents.volumes.train)), range(self.latents.num_copies + 1)
+        opponents = [self.denoiser]
+        if len(files) < self._most_examples and len(copies) > 1:
+            opponents.append(self._fitted([(i, copy) for copy in copies for i in files][: self._most_examples]))
+        return [opponent for opponent in opponents if opponent is not None]
+
+    @property
+    def _most_examples(self) -> int:
+        return min(MOST_EXAMPLES, max(2, MOST_VALUES // math.prod(self.held_out.settings.latent_shape)))
+
+    def _fitted(self, examples: Sequence[tuple[int, int]]) -> LinearDenoiser | None:
+        """Fit a linear denoiser to training latents, each the index of a volume and the number of its copy."""
+        rows = []
         # One at a time, because latents that are not kept come from the GPU and would stay there.
-        batches = (collate([self._read(index)], files, [index], [index], self.latents.conditions) for index in chosen)
-        rows = [(self.held_out.clean(batch).cpu(), *self.held_out.features(batch)) for batch in batches]
+        for index, copy in examples:
+            latent = self.latents.latent(index, self.encode, copy)
+            files, conditions = self.latents.volumes.train, self.latents.conditions
+            batch = collate([latent], files, [index], [index], conditions, copies=[copy])
+            rows.append((self.held_out.clean(batch).cpu(), *self.held_out.features(batch)))
         clean, *features = (torch.cat(parts) for parts in zip(*rows, strict=True))
         if clean.var(dim=0, correction=0).mean() <= SMALLEST_SHARE * clean.square().mean():
             return None
@@ -164,15 +184,16 @@ class Skill:
 
     @functools.cached_property
     def linear_errors(self) -> Tensor | None:
-        """Return the linear denoiser's error at each level, the best of all that it tries."""
-        if self.denoiser is None:
+        """Return the linear denoisers' error at each level, the best of all that they try."""
+        if not self.denoisers:
             return None
-        totals = torch.zeros(len(self.held_out.levels), self.denoiser.num_errors, dtype=torch.float64)
+        number = sum(opponent.num_errors for opponent in self.denoisers)
+        totals = torch.zeros(len(self.held_out.levels), number, dtype=torch.float64)
         for batch in self._batches():
             clean, features = self.held_out.clean(batch).cpu(), self.held_out.features(batch)
             for place in range(len(totals)):
-                noise = self.held_out.noise(place, batch).cpu()
-                totals[place] += self.denoiser.errors(clean, noise, *self._level(place), features)
+                noisy = (clean, self.held_out.noise(place, batch).cpu(), *self._level(place), features)
+                totals[place] += torch.cat([opponent.errors(*noisy) for opponent in self.denoisers])
         return self.process.sum(totals).min(dim=1).values / self.num_held_out
 
     def _level(self, place: int) -> tuple[float, float]:
@@ -183,9 +204,6 @@ class Skill:
     def _batches(self) -> Iterator[LatentBatch]:
         size = self.held_out.settings.ldm.training.batch_size
         return self.latents.validation_batches(self.encode, self.process, min(size, LARGEST_BATCH))
-
-    def _read(self, index: int) -> Tensor:
-        return self.latents.latent(index, self.encode)
 
 
 def _mean_square(errors: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ class LinearDenoiser:
         self.feature_means = [part.mean(dim=0) for part in features]
         self.feature_scales = [_scale(part) for part in features]
         self.has_features = any(self.feature_scales)
+        self._bases: dict[float, tuple[Tensor, Tensor]] = {}
         if self.has_features:
             self.feature_centred = self._scaled(features)
             self.feature_gram = (self.feature_centred @ self.feature_centred.T).double()
@@ -129,23 +130,37 @@ class LinearDenoiser:
         """Return the expected clean latents of noisy ones (B, D) for each choice, (choices, B, D)."""
         observed = noisy - signal * self.mean
         along_examples = (observed @ self.centred.T).double()
-        prior = (len(self.gram) - 1) * torch.eye(len(self.gram), dtype=torch.float64, device=self.gram.device)
         found, shares = [], []
         for shrinkage, unexplained in choices:
             rest, kept = shrinkage * self.variance, math.sqrt(1 - shrinkage)
             variance = signal**2 * rest + level**2
-            # Normal equations of w given both observations; its prior precision is N - 1.
-            matrix = prior + (signal * kept) ** 2 / variance * self.gram
+            # Normal equations of w given both observations, in a basis in which their matrix is diagonal.
             right = signal * kept / variance * along_examples
             if self.has_features and math.isfinite(unexplained):
-                matrix = matrix + self.feature_gram / unexplained
                 right = right + (self._scaled(features) @ self.feature_centred.T).double() / unexplained
-            found.append(kept * torch.linalg.solve(matrix, right.T).T)
+            basis, values = self._basis(unexplained)
+            found.append(kept * (right @ basis / (1 + (signal * kept) ** 2 / variance * values) @ basis.T))
             shares.append(signal * rest / variance)
         # All choices in one product, because reading the examples takes most of the time.
         expected = (torch.cat(found).to(noisy.dtype) @ self.centred).view(len(choices), *noisy.shape)
         share = torch.tensor(shares, dtype=noisy.dtype, device=noisy.device).view(-1, 1, 1)
         return self.mean + expected + share * (observed - signal * expected)
+
+    def _basis(self, unexplained: float) -> tuple[Tensor, Tensor]:
+        """Return W and e with W^T P W = 1 and W^T G W = diag(e), found once for each unexplained variance.
+
+        P is the precision of the prior of w, N - 1, plus that of the features; G is the examples' Gram matrix.
+        """
+        if unexplained not in self._bases:
+            precision = (len(self.gram) - 1) * torch.eye(len(self.gram), dtype=torch.float64, device=self.gram.device)
+            if self.has_features and math.isfinite(unexplained):
+                precision = precision + self.feature_gram / unexplained
+            lower = torch.linalg.cholesky(precision)
+            half = torch.linalg.solve_triangular(lower, self.gram, upper=False)
+            values, vectors = torch.linalg.eigh(torch.linalg.solve_triangular(lower, half.T, upper=False))
+            basis = torch.linalg.solve_triangular(lower.T, vectors, upper=True)
+            self._bases[unexplained] = basis, values.clamp_min(0)
+        return self._bases[unexplained]
 
     def draw(self, white: Tensor, weights: Tensor) -> Tensor:
         """Return latents drawn from the Gaussian, with the smallest shrinkage, from white noise (B, ...) and (B, N)."""

@@ -12,7 +12,8 @@ import torch
 from scipy import ndimage
 
 from data import transforms
-from data.transforms import NETWORK_RANGE, from_unit, load_volume, posed_anew, random_part, restore, to_unit
+from data.poses import random_pose
+from data.transforms import NETWORK_RANGE, from_unit, in_pose, load_volume, random_part, restore, to_unit
 from settings import DataError
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
@@ -280,8 +281,8 @@ def test_a_new_pose_moves_a_volume_a_little_and_keeps_its_detail() -> None:
     image = (noise / noise.abs().max()).float()
     image[:, 11:13, 9:11, 13:15] = 1.0
     spacing = np.array([1.0, 1.0, 2.5])
-    poses = [posed_anew(image, spacing, np.random.default_rng(n)) for n in range(8)]
-    assert torch.equal(poses[0], posed_anew(image, spacing, np.random.default_rng(0)))
+    poses = [in_pose(image, random_pose(spacing, np.random.default_rng(n))) for n in range(8)]
+    assert torch.equal(poses[0], in_pose(image, random_pose(spacing, np.random.default_rng(0))))
     for pose in poses:
         assert pose.shape == image.shape
         assert pose.abs().max() <= 1

@@ -64,7 +64,7 @@ def effect(values, volume, is_right: bool, masks: tuple[VolumeFile, ...] = ()):
     files = (*split.train, *split.val)
     images = [load_file(file, settings.data).image for file in files]
 
-    def read(number: int, variant: int) -> Tensor:
+    def read(number: int, variant: int, copy: int) -> Tensor:
         return torch.cat([images[number] if is_right else -images[number], torch.ones(1, 16, 16, 16)])
 
     numbers = {file.name: number for number, file in enumerate(files)}

@@ -199,12 +199,12 @@ def kinds(number: int = NUM_TRAIN + NUM_HELD_OUT) -> dict[str, dict[str, Any]]:
     channels = known[:, :, None, None, None].expand(-1, -1, 8, 8, 8)
     noise = torch.randn(number, 2, 8, 8, 8, generator=torch.Generator().manual_seed(9))
     return {
-        "joined": {"joined": {LABEL_MAP: lambda place, variant: channels[place]}},
+        "joined": {"joined": {LABEL_MAP: lambda place, variant, copy: channels[place]}},
         "numbers": {"vectors": known},
         "scan": {"scans": known},
         "numbers beside channels of noise": {
             "vectors": known,
-            "joined": {LABEL_MAP: lambda place, variant: noise[place]},
+            "joined": {LABEL_MAP: lambda place, variant, copy: noise[place]},
         },
     }
 
