@@ -83,7 +83,9 @@ def document(ask: Asker, grid: tuple[int, ...] | None = None) -> str:
     lines = [
         *_INTRODUCTION,
         *_cumulative_table("The ladder, the same mathematics first", SAME_FIRST, [a.result() for a in first]),
-        *_cumulative_table("The same knobs by rules of thumb", RULES_ORDER, [a.result() for a in second]),
+        *_cumulative_table(
+            "For comparison: the order of the rules of thumb", RULES_ORDER, [a.result() for a in second]
+        ),
         *_combinations({name: answer.result() for name, answer in combined.items()}, plain.result(), presets),
         "## One technique at a time",
         "",
@@ -167,7 +169,11 @@ _INTRODUCTION = [
     "others have published. Compute counts convolutions, matrix products and attention.",
     "",
     "**Same mathematics** knobs leave every gradient unchanged up to rounding, and may change when a run resumes.",
-    "**Different mathematics** knobs change what is learned. For your own config and GPU:",
+    "**Different mathematics** knobs change what is learned.",
+    "",
+    "When a step does not fit, in this order: mixed precision and lean blocks, which the other sections assume; a",
+    "smaller batch with more accumulation; checkpointing; slabs; offload; then what changes the mathematics, with the",
+    "grid last. For your own config and GPU:",
     "`python scripts/oom_ladder.py --config configs/high_res.yaml --budget-gb 8`.",
     "",
 ]
@@ -207,6 +213,8 @@ def _combinations(answers: dict[str, Any], plain: Any, presets: dict[str, Settin
     lines = [
         "## The combinations",
         "",
+        "A, B and C are what rules of thumb recommend for GPUs of 24, 32, and 40 GB and more: A has narrow networks",
+        "and recomputes to save memory, B recomputes nothing, C has the widest networks and more attention.",
         "Needed is what the whole run of stage 1 reserves, with the CUDA context. Hours are lower bounds for both",
         f"stages on {card.name}.",
         "",

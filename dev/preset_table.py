@@ -16,13 +16,14 @@ from settings import ConfigError, Settings, load_settings
 from storage.reading import read_text, reason
 
 if TYPE_CHECKING:
+    from dev.guide.knobs import Knob
     from dev.guide.stored import StoredPredictor
     from memory.predict import Prediction, Predictor
 
 ROOT = Path(__file__).resolve().parent.parent
 READMES = ("README.md", "README.zh-CN.md")
 BEGIN, END = "<!-- presets: begin (dev/preset_table.py) -->", "<!-- presets: end -->"
-HEADER = re.compile(r"^# Predicted need, .*$", re.MULTILINE)
+HEADER = re.compile(r"^# Predicted .*?(?=^# Start: )", re.MULTILINE | re.DOTALL)
 GPU = "RTX 4090"
 COLUMNS = (
     "preset",
@@ -62,6 +63,8 @@ class Preset:
 def main(options: argparse.Namespace) -> int:
     """Predict every preset, put the table between the markers, the peaks into the headers; keep the predictions."""
     from dev.guide import stored
+    from dev.guide.knobs import predict_knobs
+    from memory.ladder.walk import NUM_WORKERS
 
     readmes = [Path(name) for name in options.readme or [ROOT / name for name in READMES]]
     texts = {readme: _read(readme) for readme in readmes}
@@ -69,11 +72,15 @@ def main(options: argparse.Namespace) -> int:
         if BEGIN not in text or END not in text:
             raise ConfigError(f"{readme}: the markers of the table are missing; write the two lines {BEGIN} and {END}")
     presets = predict_presets()
+    predictor = stored.RecordingPredictor(NUM_WORKERS)
+    with predictor:
+        changed = predict_knobs([preset.settings for preset in presets], predictor)
     current = {readme: with_table(text, presets) for readme, text in texts.items()}
     for preset in presets:
         config = ROOT / "configs" / f"{preset.settings.name}.yaml"
-        current[config] = HEADER.sub(header(preset), config.read_text(encoding="utf-8"), count=1)
-    current[stored.PATH] = stored.updated("presets", answers(presets))
+        text = header(preset, changed[preset.settings.name])
+        current[config] = HEADER.sub(text, config.read_text(encoding="utf-8"), count=1)
+    current[stored.PATH] = stored.updated({"presets": answers(presets), "knobs": predictor.answers})
     stale = [path for path, text in current.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if options.check and stale:
         names = ", ".join(path.name for path in stale)
@@ -131,11 +138,24 @@ def with_table(text: str, presets: list[Preset]) -> str:
     return f"{head}{BEGIN}\n{preset_table(presets)}\n{END}{tail}"
 
 
-def header(preset: Preset) -> str:
-    """Return the line of a preset's header that states its predicted peaks."""
-    first, second = _gib(preset.first.required_bytes), _gib(preset.second.required_bytes)
-    need = f"{first} in stage 1, {second} in stage 2"
-    return f"# Predicted need, with the CUDA context: {need} (written by dev/preset_table.py)"
+def header(preset: Preset, changed: list[tuple[Knob, Prediction]]) -> str:
+    """Return the lines of a preset's header that state what it needs, and what it would need with one change."""
+    from dev.guide.knobs import knob_lines
+
+    lines = [
+        f"# Predicted by dev/preset_table.py: memory with the CUDA context, least hours on an {GPU}; "
+        "(x): relative compute.",
+        *knob_lines(f"Stage 1: {_need(preset.first)}", "autoencoder", preset.first, changed),
+        *knob_lines(f"Stage 2: {_need(preset.second)}", "ldm", preset.second, changed),
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _need(stage: Prediction) -> str:
+    from memory.kernels.gpus import check_gpu
+
+    hours = f"{stage.hours(check_gpu(GPU)):.1f}"
+    return f"{_gib(stage.required_bytes)}, {'under 0.1' if hours == '0.0' else hours} h"
 
 
 def preset_table(presets: list[Preset]) -> str:

@@ -66,7 +66,9 @@ class AutoencoderTraining(TrainingSettings):
         "How checkpoints keep the inputs of blocks: as they are, or in 8 bits, which changes gradients slightly.",
     )
     slab_rows: CountOrZero = key(
-        0, "Run the highest-resolution blocks this many rows at a time, with the same result; 0: whole.", SAME
+        0,
+        "Run the highest-resolution blocks this many rows of the first axis at a time, with the same result; 0: whole.",
+        SAME,
     )
     trainable: Literal["all", "decoder"] = key(
         "all",
@@ -84,7 +86,11 @@ class AutoencoderTraining(TrainingSettings):
     edge_weight: float = key(
         0.0, "Weight of the error, l1 or l2 too, of differences between neighbouring voxels; 0: no such term.", ge=0
     )
-    kl_weight: float = key(1e-6, "Weight of the KL term, in nats per voxel.", ge=0)
+    kl_weight: float = key(
+        1e-6,
+        "Weight of the KL term, in nats per voxel; larger: latents that stage 2 learns more easily, blurrier volumes.",
+        ge=0,
+    )
     adversarial_weight: float = key(0.01, "Weight of the adversarial term; 0: no discriminator.", ge=0)
     adversarial_start_step: CountOrZero = key(1000, "Step at which the discriminator and the adversarial term start.")
     discriminator_learning_rate: float = key(1e-4, "Adam's step size for the discriminator.", gt=0)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from settings.errors import Problem
 from settings.section import FREE, SAME, WITHOUT_NUL, PathText, Section, Triple, TripleMm, key, section
@@ -52,8 +52,21 @@ def _pick(value: Any, number: int) -> Any:
     return value[number] if isinstance(value, tuple) else value
 
 
+def _show_cache_rate(schema: dict[str, Any]) -> None:
+    """Tell editors the other way to write `prepared`, which is no key of its own."""
+    schema["properties"]["cache_rate"] = {
+        "description": "0: as without it; above 0: prepared: memory. Ignored if prepared is given.",
+        "maximum": 1,
+        "minimum": 0,
+        "title": "Cache Rate",
+        "type": "number",
+    }
+
+
 class DataSettings(Section):
     """The `data` section."""
+
+    model_config = ConfigDict(json_schema_extra=_show_cache_rate)
 
     source: PathText = key(
         "phantoms",
@@ -97,7 +110,7 @@ class DataSettings(Section):
     prepared: Literal["disk", "memory", "none"] = key(
         "disk",
         "Where volumes are kept once they are on the grid: in files that all runs share, in host memory, or nowhere, "
-        "so that each use reads the source again. The older key cache_rate is still read; above 0 it means memory.",
+        "so that each use reads the source again. cache_rate is read too: above 0 it means memory.",
         SAME,
     )
     num_workers: Workers | Literal["auto"] = key(

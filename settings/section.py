@@ -78,7 +78,11 @@ class TrainingSettings(Section):
     """Training keys that both stages share."""
 
     batch_size: Count = key(1, "Volumes per micro-batch; memory grows with it.", SAME)
-    gradient_accumulation_steps: Count = key(1, "Micro-batches whose gradients are summed before one update.", SAME)
+    gradient_accumulation_steps: Count = key(
+        1,
+        "Micro-batches whose gradients are summed before one update; keep its product with batch_size to keep updates.",
+        SAME,
+    )
     max_steps: Count = key(
         20000, "Number of updates; a run whose learning rate decays resumes only with the same number.", FREE
     )

@@ -86,8 +86,12 @@ def test_predictions_of_the_documents_are_current():
     quickstart = load_settings(ROOT / "configs" / "quickstart.yaml")
     small = base_settings().with_overrides({**AMP, **LEAN, **CHECKPOINTED, "data.patch_size": (64, 64, 64)})
     quality = load_settings(ROOT / "configs" / "quality.yaml")
+    accumulated = load_settings(ROOT / "configs" / "default.yaml").with_overrides(
+        {"autoencoder.training.batch_size": 1, "autoencoder.training.gradient_accumulation_steps": 4}
+    )
     chosen: tuple[tuple[str, Settings, Stage], ...] = (
         ("presets", quickstart, "ldm"),
+        ("knobs", accumulated, "autoencoder"),
         ("guide", small, "autoencoder"),
         ("readme", quality, "autoencoder"),
     )
@@ -100,7 +104,7 @@ def test_predictions_of_the_documents_are_current():
 
 
 def test_documents_with_the_same_step_have_the_same_figure():
-    sections = [read(name) for name in ("presets", "guide", "readme")]
+    sections = [read(name) for name in ("presets", "knobs", "guide", "readme")]
     shared = 0
     for one, other in itertools.combinations(sections, 2):
         for name in one.keys() & other.keys():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dev import preset_table, readme_output
+from dev.guide.knobs import predict_knobs
 from dev.guide.stored import StoredPredictor
 from scripts import oom_ladder
 from settings import ConfigError, load_settings
@@ -122,8 +123,10 @@ def test_preset_table_shows_the_stored_predictions(name):
     """Verbatim, from the predictions in docs/predictions.json, and so are the headers of the presets."""
     presets = preset_table.predict_presets(StoredPredictor("presets"))
     assert preset_table.with_table(TEXTS[name], presets) == TEXTS[name], "run python dev/preset_table.py"
+    changed = predict_knobs([preset.settings for preset in presets], StoredPredictor("knobs"))
     for preset in presets:
-        assert preset_table.header(preset) in (ROOT / "configs" / f"{preset.settings.name}.yaml").read_text()
+        text = (ROOT / "configs" / f"{preset.settings.name}.yaml").read_text()
+        assert preset_table.header(preset, changed[preset.settings.name]) in text, "run python dev/preset_table.py"
 
 
 def test_symptoms_quote_what_the_program_says(tmp_path):

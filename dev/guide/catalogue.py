@@ -54,8 +54,23 @@ CATALOGUE = (
         "function that saves only its input. Both implementations load the same weights.",
     ),
     Technique(
+        "Batch size with gradient accumulation",
+        f"`{TRAINING}.batch_size`, `.gradient_accumulation_steps`",
+        "memory falls in proportion to the batch; accumulation is free",
+        (
+            Point("batch 4", {**AMP, **LEAN, f"{TRAINING}.batch_size": 4}),
+            Point(
+                "batch 2, accumulated 2",
+                {**AMP, **LEAN, f"{TRAINING}.batch_size": 2, f"{TRAINING}.gradient_accumulation_steps": 2},
+            ),
+            Point("batch 1, accumulated 4", {**AMP, **LEAN, f"{TRAINING}.gradient_accumulation_steps": 4}),
+        ),
+        "First: one volume at a time costs no extra compute. Keep batch_size x gradient_accumulation_steps, and the "
+        "update is the same, because the discriminator uses instance norm and every loss term is a mean.",
+    ),
+    Technique(
         "Gradient checkpointing",
-        f"`{TRAINING}.use_gradient_checkpointing`, `.checkpoint_levels`",
+        f"`{TRAINING}.use_gradient_checkpointing`, `.checkpoint_levels`, `.use_nested_checkpointing`",
         "30 to 40 % less (elsewhere: 60 to 70 % of the activations), 15 to 30 % slower",
         (
             Point("lean, none", {**AMP, **LEAN}),
@@ -65,10 +80,28 @@ CATALOGUE = (
             Point("lean, all levels", {**AMP, **LEAN, **CHECKPOINTED}),
             Point("lean, all levels, nested", {**AMP, **LEAN, **CHECKPOINTED, **NESTED}),
         ),
-        "Turn this on first when a step does not fit. MONAI checkpoints whole networks, so backward recomputes "
-        "everything at once; here each block is recomputed on its own. It is active only during training with "
-        "gradients enabled, and gradients stay bit-identical. In code: `gradient_checkpointing_enable()` and "
-        "`gradient_checkpointing_disable()`, which log what they cover.",
+        "When a batch of 1 does not fit. MONAI checkpoints whole networks, so backward recomputes "
+        "everything at once; here each block is recomputed on its own. Nested: the whole encoder is a checkpoint too, "
+        "and upsampled volumes are computed again; by default on with slabs, unless offloaded. Checkpointing is "
+        "active only during training with gradients enabled, and gradients stay bit-identical. In code: "
+        "`gradient_checkpointing_enable()` and `gradient_checkpointing_disable()`, which log what they cover.",
+    ),
+    Technique(
+        "Slabs",
+        f"`{TRAINING}.slab_rows`",
+        "cut a volume into pieces when nothing else helps",
+        (
+            Point("checkpointing, nested", {**AMP, **LEAN, **CHECKPOINTED, **NESTED}),
+            Point("slabs of 32 rows", {**AMP, **LEAN, **CHECKPOINTED, **slabs(32)}),
+            Point("slabs of 16 rows", {**AMP, **LEAN, **CHECKPOINTED, **slabs(16)}),
+            Point("slabs of 8 rows", {**AMP, **LEAN, **CHECKPOINTED, **slabs(8)}),
+            Point("slabs of 8 rows, offload", {**AMP, **LEAN, **CHECKPOINTED, **slabs(8), **OFFLOAD}),
+        ),
+        "When checkpointing is not enough: blocks at the highest resolution run so many rows of the first axis at a "
+        "time. Unlike patches or a sliding window, slabs do not change the result: statistics cover "
+        "the whole volume, neighbouring slabs share their borders, and gradients agree with the undivided step up to "
+        "rounding. The same slabs decode whole volumes without seams, in less than a third of the memory of an "
+        "undivided decode in fp32 (slabs of 8 rows).",
     ),
     Technique(
         "Offload of checkpoint inputs",
@@ -79,7 +112,7 @@ CATALOGUE = (
             Point("checkpointing, nested", {**AMP, **LEAN, **CHECKPOINTED, **NESTED}),
             Point("checkpointing, offload", {**AMP, **LEAN, **CHECKPOINTED, **OFFLOAD}),
         ),
-        "Use it when the GPU is full and the host has memory to spare: block inputs are kept in pinned host memory and "
+        "When slabs are not enough and the host has memory to spare: block inputs are kept in pinned host memory and "
         "copied back while backward computes. It replaces nesting, which would recompute what the host already keeps. "
         "Only upsampled volumes, the largest, are computed again instead of copied.",
     ),
@@ -93,41 +126,10 @@ CATALOGUE = (
             Point("checkpointing, offload", {**AMP, **LEAN, **CHECKPOINTED, **OFFLOAD}),
             Point("checkpointing, offload, int8", {**AMP, **LEAN, **CHECKPOINTED, **OFFLOAD, **INT8}),
         ),
-        "Use it if the same mathematics is not enough, before smaller networks. On small networks in fp32, int8 moved "
+        "When the same mathematics is not enough, before smaller networks. On small networks in fp32, int8 moved "
         "the gradient by 0.1 to 0.5 %, compared with double precision; bf16 alone moves it by 0.4 to 1.4 % (batches of "
         "1 to 4; a test holds int8 below bf16). The conversions move more bytes than they keep.",
         promise="different mathematics",
-    ),
-    Technique(
-        "Slabs",
-        f"`{TRAINING}.slab_rows`",
-        "cut a volume into pieces when nothing else helps",
-        (
-            Point("checkpointing, nested", {**AMP, **LEAN, **CHECKPOINTED, **NESTED}),
-            Point("slabs of 32 rows", {**AMP, **LEAN, **CHECKPOINTED, **slabs(32)}),
-            Point("slabs of 16 rows", {**AMP, **LEAN, **CHECKPOINTED, **slabs(16)}),
-            Point("slabs of 8 rows", {**AMP, **LEAN, **CHECKPOINTED, **slabs(8)}),
-            Point("slabs of 8 rows, offload", {**AMP, **LEAN, **CHECKPOINTED, **slabs(8), **OFFLOAD}),
-        ),
-        "For grids at the limit. Unlike patches or a sliding window, slabs do not change the result: statistics cover "
-        "the whole volume, neighbouring slabs share their borders, and gradients agree with the undivided step up to "
-        "rounding. The same slabs decode whole volumes without seams, in less than a third of the memory of an "
-        "undivided decode in fp32 (slabs of 8 rows).",
-    ),
-    Technique(
-        "Batch size with gradient accumulation",
-        f"`{TRAINING}.batch_size`, `.gradient_accumulation_steps`",
-        "memory falls in proportion to the batch; accumulation is free",
-        (
-            Point("batch 4", {**AMP, **LEAN, f"{TRAINING}.batch_size": 4}),
-            Point(
-                "batch 2, accumulated 2",
-                {**AMP, **LEAN, f"{TRAINING}.batch_size": 2, f"{TRAINING}.gradient_accumulation_steps": 2},
-            ),
-            Point("batch 1, accumulated 4", {**AMP, **LEAN, f"{TRAINING}.gradient_accumulation_steps": 4}),
-        ),
-        "Try this before anything that recomputes: one volume at a time costs no extra compute. The update is the "
-        "same, because the discriminator uses instance norm and every loss term is a mean.",
     ),
     Technique(
         "Perceptual loss off, or in chunks",

@@ -67,13 +67,14 @@ def read(section: str) -> Answers:
 
 def write(section: str, answers: Mapping[str, Mapping[str, Any]]) -> None:
     """Replace one section of the file."""
-    PATH.write_text(updated(section, answers), encoding="utf-8")
+    PATH.write_text(updated({section: answers}), encoding="utf-8")
 
 
-def updated(section: str, answers: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the file's text with one section replaced, a line for each question and each answer."""
+def updated(changed: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Return the file's text with some sections replaced, a line for each question and each answer."""
     sections = json.loads(PATH.read_text(encoding="utf-8")) if PATH.is_file() else {}
-    sections[section] = {name: kept(answer, section) for name, answer in answers.items()}
+    for section, answers in changed.items():
+        sections[section] = {name: kept(answer, section) for name, answer in answers.items()}
     blocks = [f"{json.dumps(name)}: {_block(sections[name])}" for name in sorted(sections)]
     return "{\n" + ",\n".join(blocks) + "\n}\n"
 

@@ -52,4 +52,4 @@ class LaidOut:
                     setattr(module, name, nn.Parameter(values, requires_grad=parameter.requires_grad))
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if buffer.dim() == 5:
-                    module.register_buffer(name, buffer.contiguous(memory_format=layout))
+                    setattr(module, name, buffer.contiguous(memory_format=layout))

@@ -40,5 +40,6 @@ def test_every_plan_of_the_table_uses_its_budget_or_says_why_not() -> None:
             assert len(shares) == 2
             for stage, share in enumerate(shares, start=1):
                 explained = f"- {budget} GB: stage {stage} uses" in section
-                # Shares are rounded, so one on the limit may be on either side.
-                assert explained if share < 100 * LEAST_SHARE - 1 else share <= 95
+                # Shares are rounded, so one on the limit may be on either side. The margin is a part of the training
+                # step, so a run that needs the most for decoding comes close to its budget.
+                assert explained if share < 100 * LEAST_SHARE - 1 else share <= 98

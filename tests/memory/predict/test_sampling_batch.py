@@ -36,20 +36,23 @@ def test_guidance_takes_twice_the_memory(tiny_values):
     assert _denoising_bytes(guided, False, 2) == pytest.approx(_denoising_bytes(plain, False, 4), rel=0.05)
 
 
+@pytest.mark.parametrize("batch_size", [2, 3])
 @pytest.mark.parametrize(
     ("sampler", "steps", "timesteps", "passes"), [("rflow", 1, 1, 1), ("rflow", 5, 9, 5), ("heun", 5, 9, 9)]
 )
-def test_previews_take_the_passes_and_decodings_of_all_samples(tiny_values, sampler, steps, timesteps, passes):
+def test_previews_take_the_passes_and_decodings_of_all_samples(
+    tiny_values, sampler, steps, timesteps, passes, batch_size
+):
+    tiny_values["ldm"]["training"]["batch_size"] = batch_size
     tiny_values["ldm"] |= {
         "scheduler": {"type": "rflow", "num_train_timesteps": timesteps},
         "sampling": {"sampler": sampler, "num_inference_steps": steps},
     }
     settings = Settings.model_validate(tiny_values)
-    assert settings.ldm.training.batch_size == 2
     # A pass is one operation, a decoding a thousand.
     taken = sum(num_predictions(_shortened(settings).ldm))
     assert sum(num_predictions(settings.ldm)) == passes
-    operations = (NUM_LEVELS, 2 * taken + 1000, 1000)
+    operations = (NUM_LEVELS, batch_size * taken + 1000, 1000)
     losses, drawn, decoded = (Done({("convolution", (1,), "float32"): Work(flops=n)}) for n in operations)
     (total,) = _all_previews(settings, losses, drawn, decoded).values()
     assert total.flops == pytest.approx(4 * passes + 4000, abs=2)
