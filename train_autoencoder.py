@@ -10,7 +10,7 @@ import logging
 import sys
 from functools import partial
 
-from command_line import INTERRUPTED, add_training, overrides_of, parser, run
+from runtime.cli import INTERRUPTED, add_training, overrides_of, parser, run
 from settings import Settings, load_settings
 
 log = logging.getLogger("train_autoencoder")
@@ -27,10 +27,9 @@ def main(options: argparse.Namespace) -> int:
 def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     """Train, resuming from the newest checkpoint if there is one; return the exit code."""
     from data import BatchPlan, prepare_volumes, training_batches, validation_batches
-    from evaluation.autoencoder_validation import validate_autoencoder
+    from evaluation.report import publish, show_validation
     from losses import ensure_perceptual_weights
     from memory.watch.memory_watch import MemoryWatch
-    from report import publish, show_validation
     from runtime.processes import processes
     from training.autoencoder_step import AutoencoderStep
     from training.checkpoints import Checkpoints
@@ -39,6 +38,7 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from training.resume import resume, save
     from training.run_setup import check_run, describe_run, open_run
     from training.summary import summarise, warn_of_stage_two
+    from training.validation.autoencoder_validation import validate_autoencoder
 
     check_run(settings, is_dry_run)
     with processes(settings.device) as process, MemoryWatch(settings, "autoencoder", process, is_dry_run, gpu) as watch:

@@ -10,7 +10,7 @@ import logging
 import sys
 from functools import partial
 
-from command_line import INTERRUPTED, add_training, overrides_of, parser, run
+from runtime.cli import INTERRUPTED, add_training, overrides_of, parser, run
 from settings import Settings, load_settings
 
 log = logging.getLogger("train_ldm")
@@ -29,10 +29,9 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from data import BatchPlan, prepare_volumes
     from diffusion.conditioning import check_conditions
     from diffusion.latents import prepare_latents, pretrained_unet
-    from diffusion.volume_codec import frozen_codec
-    from evaluation.ldm_validation import LdmValidation, RealVolumes
+    from evaluation.report import publish, show_validation
     from memory.watch.memory_watch import MemoryWatch
-    from report import publish, show_validation
+    from models.volume_codec import frozen_codec
     from runtime.processes import processes
     from training.checkpoints import Checkpoints
     from training.finished_weights import export
@@ -41,6 +40,7 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from training.resume import resume, save
     from training.run_setup import check_run, describe_run, open_run
     from training.summary import summarise
+    from training.validation.ldm_validation import LdmValidation, RealVolumes
 
     check_run(settings, is_dry_run)
     with processes(settings.device) as process, MemoryWatch(settings, "ldm", process, is_dry_run, gpu) as watch:

@@ -16,10 +16,10 @@ from typing import Any
 from data.files import dicom
 from data.formats import SUFFIXES, suffix_of
 from data.survey.names import folder_classes, label_files
+from runtime.files.names import counted, printable
+from runtime.files.reading import read_text, reason
+from runtime.files.run_folder import RUNS
 from settings import DataError
-from storage.names import counted, printable
-from storage.reading import read_text, reason
-from storage.run_folder import RUNS
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from nibabel.filebasedimages import ImageFileError
 
 from data.files import arrays, dicom, itk, nifti
 from data.files.header import DamagedError, Header, Stored, UnsuitableError
+from runtime.files.atomic import replacing
+from runtime.files.names import printable
+from runtime.files.reading import check_regular
 from settings import DataError
-from storage.atomic import replacing
-from storage.names import printable
-from storage.reading import check_regular
 
 SUFFIXES = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd", ".dcm")
 

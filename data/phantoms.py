@@ -12,8 +12,8 @@ from scipy.ndimage import gaussian_filter
 from tqdm import tqdm
 
 from data.formats import write_nifti
+from runtime.files.locking import alone
 from settings import DataError
-from storage.locking import alone
 
 CLASS_NAMES = ("healthy", "lesion", "ventricles")
 

@@ -13,9 +13,9 @@ from data.formats import content_digest, read_stored, signature
 from data.geometry import geometry_of
 from data.intensity import flat_text, scale_to_network, unscalable_text
 from data.ranking import equal_neighbours, rank
+from runtime.files.names import printable
 from settings import DataError
 from settings.data import DataSettings
-from storage.names import printable
 
 
 @dataclass(frozen=True)

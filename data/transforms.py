@@ -17,9 +17,9 @@ from data.poses import Pose, random_rotation
 from data.preparation.store import PreparedError, PreparedFolder, missing_text
 from data.reading import VolumeFacts, measure, on_grid, unusable
 from data.volumes import VolumeFile
+from runtime.files.names import printable
 from settings import DataError
 from settings.data import DataSettings
-from storage.names import printable
 
 # Augmentation of intensities, in stage 1 only.
 LARGEST_GAIN = 0.1

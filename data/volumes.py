@@ -15,10 +15,10 @@ from data.preparation.checking import Checked, check_files
 from data.survey.names import class_folder, grouped, problem_lines
 from data.survey.overview import looks_like_labels
 from data.survey.patients import groups_of, parted_patients
+from runtime.files import run_folder
+from runtime.files.names import counted, printable
 from settings import DataError
 from settings.data import LEAST_HELD_OUT, DataSettings
-from storage import run_folder
-from storage.names import counted, printable
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from data import NETWORK_RANGE, LoadedVolume
-from diffusion.frozen_autoencoder import weights_digest
-from diffusion.volume_codec import VolumeCodec
 from models.bottleneck import VectorQuantiser
+from models.frozen_autoencoder import weights_digest
+from models.volume_codec import VolumeCodec
+from runtime.files.atomic import replacing
+from runtime.files.names import printable
 from settings import DataError, UserError
-from storage.atomic import replacing
-from storage.names import printable
 
 SUFFIX = "_codes.npz"
 

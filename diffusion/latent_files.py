@@ -17,9 +17,9 @@ from torch import Tensor
 from data.formats import content_digest
 from data.volumes import VolumeFile
 from models.weight_files import read_tensors, write_tensors
+from runtime.files.names import printable
+from runtime.files.reading import reason
 from settings import DataError, DataSettings
-from storage.names import printable
-from storage.reading import reason
 
 log = logging.getLogger(__name__)
 

@@ -22,16 +22,16 @@ from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, in_pose,
 from data.pairs.pairs import NO_PAIRS, Pairs
 from data.poses import Pose, random_pose
 from diffusion.conditioning.conditions import Conditions, Poses, prepare_conditions
-from diffusion.frozen_autoencoder import latents_digest
 from diffusion.latent_batches import LatentBatch, collate, latent_batches, with_conditions
 from diffusion.latent_files import LatentFacts, LatentFolder, digest_of, latent_key
 from diffusion.normalisation import MeanLatent, Normalisation, Statistics
 from diffusion.pretrained import pretrained_unet
-from diffusion.volume_codec import VolumeCodec
+from models.frozen_autoencoder import latents_digest
+from models.volume_codec import VolumeCodec
+from runtime.files.names import counted
+from runtime.files.run_folder import LATENTS
 from runtime.processes import Process
 from settings import ConfigError, DataSettings, Settings
-from storage.names import counted
-from storage.run_folder import LATENTS
 
 __all__ = ["Latents", "prepare_latents", "pretrained_unet", "stage_two_data"]
 

@@ -7,10 +7,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from diffusion.frozen_autoencoder import accepted_digests
 from diffusion.normalisation import Normalisation
 from models import StockAutoencoder
 from models.arguments import unet_arguments
+from models.frozen_autoencoder import accepted_digests
 from models.weight_files import load_weights
 from settings import CheckpointError, Settings, restored
 

@@ -13,7 +13,7 @@ from diffusion.conditioning.conditions import empty_condition
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
 from diffusion.samplers import SAMPLERS
-from diffusion.volume_codec import VolumeCodec
+from models.volume_codec import VolumeCodec
 from runtime.randomness import SampleNoise
 from settings import Settings
 from settings.ldm import LdmSettings

@@ -12,12 +12,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import VolumeFile, load_file, to_unit
-from diffusion.volume_codec import VolumeCodec
-from evaluation.pair_metrics import ms_ssim, occupancy, psnr, ssim
 from evaluation.sharpness import compare_sharpness, sharpness_of
 from evaluation.trained_run import check_finite
+from models.volume_codec import VolumeCodec
+from runtime.files.names import printable
 from settings import DataSettings
-from storage.names import printable
+from training.validation.pair_metrics import ms_ssim, occupancy, psnr, ssim
 
 
 def evaluate_reconstructions(

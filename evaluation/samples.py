@@ -16,20 +16,20 @@ from data import VolumeFile, load_file, to_unit
 from diffusion.conditioning import Condition
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
-from diffusion.volume_codec import VolumeCodec
 from evaluation.fid import PLANES, frechet_distance, slice_features
-from evaluation.set_metrics import (
+from evaluation.sharpness import compare_sharpness, laplacian_kurtosis, sharpness_of
+from evaluation.trained_run import check_finite
+from models.volume_codec import VolumeCodec
+from runtime.files.names import printable
+from runtime.randomness import SampleNoise
+from settings import DataSettings, Settings
+from training.validation.set_metrics import (
     mean_pairwise_ms_ssim,
     nearest,
     precision_and_recall,
     summary_vector,
 )
-from evaluation.sharpness import compare_sharpness, laplacian_kurtosis, sharpness_of
-from evaluation.skill import LinearDenoiser
-from evaluation.trained_run import check_finite
-from runtime.randomness import SampleNoise
-from settings import DataSettings, Settings
-from storage.names import printable
+from training.validation.skill import LinearDenoiser
 
 MEMORISED_RATIO = 0.5
 """A sample counts as memorised when its distance to the nearest training volume is below this share of the median

@@ -12,15 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from data.pairs.numbers import NumberCode
-from diffusion.frozen_autoencoder import accepted_digests, autoencoder_of, autoencoder_path, load_autoencoder
 from diffusion.normalisation import Normalisation
-from diffusion.volume_codec import VolumeCodec
 from models import DiffusionUNet, StockAutoencoder, build_unet
+from models.frozen_autoencoder import accepted_digests, autoencoder_of, autoencoder_path, load_autoencoder
+from models.volume_codec import VolumeCodec
 from models.weight_files import load_state, load_weights
+from runtime.files.run_folder import RunFolder
 from runtime.precision import Precision
 from runtime.processes import choose_device
 from settings import CheckpointError, Settings, load_settings, restored
-from storage.run_folder import RunFolder
 from training.checkpoints import Checkpoints
 from training.resume import changed_settings
 

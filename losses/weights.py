@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from runtime.files.atomic import replacing
+from runtime.files.reading import check_regular
 from settings import ConfigError, Problem
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
-from storage.atomic import replacing
-from storage.reading import check_regular
 
 KEY = "autoencoder.training.perceptual.weights"
 # A socket's timeout does not cover the name lookup, so the whole attempt to connect has a limit of its own.

@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from runtime.files.atomic import replacing
+from runtime.files.reading import check_regular, reason
 from settings import CheckpointError, TrainingError
-from storage.atomic import replacing
-from storage.reading import check_regular, reason
 
 _METADATA = "metadata."
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from command_line import OUT_OF_MEMORY
 from runtime import cublas
+from runtime.cli import OUT_OF_MEMORY
 from runtime.precision import ONEDNN_LIMIT, onednn_limit
 from settings import ConfigError, DeviceSettings, Problem, TrainingError, UserError
 

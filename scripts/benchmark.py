@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import check_output_file, check_output_folder, parser, run, write_output
+from runtime.cli import check_output_file, check_output_folder, parser, run, write_output
 from settings import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,7 +86,7 @@ def main(options: argparse.Namespace) -> int:
         results[part] = measure(part, sizes)
         results["seconds"] = round(time.perf_counter() - start, 1)
         write_output(path, json.dumps(results, indent=1) + "\n")
-    from benchmarks.document import write_document
+    from evaluation.benchmarks.document import write_document
 
     document = write_document(results, out)
     print(document.read_text())
@@ -98,7 +98,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _update_docs(results: dict[str, Any]) -> None:
     """Put the parts that were measured into docs/benchmarks.json and write the document from all of it."""
-    from benchmarks.document import write_document
+    from evaluation.benchmarks.document import write_document
 
     path = ROOT / "docs" / "benchmarks.json"
     known = json.loads(path.read_text()) if path.is_file() else {}
@@ -111,7 +111,7 @@ def measure(part: str, sizes: dict[str, Any]) -> Any:
     """Return the results of one part."""
     from tqdm import tqdm
 
-    from benchmarks import peaks, speed
+    from evaluation.benchmarks import peaks, speed
 
     with tqdm(desc=part, unit="", leave=False) as bar:
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import add_config, check_output_file, parser, run, write_output
+from runtime.cli import add_config, check_output_file, parser, run, write_output
+from runtime.files.names import counted, printable
 from settings import UserError, load_settings, look_up
-from storage.names import counted, printable
 
 # Unusual volumes that are shown; --json has all of them.
 MOST_SHOWN = 10
@@ -145,8 +145,8 @@ def _usable(source) -> tuple[list[str], list]:
 
 def _suggested(source, settings) -> dict | None:
     """Return the keys that bring the usable volumes to the grid of a plan with the networks of the config."""
-    from planning.fingerprint import fingerprint_of
-    from planning.suggestion import suggested_values
+    from memory.planning.fingerprint import fingerprint_of
+    from memory.planning.suggestion import suggested_values
 
     pairs = zip(source.found, source.checked, strict=True)
     usable = [(found, checked.facts) for found, checked in pairs if checked.facts and not checked.problems]

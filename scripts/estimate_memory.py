@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import add_config, check_output_file, parser, run, write_output
+from runtime.cli import add_config, check_output_file, parser, run, write_output
 from settings import ConfigError, Problem, load_settings
 
 LARGEST_GPUS = 4096

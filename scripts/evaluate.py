@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import at_least, check_output_file, parser, run, write_output
+from runtime.cli import at_least, check_output_file, parser, run, write_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from data import DataSplit
-    from diffusion.volume_codec import VolumeCodec
     from evaluation.trained_run import SampleFrame
+    from models.volume_codec import VolumeCodec
     from settings import Settings
 
 log = logging.getLogger("evaluate")
@@ -86,9 +86,9 @@ def main(options: argparse.Namespace) -> int:
     from diffusion.latents import stage_two_data
     from evaluation.fid import load_features
     from evaluation.reconstructions import evaluate_reconstructions
+    from evaluation.report import write_report
     from evaluation.trained_run import TrainedRun
-    from report import write_report
-    from storage.atomic import write_text
+    from runtime.files.atomic import write_text
 
     if options.json is not None:
         check_output_file(options.json)
@@ -152,8 +152,8 @@ def _evaluate_stage_two(
         similarity,
         training_volumes,
     )
-    from evaluation.skill import Skill
     from runtime.processes import Process
+    from training.validation.skill import Skill
 
     data = stage_two_data(settings.data)
     reference = load_reference(volumes.train, volumes.val, data)
@@ -203,7 +203,7 @@ def _without_nan(results: dict[str, Any]) -> dict[str, Any]:
 def _table(results: dict[str, Any]) -> str:
     """Return the results as text: one line per held-out volume, then the samples."""
     from evaluation.conditional.effect import effect_lines
-    from evaluation.skill import skill_in_words
+    from training.validation.skill import skill_in_words
 
     rows = [*results["reconstruction"]["volumes"], {"volume": "mean", **results["reconstruction"]["mean"]}]
     width = max(len(text) for text in ("reconstruction", *(str(row["volume"]) for row in rows)))

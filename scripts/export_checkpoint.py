@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import check_output_file, parser, run
+from runtime.cli import check_output_file, parser, run
 from settings import CheckpointError, restored
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
@@ -29,7 +29,7 @@ def main(options: argparse.Namespace) -> None:
     from models.exchange.networks import CLASSES, is_maisi, monai_arguments, monai_class, stock_network
     from models.exchange.weights import to_maisi_names
     from models.weight_files import load_weights, save_weights
-    from storage.atomic import replacing
+    from runtime.files.atomic import replacing
 
     state, metadata = load_weights(source)
     if metadata.get("stage") not in list(CLASSES) or not isinstance(metadata.get("settings"), dict):

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import above_zero, add_config, check_output_folder, parser, run
+from runtime.cli import above_zero, add_config, check_output_folder, parser, run
 from settings import CheckpointError, Settings, dump_yaml, load_settings, stored
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from storage.run_folder import RunFolder
+    from runtime.files.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ def main(options: argparse.Namespace) -> None:
     from diffusion.normalisation import Normalisation
     from models.exchange.weights import check_values, find_state, read_foreign_weights, to_our_names
     from models.weight_files import save_weights
-    from storage.atomic import write_text
-    from storage.run_folder import RunFolder
+    from runtime.files.atomic import write_text
+    from runtime.files.run_folder import RunFolder
     from training.run_setup import locked
 
     path = Path(options.weights)

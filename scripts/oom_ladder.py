@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import OUT_OF_MEMORY, add_config, check_output_file, parser, run, write_output
+from runtime.cli import OUT_OF_MEMORY, add_config, check_output_file, parser, run, write_output
+from runtime.files.names import printable
 from settings import ConfigError, Problem, load_settings
-from storage.names import printable
 
 if TYPE_CHECKING:
     from memory.ladder.walk import Ladder

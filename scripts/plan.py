@@ -15,10 +15,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import above_zero, check_output_file, parser, run, write_output
+from runtime.cli import above_zero, check_output_file, parser, run, write_output
+from runtime.files.names import printable
+from runtime.files.run_folder import SHARED_NAMES
 from settings import ConfigError, DataSettings, Problem, UserError, load_settings, read_overrides
-from storage.names import printable
-from storage.run_folder import SHARED_NAMES
 
 LARGEST_BUDGET_GB = 1_000_000
 NUM_WORKERS = 2
@@ -61,11 +61,11 @@ def main(options: argparse.Namespace) -> int:
     source = {"source": os.path.abspath(os.path.expanduser(options.data))}
     # The workers import what they need while the volumes are read.
     with Predictor(NUM_WORKERS, gpu.without_triton) as predictor:
+        from memory.planning.fingerprint import take_fingerprint
+        from memory.planning.plan import make_plan
+        from memory.planning.planner import Planner
+        from memory.planning.search import Asker
         from memory.watch.calibration import corrected
-        from planning.fingerprint import take_fingerprint
-        from planning.plan import make_plan
-        from planning.planner import Planner
-        from planning.search import Asker
 
         channels = given.get("autoencoder.in_channels")
         channels = channels if isinstance(channels, int) else None  # anything else is refused with the other settings
@@ -74,8 +74,8 @@ def main(options: argparse.Namespace) -> int:
             budget = round(options.budget_gb * GIB)
             asker = Asker(predictor, budget, gpu, partial(corrected, gpu_name=options.gpu), bar.advance)
             plan = make_plan(Planner(fingerprint, given, asker, _name(options)), options.hours)
-    from planning.parameters import count_parameters
-    from planning.text import as_yaml, describe_plan
+    from memory.planning.parameters import count_parameters
+    from memory.planning.text import as_yaml, describe_plan
 
     parameters = {row.name: count_parameters(row.settings) for row in plan.rows}
     if options.json is not None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import at_least, check_output_folder, parser, run
+from runtime.cli import at_least, check_output_folder, parser, run
 from settings import DataError, Settings
 
 if TYPE_CHECKING:
-    from diffusion.volume_codec import VolumeCodec
+    from models.volume_codec import VolumeCodec
 
 log = logging.getLogger("reconstruct")
 
@@ -59,9 +59,9 @@ def main(options: argparse.Namespace) -> int:
     from data import load_volume, restore
     from data.formats import write_nifti
     from diffusion.codes import SUFFIX, Codes, quantiser_of
-    from evaluation.pair_metrics import psnr, ssim
     from evaluation.trained_run import TrainedRun, check_finite
-    from storage.names import printable
+    from runtime.files.names import printable
+    from training.validation.pair_metrics import psnr, ssim
 
     check_output_folder(options.out)
     trained = TrainedRun(options.run, options.budget_gb, best="autoencoder" if options.best else None)
@@ -102,7 +102,7 @@ def _volumes_in(folder: Path, settings: Settings) -> dict[Path, str]:
     """Return the volumes of a folder by path, without label maps unless the run was trained on them."""
     from data.survey.names import grouped, problem_lines
     from data.volumes import check_source
-    from storage.names import counted, printable
+    from runtime.files.names import counted, printable
 
     asked = {"source": str(folder), "class_labels": None, "prepared": "none"}
     data = settings.data.model_copy(update=asked)
@@ -130,7 +130,7 @@ def _decode(source: Path, out: Path, codec: VolumeCodec) -> int:
     from data.formats import write_nifti
     from diffusion.codes import SUFFIX, Codes
     from evaluation.trained_run import check_finite
-    from storage.names import printable
+    from runtime.files.names import printable
 
     paths = [source] if source.is_file() else sorted(source.rglob(f"*{SUFFIX}"))
     if not paths:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import at_least, check_output_file, parser, run
+from runtime.cli import at_least, check_output_file, parser, run
 from settings import UserError
 
 log = logging.getLogger("report")
@@ -54,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
         if not os.path.isfile(folder / "config.yaml"):
             raise UserError(f"{folder}: no config.yaml; give the folder of a run, such as runs/quickstart")
     if options.serve:
-        from report.server import serve
+        from evaluation.report.server import serve
 
         serve(folders, options.port)
         return 0
@@ -63,8 +63,8 @@ def main(options: argparse.Namespace) -> int:
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix != ".html"]
     check_output_file(default if options.out is None else options.out, "--out", files)
     try:
-        from report import write_comparison
-        from report.predictions import add_predictions
+        from evaluation.report import write_comparison
+        from evaluation.report.predictions import add_predictions
 
         for folder in folders if options.predict else ():
             add_predictions(folder)

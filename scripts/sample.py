@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import at_least, check_output_folder, parser, run
+from runtime.cli import at_least, check_output_folder, parser, run
+from runtime.files.names import counted, printable
 from settings import Settings, UserError
-from storage.names import counted, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from diffusion.conditioning import Condition
     from diffusion.conditioning.given import GivenCondition
     from diffusion.conditioning.scan import GivenScan
-    from diffusion.volume_codec import VolumeCodec
+    from models.volume_codec import VolumeCodec
 
 MOST_AT_ONCE = 16
 """Larger batches are hardly faster, and the first volume is written later."""
@@ -111,8 +111,8 @@ def main(options: argparse.Namespace) -> int:
     from diffusion.conditioning.given import GivenFiles, check_class, given_conditions, given_numbers
     from diffusion.conditioning.scan import given_scan
     from diffusion.sampling import draw_volumes
-    from evaluation.pictures import Row, picture_of, save_picture
     from evaluation.trained_run import TrainedRun, check_finite
+    from training.validation.pictures import Row, picture_of, save_picture
 
     trained = TrainedRun(options.run, options.budget_gb, best="ldm" if options.best else None)
     out = trained.folder.path / "samples" if options.out is None else Path(options.out)

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from runtime.files.names import counted
 from settings.errors import Problem
 from settings.section import FREE, SAME, WITHOUT_NUL, PathText, Section, Triple, TripleMm, key, section
-from storage.names import counted
 
 Mode = Literal["percentile", "window"]
 _PerChannel = Field(strict=False, min_length=1, max_length=1024)

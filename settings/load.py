@@ -15,6 +15,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from runtime.files.names import counted
 from settings import migrations
 from settings.dotted import assign, has_key, look_up, overlap, remove
 from settings.errors import CheckpointError, ConfigError, Problem
@@ -22,7 +23,6 @@ from settings.migrations import upgraded
 from settings.root import Settings
 from settings.section import WITHOUT_NUL, is_section
 from settings.yaml_reader import parse_value, read_document
-from storage.names import counted
 
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")
 _PATTERNS = {WITHOUT_NUL: "text without NUL characters"}

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from runtime.files.names import counted
+from runtime.files.run_folder import SHARED_NAMES
 from settings.autoencoder import bottleneck_problems
 from settings.conditioning.rules import conditioning_problems
 from settings.data import intensity_problems
 from settings.errors import Problem
-from storage.names import counted
-from storage.run_folder import SHARED_NAMES
 
 if TYPE_CHECKING:
     from settings.autoencoder import AutoencoderSettings

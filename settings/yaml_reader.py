@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from runtime.files.reading import read_text, reason
 from settings.errors import ConfigError, Problem
-from storage.reading import read_text, reason
 
 # A complete config has about 200 values in sections nested 4 deep.
 MOST_VALUES = 10_000

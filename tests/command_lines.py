@@ -49,7 +49,7 @@ def read_by_its_script(words: tuple[str, ...]) -> None:
 def parsed(script: str, arguments: list[str]) -> Any:
     """Return the options that a script passes to `run`; raise argparse's SystemExit if it rejects the arguments."""
     with (
-        mock.patch("command_line.run", return_value=0) as run,
+        mock.patch("runtime.cli.run", return_value=0) as run,
         mock.patch.object(sys, "argv", [script, *arguments]),
     ):
         try:

@@ -10,8 +10,8 @@ import numpy as np
 import yaml
 
 from data.formats import write_nifti
-from dev.support.tiny_config import TINY
 from tests.finished_run import export_autoencoder
+from tests.support.tiny_config import TINY
 
 AFFINE = np.array([[0, -2.0, 0, 40], [1.5, 0, 0, -10], [0, 0, 3.0, 5], [0, 0, 0, 1]])
 """Turned by a quarter about the third axis."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dev.support.tiny_config import TINY
-from dev.support.warm_start import WarmStart
+from tests.support.tiny_config import TINY
+from tests.support.warm_start import WarmStart
 
 ROOT = Path(__file__).resolve().parent.parent
 

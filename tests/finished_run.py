@@ -14,9 +14,9 @@ import pytest
 import torch
 import yaml
 
-from dev.support.tiny_config import TINY
 from settings import Settings, load_settings
 from tests.conftest import ROOT
+from tests.support.tiny_config import TINY
 
 
 def export_autoencoder(values: dict[str, Any], latent_gain: float = 1.0) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import yaml
 
-from dev.support.tiny_config import TINY
-from evaluation.previews import ViewerVolume, save_viewer_volumes
 from memory.watch.run_record import ladder_position
+from runtime.files.run_folder import RunFolder
 from settings import Settings, dump_yaml
-from storage.run_folder import RunFolder
+from tests.support.tiny_config import TINY
+from training.validation.previews import ViewerVolume, save_viewer_volumes
 
 PREDICTION = {
     "peak_allocated_bytes": 900 << 20,

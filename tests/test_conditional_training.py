@@ -19,13 +19,13 @@ from diffusion.conditioning import check_conditions
 from diffusion.conditioning.conditions import prepare_conditions
 from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import prepare_latents
-from diffusion.volume_codec import VolumeCodec, frozen_codec
-from evaluation.pictures import LINE, Row, picture_of, planes_at
+from models.volume_codec import VolumeCodec, frozen_codec
 from models.weight_files import load_weights
 from runtime.processes import Process
 from settings import ConfigError, DataError, load_settings
 from tests.conditional_run import AFFINE, LABEL_MAPS, conditional_config
 from tests.finished_run import run_here, train_ldm
+from training.validation.pictures import LINE, Row, picture_of, planes_at
 
 VOLUME = "ldm.conditioning.volume"
 HOLE = [f"{VOLUME}.source=target", f"{VOLUME}.degrade.hole=[6,6,6]"]

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dev import memory_guide
-from dev.guide.stored import StoredPredictor, kept, question, read
-from dev.guide.techniques import AMP, CHECKPOINTED, LEAN, SAME_FIRST, base_settings
 from memory.predict import Predictor
 from memory.predict.prediction import Stage
+from scripts.dev import memory_guide
+from scripts.dev.guide.stored import StoredPredictor, kept, question, read
+from scripts.dev.guide.techniques import AMP, CHECKPOINTED, LEAN, SAME_FIRST, base_settings
 from settings import Settings, load_settings
 from tests.command_lines import commands, help_of, read_by_its_script
 from tests.nested_values import leaves
-from tests.test_architecture import ARROWS, CODE, PACKAGES
+from tests.test_architecture import ARROWS, SOURCES
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = [
@@ -77,7 +77,7 @@ def test_memory_guide_shows_the_stored_predictions():
     """Verbatim: every technique, figure and sentence, from the predictions in docs/predictions.json."""
     text = memory_guide.document(memory_guide.Asker(StoredPredictor("guide"), bar=None))
     assert text == (ROOT / "docs" / "memory_guide.md").read_text(encoding="utf-8"), (
-        "run python dev/memory_guide.py, with --stored if only words have changed"
+        "run python scripts/dev/memory_guide.py, with --stored if only words have changed"
     )
 
 
@@ -134,9 +134,9 @@ def test_architecture_names_files_that_exist_every_folder_with_code_and_the_arro
     named = re.findall(r"`([\w/]+(?:\.(?:py|yaml)|/))`", text)
     assert len(named) > 60
     assert [path for path in named if not (ROOT / path).exists()] == []
-    folders = {f"{path.parent.relative_to(ROOT)}/" for path in CODE if path.parent != ROOT}
-    assert {f"{room}/" for room in PACKAGES} | folders <= set(named)
+    code = [path for path in SOURCES if path.parent != ROOT and path.relative_to(ROOT).parts[0] != "tests"]
+    assert {f"{path.parent.relative_to(ROOT)}/" for path in code} <= set(named)
     drawn = re.search(r"```text\n(.*?)```", text, re.DOTALL)
     assert drawn is not None
-    rooms = [tuple(re.findall(r"[a-z_]+", line.replace("train_*.py |", ""))) for line in drawn[1].split("<-")]
+    rooms = [tuple(re.findall(r"[a-z_.]+", line)) for line in drawn[1].split("<-")]
     assert rooms == ARROWS

@@ -11,11 +11,11 @@ import pytest
 import torch
 from monai.apps.generation.maisi.networks.diffusion_model_unet_maisi import DiffusionModelUNetMaisi
 
-from dev.support.tiny_config import TINY
 from models.weight_files import load_weights, save_weights
 from settings import CheckpointError
 from tests.conditional_run import conditional_config
 from tests.finished_run import run_here, train_ldm
+from tests.support.tiny_config import TINY
 
 SCAN: dict[str, Any] = {"regions": "regions.csv", "modality": 1}
 START = "ldm.pretrained=runs/imported/ldm.safetensors"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dev import preset_table, readme_output
-from dev.guide.knobs import predict_knobs
-from dev.guide.stored import StoredPredictor
 from scripts import oom_ladder
+from scripts.dev import preset_table, readme_output
+from scripts.dev.guide.knobs import predict_knobs
+from scripts.dev.guide.stored import StoredPredictor
 from settings import ConfigError, load_settings
 from settings.load import known_keys
 from tests.command_lines import commands, help_of, read_by_its_script, script_of
@@ -115,18 +115,20 @@ def test_shown_output_is_what_the_command_prints(name, monkeypatch, capsys):
         assert words in ALL
         assert script_of(words) == "scripts/oom_ladder.py"
         oom_ladder.main(oom_ladder.parse([*words[2:], "--quiet"]))
-        assert capsys.readouterr().out == block["output"], "run python dev/readme_output.py"
+        assert capsys.readouterr().out == block["output"], "run python scripts/dev/readme_output.py"
 
 
 @pytest.mark.parametrize("name", READMES)
 def test_preset_table_shows_the_stored_predictions(name):
     """Verbatim, from the predictions in docs/predictions.json, and so are the headers of the presets."""
     presets = preset_table.predict_presets(StoredPredictor("presets"))
-    assert preset_table.with_table(TEXTS[name], presets) == TEXTS[name], "run python dev/preset_table.py"
+    assert preset_table.with_table(TEXTS[name], presets) == TEXTS[name], "run python scripts/dev/preset_table.py"
     changed = predict_knobs([preset.settings for preset in presets], StoredPredictor("knobs"))
     for preset in presets:
         text = (ROOT / "configs" / f"{preset.settings.name}.yaml").read_text()
-        assert preset_table.header(preset, changed[preset.settings.name]) in text, "run python dev/preset_table.py"
+        assert preset_table.header(preset, changed[preset.settings.name]) in text, (
+            "run python scripts/dev/preset_table.py"
+        )
 
 
 def test_symptoms_quote_what_the_program_says(tmp_path):
@@ -146,7 +148,7 @@ def test_every_preset_points_editors_at_the_schema():
 
 
 def test_exit_codes_are_those_of_the_program():
-    from command_line import INTERRUPTED, OUT_OF_MEMORY
+    from runtime.cli import INTERRUPTED, OUT_OF_MEMORY
 
     for text in TEXTS.values():
         line = next(line for line in text.splitlines() if line.startswith(("Exit codes", "退出码")))

@@ -7,8 +7,18 @@ import subprocess
 
 import pytest
 
-from dev import mutation_check
-from dev.mutation_check import ROOT, CheckError, Fault, Outcome, Results, check, document, load_faults, named_files
+from scripts.dev import mutation_check
+from scripts.dev.mutation_check import (
+    ROOT,
+    CheckError,
+    Fault,
+    Outcome,
+    Results,
+    check,
+    document,
+    load_faults,
+    named_files,
+)
 
 FAULTS = load_faults()
 

@@ -16,10 +16,10 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from evaluation.skill import NUM_LEVELS
 from settings import CheckpointError
 from tests.conftest import ROOT
 from tests.finished_run import export_autoencoder, finished_run, run_here, train_ldm
+from training.validation.skill import NUM_LEVELS
 
 
 @pytest.fixture

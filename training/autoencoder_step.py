@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from data import Batch
-from diffusion.volume_codec import VolumeCodec, block_bytes
 from losses import (
     build_perceptual_loss,
     commitment_loss,
@@ -22,6 +21,7 @@ from losses import (
 )
 from models import build_autoencoder, build_discriminator, start_as_haar_transform
 from models.bottleneck import COMMITMENT_WEIGHT, CodeStatistics
+from models.volume_codec import VolumeCodec, block_bytes
 from runtime.phases import phase
 from runtime.placement import move
 from runtime.processes import Process, synchronised

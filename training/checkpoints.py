@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from command_line.execution import DISK_ERRORS
+from runtime.cli.execution import DISK_ERRORS
+from runtime.files.atomic import put_in_place, temporary_beside
+from runtime.files.reading import check_regular, reason
 from settings import CheckpointError, TrainingError
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
-from storage.atomic import put_in_place, temporary_beside
-from storage.reading import check_regular, reason
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from diffusion.frozen_autoencoder import check_pretrained
+from models.frozen_autoencoder import check_pretrained
 from models.weight_files import load_into, load_weights, save_weights
+from runtime.files.run_folder import RunFolder
 from settings import AutoencoderSettings, CheckpointError, Settings, stored
-from storage.run_folder import RunFolder
 from training.checkpoints import Checkpoints
 from training.step import TrainingStep
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from runtime.files.names import counted, printable
 from runtime.processes import Process
 from settings import TrainingError
-from storage.names import counted, printable
 
 MAX_SKIPPED_STEPS = 20
 """float16 only: how many updates in a row may overflow before the run stops."""

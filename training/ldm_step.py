@@ -16,14 +16,14 @@ from torch.nn import functional as F
 from data import Batch
 from diffusion.conditioning import Condition, some_hidden
 from diffusion.conditioning.conditions import empty_condition
-from diffusion.frozen_autoencoder import accepted_digests, latents_digest, weights_digest
 from diffusion.latent_batches import LatentBatch, VolumeBatch, condition_of
 from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
 from diffusion.pixel_loss import PixelLoss
-from diffusion.volume_codec import VolumeCodec, frozen_codec
 from models import build_unet
+from models.frozen_autoencoder import accepted_digests, latents_digest, weights_digest
+from models.volume_codec import VolumeCodec, frozen_codec
 from models.weight_files import load_into
 from runtime.phases import phase
 from runtime.processes import Process, synchronised

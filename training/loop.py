@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from runtime.files.run_folder import RunFolder
 from settings import TrainingSettings
-from storage.run_folder import RunFolder
 from training.finished_weights import BestWeights
 from training.recording.progress import RunClock
 from training.recording.recorder import Recorder

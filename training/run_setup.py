@@ -18,12 +18,12 @@ import torch
 
 from data import DataSplit
 from runtime import cublas
+from runtime.files.atomic import write_text
+from runtime.files.names import printable
+from runtime.files.reading import check_regular, reason
+from runtime.files.run_folder import RUNS, RunFolder
 from runtime.processes import Process
 from settings import Settings, UserError, dump_yaml
-from storage.atomic import write_text
-from storage.names import printable
-from storage.reading import check_regular, reason
-from storage.run_folder import RUNS, RunFolder
 from training.recording.trackers import check_trackers
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ import torch
 from data import DataSplit
 from diffusion.conditioning import check_conditions
 from models import build_autoencoder, build_discriminator, build_unet
+from runtime.files.names import counted
 from runtime.processes import Process
 from settings import Settings, TrainingSettings, UserError
 from settings.ldm import SchedulerSettings
-from storage.names import counted
 from training.recording.progress import duration_text
 
 log = logging.getLogger(__name__)

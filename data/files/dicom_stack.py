@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from data.files.header import DAMAGE, UnsuitableError
-from storage.names import printable
+from runtime.files.names import printable
 
 # Elements that all slices share: how many numbers they hold, and by how much (relative, absolute) these may differ,
 # because scanners write rounded numbers.

@@ -9,8 +9,8 @@ import numpy as np
 
 from data.files.header import Header
 from data.geometry import geometry_of
+from runtime.files.names import printable
 from settings.data import DataSettings
-from storage.names import printable
 
 
 def mismatch(path: object, partner: Header, volume: object, header: Header, s: DataSettings) -> str | None:

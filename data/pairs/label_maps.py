@@ -11,8 +11,8 @@ from data.formats import read_stored
 from data.geometry import geometry_of
 from data.poses import Pose
 from data.reading import VolumeFacts
+from runtime.files.names import printable
 from settings.data import DataSettings
-from storage.names import printable
 
 
 def label_shares(

@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict
 
 from data.discovery import expanded, read_table
 from data.volumes import VolumeFile
+from runtime.files.names import printable
 from settings import DataError
 from settings.conditioning import TabularSettings
 from settings.conditioning.sections import MAX_CATEGORIES
-from storage.names import printable
 
 TABULAR = "ldm.conditioning.tabular"
 

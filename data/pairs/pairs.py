@@ -17,12 +17,12 @@ from data.pairs.partners import find_partners
 from data.preparation.checking import check_files, outside_windows
 from data.reading import VolumeFacts, unusable
 from data.volumes import DataSplit, VolumeFile
+from runtime.files import run_folder
+from runtime.files.names import counted, printable
 from settings import DataError
 from settings.conditioning import ConditioningSettings, ScanSettings, TabularSettings, VolumeSettings
 from settings.conditioning.scan import REGIONS
 from settings.data import DataSettings, IntensitySettings
-from storage import run_folder
-from storage.names import counted, printable
 
 log = logging.getLogger(__name__)
 

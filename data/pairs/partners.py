@@ -15,10 +15,10 @@ from data.files import dicom
 from data.formats import SUFFIXES, suffix_of
 from data.survey.names import LABEL_ENDINGS
 from data.volumes import VolumeFile
+from runtime.files.names import printable
+from runtime.files.reading import read_text, reason
 from settings import DataError
 from settings.data import DataSettings
-from storage.names import printable
-from storage.reading import read_text, reason
 
 KEY = "key:"
 """Begins a source that is a key of the entries of dataset.json."""

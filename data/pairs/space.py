@@ -18,10 +18,10 @@ from data.pairs.geometry import mismatch
 from data.pairs.label_maps import mask_on_grid
 from data.pairs.pairs import VOLUME, volume_problem, volume_reading
 from data.reading import measure
+from runtime.files.names import printable
 from settings import DataError
 from settings.conditioning import VolumeSettings
 from settings.data import DataSettings
-from storage.names import printable
 
 log = logging.getLogger(__name__)
 

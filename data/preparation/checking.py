@@ -21,10 +21,10 @@ from data.geometry import geometry_of
 from data.preparation.records import Records, record_key
 from data.preparation.store import PreparedError, PreparedFolder
 from data.reading import VolumeFacts, measure, on_grid, unusable
+from runtime.files.locking import alone
+from runtime.files.names import counted, printable, size_text
 from settings import DataError
 from settings.data import DataSettings
-from storage.locking import alone
-from storage.names import counted, printable, size_text
 
 log = logging.getLogger(__name__)
 

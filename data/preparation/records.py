@@ -13,8 +13,8 @@ from pathlib import Path
 from data.formats import signature
 from data.preparation.store import facts_from
 from data.reading import VolumeFacts
+from runtime.files.atomic import write_text
 from settings.data import DataSettings
-from storage.atomic import write_text
 
 log = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ import numpy as np
 
 from data.formats import signature
 from data.reading import VolumeFacts
+from runtime.files.atomic import replacing
+from runtime.files.names import printable
+from runtime.files.reading import check_regular, reason
+from runtime.files.run_folder import PREPARED
 from settings import DataError
 from settings.data import DataSettings
-from storage.atomic import replacing
-from storage.names import printable
-from storage.reading import check_regular, reason
-from storage.run_folder import PREPARED
 
 log = logging.getLogger(__name__)
 

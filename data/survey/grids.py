@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from runtime.files.names import size_text
 from settings import ConfigError, Settings
-from storage.names import size_text
 
 
 def stage_problems(settings: Settings, grid: Sequence[int]) -> list[str]:

@@ -10,8 +10,8 @@ import numpy as np
 
 from data.geometry import geometry_of
 from data.reading import VolumeFacts
+from runtime.files.names import counted, printable
 from settings.data import DataSettings
-from storage.names import counted, printable
 
 # A volume is an outlier if it differs from the median by this factor and by this many robust standard deviations.
 SIZE_FACTOR = 2.0

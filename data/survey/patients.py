@@ -13,9 +13,9 @@ from pathlib import PurePosixPath
 
 from data.discovery import Found, column_of
 from data.survey.names import PATIENTS
+from runtime.files.names import counted, printable
 from settings import DataError
 from settings.data import DataSettings
-from storage.names import counted, printable
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from data.pairs.label_maps import mask_on_grid
 from data.pairs.pairs import MASKS, Pairs, prepare_pairs
 from diffusion.conditioning.classes import check_classes, class_number
 from diffusion.conditioning.condition import NOTHING, Condition, hidden, some_hidden
+from runtime.files.names import counted
 from settings import DataError, DataSettings, Settings
-from storage.names import counted
 
 __all__ = [
     "NOTHING",

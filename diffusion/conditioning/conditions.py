@@ -18,10 +18,10 @@ from diffusion.conditioning.condition import Condition
 from diffusion.conditioning.kept import keep
 from diffusion.conditioning.scan import scan_vectors
 from diffusion.conditioning.volumes import Encode, degraded, joined_volume, normalised
-from diffusion.frozen_autoencoder import weights_digest
 from diffusion.latent_files import digest_of
 from diffusion.normalisation import Normalisation, Statistics
-from diffusion.volume_codec import VolumeCodec
+from models.frozen_autoencoder import weights_digest
+from models.volume_codec import VolumeCodec
 from runtime.processes import Process
 from settings import DataSettings, Settings
 from settings.conditioning import ConditioningSettings

@@ -26,9 +26,9 @@ from diffusion.conditioning.condition import Condition
 from diffusion.conditioning.conditions import coder_of, empty_condition, encoder_of
 from diffusion.conditioning.volumes import Encode, joined_volume, normalised, without
 from diffusion.normalisation import Normalisation
-from diffusion.volume_codec import VolumeCodec
+from models.volume_codec import VolumeCodec
+from runtime.files.names import printable
 from settings import DataError, Settings, UserError
-from storage.names import printable
 
 log = logging.getLogger(__name__)
 

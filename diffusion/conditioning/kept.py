@@ -12,8 +12,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from diffusion.latent_files import TensorCache
+from runtime.files.run_folder import LATENTS
 from runtime.processes import Process
-from storage.run_folder import LATENTS
 
 # Part of the key: change it whenever the same file and settings would be stored differently.
 VERSION = 2

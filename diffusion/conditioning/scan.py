@@ -12,9 +12,9 @@ from data.formats import read_header
 from data.geometry import geometry_of
 from data.volumes import VolumeFile
 from diffusion.conditioning.condition import Condition
+from runtime.files.names import printable
 from settings import DataSettings, UserError
 from settings.conditioning.scan import REGIONS, ScanSettings
-from storage.names import printable
 
 UNIT = 100.0
 """MAISI was trained with spacing in hundredths of a millimetre, and with 100 in the place of a region."""

@@ -21,14 +21,14 @@ from diffusion.conditioning.volumes import hole_mask, lowered
 from diffusion.latents import stage_two_data
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
-from diffusion.volume_codec import VolumeCodec
-from evaluation.conditional.known import with_known
-from evaluation.pair_metrics import OCCUPANCY, occupancy
 from evaluation.trained_run import check_finite
+from models.volume_codec import VolumeCodec
+from runtime.files.names import printable
 from runtime.processes import Process
 from settings import DataError, DataSettings, Settings
 from settings.conditioning import VolumeSettings
-from storage.names import printable
+from training.validation.known_voxels import with_known
+from training.validation.pair_metrics import OCCUPANCY, occupancy
 
 RIGHT, SHUFFLED, HIDDEN = "right", "shuffled", "hidden"
 INTERPOLATED, INTERPOLATED_KEPT = "interpolated", "interpolated_kept"

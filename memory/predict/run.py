@@ -15,9 +15,6 @@ from diffusion.conditioning.conditions import empty_condition
 from diffusion.latent_batches import LatentBatch
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes, guided, num_predictions
-from diffusion.volume_codec import VolumeCodec, frozen_codec
-from evaluation.autoencoder_validation import reconstruct_and_measure
-from evaluation.skill import NUM_LEVELS, HeldOut
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, tracked
 from memory.predict.known_results import CPU
@@ -25,9 +22,12 @@ from memory.predict.prediction import PREVIEWS, VALIDATED_VOLUME, Stage
 from memory.predict.records import Done, combined
 from memory.predict.tracker import MemoryTracker
 from models import build_unet
+from models.volume_codec import VolumeCodec, frozen_codec
 from runtime.phases import phase
 from settings import Settings
 from settings.ldm import NUM_PREVIEWS
+from training.validation.autoencoder_validation import reconstruct_and_measure
+from training.validation.skill import NUM_LEVELS, HeldOut
 
 USED_SHARE = 0.8
 """Share of the free memory that a batch of samples may take; the rest is for fragments and the decoder."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from memory.kernels.gpus import find_gpu
 from memory.predict.prediction import Prediction
-from storage.atomic import write_text
+from runtime.files.atomic import write_text
 
 log = logging.getLogger(__name__)
 

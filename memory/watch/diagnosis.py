@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from command_line import OUT_OF_MEMORY
 from memory.ladder.rungs import Rung
 from memory.ladder.text import as_overrides, promise
 from memory.ladder.walk import next_same_mathematics_rung
 from memory.predict.prediction import Prediction, Stage
 from memory.predict.text import gib
 from memory.watch.readings import MemoryReadings
+from runtime.cli import OUT_OF_MEMORY
+from runtime.files.atomic import write_text
 from settings import Settings, UserError, dump_yaml
-from storage.atomic import write_text
 from training.guard import checkpoint_state
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import Any
 
 from memory.ladder.rungs import build_rungs
 from memory.predict.prediction import Prediction, Stage
+from runtime.files.atomic import write_text
 from settings import Settings
-from storage.atomic import write_text
 
 
 def write_memory_record(folder: Path, settings: Settings, stage: Stage, prediction: Prediction | None) -> Path:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from models.exchange.shapes import is_told_of_scans
 from models.weight_files import read_tensors
+from runtime.files.reading import check_regular, reason
 from settings import CheckpointError
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
-from storage.reading import check_regular, reason
 
 State = dict[str, Tensor]
 _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, *AMBIGUOUS_READ_ERRORS, SafetensorError)

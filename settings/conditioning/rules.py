@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from runtime.files.names import counted
 from settings.data import intensity_problems
 from settings.errors import Problem
-from storage.names import counted
 
 if TYPE_CHECKING:
     from settings.ldm import LdmSettings

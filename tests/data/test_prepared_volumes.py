@@ -23,8 +23,8 @@ from data.preparation import checking
 from data.preparation.memory import VolumeMemory
 from data.preparation.store import PreparedFolder
 from data.reading import VolumeFacts, measure
+from runtime.files.atomic import replacing
 from settings import ConfigError, DataError, DataSettings, Settings
-from storage.atomic import replacing
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
 WAYS: list[dict[str, Any]] = [

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data.formats import read_header, suffix_of, write_nifti
+from runtime.files.names import printable
 from settings import DataError
-from storage.names import printable
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels, read_volume
 
 FORMATS = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd")

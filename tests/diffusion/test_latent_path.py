@@ -15,12 +15,12 @@ from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents, prepare_latents
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes, sample_latents
-from evaluation.ldm_validation import LdmValidation, sample_preview
-from evaluation.skill import NUM_LEVELS
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import Settings
 from training.ldm_step import LatentDiffusionStep
+from training.validation.ldm_validation import LdmValidation, sample_preview
+from training.validation.skill import NUM_LEVELS
 
 CPU = Process(torch.device("cpu"))
 SCALE = 0.25

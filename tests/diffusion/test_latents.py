@@ -10,10 +10,10 @@ import torch
 
 from data import BatchPlan, load_file, prepare_volumes
 from diffusion.conditioning import check_classes, class_number
-from diffusion.frozen_autoencoder import freeze, weights_digest
 from diffusion.latents import LATENTS, NUM_COPIES, prepare_latents
-from diffusion.volume_codec import VolumeCodec
 from models import build_autoencoder
+from models.frozen_autoencoder import freeze, weights_digest
+from models.volume_codec import VolumeCodec
 from runtime.precision import Precision
 from runtime.processes import Process
 from settings import ConfigError, DataError, Settings

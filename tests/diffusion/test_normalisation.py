@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from data import prepare_volumes
-from diffusion.frozen_autoencoder import freeze
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents, prepare_latents
 from diffusion.normalisation import Normalisation, Statistics
 from diffusion.sampling import draw_volumes
-from diffusion.volume_codec import VolumeCodec
-from evaluation.skill import HeldOut
 from models import build_autoencoder
+from models.frozen_autoencoder import freeze
+from models.volume_codec import VolumeCodec
 from models.weight_files import load_weights, save_weights
 from runtime.precision import Precision
 from runtime.processes import Process
 from settings import CheckpointError, Settings
 from training.ldm_step import LatentDiffusionStep
+from training.validation.skill import HeldOut
 
 CPU = Process(torch.device("cpu"))
 SHAPE = (3, 2, 4, 3)

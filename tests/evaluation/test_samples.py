@@ -11,18 +11,18 @@ import torch
 from monai.metrics.fid import get_fid_score
 
 from evaluation.fid import frechet_distance, load_features, slice_features
-from evaluation.pair_metrics import _scales_and_window, ms_ssim
 from evaluation.reconstructions import mean_interval
 from evaluation.samples import Reference, SilentNetwork, evaluate_anchors, evaluate_samples, similarity
-from evaluation.set_metrics import (
+from evaluation.sharpness import band_powers, compare_sharpness, laplacian_kurtosis, sharpness_of
+from losses.torchvision_import import import_torchvision
+from settings import CheckpointError
+from training.validation.pair_metrics import _scales_and_window, ms_ssim
+from training.validation.set_metrics import (
     mean_pairwise_ms_ssim,
     nearest,
     precision_and_recall,
     summary_vector,
 )
-from evaluation.sharpness import band_powers, compare_sharpness, laplacian_kurtosis, sharpness_of
-from losses.torchvision_import import import_torchvision
-from settings import CheckpointError
 
 
 def blobs(number: int, seed: int, size: int = 24, offset: float = 0.0) -> list[torch.Tensor]:

@@ -21,10 +21,10 @@ from diffusion.sampling import sample_latents
 from evaluation.trained_run import SampleFrame, TrainedRun
 from models import build_autoencoder, build_unet
 from models.weight_files import load_weights
+from runtime.files.run_folder import RunFolder
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import CheckpointError, Settings, load_settings, stored
-from storage.run_folder import RunFolder
 from tests.finished_run import finished_run, run_here
 from training.autoencoder_step import AutoencoderStep
 from training.checkpoints import Checkpoints

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from dev.support.tiny_config import TINY
-from dev.support.warm_start import Command, WarmStart
 from tests.conftest import ROOT
 from tests.faults.runs import free_port
+from tests.support.tiny_config import TINY
+from tests.support.warm_start import Command, WarmStart
 
 NUM_STEPS = 8
 

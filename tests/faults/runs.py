@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dev.support.warm_start import Command
+from tests.support.warm_start import Command
 
 
 def free_port() -> int:

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from data import load_volume
 from data.discovery import discover
-from dev.support.fuzz_cases import VALUES
 from settings import DataSettings, UserError, dump_yaml, known_keys, load_settings
+from tests.support.fuzz_cases import VALUES
 from training.checkpoints import Checkpoints
 
 KEYS = sorted(name for name, _ in known_keys())

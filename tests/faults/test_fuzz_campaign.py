@@ -1,4 +1,4 @@
-"""The first cases of dev/fuzz_campaign.py, and that it notices what it looks for."""
+"""The first cases of tests/support/fuzz_campaign.py, and that it notices what it looks for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dev import fuzz_campaign
-from dev.fuzz_campaign import Campaign, Tally, document, prepare
-from dev.support.fuzz_cases import KINDS, Case, make_case
+from tests.support import fuzz_campaign
+from tests.support.fuzz_campaign import Campaign, Tally, document, prepare
+from tests.support.fuzz_cases import KINDS, Case, make_case
 
 NUM_CASES = 3 * len(KINDS)
 
@@ -66,7 +66,7 @@ def test_campaign_notices(warm, tmp_path, monkeypatch, program, expected):
         folder.mkdir()
         return Case("test", "a program", (str(tmp_path / "program.py"),))
 
-    monkeypatch.setattr("dev.support.fuzz_cases.make_case", one_case)
+    monkeypatch.setattr("tests.support.fuzz_cases.make_case", one_case)
     if expected == "no end within":
         monkeypatch.setattr(fuzz_campaign, "PROCESSOR_SECONDS", 1.0)
         monkeypatch.setattr(fuzz_campaign, "CLOCK_SECONDS", 3.0)
@@ -82,7 +82,7 @@ def test_good_case_leaves_nothing_behind(warm, base, tmp_path, monkeypatch):
         folder.mkdir()
         return Case("test", "nothing", ("scripts/report.py", "--help"))
 
-    monkeypatch.setattr("dev.support.fuzz_cases.make_case", one_case)
+    monkeypatch.setattr("tests.support.fuzz_cases.make_case", one_case)
     tally = Campaign(tmp_path, base, seed=0, start=warm).run([0], jobs=1)
     assert (tally.failures, list(tmp_path.iterdir())) == ([], [])
     assert isinstance(tally, Tally)

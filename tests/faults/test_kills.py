@@ -1,4 +1,4 @@
-"""Runs that are killed lose nothing: the campaign of dev/fault_campaign.py in short."""
+"""Runs that are killed lose nothing: the campaign of tests/support/fault_campaign.py in short."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dev.fault_campaign import RUNNING, SAVING, START, DisturbedRun, Reference, Tally, document
 from tests.faults.runs import checkpoints
+from tests.support.fault_campaign import RUNNING, SAVING, START, DisturbedRun, Reference, Tally, document
 
 
 @pytest.fixture(scope="module")

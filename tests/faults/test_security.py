@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from command_line.execution import _set_up_logging
-from storage.names import printable
+from runtime.cli.execution import _set_up_logging
+from runtime.files.names import printable
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(

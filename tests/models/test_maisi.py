@@ -10,10 +10,9 @@ import pytest
 import torch
 from monai.apps.generation.maisi.networks.autoencoderkl_maisi import AutoencoderKlMaisi
 
-from dev.support.tiny_config import TINY
-from diffusion.frozen_autoencoder import autoencoder_of, check_pretrained, latents_digest
 from models import build_autoencoder
 from models.exchange.weights import find_state, to_our_names
+from models.frozen_autoencoder import autoencoder_of, check_pretrained, latents_digest
 from models.lean.interpolation import Enlarged
 from models.lean.layout import CHANNELS_LAST
 from settings import CheckpointError, stored, validate
@@ -21,6 +20,7 @@ from tests.models.autoencoders import stock_like
 from tests.models.gradients import BATCHES, DTYPES, Problem, small_work_counts
 from tests.models.layouts import channels_last
 from tests.models.problems import AUTOENCODER_KNOBS, autoencoder_settings, run_autoencoder, volumes, with_lively_weights
+from tests.support.tiny_config import TINY
 
 SHAPE = {"variant": "maisi", "num_channels": [8, 8, 16], "attention_levels": [False, False, True]}
 FEW = ("lean", "slabs of 4, nested, offloaded")

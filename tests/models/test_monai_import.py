@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("first", ["models", "evaluation.autoencoder_validation", "evaluation.pair_metrics"])
+@pytest.mark.parametrize(
+    "first", ["models", "training.validation.autoencoder_validation", "training.validation.pair_metrics"]
+)
 def test_extras_of_monai_are_left_out_and_can_be_imported_later(first):
     program = (
         f"import sys, {first}\n"

@@ -8,12 +8,11 @@ from functools import cache
 import pytest
 import torch
 
-from dev.support.tiny_config import TINY
-from diffusion.frozen_autoencoder import autoencoder_of
 from memory.predict.step import build_step
 from models import LeanAutoencoder, build_autoencoder
 from models.exchange.networks import expected_state, monai_arguments
 from models.exchange.shapes import settings_that_differ
+from models.frozen_autoencoder import autoencoder_of
 from models.lean.layout import CHANNELS_LAST
 from settings import CheckpointError, stored, validate
 from tests.models.gradients import BATCHES, DTYPES, Problem, small_work_counts
@@ -27,6 +26,7 @@ from tests.models.problems import (
     with_lively_weights,
 )
 from tests.models.strided import strided_like
+from tests.support.tiny_config import TINY
 
 # Thick slices along the last axis; and slabs cut along an axis that the first level does not shrink, odd at the end.
 STRIDES = {

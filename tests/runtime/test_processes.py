@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
-from dev.support.tiny_config import TINY
 from tests.faults.runs import free_port
+from tests.support.tiny_config import TINY
 
 SCRIPT = "tests/runtime/two_ranks.py"
 

@@ -16,16 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from data import BatchPlan, DataSplit, prepare_volumes, training_batches, validation_batches
 from diffusion.conditioning import check_conditions
 from diffusion.latents import prepare_latents
-from diffusion.volume_codec import frozen_codec
-from evaluation.autoencoder_validation import validate_autoencoder
-from evaluation.skill import Skill
+from models.volume_codec import frozen_codec
+from runtime.files.run_folder import RunFolder
 from runtime.processes import Process, processes
 from settings import DataError, Settings, UserError, load_settings
-from storage.run_folder import RunFolder
 from tests.training.step_gradients import gradients
 from training.autoencoder_step import AutoencoderStep
 from training.finished_weights import export
 from training.ldm_step import LatentDiffusionStep
+from training.validation.autoencoder_validation import validate_autoencoder
+from training.validation.skill import Skill
 
 STEP = 3  # the discriminator takes part
 

@@ -1,4 +1,4 @@
-"""scripts/estimate_memory.py and dev/preset_table.py as a user runs them."""
+"""scripts/estimate_memory.py and scripts/dev/preset_table.py as a user runs them."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dev import preset_table
-from dev.guide import stored
 from memory.predict.step import predict_step
+from scripts.dev import preset_table
+from scripts.dev.guide import stored
 from settings import load_settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -93,7 +93,7 @@ def test_enormous_grid_is_refused_at_once():
 
 
 @pytest.mark.parametrize(
-    "script", [*sorted(f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.py")), "dev.preset_table"]
+    "script", [*sorted(f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.py")), "scripts.dev.preset_table"]
 )
 def test_help_needs_no_torch(script):
     code = (
@@ -144,7 +144,7 @@ def test_readme_shows_every_preset_with_its_predicted_peak():
     assert set(table) == set(presets)
     for name, settings in presets.items():
         predicted = predict_step(settings, "autoencoder").required_bytes / (1 << 30)
-        assert table[name]["stage 1 needs"] == f"{predicted:.1f} GiB", f"{name}: run python dev/preset_table.py"
+        assert table[name]["stage 1 needs"] == f"{predicted:.1f} GiB", f"{name}: run python scripts/dev/preset_table.py"
         text = (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
         for stage in (1, 2):
             assert f"# Stage {stage}: {table[name][f'stage {stage} needs']}, " in text

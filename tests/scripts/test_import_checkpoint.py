@@ -11,10 +11,10 @@ import torch
 import yaml
 from monai.networks.nets import AutoencoderKL, DiffusionModelUNet
 
-from command_line import run
 from evaluation.trained_run import TrainedRun
 from models import build_autoencoder
 from models.weight_files import load_weights, save_weights
+from runtime.cli import run
 from scripts import export_checkpoint, import_checkpoint
 from settings import load_settings, stored
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from command_line import run
 from data.formats import write_nifti
 from memory.predict import predict
+from runtime.cli import run
 from scripts import plan
 from settings import ConfigError, load_settings
 from training.summary import summarise

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from data.formats import write_nifti
-from dev.support.tiny_config import TINY
 from tests.finished_run import export_autoencoder, finished_run, run_here
+from tests.support.tiny_config import TINY
 
 
 def test_reconstructions_are_on_the_grids_of_their_volumes(command, tmp_path, tmp_path_factory):

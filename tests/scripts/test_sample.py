@@ -13,9 +13,9 @@ import yaml
 from PIL import Image
 
 from data.formats import write_nifti
-from evaluation.pictures import GAP, LINE, PLANE_PIXELS
 from models.weight_files import load_weights, save_weights
 from tests.finished_run import finished_run, run_here
+from training.validation.pictures import GAP, LINE, PLANE_PIXELS
 
 
 @pytest.fixture

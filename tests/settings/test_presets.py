@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dev.documents.reference import configuration_reference, json_schema
+from scripts.dev.documents.reference import configuration_reference, json_schema
 from settings import Settings, known_keys, load_settings
 from settings.dotted import overlap
 from settings.section import is_section
@@ -128,7 +128,7 @@ def test_every_preset_has_the_recipe_of_stage_two_that_was_measured_with_quickst
 
 
 def test_generated_documents_are_current():
-    advice = "run python dev/generate_documents.py"
+    advice = "run python scripts/dev/generate_documents.py"
     assert (ROOT / "configs" / "schema.json").read_text() == json_schema(), advice
     assert (ROOT / "docs" / "configuration.md").read_text() == configuration_reference(), advice
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
-from diffusion.frozen_autoencoder import latents_digest, weights_digest
 from memory.predict.step import track_step
+from models.frozen_autoencoder import latents_digest, weights_digest
 from models.stock import ENCODER_PARTS
 from models.weight_files import load_weights, save_weights
 from runtime.processes import Process

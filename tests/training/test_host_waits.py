@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from diffusion.pixel_loss import PixelLoss
+from runtime.files.run_folder import RunFolder
 from runtime.processes import Process
 from settings import Settings
-from storage.run_folder import RunFolder
 from tests.training.host_waits import DEVICE, build, waits, without_values
 from training import optimization
 from training.guard import Guard

@@ -16,16 +16,16 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import evaluation.autoencoder_validation
-import evaluation.ldm_validation
 import training.optimization
-from command_line import INTERRUPTED, OUT_OF_MEMORY
+import training.validation.autoencoder_validation
+import training.validation.ldm_validation
+from runtime.cli import INTERRUPTED, OUT_OF_MEMORY
 from tests.finished_run import export_autoencoder, run_here
 from training.step import TrainingStep
 
 VALIDATE = {
-    "autoencoder": (evaluation.autoencoder_validation, "validate_autoencoder"),
-    "ldm": (evaluation.ldm_validation.LdmValidation, "__call__"),
+    "autoencoder": (training.validation.autoencoder_validation, "validate_autoencoder"),
+    "ldm": (training.validation.ldm_validation.LdmValidation, "__call__"),
 }
 RUN = Path("runs") / "tiny"
 Train = Callable[..., int]

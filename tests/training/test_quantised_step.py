@@ -11,13 +11,12 @@ import pytest
 import torch
 import yaml
 
-from diffusion.frozen_autoencoder import latents_digest
-from evaluation.autoencoder_validation import validate_autoencoder
 from memory.predict.step import track_step
 from models import build_autoencoder
 from models.bottleneck import CodeStatistics, VectorQuantiser
 from models.exchange.networks import monai_arguments
 from models.exchange.shapes import settings_that_differ
+from models.frozen_autoencoder import latents_digest
 from runtime.processes import Process
 from settings import CheckpointError, Settings
 from tests.finished_run import export_autoencoder, run_here, train_ldm
@@ -25,6 +24,7 @@ from tests.training.step_gradients import gradients
 from tests.training.test_autoencoder_step import make_batches
 from training.autoencoder_step import AutoencoderStep
 from training.ldm_step import LatentDiffusionStep
+from training.validation.autoencoder_validation import validate_autoencoder
 
 CPU = Process(torch.device("cpu"))
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from runtime.files.atomic import write_text
+from runtime.files.run_folder import RunFolder
 from runtime.processes import Process
-from storage.atomic import write_text
-from storage.run_folder import RunFolder
 from training.recording.data_wait import LARGEST_WAIT, WAITING, DataWait
 from training.recording.progress import ELAPSED, RunClock
 from training.recording.trackers import Tracker

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from runtime.files.run_folder import RunFolder
 from settings import LoggingSettings, Settings, UserError
-from storage.run_folder import RunFolder
 
 
 class Tracker(Protocol):

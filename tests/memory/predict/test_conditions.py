@@ -6,12 +6,12 @@ import copy
 
 import pytest
 
-from evaluation.skill import NUM_LEVELS
 from memory.predict.records import Done, Work
 from memory.predict.run import ENCODING, _all_previews, encoded_volume, other_programs, sampling_batch
 from memory.predict.step import predict_step
 from settings import Settings
 from settings.ldm import NUM_PREVIEWS
+from training.validation.skill import NUM_LEVELS
 
 CONDITIONS = {
     "label_map": {"source": "maps", "num_classes": 5},

@@ -1,16 +1,16 @@
 """Real steps on the CPU make the resident memory grow as predicted, and calibrated predictions are not below that.
 
-`python dev/measure_predictions.py resident` measures larger steps, which docs/prediction.md shows.
+`python scripts/dev/measure_predictions.py resident` measures larger steps, which docs/prediction.md shows.
 """
 
 from pathlib import Path
 
 import pytest
 
-from dev.measured import resident
 from memory.predict.prediction import Prediction
 from memory.watch import calibration
 from memory.watch.readings import reset_resident_peak
+from scripts.dev.measured import resident
 
 # High enough for torch to use oneDNN for every slab.
 SMALL, LARGER = (48, 96, 16), (48, 96, 20)

@@ -1,7 +1,6 @@
 import pytest
 
 from diffusion.sampling import num_predictions
-from evaluation.skill import NUM_LEVELS
 from memory.predict.records import Done, Work
 from memory.predict.run import (
     USED_SHARE,
@@ -11,6 +10,7 @@ from memory.predict.run import (
     sampling_batch,
 )
 from settings import Settings
+from training.validation.skill import NUM_LEVELS
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])

@@ -9,7 +9,6 @@ import psutil
 import pytest
 import torch
 
-from command_line import OUT_OF_MEMORY
 from memory.predict.prediction import GIB
 from memory.watch import announcement
 from memory.watch.diagnosis import (
@@ -22,6 +21,7 @@ from memory.watch.diagnosis import (
 )
 from memory.watch.memory_watch import MemoryWatch, is_tiny, train_with_rungs
 from memory.watch.readings import MemoryReadings, device_bytes
+from runtime.cli import OUT_OF_MEMORY
 from runtime.phases import phase
 from runtime.processes import Process
 from settings import Settings, load_settings

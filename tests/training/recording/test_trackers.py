@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import yaml
 
+from runtime.files.run_folder import RunFolder
 from settings import LoggingSettings, Settings, UserError
-from storage.run_folder import RunFolder
 from tests.conftest import ROOT, TINY
 from tests.finished_run import run_here
 from training.recording.trackers import check_trackers, open_trackers

@@ -1,1 +1,0 @@
-"""Measures what 8-bit optimizer states and quantised latents cost, for docs/quantised.md."""

@@ -1,0 +1,105 @@
+"""Write one run, or a comparison of several, as a single self-contained HTML file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from evaluation.report.charts import curve_charts, memory_charts
+from evaluation.report.findings import data_section, evaluation_section
+from evaluation.report.run_data import VOLUME_BUDGET_BYTES, read_run
+from evaluation.report.sections import (
+    config_section,
+    environment_section,
+    header_section,
+    memory_section,
+    page_title,
+    tiles_section,
+)
+from runtime.files.atomic import write_text
+from runtime.files.run_folder import RunFolder
+from runtime.processes import Process
+
+_TEMPLATE = Path(__file__).resolve().parent / "template"
+
+
+def publish(run: RunFolder, process: Process) -> None:
+    """Write the report of a running training, from its first process only."""
+    if process.is_first:
+        write_report(run.path)
+
+
+def write_report(run_folder: Path | str) -> Path:
+    """Write report.html from the current files of the run; cheap enough to call after each validation."""
+    path = Path(run_folder)
+    target = RunFolder(path).report
+    write_text(target, build_page([read_run(path)]))
+    return target
+
+
+def write_comparison(run_folders: Sequence[Path | str], target: Path | str) -> Path:
+    """Write one page for several runs, with their curves on the same axes."""
+    write_text(Path(target), page_of(run_folders))
+    return Path(target)
+
+
+def page_of(run_folders: Sequence[Path | str], version: str = "") -> str:
+    """Return the page of one or several runs; a page with a version asks its server for newer ones."""
+    share = VOLUME_BUDGET_BYTES // len(run_folders)
+    return build_page([read_run(Path(folder), share) for folder in run_folders], version)
+
+
+def build_page(runs: Sequence[dict[str, Any]], version: str = "") -> str:
+    """Return the page. All outside text is escaped in Python; the page's script only sets text, never markup.
+
+    A served page also takes over the escaped sections of its newer versions.
+    """
+    names = [run["name"] for run in runs]
+    for run in runs:
+        run["label"] = run["name"] if names.count(run["name"]) == 1 else run["folder"]
+    written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    parts = {
+        "title": page_title(runs),
+        "connect": "'self'" if version else "'none'",
+        "style": _part("style.css"),
+        "script": _part("charts.js") + _part("viewer.js") + (_part("live.js") if version else ""),
+        "header": header_section(runs, written, is_live=bool(version)),
+        "tiles": tiles_section(runs),
+        "evaluation": evaluation_section(runs),
+        "memory": memory_section(runs),
+        "data_summary": data_section(runs),
+        "config": config_section(runs),
+        "environment": environment_section(runs),
+        "data": _embedded({**_page_data(runs), "live": version}),
+    }
+    page = _part("page.html")
+    pieces = page.split("[[")
+    # A single pass, so that placeholders inside inserted text are never filled in.
+    return pieces[0] + "".join(parts[name] + rest for name, _, rest in (piece.partition("]]") for piece in pieces[1:]))
+
+
+def _page_data(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    sets: list[dict[str, Any]] = []
+    pictures: list[str] = []
+    for run in runs:
+        for entry in run["viewer"]["sets"]:
+            volumes = {
+                role: {**volume, "picture": volume["picture"] + len(pictures)}
+                for role, volume in entry["volumes"].items()
+            }
+            label = f"{run['label']}, " if len(runs) > 1 else ""
+            sets.append({**entry, "volumes": volumes, "label": label})
+        pictures += run["viewer"]["pictures"]
+    return {"curves": curve_charts(runs), "memory": memory_charts(runs), "sets": sets, "pictures": pictures}
+
+
+def _part(name: str) -> str:
+    return (_TEMPLATE / name).read_text(encoding="utf-8")
+
+
+def _embedded(values: Any) -> str:
+    """Return JSON that cannot close the script element that contains it."""
+    return json.dumps(values, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")

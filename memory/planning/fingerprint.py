@@ -1,0 +1,237 @@
+"""What the volumes of a folder are like, from the pass that checks them. Never imports torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+
+from data.discovery import Found, class_names_of
+from data.formats import suffix_of
+from data.intensity import flat_text
+from data.preparation.checking import Checked, problems_of
+from data.reading import VolumeFacts
+from data.survey.names import problem_lines
+from data.survey.overview import looks_like_labels, modality_of, outlier_lines, turned
+from data.survey.patients import suspected_groups
+from data.volumes import check_source, split
+from runtime.files.names import counted, printable
+from settings import DataError
+from settings.data import DataSettings
+
+CT = "CT"
+LABEL_MAPS = "label maps"
+
+Axes = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The 5th, 50th and 95th percentile of a measure over the volumes."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Measure some values."""
+        low, median, high = np.percentile(np.asarray(values, float), (5, 50, 95)).tolist()
+        return cls(low, median, high)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The facts of a set that a plan is made of.
+
+    `sizes` (voxels) and `spacings` (mm) have one row per volume, with the axes in the order of RAS.
+    `num_flat`: volumes without contrast between the percentiles that scale them. `ranges`: the medians of these
+    percentiles, channel by channel. `group_by` names patients if the names of the volumes suggest that some have
+    several. `problems` are those of files that could not be used, which are not in the other figures.
+    """
+
+    source: str
+    found: tuple[Found, ...]
+    sizes: tuple[Axes, ...]
+    spacings: tuple[Axes, ...]
+    num_without_spacing: int
+    orientations: dict[str, int]
+    num_channels: int
+    types: dict[str, int]
+    kinds: dict[str, int]
+    lowest: Spread
+    low: Spread
+    median: Spread
+    high: Spread
+    largest: float
+    background: float
+    num_flat: int
+    ranges: tuple[tuple[float, float], ...] = ()
+    classes: dict[str, int] = field(default_factory=dict)
+    group_by: str | None = None
+    num_label_maps: int = 0
+    left_out: tuple[str, ...] = ()
+    unusual: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def number(self) -> int:
+        """Return the number of volumes."""
+        return len(self.sizes)
+
+    @property
+    def kind(self) -> str:
+        """Return what most of the volumes are by their values."""
+        return max(self.kinds, key=lambda kind: self.kinds[kind])
+
+    @property
+    def has_spacing(self) -> bool:
+        """Return whether every file stores its spacing."""
+        return not self.num_without_spacing
+
+    @property
+    def extents(self) -> np.ndarray:
+        """Return the field of view of each volume, in mm, or in voxels where some have no spacing."""
+        return np.array(self.sizes) * (np.array(self.spacings) if self.has_spacing else 1.0)
+
+    @property
+    def spacing(self) -> Axes:
+        """Return the median spacing of each axis; 1 where some volumes have none."""
+        return tuple(np.median(self.spacings, axis=0).tolist()) if self.has_spacing else (1.0, 1.0, 1.0)
+
+    def split(self, s: DataSettings, seed: int) -> tuple[int, int]:
+        """Return how many volumes train and how many are held out; raise DataError if a side has too few."""
+        train, val = split(self.found, s, seed)
+        return len(train), len(val)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for a JSON file."""
+        spreads = {
+            "size": [vars(Spread.of(axis)) for axis in zip(*self.sizes, strict=True)],
+            "spacing_mm": [vars(Spread.of(axis)) for axis in zip(*self.spacings, strict=True)]
+            if self.has_spacing
+            else None,
+            "intensity": {name: vars(getattr(self, name)) for name in ("lowest", "low", "median", "high")},
+        }
+        names = ("orientations", "num_channels", "types", "kinds", "num_without_spacing", "num_flat", "classes")
+        more = ("group_by", "num_label_maps", "left_out", "unusual", "problems")
+        plain = {name: getattr(self, name) for name in (*names, *more)}
+        background = None if math.isnan(self.background) else self.background
+        return {"source": self.source, "number": self.number, **spreads, **plain, "background": background}
+
+
+def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None) -> Fingerprint:
+    """Check every volume of a source and return what those are like that can be used.
+
+    All volumes need `in_channels` channels; None: as many as most of them have. Raises DataError with every problem if
+    half of the volumes or more have one, or if some have no class. What was measured is kept in runs/checks, so only
+    new and changed files are read.
+    """
+    source = check_source(s.model_copy(update={"prepared": "none"}), seed, in_channels=1)
+    known = Counter(checked.facts.num_channels for checked in source.checked if checked.facts is not None)
+    num_channels = in_channels or (known.most_common(1)[0][0] if known else 1)
+    found, facts, problems = [], [], []
+    for item, checked in zip(source.found, source.checked, strict=True):
+        own = _problems(checked, s, num_channels)
+        problems += own
+        if not own and checked.facts is not None:
+            found.append(item)
+            facts.append(checked.facts)
+    if source.unlabelled or 2 * len(found) <= len(source.found):
+        problems += source.unlabelled
+        number = counted(len(problems), "problem")
+        raise DataError(f"--data: {printable(s.source)} has {number}:\n{problem_lines(problems)}")
+    return fingerprint_of(found, facts, s, source.left_out, problems)
+
+
+def fingerprint_of(
+    found: Sequence[Found],
+    facts: Sequence[VolumeFacts],
+    s: DataSettings,
+    left_out: Sequence[str] = (),
+    problems: Sequence[str] = (),
+) -> Fingerprint:
+    """Return what volumes of the same number of channels are like; `problems` are those of volumes not among them."""
+    names = [item.name for item in found]
+    shapes = [turned(fact, s) for fact in facts]
+    are_maps = all(looks_like_labels(fact) for fact in facts)
+    maps = [line for line in left_out if _is_label_map(line)]
+    return Fingerprint(
+        source=s.source,
+        found=tuple(found),
+        sizes=tuple(tuple(map(float, size)) for size, _ in shapes),
+        spacings=tuple(spacing for _, spacing in shapes),
+        num_without_spacing=sum(not fact.has_spacing for fact in facts),
+        orientations=dict(Counter("".join(nib.aff2axcodes(np.array(fact.affine))) for fact in facts).most_common()),
+        num_channels=facts[0].num_channels,
+        types=dict(Counter(np.dtype(fact.dtype).name for fact in facts).most_common()),
+        kinds={LABEL_MAPS: len(facts)} if are_maps else dict(Counter(map(modality_of, facts)).most_common()),
+        lowest=Spread.of([fact.minimum for fact in facts]),
+        low=Spread.of([fact.low for fact in facts]),
+        median=Spread.of([fact.median for fact in facts]),
+        high=Spread.of([fact.high for fact in facts]),
+        largest=max(fact.maximum for fact in facts),
+        background=float(np.median([fact.background for fact in facts])),
+        num_flat=sum(_is_flat(fact) for fact in facts),
+        ranges=tuple(
+            (float(np.median(lower)), float(np.median(upper)))
+            for lower, upper in zip(
+                zip(*(fact.lower for fact in facts), strict=True),
+                zip(*(fact.upper for fact in facts), strict=True),
+                strict=True,
+            )
+        ),
+        classes=_classes(found),
+        group_by=next((group_by for _, group_by in suspected_groups(found)), None),
+        num_label_maps=len(maps) or _listed_label_maps(s.source),
+        left_out=tuple(line for line in left_out if line not in maps),
+        unusual=tuple(outlier_lines(names, facts, s)),
+        problems=tuple(problems),
+    )
+
+
+def _problems(checked: Checked, s: DataSettings, num_channels: int) -> list[str]:
+    """Return what keeps a volume from being used; one that is nearly all background is left to the choice of range."""
+    facts = checked.facts
+    if facts is None:
+        return list(checked.problems)
+    problems = list(problems_of(checked.path, facts, s, num_channels))
+    if s.intensity.of_channel(0)[0] == "percentile" and _is_flat(facts) and facts.minimum < facts.maximum:
+        flat = flat_text(facts.lower, facts.upper, s.intensity)
+        return [problem for problem in problems if not problem.endswith(flat)]
+    return problems
+
+
+def _is_flat(facts: VolumeFacts) -> bool:
+    return not facts.num_not_finite and any(a >= b for a, b in zip(facts.lower, facts.upper, strict=True))
+
+
+def _classes(found: Sequence[Found]) -> dict[str, int]:
+    names = class_names_of(found)
+    counts = Counter(item.class_name for item in found)
+    return {name: counts[name] for name in names}
+
+
+def _is_label_map(line: str) -> bool:
+    """Return whether a line about a file that was left out says that it is a label map."""
+    reason = line.partition(": left out, ")[2]
+    return reason.startswith(("labels of", "a label map", "it looks like a label map"))
+
+
+def _listed_label_maps(source: str) -> int:
+    """Return how many volumes of a dataset.json come with a segmentation."""
+    place = Path(source).expanduser()
+    listing = place / "dataset.json" if place.is_dir() else place
+    if listing.suffix.lower() != ".json" or not listing.is_file():
+        return 0
+    content = json.loads(listing.read_text(encoding="utf-8"))
+    entries = [*content["training"], *content.get("validation", [])]
+    labels = [entry.get("label") for entry in entries if isinstance(entry, dict)]
+    return sum(isinstance(label, str) and suffix_of(PurePosixPath(label).name) is not None for label in labels)

@@ -1,0 +1,251 @@
+"""From sizes and spacings to a grid, and to the strides that lead from it to a latent. Never imports torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memory.planning.fingerprint import Fingerprint
+from settings.section import LARGEST_AXIS
+
+Grid = tuple[int, ...]
+Strides = tuple[tuple[int, ...], ...]
+
+ALIKE = 1.15
+"""Fields of view count as equal if their 95th percentile is at most this many times their 5th."""
+LITTLE_BACKGROUND = 0.15
+"""Volumes with less background are crops filled with tissue."""
+COVERED = 90
+"""The percentile of the fields of view that a grid covers when volumes are cropped and padded."""
+THICK = 2.0
+"""An axis is halved while its voxels are at most this many times as long as the shortest."""
+LEAST_LATENT = 10
+"""Voxels along the shortest axis of a latent, below which nothing is halved again."""
+LEAST_AT_ALL = 4
+"""The same for the first level, and for volumes of few slices whose latent would be too large otherwise."""
+SMALL_LATENT = 32_000
+"""Voxels of a latent below which no level keeps an axis because it has few voxels."""
+LARGE_LATENT = 300_000
+"""Voxels of a latent above which a third level is added."""
+MOST_HALVINGS = 3
+FINEST_STEPS = 6
+"""How many grids lie between one and the next whose voxels are twice as long."""
+LEAST_VOXELS = 8**3
+ROUNDING = 0.12
+"""How far rounding to what both networks divide may move an axis, or the aspect, before latents are padded instead."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The physical size that the grid covers, the finest spacing worth having, and how volumes get there.
+
+    `strides` (2: all axes alike), their number `depth` and `unet_levels` are those that the user gave, if any.
+    """
+
+    size_mm: tuple[float, ...]
+    spacing_mm: tuple[float, ...]
+    resize: str
+    reason: str
+    is_weak: bool
+    strides: Strides | int | None = None
+    depth: int | None = None
+    unet_levels: int | None = None
+
+    @property
+    def stored(self) -> Grid:
+        """Return the grid at the spacing of the files."""
+        return tuple(round(mm / step) for mm, step in zip(self.size_mm, self.spacing_mm, strict=True))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A grid, its spacing, and how both networks divide it."""
+
+    grid: Grid
+    spacing_mm: tuple[float, ...]
+    strides: Strides
+    unet_levels: int
+    pads_latents: bool
+
+    @property
+    def factor(self) -> Grid:
+        """Return by how much each axis shrinks from volume to latent."""
+        return tuple(math.prod(stride[axis] for stride in self.strides) for axis in range(3))
+
+    @property
+    def latent(self) -> Grid:
+        """Return the axes of the latent."""
+        return tuple(n // f for n, f in zip(self.grid, self.factor, strict=True))
+
+    @property
+    def stated_spacing(self) -> list[float]:
+        """Return the spacing as a config states it."""
+        return [float(f"{mm:.4g}") for mm in self.spacing_mm]
+
+    @property
+    def voxels(self) -> int:
+        """Return the voxels of the grid."""
+        return math.prod(self.grid)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Return whether some level keeps an axis that it halves elsewhere."""
+        return any(len(set(stride)) > 1 for stride in self.strides)
+
+
+def covered_extent(fingerprint: Fingerprint) -> Extent:
+    """Choose the field of view, and whether volumes are stretched to it or cropped and padded."""
+    extents, spacing = fingerprint.extents, fingerprint.spacing
+    low, median, high = np.percentile(extents, (5, 50, 95), axis=0)
+    variation = float((high / low).max())
+    few = fingerprint.number < 10
+
+    def chosen(size: np.ndarray, resize: str, reason: str, is_weak: bool) -> Extent:
+        return Extent(tuple(size.tolist()), spacing, resize, reason, is_weak)
+
+    if variation <= ALIKE:
+        reason = f"the fields of view are alike (they differ by at most {variation:.2f} times), so stretching is small"
+        return chosen(median, "resample", reason, few)
+    sizes = f"the fields of view differ by up to {variation:.2f} times"
+    if not fingerprint.has_spacing:
+        reason = f"{sizes} in voxels, and some files store no spacing, so each is stretched to the median"
+        return chosen(median, "resample", reason, True)
+    if not fingerprint.background >= LITTLE_BACKGROUND:
+        share = "unknown" if math.isnan(fingerprint.background) else f"{fingerprint.background:.0%}"
+        reason = (
+            f"{sizes}, and the volumes are filled to the edge (background {share}), so padding would draw borders; "
+            "each is stretched to the median instead"
+        )
+        return chosen(median, "resample", reason, True)
+    size = np.percentile(extents, COVERED, axis=0)
+    cut = int((extents > size * 1.001).any(axis=1).sum())
+    covered = "x".join(f"{mm:.0f}" for mm in size)
+    reason = (
+        f"{sizes}, so every volume keeps its millimetres: the grid covers {covered} mm, "
+        f"{cut} of {fingerprint.number} volumes lose part of their edge and smaller ones are padded with background "
+        f"(they have {fingerprint.background:.0%} of it)"
+    )
+    return chosen(size, "crop_or_pad", reason, few or variation > 2)
+
+
+def layouts(extent: Extent) -> list[Layout]:
+    """Return grids of one field of view, the coarsest first and that of the files last.
+
+    Coarser grids lengthen the shortest voxels first, so thick slices stay as they are until the others are as thick.
+    """
+    shortest = min(extent.spacing_mm)
+    found: dict[Grid, Layout] = {}
+    for number in range(MOST_HALVINGS * FINEST_STEPS + 1):
+        length = shortest * 2 ** (number / FINEST_STEPS)
+        size = [mm / max(step, length) for mm, step in zip(extent.size_mm, extent.spacing_mm, strict=True)]
+        layout = layout_of(size, extent)
+        if number and layout.voxels < LEAST_VOXELS:
+            break
+        found.setdefault(layout.grid, layout)
+    return sorted(found.values(), key=lambda layout: layout.voxels)
+
+
+def layout_of(size: Sequence[float], extent: Extent) -> Layout:
+    """Return the layout of a grid of about this many voxels per axis."""
+    spacing = [mm / n for mm, n in zip(extent.size_mm, size, strict=True)]
+    strides = _strides(extent, size, spacing)
+    layout = Layout((1, 1, 1), (1.0, 1.0, 1.0), strides, 1, False)
+    latent = [n / f for n, f in zip(size, layout.factor, strict=True)]
+    levels = extent.unet_levels or _unet_levels(latent)
+    steps = [f * 2 ** (levels - 1) for f in layout.factor]
+    grid = _rounded(size, steps, extent.resize)
+    changes = [n / old for n, old in zip(grid, size, strict=True)]
+    pads = any(abs(change - 1) > ROUNDING for change in changes)
+    pads |= extent.resize == "resample" and max(changes) / min(changes) > 1 + ROUNDING
+    if pads:
+        grid = _rounded(size, layout.factor, extent.resize)
+    return fixed_layout(grid, extent, strides, levels)
+
+
+def fixed_layout(grid: Grid, extent: Extent, strides: Strides | None = None, levels: int | None = None) -> Layout:
+    """Return the layout of exactly this grid."""
+    spacing = tuple(mm / n for mm, n in zip(extent.size_mm, grid, strict=True))
+    strides = _strides(extent, grid, spacing, exactly=True) if strides is None else strides
+    layout = Layout(grid, spacing, strides, 1, False)
+    levels = levels or extent.unet_levels or _unet_levels(layout.latent)
+    pads = any(n % 2 ** (levels - 1) for n in layout.latent)
+    return Layout(grid, spacing, strides, levels, pads)
+
+
+def _strides(extent: Extent, size: Sequence[float], spacing: Sequence[float], exactly: bool = False) -> Strides:
+    """Return the strides that the user gave, else those that suit the grid."""
+    if isinstance(extent.strides, tuple):
+        return extent.strides
+    return strides_of(size, spacing, extent.depth, exactly, alike=extent.strides == 2)
+
+
+def strides_of(
+    size: Sequence[float],
+    spacing: Sequence[float],
+    depth: int | None = None,
+    exactly: bool = False,
+    alike: bool = False,
+) -> Strides:
+    """Return the stride of each axis at each level: two, or one where voxels are already long or few.
+
+    depth: how many levels to halve, whatever is left of the axes. exactly: the grid is given, so each axis must stay a
+    whole number of voxels. alike: all axes are halved together.
+    """
+    strides: list[tuple[int, ...]] = []
+    size, spacing = list(size), list(spacing)
+    while len(strides) < (MOST_HALVINGS if depth is None else depth):
+        voxels = math.prod(size)
+        if depth is None and len(strides) == 2 and voxels <= LARGE_LATENT:
+            break
+        least = LEAST_LATENT if strides else LEAST_AT_ALL
+        is_long = [mm > THICK * min(spacing) * 1.001 for mm in spacing]
+        is_short = [n / 2 < least or (exactly and n % 2 != 0) for n in size]
+        if not alike:
+            stride = tuple(1 if a or b else 2 for a, b in zip(is_long, is_short, strict=True))
+            # Keeping a short axis while the others shrink pays only if there is much to gain.
+            lacks = any(b and not a for a, b in zip(is_long, is_short, strict=True))
+            stops = lacks and voxels <= SMALL_LATENT and len(strides) > 0
+        else:
+            least = LEAST_AT_ALL if voxels > LARGE_LATENT else least
+            stops = min(size) / 2 < least or (exactly and any(n % 2 for n in size))
+            stride = (2, 2, 2)
+        if depth is not None:
+            stride = tuple(1 if a and not alike else 2 for a in is_long)
+        elif stops or set(stride) == {1}:
+            break
+        strides.append(stride)
+        size = [n / s for n, s in zip(size, stride, strict=True)]
+        spacing = [mm * s for mm, s in zip(spacing, stride, strict=True)]
+    return tuple(strides)
+
+
+def _unet_levels(latent: Sequence[float]) -> int:
+    """Return 3 levels, fewer for latents of few voxels per axis, and 4 for large ones."""
+    least = min(latent)
+    if least < 4:
+        return 1
+    if least < 8:
+        return 2
+    return 4 if least >= 16 and math.prod(latent) / 8**2 > 8192 else 3
+
+
+def _rounded(size: Sequence[float], steps: Sequence[int], resize: str) -> Grid:
+    """Round to multiples: up where volumes are cropped, so that little is lost, else so that the aspect is kept."""
+    counts = [n / step for n, step in zip(size, steps, strict=True)]
+    is_cropped = resize == "crop_or_pad"
+    near = [[math.ceil(n - 0.1)] if is_cropped else [math.ceil(n), math.floor(n)] for n in counts]
+    candidates = [
+        tuple(min(step * max(1, n), LARGEST_AXIS - LARGEST_AXIS % step) for n, step in zip(chosen, steps, strict=True))
+        for chosen in itertools.product(*near)
+    ]
+    return min(candidates, key=lambda grid: _distortion(grid, size))
+
+
+def _distortion(grid: Grid, size: Sequence[float]) -> float:
+    """Return how far a grid is from a size: the spread of the changes of its axes, and their mean."""
+    changes = [math.log(n / old) for n, old in zip(grid, size, strict=True)]
+    return max(changes) - min(changes) + abs(sum(changes)) / 3

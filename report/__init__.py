@@ -1,9 +1,0 @@
-"""Write report.html of a run: one offline page with curves, volumes, memory, config and environment.
-
-Called by the train scripts after each validation, and by `scripts/report.py`.
-"""
-
-from report.page import publish, write_comparison, write_report
-from report.validation import show_validation
-
-__all__ = ["publish", "show_validation", "write_comparison", "write_report"]

@@ -1,0 +1,1 @@
+"""What developers run: the seeded faults, and generators of documents."""

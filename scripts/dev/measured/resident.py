@@ -1,0 +1,118 @@
+"""Real CPU steps, and by how much each made the resident memory of its process grow, beside what was predicted.
+
+As a program it reads a JSON list of variants from standard input and prints one line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from memory.predict.prediction import Stage, fullest_step
+from settings import Settings
+
+GRID = (96, 96, 32)
+"""What the document shows; tests measure smaller steps."""
+ROOT = Path(__file__).resolve().parents[3]
+TRAINING = "autoencoder.training"
+_COMMON = {
+    "device.type": "cpu",
+    "device.mixed_precision": False,
+    "autoencoder.num_channels": (16, 32),
+    "autoencoder.num_res_blocks": 1,
+    "autoencoder.attention_levels": (False, False),
+    "autoencoder.norm_num_groups": 8,
+    f"{TRAINING}.batch_size": 1,
+    f"{TRAINING}.gradient_accumulation_steps": 1,
+    f"{TRAINING}.use_perceptual_loss": False,
+    f"{TRAINING}.discriminator.num_layers_d": 2,
+    f"{TRAINING}.discriminator.num_channels": 16,
+    f"{TRAINING}.use_gradient_checkpointing": False,
+    "ldm.unet.num_channels": (32, 64),
+    "ldm.unet.attention_levels": (False, True),
+    "ldm.training.batch_size": 4,
+}
+_CHECKPOINTED = {f"{TRAINING}.use_gradient_checkpointing": True}
+VARIANTS: dict[str, tuple[Stage, dict[str, Any]]] = {
+    "stock": ("autoencoder", {"autoencoder.implementation": "monai"}),
+    "stock, checkpointed": ("autoencoder", {"autoencoder.implementation": "monai", **_CHECKPOINTED}),
+    "plain": ("autoencoder", {}),
+    "checkpointed": ("autoencoder", _CHECKPOINTED),
+    "nested": ("autoencoder", {**_CHECKPOINTED, f"{TRAINING}.use_nested_checkpointing": True}),
+    "offload": ("autoencoder", {**_CHECKPOINTED, f"{TRAINING}.use_gradient_checkpointing_offload": True}),
+    "slabs": ("autoencoder", {**_CHECKPOINTED, f"{TRAINING}.slab_rows": 16}),
+    "U-Net": ("ldm", {}),
+    "U-Net, checkpointed": ("ldm", {"ldm.training.use_gradient_checkpointing": True}),
+}
+# Released blocks go back to the system, so that the peak is what the step holds and not what the heap keeps.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TRIM_THRESHOLD_": str(1 << 18), "MALLOC_TOP_PAD_": "0"}
+
+
+def settings_of(name: str, grid: tuple[int, int, int]) -> tuple[Settings, Stage]:
+    """Return the settings of a variant."""
+    stage, changes = VARIANTS[name]
+    return Settings().with_overrides({**_COMMON, "data.voxel_size": grid, **changes}), stage
+
+
+def measure(requests: list[tuple[str, tuple[int, int, int]]]) -> list[dict[str, Any]]:
+    """Return, for each variant and grid, the growth of the process beside its prediction, in bytes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.dev.measured.resident"],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+        input=json.dumps(requests),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    import torch
+
+    from memory.predict.step import predict_step
+
+    torch.set_num_threads(1)
+    requests = [(name, tuple(grid)) for name, grid in json.load(sys.stdin)]
+    for name in dict.fromkeys(name for name, _ in requests):  # libraries load their code at the first step
+        _run(*settings_of(name, (16, 16, 16)))
+    grown = [_growth(*settings_of(name, grid)) for name, grid in requests]
+    for (name, grid), measured in zip(requests, grown, strict=True):
+        prediction = predict_step(*settings_of(name, grid), whole_run=False)
+        row: dict[str, Any] = {"name": name, "grid": grid, "tier": prediction.tier}
+        row |= {"resident": [measured, prediction.peak_allocated_bytes], "prediction": prediction.to_json()}
+        print(json.dumps(row))
+
+
+def _growth(settings: Settings, stage: Stage) -> int:
+    import psutil
+
+    from memory.watch.readings import reset_resident_peak, resident_peak_bytes
+
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    assert reset_resident_peak(), "this system cannot reset the peak of the resident memory"
+    _run(settings, stage)
+    return resident_peak_bytes() - before
+
+
+def _run(settings: Settings, stage: Stage) -> None:
+    """Run an update with optimizer states and every loss term."""
+    from memory.predict.step import build_step, make_optimizer_state
+
+    step = build_step(settings, stage)
+    for updater in step.updaters.values():
+        make_optimizer_state(updater)
+    training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+    step([step.example_batch(training.batch_size)], fullest_step(settings, stage))
+
+
+if __name__ == "__main__":
+    main()

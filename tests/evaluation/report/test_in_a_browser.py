@@ -1,0 +1,249 @@
+"""The report in a real Chromium, at the width of a desk and of a phone, light and dark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluation.report import write_comparison, write_report
+from tests.browser import Browser
+from tests.report_run import make_run, volume_with_gradient
+from training.validation.previews import ViewerVolume
+
+pytestmark = pytest.mark.browser
+
+HEIGHT = 900
+SCREENS = [(1280, False), (1280, True), (390, False), (390, True)]
+ALL_TILES = "document.querySelectorAll('canvas').length === 3 * 2 + 2 + 2 * 3 + 9"
+
+
+@pytest.fixture(scope="module")
+def screen() -> Iterator[Callable[..., Browser]]:
+    """Open a browser of a size and a scheme, or return the one that is open."""
+    open_ones: dict[tuple[int, bool], Browser] = {}
+    with ExitStack() as stack:
+
+        def get(width: int = 1280, is_dark: bool = False) -> Browser:
+            if (width, is_dark) not in open_ones:
+                open_ones[width, is_dark] = stack.enter_context(Browser(width, HEIGHT, is_dark))
+            browser = open_ones[width, is_dark]
+            browser.errors(), browser.requests()  # forget those of earlier tests
+            return browser
+
+        yield get
+
+
+def box(browser: Browser, selector: str) -> dict[str, float]:
+    return browser.run(
+        f"const b = document.querySelector({selector!r}).getBoundingClientRect();"
+        "return {left: b.left, right: b.right, top: b.top, bottom: b.bottom, width: b.width, height: b.height}"
+    )
+
+
+def set_value(browser: Browser, name: str, value: Any, event: str = "input") -> None:
+    browser.run(
+        f"const e = document.getElementById({name!r}); e.value = {str(value)!r}; e.dispatchEvent(new Event({event!r}))"
+    )
+
+
+def pointer(browser: Browser, selector: str, points: list[tuple[float, float]]) -> None:
+    """Press the mouse at the first point, move to the others, and release; points are shares of the element."""
+    browser.run(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
+    frame = box(browser, selector)
+    places = [(frame["left"] + x * frame["width"], frame["top"] + y * frame["height"]) for x, y in points]
+    kinds = ["mousePressed", *["mouseMoved"] * (len(places) - 1), "mouseReleased"]
+    for kind, (x, y) in zip(kinds, [*places, places[-1]], strict=True):
+        event = {"type": kind, "x": x, "y": y, "button": "left", "buttons": 1, "clickCount": 1}
+        browser.protocol("Input.dispatchMouseEvent", event)
+
+
+@pytest.mark.parametrize(("width", "is_dark"), SCREENS)
+def test_first_screen_has_samples_beside_real_volumes(tmp_path, screen, width, is_dark):
+    path = write_report(make_run(tmp_path))
+    browser = screen(width, is_dark)
+    browser.open(path)
+    browser.wait_for(ALL_TILES)
+    sample = box(browser, "#sample-gallery canvas[data-role=sample]")
+    real = box(browser, "#sample-gallery canvas[data-role=real]")
+    nearest = box(browser, "#sample-gallery canvas[data-role=nearest]")
+    assert 0 < sample["top"] < sample["bottom"] < HEIGHT
+    assert 0 < real["top"] < real["bottom"] < HEIGHT
+    assert sample["right"] < real["left"], "side by side"
+    assert sample["bottom"] < nearest["top"], "the nearest training volume is under its sample"
+    assert abs(sample["left"] - nearest["left"]) < 2
+    assert min(sample["width"], real["width"]) > 100
+    assert "class lesion" in browser.run("return document.querySelector('#sample-gallery').innerText")
+
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    background = browser.run("return getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", background))) < 200) == is_dark
+    assert browser.errors() == []
+    outside = [url for url in browser.requests() if url.startswith(("http:", "https:", "ws"))]
+    assert outside == [], "the page asked the network"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_anisotropic_volume_has_true_proportions_in_every_plane(tmp_path, screen, width):
+    path = write_report(make_run(tmp_path, spacing_mm=(1.0, 1.0, 4.0)))
+    extents = (16 * 1.0, 20 * 1.0, 24 * 4.0)
+    browser = screen(width)
+    browser.open(path)
+    browser.wait_for(ALL_TILES)
+    tiles = browser.run(
+        "return Array.from(document.querySelectorAll('canvas')).map(c => "
+        "[Number(c.dataset.axis), c.getBoundingClientRect().width, c.getBoundingClientRect().height])"
+    )
+    assert {axis for axis, *_ in tiles} == {0, 1, 2}
+    for axis, across_pixels, up_pixels in tiles:
+        across, up = (extents[other] for other in range(3) if other != axis)
+        # Browsers lay out in fractions of a pixel, so the shorter side may be off by one.
+        assert across_pixels / up_pixels == pytest.approx(across / up, rel=1.5 / min(across_pixels, up_pixels))
+
+
+def test_letters_name_the_edges_of_each_plane(tmp_path, screen):
+    path = write_report(make_run(tmp_path))
+    browser = screen()
+    browser.open(path)
+    browser.wait_for(ALL_TILES)
+    letters = browser.run(
+        "return [2, 1, 0].map(axis => ['left', 'right', 'top', 'bottom'].map(side => document.querySelector("
+        "`#planes .plane[data-axis=\"${axis}\"] .letter.${side}`).textContent).join(''))"
+    )
+    assert letters == ["LRAP", "LRSI", "PASI"]
+
+
+def test_pixels_are_the_voxels_and_follow_the_window(tmp_path, screen):
+    path = write_report(make_run(tmp_path))
+    read = (
+        "const c = document.querySelector('#reconstruction-gallery canvas[data-role=input]');"
+        "return Array.from(c.getContext('2d').getImageData(0, 19, 1, 1).data)"
+    )
+    expected = ViewerVolume.of(volume_with_gradient((16, 20, 24))).voxels
+    browser = screen()
+    browser.open(path)
+    browser.wait_for(ALL_TILES)
+    for place in (0, 23):
+        set_value(browser, "slice", place)
+        value = int(expected[0, 0, place])
+        assert browser.run(read) == [value, value, value, 255]
+
+    # Dragging to the left narrows the window around its level; dragging down raises the level.
+    tile = "#reconstruction-gallery canvas[data-role=input]"
+    pointer(browser, tile, [(0.5, 0.5), (0.4, 0.5), (0.1, 0.5)])
+    width, level = browser.run("return [view.width, view.level]")
+    assert width < 0.99
+    assert level == 0.5
+    low, span = (0.5 - width / 2) * 255, width * 255
+    value = min(255, max(0, round((int(expected[0, 0, 23]) - low) / span * 255)))
+    assert browser.run(read)[0] == pytest.approx(value, abs=1)
+    pointer(browser, tile, [(0.5, 0.2), (0.5, 0.4), (0.5, 0.8)])
+    assert browser.run("return view.level") > 0.5
+    browser.run("document.getElementById('reset').click()")
+    assert browser.run("return [view.width, view.level]") == [1, 0.5]
+    assert browser.errors() == []
+
+
+def test_click_moves_the_crosshair_of_all_planes(tmp_path, screen):
+    path = write_report(make_run(tmp_path))
+    browser = screen()
+    browser.open(path)
+    browser.wait_for(ALL_TILES)
+    pointer(browser, '#planes .plane[data-axis="2"] canvas', [(0.25, 0.25)])
+    at = browser.run("return view.at")
+    assert at[0] == pytest.approx(0.25, abs=0.02)
+    assert at[1] == pytest.approx(0.75, abs=0.02)
+    assert at[2] == 0.5
+    shown = browser.run("return Array.from(document.querySelectorAll('#planes .plane output')).map(o => o.textContent)")
+    assert shown == ["13 / 24", "16 / 20", "5 / 16"]
+    hairs = browser.run(
+        "return Array.from(document.querySelectorAll('.plane[data-axis=\"1\"] .down'))"
+        ".map(i => parseFloat(i.style.left))"
+    )
+    assert hairs == pytest.approx([25, 25, 25], abs=2)
+    browser.run("document.getElementById('hair').click()")
+    assert browser.run("return document.querySelector('.down').hidden")
+
+
+def test_plane_pixels_sets_and_other_choices_draw_without_an_error(tmp_path, screen):
+    path = write_report(make_run(tmp_path))
+    browser = screen()
+    browser.open(path)
+    browser.wait_for(ALL_TILES)
+    rendering = "return getComputedStyle(document.querySelector('canvas')).imageRendering"
+    assert browser.run(rendering) == "auto"
+    browser.run("for (const id of ['exact', 'log', 'smooth']) document.getElementById(id).click()")
+    assert browser.run(rendering) == "pixelated"
+    set_value(browser, "plane", 0, "change")
+    browser.wait_for("document.querySelector('#sample-gallery canvas').dataset.axis === '0'")
+    set_value(browser, "gain", 8, "change")
+    browser.wait_for("document.querySelector('#reconstruction-gallery').innerText.includes('error \\u00d7 8')")
+    choices = browser.run(
+        "return Array.from(document.querySelectorAll('#reconstruction-set option')).map(o => o.textContent)"
+    )
+    assert choices == ["newest", "step 20", "step 10"]
+    set_value(browser, "reconstruction-set", "10", "change")
+    # A click on a column of the gallery shows its three planes.
+    browser.wait_for(ALL_TILES)
+    pointer(browser, "#reconstruction-gallery .column:nth-child(2) canvas", [(0.5, 0.5)])
+    browser.wait_for("document.getElementById('closer-name').textContent.includes('held_out_1.nii.gz, step 10')")
+    assert browser.run("return document.querySelectorAll('#planes canvas[data-role=error]').length") == 3
+    # Drawn for the width they have: no chart is scaled down to fit.
+    scales = browser.run(
+        "return Array.from(document.querySelectorAll('.chart svg'))"
+        ".map(s => s.getBoundingClientRect().width / s.viewBox.baseVal.width)"
+    )
+    assert all(abs(scale - 1) < 0.1 for scale in scales)
+    assert browser.errors() == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_comparison_of_one_and_two_stages_has_no_empty_half(tmp_path, screen, width):
+    both, first = make_run(tmp_path, "both"), make_run(tmp_path, "first")
+    _drop_stage_two(first)
+    browser = screen(width)
+    browser.open(write_comparison([both, first], tmp_path / "comparison.html"))
+    browser.wait_for("document.querySelectorAll('#sample-gallery canvas').length === 8")
+    table = browser.run(
+        "return Array.from(document.querySelectorAll('#figures tbody tr'))"
+        ".map(r => Array.from(r.cells).map(c => c.textContent))"
+    )
+    filled = [row for row in table if all(cell not in ("", "-") for cell in row)]
+    assert len(filled) >= 3
+    titles = browser.run("return Array.from(document.querySelectorAll('#sample-gallery h3')).map(e => e.textContent)")
+    assert titles == ["both, step 5", "Real, held out"]
+    for column in (1, 2):
+        empty = sum(row[column] in ("", "-") for row in table)
+        assert empty <= len(table) / 3
+    # No column of the gallery or of the charts is without content.
+    sizes = browser.run(
+        "return Array.from(document.querySelectorAll('.gallery .group, .chart'))"
+        ".filter(e => e.offsetParent).map(e => e.querySelectorAll('canvas, path, circle').length)"
+    )
+    assert min(sizes) > 0
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    assert browser.errors() == []
+
+
+def _drop_stage_two(run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if '"ldm"' not in line))
+    for path in (run / "previews" / "volumes").glob("ldm_*"):
+        path.unlink()
+
+
+def test_run_without_volumes_shows_its_curves(tmp_path, screen):
+    path = write_report(make_run(tmp_path, with_volumes=False))
+    browser = screen()
+    browser.open(path)
+    browser.wait_for("document.querySelectorAll('#curve-charts path').length >= 3")
+    assert browser.run("return ['viewer-bar', 'samples', 'closer'].map(id => document.getElementById(id).hidden)") == [
+        True,
+        True,
+        True,
+    ]
+    assert browser.errors() == []

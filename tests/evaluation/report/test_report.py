@@ -1,0 +1,298 @@
+"""The report of a run: what it reads and what it shows."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from evaluation.report import write_comparison, write_report
+from evaluation.report.page import page_of
+from evaluation.report.run_data import MAX_POINTS, read_run
+from evaluation.report.volumes import stored_volumes, viewer_data
+from memory.watch.run_record import ladder_position, write_memory_record
+from runtime.files.run_folder import RunFolder
+from settings import Settings, UserError
+from tests.report_run import make_run, volume_with_gradient
+from tests.support.tiny_config import TINY
+from training.recording.progress import ELAPSED
+from training.validation.previews import FACTS, MAX_VOXELS, ViewerVolume, save_viewer_volumes, shown_grid
+
+
+def page_data(page: str) -> dict:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_viewer_volume_survives_the_file_exactly(tmp_path):
+    voxels = np.random.default_rng(0).integers(0, 256, (5, 7, 9), dtype=np.uint8)
+    run = RunFolder(tmp_path)
+    save_viewer_volumes(run, "autoencoder", 3, {"input_0": ViewerVolume(voxels, (5, 7, 9))})
+    (stored,) = stored_volumes(run)
+    facts = stored.to_page()
+    assert facts is not None
+    with Image.open(stored.path) as picture:
+        tiles = np.asarray(picture)
+    for number in range(5):
+        row, column = divmod(number, facts["columns"])
+        np.testing.assert_array_equal(tiles[row * 7 : row * 7 + 7, column * 9 : column * 9 + 9], voxels[number])
+
+
+@pytest.mark.parametrize("grid", [(256, 256, 64), (512, 512, 128), (16, 16, 16), (64, 64, 64)])
+def test_large_volumes_are_shown_smaller_with_all_their_range(grid):
+    shown = shown_grid(grid)
+    assert math.prod(shown) <= MAX_VOXELS
+    assert shown == grid or math.prod(shown) > MAX_VOXELS * 0.95
+    volume = ViewerVolume.of(volume_with_gradient((80, 80, 90)))
+    assert volume.grid == (80, 80, 90)
+    assert volume.voxels.max() > 250
+    assert volume.voxels.min() < 5
+
+
+def test_report_shows_figures_curves_memory_and_differences(tmp_path):
+    page = write_report(make_run(tmp_path)).read_text()
+    data = page_data(page)
+    titles = [chart["title"] for chart in data["curves"]]
+    assert {"Reconstruction loss", "KL divergence", "Held-out PSNR, dB", "Diffusion loss"} <= set(titles)
+    assert data["memory"][0]["rules"] == [{"label": "predicted", "value": 900 / 1024}]
+    assert "23.00 dB" in page
+    assert "stage 1: step 30 of 4" in page
+    assert "1 of" in page
+    assert "<td>seed</td><td>42</td><td>7</td>" in page
+    assert "generator backward" in page
+    assert "checkpointing, 1 of 2 levels" in page
+    assert len(data["pictures"]) == 2 + 4 + 3 + 3 + 2, "the inputs are embedded once for both steps"
+
+
+def test_spikes_survive_thinning_and_broken_values_break_the_line(tmp_path):
+    folder = make_run(tmp_path, num_lines=5000, with_volumes=False)
+    with (folder / "metrics.jsonl").open("a") as lines:
+        lines.write(
+            '{"stage": "autoencoder", "step": 5001, "kl": NaN}\n{"stage": "autoencoder", "step": 5002, "kl": 99}\n'
+        )
+        lines.write('{"stage": "autoencoder", "step": 50')
+    curve = read_run(folder)["stages"][0]["curves"]["kl"]
+    assert len(curve) <= MAX_POINTS + 2
+    assert [5002, 99.0] in curve
+    assert "NaN" not in write_report(folder).read_text()
+
+
+def test_a_run_that_has_only_begun_has_a_report(tmp_path):
+    folder = make_run(tmp_path, with_volumes=False)
+    (folder / "metrics.jsonl").unlink()
+    (folder / "environment.json").unlink()
+    (folder / "memory_autoencoder.json").unlink()
+    assert "not started" in write_report(folder).read_text()
+
+
+def test_running_out_of_memory_is_shown_until_the_run_has_passed_that_step(tmp_path):
+    folder = make_run(tmp_path, with_volumes=False)
+    rung = {"name": "offload", "promise": "same mathematics"}
+    report = {"stage": "autoencoder", "phase": "generator backward", "step": 30, "next_rung": rung}
+    (folder / "oom_report.json").write_text(json.dumps(report))
+    page = write_report(folder).read_text()
+    assert "Ran out of memory in step 31, generator backward. Next rung: offload (same mathematics)." in page
+    (folder / "oom_report.json").write_text(json.dumps({**report, "step": 20}))
+    assert "Ran out of memory" not in write_report(folder).read_text()
+
+
+def test_a_finished_run_that_is_continued_is_not_called_done(tmp_path):
+    training = {**TINY["autoencoder"]["training"], "max_steps": 30}
+    run = make_run(tmp_path, with_volumes=False, autoencoder={**TINY["autoencoder"], "training": training})
+    (run / "autoencoder.safetensors").touch()
+    assert "stage 1: done, 30 steps" in page_of([run])
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("max_steps: 30", "max_steps: 60"))
+    assert "stage 1: step 30 of 60" in page_of([run])
+
+
+def test_a_run_with_a_time_limit_has_no_last_step(tmp_path):
+    training = {**TINY["autoencoder"]["training"], "max_hours": 2.5}
+    run = make_run(tmp_path, with_volumes=False, autoencoder={**TINY["autoencoder"], "training": training})
+    assert "stage 1: step 30, to train for 2 h 30 min" in page_of([run])
+
+
+def test_what_is_not_a_run_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"no config\.yaml; give the folder of a run"):
+        write_report(tmp_path)
+
+
+def test_text_from_outside_never_becomes_markup(tmp_path):
+    evil = "<img src=x onerror=alert(1)></script>'\""
+    folder = make_run(tmp_path, data={**TINY["data"], "source": f"/data/{evil}"})
+    environment = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps({**environment, "device": evil, evil: evil}))
+    with (folder / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps({"stage": "autoencoder", "step": 31, evil: 1.0}) + "\n")
+    page = write_report(folder).read_text()
+    assert "<img" not in page
+    assert page.count("</script>") == 2
+    assert "&lt;img src=x" in page
+
+
+def test_report_is_small_and_quick(tmp_path):
+    run = RunFolder(make_run(tmp_path, num_lines=20_000))
+    noise = torch.rand(1, 96, 96, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    volumes = {}
+    for place in range(4):
+        volumes[f"input_{place}"] = ViewerVolume.of(noise.roll(place, 2), place)
+        volumes[f"reconstruction_{place}"] = ViewerVolume.of(noise.roll(10 + place, 1), place)
+    for step in (100, 500, 900):
+        save_viewer_volumes(run, "autoencoder", step, volumes)
+    start = time.process_time()
+    path = write_report(run.path)
+    assert path.stat().st_size < 5_000_000
+    assert time.process_time() - start < 3
+    assert page_data(path.read_text())["sets"][0]["step"] == 900
+
+
+def test_comparison_names_runs_and_what_differs(tmp_path):
+    folders = [make_run(tmp_path, "first"), make_run(tmp_path, "second", seed=9)]
+    page = write_comparison(folders, tmp_path / "comparison.html").read_text()
+    charts = page_data(page)["curves"]
+    assert [line["label"] for line in charts[0]["series"]] == ["first", "second"]
+    assert "<td>seed</td><td>7</td><td>9</td>" in page
+    assert "2 keys differ" in page
+
+
+def test_ladder_position_tells_what_is_on_and_what_is_left(tmp_path):
+    changes = {"autoencoder.training.use_gradient_checkpointing": True, "device.type": "cuda"}
+    settings = Settings.model_validate(TINY).with_overrides(changes)
+    states = {rung["name"]: rung["state"] for rung in ladder_position(settings, "autoencoder")}
+    assert states["checkpointing"] == "taken"
+    assert states["as configured"] == "here"
+    assert states["offload"] == "left"
+    record = json.loads(write_memory_record(tmp_path, settings, "ldm", None).read_text())
+    assert record["prediction"] is None
+    assert {"name": "checkpointing of the U-Net", "state": "left", "same_mathematics": True} in record["ladder"]
+
+
+def test_page_keeps_the_first_volumes_and_whole_pairs_when_the_budget_is_used_up(tmp_path):
+    run = RunFolder(make_run(tmp_path))
+    everything = viewer_data(run, 10**9)
+    assert [(entry["stage"], entry["step"]) for entry in everything["sets"]] == [
+        ("autoencoder", 20),
+        ("autoencoder", 10),
+        ("ldm", 5),
+    ]
+    least = viewer_data(run, 0)
+    assert [sorted(entry["volumes"]) for entry in least["sets"]] == [
+        ["input_0", "reconstruction_0"],
+        ["nearest_0", "real_0", "sample_0"],
+    ]
+    half = viewer_data(run, sum(map(len, least["pictures"])) + len(least["pictures"][0]))
+    for entry in half["sets"]:
+        places = {kind: {role.split("_")[1] for role in entry["volumes"] if role.startswith(kind)} for kind in PAIR}
+        assert places["input"] == places["reconstruction"]
+
+
+PAIR = ("input", "reconstruction")
+
+
+def test_volumes_of_older_versions_are_shown_as_cubes(tmp_path):
+    run = RunFolder(tmp_path)
+    save_viewer_volumes(run, "autoencoder", 3, {"input": ViewerVolume(np.zeros((2, 3, 4), np.uint8), (2, 3, 4))})
+    (stored,) = stored_volumes(run)
+    assert stored.role == "input_0"
+    with Image.open(stored.path) as picture:
+        pixels = picture.copy()
+    facts = PngInfo()
+    facts.add_text(FACTS, json.dumps({"shape": [2, 3, 4], "grid": [2, 3, 4], "columns": 1}))
+    pixels.save(stored.path, pnginfo=facts)
+    page = stored.to_page()
+    assert page is not None
+    assert page["spacing_mm"] == (1.0, 1.0, 1.0)
+    assert page["name"] == ""
+
+
+def test_comparison_of_one_and_two_stages_shares_its_rows(tmp_path):
+    both, first = make_run(tmp_path, "both"), make_run(tmp_path, "first")
+    lines = (first / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (first / "metrics.jsonl").write_text("".join(line for line in lines if '"ldm"' not in line))
+    page = write_comparison([both, first], tmp_path / "comparison.html").read_text()
+    figures = page[page.index('<div id="figures">') : page.index('<div id="evaluation">')]
+    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", figures)
+    shared = {name: values for name, *values in rows}
+    assert shared["held-out PSNR, stage 1"] == ["23.00 dB", "23.00 dB"]
+    assert shared["peak allocated, stage 1"] == ["0.80 GiB", "0.80 GiB"]
+    assert shared["peak allocated, stage 2"] == ["0.20 GiB", "-"]
+    assert sum("-" in values for values in shared.values()) == 1
+
+
+def test_peak_of_a_process_is_never_set_against_the_prediction_of_tensors(tmp_path):
+    folder = make_run(tmp_path, with_volumes=False)
+    line = {"stage": "autoencoder", "step": 1, "kl": 1.0, "host_memory_gib": 2.0, "host_memory_peak_gib": 3.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    page = write_report(folder).read_text()
+    assert page_data(page)["memory"][0]["rules"] == []
+    assert "<b>3.00 GiB</b><span>peak of the process</span>" in page
+    assert "predicted peak of the step&#x27;s tensors" in page
+
+
+def test_duration_adds_up_over_restarts_and_has_no_chart(tmp_path):
+    folder = make_run(tmp_path, with_volumes=False)
+    seconds = [10.0, 3600.0, 60.0, 120.0]
+    lines = [{"stage": "autoencoder", "step": n + 1, "kl": 1.0, ELAPSED: s} for n, s in enumerate(seconds)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(folder)
+    assert run["stages"][0]["seconds"] == 3720
+    assert ELAPSED not in run["stages"][0]["curves"]
+    assert "1 h 2 min" in write_report(folder).read_text()
+
+
+def test_evaluation_is_shown_with_its_anchors(tmp_path):
+    folder = make_run(tmp_path, with_volumes=False)
+    assert "Evaluation" not in write_report(folder).read_text()
+    mean = {"psnr": 27.5, "ssim": 0.9, "ms_ssim": 0.95}
+    samples: dict[str, Any] = {
+        "num": 16,
+        "sharpness": {"gradient_magnitude": 0.86, "spectrum": {}},
+        "laplacian_kurtosis": 0.7,
+        "pairwise_ms_ssim": 0.5,
+        "held_out_pairwise_ms_ssim": 0.4,
+        "num_memorised": None,
+    }
+    samples["nearest_training"] = [{"training_volume": "a", "rms_distance": 0.1, "ratio": 0.8}]
+    right = {"l1": 0.1, "psnr": 20.0, "iou": 0.75, "chamfer": 1.5}
+    record = {
+        "reconstruction": {"mean": mean, "volumes": [{"volume": "a"}]},
+        "conditions": {"num": 2, "right": right, "shuffled": {**right, "iou": 0.25, "chamfer": 6.0}},
+        "samples": samples,
+        "skill": {"val_skill": 0.91},
+        "anchors": {
+            "training volumes": {"sharpness": {"gradient_magnitude": 1.02}, "laplacian_kurtosis": None},
+            "network switched off": {"sharpness": None, "laplacian_kurtosis": 0.31},
+        },
+    }
+    (folder / "evaluation.json").write_text(json.dumps(record))
+    page = write_report(folder).read_text()
+    assert "<td>PSNR of reconstructions</td><td>27.50 dB</td><td>mean of 1 held-out volume</td>" in page
+    assert "<td>0.86</td><td>training volumes 1.02; network switched off -</td>" in page
+    assert "<td>0.70</td><td>training volumes -; network switched off 0.31</td>" in page
+    assert "<td>skill</td><td>0.910</td>" in page
+    assert "<td>0.5000</td><td>between held-out volumes 0.4000</td>" in page
+    assert "IoU of occupied voxels of reconstructions" not in page
+    of_samples = "IoU of occupied voxels of 2 samples to their own volumes"
+    assert f"<td>{of_samples}</td><td>0.750</td><td>another volume&#x27;s condition 0.250</td>" in page
+    assert "<td>1.500 voxels</td><td>another volume&#x27;s condition 6.000 voxels</td>" in page
+    assert "<td>-</td><td>the nearest is at 0.80 of a held-out volume&#x27;s distance</td>" in page
+
+
+def test_data_are_summarised(tmp_path):
+    folder = make_run(tmp_path, with_volumes=False)
+    environment = json.loads((folder / "environment.json").read_text())
+    environment["data"] = {"training": 12, "held_out": 3, "classes": ["a", "b"]}
+    (folder / "environment.json").write_text(json.dumps(environment))
+    page = write_report(folder).read_text()
+    assert "<td>grid</td><td>16 x 16 x 16</td>" in page
+    assert "<td>training volumes</td><td>12</td>" in page
+    assert "<td>classes</td><td>a, b</td>" in page

@@ -1,0 +1,72 @@
+"""Whole volumes are encoded and decoded in the precision and in the slabs that were asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models import build_autoencoder
+from models.volume_codec import VolumeCodec
+from runtime.precision import Precision
+from settings import Settings
+
+CPU = torch.device("cpu")
+GRID = (32, 16, 16)
+
+
+@pytest.fixture
+def codec_of(tiny_values, monkeypatch):
+    """Build a codec from dotted changes and a budget; also return the list of slab sizes that it sets."""
+
+    def build(budget_bytes: int | None = None, **changes) -> tuple[VolumeCodec, list[int]]:
+        names = {name.replace("__", "."): value for name, value in changes.items()}
+        settings = Settings.model_validate(tiny_values).with_overrides({"data.voxel_size": GRID, **names})
+        torch.manual_seed(0)
+        autoencoder = build_autoencoder(settings.autoencoder).eval()
+        used: list[int] = []
+        set_slab_rows = autoencoder.set_slab_rows
+
+        def noted(rows: int) -> None:
+            used.append(rows)
+            set_slab_rows(rows)
+
+        monkeypatch.setattr(autoencoder, "set_slab_rows", noted)
+        return VolumeCodec(autoencoder, settings.autoencoder, Precision(settings.device, CPU), budget_bytes), used
+
+    return build
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_volumes_pass_in_the_precision_of_the_config_and_come_out_in_float32(codec_of, mixed):
+    codec, _ = codec_of(device__mixed_precision=mixed, device__amp_dtype="bfloat16")
+    inside = []
+    for convolution in [module for module in codec.autoencoder.modules() if isinstance(module, torch.nn.Conv3d)]:
+        convolution.register_forward_hook(lambda module, given, out: inside.append(out.dtype))
+    mean = codec.encode(torch.rand(1, *GRID))
+    volume = codec.decode(mean)
+    assert set(inside) == {torch.bfloat16 if mixed else torch.float32}
+    assert {mean.dtype, volume.dtype} == {torch.float32}
+
+
+@pytest.mark.parametrize(("budget", "configured", "expected"), [(1, 0, 16), (1, 4, 4), (1 << 50, 0, 0)])
+def test_slabs_come_on_where_a_block_exceeds_the_budget_and_change_nothing(codec_of, budget, configured, expected):
+    codec, used = codec_of(budget, autoencoder__training__slab_rows=configured)
+    whole, _ = codec_of(1 << 50)
+    image = torch.rand(1, *GRID, generator=torch.Generator().manual_seed(1))
+    mean = codec.encode(image)
+    assert used == [expected, configured]
+    volume = codec.decode(mean)
+    assert used == [expected, configured] * 2
+    torch.testing.assert_close(mean, whole.encode(image), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(volume, whole.decode(mean), rtol=1e-4, atol=1e-5)
+
+
+def test_a_block_that_just_fits_is_not_cut(codec_of):
+    from models.volume_codec import block_bytes
+
+    codec, _ = codec_of()
+    needed = block_bytes(codec.settings, codec.precision, GRID)
+    for budget, expected in ((needed, 0), (needed - 1, 16)):
+        codec, used = codec_of(budget)
+        codec.encode(torch.rand(1, *GRID))
+        assert used == [expected, 0]

@@ -1,0 +1,96 @@
+"""Tests of the check that a command makes of its output path before the long work."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from runtime.cli import check_output_file, check_output_folder
+from settings import UserError
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("", "--json: the path is empty; give the name of a file"),
+        ("folder", "is a folder; a file is needed"),
+        ("file/result.json", "is not a folder"),
+        ("file/deep/result.json", "is not a folder"),
+        ("broken/result.json", "is not a folder"),
+        ("broken", "cannot be overwritten"),
+        ("x" * 300, "cannot be used (File name too long)"),
+        ("/proc/result.json", "is not writable"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused(name: str, sentence: str, here: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        check_output_file(name)
+    assert sentence in str(caught.value)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("", "--out: the path is empty; give the name of a folder"),
+        ("file", "is not a folder"),
+        ("file/deep", "is not a folder"),
+        ("broken", "is not a folder"),
+        ("x" * 300, "cannot be used (File name too long)"),
+        ("/proc/deep/out", "is not writable"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused(name: str, sentence: str, here: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        check_output_folder(name)
+    assert sentence in str(caught.value)
+    assert name in str(caught.value)
+
+
+def test_a_path_that_can_be_written_is_accepted_and_nothing_is_made(here: Path) -> None:
+    before = sorted(here.iterdir())
+    for name in ("file", "new.json", "folder/new.json", "new/deep/new.json", str(here / "new.json"), "/dev/null"):
+        check_output_file(name)
+        check_output_file(Path(name))
+    for name in (".", "folder", "new/deep", str(here)):
+        check_output_folder(name)
+        check_output_folder(Path(name))
+    assert sorted(here.iterdir()) == before
+    assert (here / "file").read_text() == "kept"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_permissions_are_respected(here: Path) -> None:
+    (here / "file").chmod(0o400)
+    (here / "folder").chmod(0o500)
+    with pytest.raises(UserError, match="cannot be overwritten"):
+        check_output_file("file")
+    with pytest.raises(UserError, match="is not writable"):
+        check_output_file("folder/new.json")
+    with pytest.raises(UserError, match="is not writable"):
+        check_output_folder("folder")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working folder, which has a file, a folder and a link to nothing."""
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "broken").symlink_to(tmp_path / "missing" / "target")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_an_output_never_replaces_an_input_nor_waits_for_a_pipe(tmp_path):
+    config, pipe, link = tmp_path / "a.yaml", tmp_path / "pipe", tmp_path / "link.yaml"
+    config.write_text("name: a\n")
+    link.symlink_to(config)
+    os.mkfifo(pipe)
+    check_output_file(config, "--json")
+    for path in (config, link, tmp_path / "." / "a.yaml"):
+        with pytest.raises(UserError, match="is an input of this command"):
+            check_output_file(path, "--write-config", [tmp_path / "absent", config])
+    with pytest.raises(UserError, match="is a pipe"):
+        check_output_file(pipe, "--json")

@@ -1,0 +1,114 @@
+"""Files are complete or absent, whatever interrupts the writing and whoever else writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from runtime.files.atomic import replacing, write_text
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("failed"), KeyboardInterrupt()])
+@pytest.mark.parametrize("before", [None, "old"])
+def test_a_failed_write_leaves_the_file_as_it_was_and_nothing_else(tmp_path, error, before):
+    path = tmp_path / "file.txt"
+    if before is not None:
+        path.write_text(before)
+
+    def write_half() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("half of the")
+            raise error
+
+    with pytest.raises(type(error)):
+        write_half()
+    assert [p.read_text() for p in tmp_path.iterdir()] == ([] if before is None else [before])
+
+
+def test_a_write_that_produced_no_file_fails_and_keeps_the_old_one(tmp_path):
+    write_text(tmp_path / "file.txt", "old")
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "file.txt"):
+        pass
+    assert (tmp_path / "file.txt").read_text() == "old"
+
+
+def test_a_failed_rename_removes_the_temporary_file(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_text(tmp_path / "folder", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_the_old_file_is_visible_until_the_new_one_is_complete(tmp_path):
+    path = tmp_path / "file.txt"
+    write_text(path, "old")
+    with replacing(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+        assert temporary.parent == path.parent
+    assert path.read_text() == "new"
+
+
+def test_the_content_is_flushed_to_disk_before_the_rename(tmp_path, monkeypatch):
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted(name, call):
+        def run(*arguments):
+            calls.append(name)
+            return call(*arguments)
+
+        return run
+
+    monkeypatch.setattr(os, "fsync", noted("fsync", fsync))
+    monkeypatch.setattr(os, "replace", noted("replace", replace))
+    write_text(tmp_path / "file.txt", "text")
+    # The file, its new name, and the folder that holds the name.
+    assert calls == ["fsync", "replace", "fsync"]
+
+
+def test_threads_that_write_one_file_do_not_disturb_each_other(tmp_path):
+    path = tmp_path / "file.txt"
+    texts = [letter * 1000 for letter in "ab"]
+    both_opened = threading.Barrier(2)
+    errors: list[OSError] = []
+
+    def write(text: str) -> None:
+        try:
+            with replacing(path) as temporary:
+                temporary.write_text(text)
+                both_opened.wait(10)
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert path.read_text() in texts
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_readers_see_whole_files_while_processes_write(tmp_path):
+    path = tmp_path / "file.txt"
+    write_text(path, "a" * 100_000)
+    code = (
+        "import sys; from pathlib import Path; from runtime.files.atomic import write_text\n"
+        "for _ in range(50): write_text(Path(sys.argv[1]), sys.argv[2] * 100_000)"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), letter], cwd=ROOT) for letter in "bc"]
+    seen = set()
+    while any(writer.poll() is None for writer in writers):
+        seen.add(path.read_text())
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert seen <= {letter * 100_000 for letter in "abc"}
+    assert list(tmp_path.iterdir()) == [path]

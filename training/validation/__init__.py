@@ -1,0 +1,1 @@
+"""Validation during training: held-out reconstructions and losses, skill, previews and the metrics behind them."""

@@ -1,0 +1,147 @@
+"""Validation of stage 2: loss and skill on held-out latents, and samples from fixed seeds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+from torch import Tensor
+
+from data import VolumeFile, from_unit, load_file, to_unit
+from diffusion.conditioning.conditions import VOLUME
+from diffusion.latents import Latents
+from diffusion.sampling import draw_volumes
+from settings.ldm import NUM_PREVIEWS
+from training.ldm_step import LatentDiffusionStep
+from training.validation.known_voxels import with_known
+from training.validation.pictures import Row, picture_of
+from training.validation.previews import MAX_COPIES, Preview, ViewerVolume
+from training.validation.real_volumes import RealVolumes
+from training.validation.skill import Skill, skill_in_words
+
+log = logging.getLogger(__name__)
+
+
+class LdmValidation:
+    """Validates a stage 2: the loss and the skill on held-out latents, and a preview of samples.
+
+    `real` gives the real volumes that the preview puts beside the samples. Every call uses the same latents, times,
+    noise and seeds, and the averaged weights if there are any.
+    """
+
+    def __init__(self, step: LatentDiffusionStep, latents: Latents, real: RealVolumes | None = None) -> None:
+        self.step, self.latents, self.real = step, latents, real
+        self.skill = Skill(latents, step.codec, step.normalisation, step.settings, step.process)
+        self.last_skill: float | None = None
+
+    def __call__(self) -> tuple[dict[str, float], Preview | None]:
+        """Return the metrics over all ranks and, on rank zero, a preview of samples."""
+        step = self.step
+        with _inference_weights(step):
+            metrics = self.skill(step.unet)
+            preview = sample_preview(step, self.latents, self.real) if step.process.is_first else None
+        self.last_skill = metrics.get("val_skill")
+        return metrics, preview
+
+    def log_skill(self) -> None:
+        """Log in words what the skill of the last validation says, if it was measured."""
+        if self.last_skill is not None:
+            log.info(skill_in_words(self.last_skill))
+
+
+def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolumes | None = None) -> Preview:
+    """Draw the preview samples, always from the same seeds; the picture has one row per sample."""
+    settings, number = step.settings, NUM_PREVIEWS
+    volumes = draw_volumes(
+        step.unet,
+        step.codec,
+        settings,
+        step.normalisation,
+        settings.seed,
+        range(number),
+        None
+        if latents.conditions is None
+        else partial(latents.conditions.of_held_out, latents.volumes.val, settings.ldm.conditioning),
+        batch_size=step.training.batch_size,
+    )
+    rows, samples = [], []
+    shown: dict[str, ViewerVolume] = {}
+    for place, drawn in enumerate(volumes):
+        volume = _as_written(drawn, step, latents, place)
+        condition = _condition(step, latents, place)
+        name = f"sample {place + 1}"
+        label = ", ".join(part for part in (name, condition) if part)
+        rows.append(Row.of(label, to_unit(volume[0]).cpu(), latents.spacing_mm))
+        if settings.ldm.conditioning.has_targets:
+            accompanying = _condition_and_target(latents, place)
+            rows += [Row.of(name, one, spacing_mm) for _, name, one, spacing_mm in accompanying]
+            if place < MAX_COPIES:
+                shown |= {
+                    f"{role}_{place}": ViewerVolume.of(from_unit(one[None]), place).described(spacing_mm, name)
+                    for role, name, one, spacing_mm in accompanying
+                }
+        if place < MAX_COPIES:
+            kept = ViewerVolume.of(volume, place)
+            shown[f"sample_{place}"] = kept.described(latents.spacing_mm, name, condition)
+            samples.append(to_unit(volume).cpu())
+    if real is not None:
+        shown |= {f"nearest_{place}": volume for place, volume in enumerate(real.nearest_to(samples))}
+        shown |= {f"real_{place}": volume for place, volume in enumerate(real.held_out())}
+    return Preview(picture_of(rows), shown)
+
+
+def _held_out(latents: Latents, place: int) -> VolumeFile:
+    """Return the held-out volume whose condition a preview sample gets."""
+    return latents.volumes.val[place % len(latents.volumes.val)]
+
+
+def _condition_and_target(latents: Latents, place: int) -> list[tuple[str, str, Tensor, tuple[float, ...]]]:
+    """Return what a preview sample was conditioned on, and the real volume of that case.
+
+    Each with its role in the viewer, its name, its (D, H, W) voxels in [0, 1] and its spacing.
+    """
+    assert latents.conditions is not None, "without partners a sample has no target"
+    file = _held_out(latents, place)
+    result = []
+    for kind, shown in latents.conditions.shown(file.name):
+        factors = [n / m for n, m in zip(latents.settings.voxel_size, shown.shape, strict=True)]
+        spacing_mm = tuple(mm * factor for mm, factor in zip(latents.spacing_mm, factors, strict=True))
+        named = "condition volume" if kind == VOLUME else kind
+        result.append((kind.replace(" ", ""), f"{named} of {file.name}", shown, spacing_mm))
+    target = to_unit(load_file(file, latents.settings).image[0])
+    return [*result, ("target", f"{file.name}, real", target, latents.spacing_mm)]
+
+
+def _as_written(volume: Tensor, step: LatentDiffusionStep, latents: Latents, place: int) -> Tensor:
+    """Return a preview sample with what its condition knows of the target, as users get it."""
+    s, conditions = step.settings.ldm.conditioning.volume, latents.conditions
+    if conditions is None or conditions.image is None or not s.is_from_target:
+        return volume
+    file = _held_out(latents, place)
+    _, unknown = conditions.image(conditions.numbers[file.name], 0, None)
+    return with_known(volume.cpu(), load_file(file, latents.settings).image, s, unknown)
+
+
+def _condition(step: LatentDiffusionStep, latents: Latents, place: int) -> str:
+    """Return the condition of a preview sample in words; empty without one."""
+    conditioning = step.settings.ldm.conditioning
+    words = []
+    if conditioning.type == "class":
+        number, names = place % conditioning.num_classes, latents.volumes.class_names
+        if latents.conditions is not None:
+            number = _held_out(latents, place).label or 0
+        words.append(f"class {names[number] if number < len(names) else number}")
+    if conditioning.has_targets:
+        words.append(f"conditions of {_held_out(latents, place).name}")
+    return ", ".join(words)
+
+
+@contextmanager
+def _inference_weights(step: LatentDiffusionStep) -> Iterator[None]:
+    """Put the U-Net in eval mode with the averaged weights, as it will be exported."""
+    step.unet.eval()
+    with step.average.swapped_in() if step.average is not None else nullcontext():
+        yield
+    step.unet.train()
