@@ -12,7 +12,7 @@ from scipy.ndimage import gaussian_filter
 from tqdm import tqdm
 
 from data.formats import write_nifti
-from runtime.files.locking import alone
+from runtime.files.locking import exclusive_lock
 from settings import DataError
 
 CLASS_NAMES = ("healthy", "lesion", "ventricles")
@@ -36,7 +36,7 @@ def phantom_files(folder: Path, number: int, grid: tuple[int, ...], num_channels
     paths = phantom_paths(root, number)
     if all(path.exists() for path in paths):
         return paths
-    with alone(root / ".lock"):
+    with exclusive_lock(root / ".lock"):
         missing = [i for i, path in enumerate(paths) if not path.exists()]
         for i in tqdm(missing, desc="generating phantoms", unit="volume", leave=False) if missing else ():
             voxels = phantom(i, grid, num_channels, seed)

@@ -198,7 +198,7 @@ def _encode(
         return index if copy == 0 else len(files) + index * num_copies + copy - 1
 
     share = range(process.rank, len(files), process.world_size)
-    with process.together():
+    with process.raise_on_all_ranks():
         missing = {}
         for index in share:
             copies = range(1 + (num_copies if index < num_train else 0))
@@ -273,7 +273,7 @@ def _load_ahead(
     threads = 1 if data.num_workers == "auto" else max(1, data.num_workers)
 
     # Passed only to hide the bar, because an explicit disable=False would override --quiet.
-    hidden: dict[str, Any] = {} if process.is_first and indices else {"disable": True}
+    hidden: dict[str, Any] = {} if process.is_rank_zero and indices else {"disable": True}
     bar = tqdm(total=len(indices), desc="encoding latents", unit="volume", **hidden)
     with ThreadPoolExecutor(threads, thread_name_prefix="volumes") as readers, bar:
         waiting = [readers.submit(load_file, files[index], data) for index in indices[: threads + 1]]

@@ -41,7 +41,7 @@ def start_as_haar_transform(autoencoder: StockAutoencoder, in_channels: int, str
     _copy_input(encoder[0].conv, in_channels)
     merging = [block.conv.conv for block in encoder if not isinstance(block, Convolution) and hasattr(block, "conv")]
     for number, (conv, factors) in enumerate(zip(merging, strides, strict=True)):
-        _transform(conv, factors, in_channels, is_first=number == 0)
+        _transform(conv, factors, in_channels, is_rank_zero=number == 0)
     latent_channels = encoder[-1].conv.out_channels
     encoder[-1].conv.weight.mul_(REST**2)
     _add_centre(encoder[-1].conv, latent_channels)
@@ -101,7 +101,7 @@ def _copy_input(conv: nn.Conv3d, in_channels: int) -> None:
         conv.weight[channel, channel % in_channels, 1, 1, 1] = 1
 
 
-def _transform(conv: nn.Conv3d, strides: Strides, in_channels: int, is_first: bool) -> None:
+def _transform(conv: nn.Conv3d, strides: Strides, in_channels: int, is_rank_zero: bool) -> None:
     """Make the leading channels the Haar transform of the volume, or of the means that the level above has passed."""
     filters = differences(strides)
     set_here = min(len(filters) * in_channels, conv.out_channels)
@@ -109,7 +109,7 @@ def _transform(conv: nn.Conv3d, strides: Strides, in_channels: int, is_first: bo
     _without_bias(conv, set_here)
     for channel in range(set_here):
         along = filters[channel // in_channels]
-        source = channel if is_first else channel % in_channels
+        source = channel if is_rank_zero else channel % in_channels
         gain = DIFFERENCE_GAIN if along else 1.0
         conv.weight[channel, source] = gain * haar_kernel(strides, along)
 

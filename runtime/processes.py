@@ -49,7 +49,7 @@ class Process:
     control: Any = field(default=None, repr=False)
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Return whether this process writes files and logs."""
         return self.rank == 0
 
@@ -92,7 +92,7 @@ class Process:
         if self.world_size > 1:
             dist.barrier(group=self.control)
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return the first process's value in every process."""
         if self.world_size == 1:
             return value
@@ -101,7 +101,7 @@ class Process:
         return box[0]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> Iterator[None]:
         """If the block raises a UserError in any process, raise it in all; no process may wait for another inside."""
         raised: UserError | None = None
         try:

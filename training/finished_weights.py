@@ -44,7 +44,7 @@ def export(step: TrainingStep, run: RunFolder, settings: Settings) -> None:
 
     Log the path and the next command.
     """
-    if not step.process.is_first:
+    if not step.process.is_rank_zero:
         return
     path = run.weights(step.stage)
     # The last step was saved before. A run that goes on later has checkpoints of further steps.
@@ -76,15 +76,15 @@ class BestWeights:
         self.path = run.best_weights(step.stage)
         self.name, self.sign = {"autoencoder": ("val_psnr", 1), "ldm": ("val_diffusion", -1)}[step.stage]
         self.best: float | None = None
-        if step.process.is_first and first_step == 0:
+        if step.process.is_rank_zero and first_step == 0:
             self.path.unlink(missing_ok=True)
-        elif step.process.is_first and self.path.is_file():
+        elif step.process.is_rank_zero and self.path.is_file():
             self.best = self._best_before()
 
     def __call__(self, done: int, metrics: dict[str, float]) -> None:
         """Keep the weights if the metrics of the validation after `done` steps are the best so far."""
         value = metrics.get(self.name)
-        if value is None or not math.isfinite(value) or not self.step.process.is_first:
+        if value is None or not math.isfinite(value) or not self.step.process.is_rank_zero:
             return
         if self.best is None or self.sign * value > self.sign * self.best:
             self.best = value

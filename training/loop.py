@@ -61,13 +61,13 @@ def run_loop(
 
     every, seconds = (training.validate_every, training.save_every), step.schedule.seconds_left
     clock = RunClock(first_step, last_step, *every, seconds)
-    trackers = open_trackers(step.settings, run, step.stage, first_step) if process.is_first else []
+    trackers = open_trackers(step.settings, run, step.stage, first_step) if process.is_rank_zero else []
     recording = Recorder(run, step.stage, first_step, last_step, process, clock, trackers)
     with recording as recorder, StopSignal() as stop:
         step.schedule.start()
         is_end = step.schedule.is_over(first_step)
         is_validated = _is_validated_at(first_step, training, is_end)
-        if is_validated and not process.from_first(recorder.has_validation(first_step)):
+        if is_validated and not process.broadcast(recorder.has_validation(first_step)):
             run_validation(first_step)
 
         for done, micro_batches in enumerate(recorder.timed(() if is_end else batches), first_step + 1):

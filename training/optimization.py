@@ -67,7 +67,7 @@ class Schedule:
     def read_clock(self, process: Process) -> None:
         """Take the time of the first process, so that the learning rate is the same in all of them."""
         if self.settings.max_hours is not None:
-            self.seconds = process.from_first(self._clock() - self._resumed_at)
+            self.seconds = process.broadcast(self._clock() - self._resumed_at)
 
     @property
     def progress(self) -> float | None:

@@ -28,12 +28,12 @@ def resume(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, vol
     Raise `CheckpointError` in every process if the settings, the volumes or the number of volumes per update changed
     in a way that changes the result.
     """
-    with step.process.together():
-        newest = checkpoints.newest() if step.process.is_first else None
-    path = step.process.from_first(newest)
+    with step.process.raise_on_all_ranks():
+        newest = checkpoints.newest() if step.process.is_rank_zero else None
+    path = step.process.broadcast(newest)
     if path is None:
         return 0
-    with step.process.together():
+    with step.process.raise_on_all_ranks():
         state = checkpoints.read(path)
         _load(step, state, settings, volumes, path)
     log.info("resuming %s after step %d from %s", step.stage, state["step"], path)
@@ -42,8 +42,8 @@ def resume(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, vol
 
 def save(step: TrainingStep, checkpoints: Checkpoints, settings: Settings, volumes: DataSplit, done: int) -> None:
     """Write a complete checkpoint from the first process; call the step's `guard.raise_if_bad` first."""
-    with step.process.together():
-        if step.process.is_first:
+    with step.process.raise_on_all_ranks():
+        if step.process.is_rank_zero:
             extra = {
                 "settings": stored(settings),
                 "samples_per_update": step.samples_per_update,

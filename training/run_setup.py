@@ -36,8 +36,8 @@ def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
     """Create the run folder and hold its lock, in the first process; yield its paths in every process."""
     folder = RunFolder(RUNS / settings.name)
     with ExitStack() as stack:
-        with process.together():
-            if process.is_first:
+        with process.raise_on_all_ranks():
+            if process.is_rank_zero:
                 check_trackers(settings.logging)
                 stack.enter_context(locked(folder))
                 _remove_leftovers(folder)
@@ -108,7 +108,7 @@ def _check_metrics(path: Path) -> None:
 
 def describe_run(folder: RunFolder, settings: Settings, process: Process, volumes: DataSplit | None = None) -> None:
     """Write the resolved config, the environment and the size of the data to the run folder, from the first process."""
-    if not process.is_first:
+    if not process.is_rank_zero:
         return
     write_text(folder.config, dump_yaml(settings))
     environment: dict[str, Any] = {

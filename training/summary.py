@@ -51,7 +51,7 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
 
 def warn_of_stage_two(settings: Settings, volumes: DataSplit, process: Process) -> None:
     """Warn in stage 1 if stage 2 would refuse the config, because afterwards the grid can no longer change."""
-    if not process.is_first:
+    if not process.is_rank_zero:
         return
     try:
         check_conditions(settings, volumes)

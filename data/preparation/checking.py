@@ -21,7 +21,7 @@ from data.geometry import geometry_of
 from data.preparation.records import Records, record_key
 from data.preparation.store import PreparedError, PreparedFolder
 from data.reading import VolumeFacts, measure, on_grid, unusable
-from runtime.files.locking import alone
+from runtime.files.locking import exclusive_lock
 from runtime.files.names import counted, printable, size_text
 from settings import DataError
 from settings.data import DataSettings
@@ -52,9 +52,9 @@ def check_files(paths: Sequence[Path], s: DataSettings, in_channels: int, result
     records = Records(results_folder, paths, s)
     folder = PreparedFolder(s) if s.prepared == "disk" else None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(alone(records.lock))
+        stack.enter_context(exclusive_lock(records.lock))
         if folder is not None:
-            stack.enter_context(alone(folder.folder / ".lock"))
+            stack.enter_context(exclusive_lock(folder.folder / ".lock"))
             folder.tidy()
         records.load()
         # Taken before reading, so that a file written meanwhile is read again next time.

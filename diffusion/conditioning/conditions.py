@@ -269,7 +269,7 @@ def _normalisation(read: Read, num_train: int, settings: Settings, process: Proc
     """Return the normalisation of the training volumes' condition volumes, in their first variants."""
     number = settings.ldm.conditioning.volume.num_joined(settings.autoencoder.latent_channels) - 1
     statistics = Statistics(num_train, number)
-    with process.together():
+    with process.raise_on_all_ranks():
         for index in range(process.rank, num_train, process.world_size):
             statistics.add(index, read(index, 0, 0)[:-1])
     return statistics.normalisation(process, may_be_constant=True)

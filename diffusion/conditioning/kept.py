@@ -40,12 +40,12 @@ def keep(
     share = range(first + process.rank, len(names), process.world_size)
     if on_disk:
         folder = _Folder(key, names, shape)
-        with process.together():
+        with process.raise_on_all_ranks():
             for number in _with_bar([n for n in share if not folder.has(n)], process, title):
                 folder.write(number, make(number))
         return folder.read
     kept = torch.zeros(len(names) - first, *shape)
-    with process.together():
+    with process.raise_on_all_ranks():
         for number in _with_bar(share, process, title):
             kept[number - first] = make(number)
     # One process fills each row and the others leave zeros.
@@ -60,7 +60,7 @@ def keep(
 
 def _with_bar(numbers: Sequence[int], process: Process, title: str) -> Iterable[int]:
     # Passed only to hide the bar, because an explicit disable=False would override --quiet.
-    hidden: dict[str, Any] = {} if process.is_first and numbers else {"disable": True}
+    hidden: dict[str, Any] = {} if process.is_rank_zero and numbers else {"disable": True}
     return tqdm(numbers, desc=title, unit="volume", leave=False, **hidden)
 
 

@@ -28,7 +28,7 @@ _TEMPLATE = Path(__file__).resolve().parent / "template"
 
 def publish(run: RunFolder, process: Process) -> None:
     """Write the report of a running training, from its first process only."""
-    if process.is_first:
+    if process.is_rank_zero:
         write_report(run.path)
 
 

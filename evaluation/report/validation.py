@@ -21,7 +21,7 @@ def show_validation(recorder: Recorder, step: int, metrics: dict[str, float], pr
 
     The metrics are written after the preview, because their line marks the validation of this step as complete.
     """
-    if preview is not None and recorder.process.is_first:
+    if preview is not None and recorder.process.is_rank_zero:
         path = recorder.run.previews / f"{recorder.stage}_{step:08d}.png"
         title = f"{recorder.run.path.name}, {STAGE_TITLES[recorder.stage].lower()}, step {step:,}"
         recorder.image(step, PICTURES[recorder.stage], save_picture(path, preview.picture, title))

@@ -55,10 +55,10 @@ class MemoryWatch:
         self._is_timed = False
         self._pending: BackgroundPrediction | None = None
         self._for_gpu: BackgroundPrediction | None = None
-        if process.is_first and not (process.device.type == "cpu" and is_tiny(settings, stage)):
+        if process.is_rank_zero and not (process.device.type == "cpu" and is_tiny(settings, stage)):
             self._pending = BackgroundPrediction(self.settings, stage, without_triton=without_triton(process.device))
         has_no_gpu = settings.device.type == "auto" and process.device.type == "cpu"
-        if process.is_first and is_dry_run and (gpu_name is not None or has_no_gpu):
+        if process.is_rank_zero and is_dry_run and (gpu_name is not None or has_no_gpu):
             on_gpu, card = settings.with_overrides({"device.type": "cuda"}), chosen_gpu(gpu_name)
             self._for_gpu = BackgroundPrediction(on_gpu, stage, gpu_name, card.without_triton)
 
@@ -77,14 +77,14 @@ class MemoryWatch:
             self._for_gpu.announce_for_gpu(num_volumes, num_processes)
         if self._pending is not None:
             self.prediction = self._pending.announce(self.process.device, num_volumes, num_processes)
-        elif self.process.is_first:
+        elif self.process.is_rank_zero:
             log.info(
                 "memory and time are not predicted for so small a run; the time left is measured on its first steps"
             )
 
     def record(self, folder: Path) -> None:
         """Write the prediction and the position on the ladder to the run folder, for its report."""
-        if self.process.is_first:
+        if self.process.is_rank_zero:
             write_memory_record(folder, self.settings, self.stage, self.prediction)
 
     @contextmanager

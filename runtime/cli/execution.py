@@ -125,8 +125,8 @@ def _set_up_logging(quiet: bool) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names may contain bytes that no encoding can represent; standard error escapes them by default.
         sys.stdout.reconfigure(errors="backslashreplace")
-    is_first = os.environ.get("RANK", "0") == "0"
-    level = logging.INFO if is_first and not quiet else logging.WARNING
+    is_rank_zero = os.environ.get("RANK", "0") == "0"
+    level = logging.INFO if is_rank_zero and not quiet else logging.WARNING
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_PrintableFormatter("%(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def alone(lock: Path) -> Iterator[None]:
+def exclusive_lock(lock: Path) -> Iterator[None]:
     """Hold a lock file, waiting for it if necessary; the system releases it however the process ends.
 
     Where the file cannot be locked, for example on a read-only disk, warn and continue without a lock.

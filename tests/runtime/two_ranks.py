@@ -95,9 +95,9 @@ def agreements(process: Process, found: dict[str, Any]) -> None:
     """Raise errors in one process and record what each process gets."""
     is_last = process.rank == process.world_size - 1
     found["any"] = (process.any(is_last), process.any(False))
-    found["from first"] = process.from_first(f"said by {process.rank}")
+    found["from first"] = process.broadcast(f"said by {process.rank}")
     try:
-        with process.together():
+        with process.raise_on_all_ranks():
             if is_last:
                 raise DataError("volume.nii: gone")
     except UserError as error:

@@ -43,9 +43,7 @@ _COLUMNS = (
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    result = parser(
-        __doc__ or "", ["python -m tests.support.plan_table --only CT"]
-    )
+    result = parser(__doc__ or "", ["python -m tests.support.plan_table --only CT"])
     result.add_argument("--out", default=str(PATH), metavar="FILE", help="the document")
     result.add_argument("--only", action="append", choices=NAMES, help="plan only this set and keep the other sections")
     return result.parse_args(arguments)

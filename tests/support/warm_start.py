@@ -36,7 +36,7 @@ class WarmStart:
                 "evaluation.trained_run",
                 "evaluation.reconstructions",
                 "evaluation.samples",
-                "report",
+                "evaluation.report",
                 "models.exchange.weights",
             ]
         )

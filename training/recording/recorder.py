@@ -57,7 +57,7 @@ class Recorder:
         self._board: Any = None
         self._waited = 0.0
         self._data_wait = DataWait()
-        if process.is_first:
+        if process.is_rank_zero:
             # Importing this takes a second, so only the process that writes does it.
             from torch.utils.tensorboard import SummaryWriter
 
@@ -75,7 +75,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.process.is_first:
+        if self.process.is_rank_zero:
             self._bar.close()
             self._board.close()
             self._lines.close()
@@ -127,7 +127,7 @@ class Recorder:
 
         Validations have their time as well, because no line follows the last one.
         """
-        if self.process.is_first:
+        if self.process.is_rank_zero:
             elapsed = round(self.clock.elapsed, 3)
             self._lines.write(json.dumps({"stage": self.stage, "step": step, **values, ELAPSED: elapsed}) + "\n")
             self._lines.flush()
@@ -150,7 +150,7 @@ class Recorder:
 
     def has_validation(self, step: int) -> bool:
         """Return whether metrics.jsonl has the validation of a step; always False except in the first process."""
-        if not self.process.is_first:
+        if not self.process.is_rank_zero:
             return False
         lines = map(json.loads, self.run.metrics.read_text(encoding="utf-8").splitlines())
         return any(
@@ -159,7 +159,7 @@ class Recorder:
 
     def image(self, step: int, name: str, pixels: Tensor) -> None:
         """Write a picture (H, W; grey values from 0 to 255) to TensorBoard."""
-        if self.process.is_first:
+        if self.process.is_rank_zero:
             self._board.add_image(name, pixels, step, dataformats="HW")
             for tracker in self._trackers:
                 tracker.image(step, name, pixels.numpy())

@@ -41,7 +41,7 @@ class LdmValidation:
         step = self.step
         with _inference_weights(step):
             metrics = self.skill(step.unet)
-            preview = sample_preview(step, self.latents, self.real) if step.process.is_first else None
+            preview = sample_preview(step, self.latents, self.real) if step.process.is_rank_zero else None
         self.last_skill = metrics.get("val_skill")
         return metrics, preview
 

@@ -6,16 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from runtime.files.locking import alone
+from runtime.files.locking import exclusive_lock
 
 ROOT = Path(__file__).resolve().parents[3]
 HOLD = (
-    "import sys; from pathlib import Path; from runtime.files.locking import alone\n"
-    "with alone(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    "import sys; from pathlib import Path; from runtime.files.locking import exclusive_lock\n"
+    "with exclusive_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 )
 NOTE = (
-    "import sys; from pathlib import Path; from runtime.files.locking import alone\n"
-    "with alone(Path(sys.argv[1])): Path(sys.argv[2]).touch()"
+    "import sys; from pathlib import Path; from runtime.files.locking import exclusive_lock\n"
+    "with exclusive_lock(Path(sys.argv[1])): Path(sys.argv[2]).touch()"
 )
 
 
@@ -39,6 +39,6 @@ def test_a_process_waits_for_the_lock_until_its_holder_is_killed(tmp_path):
 
 def test_work_continues_with_a_warning_where_no_lock_can_be_written(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    with alone(tmp_path / "file" / ".lock"):
+    with exclusive_lock(tmp_path / "file" / ".lock"):
         pass
     assert "cannot be locked" in caplog.text
