@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runtime import cublas
 from runtime.cli import OUT_OF_MEMORY
-from runtime.precision import ONEDNN_LIMIT, onednn_limit
+from runtime.precision import ONEDNN_LIMIT, Precision, onednn_limit
 from settings import ConfigError, DeviceSettings, Problem, TrainingError, UserError
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,14 @@ def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device
     Also limits what the libraries of the device may do, which they read when they start.
     """
     if settings.type == "cpu" or (settings.type == "auto" and not torch.cuda.is_available()):
+        if settings.type == "auto" and torch.version.cuda is not None and not _is_hidden():
+            log.warning(
+                "training runs on the CPU: this torch is built for CUDA %s and finds no GPU that it can use (%s); "
+                "check nvidia-smi, or install torch and torchvision built for an older CUDA (pytorch.org has the "
+                "command); device.type=cpu silences this",
+                torch.version.cuda,
+                _reason_against_cuda(),
+            )
         os.environ[ONEDNN_LIMIT] = onednn_limit(settings)
         if settings.is_half(on_cpu=True):
             log.warning(
@@ -156,8 +165,48 @@ def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device
     if local_rank >= torch.cuda.device_count():
         found = f"local rank {local_rank} on a machine with {torch.cuda.device_count()} GPUs"
         raise ConfigError([Problem("device.type", found, "", "start torchrun with fewer processes per machine")])
+    if problem := unsupported(torch.cuda.get_device_capability(local_rank), torch.cuda.get_arch_list()):
+        name = torch.cuda.get_device_name(local_rank)
+        advice = "install torch and torchvision built for it (pytorch.org has the command), or set device.type=cpu"
+        raise ConfigError([Problem("device.type", f"{name}, {problem}", "", advice)])
     cublas.limit_workspaces()
     return torch.device("cuda", local_rank)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or the machine type of the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def unsupported(capability: tuple[int, int], architectures: Sequence[str]) -> str:
+    """Return why a build of torch has no kernels for a GPU of this compute capability, or "" if it has.
+
+    Machine code (sm_86) serves later minor versions of its major one; code for any GPU (compute_90) all later ones.
+    """
+    major, minor = capability
+    for name in architectures:
+        kind, _, digits = name.partition("_")
+        number = digits.rstrip("af")
+        own = (int(number[:-1]), int(number[-1]))
+        is_exact = number != digits
+        if own == capability or (not is_exact and own < capability and (kind == "compute" or own[0] == major)):
+            return ""
+    built = ", ".join(name for name in architectures if name.startswith("sm_"))
+    return f"compute capability {major}.{minor}, for which this torch has no kernels (it has {built})"
+
+
+def _is_hidden() -> bool:
+    """Return whether the user hides all GPUs on purpose."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
+
+
+def _reason_against_cuda() -> str:
+    """Return in torch's words why it cannot use a GPU."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition("\n")[0].rstrip(".")
+    return "no GPU"
 
 
 @contextmanager
@@ -172,6 +221,8 @@ def processes(settings: DeviceSettings) -> Iterator[Process]:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.allocator
     rank, world_size, local_rank = (_number(*entry) for entry in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = choose_device(settings, local_rank)
+    precision = Precision(settings, device).name
+    log.info("device: %s, %s, memory format %s", device_name(device), precision, settings.memory_format)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size == 1:

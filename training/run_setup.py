@@ -22,7 +22,7 @@ from runtime.files.atomic import write_text
 from runtime.files.names import printable
 from runtime.files.reading import check_regular, reason
 from runtime.files.run_folder import RUNS, RunFolder
-from runtime.processes import Process
+from runtime.processes import Process, device_name
 from settings import Settings, UserError, dump_yaml
 from training.recording.trackers import check_trackers
 
@@ -116,7 +116,7 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process, volume
         "platform": platform.platform(),
         "command": sys.argv,
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "device": _device_name(process.device),
+        "device": device_name(process.device),
         "world_size": process.world_size,
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
@@ -131,8 +131,3 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process, volume
         counts = {"training": len(volumes.train), "held_out": len(volumes.val)}
         environment["data"] = {**counts, "classes": [printable(name) for name in volumes.class_names]}
     write_text(folder.environment, json.dumps(environment, indent=2) + "\n")
-
-
-def _device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the machine type of the CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"

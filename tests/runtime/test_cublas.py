@@ -48,5 +48,7 @@ def test_choosing_a_gpu_limits_the_workspaces(monkeypatch):
     assert os.environ[NAME] == MONAIS
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80"])
     choose_device(DeviceSettings(type="cuda"))
     assert os.environ[NAME] == SMALL
