@@ -41,7 +41,7 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from training.validation.autoencoder_validation import validate_autoencoder
 
     check_run(settings, is_dry_run)
-    with processes(settings.device) as process, MemoryWatch(settings, "autoencoder", process, is_dry_run, gpu) as watch:
+    with processes(settings) as process, MemoryWatch(settings, "autoencoder", process, is_dry_run, gpu) as watch:
         # Check everything that the run needs, and say what it will do.
         if not is_dry_run:  # which needs no weights: a login node may have neither them nor internet
             ensure_perceptual_weights(settings.autoencoder.training)

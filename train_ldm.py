@@ -43,7 +43,7 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from training.validation.ldm_validation import LdmValidation, RealVolumes
 
     check_run(settings, is_dry_run)
-    with processes(settings.device) as process, MemoryWatch(settings, "ldm", process, is_dry_run, gpu) as watch:
+    with processes(settings) as process, MemoryWatch(settings, "ldm", process, is_dry_run, gpu) as watch:
         # Check everything that the run needs, and say what it will do.
         pretrained_unet(settings)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels, is_dry_run)
@@ -54,7 +54,7 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
             return 0
         with open_run(settings, process) as run_folder:
             # Load the frozen autoencoder, prepare the latents, build the U-Net, and resume where the run stopped.
-            codec = frozen_codec(settings, process.device)
+            codec = frozen_codec(settings, process)
             with watch.guard(run_folder.path, 0, "encoding the latents"):
                 latents = prepare_latents(codec, volumes, settings, process, pairs)
             plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)

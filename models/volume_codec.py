@@ -17,6 +17,7 @@ from models import StockAutoencoder, build_autoencoder
 from models.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder
 from runtime.placement import move
 from runtime.precision import Precision
+from runtime.processes import Process
 from settings import AutoencoderSettings, Settings
 
 log = logging.getLogger(__name__)
@@ -100,12 +101,13 @@ def block_bytes(s: AutoencoderSettings, precision: Precision, grid: Sequence[int
 
 
 def frozen_codec(
-    settings: Settings, device: torch.device, load_weights: bool = True, budget_bytes: int | None = None
+    settings: Settings, process: Process, load_weights: bool = True, budget_bytes: int | None = None
 ) -> VolumeCodec:
     """Return a codec with the frozen autoencoder of a config, trained unless `load_weights` is False."""
     if load_weights:
         autoencoder = load_autoencoder(settings, autoencoder_path(settings))
     else:
         autoencoder = freeze(build_autoencoder(settings.autoencoder))
-    move(autoencoder, device, settings.device.memory_format)
-    return VolumeCodec(autoencoder, settings.autoencoder, Precision(settings.device, device), budget_bytes)
+    move(autoencoder, process.device, settings.device.memory_format)
+    precision = Precision(settings.device, process.device, process.has_bfloat16)
+    return VolumeCodec(autoencoder, settings.autoencoder, precision, budget_bytes)

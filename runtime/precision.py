@@ -15,11 +15,14 @@ ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"
 
 
 class Precision:
-    """Autocast and gradient scaling for one device, from the settings; also chooses CUDA's algorithms."""
+    """Autocast and gradient scaling for one device, from the settings; also chooses CUDA's algorithms.
 
-    def __init__(self, settings: DeviceSettings, device: torch.device) -> None:
+    `has_bfloat16` is what all ranks agreed on for `amp_dtype: auto`; without it the device decides.
+    """
+
+    def __init__(self, settings: DeviceSettings, device: torch.device, has_bfloat16: bool | None = None) -> None:
         self.device = device
-        self.dtype = _choose_dtype(settings, device)
+        self.dtype = _choose_dtype(settings, device, has_bfloat16)
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
@@ -61,10 +64,15 @@ def onednn_limit(settings: DeviceSettings) -> str:
     return os.environ.get(ONEDNN_LIMIT) or ("AVX2" if settings.is_half(on_cpu=True) else "AVX512_CORE_BF16")
 
 
-def _choose_dtype(settings: DeviceSettings, device: torch.device) -> torch.dtype | None:
+def computes_bfloat16(device: torch.device) -> bool:
+    """Return whether the device computes bfloat16 fast; GPUs before Ampere emulate it slowly."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _choose_dtype(settings: DeviceSettings, device: torch.device, has_bfloat16: bool | None) -> torch.dtype | None:
     if not settings.is_half(on_cpu=device.type == "cpu"):
         return None
     if settings.amp_dtype == "auto":
-        # GPUs before Ampere emulate bfloat16 slowly.
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+        has_bfloat16 = computes_bfloat16(device) if has_bfloat16 is None else has_bfloat16
+        return torch.bfloat16 if has_bfloat16 else torch.float16
     return torch.bfloat16 if settings.amp_dtype == "bfloat16" else torch.float16

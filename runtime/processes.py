@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import logging
 import os
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runtime import cublas
 from runtime.cli import OUT_OF_MEMORY
-from runtime.precision import ONEDNN_LIMIT, Precision, onednn_limit
-from settings import ConfigError, DeviceSettings, Problem, TrainingError, UserError
+from runtime.precision import ONEDNN_LIMIT, Precision, computes_bfloat16, onednn_limit
+from settings import ConfigError, DeviceSettings, Problem, Settings, TrainingError, UserError, known_keys
+from settings.dotted import look_up
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ class Process:
     world_size: int = 1
     # A gloo group, so that decisions on the host do not wait for the GPU.
     control: Any = field(default=None, repr=False)
+    # Whether the GPUs of all ranks compute bfloat16 fast; None: this process is alone.
+    has_bfloat16: bool | None = None
 
     @property
     def is_rank_zero(self) -> bool:
@@ -210,28 +214,33 @@ def _reason_against_cuda() -> str:
 
 
 @contextmanager
-def processes(settings: DeviceSettings) -> Iterator[Process]:
+def processes(settings: Settings) -> Iterator[Process]:
     """Join the processes that torchrun or srun started, or run alone; leave cleanly at the end.
+
+    Ranks that would train differently are refused, on all of them.
 
     Sets the CUDA allocator's options first, because CUDA reads them when it starts. When a process ends early, the
     others raise `TrainingError` with the exit code of the process that failed. That code is unknown if the store is
     gone: torchrun's store outlives all processes, but without torchrun the store dies with the first process.
     """
-    if settings.allocator:
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.allocator
+    if settings.device.allocator:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.device.allocator
     rank, world_size, local_rank = (_number(*entry) for entry in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    device = choose_device(settings, local_rank)
-    precision = Precision(settings, device).name
-    log.info("device: %s, %s, memory format %s", device_name(device), precision, settings.memory_format)
+    device = choose_device(settings.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size == 1:
-        yield Process(device)
+        _log_device(settings.device, alone := Process(device))
+        yield alone
         return
     store, control = _join(device, rank, world_size)
     is_clean = False
     try:
-        yield Process(device, rank, local_rank, world_size, control)
+        process = Process(device, rank, local_rank, world_size, control)
+        process = replace(process, has_bfloat16=not process.any(not computes_bfloat16(device)))
+        _check_equal(process, settings)
+        _log_device(settings.device, process)
+        yield process
         is_clean = True
     except UserError as error:
         if error.is_reported_by_another_rank is None:
@@ -255,6 +264,36 @@ def processes(settings: DeviceSettings) -> Iterator[Process]:
         # NCCL would wait here for the process that ended.
         if is_clean or device.type == "cpu":
             dist.destroy_process_group()
+
+
+def _log_device(settings: DeviceSettings, process: Process) -> None:
+    precision = Precision(settings, process.device, process.has_bfloat16).name
+    log.info("device: %s, %s, memory format %s", device_name(process.device), precision, settings.memory_format)
+
+
+def _check_equal(process: Process, settings: Settings) -> None:
+    """Raise `ConfigError` on every rank if ranks differ in what must be equal: they would train different models."""
+    facts = {name: str(look_up(settings, name)) for name, _ in known_keys()}
+    facts |= {
+        "precision": Precision(settings.device, process.device, process.has_bfloat16).name,
+        "kind of device": process.device.type,
+        "torch": torch.__version__,
+        "monai": importlib.metadata.version("monai"),
+    }
+    if process.device.type == "cpu":
+        # Another number of threads sums in another order.
+        facts["number of threads"] = str(torch.get_num_threads())
+    gathered: list[dict[str, str]] = [{} for _ in range(process.world_size)]
+    dist.all_gather_object(gathered, facts, group=process.control)
+    problems = []
+    for name in sorted(set().union(*gathered)):
+        values = [rank_facts.get(name, "unset") for rank_facts in gathered]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            found = f"{values[0]} on rank 0 and {values[other]} on rank {other}"
+            problems.append(Problem(name, found, "", "start all ranks alike"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def number_of_processes() -> int:

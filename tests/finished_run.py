@@ -30,7 +30,7 @@ def export_autoencoder(values: dict[str, Any], latent_gain: float = 1.0) -> None
     from training.run_setup import describe_run, open_run
 
     settings = Settings.model_validate(values)
-    with processes(settings.device) as process, open_run(settings, process) as folder:
+    with processes(settings) as process, open_run(settings, process) as folder:
         step = AutoencoderStep(settings, Process(torch.device("cpu")))
         with torch.no_grad():
             step.autoencoder.quant_conv_mu.conv.weight.mul_(latent_gain)

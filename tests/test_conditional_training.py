@@ -123,7 +123,7 @@ def test_batches_are_the_same_wherever_latents_are_kept(config):
         settings = load_settings(config, [f"ldm.latents.cache={cache}", f"{VOLUME}.encoding=resample", *HOLE])
         process = Process(torch.device("cpu"))
         volumes = prepare_volumes(settings.data, settings.seed, 1)
-        codec = frozen_codec(settings, process.device)
+        codec = frozen_codec(settings, process)
         latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
         batches = [batch for step in latents.training_batches(BatchPlan(1, 2, 1), 0, 5) for batch in step]
         assert latents.conditions is not None
@@ -143,7 +143,7 @@ def test_volumes_are_normalised_by_channel_and_label_maps_stay_shares(config, en
     settings = load_settings(config, ["ldm.latents.cache=memory", f"{VOLUME}.encoding={encoding}", *HOLE])
     process = Process(torch.device("cpu"))
     volumes = prepare_volumes(settings.data, settings.seed, 1)
-    codec = frozen_codec(settings, process.device)
+    codec = frozen_codec(settings, process)
     conditions = prepare_conditions(settings, check_conditions(settings, volumes), volumes, process, codec)
     assert conditions is not None
     joined = conditions.of([file.name for file in volumes.train]).joined
@@ -324,7 +324,7 @@ def test_augmented_copies_have_their_label_maps_and_condition_volumes_in_their_p
     lowered = [f"{VOLUME}.source=target", f"{VOLUME}.encoding=resample", f"{VOLUME}.degrade.downsample=[2,2,2]"]
     settings = load_settings(config, [*changes, *lowered, f"ldm.latents.cache={cache}"])
     process, volumes = Process(torch.device("cpu")), prepare_volumes(settings.data, settings.seed, 1)
-    frozen = frozen_codec(settings, process.device)
+    frozen = frozen_codec(settings, process)
     codec = Averaging(frozen.autoencoder, settings.autoencoder, frozen.precision)
     latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
     conditions, seen = latents.conditions, set()

@@ -69,7 +69,7 @@ class LatentDiffusionStep(TrainingStep):
         elif self.unet.mean_map is not None and latents is not None:
             self.unet.mean_map.copy_(latents.mean_map)
         self._parallel_unet = self.register("ldm", self.unet, training.learning_rate)
-        self.codec = codec or frozen_codec(settings, process.device, load_weights)
+        self.codec = codec or frozen_codec(settings, process, load_weights)
         self.autoencoder = self.codec.autoencoder
         self.noise_process = NoiseProcess(settings.ldm.scheduler, process.device)
         plain = Normalisation.uniform(settings.autoencoder.latent_channels)

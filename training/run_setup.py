@@ -48,11 +48,12 @@ def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
 def check_run(settings: Settings, is_dry_run: bool) -> None:
     """Raise `UserError` if the run could not be opened for a reason that is known before anything slow begins.
 
-    That is a tracker that is missing, or another process that holds the lock, which does not matter to a dry run.
+    That is a tracker that is missing, or another process that holds the lock, which does not matter to a dry run. Only
+    rank zero tries the lock: ranks that try it at the same time would meet each other.
     """
     check_trackers(settings.logging)
     folder = RunFolder(RUNS / settings.name)
-    if not is_dry_run and (folder.path / ".lock").exists():
+    if not is_dry_run and os.environ.get("RANK", "0") == "0" and (folder.path / ".lock").exists():
         with locked(folder):
             pass
 

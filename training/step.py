@@ -30,7 +30,7 @@ class TrainingStep(ABC):
     ) -> None:
         self.settings, self.training = settings, training
         self.process = process
-        self.precision = Precision(settings.device, process.device)
+        self.precision = Precision(settings.device, process.device, process.has_bfloat16)
         self.noise = SampleNoise(settings.seed, process.device)
         self.networks: dict[str, nn.Module] = {}
         self.schedule = Schedule(training)

@@ -24,6 +24,7 @@ from memory.predict.tracker import MemoryTracker
 from models import build_unet
 from models.volume_codec import VolumeCodec, frozen_codec
 from runtime.phases import phase
+from runtime.processes import Process
 from settings import Settings
 from settings.ldm import NUM_PREVIEWS
 from training.validation.autoencoder_validation import reconstruct_and_measure
@@ -118,7 +119,7 @@ def _track(program: Any, cuda: bool) -> MemoryTracker:
 
 
 def _codec(settings: Settings) -> VolumeCodec:
-    return frozen_codec(settings, CPU, load_weights=False, budget_bytes=0)
+    return frozen_codec(settings, Process(CPU), load_weights=False, budget_bytes=0)
 
 
 def _unet(settings: Settings) -> torch.nn.Module:

@@ -27,6 +27,12 @@ def values() -> dict[str, Any]:
     return result
 
 
+def rank_of_two(rank: int, port: int) -> dict[str, str]:
+    """Return the environment of one of two processes that train together, as srun would set it."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
 @pytest.fixture
 def start(warm: WarmStart, tmp_path: Path) -> Callable[..., Command]:
     """Start a stage in the test's folder; `signalled` names a signal that it sends to itself."""
@@ -55,8 +61,7 @@ def start_two(start: Callable[..., Command]) -> Callable[..., list[Command]]:
     """Start a stage as two processes that train together, as srun would; each accumulates one micro-batch."""
 
     def begin(stage: str, *overrides: str, signalled: str | None = None) -> list[Command]:
-        port = str(free_port())
-        together = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        port = free_port()
         single = f"{stage}.training.gradient_accumulation_steps=1"
         return [
             start(
@@ -65,9 +70,7 @@ def start_two(start: Callable[..., Command]) -> Callable[..., list[Command]]:
                 *overrides,
                 output=f"output_{rank}.log",
                 signalled=signalled,
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                **together,
+                **rank_of_two(rank, port),
             )
             for rank in range(2)
         ]

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
-from tests.faults.conftest import NUM_STEPS
-from tests.faults.runs import checkpoints, losses, num_lines, wait_for
+from tests.faults.conftest import NUM_STEPS, rank_of_two, values
+from tests.faults.runs import checkpoints, free_port, losses, num_lines, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 TERM = {"autoencoder": "reconstruction", "ldm": "diffusion"}
@@ -52,6 +53,44 @@ def test_killed_process_ends_the_other_and_one_process_resumes_with_the_same_los
         torch.testing.assert_close(
             losses(tmp_path, stage, name)[-1], losses(undisturbed, stage, name)[-1], rtol=1e-4, atol=0
         )
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("autoencoder.training.learning_rate=0.5", "learning_rate: 0.001 on rank 0 and 0.5 on rank 1"),
+        ("device.amp_dtype=bfloat16", "precision: float32 on rank 0 and bfloat16 on rank 1"),
+    ],
+)
+def test_ranks_that_would_train_differently_are_refused_with_one_sentence(start, override, said):
+    base = ("autoencoder.training.learning_rate=0.001", "device.mixed_precision=true")
+    port = free_port()
+    ranks = [
+        start("autoencoder", *overrides, output=f"output_{rank}.log", **rank_of_two(rank, port))
+        for rank, overrides in enumerate([base, (*base, override)])
+    ]
+    assert [rank.wait() for rank in ranks] == [2, 2]
+    texts = [rank.output for rank in ranks]
+    assert sum(said in text for text in texts) == 1, texts
+    assert "Traceback" not in "".join(texts)
+
+
+def test_ranks_with_another_number_of_threads_are_refused(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values()))
+    command, port = [sys.executable, str(ROOT / "train_autoencoder.py"), "--config", "tiny.yaml"], free_port()
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, **rank_of_two(rank, port), "OMP_NUM_THREADS": str(rank + 1)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    assert sum("number of threads: 1 on rank 0 and 2 on rank 1; start all ranks alike" in text for text in said) == 1
 
 
 def test_another_effective_batch_is_refused_once_by_all(start_two, start, tmp_path):

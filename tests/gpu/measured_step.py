@@ -28,7 +28,7 @@ def measure(config: str, stage: Any, overrides: list[str]) -> dict[str, Any]:
     The second update has optimizer states and, with accumulation, gradients of earlier micro-batches.
     """
     settings = load_settings(Path(config), [*overrides, "device.type=cuda"], stage=stage)
-    with processes(settings.device) as process:
+    with processes(settings) as process:
         step = build_step(settings, stage, process.device)
         first, training = fullest_step(settings, stage), step.training
         example = step.example_batch(training.batch_size).pin_memory()

@@ -64,7 +64,7 @@ def stage_one(settings: Settings, process: Process, volumes: DataSplit, found: d
 
 
 def stage_two(settings: Settings, process: Process, volumes: DataSplit, found: dict[str, Any]) -> None:
-    codec = frozen_codec(settings, process.device)
+    codec = frozen_codec(settings, process)
     latents = prepare_latents(codec, volumes, settings, process)
     found["latent scale"] = latents.normalisation.scale
     step = LatentDiffusionStep(settings, process, codec=codec, latents=latents)
@@ -80,7 +80,7 @@ def conditional(settings: Settings, process: Process, volumes: DataSplit, found:
     hole = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": (5, 5, 5)}}
     changes = {"conditioning.volume": hole, "latents.cache": "memory"}
     settings = settings.with_overrides({f"ldm.{key}": value for key, value in changes.items()})
-    codec = frozen_codec(settings, process.device)
+    codec = frozen_codec(settings, process)
     latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
     assert latents.conditions is not None
     found["condition scale"] = latents.conditions.metadata
@@ -131,7 +131,7 @@ def bad_value(settings: Settings, process: Process, found: dict[str, Any]) -> No
 def main(config: str) -> None:
     settings = load_settings(config, sys.argv[2:])
     found: dict[str, Any] = {}
-    with processes(settings.device) as process:
+    with processes(settings) as process:
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
         stage_one(settings, process, volumes, found)
         stage_two(settings, process, volumes, found)

@@ -70,7 +70,7 @@ def skill_of(
     latents = Latents(
         split, settings.data, lambda index, _: values[index], normalisation, values[0], *facts, False, conditions
     )
-    codec = frozen_codec(settings, CPU.device, load_weights=False)
+    codec = frozen_codec(settings, CPU, load_weights=False)
     return Skill(latents, codec, normalisation, settings, CPU)
 
 
