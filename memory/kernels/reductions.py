@@ -24,6 +24,8 @@ _TILE_VALUES, _TILE_CHANNELS = 4096, 64  # of the norms' kernels; the channels o
 _SUMMED = {"statistics": 0, "store_statistics": 3, "norm_sums": 1, "store_norm_sums": 3, "group_norm": 0}
 _SUMMED |= {"group_norm_backward": 1}
 """The position of the volume among the arguments of those of our operators that sum."""
+_WHOLE, _SMALL_VALUES = ("group_norm", "group_norm_backward"), 2**22
+"""The operators that process small volumes with one kernel, which adds up without leaving parts in memory."""
 
 
 def held_elements(func: Any, args: tuple[Any, ...]) -> int:
@@ -90,10 +92,13 @@ def _sum_bytes(results: int, divisible: int, added: int) -> int:
 
 def partial_sum_bytes(func: Any, args: tuple[Any, ...]) -> int:
     """Return what one of our norm operators allocates for the partial sums of its tiles, before its results."""
-    position = _SUMMED.get(func._overloadpacket.__name__)
+    name = func._overloadpacket.__name__
+    position = _SUMMED.get(name)
     if position is None:
         return 0
     x = args[position]
+    if name in _WHOLE and x.numel() <= _SMALL_VALUES:
+        return 0
     batch, channels, voxels = x.shape[0], x.shape[1], x.shape[2:].numel()
     tile = min(1 << (voxels - 1).bit_length(), _TILE_VALUES)
     if x.stride(1) == 1:

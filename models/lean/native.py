@@ -52,6 +52,11 @@ def hooks_in_force() -> SavedTensorHooks:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) or _KEEP
 
 
+def in_dispatch_mode() -> bool:
+    """Return whether a dispatch mode sees every operator; torch has no public function for it (2.13.0)."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def _sizes(x: Tensor) -> tuple[int, int, int]:
     """Return batch, channels and voxels."""
     batch, channels, *grid = x.shape

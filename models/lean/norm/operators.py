@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.lean import native
 from models.lean.layout import layout_of
 from models.lean.norm import torch_kernels
 from models.lean.norm.affine import Norm
@@ -136,6 +137,33 @@ def _reason_against_triton(device: torch.device) -> str:
     return f"Triton cannot compile for it ({failure})" if failure else ""
 
 
+def runs_directly(x: Tensor) -> bool:
+    """Return whether the norm of a whole `x` may skip torch's dispatcher, which takes the host as long as a launch.
+
+    Dispatch modes and fake tensors need the operator. The Triton kernels take no notice of autocast.
+    """
+    return x.is_cuda and type(x) is Tensor and _backend(x) is not torch_kernels and not native.in_dispatch_mode()
+
+
+def group_norm_directly(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    silu: bool,
+    groups: int,
+    eps: float,
+    dtype: torch.dtype,
+    layout: torch.memory_format | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `group_norm` returns, for an `x` that `runs_directly`."""
+    return _group_norm(x, weight, bias, groups, eps, silu, dtype, layout)
+
+
+def group_norm_backward_directly(grad: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `group_norm_backward` returns, for an `x` that `runs_directly`."""
+    return _group_norm_backward(grad, x, *norm)
+
+
 def _check(x: Tensor, *others: Tensor | None) -> None:
     assert x.dim() == 5, f"the norm operators take (batch, channels, rows, height, width), not {tuple(x.shape)}"
     assert x.numel() > 0, f"a volume of shape {tuple(x.shape)} has no values to normalise"
@@ -228,8 +256,11 @@ def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, *values: Any) -> tuple[
     if _uses_fused_kernel(x, groups):
         return torch_kernels.group_norm(x, weight, bias, groups, eps, silu, dtype, layout or torch.contiguous_format)
     out = _empty_rows(x, dtype, 0, layout)
-    mean, rstd = _statistics(x, groups, eps)
-    _backend(x).normalise(out, x, Norm(mean, rstd, weight, bias, silu), 0)
+    backend = _backend(x)
+    if backend is not torch_kernels:
+        return out, *backend.group_norm(out, x, weight, bias, groups, eps, silu)[:2]
+    mean, rstd = backend.statistics(x, groups, eps)
+    backend.normalise(out, x, Norm(mean, rstd, weight, bias, silu), 0)
     return out, mean, rstd
 
 
@@ -243,8 +274,11 @@ def _group_norm_backward(grad: Tensor, x: Tensor, *fields: Any) -> tuple[Tensor,
     _check(x, grad)
     if _uses_fused_kernel(x, norm.groups):
         return torch_kernels.group_norm_backward(grad, x, norm)
-    grad_x = _empty_rows(x, x.dtype, 0)
-    if _backend(x) is torch_kernels and stores_before_silu(grad_x):
+    grad_x, backend = _empty_rows(x, x.dtype, 0), _backend(x)
+    if backend is not torch_kernels and backend.is_small(x, norm.groups):
+        grad_bias, grad_weight = backend.group_norm_backward(grad_x, grad, x, norm).sum(1).unbind()
+        return grad_x, grad_weight, grad_bias
+    if backend is torch_kernels and stores_before_silu(grad_x):
         # Without fused kernels, SiLU computed again would take longer than writing its gradient and reading it.
         sums = norm.mean.new_empty((2, *x.shape[:2]))
         _store_norm_sums(grad_x, sums, grad, x, *norm)

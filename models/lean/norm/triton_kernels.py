@@ -181,3 +181,84 @@ def input_grad_kernel(
     if has_plus:
         result += _load(plus_ptr, b, c, v, mask, plus_b, plus_c, plus_v)
     _store(out_ptr, result, b, c, v, mask, out_b, out_c, out_v)
+
+
+@triton.jit
+def _group(groups, channels, block_c: tl.constexpr):
+    """Return the batch item, channels and number of channels of this program's group, and which channels exist."""
+    program = tl.program_id(0)
+    size = channels // groups
+    offsets = tl.arange(0, block_c)
+    return (program // groups).to(tl.int64), (program % groups) * size + offsets, size, offsets < size
+
+
+@triton.jit
+def group_norm_kernel(
+    x_ptr, out_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, channels, groups, voxels, eps, x_b, x_c, x_v, out_b,
+    out_c, out_v, silu: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Normalise one group: its mean, then its spread around the mean, then the output; a small group stays in cache."""
+    b, c, size, exists = _group(groups, channels, block_c)
+    total = (voxels * 1.0) * size
+    acc = tl.zeros([block_c, block_v], tl.float32)
+    for start in range(0, voxels, block_v):
+        v = start + tl.arange(0, block_v)
+        acc += _load(x_ptr, b, c, v, exists[:, None] & (v < voxels)[None, :], x_b, x_c, x_v)
+    mean = tl.sum(tl.sum(acc, 1), 0) / total
+    acc = tl.zeros([block_c, block_v], tl.float32)
+    for start in range(0, voxels, block_v):
+        v = start + tl.arange(0, block_v)
+        mask = exists[:, None] & (v < voxels)[None, :]
+        centred = tl.where(mask, _load(x_ptr, b, c, v, mask, x_b, x_c, x_v) - mean, 0.0)
+        acc += centred * centred
+    rstd = 1.0 / tl.sqrt(tl.sum(tl.sum(acc, 1), 0) / total + eps)
+    tl.store(mean_ptr + tl.program_id(0), mean)
+    tl.store(rstd_ptr + tl.program_id(0), rstd)
+    weight = tl.load(weight_ptr + c, mask=exists, other=0.0).to(tl.float32)[:, None]
+    bias = tl.load(bias_ptr + c, mask=exists, other=0.0).to(tl.float32)[:, None]
+    for start in range(0, voxels, block_v):
+        v = start + tl.arange(0, block_v)
+        mask = exists[:, None] & (v < voxels)[None, :]
+        y = (_load(x_ptr, b, c, v, mask, x_b, x_c, x_v) - mean) * (rstd * weight) + bias
+        if silu:
+            y = y * tl.sigmoid(y)
+        _store(out_ptr, y, b, c, v, mask, out_b, out_c, out_v)
+
+
+@triton.jit
+def group_norm_backward_kernel(
+    grad_ptr, x_ptr, out_ptr, sums_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, channels, groups, voxels, plane,
+    grad_b, grad_c, grad_v, x_b, x_c, x_v, out_b, out_c, out_v,
+    silu: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of one group's input, and each channel's sums as `sums_kernel` defines them."""
+    b, c, size, exists = _group(groups, channels, block_c)
+    mean, rstd = tl.load(mean_ptr + tl.program_id(0)), tl.load(rstd_ptr + tl.program_id(0))
+    weight = tl.load(weight_ptr + c, mask=exists, other=0.0).to(tl.float32)[:, None]
+    bias = tl.load(bias_ptr + c, mask=exists, other=0.0).to(tl.float32)[:, None]
+    of_grad = tl.zeros([block_c, block_v], tl.float32)
+    of_product = tl.zeros([block_c, block_v], tl.float32)
+    for start in range(0, voxels, block_v):
+        v = start + tl.arange(0, block_v)
+        mask = exists[:, None] & (v < voxels)[None, :]
+        x = tl.where(mask, (_load(x_ptr, b, c, v, mask, x_b, x_c, x_v) - mean) * rstd, 0.0)
+        grad = _load(grad_ptr, b, c, v, mask, grad_b, grad_c, grad_v)
+        if silu:
+            grad = _before_silu(grad, x * weight + bias)
+        of_grad += grad
+        of_product += grad * x
+    grad_sums, product_sums = tl.sum(of_grad, 1), tl.sum(of_product, 1)
+    place = sums_ptr + b * channels + c
+    tl.store(place, grad_sums, mask=exists)
+    tl.store(place + plane, product_sums, mask=exists)
+    total = (voxels * 1.0) * size
+    grad_mean = tl.sum(grad_sums[:, None] * weight) / total
+    product_mean = tl.sum(product_sums[:, None] * weight) / total
+    for start in range(0, voxels, block_v):
+        v = start + tl.arange(0, block_v)
+        mask = exists[:, None] & (v < voxels)[None, :]
+        x = (_load(x_ptr, b, c, v, mask, x_b, x_c, x_v) - mean) * rstd
+        grad = _load(grad_ptr, b, c, v, mask, grad_b, grad_c, grad_v)
+        if silu:
+            grad = _before_silu(grad, x * weight + bias)
+        _store(out_ptr, (grad * weight - grad_mean - x * product_mean) * rstd, b, c, v, mask, out_b, out_c, out_v)

@@ -2,7 +2,8 @@
 
 import torch
 
-from memory.kernels.reductions import channel_sum_bytes, sum_bytes
+from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes, sum_bytes
+from models.lean.norm import operators  # noqa: F401  # registers torch.ops.lean
 
 MIB = 1 << 20
 
@@ -34,3 +35,13 @@ def test_tokens_with_other_channels_between_them_are_summed_like_dense_ones():
         assert sum_bytes(total, (tokens[:, :128], [0])) == dense > 0
         # Where voxels lie an odd number of values apart, no vectors can be read.
         assert sum_bytes(total, (torch.empty(32768, 193)[:, :128], [0])) < dense
+
+
+def test_only_norms_of_large_volumes_leave_parts_of_their_sums_in_memory():
+    with torch.device("meta"):
+        small, large = torch.empty(1, 64, 64, 64, 16), torch.empty(1, 64, 64, 64, 32)
+        forward, backward = torch.ops.lean.group_norm.default, torch.ops.lean.group_norm_backward.default
+        for operator, before in ((forward, ()), (backward, (0,))):
+            assert partial_sum_bytes(operator, (*before, small)) == 0
+            assert partial_sum_bytes(operator, (*before, large)) == 8 * 64 * 32
+        assert partial_sum_bytes(torch.ops.lean.statistics.default, (small,)) == 8 * 64 * 16

@@ -15,7 +15,7 @@ import triton  # type: ignore[import-untyped]
 from models.lean.norm import triton_launch
 from models.lean.norm.affine import Norm
 from models.lean.norm.operators import group_means
-from tests.models.lean.norm.norm_cases import EPS, Case, all_cases, distances, inputs
+from tests.models.lean.norm.norm_cases import EPS, Case, all_cases, distances, inputs, whole_distances
 
 
 def beyond_32_bits(folder: Path) -> float:
@@ -43,6 +43,7 @@ def main() -> None:
     real_size, triton_launch.TILE_VALUES, triton_launch.COMBINE_BLOCK = triton_launch.TILE_VALUES, 128, 4
     for case in all_cases():
         results[str(case)] = distances(case, inputs(case), triton_launch, group_means)
+        results[f"whole {case}"] = whole_distances(case, inputs(case), triton_launch)
     results["beyond 32 bits"] = {"y": beyond_32_bits(Path(sys.argv[1]))}
     triton_launch.TILE_VALUES, triton_launch.COMBINE_BLOCK = real_size, 2048
     case = Case((1, 4, 17, 16, 19), 2, wild=True)

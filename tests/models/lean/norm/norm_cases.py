@@ -145,6 +145,25 @@ def distances(case: Case, given: Inputs, backend: Any, group_means: Any) -> dict
     }
 
 
+def whole_distances(case: Case, given: Inputs, backend: Any) -> dict[str, float]:
+    """Return how far the kernels that normalise a whole small volume are from the truth."""
+    x, grad, weight, bias = given
+    expected = truth(case, given)
+    layout = case.layout.replace("transposed", "contiguous")
+    y, grad_x = (laid_out(torch.full_like(x, torch.nan), layout) for _ in range(2))
+    assert backend.is_small(x, case.groups)
+    norm = backend.group_norm(y, x, weight, bias, case.groups, EPS, case.silu)
+    sums = backend.group_norm_backward(grad_x, grad, x, norm)
+    spread = expected.rstd.unsqueeze(2).expand(-1, -1, x.shape[1] // case.groups).flatten(1)[..., None, None, None]
+    return {
+        "mean": _distance(norm.mean.cpu() * expected.rstd, expected.mean * expected.rstd),
+        "rstd": float((norm.rstd.cpu() / expected.rstd - 1).abs().max()),
+        "y": _distance(y, expected.y),
+        "sums": _distance(sums / x[0, 0].numel() ** 0.5, expected.sums / x[0, 0].numel() ** 0.5),
+        "grad_x": _distance(grad_x.cpu() / spread, expected.grad_x / spread),
+    }
+
+
 def _distance(found: Tensor, expected: Tensor) -> float:
     return float(((found.detach().cpu().double() - expected).abs() / (1 + expected.abs())).max())
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from models.lean.norm import group_norm, operators, torch_kernels
 from models.lean.norm.affine import Norm
 from models.lean.norm.operators import group_means, uses_triton
-from tests.models.lean.norm.norm_cases import EPS, Case, all_cases, distances, inputs, laid_out
+from tests.models.lean.norm.norm_cases import EPS, Case, all_cases, distances, inputs, laid_out, whole_distances
 
 pytestmark = pytest.mark.gpu
 
@@ -30,17 +30,20 @@ def kernels():
 
 
 def check(case, found):
-    assert found["halo"] == 0
+    assert found.get("halo", 0) == 0
     assert found["rstd"] < (1e-5 if case.wild else 1e-6)
     assert found["mean"] < 1e-6
     assert found["sums"] < (3e-4 if case.wild else 1e-5)
-    for name in ("y", "grad_x", "grad_x added in place"):
+    for name in {"y", "grad_x", "grad_x added in place"} & found.keys():
         assert found[name] <= (3e-4 if case.wild else ROUNDING[case.dtype]), name
 
 
 @pytest.mark.parametrize("case", [*all_cases(), *LARGE], ids=str)
 def test_triton_kernels_compute_what_double_precision_does(kernels, case):
     check(case, distances(case, inputs(case, "cuda"), kernels, group_means))
+    # Launched a second time, through what Triton compiled the first time.
+    for _ in range(2):
+        check(case, whole_distances(case, inputs(case, "cuda"), kernels))
 
 
 @pytest.mark.parametrize("case", [*all_cases(), *LARGE], ids=str)

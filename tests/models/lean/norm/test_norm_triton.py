@@ -54,6 +54,16 @@ def test_kernels_compute_what_double_precision_does(interpreted, case):
         assert found[name] <= rounded, name
 
 
+@pytest.mark.parametrize("case", all_cases(), ids=str)
+def test_kernels_of_small_volumes_compute_what_double_precision_does(interpreted, case):
+    found = interpreted[f"whole {case}"]
+    exact, rounded = (1e-4, 5e-5) if case.wild else (3e-6, ROUNDING[case.dtype])
+    assert found["rstd"] < (1e-5 if case.wild else 3e-7)
+    assert found["mean"] < 1e-7
+    assert found["sums"] < exact
+    assert max(found["y"], found["grad_x"]) <= rounded
+
+
 def test_kernels_reach_beyond_32_bits(interpreted):
     assert interpreted["beyond 32 bits"]["y"] == 0
 
@@ -87,6 +97,8 @@ KERNELS = [
     triton_kernels.normalise_kernel,
     triton_kernels.sums_kernel,
     triton_kernels.input_grad_kernel,
+    triton_kernels.group_norm_kernel,
+    triton_kernels.group_norm_backward_kernel,
 ]
 TARGETS = [(75, "fp16"), (75, "bf16"), (80, "bf16"), (80, "fp32"), (86, "fp16"), (89, "bf16"), (90, "bf16")]
 DENSE_VOXELS = ("x_v", "out_v", "grad_v", "plus_v")
@@ -126,12 +138,12 @@ def test_kernels_compile_for_every_gpu_since_turing(kernel, capability, dtype):
     if "x_ptr" in kernel.arg_names:
         assert "ld.global.v4.b32" in ptx, "rows of voxels are read 16 bytes at a time"
     # The others store copies of what they read, which need no rounding.
-    computes_volume = kernel in (triton_kernels.normalise_kernel, triton_kernels.input_grad_kernel)
+    computes_volume = kernel in (triton_kernels.normalise_kernel, *KERNELS[5:])
     if computes_volume and capability >= 80 and dtype == "bf16":
         assert "cvt.rn.bf16" in ptx, "results are rounded to nearest"
 
 
-@pytest.mark.parametrize("kernel", [KERNELS[0], *KERNELS[3:]], ids=lambda kernel: kernel.__name__)
+@pytest.mark.parametrize("kernel", [KERNELS[0], *KERNELS[3:6]], ids=lambda kernel: kernel.__name__)
 def test_kernels_read_channels_last_16_bytes_at_a_time(kernel):
     constants = constants_of(kernel, triton_launch.MAX_TILE_CHANNELS, 64)
     ones = [name for name in DENSE_CHANNELS if name in kernel.arg_names]
