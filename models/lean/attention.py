@@ -14,8 +14,11 @@ class AttentionBlock(nn.Module):
     """MONAI's `SpatialAttentionBlock` with the same layers and parameter names.
 
     Attention always runs through `scaled_dot_product_attention`. Otherwise the forward differs from MONAI's in two
-    ways: dropout is active in training only, and the norm saves only its low-precision input.
+    ways: dropout is active in training only, and the norm saves only its low-precision input. A checkpoint keeps the
+    result of attention, so that it is not computed twice.
     """
+
+    keeps_attention = True
 
     def __init__(self, stock: SpatialAttentionBlock) -> None:
         super().__init__()

@@ -11,10 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 MIN_OFFLOAD_BYTES = 1 << 20
 """Smaller tensors stay on the device: copying them costs more time than the memory is worth."""
+
+
+ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+"""The operators whose results an attention block keeps: most of the compute of many networks, for few bytes."""
 
 
 def empty_on_host(tensor: Tensor) -> Tensor:
@@ -153,6 +162,10 @@ def _computed_again(module: nn.Module, source: Tensor, autocast: tuple[str, torc
         return module(source)
 
 
+def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def draws_random_numbers(module: Callable[..., Any]) -> bool:
     """Return whether `module` may use random numbers, so that a checkpoint must restore the generator's state."""
     if not isinstance(module, nn.Module):
@@ -175,7 +188,8 @@ def gradient_checkpoint_forward(
     Offloading implies checkpointing and keeps the tensor arguments in host memory; pass a `HostOffload` to share its
     queue between the blocks of one pass. `keep` holds other saved-tensor hooks, which decide how the arguments are kept
     in place of an offload. Under `no_grad` and for a module in eval mode this is a plain call. Frozen
-    modules are checkpointed too, because gradients that pass through them need their activations.
+    modules are checkpointed too, because gradients that pass through them need their activations. A module with
+    `keeps_attention` keeps the results of attention and recomputes everything else.
     """
     wanted = use_gradient_checkpointing or bool(use_gradient_checkpointing_offload)
     if not (wanted and torch.is_grad_enabled() and getattr(module, "training", True)):
@@ -190,7 +204,8 @@ def gradient_checkpoint_forward(
     def run(*values: Any) -> Any:
         return module(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_random_numbers(module)}
+    if getattr(module, "keeps_attention", False):
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     with offload:
-        return checkpoint(
-            run, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=draws_random_numbers(module)
-        )
+        return checkpoint(run, *args, *kwargs.values(), **options)

@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from monai.networks.blocks import SpatialAttentionBlock
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import gradient_checkpoint_forward
 from models.lean import checkpointing
+from models.lean.attention import AttentionBlock
 from models.lean.checkpointing import HostOffload, recomputed
 
 
@@ -159,3 +162,39 @@ def test_other_tensors_are_kept_as_they_are_beside_a_recomputed_volume():
     assert factor.grad is not None
     assert torch.equal(x.grad, factor.detach())
     assert torch.equal(factor.grad, x.detach())
+
+
+class CountAttention(TorchDispatchMode):
+    """Counts how often attention runs forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.forwards += func in checkpointing.ATTENTION
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_around_attention_keeps_its_result_and_the_gradients(dtype, offload):
+    torch.manual_seed(0)
+    block = AttentionBlock(
+        SpatialAttentionBlock(3, 16, num_head_channels=8, norm_num_groups=4, use_flash_attention=True)
+    )
+    x = torch.randn(2, 16, 3, 4, 5)
+    results: list[list[Any]] = []
+    for on in (False, True):
+        block.zero_grad()
+        leaf = x.clone().requires_grad_()
+        flags = {"use_gradient_checkpointing": on, "use_gradient_checkpointing_offload": on and offload}
+        with CountAttention() as counted:
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                y = gradient_checkpoint_forward(block, leaf, **flags)
+            y.float().square().sum().backward()
+        assert counted.forwards == 1
+        gradients: list[Any] = [parameter.grad for parameter in block.parameters()]
+        results.append([y.detach(), leaf.grad, *(gradient.clone() for gradient in gradients)])
+    for plain, checkpointed in zip(*results, strict=True):
+        assert torch.equal(plain, checkpointed)
