@@ -188,7 +188,7 @@ def test_a_checkpoint_around_attention_keeps_its_result_and_the_gradients(dtype,
     for on in (False, True):
         block.zero_grad()
         leaf = x.clone().requires_grad_()
-        flags = {"use_gradient_checkpointing": on, "use_gradient_checkpointing_offload": on and offload}
+        flags: dict[str, Any] = {"use_gradient_checkpointing": on, "use_gradient_checkpointing_offload": on and offload}
         with CountAttention() as counted:
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
                 y = gradient_checkpoint_forward(block, leaf, **flags)
