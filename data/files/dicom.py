@@ -159,8 +159,8 @@ def parted(paths: Iterable[Path]) -> dict[Path, str]:
             for path, images in series.items():
                 others = ", ".join(printable(folder.name) for folder in sorted(folders - {path.parent})[:3])
                 found[path] = (
-                    f"{printable(path)}: {len(images)} slices of a series that goes on in {others}; the slices of a "
-                    "volume must be in one folder; move them together, or give each scan a SeriesInstanceUID of its own"
+                    f"{len(images)} slices of a series that goes on in {others}; the slices of a volume must be in one "
+                    "folder; move them together, or give each scan a SeriesInstanceUID of its own"
                 )
     return found
 

@@ -17,7 +17,7 @@ import torch
 
 from data import Batch, BatchPlan, DataSplit, prepare_volumes, training_batches, validation_batches
 from data.batches import VolumeOrder
-from data.transforms import load_volume
+from data.loading import load_volume
 from settings import DataError, DataSettings, TrainingError
 from tests.data.small_volumes import build_settings
 

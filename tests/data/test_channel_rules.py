@@ -10,7 +10,7 @@ import pytest
 
 from data import load_volume, prepare_volumes
 from data.formats import write_nifti
-from data.preparation.store import PreparedFolder
+from data.store import PreparedFolder
 from diffusion.latent_files import latent_key
 from settings import ConfigError, DataError, validate
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels

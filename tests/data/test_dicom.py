@@ -16,7 +16,7 @@ from pydicom.encaps import encapsulate
 from pydicom.uid import UID, ExplicitVRLittleEndian, JPEGLosslessSV1, generate_uid
 
 from data import load_volume
-from data.discovery import discover, find
+from data.discovery import find
 from data.formats import content_digest, read_header, read_stored, signature, write_nifti
 from data.volumes import check_source
 from settings import DataError
@@ -69,7 +69,7 @@ def as_nifti(path: Path, voxels: np.ndarray) -> Path:
 
 def said(folder: Path) -> str:
     with pytest.raises(DataError) as refusal:
-        read_header(next(iter(discover(str(folder)))).path)
+        read_header(find(str(folder))[0][0].path)
     return str(refusal.value)
 
 
@@ -78,7 +78,7 @@ def test_series_equals_the_same_volume_as_nifti(tmp_path: Path, values: dict[str
     voxels = voxels_of(0)
     write_series(tmp_path / "scan", voxels)
     settings = build_settings(**values)
-    (found,) = discover(str(tmp_path / "scan"))
+    (found,) = find(str(tmp_path / "scan"))[0]
     ours, theirs = load_volume(found.path, settings), load_volume(as_nifti(tmp_path / "v.nii.gz", voxels), settings)
     assert torch.equal(ours.image, theirs.image)
     np.testing.assert_allclose(ours.geometry.affine, theirs.geometry.affine, atol=1e-6)
@@ -90,10 +90,10 @@ def test_good_series_is_found_beside_broken_ones_and_each_of_them_is_named(tmp_p
     write_series(tmp_path / "all/b", broken)[3].unlink()
     write_series(tmp_path / "all/c", broken[:, :, :2], ImageType=["ORIGINAL", "PRIMARY", "LOCALIZER"])
     source = check_source(build_settings(source=str(tmp_path / "all")), 0, 1)
-    assert [item.name for item in source.found] == ["a", "b"]
+    assert [item.name for item in source.volumes] == ["a", "b"]
     assert [bool(item.problems) for item in source.checked] == [False, True]
-    assert "1 slice is missing between" in source.problems[0]
-    assert any(line.startswith("c/") and "a localizer (2 images)" in line for line in source.left_out)
+    assert "1 slice is missing between" in source.problems[0].text
+    assert any(note.name.startswith("c/") and "a localizer (2 images)" in note.text for note in source.left_out)
 
 
 def test_two_series_in_one_folder_are_two_volumes_with_a_localizer_left_out_of_one(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_two_series_in_one_folder_are_two_volumes_with_a_localizer_left_out_of_o
     write_series(tmp_path / "scan", two, ImageType=lambda k: kinds[k == 0], **turned)
     found, left_out = find(str(tmp_path / "scan"))
     assert sorted(read_header(item.path).shape for item in found) == [(12, 10, 7), (12, 10, 8)]
-    assert ["a localizer (1 image)" in line for line in left_out] == [True]
+    assert ["a localizer (1 image)" in note.text for note in left_out] == [True]
     assert check_source(build_settings(source=str(tmp_path / "scan")), 0, 1).problems == []
 
 
@@ -125,11 +125,11 @@ def test_two_series_in_one_folder_are_two_volumes_with_a_localizer_left_out_of_o
 def test_what_is_wrong_with_a_series_is_reported(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     write_series(tmp_path / "scan", voxels_of(0), **changes)
     with pytest.raises(DataError, match=text):
-        read_volume(next(iter(discover(str(tmp_path / "scan")))).path)
+        read_volume(find(str(tmp_path / "scan"))[0][0].path)
 
 
 def read_series(folder: Path) -> np.ndarray:
-    (found,) = discover(str(folder))
+    (found,) = find(str(folder))[0]
     return read_volume(found.path)[0][0]
 
 
@@ -172,7 +172,7 @@ def test_scale_that_is_not_a_number_is_reported(tmp_path: Path) -> None:
     for path in write_series(tmp_path / "scan", voxels_of(0)):
         path.write_bytes(path.read_bytes().replace(b"-1024", b"-nine"))
     with pytest.raises(DataError, match="has RescaleIntercept -nine"):
-        read_volume(next(iter(discover(str(tmp_path / "scan")))).path)
+        read_volume(find(str(tmp_path / "scan"))[0][0].path)
 
 
 def test_scales_that_leave_the_stored_type_do_not_wrap(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_scales_that_leave_the_stored_type_do_not_wrap(tmp_path: Path) -> None:
     write_series(tmp_path / "same", voxels, RescaleSlope=40, RescaleIntercept=-30000)
     write_series(tmp_path / "other", voxels, RescaleSlope=lambda k: 40 + k, RescaleIntercept=0)
     stored = voxels.astype(np.float64) - INTERCEPT
-    same, other = (read_volume(discover(str(tmp_path / name))[0].path)[0][0] for name in ("same", "other"))
+    same, other = (read_volume(find(str(tmp_path / name))[0][0].path)[0][0] for name in ("same", "other"))
     np.testing.assert_array_equal(same, (stored * 40 - 30000).astype(np.float32))
     np.testing.assert_array_equal(other, (stored * (40 + np.arange(8))).astype(np.float32))
 
@@ -192,12 +192,12 @@ def test_a_damaged_slice_is_noticed_wherever_it_is(tmp_path: Path, place: int, s
     path.write_bytes(path.read_bytes()[:size])
     settings = build_settings(source=str(tmp_path / "scan"))
     (checked,) = check_source(settings, 0, 1).checked
-    assert path.name in checked.problems[0]
+    assert path.name in str(checked.problems[0])
 
 
 def test_content_follows_the_slices_and_not_their_names(tmp_path: Path) -> None:
     paths = write_series(tmp_path / "scan", voxels_of(0))
-    first = discover(str(tmp_path / "scan"))[0].path
+    first = find(str(tmp_path / "scan"))[0][0].path
     digest, before = content_digest(first), signature(first)
     paths[2].rename(tmp_path / "scan/zz.dcm")
     assert content_digest(first) == digest
@@ -214,7 +214,7 @@ def test_files_without_a_suffix_are_recognised_and_the_locale_stays(tmp_path: Pa
     for path in write_series(tmp_path / "scan", voxels_of(0)):
         path.rename(path.with_name(f"IM{path.name[:2]}"))
     (tmp_path / "scan/notes").write_text("not an image")
-    (found,) = discover(str(tmp_path / "scan"))
+    (found,) = find(str(tmp_path / "scan"))[0]
     assert read_volume(found.path)[0].shape == (1, *SHAPE)
     assert locale.setlocale(locale.LC_ALL) == before
 
@@ -229,7 +229,7 @@ def test_files_without_a_suffix_are_recognised_and_the_locale_stays(tmp_path: Pa
 )
 def test_numbers_that_a_scanner_rounded_are_one_volume(tmp_path: Path, changes: dict[str, Any]) -> None:
     write_series(tmp_path / "scan", voxels_of(0), **changes)
-    (found,) = discover(str(tmp_path / "scan"))
+    (found,) = find(str(tmp_path / "scan"))[0]
     assert read_header(found.path).shape == SHAPE
 
 
@@ -243,7 +243,7 @@ def test_a_missing_slice_is_called_so_in_a_series_of_three(tmp_path: Path) -> No
 def test_a_folder_inside_with_the_name_of_the_top_hides_nothing(tmp_path: Path) -> None:
     write_series(tmp_path / "scan", voxels_of(0))
     write_series(tmp_path / "scan/scan", voxels_of(1))
-    found = discover(str(tmp_path / "scan"))
+    found = find(str(tmp_path / "scan"))[0]
     assert len({content_digest(item.path) for item in found}) == 2
     assert [item.class_name for item in found] == [None, None]
 
@@ -255,9 +255,11 @@ def test_a_series_in_several_folders_is_named_and_a_copy_of_one_is_allowed(tmp_p
     write_series(tmp_path / "all/c", voxels_of(1))
     shutil.copytree(tmp_path / "all/c", tmp_path / "all/d")
     source = check_source(build_settings(source=str(tmp_path / "all")), 0, 1)
-    problems = {item.name: result.problems for item, result in zip(source.found, source.checked, strict=True)}
-    assert "4 slices of a series that goes on in b; the slices of a volume must be in one folder" in problems["a"][0]
-    assert "4 slices of a series that goes on in a;" in problems["b"][0]
+    problems = {item.name: result.problems for item, result in zip(source.volumes, source.checked, strict=True)}
+    assert (
+        "4 slices of a series that goes on in b; the slices of a volume must be in one folder" in problems["a"][0].text
+    )
+    assert "4 slices of a series that goes on in a;" in problems["b"][0].text
     assert problems["c"] == problems["d"] == ()
 
 
@@ -269,7 +271,7 @@ def test_a_link_to_a_slice_that_is_gone_is_named(tmp_path: Path) -> None:
     assert check_source(settings, 0, 1).problems == []
     (tmp_path / "elsewhere.dcm").unlink()
     (problem,) = check_source(settings, 0, 1).problems
-    assert f"{last.name} beside it cannot be read as DICOM" in problem
+    assert f"{last.name} beside it cannot be read as DICOM" in problem.text
 
 
 def test_a_compression_without_decoder_is_named_and_nothing_is_logged(
@@ -282,5 +284,5 @@ def test_a_compression_without_decoder_is_named_and_nothing_is_logged(
         file.file_meta.TransferSyntaxUID = JPEGLosslessSV1
         file.save_as(path)
     with pytest.raises(DataError, match=r"compressed as JPEG Lossless.*; run pip install python-gdcm, or export"):
-        read_stored(discover(str(tmp_path / "scan"))[0].path)
+        read_stored(find(str(tmp_path / "scan"))[0][0].path)
     assert caplog.text == ""

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.discovery import Found, class_names_of, discover, find, with_labels
+from data.discovery import DiscoveredVolume, class_names_of, find, with_folders, with_labels
 from data.volumes import prepare_volumes
 from settings import DataError
 from tests.data.small_volumes import build_settings
@@ -29,9 +29,9 @@ def test_a_folder_is_searched_with_its_subfolders_in_the_order_of_names(make_vol
     for name in ("b/2.nii.gz", "a/1.nii", "a/deep/3.nii.gz", "a/.hidden.nii.gz", "a/._1.nii"):
         make_volume(name)
     (tmp_path / "volumes/notes.txt").write_text("not a volume")
-    found = discover(str(tmp_path / "volumes"))
+    found = find(str(tmp_path / "volumes"))[0]
     assert [item.name for item in found] == ["a/1.nii", "a/deep/3.nii.gz", "b/2.nii.gz"]
-    assert [item.class_name for item in found] == ["a", "a", "b"]
+    assert [item.class_name for item in with_folders(found)] == ["a", "a", "b"]
 
 
 def test_folders_are_no_classes_when_a_volume_lies_beside_them(make_volume: Make, tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_what_runs_wrote_is_left_out_unless_it_is_asked_for(make_volume: Make, t
     shutil.copytree(tmp_path / "volumes", tmp_path / "runs/one/samples")
     volumes, (line,) = find(str(tmp_path))
     assert [item.name for item in volumes] == ["volumes/a.nii.gz", "volumes/b.nii.gz"]
-    assert line == "runs: left out, it holds what runs wrote"
+    assert str(line) == "runs: left out, it holds what runs wrote"
     assert len(find("runs/one")[0]) == len(find("runs")[0]) == 2
     assert find(str(tmp_path / "volumes"))[1] == []
 
@@ -62,23 +62,23 @@ def test_linked_folders_are_followed_once(make_volume: Make, tmp_path: Path) -> 
     elsewhere.mkdir()
     (tmp_path / "1.nii.gz").rename(elsewhere / "1.nii.gz")
     (tmp_path / "volumes/linked").symlink_to(elsewhere)
-    assert [item.name for item in discover(str(tmp_path / "volumes"))] == ["linked/1.nii.gz"]
+    assert [item.name for item in find(str(tmp_path / "volumes"))[0]] == ["linked/1.nii.gz"]
 
 
 @pytest.mark.parametrize("source", ["/", "/proc", "/proc/self/fd", "/sys", "/dev"])
 def test_folders_of_the_operating_system_are_refused_at_once(source):
     with pytest.raises(DataError, match=r"belongs to the operating system; .* give the folder that holds your volumes"):
-        discover(source)
+        find(source)[0]
 
 
 def test_sources_that_hold_nothing_are_refused(tmp_path: Path, make_volume: Make) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"data.source: .*empty holds no volume; \.nii .*check it"):
-        discover(str(tmp_path / "empty"))
+        find(str(tmp_path / "empty"))[0]
     with pytest.raises(DataError, match=r"data.source: .*absent does not exist; a folder, a dataset.json or phantoms"):
-        discover(str(tmp_path / "absent"))
+        find(str(tmp_path / "absent"))[0]
     with pytest.raises(DataError, match=r"is a single file; .* give the folder .*volumes"):
-        discover(str(make_volume("v.nii.gz")))
+        find(str(make_volume("v.nii.gz")))[0]
 
 
 def test_dataset_json_lists_images_and_not_segmentations(make_volume: Make, tmp_path: Path) -> None:
@@ -86,10 +86,10 @@ def test_dataset_json_lists_images_and_not_segmentations(make_volume: Make, tmp_
         make_volume(name)
     entries = [{"image": "./imagesTr/a.nii.gz", "label": "./labelsTr/a.nii.gz"}, "imagesTr/b.nii.gz"]
     source = write_listing(tmp_path / "volumes", entries, test=["./imagesTs/c.nii.gz"])
-    by_file = discover(source)
+    by_file = find(source)[0]
     assert [item.name for item in by_file] == ["imagesTr/a.nii.gz", "imagesTr/b.nii.gz"]
     assert [item.class_name for item in by_file] == [None, None]
-    assert discover(str(tmp_path / "volumes")) == by_file
+    assert find(str(tmp_path / "volumes"))[0] == by_file
 
 
 def test_dataset_json_gives_classes_and_the_split(make_volume: Make, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_labels_of_dataset_json_may_be_numbers_names_or_missing(
     assert ([item.class_name for item in volumes], left_out) == (["0", "well"], [])
     volumes, (line,) = find(write_listing(tmp_path / "volumes", [*entries, "c.nii.gz"], **table))
     assert len(volumes) == 3
-    assert line.endswith("dataset.json: classes left out, 1 of 3 volumes have none, for example c.nii.gz")
+    assert str(line).endswith("dataset.json: classes left out, 1 of 3 volumes have none, for example c.nii.gz")
 
 
 def test_paths_of_dataset_json_stay_inside_its_folder_but_links_may_lead_out(make_volume: Make, tmp_path: Path) -> None:
@@ -126,13 +126,13 @@ def test_paths_of_dataset_json_stay_inside_its_folder_but_links_may_lead_out(mak
     entries = ["a.nii.gz", "link.nii.gz", "../outside.nii.gz", str(outside), "x/../../outside.nii.gz"]
     source = write_listing(tmp_path / "volumes", entries)
     with pytest.raises(DataError) as refusal:
-        discover(source)
+        find(source)[0]
     text = str(refusal.value)
     assert "3 problems" in text
     assert "entry 2: ../outside.nii.gz leads out of" in text
     assert "put a link to it there" in text
     source = write_listing(tmp_path / "volumes", entries[:2])
-    assert len(discover(source)) == 2
+    assert len(find(source)[0]) == 2
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_paths_of_dataset_json_stay_inside_its_folder_but_links_may_lead_out(mak
 def test_a_dataset_json_that_cannot_be_used_is_refused(tmp_path: Path, content: str, text: str) -> None:
     (tmp_path / "dataset.json").write_text(content)
     with pytest.raises(DataError, match=r"dataset\.json: ") as refusal:
-        discover(str(tmp_path / "dataset.json"))
+        find(str(tmp_path / "dataset.json"))[0]
     assert text in str(refusal.value)
 
 
@@ -225,20 +225,20 @@ def test_a_label_table_that_cannot_be_used_is_refused(tmp_path: Path, content: s
 
 
 def test_numbered_classes_are_ordered_as_numbers() -> None:
-    found = [Found(Path(name), name, name) for name in ("10", "9", "1")]
+    found = [DiscoveredVolume(Path(name), name, name) for name in ("10", "9", "1")]
     assert class_names_of(found) == ("1", "9", "10")
 
 
 def test_unused_columns_may_repeat(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("age,file,age,label\n3,a.nii.gz,4,ill\n")
-    labelled, missing = with_labels([Found(Path("a.nii.gz"), "a.nii.gz")], str(tmp_path / "labels.csv"))
+    labelled, missing = with_labels([DiscoveredVolume(Path("a.nii.gz"), "a.nii.gz")], str(tmp_path / "labels.csv"))
     assert [item.class_name for item in labelled] == ["ill"]
     assert missing == []
 
 
 def test_classes_of_thousands_of_digits_are_names() -> None:
     names = {"9" * 5000, "10"}
-    assert set(class_names_of([Found(Path(name), name, name) for name in names])) == names
+    assert set(class_names_of([DiscoveredVolume(Path(name), name, name) for name in names])) == names
 
 
 @pytest.mark.timeout(120)
@@ -263,7 +263,7 @@ def test_source_that_is_neither_folder_nor_listing_is_refused(
     make(tmp_path / name)
     source = name if name.startswith("~") else str(tmp_path / name)
     with pytest.raises(DataError, match=r"cannot be read \(|does not exist|is a single file|holds no volume"):
-        discover(source)
+        find(source)[0]
 
 
 @pytest.mark.timeout(120)
@@ -297,4 +297,4 @@ def test_folders_of_patients_and_folders_of_one_volume_are_no_classes(tmp_path, 
     for number, folder in enumerate(folders):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         np.save(tmp_path / folder / f"{number}.npy", np.zeros((4, 4, 4), np.float32))
-    assert class_names_of(discover(str(tmp_path))) == classes
+    assert class_names_of(with_folders(find(str(tmp_path))[0])) == classes

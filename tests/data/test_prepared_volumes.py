@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from data import BatchPlan, load_file, load_volume, prepare_volumes, training_batches
+from data import BatchPlan, checking, load_file, load_volume, prepare_volumes, training_batches
+from data.batches import VolumeMemory
 from data.files.header import Stored
 from data.formats import write_nifti
-from data.preparation import checking
-from data.preparation.memory import VolumeMemory
-from data.preparation.store import PreparedFolder
 from data.reading import VolumeFacts, measure
+from data.store import PreparedFolder
 from runtime.files.atomic import replacing
 from settings import ConfigError, DataError, DataSettings, Settings
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels

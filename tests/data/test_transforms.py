@@ -11,9 +11,9 @@ import pytest
 import torch
 from scipy import ndimage
 
-from data import transforms
+from data import loading
+from data.loading import NETWORK_RANGE, from_unit, in_pose, load_volume, random_part, restore, to_unit
 from data.poses import random_pose
-from data.transforms import NETWORK_RANGE, from_unit, in_pose, load_volume, random_part, restore, to_unit
 from settings import DataError
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
@@ -204,13 +204,13 @@ def test_an_augmented_patch_holds_the_voxels_where_its_matrix_says(monkeypatch: 
     image = torch.from_numpy(smooth((20, 18, 14)) / 200)
     settings = build_settings(voxel_size=[20, 18, 14], patch_size=[8, 6, 4], use_augmentation=True)
     drawn: list[np.ndarray] = []
-    random_affine = transforms._random_affine
+    random_affine = loading._random_affine
 
     def listening(spacing_mm: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         drawn.append(random_affine(spacing_mm, rng))
         return drawn[-1]
 
-    monkeypatch.setattr(transforms, "_random_affine", listening)
+    monkeypatch.setattr(loading, "_random_affine", listening)
     for seed in range(12):
         patch = random_part(image, SPACING_MM, settings, np.random.default_rng(seed))[0].numpy()
         rng = np.random.default_rng(seed)
@@ -229,7 +229,7 @@ def test_an_augmented_patch_holds_the_voxels_where_its_matrix_says(monkeypatch: 
 def test_augmentation_is_rigid_in_millimetres_up_to_flips_and_one_scale() -> None:
     flips, angles, scales = set(), [], []
     for seed in range(200):
-        matrix = transforms._random_affine(SPACING_MM, np.random.default_rng(seed))
+        matrix = loading._random_affine(SPACING_MM, np.random.default_rng(seed))
         in_mm = np.diag(SPACING_MM) @ matrix @ np.diag(1 / SPACING_MM)
         scale = np.cbrt(abs(np.linalg.det(in_mm)))
         np.testing.assert_allclose(in_mm @ in_mm.T, scale**2 * np.eye(3), atol=1e-9)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import data
-from data.discovery import Found
+from data import checking
+from data.discovery import DiscoveredVolume
 from data.files.header import Stored
-from data.preparation import checking
 from data.volumes import check_source, prepare_volumes, split
 from settings import DataError, DataSettings
 from tests.data.small_volumes import build_settings, random_voxels
@@ -146,8 +146,8 @@ def test_volumes_are_checked_even_if_results_cannot_be_kept(folder: Path, tmp_pa
         prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
 
 
-def found(*names: str) -> list[Found]:
-    return [Found(Path(name), name) for name in names]
+def found(*names: str) -> list[DiscoveredVolume]:
+    return [DiscoveredVolume(Path(name), name) for name in names]
 
 
 def test_a_volume_that_is_added_or_removed_moves_at_most_one_other() -> None:
@@ -169,7 +169,7 @@ def test_held_out_is_the_nearest_number_and_at_least_two(number: int, val_fracti
 
 
 def test_a_listed_split_with_one_validation_volume_is_refused() -> None:
-    volumes = [Found(Path(f"v{i}"), f"v{i}", split="validation" if i == 0 else "training") for i in range(4)]
+    volumes = [DiscoveredVolume(Path(f"v{i}"), f"v{i}", split="validation" if i == 0 else "training") for i in range(4)]
     with pytest.raises(DataError, match=r'3 to train on and 1 held out; .* change its lists "training" and'):
         split(volumes, build_settings(), 0)
 
@@ -223,5 +223,7 @@ def test_a_range_that_float32_cannot_scale_is_named(
     np.save(tmp_path / "v.npy", voxels.reshape(12, 10, 8))
     np.save(tmp_path / "w.npy", np.linspace(1e6, 1e6 + 100, 960).reshape(12, 10, 8))
     source = check_source(build_settings(source=str(tmp_path), intensity=intensity), 0, 1)
-    assert re.search(r"channel 0 is scaled from .*, a range that float32 cannot resolve; change", source.problems[0])
+    assert re.search(
+        r"channel 0 is scaled from .*, a range that float32 cannot resolve; change", source.problems[0].text
+    )
     assert len(source.problems) == (2 if intensity else 1)

@@ -245,7 +245,7 @@ def test_damaged_files_load_or_give_a_data_error(
     path = tmp_path / f"damaged{suffix}"
     path.write_bytes(gzip.compress(content, 1) if suffix == ".nii.gz" else content)
     pytest.importorskip("torch")
-    from data.transforms import load_volume
+    from data.loading import load_volume
 
     message = None
     try:

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data import checking
 from data.formats import write_nifti
-from data.preparation import checking
 from data.reading import measure
 from settings import DataSettings, load_settings
 from tests.data.test_dicom import write_series

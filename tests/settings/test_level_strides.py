@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from data.survey.grids import stage_problems
+from data.overview import stage_problems
 from settings import ConfigError, Settings, dump_yaml, load_settings, validate
 
 THICK = [[2, 2, 1], [2, 2, 2]]
