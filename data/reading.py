@@ -15,7 +15,7 @@ from data.formats import content_digest, read_stored, signature
 from data.geometry import geometry_of, in_planes
 from data.intensity import flat_text, scale_to_network, unscalable_text
 from data.notes import FileError
-from data.ranking import equal_neighbours, rank
+from data.ranking import Ranking, equal_neighbours
 from settings.data import DataSettings
 
 _Four = Field(min_length=4, max_length=4)
@@ -88,7 +88,7 @@ def measure(path: Path, s: DataSettings, is_known: np.ndarray | None = None) -> 
             )
         stored, header = stored.channel(s.frame), replace(header, num_channels=1)
     measured = stored if is_known is None else replace(stored, array=stored.array[:, is_known][:, :, None, None])
-    channels = [rank(measured.channel(number)) for number in range(header.num_channels)]
+    channels = [Ranking(measured.channel(number)) for number in range(header.num_channels)]
     num_not_finite = sum(channel.num_not_finite for channel in channels)
     # A file with more channels than there are rules is refused later; until then its last ones go by the last rule.
     most = s.intensity.num_rules if s.intensity.num_rules > 1 else len(channels)
