@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from data.formats import COPIES_WHILE_READING, channels_text, read_header, signature
 from data.geometry import geometry_of
+from data.intensity import INTENSITY
 from data.notes import FileError, Note
 from data.reading import VolumeFacts, facts_from, measure, on_grid, unusable
 from data.store import PreparedError, PreparedFolder
@@ -150,7 +151,7 @@ def problems_of(path: Path, facts: VolumeFacts, s: DataSettings, in_channels: in
     return (Note(printable(path), text) for text in texts)
 
 
-def outside_windows(facts: VolumeFacts, s: DataSettings, section: str = "data.intensity") -> Iterator[str]:
+def outside_windows(facts: VolumeFacts, s: DataSettings, section: str = INTENSITY) -> Iterator[str]:
     """Yield a text for each window that holds none of a volume's intensities; `section` has the windows."""
     rules = [s.intensity.of_channel(number) for number in range(s.intensity.num_rules)]
     for low, high in {(low, high) for mode, low, high in rules if mode == "window"}:

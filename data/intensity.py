@@ -15,6 +15,9 @@ from settings.data import IntensitySettings
 
 NETWORK_RANGE = (-1.0, 1.0)
 
+INTENSITY = "data.intensity"
+"""The section with the rules of the volumes' intensities."""
+
 # With fewer float32 steps than this between the two ends, no usable contrast is left.
 FEWEST_STEPS = 64
 
@@ -47,7 +50,7 @@ def unscalable_text(lower: Sequence[float], upper: Sequence[float], section: str
     return None
 
 
-def flat_text(lower: Sequence[float], upper: Sequence[float], s: IntensitySettings, section: str) -> str:
+def flat_text(lower: Sequence[float], upper: Sequence[float], s: IntensitySettings, section: str = INTENSITY) -> str:
     """Return the message for a channel without contrast between the two percentiles."""
     channel = next(c for c, (low, high) in enumerate(zip(lower, upper, strict=True)) if low >= high)
     _, first, second = s.of_channel(channel)

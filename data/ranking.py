@@ -35,8 +35,8 @@ class Ranking:
         values.sort()
         # In float32, because another type would copy all values.
         infinity = np.float32(np.inf)
-        start, stop = np.searchsorted(values, -infinity, side="right"), np.searchsorted(values, infinity, side="left")
-        self.values = values[start:stop]
+        first, last = np.searchsorted(values, -infinity, side="right"), np.searchsorted(values, infinity, side="left")
+        self.values = values[first:last]
         self.count = len(self.values)
         self.num_not_finite = len(values) - self.count
         self._is_coarse = flat.dtype.kind == "f" or flat.dtype.itemsize > 2

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from data.files.header import Header, Stored
 from data.formats import content_digest, read_stored, signature
 from data.geometry import geometry_of, in_planes
-from data.intensity import flat_text, scale_to_network, unscalable_text
+from data.intensity import INTENSITY, flat_text, scale_to_network, unscalable_text
 from data.notes import FileError
 from data.ranking import Ranking, equal_neighbours
 from settings.data import DataSettings
@@ -135,7 +135,7 @@ def on_grid(stored: Stored, facts: VolumeFacts, s: DataSettings) -> np.ndarray:
     return geometry.to_network_grid(facts.num_channels, parts)
 
 
-def unusable(facts: VolumeFacts, s: DataSettings, section: str = "data.intensity") -> str | None:
+def unusable(facts: VolumeFacts, s: DataSettings, section: str = INTENSITY) -> str | None:
     """Return why a measured volume cannot be scaled, or None if it can; `section` has the rules of its intensities."""
     number = facts.num_not_finite
     if number:

@@ -204,7 +204,7 @@ def _problems(checked: Checked, s: DataSettings, num_channels: int) -> list[Note
         return list(checked.problems)
     problems = list(problems_of(checked.path, facts, s, num_channels))
     if s.intensity.of_channel(0)[0] == "percentile" and _is_flat(facts) and facts.minimum < facts.maximum:
-        flat = flat_text(facts.lower, facts.upper, s.intensity, "data.intensity")
+        flat = flat_text(facts.lower, facts.upper, s.intensity)
         return [problem for problem in problems if problem.text != flat]
     return problems
 

@@ -210,10 +210,11 @@ def test_two_processes_prepare_each_volume_once(folder: Path, tmp_path: Path) ->
     assert sorted((tmp_path / "read.txt").read_text().split()) == [f"v{i}.nii.gz" for i in range(8)]
 
 
-def test_older_configs_with_a_cache_rate_keep_their_meaning() -> None:
+def test_a_cache_rate_above_zero_means_memory_and_nothing_else() -> None:
     for rate, meaning in ((0, "disk"), (0.0, "disk"), (0.5, "memory"), (1, "memory")):
         assert Settings.model_validate({"data": {"cache_rate": rate}}).data.prepared == meaning
-    assert Settings.model_validate({"data": {"cache_rate": 1.0, "prepared": "none"}}).data.prepared == "none"
+    with pytest.raises(ConfigError, match=r"data.cache_rate: 1 with prepared: none; allowed: 0; set 0, or prepared: m"):
+        Settings.model_validate({"data": {"cache_rate": 1.0, "prepared": "none"}})
     with pytest.raises(ValueError, match="cache_rate"):
         Settings.model_validate({"data": {"cache_rate": 7}})
 

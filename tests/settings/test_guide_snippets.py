@@ -106,8 +106,7 @@ def expected(*texts: str) -> dict[str, Any]:
     values = load_settings("configs/default.yaml").model_dump(mode="json") | {"name": "pasted"}
     for text in texts:
         for dotted, value in leaves(yaml.safe_load(text)):
-            if dotted != "data.cache_rate":  # 0 means what is the default here
-                assign(values, dotted, value)
+            assign(values, dotted, value)
     return values
 
 
