@@ -47,7 +47,9 @@ def find(source: str) -> tuple[list[DiscoveredVolume], list[Note]]:
     place = expanded(source)
     # os.path, not Path: for a name that no file system can hold it returns False instead of raising.
     if os.path.isdir(place):
-        if _is_of_the_kernel(place):
+        real = Path(os.path.realpath(place))
+        # Links there lead everywhere, and some files never end.
+        if real == Path("/") or ({*real.parts[:2]} & {"proc", "sys", "dev"} and not real.is_relative_to("/dev/shm")):
             raise DataError(
                 f"data.source: {printable(source)} belongs to the operating system; a folder of volumes, "
                 "a dataset.json or phantoms is allowed; give the folder that holds your volumes"
@@ -79,14 +81,6 @@ def expanded(path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError:  # a `~name` whose user does not exist
         return Path(path)
-
-
-def _is_of_the_kernel(folder: Path) -> bool:
-    """Return whether a folder holds processes and devices, whose links lead everywhere and whose files never end."""
-    place = Path(os.path.realpath(folder))
-    return place == Path("/") or any(
-        place.is_relative_to(top) and not place.is_relative_to("/dev/shm") for top in ("/proc", "/sys", "/dev")
-    )
 
 
 def with_labels(volumes: Sequence[DiscoveredVolume], table: str) -> tuple[list[DiscoveredVolume], list[Note]]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -193,13 +192,6 @@ def test_a_file_that_disappears_stops_training_and_is_named(folder: Path, num_wo
     assert children() <= before
 
 
-def test_a_file_that_turns_unreadable_stops_validation_and_is_named(folder: Path) -> None:
-    volumes, settings = prepared(folder, prepared="none", num_workers=1)
-    volumes.val[0].path.write_bytes(volumes.val[0].path.read_bytes()[:900])
-    with pytest.raises(DataError, match=rf"{volumes.val[0].path.name}: truncated or damaged"):
-        list(validation_batches(volumes.val, settings))
-
-
 def test_a_killed_worker_is_reported_as_such(folder: Path) -> None:
     volumes, settings = prepared(folder, num_workers=2)
     before = children()
@@ -207,18 +199,9 @@ def test_a_killed_worker_is_reported_as_such(folder: Path) -> None:
     next(steps)
     victim = min(children() - before)
     os.kill(victim, signal.SIGKILL)
+    time.sleep(0.3)  # its death does not interrupt the training step
     with pytest.raises(TrainingError, match=rf"a DataLoader worker died \(process {victim} was killed by SIGKILL\)"):
         list(steps)
-
-
-def test_a_dead_worker_does_not_interrupt_the_training_step(folder: Path) -> None:
-    volumes, settings = prepared(folder, num_workers=1)
-    before = children()
-    steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 10_000)
-    next(steps)
-    os.kill(min(children() - before), signal.SIGKILL)
-    time.sleep(0.3)
-    assert np.ones(3).sum() == 3
 
 
 def test_workers_outlive_the_signals_that_ask_training_to_stop(folder: Path) -> None:
@@ -248,14 +231,3 @@ raise SystemExit(5)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     result = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
     assert result.returncode == 5
-
-
-@pytest.mark.parametrize("kept", ["disk", "memory"])
-def test_loading_a_kept_volume_costs_little(folder: Path, kept: str) -> None:
-    volumes, settings = prepared(folder, prepared=kept, voxel_size=[64, 64, 32])
-    steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 120)
-    for _ in range(20):
-        next(steps)
-    start = time.process_time()
-    assert len(list(steps)) == 100
-    assert (time.process_time() - start) / 100 < 5e-3

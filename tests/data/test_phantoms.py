@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import nibabel as nib
@@ -10,9 +9,7 @@ import numpy as np
 import pytest
 
 from data.phantoms import CLASS_NAMES, generator_of, phantom, phantom_files, pose
-from data.volumes import prepare_volumes
 from settings import DataError
-from tests.data.small_volumes import build_settings
 
 GRID = (32, 32, 32)
 
@@ -80,18 +77,3 @@ def test_channels_show_the_same_anatomy_with_another_contrast() -> None:
     first, second = phantom(0, GRID, 2, seed=0)
     assert np.corrcoef(first.ravel(), second.ravel())[0, 1] > 0.9
     assert np.abs(first - second).mean() > 20
-
-
-def test_phantoms_as_a_source_have_labels_and_both_sides() -> None:
-    volumes = prepare_volumes(build_settings(source="phantoms:6"), seed=0, in_channels=2)
-    files = (*volumes.train, *volumes.val)
-    assert volumes.class_names == CLASS_NAMES
-    assert sorted(file.label for file in files if file.label is not None) == [0, 0, 1, 1, 2, 2]
-    assert volumes.train
-    assert volumes.val
-
-
-def test_sixty_four_small_phantoms_take_seconds(tmp_path: Path) -> None:
-    start = time.process_time()
-    phantom_files(tmp_path, 64, GRID, 1, seed=3)
-    assert time.process_time() - start < 10

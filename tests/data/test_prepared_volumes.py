@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import shutil
@@ -145,15 +144,6 @@ def test_a_moved_folder_needs_no_space_again(folder: Path, monkeypatch: pytest.M
         prepare_volumes(build_settings(source=str(moved)), seed=0, in_channels=1)
 
 
-def test_preparation_logs_how_much_space_it_takes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
-    assert "preparing 8 volumes once, in runs/prepared/" in caplog.text
-    caplog.clear()
-    prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
-    assert "preparing" not in caplog.text
-
-
 def test_equal_files_are_prepared_once(folder: Path) -> None:
     shutil.copy(folder / "v0.nii.gz", folder / "copy.nii.gz")
     settings = build_settings(source=str(folder))
@@ -232,17 +222,6 @@ def test_memory_is_shared_with_forked_processes_and_refused_when_too_large() -> 
     assert memory.get(1) is None
     with pytest.raises(ConfigError, match=r"data\.prepared: memory: 1000000 volumes need .* at most \d+ volumes fit"):
         VolumeMemory(1_000_000, (1, 512, 512, 512))
-
-
-def test_prepared_volumes_are_used_even_if_their_check_cannot_be_noted(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = build_settings(source=str(folder))
-    first = prepare_volumes(settings, seed=0, in_channels=1)
-    (PreparedFolder(settings).folder / "checked.json").unlink()
-    (PreparedFolder(settings).folder / "checked.json").mkdir()
-    assert prepare_volumes(settings, seed=0, in_channels=1) == first
-    assert "checked.json cannot be written" in caplog.text
 
 
 def test_what_a_killed_process_left_half_written_is_removed_later(folder: Path) -> None:

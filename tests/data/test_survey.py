@@ -16,7 +16,7 @@ from scipy.ndimage import gaussian_filter
 from scipy.spatial import cKDTree
 
 from data import load_volume, prepare_volumes
-from data.discovery import DiscoveredVolume, find
+from data.discovery import DiscoveredVolume
 from data.formats import write_nifti
 from data.names import class_folder, label_files
 from data.overview import looks_like_labels, outlier_lines, range_lines
@@ -41,16 +41,6 @@ def test_labels_count_as_such_only_beside_what_they_label() -> None:
     assert [class_folder(name) for name in ("images/a.nii", "ill/images/a.nii", "a.nii")] == [None, "ill", None]
 
 
-def test_images_and_labels_are_pairs_and_no_classes(tmp_path: Path) -> None:
-    for name in ("images/a", "images/b", "labels/a", "labels/b"):
-        write_nifti(tmp_path / f"all/{name}.nii.gz", random_voxels(1), AFFINE)
-    volumes, left_out = find(str(tmp_path / "all"))
-    assert [(item.name, item.class_name) for item in volumes] == [("images/a.nii.gz", None), ("images/b.nii.gz", None)]
-    assert [*map(str, left_out)] == [
-        f"labels/{name}.nii.gz: left out, labels of images/ by the name of the folder" for name in "ab"
-    ]
-
-
 def test_label_maps_are_left_out_unless_asked_for_or_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for i in range(3):
         write_nifti(tmp_path / f"all/v{i}.nii.gz", random_voxels(i), AFFINE)
@@ -61,8 +51,10 @@ def test_label_maps_are_left_out_unless_asked_for_or_alone(tmp_path: Path, caplo
     assert "odd.nii.gz: left out, it looks like a label map" in caplog.text
     asked = prepare_volumes(build_settings(source=str(tmp_path / "all"), include_label_maps=True), 0, 1)
     assert len(asked.train) + len(asked.val) == 4
+    assert "every volume looks like a label map" not in caplog.text
     alone = prepare_volumes(build_settings(source=str(tmp_path / "maps")), 0, 1)
     assert len(alone.train) + len(alone.val) == 3
+    assert "every volume looks like a label map" in caplog.text
 
 
 def parcels(number: int) -> np.ndarray:
@@ -224,29 +216,6 @@ def test_colours_are_channels(tmp_path: Path) -> None:
     assert torch.equal(one, other)
 
 
-def test_unusual_volumes_are_named_and_ranges_are_per_axis(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for i in range(8):
-        shape = (1, 10 + i % 3, 12 - i % 2, 14)
-        write_nifti(tmp_path / f"all/v{i}.nii.gz", rng.integers(0, 1900 + i, shape).astype(np.int16), AFFINE)
-    write_nifti(tmp_path / "all/large.nii.gz", rng.integers(0, 1900, (1, 40, 11, 14)).astype(np.int16), AFFINE)
-    write_nifti(tmp_path / "all/bright.nii.gz", rng.integers(0, 10**6, (1, 10, 12, 14)).astype(np.int32), AFFINE)
-    write_nifti(tmp_path / "all/thick.nii.gz", rng.integers(0, 1900, (1, 10, 12, 14)).astype(np.int16), 3 * AFFINE)
-    write_nifti(tmp_path / "all/ct.nii.gz", rng.integers(-1024, 1900, (1, 10, 12, 14)).astype(np.int16), AFFINE)
-    settings = build_settings(source=str(tmp_path / "all"))
-    source = check_source(settings, 0, 1)
-    names, facts = [item.name for item in source.volumes], [c.facts for c in source.checked if c.facts is not None]
-    lines = {line.split(":")[0].removesuffix(".nii.gz"): line for line in outlier_lines(names, facts, settings)}
-    assert sorted(lines) == ["bright", "ct", "large", "thick"]
-    assert "size along x 40, median 1" in lines["large"]
-    assert "largest intensity 9.998e+05, median 19" in lines["bright"]
-    assert "spacing along x in mm 6, median 2" in lines["thick"]
-    assert "looks like CT" in lines["ct"]
-    first, second, *_ = range_lines(facts, settings)
-    assert " ".join(first.split()) == "size: x 10 to 40 (median 10.5), y 11 to 12 (median 12), z 14 voxels"
-    assert "x 2 to 6 (median 2), y 2.5 to 7.5" in second
-
-
 def mr_facts(number: int, make_volume: Callable[..., Path]) -> list[VolumeFacts]:
     """MR crops as sets have them: sizes vary, every fifth volume is of 8 bits, every seventh rings below zero."""
     rng = np.random.default_rng(0)
@@ -301,12 +270,3 @@ def test_folders_of_cases_are_no_classes_and_label_maps_do_not_make_them_so(tmp_
     for name, number in (("one", 3), ("bids", 3), ("brats", 6)):
         source = check_source(build_settings(source=str(tmp_path / name)), 0, 1)
         assert [item.class_name for item in source.volumes] == [None] * number
-
-
-def test_set_of_label_maps_alone_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for i in range(3):
-        write_nifti(tmp_path / f"maps/m{i}.nii.gz", (random_voxels(i) > 100).astype(np.uint8), AFFINE)
-    for asked in (False, True):
-        caplog.clear()
-        check_source(build_settings(source=str(tmp_path / "maps"), include_label_maps=asked), 0, 1)
-        assert ("every volume looks like a label map" in caplog.text) == (not asked)

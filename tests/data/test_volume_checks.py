@@ -108,16 +108,6 @@ def test_only_new_and_changed_files_are_read_again(
     assert sorted(read) == ["new.nii.gz", "v3.nii.gz"]
 
 
-def test_configs_that_share_files_keep_each_others_results(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = sorted(folder.iterdir())
-    settings = build_settings()
-    checking.check_files(paths, settings, 1, Path("memory"))
-    (folder / "v2.nii.gz").write_bytes((folder / "v1.nii.gz").read_bytes())
-    checking.check_files(paths[:4], settings, 1, Path("memory"))
-    monkeypatch.setattr(checking, "measure", None)
-    assert all(not item.problems for item in checking.check_files(paths, settings, 1, Path("memory")))
-
-
 def test_problems_are_not_remembered(folder: Path) -> None:
     settings = build_settings(source=str(folder))
     content = (folder / "v1.nii.gz").read_bytes()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import random
 import struct
 from pathlib import Path
 
@@ -11,13 +10,10 @@ import nibabel as nib
 import numpy as np
 import pytest
 import SimpleITK
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from data.formats import read_header, suffix_of, write_nifti
-from runtime.files.names import printable
 from settings import DataError
-from tests.data.small_volumes import AFFINE, build_settings, random_voxels, read_volume
+from tests.data.small_volumes import AFFINE, random_voxels, read_volume
 
 FORMATS = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd")
 
@@ -217,43 +213,3 @@ def test_a_name_without_volume_suffix_is_refused(tmp_path: Path) -> None:
     (tmp_path / "v.stl").write_bytes(b"x")
     with pytest.raises(DataError, match=r"unknown file type; .nii .nii.gz"):
         read_volume(tmp_path / "v.stl")
-
-
-def test_file_names_are_escaped_in_messages() -> None:
-    assert printable("a\n\x1b[31mb\udcff.nii") == r"a\n\x1b[31mb\udcff.nii"
-
-
-@pytest.fixture(scope="module")
-def whole_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    root = tmp_path_factory.mktemp("whole")
-    return {suffix: write(root / f"v{suffix}", random_voxels(0)).read_bytes() for suffix in FORMATS}
-
-
-@pytest.mark.parametrize("suffix", FORMATS)
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 2**32))
-def test_damaged_files_load_or_give_a_data_error(
-    suffix: str, seed: int, whole_files: dict[str, bytes], tmp_path: Path
-) -> None:
-    content = bytearray(gzip.decompress(whole_files[suffix]) if suffix == ".nii.gz" else whole_files[suffix])
-    rng = random.Random(seed)
-    for _ in range(rng.choice([1, 2, 8])):
-        place = rng.randrange(min(len(content), 400))
-        content[place : place + 4] = rng.choice([b"\xff\xff\xff\x7f", b"\0\0\xc0\x7f", b"\0", rng.randbytes(4), b""])
-        if rng.random() < 0.2:
-            del content[rng.randrange(1, max(2, len(content))) :]
-    path = tmp_path / f"damaged{suffix}"
-    path.write_bytes(gzip.compress(content, 1) if suffix == ".nii.gz" else content)
-    pytest.importorskip("torch")
-    from data.loading import load_volume
-
-    message = None
-    try:
-        image = load_volume(path, build_settings(), 1).image
-    except DataError as error:
-        message = str(error)
-    if message is None:
-        assert image.shape == (1, 12, 10, 8)
-        assert image.isfinite().all()
-    else:
-        assert f"damaged{suffix}: " in message

@@ -15,10 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import checking
 from data.formats import write_nifti
-from data.reading import measure
-from settings import DataSettings, load_settings
+from settings import load_settings
 from tests.data.test_dicom import write_series
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,16 +150,6 @@ def test_links_to_nothing_are_named(
     assert "all/dataset.json does not exist" in capsys.readouterr().err
 
 
-def test_phantoms_are_checked_too(check_here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_here("data.source=phantoms:4") == 0
-    assert "4 volumes, no problem" in capsys.readouterr().out
-
-
-def test_a_missing_source_is_reported(check_here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_here("data.source=nowhere") == 2
-    assert "data.source: nowhere does not exist" in capsys.readouterr().err
-
-
 def test_findings_are_written_as_json(check_here: Callable[..., int], tmp_path: Path) -> None:
     write_volumes(tmp_path / "volumes")
     nothing = np.full((1, 10, 12, 14), np.nan, np.float32)
@@ -286,19 +274,3 @@ def test_help_needs_no_torch() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert "section.key=value" in result.stdout
-
-
-def test_each_volume_is_read_once_even_if_nothing_can_be_kept(
-    check_here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_volumes(tmp_path / "volumes")
-    (tmp_path / "runs").write_text("a file where the folder should be")
-    read = []
-
-    def counted(path: Path, s: DataSettings) -> object:
-        read.append(path.name)
-        return measure(path, s)
-
-    monkeypatch.setattr(checking, "measure", counted)
-    assert check_here("data.source=volumes", "data.prepared=none") == 0
-    assert sorted(read) == ["a.nii.gz", "b.nii.gz", "c.nii.gz"]
