@@ -122,7 +122,7 @@ def training_batches(
     be read, and TrainingError when a worker dies.
     """
     assert files, "training needs at least one volume"
-    samples = _TrainingSamples(files, s, plan)
+    samples = _Samples(files, s, plan)
     chunks = (
         plan.positions(step, micro_batch)
         for step in range(first_step, last_step)
@@ -142,21 +142,20 @@ class ValidationBatches:
     """
 
     def __init__(self, files: Sequence[VolumeFile], s: DataSettings, rank: int = 0, world_size: int = 1) -> None:
-        self._mine = tuple(range(rank, len(files), world_size))
+        self._positions = [(position,) for position in range(rank, len(files), world_size)]
         self._settings = s
-        self._samples = _ValidationSamples([files[i] for i in self._mine], s, self._mine) if self._mine else None
+        self._samples = _Samples(files, s) if self._positions else None
         self._loader: DataLoader | None = None
 
     def __len__(self) -> int:
-        return len(self._mine)
+        return len(self._positions)
 
     def __iter__(self) -> Iterator[Batch]:
         if self._samples is None:
             return iter(())
         if self._loader is None or not self._settings.persistent_workers:
-            chunks = [(place,) for place in range(len(self._mine))]
-            workers = min(num_workers(self._settings, partial(self._samples.__getitem__, 0), 1), len(self._mine))
-            self._loader = make_loader(self._samples, self._settings, chunks, workers, _collate)
+            workers = min(num_workers(self._settings, partial(self._samples.__getitem__, 0), 1), len(self))
+            self._loader = make_loader(self._samples, self._settings, self._positions, workers, _collate)
         return start(self._loader)
 
 
@@ -210,16 +209,28 @@ class _Sample:
 
 
 class _Samples(Dataset):
-    """Volumes up to the point where randomness begins; with `prepared: memory` it keeps them."""
+    """The samples of training, of which sample k depends on (seed, k) only; without a plan, volume k as it is."""
 
-    def __init__(self, files: Sequence[VolumeFile], s: DataSettings) -> None:
+    def __init__(self, files: Sequence[VolumeFile], s: DataSettings, plan: BatchPlan | None = None) -> None:
         self.files = tuple(files)
         self.settings = s
+        self.plan = plan
+        self.order = VolumeOrder(plan.seed, len(files)) if plan is not None else int
         self.memory: VolumeMemory | None = None
         if s.prepared == "memory":
             self.memory = VolumeMemory(len(self.files), (self.files[0].num_channels, *s.voxel_size))
 
-    def read(self, index: int) -> tuple[Tensor, np.ndarray]:
+    def __getitem__(self, position: int) -> _Sample | Failure:
+        index = self.order(position)
+        try:
+            image, spacing_mm = self._read(index)
+        except DataError as error:
+            return Failure(str(error))
+        if self.plan is not None and (self.settings.patch_size is not None or self.settings.use_augmentation):
+            image = random_part(image, spacing_mm, self.settings, self.plan.sample_rng(position))
+        return _Sample(image, position, self.files[index])
+
+    def _read(self, index: int) -> tuple[Tensor, np.ndarray]:
         """Return a volume on the network's grid and its spacing; the tensor may be a view: do not write to it."""
         kept = self.memory.get(index) if self.memory is not None else None
         if kept is not None:
@@ -229,49 +240,13 @@ class _Samples(Dataset):
             self.memory.put(index, loaded.image, loaded.geometry.spacing_mm)
         return loaded.image, loaded.geometry.spacing_mm
 
-    def __getitem__(self, position: int) -> _Sample | Failure:
-        try:
-            return self.sample(position)
-        except DataError as error:
-            return Failure(str(error))
-
-    def sample(self, position: int) -> _Sample:
-        """Return the sample at a position."""
-        raise NotImplementedError
-
-
-class _TrainingSamples(_Samples):
-    """The run's samples; sample k depends on (seed, k) only."""
-
-    def __init__(self, files: Sequence[VolumeFile], s: DataSettings, plan: BatchPlan) -> None:
-        super().__init__(files, s)
-        self.plan = plan
-        self.order = VolumeOrder(plan.seed, len(files))
-
-    def sample(self, position: int) -> _Sample:
-        index = self.order(position)
-        image, spacing_mm = self.read(index)
-        if self.settings.patch_size is not None or self.settings.use_augmentation:
-            image = random_part(image, spacing_mm, self.settings, self.plan.sample_rng(position))
-        return _Sample(image, position, self.files[index])
-
-
-class _ValidationSamples(_Samples):
-    """Whole volumes without augmentation, each with its position in the full list of files."""
-
-    def __init__(self, files: Sequence[VolumeFile], s: DataSettings, positions: Sequence[int]) -> None:
-        super().__init__(files, s)
-        self.positions = positions
-
-    def sample(self, position: int) -> _Sample:
-        return _Sample(self.read(position)[0], self.positions[position], self.files[position])
-
 
 def _collate(samples: list[_Sample | Failure]) -> Batch | Failure:
+    loaded: list[_Sample] = []
     for sample in samples:
         if isinstance(sample, Failure):
             return sample
-    loaded = [sample for sample in samples if isinstance(sample, _Sample)]
+        loaded.append(sample)
     labels = [sample.file.label for sample in loaded]
     return Batch(
         # Always a copy, in a worker straight into the memory that it shares with the run: training cannot modify a

@@ -74,7 +74,7 @@ def said(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("values", [{}, {"spacing": [1.5, 1.5, 2.0]}])
-def test_series_equals_the_same_volume_as_nifti(tmp_path: Path, values: dict[str, Any]) -> None:
+def test_series_equals_the_same_volume_as_nifti(tmp_path, values):
     voxels = voxels_of(0)
     write_series(tmp_path / "scan", voxels)
     settings = build_settings(**values)
@@ -84,7 +84,7 @@ def test_series_equals_the_same_volume_as_nifti(tmp_path: Path, values: dict[str
     np.testing.assert_allclose(ours.geometry.affine, theirs.geometry.affine, atol=1e-6)
 
 
-def test_good_series_is_found_beside_broken_ones_and_each_of_them_is_named(tmp_path: Path) -> None:
+def test_good_series_is_found_beside_broken_ones_and_each_of_them_is_named(tmp_path):
     good, broken = voxels_of(0), voxels_of(1)
     write_series(tmp_path / "all/a", good)
     write_series(tmp_path / "all/b", broken)[3].unlink()
@@ -96,7 +96,7 @@ def test_good_series_is_found_beside_broken_ones_and_each_of_them_is_named(tmp_p
     assert any(note.name.startswith("c/") and "a localizer (2 images)" in note.text for note in source.left_out)
 
 
-def test_two_series_in_one_folder_are_two_volumes_with_a_localizer_left_out_of_one(tmp_path: Path) -> None:
+def test_two_series_in_one_folder_are_two_volumes_with_a_localizer_left_out_of_one(tmp_path):
     one, two = voxels_of(0), voxels_of(1)
     write_series(tmp_path / "scan", one)
     kinds = [["ORIGINAL", "PRIMARY", "AXIAL"], ["ORIGINAL", "PRIMARY", "LOCALIZER"]]
@@ -122,7 +122,7 @@ def test_two_series_in_one_folder_are_two_volumes_with_a_localizer_left_out_of_o
         ({"SamplesPerPixel": 3}, "a colour image"),
     ],
 )
-def test_what_is_wrong_with_a_series_is_reported(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+def test_what_is_wrong_with_a_series_is_reported(tmp_path, changes, text):
     write_series(tmp_path / "scan", voxels_of(0), **changes)
     with pytest.raises(DataError, match=text):
         read_volume(find(str(tmp_path / "scan"))[0][0].path)
@@ -139,7 +139,7 @@ def signed(voxels: np.ndarray) -> dict[str, Any]:
     return {"PixelRepresentation": 1, "RescaleIntercept": 0, **pixels}
 
 
-def test_signed_pixels_keep_their_sign(tmp_path: Path) -> None:
+def test_signed_pixels_keep_their_sign(tmp_path):
     voxels = voxels_of(0)
     write_series(tmp_path / "scan", voxels, **signed(voxels))
     assert voxels.min() < 0
@@ -147,7 +147,7 @@ def test_signed_pixels_keep_their_sign(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [(-2000,), (-2000, -1990)])
-def test_padding_becomes_the_lowest_value_of_the_image(tmp_path: Path, values: tuple[int, ...]) -> None:
+def test_padding_becomes_the_lowest_value_of_the_image(tmp_path, values):
     voxels = voxels_of(0)
     padded = voxels.copy()
     padded[:3], padded[3, 0, 0] = -2000, values[-1] if len(values) > 1 else -2000
@@ -159,7 +159,7 @@ def test_padding_becomes_the_lowest_value_of_the_image(tmp_path: Path, values: t
     np.testing.assert_array_equal(read_series(tmp_path / "scan"), expected)
 
 
-def test_low_pixels_of_monochrome1_are_bright_unless_they_are_hounsfield_units(tmp_path: Path) -> None:
+def test_low_pixels_of_monochrome1_are_bright_unless_they_are_hounsfield_units(tmp_path):
     voxels = voxels_of(0)
     for modality in ("MR", "CT"):
         tags = {"Modality": modality, "PhotometricInterpretation": "MONOCHROME1", "BitsStored": 12, "HighBit": 11}
@@ -168,7 +168,7 @@ def test_low_pixels_of_monochrome1_are_bright_unless_they_are_hounsfield_units(t
     np.testing.assert_array_equal(read_series(tmp_path / "MR"), 4095 - (voxels - INTERCEPT) + INTERCEPT)
 
 
-def test_scales_that_leave_the_stored_type_do_not_wrap(tmp_path: Path) -> None:
+def test_scales_that_leave_the_stored_type_do_not_wrap(tmp_path):
     voxels = voxels_of(0)
     write_series(tmp_path / "same", voxels, RescaleSlope=40, RescaleIntercept=-30000)
     write_series(tmp_path / "other", voxels, RescaleSlope=lambda k: 40 + k, RescaleIntercept=0)
@@ -180,7 +180,7 @@ def test_scales_that_leave_the_stored_type_do_not_wrap(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [0, 3, 7])
 @pytest.mark.parametrize("size", [0, 100, 600])
-def test_a_damaged_slice_is_noticed_wherever_it_is(tmp_path: Path, place: int, size: int) -> None:
+def test_a_damaged_slice_is_noticed_wherever_it_is(tmp_path, place, size):
     path = write_series(tmp_path / "scan", voxels_of(0))[place]
     path.write_bytes(path.read_bytes()[:size])
     settings = build_settings(source=str(tmp_path / "scan"))
@@ -188,7 +188,7 @@ def test_a_damaged_slice_is_noticed_wherever_it_is(tmp_path: Path, place: int, s
     assert path.name in str(checked.problems[0])
 
 
-def test_content_follows_the_slices_and_not_their_names(tmp_path: Path) -> None:
+def test_content_follows_the_slices_and_not_their_names(tmp_path):
     paths = write_series(tmp_path / "scan", voxels_of(0))
     first = find(str(tmp_path / "scan"))[0][0].path
     digest, before = content_digest(first), signature(first)
@@ -202,7 +202,7 @@ def test_content_follows_the_slices_and_not_their_names(tmp_path: Path) -> None:
     assert signature(first) != before
 
 
-def test_files_without_a_suffix_are_recognised_and_the_locale_stays(tmp_path: Path) -> None:
+def test_files_without_a_suffix_are_recognised_and_the_locale_stays(tmp_path):
     before = locale.setlocale(locale.LC_ALL)
     for path in write_series(tmp_path / "scan", voxels_of(0)):
         path.rename(path.with_name(f"IM{path.name[:2]}"))
@@ -220,20 +220,20 @@ def test_files_without_a_suffix_are_recognised_and_the_locale_stays(tmp_path: Pa
         {"ImagePositionPatient": lambda k: [-10, -20, round(5 + 3 * k + 0.01 * (-1) ** k, 4)]},
     ],
 )
-def test_numbers_that_a_scanner_rounded_are_one_volume(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_numbers_that_a_scanner_rounded_are_one_volume(tmp_path, changes):
     write_series(tmp_path / "scan", voxels_of(0), **changes)
     (found,) = find(str(tmp_path / "scan"))[0]
     assert read_header(found.path).shape == SHAPE
 
 
-def test_a_missing_slice_is_called_so_in_a_series_of_three(tmp_path: Path) -> None:
+def test_a_missing_slice_is_called_so_in_a_series_of_three(tmp_path):
     write_series(tmp_path / "scan", voxels_of(0)[:, :, :4])[1].unlink()
     assert "1 slice is missing between" in said(tmp_path / "scan")
     write_series(tmp_path / "doubled", voxels_of(0)[:, :, :3], ImagePositionPatient=lambda k: [0, 0, 3 * min(k, 1)])
     assert "two slices at one place" in said(tmp_path / "doubled")
 
 
-def test_a_series_in_several_folders_is_named_and_a_copy_of_one_is_allowed(tmp_path: Path) -> None:
+def test_a_series_in_several_folders_is_named_and_a_copy_of_one_is_allowed(tmp_path):
     (tmp_path / "all/b").mkdir(parents=True)
     for path in write_series(tmp_path / "all/a", voxels_of(0))[::2]:
         path.rename(tmp_path / "all/b" / path.name)
@@ -248,7 +248,7 @@ def test_a_series_in_several_folders_is_named_and_a_copy_of_one_is_allowed(tmp_p
     assert problems["c"] == problems["d"] == ()
 
 
-def test_a_link_to_a_slice_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_link_to_a_slice_that_is_gone_is_named(tmp_path):
     last = write_series(tmp_path / "scan", voxels_of(0))[-1]
     last.rename(tmp_path / "elsewhere.dcm")
     last.symlink_to(tmp_path / "elsewhere.dcm")
@@ -259,9 +259,7 @@ def test_a_link_to_a_slice_that_is_gone_is_named(tmp_path: Path) -> None:
     assert f"{last.name} beside it cannot be read as DICOM" in problem.text
 
 
-def test_a_compression_without_decoder_is_named_and_nothing_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_compression_without_decoder_is_named_and_nothing_is_logged(tmp_path, caplog):
     for path in write_series(tmp_path / "scan", voxels_of(0)):
         file = pydicom.dcmread(path)
         file.PixelData = encapsulate([b"\xff\xd8\xff\xd9"])

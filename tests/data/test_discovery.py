@@ -25,7 +25,7 @@ def write_listing(folder: Path, training: object, **more: object) -> str:
     return str(folder / "dataset.json")
 
 
-def test_a_folder_is_searched_with_its_subfolders_in_the_order_of_names(make_volume: Make, tmp_path: Path) -> None:
+def test_a_folder_is_searched_with_its_subfolders_in_the_order_of_names(make_volume, tmp_path):
     for name in ("b/2.nii.gz", "a/1.nii", "a/deep/3.nii.gz", "a/.hidden.nii.gz", "a/._1.nii"):
         make_volume(name)
     (tmp_path / "volumes/notes.txt").write_text("not a volume")
@@ -34,7 +34,7 @@ def test_a_folder_is_searched_with_its_subfolders_in_the_order_of_names(make_vol
     assert [item.class_name for item in with_folders(found)] == ["a", "a", "b"]
 
 
-def test_what_runs_wrote_is_left_out_unless_it_is_asked_for(make_volume: Make, tmp_path: Path) -> None:
+def test_what_runs_wrote_is_left_out_unless_it_is_asked_for(make_volume, tmp_path):
     make_volume("a.nii.gz")
     make_volume("b.nii.gz")
     shutil.copytree(tmp_path / "volumes", tmp_path / "runs/one/samples")
@@ -45,7 +45,7 @@ def test_what_runs_wrote_is_left_out_unless_it_is_asked_for(make_volume: Make, t
     assert find(str(tmp_path / "volumes"))[1] == []
 
 
-def test_linked_folders_are_followed_once(make_volume: Make, tmp_path: Path) -> None:
+def test_linked_folders_are_followed_once(make_volume, tmp_path):
     make_volume("a/1.nii.gz")
     (tmp_path / "volumes/a/loop").symlink_to(tmp_path / "volumes")
     elsewhere = tmp_path / "elsewhere"
@@ -62,7 +62,7 @@ def test_folders_of_the_operating_system_are_refused_at_once(source):
         find(source)
 
 
-def test_sources_that_hold_nothing_are_refused(tmp_path: Path, make_volume: Make) -> None:
+def test_sources_that_hold_nothing_are_refused(tmp_path, make_volume):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"data.source: .*empty holds no volume; \.nii .*check it"):
         find(str(tmp_path / "empty"))
@@ -72,7 +72,7 @@ def test_sources_that_hold_nothing_are_refused(tmp_path: Path, make_volume: Make
         find(str(make_volume("v.nii.gz")))[0]
 
 
-def test_dataset_json_lists_images_and_not_segmentations(make_volume: Make, tmp_path: Path) -> None:
+def test_dataset_json_lists_images_and_not_segmentations(make_volume, tmp_path):
     for name in ("imagesTr/a.nii.gz", "imagesTr/b.nii.gz", "labelsTr/a.nii.gz", "imagesTs/c.nii.gz"):
         make_volume(name)
     entries = [{"image": "./imagesTr/a.nii.gz", "label": "./labelsTr/a.nii.gz"}, "imagesTr/b.nii.gz"]
@@ -83,7 +83,7 @@ def test_dataset_json_lists_images_and_not_segmentations(make_volume: Make, tmp_
     assert find(str(tmp_path / "volumes"))[0] == by_file
 
 
-def test_dataset_json_gives_classes_and_the_split(make_volume: Make, tmp_path: Path) -> None:
+def test_dataset_json_gives_classes_and_the_split(make_volume, tmp_path):
     for name in "abcde":
         make_volume(f"{name}.nii.gz")
     training = [{"image": f"{name}.nii.gz", "label": label} for name, label in (("a", 10), ("b", 2), ("c", 10))]
@@ -96,9 +96,7 @@ def test_dataset_json_gives_classes_and_the_split(make_volume: Make, tmp_path: P
 
 
 @pytest.mark.parametrize("table", [{}, {"labels": {"0": "ill", "1": "well"}}, {"labels": {"ill": 0, "well": [1]}}])
-def test_labels_of_dataset_json_may_be_numbers_names_or_missing(
-    make_volume: Make, tmp_path: Path, table: dict[str, object]
-) -> None:
+def test_labels_of_dataset_json_may_be_numbers_names_or_missing(make_volume, tmp_path, table):
     for name in "abc":
         make_volume(f"{name}.nii.gz")
     entries = [{"image": "a.nii.gz", "label": 0}, {"image": "b.nii.gz", "label": "well"}]
@@ -109,7 +107,7 @@ def test_labels_of_dataset_json_may_be_numbers_names_or_missing(
     assert str(line).endswith("dataset.json: classes left out, 1 of 3 volumes have none, for example c.nii.gz")
 
 
-def test_paths_of_dataset_json_stay_inside_its_folder_but_links_may_lead_out(make_volume: Make, tmp_path: Path) -> None:
+def test_paths_of_dataset_json_stay_inside_its_folder_but_links_may_lead_out(make_volume, tmp_path):
     inside = make_volume("a.nii.gz")
     outside = tmp_path / "outside.nii.gz"
     outside.write_bytes(inside.read_bytes())
@@ -159,14 +157,14 @@ def test_paths_of_dataset_json_stay_inside_its_folder_but_links_may_lead_out(mak
         ('{"training": ["a.nii.gz"], "validation": 3}', '"validation" is not a list'),
     ],
 )
-def test_a_dataset_json_that_cannot_be_used_is_refused(tmp_path: Path, content: str, text: str) -> None:
+def test_a_dataset_json_that_cannot_be_used_is_refused(tmp_path, content, text):
     (tmp_path / "dataset.json").write_text(content)
     with pytest.raises(DataError, match=r"dataset\.json: ") as refusal:
         find(str(tmp_path / "dataset.json"))[0]
     assert text in str(refusal.value)
 
 
-def test_a_csv_gives_labels_by_relative_or_file_name(make_volume: Make, tmp_path: Path) -> None:
+def test_a_csv_gives_labels_by_relative_or_file_name(make_volume, tmp_path):
     for name in ("x/a.nii.gz", "x/b.nii.gz", "y/b.nii.gz"):
         make_volume(name)
     (tmp_path / "labels.csv").write_text("file,age,label\na.nii.gz,3,ill\nx/b.nii.gz,4,well\n./y/b.nii.gz,5,ill\n")
@@ -177,7 +175,7 @@ def test_a_csv_gives_labels_by_relative_or_file_name(make_volume: Make, tmp_path
     assert labels == {"x/a.nii.gz": 0, "x/b.nii.gz": 1, "y/b.nii.gz": 0}
 
 
-def test_volumes_without_a_row_are_reported_with_the_other_problems(make_volume: Make, tmp_path: Path) -> None:
+def test_volumes_without_a_row_are_reported_with_the_other_problems(make_volume, tmp_path):
     make_volume("x/b.nii.gz")
     make_volume("y/b.nii.gz")
     make_volume("a.nii.gz").write_text("no volume")
@@ -206,7 +204,7 @@ def test_volumes_without_a_row_are_reported_with_the_other_problems(make_volume:
         ("file,label\na,1\na,2\n", "gives a two labels"),
     ],
 )
-def test_a_label_table_that_cannot_be_used_is_refused(tmp_path: Path, content: str | None, text: str) -> None:
+def test_a_label_table_that_cannot_be_used_is_refused(tmp_path, content, text):
     table = tmp_path / "labels.csv"
     if content is not None:
         table.write_text(content)
@@ -231,9 +229,7 @@ def test_a_label_table_that_cannot_be_used_is_refused(tmp_path: Path, content: s
         ("a.nii.gz", os.mkfifo),
     ],
 )
-def test_source_that_is_neither_folder_nor_listing_is_refused(
-    tmp_path: Path, name: str, make: Callable[[Path], None]
-) -> None:
+def test_source_that_is_neither_folder_nor_listing_is_refused(tmp_path, name, make):
     make(tmp_path / name)
     source = name if name.startswith("~") else str(tmp_path / name)
     with pytest.raises(DataError, match=r"cannot be read \(|does not exist|is a single file|holds no volume"):

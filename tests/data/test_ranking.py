@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ KINDS = {
 
 @pytest.mark.parametrize("scale", [(1.0, 0.0), (0.37, -12.0), (-2.1, 3.0)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_percentiles_equal_those_of_numpy(kind: str, scale: tuple[float, float]) -> None:
+def test_percentiles_equal_those_of_numpy(kind, scale):
     rng = np.random.default_rng(0)
     for number in (1, 2, 3, 100, 2500):
         stored = Stored(KINDS[kind](rng, number).reshape(1, number, 1, 1), *scale)
@@ -43,7 +42,7 @@ def test_percentiles_equal_those_of_numpy(kind: str, scale: tuple[float, float])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shares_up_to_a_value_are_those_of_the_voxels(kind: str) -> None:
+def test_shares_up_to_a_value_are_those_of_the_voxels(kind):
     stored = Stored(KINDS[kind](np.random.default_rng(1), 2500).reshape(1, 2500, 1, 1))
     values = stored.values(stored.array)
     ranking = Ranking(stored)
@@ -57,7 +56,7 @@ def test_shares_up_to_a_value_are_those_of_the_voxels(kind: str) -> None:
         assert (values <= value - near).mean() <= ranking.share_up_to(value) <= (values <= value + near).mean()
 
 
-def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
+def test_numbers_that_are_not_finite_are_counted_and_left_out():
     values = np.array([1, np.nan, np.inf, -np.inf, 2, -5], np.float32).reshape(1, 6, 1, 1)
     ranking = Ranking(Stored(values))
     assert (ranking.count, ranking.num_not_finite) == (3, 3)
@@ -67,14 +66,14 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out() -> None:
     assert Ranking(Stored(np.full((1, 2, 2, 2), np.nan, np.float32))).count == 0
 
 
-def test_interleaved_channels_are_kept_apart() -> None:
+def test_interleaved_channels_are_kept_apart():
     both = np.arange(24, dtype=np.uint8).reshape((2, 3, 2, 2), order="F")
     stored = Stored(both)
     assert [Ranking(stored.channel(c)).values[0] for c in range(2)] == [0, 1]
 
 
 @pytest.mark.parametrize("kind", ["int16", "float"])
-def test_reading_a_volume_needs_at_most_three_times_its_size(tmp_path: Path, kind: str) -> None:
+def test_reading_a_volume_needs_at_most_three_times_its_size(tmp_path, kind):
     shape = (128, 128, 96)
     path = tmp_path / "v.nii.gz"
     write_nifti(path, KINDS[kind](np.random.default_rng(0), np.prod(shape)).reshape(1, *shape), np.eye(4))

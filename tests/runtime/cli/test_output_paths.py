@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,16 +27,14 @@ from settings import UserError
         (check_output_folder, "/proc/deep/out", "is not writable"),
     ],
 )
-def test_a_path_that_cannot_be_written_is_refused(
-    check: Callable[[str], None], name: str, sentence: str, here: Path
-) -> None:
+def test_a_path_that_cannot_be_written_is_refused(check, name, sentence, here):
     with pytest.raises(UserError) as caught:
         check(name)
     assert sentence in str(caught.value)
     assert name in str(caught.value)
 
 
-def test_a_path_that_can_be_written_is_accepted_and_nothing_is_made(here: Path) -> None:
+def test_a_path_that_can_be_written_is_accepted_and_nothing_is_made(here):
     before = sorted(here.iterdir())
     for name in ("file", "new.json", "folder/new.json", "new/deep/new.json", str(here / "new.json"), "/dev/null"):
         check_output_file(name)
@@ -50,7 +47,7 @@ def test_a_path_that_can_be_written_is_accepted_and_nothing_is_made(here: Path) 
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_permissions_are_respected(here: Path) -> None:
+def test_permissions_are_respected(here):
     (here / "file").chmod(0o400)
     (here / "folder").chmod(0o500)
     with pytest.raises(UserError, match="cannot be overwritten"):
