@@ -15,7 +15,7 @@ from runtime.cli import add_config, check_output_file, parser, run, write_output
 from runtime.files.names import counted, printable, size_text
 from settings import UserError, load_settings, look_up
 
-# Unusual volumes that are shown; --json has all of them.
+# Unusual volumes, and volumes without a partner, that are shown; --json has all of them.
 MOST_SHOWN = 10
 # Channels whose range of intensities is shown.
 MOST_CHANNELS = 4
@@ -53,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
     if number:
         if source.usable:
             print(f"{_summary(source, None, settings)}\n")
-        lines = [*([problem_lines(source.problems)] if source.problems else []), *(f"  {line}" for line in unpaired)]
+        lines = [*([problem_lines(source.problems)] if source.problems else []), *_first(unpaired)]
         print("\n".join([f"{counted(number, 'problem')}:", *lines]))
         return UserError.exit_code
     volumes = split_source(source, settings.data, settings.seed, settings.autoencoder.in_channels)
@@ -172,9 +172,7 @@ def _summary(source, volumes, settings) -> str:
         lines.append("classes: " + ", ".join(f"{name} ({count})" for name, count in named))
     unusual = outlier_lines(names, facts, data)
     if unusual:
-        lines += ["", f"unusual, worth a look ({len(unusual)}):", *(f"  {line}" for line in unusual[:MOST_SHOWN])]
-        if len(unusual) > MOST_SHOWN:
-            lines.append(f"  and {len(unusual) - MOST_SHOWN} more, which --json FILE lists")
+        lines += ["", f"unusual, worth a look ({len(unusual)}):", *_first(unusual)]
     patients = suspected_patients(source.volumes) if data.group_by is None else None
     if patients is not None:
         lines += ["", patients]
@@ -190,6 +188,15 @@ def _summary(source, volumes, settings) -> str:
             lines.append(f"a grid that suits these volumes and both stages: {_overrides(changed)}")
             lines.append(f"it has {_cost_text(suggested['data.voxel_size'], settings, len(facts))}")
     return "\n".join(lines)
+
+
+def _first(lines: list[str]) -> list[str]:
+    """Return the first lines, indented, and how many more there are."""
+    more = len(lines) - MOST_SHOWN
+    return [
+        *(f"  {line}" for line in lines[:MOST_SHOWN]),
+        *([f"  and {more} more, which --json FILE lists"] if more > 0 else []),
+    ]
 
 
 def _cost_text(grid: list[int], settings, number: int) -> str:

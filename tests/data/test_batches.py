@@ -43,7 +43,7 @@ def assert_equal(first: list[Batch], second: list[Batch]) -> None:
         assert torch.equal(a.image, b.image)
 
 
-def test_a_step_yields_its_micro_batches(folder):
+def test_a_step_yields_its_micro_batches_with_the_volumes_that_they_name(folder):
     volumes, settings = prepared(folder)
     steps = list(training_batches(volumes.train, settings, BatchPlan(0, 2, 3), 0, 4))
     assert [len(step) for step in steps] == [3] * 4
@@ -54,11 +54,6 @@ def test_a_step_yields_its_micro_batches(folder):
     assert batch.positions == (10, 11)
     assert batch.labels is None
     assert batch.to("cpu").positions == batch.positions
-
-
-def test_a_batch_holds_the_volumes_that_it_names(folder):
-    volumes, settings = prepared(folder)
-    ((batch,),) = training_batches(volumes.train, settings, BatchPlan(0, 3, 1), 0, 1)
     for image, name in zip(batch.image, batch.files, strict=True):
         assert torch.equal(image, load_volume(folder / name, settings).image)
 

@@ -55,20 +55,6 @@ def test_settings_that_change_the_result_have_a_place_of_their_own():
     assert PreparedFolder(build_settings(**later)).folder == places[0]
 
 
-def test_a_volume_is_read_once_for_all_runs_and_a_changed_one_is_prepared_anew(folder):
-    settings = build_settings(source=str(folder))
-    prepare_volumes(settings, seed=0, in_channels=1)
-    before = {path: path.stat().st_mtime_ns for path in files_of(settings)}
-    assert len(before) == 8
-    write_nifti(folder / "v3.nii.gz", random_voxels(99), AFFINE)
-    volumes = prepare_volumes(settings, seed=5, in_channels=1)
-    after = files_of(settings)
-    assert len(after) == 9
-    assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in before.items())
-    changed = next(file for file in (*volumes.train, *volumes.val) if file.name == "v3.nii.gz")
-    assert torch.equal(load_file(changed, settings).image, load_volume(changed.path, settings).image)
-
-
 def zeroed(content: bytes) -> bytes:
     return content[:-400] + bytes(400)
 
