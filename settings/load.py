@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -22,7 +21,7 @@ from settings.errors import CheckpointError, ConfigError, Problem
 from settings.migrations import upgraded
 from settings.root import Settings
 from settings.section import WITHOUT_NUL, is_section, takes_list
-from settings.yaml_reader import parse_value, read_document
+from settings.yaml_reader import parse_value, read_document, value_text
 
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")
 _PATTERNS = {WITHOUT_NUL: "text without NUL characters"}
@@ -123,10 +122,7 @@ def known_keys(kind: Any = Settings, prefix: str = "") -> Iterator[tuple[str, An
 
 def default_text(field: Any) -> str:
     """Return the default of a key as YAML on one line."""
-    default = field.get_default(call_default_factory=True)
-    return yaml.safe_dump(list(default) if isinstance(default, tuple) else default, default_flow_style=True).split(
-        "\n"
-    )[0]
+    return value_text(field.get_default(call_default_factory=True))
 
 
 def _apply(values: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
@@ -188,8 +184,7 @@ def _problem(where: str, field: Any, group: list[ErrorDetails], value: Any) -> P
     if is_section(field):
         return Problem(where, f"{value!r} is not a section", "", "indent its keys below it")
     allowed = " or ".join(dict.fromkeys(_allowed(error) for error in group if not _is_echo(error, value)))
-    shown = repr(value) if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0]
-    found = f"found {shortened(' '.join(shown.split()))}"
+    found = f"found {shortened(repr(value) if isinstance(value, str) else value_text(value))}"
     return Problem(where, found, f"allowed: {allowed}", f"for example {default_text(field)}")
 
 

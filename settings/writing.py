@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from settings import migrations
 from settings.dotted import assign, look_up, overlap
 from settings.load import known_keys, load_settings
 from settings.root import Settings
 from settings.section import is_section
-from settings.yaml_reader import read_document
+from settings.yaml_reader import read_document, value_text
 
 _TRAINING = "autoencoder.training"
 SHOWN = (
@@ -100,18 +98,5 @@ def yaml_text(settings: Settings, keys: Iterable[str], comment: Comment) -> str:
     return "\n".join(lines(tree, "")).lstrip("\n") + "\n"
 
 
-def value_text(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    plain = _plain(value)
-    text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf")).removesuffix("\n").removesuffix("\n...")
-    if "\n" in text:  # a line break inside a text, which only double quotes escape
-        text = yaml.safe_dump(plain, default_flow_style=True, default_style='"', width=float("inf")).removesuffix("\n")
-    return text
-
-
 def _leaves() -> Iterator[str]:
     return (dotted for dotted, field in known_keys() if not is_section(field))
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(part) for part in value] if isinstance(value, tuple | list) else value

@@ -1,4 +1,4 @@
-"""Reads YAML 1.2 with line numbers: 1e-4 is a number, `no` is text, and a duplicate key is an error."""
+"""Reads YAML 1.2 with line numbers: 1e-4 is a number, `no` is text, and a duplicate key is an error. Writes values."""
 
 from __future__ import annotations
 
@@ -158,3 +158,16 @@ def _keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]
     for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
         yield f"{prefix}{name.value}", name.start_mark.line + 1
         yield from _keys(value, f"{prefix}{name.value}.")
+
+
+def value_text(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    plain = _plain(value)
+    text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf")).removesuffix("\n").removesuffix("\n...")
+    if "\n" in text:  # a line break inside a text, which only double quotes escape
+        text = yaml.safe_dump(plain, default_flow_style=True, default_style='"', width=float("inf")).removesuffix("\n")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(part) for part in value] if isinstance(value, tuple | list) else value
