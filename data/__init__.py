@@ -13,7 +13,7 @@ from data.volumes import DataSplit, VolumeFile, prepare_volumes
 
 if TYPE_CHECKING:
     from data.batches import Batch, BatchPlan, training_batches, validation_batches
-    from data.transforms import LoadedVolume, from_unit, in_pose, load_file, load_volume, restore, to_unit
+    from data.loading import LoadedVolume, from_unit, in_pose, load_file, load_volume, restore, to_unit
 
 __all__ = [
     "NETWORK_RANGE",
@@ -38,5 +38,5 @@ def __getattr__(name: str) -> Any:
     if name in ("Batch", "BatchPlan", "training_batches", "validation_batches"):
         return getattr(import_module("data.batches"), name)
     if name in __all__:
-        return getattr(import_module("data.transforms"), name)
+        return getattr(import_module("data.loading"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

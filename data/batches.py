@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from data.preparation.memory import VolumeMemory
-from data.transforms import load_file, random_part
+from data.loading import load_file, random_part
 from data.volumes import VolumeFile
 from data.workers import Failure, make_loader, num_workers, one_ahead, start
-from settings import DataError, TrainingSettings
+from settings import ConfigError, DataError, Problem, TrainingSettings
 from settings.data import DataSettings
+
+# One row per volume: whether it is filled (1.0), and the three spacings of its grid.
+ROW = 4
 
 # Each use of the seed has its own random stream.
 ORDER_STREAM = 1
@@ -116,7 +122,7 @@ def training_batches(
     be read, and TrainingError when a worker dies.
     """
     assert files, "training needs at least one volume"
-    samples = _TrainingSamples(files, s, plan)
+    samples = _Samples(files, s, plan)
     chunks = (
         plan.positions(step, micro_batch)
         for step in range(first_step, last_step)
@@ -124,46 +130,75 @@ def training_batches(
     )
     workers = num_workers(s, partial(samples.__getitem__, plan.positions(first_step, 0)[0]), plan.batch_size)
     batches = start(make_loader(samples, s, chunks, workers, _collate, plan.accumulation))
-    steps = _steps(batches, first_step, last_step, plan.accumulation)
+    steps = ([next(batches) for _ in range(plan.accumulation)] for _ in range(first_step, last_step))
     # Without workers the run itself reads, when it needs the samples.
     return one_ahead(steps) if workers else steps
 
 
-def _steps(batches: Iterator[Batch], first: int, last: int, accumulation: int) -> Iterator[list[Batch]]:
-    for _ in range(first, last):
-        yield [next(batches) for _ in range(accumulation)]
-
-
 class ValidationBatches:
-    """Whole volumes, one at a time, in a fixed order; can be iterated any number of times.
+    """A rank's share of the volumes as batches of one; whole volumes even if `data.patch_size` is set.
 
-    Rank r of w gets files r, r + w, ...; `positions` are indices into `files`.
+    Can be iterated any number of times. Rank r of w gets files r, r + w, ...; `positions` are indices into `files`.
     """
 
     def __init__(self, files: Sequence[VolumeFile], s: DataSettings, rank: int = 0, world_size: int = 1) -> None:
-        self._mine = tuple(range(rank, len(files), world_size))
+        self._positions = [(position,) for position in range(rank, len(files), world_size)]
         self._settings = s
-        self._samples = _ValidationSamples([files[i] for i in self._mine], s, self._mine) if self._mine else None
+        self._samples = _Samples(files, s) if self._positions else None
         self._loader: DataLoader | None = None
 
     def __len__(self) -> int:
-        return len(self._mine)
+        return len(self._positions)
 
     def __iter__(self) -> Iterator[Batch]:
         if self._samples is None:
             return iter(())
         if self._loader is None or not self._settings.persistent_workers:
-            chunks = [(place,) for place in range(len(self._mine))]
-            workers = min(num_workers(self._settings, partial(self._samples.__getitem__, 0), 1), len(self._mine))
-            self._loader = make_loader(self._samples, self._settings, chunks, workers, _collate)
+            workers = min(num_workers(self._settings, partial(self._samples.__getitem__, 0), 1), len(self))
+            self._loader = make_loader(self._samples, self._settings, self._positions, workers, _collate)
         return start(self._loader)
 
 
 def validation_batches(
     files: Sequence[VolumeFile], s: DataSettings, rank: int = 0, world_size: int = 1
 ) -> ValidationBatches:
-    """Return this rank's share of the volumes as batches of one; whole volumes even if `data.patch_size` is set."""
+    """Return one rank's share of the volumes, one at a time and in a fixed order."""
     return ValidationBatches(files, s, rank, world_size)
+
+
+class VolumeMemory:
+    """Slots for `number` volumes of one shape, each filled when its volume is first loaded.
+
+    Workers forked later share the memory: the one that loads a volume first fills its slot. If two load the same volume
+    at once, both write the same bytes.
+    """
+
+    def __init__(self, number: int, shape: tuple[int, ...]) -> None:
+        volume_bytes = 4 * math.prod(shape)
+        available = psutil.virtual_memory().available
+        if number * volume_bytes > available:
+            needed, free = (f"{size / 2**30:.1f} GiB" for size in (number * volume_bytes, available))
+            found = f"memory: {number} volumes need {needed} of memory, {free} is free"
+            fits = f"at most {available // volume_bytes} volumes fit"
+            raise ConfigError([Problem("data.prepared", found, fits, "set disk, which needs no memory, or none")])
+        self._rows = np.frombuffer(mmap.mmap(-1, 8 * ROW * number), np.float64).reshape(number, ROW)
+        volumes = np.frombuffer(mmap.mmap(-1, number * volume_bytes), np.float32)
+        self._volumes = torch.from_numpy(volumes.reshape(number, *shape))
+        # A memory barrier: no CPU may see the flag before the volume it announces.
+        self._fence = threading.Lock()
+
+    def get(self, index: int) -> tuple[Tensor, np.ndarray] | None:
+        """Return a volume and its spacing, or None if it is not there yet; the tensor is a view: do not write to it."""
+        with self._fence:
+            row = self._rows[index].copy()
+        return (self._volumes[index], row[1:]) if row[0] == 1.0 else None
+
+    def put(self, index: int, image: Tensor, spacing_mm: np.ndarray) -> None:
+        """Fill the slot of a volume."""
+        self._volumes[index].copy_(image)
+        self._rows[index, 1:] = spacing_mm
+        with self._fence:
+            self._rows[index, 0] = 1.0
 
 
 @dataclass(frozen=True)
@@ -173,17 +208,29 @@ class _Sample:
     file: VolumeFile
 
 
-class _Reader:
-    """Loads volumes up to the point where randomness begins; with `prepared: memory` it keeps them."""
+class _Samples(Dataset):
+    """The samples of training, of which sample k depends on (seed, k) only; without a plan, volume k as it is."""
 
-    def __init__(self, files: Sequence[VolumeFile], s: DataSettings) -> None:
+    def __init__(self, files: Sequence[VolumeFile], s: DataSettings, plan: BatchPlan | None = None) -> None:
         self.files = tuple(files)
         self.settings = s
+        self.plan = plan
+        self.order = VolumeOrder(plan.seed, len(files)) if plan is not None else int
         self.memory: VolumeMemory | None = None
         if s.prepared == "memory":
             self.memory = VolumeMemory(len(self.files), (self.files[0].num_channels, *s.voxel_size))
 
-    def read(self, index: int) -> tuple[Tensor, np.ndarray]:
+    def __getitem__(self, position: int) -> _Sample | Failure:
+        index = self.order(position)
+        try:
+            image, spacing_mm = self._read(index)
+        except DataError as error:
+            return Failure(str(error))
+        if self.plan is not None and (self.settings.patch_size is not None or self.settings.use_augmentation):
+            image = random_part(image, spacing_mm, self.settings, self.plan.sample_rng(position))
+        return _Sample(image, position, self.files[index])
+
+    def _read(self, index: int) -> tuple[Tensor, np.ndarray]:
         """Return a volume on the network's grid and its spacing; the tensor may be a view: do not write to it."""
         kept = self.memory.get(index) if self.memory is not None else None
         if kept is not None:
@@ -194,46 +241,12 @@ class _Reader:
         return loaded.image, loaded.geometry.spacing_mm
 
 
-class _TrainingSamples(Dataset):
-    """The run's samples; sample k depends on (seed, k) only."""
-
-    def __init__(self, files: Sequence[VolumeFile], s: DataSettings, plan: BatchPlan) -> None:
-        self.reader = _Reader(files, s)
-        self.plan = plan
-        self.order = VolumeOrder(plan.seed, len(files))
-
-    def __getitem__(self, position: int) -> _Sample | Failure:
-        index = self.order(position)
-        try:
-            image, spacing_mm = self.reader.read(index)
-        except DataError as error:
-            return Failure(str(error))
-        s = self.reader.settings
-        if s.patch_size is not None or s.use_augmentation:
-            image = random_part(image, spacing_mm, s, self.plan.sample_rng(position))
-        return _Sample(image, position, self.reader.files[index])
-
-
-class _ValidationSamples(Dataset):
-    """Whole volumes without augmentation, each with its position in the full list of files."""
-
-    def __init__(self, files: Sequence[VolumeFile], s: DataSettings, positions: Sequence[int]) -> None:
-        self.reader = _Reader(files, s)
-        self.positions = positions
-
-    def __getitem__(self, place: int) -> _Sample | Failure:
-        try:
-            image, _ = self.reader.read(place)
-        except DataError as error:
-            return Failure(str(error))
-        return _Sample(image, self.positions[place], self.reader.files[place])
-
-
 def _collate(samples: list[_Sample | Failure]) -> Batch | Failure:
+    loaded: list[_Sample] = []
     for sample in samples:
         if isinstance(sample, Failure):
             return sample
-    loaded = [sample for sample in samples if isinstance(sample, _Sample)]
+        loaded.append(sample)
     labels = [sample.file.label for sample in loaded]
     return Batch(
         # Always a copy, in a worker straight into the memory that it shares with the run: training cannot modify a

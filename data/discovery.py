@@ -15,8 +15,9 @@ from typing import Any
 
 from data.files import dicom
 from data.formats import SUFFIXES, suffix_of
-from data.survey.names import folder_classes, label_files
-from runtime.files.names import counted, printable
+from data.names import folder_classes, label_files
+from data.notes import FileError, Note, left_out
+from runtime.files.names import counted, printable, shortened
 from runtime.files.reading import read_text, reason
 from runtime.files.run_folder import RUNS
 from settings import DataError
@@ -28,7 +29,7 @@ LONGEST_NUMBER = 20
 
 
 @dataclass(frozen=True)
-class Found:
+class DiscoveredVolume:
     """A volume that was found, its file not yet opened; `split` is "training", "validation", or None if undecided."""
 
     path: Path
@@ -37,13 +38,8 @@ class Found:
     split: str | None = None
 
 
-def discover(source: str) -> list[Found]:
-    """Return the volumes of a source, sorted by name; raise DataError if there are none."""
-    return find(source)[0]
-
-
-def find(source: str) -> tuple[list[Found], list[str]]:
-    """Return the volumes of a source, sorted by name, and a line for each file that was left out.
+def find(source: str) -> tuple[list[DiscoveredVolume], list[Note]]:
+    """Return the volumes of a source, sorted by name, and a note on each file that was left out.
 
     If a folder has a dataset.json at its top, only the volumes listed there count, because such folders also hold
     segmentations and test images. Raises DataError if there is no volume.
@@ -51,7 +47,9 @@ def find(source: str) -> tuple[list[Found], list[str]]:
     place = expanded(source)
     # os.path, not Path: for a name that no file system can hold it returns False instead of raising.
     if os.path.isdir(place):
-        if _is_of_the_kernel(place):
+        real = Path(os.path.realpath(place))
+        # Links there lead everywhere, and some files never end.
+        if real == Path("/") or ({*real.parts[:2]} & {"proc", "sys", "dev"} and not real.is_relative_to("/dev/shm")):
             raise DataError(
                 f"data.source: {printable(source)} belongs to the operating system; a folder of volumes, "
                 "a dataset.json or phantoms is allowed; give the folder that holds your volumes"
@@ -85,78 +83,67 @@ def expanded(path: str) -> Path:
         return Path(path)
 
 
-def _is_of_the_kernel(folder: Path) -> bool:
-    """Return whether a folder holds processes and devices, whose links lead everywhere and whose files never end."""
-    place = Path(os.path.realpath(folder))
-    return place == Path("/") or any(
-        place.is_relative_to(top) and not place.is_relative_to("/dev/shm") for top in ("/proc", "/sys", "/dev")
-    )
-
-
-def with_labels(found: list[Found], table: str) -> tuple[list[Found], list[str]]:
-    """Return the volumes with classes from a CSV (columns file and label), and a message for each one without."""
-    classes = _read_label_table(expanded(table))
-    file_names = Counter(Path(item.name).name for item in found)
-    labelled, missing = [], []
-    for item in found:
-        file_name = Path(item.name).name
-        label = classes.get(item.name)
-        if label is None and file_names[file_name] == 1:
-            label = classes.get(file_name)
+def with_labels(volumes: Sequence[DiscoveredVolume], table: str) -> tuple[list[DiscoveredVolume], list[Note]]:
+    """Return the volumes with classes from a CSV (columns file and label), and a note on each one without."""
+    classes = _read_label_table(table)
+    file_names = Counter(Path(volume.name).name for volume in volumes)
+    labelled, notes = [], []
+    for volume in volumes:
+        file_name = Path(volume.name).name
+        label = classes.get(volume.name) or (classes.get(file_name) if file_names[file_name] == 1 else None)
         if label is None:
-            missing.append(item.name)
-        labelled.append(replace(item, class_name=label))
-    return labelled, [
-        f"{printable(name)}: no label in {printable(table)}; each volume needs one; add a row" for name in missing
-    ]
+            text = f"no label in {printable(table)}; each volume needs one; add a row"
+            notes.append(Note(printable(volume.name), text))
+        labelled.append(replace(volume, class_name=label))
+    return labelled, notes
 
 
-def class_names_of(found: Sequence[Found]) -> tuple[str, ...]:
+def with_folders(volumes: Sequence[DiscoveredVolume]) -> list[DiscoveredVolume]:
+    """Return the volumes of a folder with its subfolders as classes, if that is what they are."""
+    classes = folder_classes([volume.name for volume in volumes]) or {}
+    return [replace(volume, class_name=classes.get(volume.name)) for volume in volumes]
+
+
+def class_names_of(volumes: Sequence[DiscoveredVolume]) -> tuple[str, ...]:
     """Return the class names, indexed by label number; empty unless every volume has a class.
 
     If all names are whole numbers they are sorted as numbers, else as text.
     """
-    names = {item.class_name for item in found}
-    if not names or None in names:
+    names = {volume.class_name for volume in volumes if volume.class_name is not None}
+    if any(volume.class_name is None for volume in volumes):
         return ()
-    known = [name for name in names if name is not None]
-    is_number = all(name.removeprefix("-").isdecimal() and len(name) < LONGEST_NUMBER for name in known)
-    return tuple(sorted(known, key=(lambda name: (int(name), name)) if is_number else None))
+    is_number = all(name.removeprefix("-").isdecimal() and len(name) < LONGEST_NUMBER for name in names)
+    return tuple(sorted(names, key=(lambda name: (int(name), name)) if is_number else None))
 
 
-def _in_folder(root: Path) -> tuple[list[Found], list[str]]:
-    names, dicom_folders, left_out = {}, set(), []
+def _in_folder(root: Path) -> tuple[list[DiscoveredVolume], list[Note]]:
+    paths: dict[str, Path] = {}
+    dicom_folders, notes = set(), []
     for path in _walk(root):
         name = path.relative_to(root).as_posix()
         if dicom.is_dicom(path):
             dicom_folders.add(path.parent)
         elif suffix_of(path.name):
-            names[name] = path
+            paths[name] = path
         elif path.is_symlink() and not os.path.exists(path):
-            left_out.append(f"{printable(name)}: left out, a link to nothing")
+            notes.append(left_out(name, "a link to nothing"))
     if RUNS.is_dir() and root.resolve() in RUNS.resolve().parents:
-        left_out.append(f"{RUNS}: left out, it holds what runs wrote")
-    for name, why in label_files(list(names)).items():
-        left_out.append(f"{printable(name)}: left out, {why}")
-        del names[name]
+        notes.append(left_out(RUNS, "it holds what runs wrote"))
+    for name, why in label_files(list(paths)).items():
+        notes.append(left_out(name, why, is_label_map=True))
+        del paths[name]
     for folder in sorted(dicom_folders):
         series, unused = series_in(root, folder)
-        names |= series
-        left_out += unused
-    if not names:
+        paths |= series
+        notes += unused
+    if not paths:
         raise DataError(
             f"data.source: {printable(root)} holds no volume; {' '.join(SUFFIXES)} are read, subfolders too; check it"
         )
-    return with_folders([Found(names[name], name) for name in sorted(names)]), left_out
+    return [DiscoveredVolume(paths[name], name) for name in sorted(paths)], notes
 
 
-def with_folders(found: Sequence[Found]) -> list[Found]:
-    """Return the volumes of a folder with its subfolders as classes, if that is what they are."""
-    classes = folder_classes([item.name for item in found])
-    return [replace(item, class_name=classes[item.name] if classes else None) for item in found]
-
-
-def series_in(root: Path, folder: Path, key: str = "data.source") -> tuple[dict[str, Path], list[str]]:
+def series_in(root: Path, folder: Path, key: str = "data.source") -> tuple[dict[str, Path], list[Note]]:
     """Return the DICOM series in a folder of the setting `key` by name, each as its first file, and what is none."""
     try:
         scanned = dicom.scan(folder)
@@ -165,20 +152,20 @@ def series_in(root: Path, folder: Path, key: str = "data.source") -> tuple[dict[
     # At the top a series is named by its first file, since a folder may have the name of the top.
     place = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
     volumes = {uid: images for uid, images in scanned.series.items() if not all(i.is_localizer for i in images)}
-    names, left_out = {}, []
+    names, notes = {}, []
     for uid, images in scanned.series.items():
         localizers = [image.path.name for image in images if image.is_localizer]
         if localizers:
-            where, count = printable(f"{place}{localizers[0]}"), counted(len(localizers), "image")
-            left_out.append(f"{where}: left out, a localizer ({count}), not a volume")
+            why = f"a localizer ({counted(len(localizers), 'image')}), not a volume"
+            notes.append(left_out(f"{place}{localizers[0]}", why))
         if uid in volumes:
             first = next(image.path for image in images if not image.is_localizer)
             names[place[:-1] if place and len(volumes) == 1 else f"{place}{first.name}"] = first
-    left_out += [f"{printable(f'{place}{path.name}')}: left out, DICOM without an image" for path in scanned.others]
+    notes += [left_out(f"{place}{path.name}", "DICOM without an image") for path in scanned.others]
     if not volumes:
         # Named as a problem, because it may have been a slice.
         names |= {f"{place}{path.name}": path for path in scanned.unreadable}
-    return names, left_out
+    return names, notes
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -197,47 +184,45 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in files if not name.startswith("."))
 
 
-def _in_dataset_json(listing: Path) -> tuple[list[Found], list[str]]:
+def _in_dataset_json(listing: Path) -> tuple[list[DiscoveredVolume], list[Note]]:
     where = printable(listing)
     try:
         content = json.loads(read_text(listing))
     except OSError as error:
-        raise DataError(
-            f"{where}: cannot be read ({reason(error)}); a UTF-8 text file is allowed; repair it"
+        raise FileError(
+            listing, f"cannot be read ({reason(error)}); a UTF-8 text file is allowed; repair it"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: cannot be read as JSON ({error}); repair it") from error
+        raise FileError(listing, f"cannot be read as JSON ({error}); repair it") from error
     if not isinstance(content, dict) or not isinstance(content.get("training"), list):
-        raise DataError(f'{where}: no list "training"; it lists the volumes as {{"image": PATH}} or PATH; add it')
+        raise FileError(listing, 'no list "training"; it lists the volumes as {"image": PATH} or PATH; add it')
     if not content["training"]:
-        raise DataError(f'{where}: "training" is empty; at least one volume is needed; add it')
+        raise FileError(listing, '"training" is empty; at least one volume is needed; add it')
     explicit = content.get("validation", [])
     if not isinstance(explicit, list):
-        raise DataError(f'{where}: "validation" is not a list; it is written like "training"; repair it')
+        raise FileError(listing, '"validation" is not a list; it is written like "training"; repair it')
     entries = [("training" if explicit else None, entry) for entry in content["training"]]
     entries += [("validation", entry) for entry in explicit]
-    found, problems = [], []
+    volumes, problems = [], []
     for number, (split, entry) in enumerate(entries):
         try:
-            item = _entry(listing, entry, split)
-            found.append(replace(item, class_name=_class_of(entry, listing.parent, _label_names(content))))
+            volume = _entry(listing, entry, split)
+            volumes.append(replace(volume, class_name=_class_of(entry, listing.parent, _label_names(content))))
         except ValueError as error:
             problems.append(f"  entry {number}: {error}")
-    twice = [name for name, count in Counter(item.name for item in found).items() if count > 1]
+    twice = [name for name, count in Counter(volume.name for volume in volumes).items() if count > 1]
     problems += [f"  {printable(name)}: listed more than once; remove all but one" for name in twice]
     if problems:
         raise DataError("\n".join([f"{where}: {counted(len(problems), 'problem')}:", *problems]))
-    without = [item.name for item in found if item.class_name is None]
-    left_out = []
-    if 0 < len(without) < len(found):
-        left_out.append(
-            f"{where}: classes left out, {len(without)} of {len(found)} volumes have none, for example "
-            f"{printable(without[0])}"
-        )
-    return sorted(found, key=lambda item: item.name), left_out
+    without = [volume.name for volume in volumes if volume.class_name is None]
+    notes = []
+    if 0 < len(without) < len(volumes):
+        share = f"{len(without)} of {len(volumes)} volumes have none, for example {printable(without[0])}"
+        notes.append(Note(where, f"classes left out, {share}"))
+    return sorted(volumes, key=lambda volume: volume.name), notes
 
 
-def _entry(listing: Path, entry: Any, split: str | None) -> Found:
+def _entry(listing: Path, entry: Any, split: str | None) -> DiscoveredVolume:
     """Read one entry; raise ValueError with what is wrong with it."""
     image = entry.get("image") if isinstance(entry, dict) else entry
     # A list of files, one per channel, is refused: only one of them would be read.
@@ -252,7 +237,7 @@ def _entry(listing: Path, entry: Any, split: str | None) -> Found:
             f"{printable(image)} leads out of {printable(root)}; only files inside it are allowed; "
             "move it there, or put a link to it there"
         )
-    return Found(path, name, split=split)
+    return DiscoveredVolume(path, name, split=split)
 
 
 def _label_names(content: dict[str, Any]) -> set[str]:
@@ -278,40 +263,35 @@ def _class_of(entry: Any, root: Path, names: set[str]) -> str | None:
         missing = next((path for path in paths if not os.path.exists(root / path.strip())), None)
         if missing is not None:
             raise ValueError(
-                f"its label {_cut(printable(missing))} is not a file; restore it or remove the label, or name a class "
-                'as "class"'
+                f"its label {shortened(printable(missing))} is not a file; restore it or remove the label, or name a "
+                'class as "class"'
             )
         return None
     if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
         raise ValueError(f"its {key} is {_shown(label)}; text or a whole number is allowed; repair it")
     text = str(label).strip()
     if key == "label" and names and text not in names:
-        raise ValueError(f'its label {_cut(printable(text))} is not in the table "labels"; add it there or change it')
+        raise ValueError(
+            f'its label {shortened(printable(text))} is not in the table "labels"; add it there or change it'
+        )
     return text
 
 
 def _shown(value: Any) -> str:
-    return _cut(printable(json.dumps(value, ensure_ascii=False)))
+    return shortened(printable(json.dumps(value, ensure_ascii=False)))
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def column_of(table: str, column: str, key: str) -> dict[str, str]:
-    """Return one column of a CSV by the names in its column file; `key` is the setting that asks for it."""
+def columns_of(table: str, wanted: str, key: str, remedy: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the line numbers, names and values of a CSV from its column file and another; `key` is the setting."""
     columns, rows = read_table(expanded(table), key)
-    wanted = column.lower()
     if columns.count("file") != 1 or columns.count(wanted) != 1:
         raise DataError(
-            f"{key}: {printable(table)} has the columns {_cut(printable(', '.join(columns))) or '(none)'}; file and "
-            f"{printable(wanted)} are needed, once each; change one of the two"
+            f"{key}: {printable(table)} has the columns {shortened(printable(', '.join(columns))) or '(none)'}; file "
+            f"and {printable(wanted)} are needed, once each; {remedy}"
         )
-    values: dict[str, str] = {}
-    for _, row in rows:
+    for number, row in rows:
         name, value = (row[n].strip() if n < len(row) else "" for n in (columns.index("file"), columns.index(wanted)))
-        values[os.path.normpath(name).replace(os.sep, "/")] = value
-    return values
+        yield number, os.path.normpath(name).replace(os.sep, "/") if name else "", value
 
 
 def read_table(table: Path, key: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
@@ -331,20 +311,13 @@ def read_table(table: Path, key: str) -> tuple[list[str], list[tuple[int, list[s
     return columns, rows
 
 
-def _read_label_table(table: Path) -> dict[str, str]:
-    where = f"data.class_labels: {printable(table)}"
-    columns, rows = read_table(table, "data.class_labels")
-    if columns.count("file") != 1 or columns.count("label") != 1:
-        raise DataError(
-            f"{where} has the columns {_cut(printable(', '.join(columns))) or '(none)'}; "
-            "file and label are needed, once each; make file,label its first line"
-        )
+def _read_label_table(table: str) -> dict[str, str]:
+    key = "data.class_labels"
+    where = f"{key}: {printable(table)}"
     classes: dict[str, str] = {}
-    for number, row in rows:
-        name, label = (row[n].strip() if n < len(row) else "" for n in map(columns.index, ("file", "label")))
+    for number, name, label in columns_of(table, "label", key, "make file,label its first line"):
         if not name or not label:
             raise DataError(f"{where} line {number} has no file or no label; both are needed; complete it")
-        key = os.path.normpath(name).replace(os.sep, "/")
-        if classes.setdefault(key, label) != label:
-            raise DataError(f"{where} gives {printable(key)} two labels; one is allowed; remove the other")
+        if classes.setdefault(name, label) != label:
+            raise DataError(f"{where} gives {printable(name)} two labels; one is allowed; remove the other")
     return classes

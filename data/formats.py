@@ -18,12 +18,10 @@ from nibabel.filebasedimages import ImageFileError
 
 from data.files import arrays, dicom, itk, nifti
 from data.files.header import DamagedError, Header, Stored, UnsuitableError
+from data.notes import FileError
 from runtime.files.atomic import replacing
-from runtime.files.names import printable
+from runtime.files.names import counted, printable, shortened
 from runtime.files.reading import check_regular
-from settings import DataError
-
-SUFFIXES = (".nii", ".nii.gz", ".npy", ".npz", ".mha", ".nrrd", ".dcm")
 
 # Deflate cannot compress by more than 1032:1, so a header that promises more voxels than that is wrong.
 LARGEST_COMPRESSION = 1032
@@ -34,28 +32,24 @@ LARGEST_SHEAR_DEGREES = 1.0
 # The most memory that reading a volume needs, in sizes of the volume as float32.
 COPIES_WHILE_READING = 3
 
-HEADER_READERS: dict[str, Callable[[Path], Header]] = {
-    ".nii": nifti.read_header,
-    ".npy": arrays.read_npy_header,
-    ".npz": arrays.read_npz_header,
-    ".mha": itk.read_header,
-    ".nrrd": itk.read_header,
-    ".dcm": dicom.read_header,
+HeaderReader = Callable[[Path], Header]
+VoxelReader = Callable[[Path, Header], Stored]
+READERS: dict[str, tuple[HeaderReader, VoxelReader]] = {
+    ".nii": (nifti.read_header, nifti.read_voxels),
+    ".nii.gz": (nifti.read_header, nifti.read_voxels),
+    ".npy": (arrays.read_npy_header, arrays.read_npy_voxels),
+    ".npz": (arrays.read_npz_header, arrays.read_npz_voxels),
+    ".mha": (itk.read_header, itk.read_voxels),
+    ".nrrd": (itk.read_header, itk.read_voxels),
+    ".dcm": (dicom.read_header, dicom.read_voxels),
 }
-VOXEL_READERS: dict[str, Callable[[Path, Header], Stored]] = {
-    ".nii": nifti.read_voxels,
-    ".npy": arrays.read_npy_voxels,
-    ".npz": arrays.read_npz_voxels,
-    ".mha": itk.read_voxels,
-    ".nrrd": itk.read_voxels,
-    ".dcm": dicom.read_voxels,
-}
+SUFFIXES = tuple(READERS)
 
 
 def suffix_of(name: str) -> str | None:
     """Return the volume suffix of a file name, or None if it has none."""
     lower = name.lower()
-    return next((suffix for suffix in (".nii.gz", *SUFFIXES) if lower.endswith(suffix)), None)
+    return next((suffix for suffix in SUFFIXES if lower.endswith(suffix)), None)
 
 
 def read_header(path: Path) -> Header:
@@ -63,10 +57,10 @@ def read_header(path: Path) -> Header:
     try:
         # Opening a pipe would block.
         check_regular(path)
-        header = HEADER_READERS[_reader_of(path)](path)
+        header = _readers_of(path)[0](path)
         size = sum(part.stat().st_size for part in parts_of(path))
     except (OSError, UnsuitableError, DamagedError) as error:
-        raise DataError(f"{printable(path)}: {_reason(path, error)}") from error
+        raise FileError(path, _reason(path, error)) from error
     return _plausible(path, header, size)
 
 
@@ -75,13 +69,11 @@ def read_stored(path: Path) -> tuple[Stored, Header]:
     header = read_header(path)
     try:
         with np.errstate(all="ignore"):
-            stored = VOXEL_READERS[_reader_of(path)](path, header)
+            stored = _readers_of(path)[1](path, header)
     except (MemoryError, UnsuitableError, DamagedError) as error:
-        raise DataError(f"{printable(path)}: {_reason(path, error)}") from error
+        raise FileError(path, _reason(path, error)) from error
     if stored.array.shape != (header.num_channels, *header.shape):
-        raise DataError(
-            f"{printable(path)}: voxels of shape {stored.array.shape} do not fit its own header; write the file again"
-        )
+        raise FileError(path, f"voxels of shape {stored.array.shape} do not fit its own header; write the file again")
     return stored, header
 
 
@@ -116,7 +108,7 @@ def content_digest(path: Path) -> str:
             with part.open("rb") as file:
                 digests.append(hashlib.file_digest(file, "sha256").hexdigest())
         except OSError as error:
-            raise DataError(f"{printable(part)}: cannot be read ({error.strerror}); check the file") from error
+            raise FileError(part, f"cannot be read ({error.strerror}); check the file") from error
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()
 
 
@@ -144,55 +136,53 @@ def note_of(path: Path) -> str:
         check_regular(path)
         return nifti.read_note(path)
     except (OSError, UnsuitableError, DamagedError) as error:
-        raise DataError(f"{printable(path)}: {_reason(path, error)}") from error
+        raise FileError(path, _reason(path, error)) from error
 
 
-def channels_text(path: Path, header: Header, num_channels: int) -> str:
+def channels_text(header: Header, num_channels: int) -> str:
     """Return the message for a file whose number of channels is not that of the autoencoder."""
+    remedy = "change one of the two"
+    if header.num_channels > 1:
+        remedy += f", or set data.frame: 0 to {header.num_channels - 1} to read one of its volumes"
     return (
-        f"{printable(path)}: {header.num_channels} channel{'s' if header.num_channels > 1 else ''} "
-        f"({' x '.join(map(str, header.axes))}); autoencoder.in_channels is {num_channels}; "
-        + (
-            f"change one of the two, or set data.frame: 0 to {header.num_channels - 1} to read one of its volumes"
-            if header.num_channels > 1
-            else "change one of the two"
-        )
+        f"{counted(header.num_channels, 'channel')} ({' x '.join(map(str, header.axes))}); autoencoder.in_channels is "
+        f"{num_channels}; {remedy}"
     )
 
 
-def _reader_of(path: Path) -> str:
-    suffix = suffix_of(path.name)
-    if dicom.is_dicom(path):
-        return ".dcm"
+def _readers_of(path: Path) -> tuple[HeaderReader, VoxelReader]:
+    suffix = ".dcm" if dicom.is_dicom(path) else suffix_of(path.name)
     if suffix is None:
         raise UnsuitableError(f"unknown file type; {' '.join(SUFFIXES)} are read; rename or convert it")
-    return {".nii.gz": ".nii"}.get(suffix, suffix)
+    return READERS[suffix]
 
 
 def _plausible(path: Path, header: Header, size: int) -> Header:
-    where = printable(path)
     stored = math.prod(header.axes) * max(np.dtype(header.dtype).itemsize, 1)
     # A plain .nii or .npy is at least as large as its voxels; the others may be compressed.
     is_plain = path.name.lower().endswith((".nii", ".npy"))
     if stored > size * (1 if is_plain else LARGEST_COMPRESSION):
-        raise DataError(
-            f"{where}: truncated or damaged: its header promises {stored:,} bytes of voxels in a file of {size:,}; "
-            "copy or convert it again"
+        raise FileError(
+            path,
+            f"truncated or damaged: its header promises {stored:,} bytes of voxels in a file of {size:,}; "
+            "copy or convert it again",
         )
     available = psutil.virtual_memory().available
     needed = COPIES_WHILE_READING * header.num_bytes
     if needed > available:
-        raise DataError(
-            f"{where}: {' x '.join(map(str, header.axes))} voxels need {needed / 2**30:.1f} GiB to be read; "
-            f"{available / 2**30:.1f} GiB of memory is free; crop or downsample it first"
+        raise FileError(
+            path,
+            f"{' x '.join(map(str, header.axes))} voxels need {needed / 2**30:.1f} GiB to be read; "
+            f"{available / 2**30:.1f} GiB of memory is free; crop or downsample it first",
         )
     if not np.isfinite(header.affine).all() or not _is_invertible(header.affine[:3, :3]):
-        raise DataError(f"{where}: its affine has no inverse; give it voxel sizes above zero and an orientation")
+        raise FileError(path, "its affine has no inverse; give it voxel sizes above zero and an orientation")
     shear = _shear_degrees(header.affine[:3, :3])
     if shear > LARGEST_SHEAR_DEGREES:
-        raise DataError(
-            f"{where}: its axes are {shear:.0f} degrees from being perpendicular (a sheared affine); straight grids "
-            "are allowed; resample it to one first"
+        raise FileError(
+            path,
+            f"its axes are {shear:.0f} degrees from being perpendicular (a sheared affine); straight grids "
+            "are allowed; resample it to one first",
         )
     return header
 
@@ -228,7 +218,7 @@ def _reason(path: Path, error: Exception) -> str:
     if not path.is_file():
         return "not a regular file; remove it"
     suffix = suffix_of(path.name) or path.suffix
-    text = _shortened(error)
+    text = _cause(error)
     is_header = "ReadImageInformation" in str(error)
     if is_header or isinstance(error, gzip.BadGzipFile | ImageFileError | zipfile.BadZipFile):
         return f"not a {suffix} file ({text}); write it again or remove it"
@@ -237,12 +227,11 @@ def _reason(path: Path, error: Exception) -> str:
     return f"cannot be read as {suffix} ({text}); copy or convert it again"
 
 
-def _shortened(error: Exception) -> str:
+def _cause(error: Exception) -> str:
     """Return the informative line of a library's error, cut to a bounded length."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     # ITK reports the place in its source first and the cause, if any, last.
     text = lines[0]
     if "SimpleITK" in text:
         text = "ITK gives no reason" if lines[-1].startswith("Reason: ") else re.sub(r"^\[nrrd\] \w+: ", "", lines[-1])
-    text = printable(text)
-    return text if len(text) <= 160 else text[:157] + "..."
+    return shortened(printable(text), 160)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import nibabel as nib
@@ -14,8 +14,6 @@ from data.intensity import NETWORK_RANGE
 from settings.data import DataSettings
 
 Grid = tuple[int, ...]
-Planes = Callable[[slice], np.ndarray]
-"""Returns some planes of the third axis as float32 (C, X, Y, planes), in any memory layout."""
 
 # Planes read and scaled at a time.
 PLANES = 8
@@ -44,15 +42,16 @@ class Geometry:
         """Return the distance between neighbouring voxels of the network's grid."""
         return np.linalg.norm(self.grid_affine[:3, :3], axis=0)
 
-    def to_network_grid(self, num_channels: int, planes: Planes) -> np.ndarray:
-        """Bring a volume, already oriented and scaled to the network's range, to the network's grid."""
+    def to_network_grid(self, num_channels: int, parts: Iterable[np.ndarray]) -> np.ndarray:
+        """Bring a volume, already oriented and scaled to the network's range, to the network's grid.
+
+        `parts` are the volume's `in_planes`, so that the whole of it need not be held as float32.
+        """
         turned = tuple(self.shape[axis] for axis in self.axes)
-        if self.crops_or_pads or self.spaced_shape != turned:
-            spaced = _resampled(num_channels, planes, turned, self.spaced_shape)
-            if self.crops_or_pads:
-                return _crop_or_pad(spaced, self.grid)
-            turned, planes = self.spaced_shape, lambda part: spaced[..., part]
-        return _resampled(num_channels, planes, turned, self.grid)
+        if not self.crops_or_pads and self.spaced_shape == turned:
+            return _resampled(num_channels, parts, turned, self.grid)
+        spaced = _resampled(num_channels, parts, turned, self.spaced_shape)
+        return _crop_or_pad(spaced, self.grid) if self.crops_or_pads else regridded(spaced, self.grid)
 
     def to_file_grid(self, voxels: np.ndarray) -> np.ndarray:
         """Undo `oriented` and `to_network_grid`; voxels that were cropped away come back as the lower end."""
@@ -124,25 +123,29 @@ def _regridding(old: Grid, new: Grid, crops_or_pads: bool) -> np.ndarray:
     return matrix
 
 
+def in_planes(volume: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield views of a few planes of the third axis at a time, (C, X, Y, planes)."""
+    for start in range(0, volume.shape[-1], PLANES):
+        yield volume[..., start : start + PLANES]
+
+
 def regridded(image: np.ndarray, grid: Grid) -> np.ndarray:
     """Resample a (C, D, H, W) volume linearly to another grid over the same extent."""
-    return _resampled(len(image), lambda part: image[..., part], image.shape[1:], grid)
+    return _resampled(len(image), in_planes(image), image.shape[1:], grid)
 
 
-def _resampled(num_channels: int, planes: Planes, old: Grid, new: Grid) -> np.ndarray:
+def _resampled(num_channels: int, parts: Iterable[np.ndarray], old: Grid, new: Grid) -> np.ndarray:
     """Resample linearly to another grid over the same extent; average where voxels become larger.
 
     A few planes of the third axis at a time are resampled along the first two axes. Only that smaller volume is held.
     """
     along_x, along_y, along_z = (None if a == b else _interpolation(a, b) for a, b in zip(old, new, strict=True))
     flat = np.empty((old[2], num_channels, new[0], new[1]), np.float32)
-    for start in range(0, old[2], PLANES):
-        part = planes(slice(start, start + PLANES))
-        for number in range(part.shape[-1]):
-            for channel in range(num_channels):
-                plane = part[channel, :, :, number]
-                plane = plane if along_x is None else along_x @ plane
-                flat[start + number, channel] = plane if along_y is None else (along_y @ plane.T).T
+    planes = (part[..., number] for part in parts for number in range(part.shape[-1]))
+    for target, plane in zip(flat, planes, strict=True):
+        for channel in range(num_channels):
+            image = plane[channel] if along_x is None else along_x @ plane[channel]
+            target[channel] = image if along_y is None else (along_y @ image.T).T
     if along_z is not None:
         flat = (along_z @ flat.reshape(old[2], -1)).reshape(new[2], *flat.shape[1:])
     return np.ascontiguousarray(np.moveaxis(flat, 0, -1))

@@ -7,27 +7,34 @@ to the two ends; values outside are clipped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from settings.data import IntensitySettings
 
 NETWORK_RANGE = (-1.0, 1.0)
 
+INTENSITY = "data.intensity"
+"""The section with the rules of the volumes' intensities."""
+
 # With fewer float32 steps than this between the two ends, no usable contrast is left.
 FEWEST_STEPS = 64
 
 
-def scale_to_network(channel: np.ndarray, lower: float, upper: float) -> None:
-    """Clip one channel and map it to the network's range, in place."""
+def scale_to_network(voxels: np.ndarray, lower: Sequence[float], upper: Sequence[float]) -> np.ndarray:
+    """Clip each channel and map it to the network's range, in place; return the same array."""
     low, high = NETWORK_RANGE
-    np.clip(channel, np.float32(lower), np.float32(upper), out=channel)
-    channel -= np.float32(lower)
-    channel *= np.float32((high - low) / (upper - lower))
-    channel += np.float32(low)
-    np.clip(channel, low, high, out=channel)
+    for channel, first, last in zip(voxels, lower, upper, strict=True):
+        np.clip(channel, np.float32(first), np.float32(last), out=channel)
+        channel -= np.float32(first)
+        channel *= np.float32((high - low) / (last - first))
+        channel += np.float32(low)
+        np.clip(channel, low, high, out=channel)
+    return voxels
 
 
-def unscalable_text(lower: tuple[float, ...], upper: tuple[float, ...]) -> str | None:
+def unscalable_text(lower: Sequence[float], upper: Sequence[float], section: str) -> str | None:
     """Return the message for a channel whose range float32 cannot scale, or None if there is none.
 
     Differences or their inverse would overflow, or the numbers are so large that their differences were rounded away.
@@ -38,17 +45,17 @@ def unscalable_text(lower: tuple[float, ...], upper: tuple[float, ...]) -> str |
         if not is_finite or high - low < FEWEST_STEPS * np.spacing(np.float32(max(abs(low), abs(high)))):
             return (
                 f"channel {channel} is scaled from {low:.9g} to {high:.9g}, a range that float32 cannot resolve; "
-                "change the unit of its intensities, subtract an offset, or widen data.intensity"
+                f"change the unit of its intensities, subtract an offset, or widen {section}"
             )
     return None
 
 
-def flat_text(lower: tuple[float, ...], upper: tuple[float, ...], s: IntensitySettings) -> str:
+def flat_text(lower: Sequence[float], upper: Sequence[float], s: IntensitySettings, section: str = INTENSITY) -> str:
     """Return the message for a channel without contrast between the two percentiles."""
     channel = next(c for c, (low, high) in enumerate(zip(lower, upper, strict=True)) if low >= high)
     _, first, second = s.of_channel(channel)
     return (
         f"channel {channel} is {lower[channel]:g} at both the {first:g}th and the {second:g}th percentile; "
-        "percentile scaling needs contrast; for mostly empty volumes set data.intensity.lower=0 "
-        "data.intensity.upper=100, or mode: window; otherwise remove the file"
+        f"percentile scaling needs contrast; for mostly empty volumes set {section}.lower=0 "
+        f"{section}.upper=100, or mode: window; otherwise remove the file"
     )

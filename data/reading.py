@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from data.files.header import Header, Stored
 from data.formats import content_digest, read_stored, signature
-from data.geometry import geometry_of
-from data.intensity import flat_text, scale_to_network, unscalable_text
-from data.ranking import equal_neighbours, rank
-from runtime.files.names import printable
-from settings import DataError
+from data.geometry import geometry_of, in_planes
+from data.intensity import INTENSITY, flat_text, scale_to_network, unscalable_text
+from data.notes import FileError
+from data.ranking import Ranking, equal_neighbours
 from settings.data import DataSettings
+
+_Four = Field(min_length=4, max_length=4)
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class VolumeFacts:
     axes: tuple[int, ...]
     shape: tuple[int, int, int]
     num_channels: int
-    affine: tuple[tuple[float, ...], ...]
-    dtype: str
+    affine: Annotated[tuple[Annotated[tuple[float, ...], _Four], ...], _Four]
+    dtype: Annotated[str, AfterValidator(lambda name: np.dtype(name).str)]
     has_spacing: bool
     minimum: float
     maximum: float
@@ -45,7 +48,7 @@ class VolumeFacts:
     high: float
     is_whole: bool
     equal_neighbours: float
-    digest: str
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     background: float = math.nan
 
     @property
@@ -53,6 +56,17 @@ class VolumeFacts:
         """Return the header of the file."""
         affine = np.array(self.affine)
         return Header(self.shape, self.num_channels, affine, self.dtype, self.has_spacing, self.axes)
+
+
+_FACTS = TypeAdapter(VolumeFacts)
+
+
+def facts_from(values: Any) -> VolumeFacts:
+    """Return facts from the dictionary that JSON gives back; raise ValueError or TypeError if they are damaged."""
+    facts = _FACTS.validate_python(values)
+    if not len(facts.lower) == len(facts.upper) == facts.num_channels:
+        raise ValueError("another number of channels")
+    return facts
 
 
 def measure(path: Path, s: DataSettings, is_known: np.ndarray | None = None) -> tuple[Stored, VolumeFacts]:
@@ -64,34 +78,32 @@ def measure(path: Path, s: DataSettings, is_known: np.ndarray | None = None) -> 
     stored, header = read_stored(path)
     digest = content_digest(path)
     if signature(path) != before:
-        raise DataError(f"{printable(path)}: it changed while it was read; run the same command again")
+        raise FileError(path, "it changed while it was read; run the same command again")
     if s.frame is not None and header.num_channels > 1:
         if s.frame >= header.num_channels:
-            raise DataError(
-                f"{printable(path)}: data.frame is {s.frame}, and it holds {header.num_channels} volumes "
-                f"({' x '.join(map(str, header.axes))}); 0 to {header.num_channels - 1} is allowed; change it"
+            raise FileError(
+                path,
+                f"data.frame is {s.frame}, and it holds {header.num_channels} volumes "
+                f"({' x '.join(map(str, header.axes))}); 0 to {header.num_channels - 1} is allowed; change it",
             )
         stored, header = stored.channel(s.frame), replace(header, num_channels=1)
     measured = stored if is_known is None else replace(stored, array=stored.array[:, is_known][:, :, None, None])
-    channels = [rank(measured.channel(number)) for number in range(header.num_channels)]
+    channels = [Ranking(measured.channel(number)) for number in range(header.num_channels)]
     num_not_finite = sum(channel.num_not_finite for channel in channels)
     # A file with more channels than there are rules is refused later; until then its last ones go by the last rule.
     most = s.intensity.num_rules if s.intensity.num_rules > 1 else len(channels)
-    rules = [s.intensity.of_channel(min(number, most - 1)) for number in range(len(channels))]
-    found = []
-    for channel, (mode, *ends) in zip(channels, rules, strict=True):
+    percentiles, ranges = [], []
+    for number, channel in enumerate(channels):
+        mode, lower, upper = s.intensity.of_channel(min(number, most - 1))
         # One call for all of them, because each call may be a pass over the volume.
-        asked = (0.0, 1.0, 50.0, 99.0, 100.0, *(() if mode == "window" else ends))
-        found.append(channel.percentiles(asked) if channel.count else [float("nan")] * len(asked))
-    if num_not_finite:
-        ranges = [(0.0, 0.0)] * len(channels)
-    else:
-        ranges = [
-            (lower, upper) if mode == "window" else (values[5], values[6])
-            for (mode, lower, upper), values in zip(rules, found, strict=True)
-        ]
+        asked = (0.0, 1.0, 50.0, 99.0, 100.0, *(() if mode == "window" else (lower, upper)))
+        values = channel.percentiles(asked) if channel.count else [math.nan] * len(asked)
+        percentiles.append(values)
+        ends = (lower, upper) if mode == "window" else (values[5], values[6])
+        ranges.append((0.0, 0.0) if num_not_finite else ends)
     is_whole = all(channel.is_whole for channel in channels) and not num_not_finite
-    known = [values for values, channel in zip(found, channels, strict=True) if channel.count] or found
+    counted = [values for values, channel in zip(percentiles, channels, strict=True) if channel.count] or percentiles
+    _, low, median, high, *_ = percentiles[0]
     facts = VolumeFacts(
         axes=header.axes,
         shape=header.shape,
@@ -99,18 +111,18 @@ def measure(path: Path, s: DataSettings, is_known: np.ndarray | None = None) -> 
         affine=tuple(tuple(row) for row in header.affine.tolist()),
         dtype=header.dtype,
         has_spacing=header.has_spacing,
-        minimum=min(values[0] for values in known),
-        maximum=max(values[4] for values in known),
+        minimum=min(values[0] for values in counted),
+        maximum=max(values[4] for values in counted),
         num_not_finite=num_not_finite,
-        lower=tuple(low for low, _ in ranges),
-        upper=tuple(high for _, high in ranges),
-        low=found[0][1],
-        median=found[0][2],
-        high=found[0][3],
+        lower=tuple(lower for lower, _ in ranges),
+        upper=tuple(upper for _, upper in ranges),
+        low=low,
+        median=median,
+        high=high,
         is_whole=is_whole,
         equal_neighbours=min(equal_neighbours(measured.channel(n)) for n in range(len(channels))) if is_whole else 0.0,
         digest=digest,
-        background=channels[0].share_up_to(0.9 * found[0][1] + 0.1 * found[0][3]) if channels[0].count else math.nan,
+        background=channels[0].share_up_to(0.9 * low + 0.1 * high) if channels[0].count else math.nan,
     )
     return stored, facts
 
@@ -119,24 +131,16 @@ def on_grid(stored: Stored, facts: VolumeFacts, s: DataSettings) -> np.ndarray:
     """Return a measured volume on the network's grid and in its range, as float32 (C, D, H, W)."""
     geometry = geometry_of(facts.header, s)
     oriented = geometry.oriented(stored.array)
-
-    def planes(part: slice) -> np.ndarray:
-        values = stored.values(oriented[..., part])
-        for channel, low, high in zip(values, facts.lower, facts.upper, strict=True):
-            scale_to_network(channel, low, high)
-        return values
-
-    return geometry.to_network_grid(facts.num_channels, planes)
+    parts = (scale_to_network(stored.values(part), facts.lower, facts.upper) for part in in_planes(oriented))
+    return geometry.to_network_grid(facts.num_channels, parts)
 
 
-def unusable(path: Path, facts: VolumeFacts, s: DataSettings) -> str | None:
-    """Return why a measured volume cannot be scaled, or None if it can."""
-    if facts.num_not_finite:
-        return (
-            f"{printable(path)}: {facts.num_not_finite:,} {'voxel is' if facts.num_not_finite == 1 else 'voxels are'} "
-            "NaN or infinite; finite numbers are needed; replace them"
-        )
+def unusable(facts: VolumeFacts, s: DataSettings, section: str = INTENSITY) -> str | None:
+    """Return why a measured volume cannot be scaled, or None if it can; `section` has the rules of its intensities."""
+    number = facts.num_not_finite
+    if number:
+        verb = "voxel is" if number == 1 else "voxels are"
+        return f"{number:,} {verb} NaN or infinite; finite numbers are needed; replace them"
     if any(low >= high for low, high in zip(facts.lower, facts.upper, strict=True)):
-        return f"{printable(path)}: {flat_text(facts.lower, facts.upper, s.intensity)}"
-    reason = unscalable_text(facts.lower, facts.upper)
-    return None if reason is None else f"{printable(path)}: {reason}"
+        return flat_text(facts.lower, facts.upper, s.intensity, section)
+    return unscalable_text(facts.lower, facts.upper, section)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.discovery import Found, class_names_of, find, is_plain_folder, with_folders, with_labels
+from data.checking import Checked, check_files
+from data.discovery import DiscoveredVolume, class_names_of, find, is_plain_folder, with_folders, with_labels
 from data.files import dicom
+from data.names import class_folder
+from data.notes import Note, grouped, left_out, problem_lines
+from data.overview import looks_like_labels
 from data.phantoms import phantom_files, phantom_paths, phantom_root
-from data.preparation.checking import Checked, check_files
-from data.survey.names import class_folder, grouped, problem_lines
-from data.survey.overview import looks_like_labels
-from data.survey.patients import groups_of, parted_patients
+from data.reading import VolumeFacts
+from data.split import parted_patients, split
 from runtime.files import run_folder
 from runtime.files.names import counted, printable
 from settings import DataError
-from settings.data import LEAST_HELD_OUT, DataSettings
+from settings.data import DataSettings
 
 log = logging.getLogger(__name__)
 
@@ -59,17 +61,23 @@ class DataSplit:
 
 @dataclass(frozen=True)
 class Source:
-    """The volumes that were found, sorted by name, and the result of checking each."""
+    """The volumes of a source, sorted by name, the result of checking each, and notes on those that are not used."""
 
-    found: tuple[Found, ...]
+    volumes: tuple[DiscoveredVolume, ...]
     checked: tuple[Checked, ...]
-    unlabelled: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    unlabelled: tuple[Note, ...] = ()
+    left_out: tuple[Note, ...] = ()
 
     @property
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Note]:
         """Return every problem of every volume."""
         return [problem for item in self.checked for problem in item.problems] + list(self.unlabelled)
+
+    @property
+    def usable(self) -> list[tuple[DiscoveredVolume, VolumeFacts]]:
+        """Return the volumes without problems, each with its facts."""
+        pairs = zip(self.volumes, self.checked, strict=True)
+        return [(volume, result.facts) for volume, result in pairs if result.facts and not result.problems]
 
 
 def prepare_volumes(s: DataSettings, seed: int, in_channels: int, is_dry_run: bool = False) -> DataSplit:
@@ -80,19 +88,56 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int, is_dry_run: bo
     while the others wait.
     """
     if is_dry_run and s.num_phantoms is not None and s.class_labels is None:
-        found = _phantoms(s, seed, in_channels)
-        names = class_names_of(found)
-        files = {f: VolumeFile(f.path, f.name, names.index(f.class_name or ""), in_channels) for f in found}
-        train, val = split(found, s, seed)
-        return DataSplit(tuple(files[item] for item in train), tuple(files[item] for item in val), names)
+        return _split_files(dict.fromkeys(_phantoms(s, seed, in_channels), ""), s, seed, in_channels)
     return split_source(check_source(s, seed, in_channels), s, seed, in_channels)
 
 
-def _phantoms(s: DataSettings, seed: int, in_channels: int) -> list[Found]:
+def _phantoms(s: DataSettings, seed: int, in_channels: int) -> list[DiscoveredVolume]:
     """Return the phantoms, which need not exist yet."""
     assert s.num_phantoms is not None, "the source is not phantoms"
     root = phantom_root(run_folder.PHANTOMS, s.voxel_size, in_channels, seed)
-    return [Found(p, p.relative_to(root).as_posix(), p.parent.name) for p in phantom_paths(root, s.num_phantoms)]
+    paths = phantom_paths(root, s.num_phantoms)
+    return [DiscoveredVolume(path, path.relative_to(root).as_posix(), path.parent.name) for path in paths]
+
+
+def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
+    """Find, check and prepare the volumes of a source."""
+    notes: list[Note] = []
+    unlabelled: list[Note] = []
+    if s.num_phantoms is not None:
+        phantom_files(run_folder.PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
+        volumes = _phantoms(s, seed, in_channels)
+    else:
+        volumes, notes = find(s.source)
+    if s.class_labels is not None:
+        volumes, unlabelled = with_labels(volumes, s.class_labels)
+    checked = check_files([volume.path for volume in volumes], s, in_channels)
+    parts = dicom.parted(item.path for item in checked if dicom.is_dicom(item.path))
+    checked = [
+        Checked(c.path, None, (*c.problems, Note(printable(c.path), parts[c.path]))) if c.path in parts else c
+        for c in checked
+    ]
+    if not s.include_label_maps:
+        are_maps = [item.facts is not None and looks_like_labels(item.facts) for item in checked]
+        if all(are_maps):
+            log.warning(
+                "data: every volume looks like a label map, so they are trained on as intensities; set "
+                "data.include_label_maps: true if that is meant"
+            )
+        else:
+            why = "it looks like a label map (whole numbers in regions of equal ones); set data.include_label_maps: "
+            maps = [volume for volume, is_map in zip(volumes, are_maps, strict=True) if is_map]
+            notes += [left_out(volume.name, f"{why}true to train on it", is_label_map=True) for volume in maps]
+            volumes = [volume for volume, is_map in zip(volumes, are_maps, strict=True) if not is_map]
+            checked = [item for item, is_map in zip(checked, are_maps, strict=True) if not is_map]
+    if s.num_phantoms is None and s.class_labels is None and is_plain_folder(s.source):
+        # Only now, because folders of label maps that are left out say nothing about classes.
+        volumes = with_folders(volumes)
+        tops = sorted({top for volume in volumes if (top := class_folder(volume.name)) is not None})
+        if tops and not class_names_of(volumes):
+            some = ", ".join(printable(top) for top in tops[:3])
+            log.info("data: folders such as %s are not read as classes; data.class_labels can name classes", some)
+    return Source(tuple(volumes), tuple(checked), tuple(unlabelled), tuple(notes))
 
 
 def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -> DataSplit:
@@ -100,119 +145,43 @@ def split_source(source: Source, s: DataSettings, seed: int, in_channels: int) -
     if source.problems:
         number = counted(len(source.problems), "problem")
         raise DataError(f"data.source: {printable(s.source)} has {number}:\n{problem_lines(source.problems)}")
-    for line in (*grouped(source.left_out), *copies_lines(source.found, source.checked)):
+    digests = {volume: facts.digest for volume, facts in source.usable}
+    for line in (*grouped(source.left_out), *_copies_lines(digests)):
         log.warning("data: %s", line)
-    found = source.found
-    class_names = class_names_of(found)
+    return _split_files(digests, s, seed, in_channels)
+
+
+def _split_files(digests: Mapping[DiscoveredVolume, str], s: DataSettings, seed: int, in_channels: int) -> DataSplit:
+    """Split volumes, each with the hash of its bytes."""
+    class_names = class_names_of([*digests])
     numbers = {name: number for number, name in enumerate(class_names)}
-    files = {
-        item: VolumeFile(item.path, item.name, numbers.get(item.class_name or ""), in_channels, checked.facts.digest)
-        for item, checked in zip(found, source.checked, strict=True)
-        if checked.facts is not None
-    }
-    train, val = split(found, s, seed)
-    is_free = s.group_by is None and all(item.split is None for item in found)
-    warning = parted_patients(train, val) if is_free else None
-    if warning is not None:
-        log.warning("data: %s", warning)
+    train, val = split([*digests], s, seed)
+    if s.group_by is None and all(volume.split is None for volume in digests):
+        warning = parted_patients(train, val)
+        if warning is not None:
+            log.warning("data: %s", warning)
     log.info("data: %d training and %d validation volumes", len(train), len(val))
-    return DataSplit(tuple(files[item] for item in train), tuple(files[item] for item in val), class_names)
 
-
-def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
-    """Find, check and prepare the volumes of a source."""
-    left_out: list[str] = []
-    if s.num_phantoms is not None:
-        phantom_files(run_folder.PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
-        found = _phantoms(s, seed, in_channels)
-    else:
-        found, left_out = find(s.source)
-    unlabelled: list[str] = []
-    if s.class_labels is not None:
-        found, unlabelled = with_labels(found, s.class_labels)
-    checked = check_files([item.path for item in found], s, in_channels, run_folder.CHECKS)
-    parts = dicom.parted(item.path for item in checked if dicom.is_dicom(item.path))
-    checked = [Checked(c.path, None, (*c.problems, parts[c.path])) if c.path in parts else c for c in checked]
-    if not s.include_label_maps:
-        found, checked, maps = _without_label_maps(found, checked)
-        left_out += maps
-    if s.num_phantoms is None and s.class_labels is None and is_plain_folder(s.source):
-        found = with_folders(found)  # again, because folders of label maps that are left out say nothing
-        tops = sorted({top for item in found if (top := class_folder(item.name)) is not None})
-        if tops and not class_names_of(found):
-            some = ", ".join(printable(top) for top in tops[:3])
-            log.info("data: folders such as %s are not read as classes; data.class_labels can name classes", some)
-    return Source(tuple(found), tuple(checked), tuple(unlabelled), tuple(left_out))
-
-
-def _without_label_maps(
-    found: Sequence[Found], checked: Sequence[Checked]
-) -> tuple[list[Found], list[Checked], list[str]]:
-    """Take out volumes that look like label maps, unless all do: then label maps are what is to be learned."""
-    pairs = list(zip(found, checked, strict=True))
-    maps = [pair for pair in pairs if pair[1].facts is not None and looks_like_labels(pair[1].facts)]
-    if maps and len(maps) == len(pairs):
-        log.warning(
-            "data: every volume looks like a label map, so they are trained on as intensities; set "
-            "data.include_label_maps: true if that is meant"
+    def files(volumes: Sequence[DiscoveredVolume]) -> tuple[VolumeFile, ...]:
+        return tuple(
+            VolumeFile(volume.path, volume.name, numbers.get(volume.class_name or ""), in_channels, digests[volume])
+            for volume in volumes
         )
-    if not maps or len(maps) == len(pairs):
-        return list(found), list(checked), []
-    kept = [pair for pair in pairs if pair not in maps]
-    lines = [
-        f"{printable(item.name)}: left out, it looks like a label map (whole numbers in regions of equal ones); set "
-        "data.include_label_maps: true to train on it"
-        for item, _ in maps
-    ]
-    return [item for item, _ in kept], [result for _, result in kept], lines
+
+    return DataSplit(files(train), files(val), class_names)
 
 
-def copies_lines(found: Sequence[Found], checked: Sequence[Checked]) -> list[str]:
+def _copies_lines(digests: Mapping[DiscoveredVolume, str]) -> list[str]:
     """Return a line on volumes that hold the same bytes, if there are any: they may be on both sides of the split."""
     names: dict[str, list[str]] = {}
-    for item, result in zip(found, checked, strict=True):
-        if result.facts is not None:
-            names.setdefault(result.facts.digest, []).append(item.name)
+    for volume, digest in digests.items():
+        names.setdefault(digest, []).append(volume.name)
     copies = [same for same in names.values() if len(same) > 1]
     if not copies:
         return []
     number = sum(len(same) - 1 for same in copies)
     return [
-        f"{counted(number, 'volume')} of {len(found)} hold the same bytes as another, for example "
+        f"{counted(number, 'volume')} of {len(digests)} hold the same bytes as another, for example "
         f"{printable(copies[0][0])} and {printable(copies[0][1])}; one of them may be for training and the other for "
         "validation; remove the copies"
     ]
-
-
-def split(found: Sequence[Found], s: DataSettings, seed: int) -> tuple[list[Found], list[Found]]:
-    """Return the volumes to train on and those held out; raise DataError if either side has too few.
-
-    Held out are those with the lowest hashes of (seed, name), so adding or removing a volume moves at most one other.
-    Volumes of one group of `data.group_by` stay together, by hashes of (seed, group). A dataset.json with a
-    "validation" list decides the split itself.
-    """
-    groups = groups_of(found, s)
-    if any(item.split for item in found):
-        train, val = ([item for item in found if item.split == side] for side in ("training", "validation"))
-        where, remedy = "data.source", 'change its lists "training" and "validation"'
-    else:
-        names = {item: item.name if groups is None else groups[item] for item in found}
-        ranked = sorted({*names.values()}, key=lambda name: _draw(seed, name))
-        held_out = {*ranked[: s.num_held_out(len(ranked))]}
-        train = [item for item in found if names[item] not in held_out]
-        val = [item for item in found if names[item] in held_out]
-        where, remedy = "data.source", "add volumes"
-        if groups is not None:
-            where, remedy = f"data.group_by: {counted(len(ranked), 'group')}", "change it, or add volumes"
-    if not train or len(val) < LEAST_HELD_OUT:
-        raise DataError(
-            f"{where}: {printable(s.source)} has {counted(len(found), 'volume')}, {len(train)} to train on and "
-            f"{len(val)} held out; at least 1 and {LEAST_HELD_OUT} are needed; {remedy}"
-        )
-    return train, val
-
-
-def _draw(seed: int, name: str) -> float:
-    """Return a number in [0, 1) that depends on the arguments only."""
-    digest = hashlib.sha256(f"{seed}\n{name}".encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(digest[:7], "big") / 2**56

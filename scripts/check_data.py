@@ -12,10 +12,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cli import add_config, check_output_file, parser, run, write_output
-from runtime.files.names import counted, printable
+from runtime.files.names import counted, printable, size_text
 from settings import UserError, load_settings, look_up
 
-# Unusual volumes that are shown; --json has all of them.
+# Unusual volumes, and volumes without a partner, that are shown; --json has all of them.
 MOST_SHOWN = 10
 # Channels whose range of intensities is shown.
 MOST_CHANNELS = 4
@@ -36,24 +36,25 @@ def main(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_output_file(options.json, "--json", [options.config])
     settings = load_settings(options.config, options.overrides)
-    from data.survey.names import grouped
+    from data.notes import grouped, problem_lines
     from data.volumes import check_source, split_source
 
     source = check_source(settings.data, settings.seed, settings.autoencoder.in_channels)
-    rows = [_row(found, checked) for found, checked in zip(source.found, source.checked, strict=True)]
+    rows = [_row(volume, checked) for volume, checked in zip(source.volumes, source.checked, strict=True)]
     _print_table([COLUMNS, *rows])
     print()
     if source.left_out:
         print(f"left out, {counted(len(source.left_out), 'entry')}:")
-        for line in grouped(source.left_out):
-            print(f"  {line}")
-        print()
+        print("\n".join(f"  {line}" for line in grouped(source.left_out)) + "\n")
     unpaired = _partner_problems(source, settings)
     if options.json is not None:
         _write_json(options.json, source, settings, unpaired)
-    problems = [*source.problems, *unpaired]
-    if problems:
-        _print_problems(problems, source, settings)
+    number = len(source.problems) + len(unpaired)
+    if number:
+        if source.usable:
+            print(f"{_summary(source, None, settings)}\n")
+        lines = [*([problem_lines(source.problems)] if source.problems else []), *_first(unpaired)]
+        print("\n".join([f"{counted(number, 'problem')}:", *lines]))
         return UserError.exit_code
     volumes = split_source(source, settings.data, settings.seed, settings.autoencoder.in_channels)
     print(_summary(source, volumes, settings))
@@ -61,29 +62,20 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_problems(problems, source, settings) -> None:
-    """Print what the volumes that can be used are like, then every problem."""
-    from data.survey.names import problem_lines
-
-    if _usable(source)[1]:
-        print(_summary(source, None, settings))
-        print()
-    print(f"{counted(len(problems), 'problem')}:\n{problem_lines(problems)}")
-
-
-def _row(found, checked) -> tuple[str, ...]:
+def _row(volume, checked) -> tuple[str, ...]:
     import numpy as np
 
-    name, problems = printable(found.name), str(len(checked.problems) or "")
+    name, class_name = printable(volume.name), printable(volume.class_name or "")
+    problems = str(len(checked.problems) or "")
     facts = checked.facts
     if facts is None:
-        return (name, printable(found.class_name or ""), "", "", "", "", "", "", problems)
+        return (name, class_name, "", "", "", "", "", "", problems)
     ends = [f"{low:g} to {high:g}" for low, high in zip(facts.lower, facts.upper, strict=True)]
     if len(ends) > MOST_CHANNELS:
         ends = [*ends[:1], f"and {len(ends) - 1} more channels"]
     return (
         name,
-        printable(found.class_name or ""),
+        class_name,
         "x".join(map(str, facts.axes)),
         "x".join(f"{mm:.3g}" for mm in facts.header.spacing_mm) if facts.has_spacing else "none",
         np.dtype(facts.dtype).name,
@@ -101,22 +93,19 @@ def _partner_problems(source, settings) -> list[str]:
 
     if not settings.ldm.conditioning.needs_pairs:
         return []
-    files = [
-        VolumeFile(found.path, found.name, None, checked.facts.num_channels, checked.facts.digest)
-        for found, checked in zip(source.found, source.checked, strict=True)
-        if checked.facts and not checked.problems
-    ]
+    files = [VolumeFile(v.path, v.name, None, facts.num_channels, facts.digest) for v, facts in source.usable]
     return check_pairs(settings.ldm.conditioning, settings.data, files)[1]
 
 
 def _write_json(path: str, source, settings, unpaired: list[str]) -> None:
-    from data.survey.overview import outlier_lines, statistics
-    from data.survey.patients import suspected_patients
+    from data.overview import outlier_lines, statistics
+    from data.split import suspected_patients
 
     names, usable = _usable(source)
     volumes = []
-    for found, checked in zip(source.found, source.checked, strict=True):
-        entry = {"volume": found.name, "class": found.class_name, "split": found.split, "problems": checked.problems}
+    for volume, checked in zip(source.volumes, source.checked, strict=True):
+        entry = {"volume": volume.name, "class": volume.class_name, "split": volume.split}
+        entry["problems"] = [str(problem) for problem in checked.problems]
         facts = checked.facts
         if facts is not None:
             # JSON has no NaN, and a volume without finite voxels has no range.
@@ -126,12 +115,12 @@ def _write_json(path: str, source, settings, unpaired: list[str]) -> None:
         volumes.append(entry)
     content = {
         "volumes": volumes,
-        "problems": source.problems,
+        "problems": [str(problem) for problem in source.problems],
         "partner_problems": unpaired,
-        "left_out": source.left_out,
-        "statistics": statistics(usable, settings.data) if usable else {},
+        "left_out": [str(note) for note in source.left_out],
+        "statistics": statistics(usable, settings.data),
         "unusual": outlier_lines(names, usable, settings.data),
-        "patients": suspected_patients(source.found),
+        "patients": suspected_patients(source.volumes),
         "suggested_grid": (_suggested(source, settings) or {}).get("data.voxel_size") if usable else None,
     }
     write_output(path, json.dumps(content, indent=2) + "\n")
@@ -139,8 +128,7 @@ def _write_json(path: str, source, settings, unpaired: list[str]) -> None:
 
 def _usable(source) -> tuple[list[str], list]:
     """Return the names and facts of the volumes without problems."""
-    pairs = [(f.name, c.facts) for f, c in zip(source.found, source.checked, strict=True) if c.facts and not c.problems]
-    return [name for name, _ in pairs], [facts for _, facts in pairs]
+    return [volume.name for volume, _ in source.usable], [facts for _, facts in source.usable]
 
 
 def _suggested(source, settings) -> dict | None:
@@ -148,10 +136,8 @@ def _suggested(source, settings) -> dict | None:
     from memory.planning.fingerprint import fingerprint_of
     from memory.planning.suggestion import suggested_values
 
-    pairs = zip(source.found, source.checked, strict=True)
-    usable = [(found, checked.facts) for found, checked in pairs if checked.facts and not checked.problems]
-    found, facts = ([pair[part] for pair in usable] for part in (0, 1))
-    return suggested_values(fingerprint_of(found, facts, settings.data), settings)
+    volumes, facts = zip(*source.usable, strict=True)
+    return suggested_values(fingerprint_of(volumes, facts, settings.data), settings)
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
@@ -162,13 +148,12 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
 
 def _summary(source, volumes, settings) -> str:
     """Describe the usable volumes; `volumes` is their split, or None if problems stand in its way."""
-    from data.survey.grids import cost_text, stage_problems
-    from data.survey.overview import outlier_lines, range_lines
-    from data.survey.patients import suspected_patients
+    from data.overview import outlier_lines, range_lines, stage_problems
+    from data.split import suspected_patients
 
     data = settings.data
     names, facts = _usable(source)
-    first = f"{len(facts)} of {counted(len(source.found), 'volume')} can be read and scaled"
+    first = f"{len(facts)} of {counted(len(source.volumes), 'volume')} can be read and scaled"
     if volumes is not None:
         first = (
             f"{counted(len(facts), 'volume')}, no problem: {len(volumes.train)} for training, "
@@ -187,10 +172,8 @@ def _summary(source, volumes, settings) -> str:
         lines.append("classes: " + ", ".join(f"{name} ({count})" for name, count in named))
     unusual = outlier_lines(names, facts, data)
     if unusual:
-        lines += ["", f"unusual, worth a look ({len(unusual)}):", *(f"  {line}" for line in unusual[:MOST_SHOWN])]
-        if len(unusual) > MOST_SHOWN:
-            lines.append(f"  and {len(unusual) - MOST_SHOWN} more, which --json FILE lists")
-    patients = suspected_patients(source.found) if data.group_by is None else None
+        lines += ["", f"unusual, worth a look ({len(unusual)}):", *_first(unusual)]
+    patients = suspected_patients(source.volumes) if data.group_by is None else None
     if patients is not None:
         lines += ["", patients]
     lines.append("")
@@ -203,8 +186,27 @@ def _summary(source, volumes, settings) -> str:
             lines.append(f"data.voxel_size {_times(data.voxel_size)} suits these volumes and both stages")
         else:
             lines.append(f"a grid that suits these volumes and both stages: {_overrides(changed)}")
-            lines.append(f"it has {cost_text(suggested['data.voxel_size'], settings, len(facts))}")
+            lines.append(f"it has {_cost_text(suggested['data.voxel_size'], settings, len(facts))}")
     return "\n".join(lines)
+
+
+def _first(lines: list[str]) -> list[str]:
+    """Return the first lines, indented, and how many more there are."""
+    more = len(lines) - MOST_SHOWN
+    return [
+        *(f"  {line}" for line in lines[:MOST_SHOWN]),
+        *([f"  and {more} more, which --json FILE lists"] if more > 0 else []),
+    ]
+
+
+def _cost_text(grid: list[int], settings, number: int) -> str:
+    """Return what a grid costs compared with the one that is set."""
+    ratio = math.prod(grid) / math.prod(settings.data.voxel_size)
+    disk = 4 * settings.autoencoder.in_channels * math.prod(grid) * number
+    return (
+        f"{ratio:.3g} times the voxels of data.voxel_size, and about that much of its memory and time; "
+        f"{size_text(disk)} of prepared volumes"
+    )
 
 
 def _as_stored(value):

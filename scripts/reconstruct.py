@@ -100,7 +100,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _volumes_in(folder: Path, settings: Settings) -> dict[Path, str]:
     """Return the volumes of a folder by path, without label maps unless the run was trained on them."""
-    from data.survey.names import grouped, problem_lines
+    from data.notes import grouped, problem_lines
     from data.volumes import check_source
     from runtime.files.names import counted, printable
 
@@ -112,7 +112,7 @@ def _volumes_in(folder: Path, settings: Settings) -> dict[Path, str]:
         raise DataError(f"--input: {printable(folder)} has {number}:\n{problem_lines(source.problems)}")
     for line in grouped(source.left_out):
         log.warning("%s", line)
-    return {item.path: item.name for item in source.found}
+    return {item.path: item.name for item in source.volumes}
 
 
 def _targets(names: Sequence[str], out: Path) -> list[Path]:

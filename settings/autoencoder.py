@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
-from settings.errors import Problem
 from settings.section import (
     SAME,
     BlocksOrZero,
@@ -21,7 +20,7 @@ from settings.section import (
     StridesPerLevel,
     TrainingSettings,
     key,
-    largest_common_divisor,
+    num_norm_groups,
     per_level,
     section,
 )
@@ -168,9 +167,7 @@ class AutoencoderSettings(Section):
     @property
     def num_groups(self) -> int:
         """Return the number of groups of each GroupNorm."""
-        if self.norm_num_groups == "auto":
-            return largest_common_divisor(self.num_channels, max(1, min(32, min(self.num_channels) // 2)))
-        return self.norm_num_groups
+        return num_norm_groups(self.norm_num_groups, self.num_channels, 2)
 
     @property
     def value_range(self) -> Literal["symmetric", "unit"]:
@@ -222,15 +219,3 @@ class AutoencoderSettings(Section):
     def latent_grid(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Return the grid of the latent of a volume of `grid` voxels."""
         return self.level_grids(grid)[-1]
-
-
-def bottleneck_problems(s: AutoencoderSettings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
-    """Yield each problem of the bottleneck and of what is trained around it, with the other keys involved."""
-    if not s.training.trains_encoder and s.pretrained is None:
-        found = "decoder without autoencoder.pretrained, so the encoder would keep its random weights"
-        remedy = "set autoencoder.pretrained to the weights to fine-tune, or trainable: all"
-        yield Problem("autoencoder.training.trainable", found, "", remedy), ("autoencoder.pretrained",)
-    if s.bottleneck != "kl" and s.implementation == "monai":
-        found = f"{s.bottleneck} with implementation: monai, whose autoencoder has a Gaussian latent only"
-        remedy = "set kl, or autoencoder.implementation: lean"
-        yield Problem("autoencoder.bottleneck", found, "allowed: kl", remedy), ("autoencoder.implementation",)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from runtime.files.names import counted
 from settings.errors import Problem
@@ -52,21 +52,8 @@ def _pick(value: Any, number: int) -> Any:
     return value[number] if isinstance(value, tuple) else value
 
 
-def _show_cache_rate(schema: dict[str, Any]) -> None:
-    """Tell editors the other way to write `prepared`, which is no key of its own."""
-    schema["properties"]["cache_rate"] = {
-        "description": "0: as without it; above 0: prepared: memory. Ignored if prepared is given.",
-        "maximum": 1,
-        "minimum": 0,
-        "title": "Cache Rate",
-        "type": "number",
-    }
-
-
 class DataSettings(Section):
     """The `data` section."""
-
-    model_config = ConfigDict(json_schema_extra=_show_cache_rate)
 
     source: PathText = key(
         "phantoms",
@@ -110,9 +97,10 @@ class DataSettings(Section):
     prepared: Literal["disk", "memory", "none"] = key(
         "disk",
         "Where volumes are kept once they are on the grid: in files that all runs share, in host memory, or nowhere, "
-        "so that each use reads the source again. cache_rate is read too: above 0 it means memory.",
+        "so that each use reads the source again.",
         SAME,
     )
+    cache_rate: float = key(0.0, "0: as prepared says; above 0: the same as prepared: memory.", SAME, ge=0, le=1)
     num_workers: Workers | Literal["auto"] = key(
         "auto",
         "Worker processes for loading; 0: load in the training process; auto: chosen from how long a sample takes.",
@@ -125,13 +113,10 @@ class DataSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_older_keys(cls, values: Any) -> Any:
-        """Translate `cache_rate` of older configs; an invalid value stays, so that it is reported."""
+    def _prepare_in_memory(cls, values: Any) -> Any:
+        """Let a `cache_rate` above 0 stand for `prepared: memory`; with another `prepared` it is refused."""
         rate = values.get("cache_rate") if isinstance(values, dict) else None
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
-            return values
-        older = {"prepared": "memory"} if rate > 0 else {}
-        return older | {name: value for name, value in values.items() if name != "cache_rate"}
+        return {"prepared": "memory", **values} if isinstance(rate, int | float) and rate > 0 else values
 
     @property
     def num_phantoms(self) -> int | None:

@@ -21,7 +21,7 @@ from settings.section import (
     Section,
     TrainingSettings,
     key,
-    largest_common_divisor,
+    num_norm_groups,
     per_level,
     section,
 )
@@ -55,9 +55,7 @@ class UNetSettings(Section):
         Timestep and class enter as a constant added to each channel. Normalising single channels would remove it, so a
         group has several channels.
         """
-        if self.norm_num_groups == "auto":
-            return largest_common_divisor(self.num_channels, max(1, min(32, min(self.num_channels) // 4)))
-        return self.norm_num_groups
+        return num_norm_groups(self.norm_num_groups, self.num_channels, 4)
 
     @property
     def res_blocks(self) -> tuple[int, ...]:

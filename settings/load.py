@@ -11,18 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from runtime.files.names import counted
+from runtime.files.names import counted, shortened
 from settings import migrations
 from settings.dotted import assign, has_key, look_up, overlap, remove
 from settings.errors import CheckpointError, ConfigError, Problem
 from settings.migrations import upgraded
 from settings.root import Settings
-from settings.section import WITHOUT_NUL, is_section
-from settings.yaml_reader import parse_value, read_document
+from settings.section import WITHOUT_NUL, is_section, takes_list
+from settings.yaml_reader import parse_value, read_document, value_text
 
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")
 _PATTERNS = {WITHOUT_NUL: "text without NUL characters"}
@@ -35,13 +34,9 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | 
     """
     path = Path(path)
     document = read_document(path)
-    values = document.values
-    if "version" in values:
-        values = upgraded(values, path)
+    values = upgraded(document.values, path) if "version" in document.values else document.values
     values.setdefault("name", path.stem)
-    alone = copy.deepcopy(values)
     overridden, problems = _apply(values, overrides)
-    _spread(values)
     of_file: list[Problem] = []
     try:
         settings = validate(values)
@@ -50,25 +45,15 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | 
             if any(overlap(problem.where, dotted) for dotted in overridden):
                 problems.append(problem)
             else:
-                of_file.append(problem)
+                line = document.lines.get(problem.where)
+                of_file.append(problem if line is None else replace(problem, where=f"line {line}, {problem.where}"))
     if of_file:
         by_override = (replace(problem, where=f"override {problem.where}") for problem in problems)
-        with_lines = (_with_line(problem, document.lines) for problem in of_file)
-        is_without = {*of_file} <= {*_problems(alone)}
-        source = str(path) if is_without else f"{path} with the overrides"
-        raise ConfigError([*by_override, *with_lines], source=source)
+        source = f"{path} with the overrides" if overrides else str(path)
+        raise ConfigError([*by_override, *of_file], source=source)
     if problems:
         raise ConfigError(problems, source="the overrides")
     return settings
-
-
-def _problems(values: dict[str, Any]) -> tuple[Problem, ...]:
-    _spread(values)
-    try:
-        validate(values)
-    except ConfigError as error:
-        return error.problems
-    return ()
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -78,33 +63,33 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     overridden, problems = _apply(values, overrides)
-    _spread(values)
     try:
-        Settings.model_validate(values)
+        Settings.model_validate(_with_lists(values))
     except ValidationError as error:
         problems += _translate(error.errors(include_url=False), values).values()
     except ConfigError:
         pass  # a rule, whose other keys are not known yet
     if problems:
         raise ConfigError(problems, source="the overrides")
-    return {dotted: look_up(values, dotted) for dotted in overridden}
+    return {dotted: look_up(_with_lists(values), dotted) for dotted in overridden}
 
 
 def validate(values: dict[str, Any]) -> Settings:
     """Validate nested values; raise `ConfigError` with every problem, whether with one key or between several."""
+    values = _with_lists(values)
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        found = _translate(error.errors(include_url=False), values)
+        wrong = _translate(error.errors(include_url=False), values)
         pruned = copy.deepcopy(values)
-        for dotted in found:
+        for dotted in wrong:
             remove(pruned, dotted)
-        problems = list(found.values())
+        problems = list(wrong.values())
         try:
             # pydantic runs the rules only once every key is valid, so run them again without the invalid keys.
             # A further ValidationError concerns something that is already reported.
             with suppress(ValidationError):
-                Settings.model_validate(pruned, context={"failed": frozenset(found)})
+                Settings.model_validate(pruned, context={"failed": frozenset(wrong)})
         except ConfigError as rules:
             problems += rules.problems
         raise ConfigError(problems) from None
@@ -137,10 +122,7 @@ def known_keys(kind: Any = Settings, prefix: str = "") -> Iterator[tuple[str, An
 
 def default_text(field: Any) -> str:
     """Return the default of a key as YAML on one line."""
-    default = field.get_default(call_default_factory=True)
-    return yaml.safe_dump(list(default) if isinstance(default, tuple) else default, default_flow_style=True).split(
-        "\n"
-    )[0]
+    return value_text(field.get_default(call_default_factory=True))
 
 
 def _apply(values: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
@@ -150,67 +132,59 @@ def _apply(values: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str],
         dotted, equals, text = override.partition("=")
         if not equals or not all(dotted.split(".")):
             remedy = "add = and a value" if not equals else "write a key before the =, such as data.num_workers"
-            problems.append(Problem(_cut(override), "not an override", "allowed: section.key=value", remedy))
+            problems.append(Problem(shortened(override), "not an override", "allowed: section.key=value", remedy))
             continue
         try:
             value = parse_value(text)
         except ValueError as error:
-            found = f"{_cut(repr(text))} is not a YAML value ({error})"
+            found = f"{shortened(repr(text))} is not a YAML value ({error})"
             problems.append(Problem(dotted, found, "", "correct or quote it"))
             continue
         try:
             assign(values, dotted, value)
+            overridden.append(dotted)
         except KeyError:
             problems.append(Problem(dotted, "a key before the last is not a section", "", _suggest(dotted)))
-        else:
-            overridden.append(dotted)
     return overridden, problems
 
 
-def _spread(values: dict[str, Any]) -> None:
-    """Turn text such as 64x64x32 or 64,64,32 into a list wherever a list is expected."""
+def _with_lists(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with text such as 64x64x32 or 64,64,32 as a list wherever a list is expected."""
+    values = copy.deepcopy(values)
     for dotted, field in known_keys():
         text = look_up(values, dotted)
-        if isinstance(text, str) and "tuple" in str(field.annotation):
+        if isinstance(text, str) and takes_list(field.annotation):
             parts = re.split(r"\s*[x,\u00d7]\s*", text.strip())
             if len(parts) > 1 and all(map(_NUMBER.fullmatch, parts)):
                 assign(values, dotted, [parse_value(part) for part in parts])
+    return values
 
 
 def _translate(errors: list[ErrorDetails], values: dict[str, Any]) -> dict[str, Problem]:
     """Turn pydantic's errors into problems, one per key."""
+    fields = dict(known_keys())
     grouped: dict[str, list[ErrorDetails]] = {}
     for error in errors:
-        grouped.setdefault(_dotted(error["loc"]), []).append(error)
-    return {where: _problem(where, group, values) for where, group in grouped.items()}
+        # The config key, without list positions and union members.
+        parts: list[str] = []
+        for part in error["loc"]:
+            if parts and not ((field := fields.get(".".join(parts))) and is_section(field)):
+                break
+            parts.append(str(part))
+        grouped.setdefault(".".join(parts), []).append(error)
+    return {
+        where: _problem(where, fields.get(where), group, look_up(values, where)) for where, group in grouped.items()
+    }
 
 
-def _dotted(location: tuple[int | str, ...]) -> str:
-    """Return the config key of an error, without list positions and union members."""
-    names = dict(known_keys())
-    parts: list[str] = []
-    for part in location:
-        dotted = ".".join([*parts, str(part)])
-        if parts and not is_section(names[".".join(parts)]):
-            break
-        parts.append(str(part))
-        if dotted not in names:
-            break
-    return ".".join(parts)
-
-
-def _problem(where: str, group: list[ErrorDetails], values: dict[str, Any]) -> Problem:
-    fields = dict(known_keys())
-    if where not in fields:
+def _problem(where: str, field: Any, group: list[ErrorDetails], value: Any) -> Problem:
+    if field is None:
         # Letters of other alphabets can look like ASCII letters.
-        found = "unknown key" if where.isascii() else f"unknown key, in ASCII {where!a}"
-        return Problem(where, found, "", _suggest(where))
-    field = fields[where]
+        return Problem(where, "unknown key" + ("" if where.isascii() else f", in ASCII {where!a}"), "", _suggest(where))
     if is_section(field):
-        return Problem(where, f"{look_up(values, where)!r} is not a section", "", "indent its keys below it")
-    value = look_up(values, where)
+        return Problem(where, f"{value!r} is not a section", "", "indent its keys below it")
     allowed = " or ".join(dict.fromkeys(_allowed(error) for error in group if not _is_echo(error, value)))
-    found = f"found {_shown(value)}"
+    found = f"found {shortened(repr(value) if isinstance(value, str) else value_text(value))}"
     return Problem(where, found, f"allowed: {allowed}", f"for example {default_text(field)}")
 
 
@@ -253,31 +227,14 @@ def _allowed(error: ErrorDetails) -> str:
 def _suggest(where: str) -> str:
     """Suggest known keys for an unknown one: the same name in another section, else a similar name."""
     names = [name for name, _ in known_keys()]
-    last = where.rsplit(".", 1)[-1]
-    same = [name for name in names if name.rsplit(".", 1)[-1] == last]
+    parent, _, last = where.rpartition(".")
+    same = [name for name in names if name.rpartition(".")[2] == last]
     if same:
         return "did you mean " + " or ".join(same) + "?"
-    parent = where.rsplit(".", 1)[0] + "." if "." in where else ""
-    siblings = {n.removeprefix(parent): n for n in names if n.startswith(parent) and "." not in n.removeprefix(parent)}
-    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {siblings[near[0]]}?"
-    by_last = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
-    near = difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)
-    if near:
-        return f"did you mean {by_last[near[0]]}?"
+    siblings = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == parent}
+    anywhere = {name.rpartition(".")[2]: name for name in reversed(names)}
+    for choices, cutoff in ((siblings, 0.6), (anywhere, 0.7)):
+        near = difflib.get_close_matches(last, choices, n=1, cutoff=cutoff)
+        if near:
+            return f"did you mean {choices[near[0]]}?"
     return f"this section has: {', '.join(siblings)}" if siblings else "remove it"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value) if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0]
-    return _cut(" ".join(text.split()))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _with_line(problem: Problem, lines: dict[str, int]) -> Problem:
-    line = lines.get(problem.where)
-    return problem if line is None else replace(problem, where=f"line {line}, {problem.where}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -59,14 +59,25 @@ WITHOUT_NUL = r"^[^\x00]*$"
 PathText = Annotated[str, Field(min_length=1, max_length=4096, pattern=WITHOUT_NUL)]
 
 
+def takes_list(annotation: Any) -> bool:
+    """Return whether a type, or a member of a union of types, is a list in YAML."""
+    return get_origin(annotation) is tuple or any(map(takes_list, get_args(annotation)))
+
+
 def is_section(field: Any) -> bool:
     """Return whether a field of a section is itself a section."""
     return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 
 
-def largest_common_divisor(channels: tuple[int, ...], at_most: int) -> int:
-    """Return the largest number up to `at_most` that divides every channel count."""
-    return max(n for n in range(1, at_most + 1) if all(c % n == 0 for c in channels))
+def num_norm_groups(asked: int | str, channels: tuple[int, ...], fewest_channels: int) -> int:
+    """Return the groups of each GroupNorm; for auto the most up to 32 that divide every channel count.
+
+    A group then has at least `fewest_channels` channels.
+    """
+    if isinstance(asked, int):
+        return asked
+    most = max(1, min(32, min(channels) // fewest_channels))
+    return max(n for n in range(1, most + 1) if all(c % n == 0 for c in channels))
 
 
 def per_level(value: int | tuple[int, ...], num_levels: int) -> tuple[int, ...]:

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from settings import migrations
-from settings.dotted import look_up, overlap
+from settings.dotted import assign, look_up, overlap
 from settings.load import known_keys, load_settings
 from settings.root import Settings
 from settings.section import is_section
-from settings.yaml_reader import read_document
+from settings.yaml_reader import read_document, value_text
 
 _TRAINING = "autoencoder.training"
 SHOWN = (
@@ -77,54 +75,28 @@ def dump_short(settings: Settings, comment: Comment = lambda dotted, field: "") 
     leaves = list(_leaves())
     shown = [leaf for key in SHOWN for leaf in leaves if overlap(leaf, key)]
     others = [leaf for leaf in leaves if leaf not in shown and look_up(settings, leaf) != look_up(defaults, leaf)]
-    return yaml_text(settings, _grouped([*shown, *others]), comment)
+    return yaml_text(settings, [*shown, *others], comment)
 
 
 def yaml_text(settings: Settings, keys: Iterable[str], comment: Comment) -> str:
-    """Return these keys as YAML, a line for each; those of one section must follow one another."""
-    return "\n".join(_lines(settings, keys, comment)).lstrip("\n") + "\n"
-
-
-def value_text(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    plain = _plain(value)
-    text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf")).removesuffix("\n").removesuffix("\n...")
-    if "\n" in text:  # a line break inside a text, which only double quotes escape
-        text = yaml.safe_dump(plain, default_flow_style=True, default_style='"', width=float("inf")).removesuffix("\n")
-    return text
-
-
-def _lines(settings: Settings, keys: Iterable[str], comment: Comment) -> Iterator[str]:
-    fields = dict(known_keys())
-    opened: list[str] = []
+    """Return these keys as YAML, a line for each, with those of one section together."""
+    tree: dict[str, Any] = {}
     for dotted in keys:
-        *parents, name = dotted.split(".")
-        same = next((n for n, pair in enumerate(zip(opened, parents, strict=False)) if pair[0] != pair[1]), None)
-        common = min(len(opened), len(parents)) if same is None else same
-        for depth in range(common, len(parents)):
-            if depth == 0:
-                yield ""
-            yield f"{'  ' * depth}{parents[depth]}:"
-        opened = parents
-        line = f"{'  ' * len(parents)}{name}: {value_text(look_up(settings, dotted))}"
-        note = comment(dotted, fields[dotted])
-        yield f"{line.ljust(COMMENT_COLUMN - 1)} # {note}" if note else line
+        assign(tree, dotted, dotted)
+    fields = dict(known_keys())
+
+    def lines(section: dict[str, Any], indent: str) -> Iterator[str]:
+        for name, entry in section.items():
+            if isinstance(entry, dict):
+                yield f"{indent}{name}:" if indent else f"\n{name}:"
+                yield from lines(entry, indent + "  ")
+            else:
+                line = f"{indent}{name}: {value_text(look_up(settings, entry))}"
+                note = comment(entry, fields[entry])
+                yield f"{line.ljust(COMMENT_COLUMN - 1)} # {note}" if note else line
+
+    return "\n".join(lines(tree, "")).lstrip("\n") + "\n"
 
 
 def _leaves() -> Iterator[str]:
     return (dotted for dotted, field in known_keys() if not is_section(field))
-
-
-def _grouped(keys: Sequence[str], depth: int = 0) -> list[str]:
-    """Return dotted keys with those of one section together, sections in the order of their first key."""
-    names = list(dict.fromkeys(key.split(".")[depth] for key in keys))
-    result: list[str] = []
-    for name in names:
-        inner = [key for key in keys if key.split(".")[depth] == name]
-        is_leaf = len(inner) == 1 and inner[0].count(".") == depth
-        result += inner if is_leaf else _grouped(inner, depth + 1)
-    return result
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(part) for part in value] if isinstance(value, tuple | list) else value

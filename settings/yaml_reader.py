@@ -1,10 +1,10 @@
-"""Reads YAML 1.2 with line numbers: 1e-4 is a number, `no` is text, and a duplicate key is an error."""
+"""Reads YAML 1.2 with line numbers: 1e-4 is a number, `no` is text, and a duplicate key is an error. Writes values."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,47 +91,7 @@ class Document:
     """The values of a YAML file, and the line of each dotted key."""
 
     values: dict[str, Any]
-    lines: dict[str, int] = field(default_factory=dict)
-
-
-def parse_value(text: str) -> Any:
-    """Parse one value as in a file; raise `ValueError` with the reason if it is not YAML."""
-    return _parse(text, lambda node: None)
-
-
-def read_document(path: Path) -> Document:
-    """Read a config file; raise `ConfigError` if it is missing, is not YAML, or repeats a key."""
-    try:
-        text = read_text(path, LARGEST_FILE)
-    except FileNotFoundError:
-        near = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        remedy = f"this folder has: {', '.join(near)}" if near else "give the path of a YAML file"
-        raise ConfigError([Problem(str(path), "no such file", "", remedy)]) from None
-    except OSError as error:
-        found = f"cannot be read ({reason(error)})"
-        raise ConfigError([Problem(str(path), found, "allowed: a UTF-8 text file")]) from None
-    problems: list[Problem] = []
-    lines: dict[str, int] = {}
-    try:
-        values = _parse(text, lambda node: _walk(node, "", lines, problems))
-    except _NotYamlError as error:
-        where = f"{path}:{error.line}" if error.line else str(path)
-        raise ConfigError([Problem(where, f"not valid YAML ({error})", "", "check indentation and quotes")]) from None
-    if problems:
-        raise ConfigError(problems, source=str(path))
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise ConfigError(
-            [
-                Problem(
-                    str(path),
-                    f"holds {'a list' if isinstance(values, list) else 'one value'}",
-                    "allowed: keys with values",
-                )
-            ]
-        )
-    return Document(values, lines)
+    lines: dict[str, int]
 
 
 class _NotYamlError(ValueError):
@@ -142,16 +102,48 @@ class _NotYamlError(ValueError):
         self.line = line
 
 
-def _parse(text: str, inspect: Callable[[yaml.Node], None]) -> Any:
-    """Return the value of a text after passing its root node to `inspect`; raise `_NotYamlError`."""
-    loader: _Loader | None = None
+def parse_value(text: str) -> Any:
+    """Parse one value as in a file; raise `ValueError` with the reason if it is not YAML."""
+    return _parse(text)[0]
+
+
+def read_document(path: Path) -> Document:
+    """Read a config file; raise `ConfigError` if it is missing, is not YAML, or repeats a key."""
+    try:
+        values, keys = _parse(read_text(path, LARGEST_FILE))
+    except FileNotFoundError:
+        near = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        remedy = f"this folder has: {', '.join(near)}" if near else "give the path of a YAML file"
+        raise ConfigError([Problem(str(path), "no such file", "", remedy)]) from None
+    except OSError as error:
+        found = f"cannot be read ({reason(error)})"
+        raise ConfigError([Problem(str(path), found, "allowed: a UTF-8 text file")]) from None
+    except _NotYamlError as error:
+        where = f"{path}:{error.line}" if error.line else str(path)
+        raise ConfigError([Problem(where, f"not valid YAML ({error})", "", "check indentation and quotes")]) from None
+    lines: dict[str, int] = {}
+    problems = []
+    for dotted, line in keys:
+        if dotted in lines:
+            found = f"given twice, on lines {lines[dotted]} and {line}"
+            problems.append(Problem(dotted, found, "allowed: once", "remove one"))
+        lines[dotted] = line
+    if problems:
+        raise ConfigError(problems, source=str(path))
+    if values is not None and not isinstance(values, dict):
+        found = f"holds {'a list' if isinstance(values, list) else 'one value'}"
+        raise ConfigError([Problem(str(path), found, "allowed: keys with values")])
+    return Document(values or {}, lines)
+
+
+def _parse(text: str) -> tuple[Any, list[tuple[str, int]]]:
+    """Return the value of a text, and its dotted keys with their lines; raise `_NotYamlError`."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        if node is None:
-            return None
-        inspect(node)
-        return loader.construct_document(node)
+        # First the keys, because constructing a document adds those that << merges.
+        keys = list(_keys(node))
+        return None if node is None else loader.construct_document(node), keys
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise _NotYamlError(f"the character U+{int(error.character):04X} is not allowed", line) from None
@@ -159,20 +151,23 @@ def _parse(text: str, inspect: Callable[[yaml.Node], None]) -> Any:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error)
         raise _NotYamlError(problem, mark.line + 1 if mark else None) from None
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
-def _walk(node: yaml.Node, prefix: str, lines: dict[str, int], problems: list[Problem]) -> None:
-    """Record the line of each key, and a problem for each duplicate."""
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for name, value in node.value:
-        dotted = f"{prefix}{name.value}"
-        line = name.start_mark.line + 1
-        if dotted in lines:
-            found = f"given twice, on lines {lines[dotted]} and {line}"
-            problems.append(Problem(dotted, found, "allowed: once", "remove one"))
-        lines[dotted] = line
-        _walk(value, f"{dotted}.", lines, problems)
+def _keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Yield each dotted key below a node with its line."""
+    for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        yield f"{prefix}{name.value}", name.start_mark.line + 1
+        yield from _keys(value, f"{prefix}{name.value}.")
+
+
+def value_text(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    plain = _plain(value)
+    text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf")).removesuffix("\n").removesuffix("\n...")
+    if "\n" in text:  # a line break inside a text, which only double quotes escape
+        text = yaml.safe_dump(plain, default_flow_style=True, default_style='"', width=float("inf")).removesuffix("\n")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(part) for part in value] if isinstance(value, tuple | list) else value

@@ -47,6 +47,10 @@ class FolderOfImages:
     others: tuple[Path, ...]
     """Readable DICOM files without pixels, such as reports."""
 
+    def series_of(self, path: Path) -> tuple[Slice, ...]:
+        """Return the images of the series that a file belongs to; none if that is not known."""
+        return next((images for images in self.series.values() if any(image.path == path for image in images)), ())
+
 
 def is_dicom(path: Path) -> bool:
     """Return whether a file is DICOM by its suffix or, if it has none, by its first bytes."""
@@ -66,8 +70,8 @@ def is_dicom(path: Path) -> bool:
 def scan(folder: Path) -> FolderOfImages:
     """Read the headers of all DICOM files in a folder; unchanged folders are not read twice."""
     entries = []
-    with os.scandir(folder) as found:
-        for entry in found:
+    with os.scandir(folder) as listing:
+        for entry in listing:
             if entry.name.startswith(".") or entry.is_dir():
                 continue
             # A link to nothing may have been a slice; elsewhere than in a link only regular files are opened.
@@ -103,18 +107,18 @@ def _scan(folder: Path, entries: tuple[tuple[Any, ...], ...]) -> FolderOfImages:
             continue
         is_localizer = "LOCALIZER" in [str(kind).upper() for kind in ([kinds] if isinstance(kinds, str) else kinds)]
         series.setdefault(uid, []).append(Slice(path, uid, is_localizer, values))
-    return FolderOfImages({uid: tuple(found) for uid, found in series.items()}, tuple(unreadable), tuple(others))
+    return FolderOfImages({uid: tuple(images) for uid, images in series.items()}, tuple(unreadable), tuple(others))
 
 
 def slices_of(path: Path) -> tuple[Slice, ...]:
     """Return the images of the series that a file belongs to, without localizers unless there is nothing else."""
     folder = scan(path.parent)
-    found = next((images for images in folder.series.values() if any(image.path == path for image in images)), None)
-    if found is None:
+    series = folder.series_of(path)
+    if not series:
         with library("dicom"):
             pydicom.dcmread(path, stop_before_pixels=True)
         raise UnsuitableError("a DICOM file without an image; remove it")
-    images = tuple(image for image in found if not image.is_localizer)
+    images = tuple(image for image in series if not image.is_localizer)
     if not images:
         raise UnsuitableError("a localizer, not a volume; remove it")
     if folder.unreadable:
@@ -132,11 +136,9 @@ def files_of(path: Path) -> list[Path]:
         folder = scan(path.parent)
     except OSError:
         return [path]
-    for images in folder.series.values():
-        if any(image.path == path for image in images):
-            # A damaged neighbour makes the series unusable, so its repair must count as a change.
-            return [image.path for image in images] + list(folder.unreadable)
-    return [path]
+    images = folder.series_of(path)
+    # A damaged neighbour makes the series unusable, so its repair must count as a change.
+    return [*(image.path for image in images), *folder.unreadable] if images else [path]
 
 
 def parted(paths: Iterable[Path]) -> dict[Path, str]:
@@ -148,21 +150,21 @@ def parted(paths: Iterable[Path]) -> dict[Path, str]:
     parts: dict[str, dict[Path, tuple[Slice, ...]]] = {}
     for path in paths:
         with contextlib.suppress(OSError):
-            for uid, images in scan(path.parent).series.items():
-                if uid and any(image.path == path for image in images):
-                    parts.setdefault(uid, {})[path] = images
-    found = {}
+            images = scan(path.parent).series_of(path)
+            if images and images[0].series:
+                parts.setdefault(images[0].series, {})[path] = images
+    texts = {}
     for series in parts.values():
         places = [{str(image.get("ImagePositionPatient")) for image in images} for images in series.values()]
         folders = {path.parent for path in series}
         if len(folders) == len(places) > 1 and len(set.union(*places)) == sum(map(len, places)):
             for path, images in series.items():
                 others = ", ".join(printable(folder.name) for folder in sorted(folders - {path.parent})[:3])
-                found[path] = (
-                    f"{printable(path)}: {len(images)} slices of a series that goes on in {others}; the slices of a "
-                    "volume must be in one folder; move them together, or give each scan a SeriesInstanceUID of its own"
+                texts[path] = (
+                    f"{len(images)} slices of a series that goes on in {others}; the slices of a volume must be in one "
+                    "folder; move them together, or give each scan a SeriesInstanceUID of its own"
                 )
-    return found
+    return texts
 
 
 def read_header(path: Path) -> Header:

@@ -49,15 +49,15 @@ class Slice:
         """Return an element as `count` finite numbers; raise UnsuitableError if it is not that."""
         value = self.get(name)
         try:
-            found = np.array(value, dtype=np.float64).reshape(-1)
+            numbers = np.array(value, dtype=np.float64).reshape(-1)
         except (TypeError, ValueError):
-            found = np.empty(0)
-        if found.size != count or not np.isfinite(found).all():
+            numbers = np.empty(0)
+        if numbers.size != count or not np.isfinite(numbers).all():
             raise UnsuitableError(
                 f"{printable(self.path.name)} has {name} {printable(value)[:40]}; {count} finite "
                 f"{'number is' if count == 1 else 'numbers are'} needed; export the series again"
             )
-        return found
+        return numbers
 
     def scale(self) -> tuple[float, float]:
         """Return slope and intercept; 1 and 0 where the header gives none."""

@@ -20,7 +20,10 @@ from nibabel.volumeutils import apply_read_scaling
 from nibabel.wrapstruct import WrapStructError
 from pydicom.errors import InvalidDicomError
 
-from data.files.itk_headers import HeaderError
+
+class HeaderError(Exception):
+    """A header that must not be passed to ITK."""
+
 
 # What the libraries raise for damaged files, found by damaging files of every format at random and field by field. Only
 # calls into a library are guarded, so that a bug of ours is never reported as a damaged file.

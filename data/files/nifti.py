@@ -1,7 +1,8 @@
-"""Reads NIfTI-1 and NIfTI-2, plain and gzipped."""
+"""Reads NIfTI-1 and NIfTI-2, plain and gzipped; gzip is inflated by ISA-L, several times faster than by zlib."""
 
 from __future__ import annotations
 
+import gzip
 import math
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import nibabel as nib
 import nibabel.imageglobals
 import numpy as np
+from isal.igzip import IGzipFile
 
 from data.files.header import Header, Stored, UnsuitableError, library, numeric, spatial
-from data.files.inflate import inflate
 
 # nibabel logs header repairs of files whose problems we report ourselves.
 nibabel.imageglobals.logger.setLevel("CRITICAL")
@@ -48,7 +49,7 @@ def read_voxels(path: Path, header: Header) -> Stored:
     with library("nifti"):
         size = proxy.offset + count * dtype.itemsize
         # The suffix decides and not the content, as in nibabel.
-        raw = inflate(path, size) if path.name.lower().endswith(".gz") else np.fromfile(path, np.uint8, size)
+        raw = _inflated(path, size) if path.name.lower().endswith(".gz") else np.fromfile(path, np.uint8, size)
         if raw.size < size:
             raise OSError(f"Expected {size} bytes, got {raw.size} bytes from the file")
         flat = raw[proxy.offset : size].view(dtype)
@@ -79,3 +80,26 @@ def _affine(image: Any) -> np.ndarray:
 
 def _num_colours(dtype: np.dtype) -> int:
     return len(dtype.names) if dtype.names in COLOURS else 0
+
+
+def _inflated(path: Path, size: int) -> np.ndarray:
+    """Return the first `size` bytes of a gzip file's content as uint8, after checking all of it.
+
+    Damage raises OSError, EOFError, ValueError or zlib.error; a shorter content raises EOFError.
+    """
+    out = np.empty(size, np.uint8)
+    with path.open("rb") as file:
+        if file.read(2) != b"\x1f\x8b":
+            raise gzip.BadGzipFile("Not a gzipped file")
+        file.seek(0)
+        with IGzipFile(fileobj=file, mode="rb") as content:
+            done = 0
+            while done < size:
+                count = content.readinto(out.data[done:])
+                if not count:
+                    raise EOFError(f"Expected {size} bytes, got {done} bytes")
+                done += count
+            # The checksum follows the last byte, so read to the end.
+            while content.read(1 << 20):
+                pass
+    return out

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from data.formats import read_stored
-from data.geometry import geometry_of
+from data.geometry import geometry_of, in_planes
 from data.poses import Pose
 from data.reading import VolumeFacts
 from runtime.files.names import printable
@@ -36,12 +36,9 @@ def label_shares(
     for number, value in enumerate(values or range(num_classes)):
         if number == 0:
             continue
-
-        def planes(part: slice, value: int = value) -> np.ndarray:
-            # In the network's range, because padding gets its lower end: no share.
-            return 2 * (stored.values(oriented[..., part]) == value).astype(np.float32) - 1
-
-        share = geometry.to_network_grid(1, planes)[0] / 2 + 0.5
+        # In the network's range, because padding gets its lower end: no share.
+        parts = (2 * (stored.values(part) == value).astype(np.float32) - 1 for part in in_planes(oriented))
+        share = geometry.to_network_grid(1, parts)[0] / 2 + 0.5
         shares[number] = _averaged(share if pose is None else pose.apply(share, order=1), grid)
     shares[0] = np.maximum(1 - shares[1:].sum(axis=0), 0)
     return shares
@@ -52,11 +49,8 @@ def mask_on_grid(path: Path, s: DataSettings, pose: Pose | None = None) -> np.nd
     stored, header = read_stored(path)
     geometry = geometry_of(header, s)
     oriented = geometry.oriented(stored.array)
-
-    def planes(part: slice) -> np.ndarray:
-        return 2 * (stored.values(oriented[..., part]) > 0).astype(np.float32) - 1
-
-    covered = geometry.to_network_grid(1, planes)[0]
+    parts = (2 * (stored.values(part) > 0).astype(np.float32) - 1 for part in in_planes(oriented))
+    covered = geometry.to_network_grid(1, parts)[0]
     # A little above the lower end, for the rounding of weights that add up to 1.
     return (covered if pose is None else pose.apply(covered, order=1)) > -1 + 1e-4
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.checking import check_files, outside_windows
 from data.formats import read_header
 from data.pairs.geometry import mismatch
 from data.pairs.label_maps import class_values, label_problem, mask_problem, values_text
 from data.pairs.numbers import Row, read_numbers
 from data.pairs.partners import find_partners
-from data.preparation.checking import check_files, outside_windows
 from data.reading import VolumeFacts, unusable
 from data.volumes import DataSplit, VolumeFile
 from runtime.files import run_folder
@@ -144,8 +144,8 @@ def volume_problem(
             f"{printable(path)}: {counted(facts.num_channels, 'channel')} ({' x '.join(map(str, facts.axes))}); "
             f"{VOLUME}.num_channels is {num_channels}; change one of the two"
         )
-    problem = unusable(path, facts, s) or next(outside_windows(path, facts, s), None)
-    return None if problem is None else problem.replace("data.intensity", intensity)
+    problem = unusable(facts, s, intensity) or next(outside_windows(facts, s, intensity), None)
+    return None if problem is None else f"{printable(path)}: {problem}"
 
 
 def label_reading(data: DataSettings, num_classes: int) -> DataSettings:
@@ -170,7 +170,7 @@ def _partners(
     for file, result in zip(paired, checked, strict=True):
         facts = result.facts
         if facts is None:
-            problems += result.problems
+            problems += map(str, result.problems)
             continue
         reasons = (
             mismatch(result.path, facts.header, file.path, read_header(file.path), data),

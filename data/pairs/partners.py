@@ -13,7 +13,7 @@ from typing import Any
 from data.discovery import expanded, read_table, series_in
 from data.files import dicom
 from data.formats import SUFFIXES, suffix_of
-from data.survey.names import LABEL_ENDINGS
+from data.names import LABEL_ENDINGS
 from data.volumes import VolumeFile
 from runtime.files.names import printable
 from runtime.files.reading import read_text, reason

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from data.files.header import Header
 from data.formats import read_header, read_stored
-from data.geometry import Geometry, geometry_of, regridded
+from data.geometry import Geometry, geometry_of, in_planes, regridded
 from data.intensity import scale_to_network
 from data.pairs.geometry import mismatch
 from data.pairs.label_maps import mask_on_grid
@@ -110,14 +110,8 @@ def space_of_volume(
         oriented = geometry.oriented(np.where(unknown, lowest, voxels))
     else:
         oriented = geometry.oriented(regridded(voxels, header.shape) if factors != (1, 1, 1) else voxels)
-
-    def planes(part: slice) -> np.ndarray:
-        values = np.array(oriented[..., part], dtype=np.float32)
-        for channel, low, high in zip(values, facts.lower, facts.upper, strict=True):
-            scale_to_network(channel, low, high)
-        return values
-
-    image = torch.from_numpy(geometry.to_network_grid(facts.num_channels, planes))
+    parts = (scale_to_network(np.array(part, np.float32), facts.lower, facts.upper) for part in in_planes(oriented))
+    image = torch.from_numpy(geometry.to_network_grid(facts.num_channels, parts))
     if not s.is_from_target:
         return image, Space(geometry)
     return image, Space(geometry, facts.lower, facts.upper, voxels, unknown, factors)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from data.survey.names import grouped
+from data.notes import grouped
 from memory.planning.choice import Choice
 from memory.planning.fingerprint import CT, LABEL_MAPS, Fingerprint
 from memory.planning.layout import Extent, Layout
@@ -162,7 +162,7 @@ def notes(found: Fingerprint, sizing: Sizing) -> list[str]:
     """Return what the user should know besides the values."""
     lines = []
     if found.problems:
-        shown = [*grouped(found.problems, ": ")]
+        shown = [*grouped(found.problems)]
         lines.append(
             f"{counted(len(found.problems), 'problem')} with files that this plan does without; training refuses the "
             f"folder until they are repaired or moved away: {' | '.join(shown)}"

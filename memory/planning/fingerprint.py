@@ -13,15 +13,15 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 
-from data.discovery import Found, class_names_of
+from data.checking import Checked, problems_of
+from data.discovery import DiscoveredVolume, class_names_of
 from data.formats import suffix_of
 from data.intensity import flat_text
-from data.preparation.checking import Checked, problems_of
+from data.notes import Note, problem_lines
+from data.overview import looks_like_labels, modality_of, outlier_lines, turned
 from data.reading import VolumeFacts
-from data.survey.names import problem_lines
-from data.survey.overview import looks_like_labels, modality_of, outlier_lines, turned
-from data.survey.patients import suspected_groups
-from data.volumes import check_source, split
+from data.split import split, suspected_groups
+from data.volumes import check_source
 from runtime.files.names import counted, printable
 from settings import DataError
 from settings.data import DataSettings
@@ -58,7 +58,7 @@ class Fingerprint:
     """
 
     source: str
-    found: tuple[Found, ...]
+    found: tuple[DiscoveredVolume, ...]
     sizes: tuple[Axes, ...]
     spacings: tuple[Axes, ...]
     num_without_spacing: int
@@ -77,9 +77,9 @@ class Fingerprint:
     classes: dict[str, int] = field(default_factory=dict)
     group_by: str | None = None
     num_label_maps: int = 0
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[Note, ...] = ()
     unusual: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
+    problems: tuple[Note, ...] = ()
 
     @property
     def number(self) -> int:
@@ -121,8 +121,8 @@ class Fingerprint:
             "intensity": {name: vars(getattr(self, name)) for name in ("lowest", "low", "median", "high")},
         }
         names = ("orientations", "num_channels", "types", "kinds", "num_without_spacing", "num_flat", "classes")
-        more = ("group_by", "num_label_maps", "left_out", "unusual", "problems")
-        plain = {name: getattr(self, name) for name in (*names, *more)}
+        plain = {name: getattr(self, name) for name in (*names, "group_by", "num_label_maps", "unusual")}
+        plain |= {name: [str(note) for note in getattr(self, name)] for name in ("left_out", "problems")}
         background = None if math.isnan(self.background) else self.background
         return {"source": self.source, "number": self.number, **spreads, **plain, "background": background}
 
@@ -138,13 +138,13 @@ def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None)
     known = Counter(checked.facts.num_channels for checked in source.checked if checked.facts is not None)
     num_channels = in_channels or (known.most_common(1)[0][0] if known else 1)
     found, facts, problems = [], [], []
-    for item, checked in zip(source.found, source.checked, strict=True):
+    for item, checked in zip(source.volumes, source.checked, strict=True):
         own = _problems(checked, s, num_channels)
         problems += own
         if not own and checked.facts is not None:
             found.append(item)
             facts.append(checked.facts)
-    if source.unlabelled or 2 * len(found) <= len(source.found):
+    if source.unlabelled or 2 * len(found) <= len(source.volumes):
         problems += source.unlabelled
         number = counted(len(problems), "problem")
         raise DataError(f"--data: {printable(s.source)} has {number}:\n{problem_lines(problems)}")
@@ -152,17 +152,17 @@ def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None)
 
 
 def fingerprint_of(
-    found: Sequence[Found],
+    found: Sequence[DiscoveredVolume],
     facts: Sequence[VolumeFacts],
     s: DataSettings,
-    left_out: Sequence[str] = (),
-    problems: Sequence[str] = (),
+    left_out: Sequence[Note] = (),
+    problems: Sequence[Note] = (),
 ) -> Fingerprint:
     """Return what volumes of the same number of channels are like; `problems` are those of volumes not among them."""
     names = [item.name for item in found]
     shapes = [turned(fact, s) for fact in facts]
     are_maps = all(looks_like_labels(fact) for fact in facts)
-    maps = [line for line in left_out if _is_label_map(line)]
+    maps = [note for note in left_out if note.is_label_map]
     return Fingerprint(
         source=s.source,
         found=tuple(found),
@@ -191,13 +191,13 @@ def fingerprint_of(
         classes=_classes(found),
         group_by=next((group_by for _, group_by in suspected_groups(found)), None),
         num_label_maps=len(maps) or _listed_label_maps(s.source),
-        left_out=tuple(line for line in left_out if line not in maps),
+        left_out=tuple(note for note in left_out if not note.is_label_map),
         unusual=tuple(outlier_lines(names, facts, s)),
         problems=tuple(problems),
     )
 
 
-def _problems(checked: Checked, s: DataSettings, num_channels: int) -> list[str]:
+def _problems(checked: Checked, s: DataSettings, num_channels: int) -> list[Note]:
     """Return what keeps a volume from being used; one that is nearly all background is left to the choice of range."""
     facts = checked.facts
     if facts is None:
@@ -205,7 +205,7 @@ def _problems(checked: Checked, s: DataSettings, num_channels: int) -> list[str]
     problems = list(problems_of(checked.path, facts, s, num_channels))
     if s.intensity.of_channel(0)[0] == "percentile" and _is_flat(facts) and facts.minimum < facts.maximum:
         flat = flat_text(facts.lower, facts.upper, s.intensity)
-        return [problem for problem in problems if not problem.endswith(flat)]
+        return [problem for problem in problems if problem.text != flat]
     return problems
 
 
@@ -213,16 +213,10 @@ def _is_flat(facts: VolumeFacts) -> bool:
     return not facts.num_not_finite and any(a >= b for a, b in zip(facts.lower, facts.upper, strict=True))
 
 
-def _classes(found: Sequence[Found]) -> dict[str, int]:
+def _classes(found: Sequence[DiscoveredVolume]) -> dict[str, int]:
     names = class_names_of(found)
     counts = Counter(item.class_name for item in found)
     return {name: counts[name] for name in names}
-
-
-def _is_label_map(line: str) -> bool:
-    """Return whether a line about a file that was left out says that it is a label map."""
-    reason = line.partition(": left out, ")[2]
-    return reason.startswith(("labels of", "a label map", "it looks like a label map"))
 
 
 def _listed_label_maps(source: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from data.survey.grids import stage_problems
+from data.overview import stage_problems
 from memory.planning.fingerprint import Fingerprint
 from memory.planning.layout import covered_extent, layouts
 from settings import Settings

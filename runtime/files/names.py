@@ -11,6 +11,11 @@ def printable(text: object, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in str(text))
 
 
+def shortened(text: str, longest: int = 60) -> str:
+    """Return text, cut to a number of characters."""
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: 1 entry, 2 entries, 2 keys."""
     if number == 1:

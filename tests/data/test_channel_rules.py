@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from data import load_volume, prepare_volumes
 from data.formats import write_nifti
-from data.preparation.store import PreparedFolder
+from data.store import PreparedFolder
 from diffusion.latent_files import latent_key
 from settings import ConfigError, DataError, validate
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
@@ -22,7 +21,7 @@ def by_channel(rules: list[list[Any]]) -> dict[str, list[Any]]:
     return dict(zip(("mode", "lower", "upper"), map(list, zip(*rules, strict=True)), strict=True))
 
 
-def test_each_channel_is_scaled_by_its_rule(tmp_path: Path) -> None:
+def test_each_channel_is_scaled_by_its_rule(tmp_path):
     voxels = random_voxels(0, (3, 12, 10, 8)) * np.array([0.5, 1, 0.1], np.float32)[:, None, None, None]
     write_nifti(tmp_path / "a.nii.gz", voxels, np.eye(4))
     found = load_volume(tmp_path / "a.nii.gz", build_settings(intensity=by_channel(RULES)), 3).image.numpy()
@@ -32,7 +31,7 @@ def test_each_channel_is_scaled_by_its_rule(tmp_path: Path) -> None:
         np.testing.assert_allclose(mine, expected, atol=1e-5)
 
 
-def test_rules_are_checked_and_a_window_that_holds_nothing_is_named(tmp_path: Path) -> None:
+def test_rules_are_checked_and_a_window_that_holds_nothing_is_named(tmp_path):
     for channels, said in (
         ([*RULES, ["window", 0, 1]], "4 entries for 3 channels"),
         ([["window", 5, 5], *RULES[1:]], r"5 is not below upper \(5\)"),
@@ -48,7 +47,7 @@ def test_rules_are_checked_and_a_window_that_holds_nothing_is_named(tmp_path: Pa
         prepare_volumes(far, 0, 3)
 
 
-def test_other_rules_are_prepared_in_another_place() -> None:
+def test_other_rules_are_prepared_in_another_place():
     plain, ruled = build_settings(), build_settings(intensity=by_channel(RULES))
     assert PreparedFolder(ruled).folder != PreparedFolder(plain).folder
     assert latent_key(ruled, "weights", "fp32") != latent_key(plain, "weights", "fp32")

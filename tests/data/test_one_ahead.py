@@ -60,7 +60,3 @@ def test_items_are_let_go_by_the_thread_and_not_by_the_caller():
         assert [done for done, _ in freed] == list(range(len(freed)))
         assert number - 3 <= len(freed) <= number
     assert [name.startswith("data") for _, name in freed[:6]] == [True] * 6
-
-
-def test_items_that_the_caller_keeps_stay():
-    assert list(one_ahead(map(str, range(9)))) == [str(number) for number in range(9)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 from data.files.header import Header
 from data.formats import write_nifti
-from data.geometry import geometry_of
+from data.geometry import geometry_of, in_planes
 from data.pairs.geometry import mismatch
 from data.pairs.label_maps import label_problem, label_shares
 from data.pairs.numbers import read_numbers
@@ -145,10 +144,6 @@ def test_a_source_that_cannot_be_read_is_refused(folder, tmp_path, source, text)
         partner_names(source, volumes_of(folder))
 
 
-def part_of(image: np.ndarray, part: slice) -> np.ndarray:
-    return image[..., part]
-
-
 @pytest.mark.parametrize("resize", ["resample", "crop_or_pad"])
 @pytest.mark.parametrize("grid", [(12, 10, 8), (16, 8, 8)])
 def test_a_label_map_takes_the_way_of_its_volume(tmp_path, resize, grid):
@@ -165,7 +160,7 @@ def test_a_label_map_takes_the_way_of_its_volume(tmp_path, resize, grid):
     for value in (1, 2):
         # As an image in the network's range, whose lower end is what padding gets.
         image = geometry.oriented(2 * (voxels == value).astype(np.float32) - 1)
-        whole = geometry.to_network_grid(1, partial(part_of, image))[0] / 2 + 0.5
+        whole = geometry.to_network_grid(1, in_planes(image))[0] / 2 + 0.5
         blocks = whole.reshape(coarse[0], 2, coarse[1], 2, coarse[2], 2).mean(axis=(1, 3, 5))
         np.testing.assert_allclose(found[value], blocks, atol=1e-6)
     assert found[1:].std() > 0.05

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 import nibabel as nib
 import numpy as np
 import pytest
 
 from data.phantoms import CLASS_NAMES, generator_of, phantom, phantom_files, pose
-from data.volumes import prepare_volumes
 from settings import DataError
-from tests.data.small_volumes import build_settings
 
 GRID = (32, 32, 32)
 
 
-def test_phantoms_are_nifti_files_with_a_centred_affine(tmp_path: Path) -> None:
+def test_phantoms_are_nifti_files_with_a_centred_affine(tmp_path):
     paths = phantom_files(tmp_path, 3, (24, 20, 16), num_channels=1, seed=0)
     assert [path.parent.name for path in paths] == list(CLASS_NAMES)
     image = nib.load(paths[0])
@@ -27,7 +22,7 @@ def test_phantoms_are_nifti_files_with_a_centred_affine(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.array(image.shape) * image.header.get_zooms(), (200, 240, 200), rtol=1e-5)
 
 
-def test_phantoms_are_generated_once_and_further_ones_added(tmp_path: Path) -> None:
+def test_phantoms_are_generated_once_and_further_ones_added(tmp_path):
     paths = phantom_files(tmp_path, 3, GRID, 1, seed=0)
     times = [path.stat().st_mtime_ns for path in paths]
     more = phantom_files(tmp_path, 5, GRID, 1, seed=0)
@@ -40,7 +35,7 @@ def test_phantoms_are_generated_once_and_further_ones_added(tmp_path: Path) -> N
     assert paths[1].read_bytes() == content
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "runs").write_text("a file where the folder should be")
     with pytest.raises(
         DataError, match=r"phantoms cannot be written to .*runs.* a writable folder with free space is needed"
@@ -48,7 +43,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         phantom_files(tmp_path / "runs", 3, GRID, 1, seed=0)
 
 
-def test_phantoms_differ_by_number_and_seed_and_by_nothing_else() -> None:
+def test_phantoms_differ_by_number_and_seed_and_by_nothing_else():
     first = phantom(0, GRID, 1, seed=0)
     assert np.array_equal(first, phantom(0, GRID, 1, seed=0))
     for other in (phantom(3, GRID, 1, seed=0), phantom(0, GRID, 1, seed=1)):
@@ -65,7 +60,7 @@ def brain_of(index: int) -> np.ndarray:
     return phantom(index, GRID, 1, seed=5)[0][inside]
 
 
-def test_classes_show_in_the_anatomy() -> None:
+def test_classes_show_in_the_anatomy():
     dark, bright = [], []
     for kind in range(3):
         brains = [brain_of(kind + 3 * i) for i in range(6)]
@@ -76,22 +71,7 @@ def test_classes_show_in_the_anatomy() -> None:
     assert bright[lesion] > 2 * max(bright[healthy], bright[ventricles])
 
 
-def test_channels_show_the_same_anatomy_with_another_contrast() -> None:
+def test_channels_show_the_same_anatomy_with_another_contrast():
     first, second = phantom(0, GRID, 2, seed=0)
     assert np.corrcoef(first.ravel(), second.ravel())[0, 1] > 0.9
     assert np.abs(first - second).mean() > 20
-
-
-def test_phantoms_as_a_source_have_labels_and_both_sides() -> None:
-    volumes = prepare_volumes(build_settings(source="phantoms:6"), seed=0, in_channels=2)
-    files = (*volumes.train, *volumes.val)
-    assert volumes.class_names == CLASS_NAMES
-    assert sorted(file.label for file in files if file.label is not None) == [0, 0, 1, 1, 2, 2]
-    assert volumes.train
-    assert volumes.val
-
-
-def test_sixty_four_small_phantoms_take_seconds(tmp_path: Path) -> None:
-    start = time.process_time()
-    phantom_files(tmp_path, 64, GRID, 1, seed=3)
-    assert time.process_time() - start < 10

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from data import BatchPlan, load_file, load_volume, prepare_volumes, training_batches
+from data import BatchPlan, checking, load_file, load_volume, prepare_volumes, training_batches
+from data.batches import VolumeMemory
 from data.files.header import Stored
 from data.formats import write_nifti
-from data.preparation import checking
-from data.preparation.memory import VolumeMemory
-from data.preparation.store import PreparedFolder
 from data.reading import VolumeFacts, measure
+from data.store import PreparedFolder
 from runtime.files.atomic import replacing
 from settings import ConfigError, DataError, DataSettings, Settings
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
@@ -41,7 +38,7 @@ def files_of(settings) -> list[Path]:
 
 
 @pytest.mark.parametrize("values", WAYS)
-def test_prepared_volume_equals_the_one_that_is_read(folder: Path, values: dict[str, Any]) -> None:
+def test_prepared_volume_equals_the_one_that_is_read(folder, values):
     settings = build_settings(source=str(folder), **values)
     volumes = prepare_volumes(settings, seed=0, in_channels=1)
     for file in (*volumes.train, *volumes.val):
@@ -51,25 +48,11 @@ def test_prepared_volume_equals_the_one_that_is_read(folder: Path, values: dict[
         np.testing.assert_array_equal(kept.geometry.grid_affine, read.geometry.grid_affine)
 
 
-def test_settings_that_change_the_result_have_a_place_of_their_own() -> None:
+def test_settings_that_change_the_result_have_a_place_of_their_own():
     places = [PreparedFolder(build_settings(**values)).folder for values in WAYS]
     assert len(set(places)) == len(WAYS)
     later = {"patch_size": [4, 4, 4], "use_augmentation": True, "num_workers": 3, "val_fraction": 0.5}
     assert PreparedFolder(build_settings(**later)).folder == places[0]
-
-
-def test_a_volume_is_read_once_for_all_runs_and_a_changed_one_is_prepared_anew(folder: Path) -> None:
-    settings = build_settings(source=str(folder))
-    prepare_volumes(settings, seed=0, in_channels=1)
-    before = {path: path.stat().st_mtime_ns for path in files_of(settings)}
-    assert len(before) == 8
-    write_nifti(folder / "v3.nii.gz", random_voxels(99), AFFINE)
-    volumes = prepare_volumes(settings, seed=5, in_channels=1)
-    after = files_of(settings)
-    assert len(after) == 9
-    assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in before.items())
-    changed = next(file for file in (*volumes.train, *volumes.val) if file.name == "v3.nii.gz")
-    assert torch.equal(load_file(changed, settings).image, load_volume(changed.path, settings).image)
 
 
 def zeroed(content: bytes) -> bytes:
@@ -88,9 +71,7 @@ def zeroed(content: bytes) -> bytes:
         lambda content: content.replace(b'"affine": [[', b'"affine": [["x", ', 1),
     ],
 )
-def test_damaged_prepared_file_is_noticed_at_the_next_start_and_prepared_anew(
-    folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
-) -> None:
+def test_damaged_prepared_file_is_noticed_at_the_next_start_and_prepared_anew(folder, caplog, damage):
     settings = build_settings(source=str(folder))
     prepare_volumes(settings, seed=0, in_channels=1)
     victim = files_of(settings)[2]
@@ -101,7 +82,7 @@ def test_damaged_prepared_file_is_noticed_at_the_next_start_and_prepared_anew(
     assert "it is prepared anew" in caplog.text
 
 
-def test_a_prepared_file_swapped_for_another_is_noticed(folder: Path) -> None:
+def test_a_prepared_file_swapped_for_another_is_noticed(folder):
     settings = build_settings(source=str(folder))
     prepare_volumes(settings, seed=0, in_channels=1)
     one, other = files_of(settings)[:2]
@@ -112,7 +93,7 @@ def test_a_prepared_file_swapped_for_another_is_noticed(folder: Path) -> None:
 
 
 @pytest.mark.timeout(20)
-def test_a_pipe_or_a_missing_prepared_file_stops_the_run_with_an_error(folder: Path) -> None:
+def test_a_pipe_or_a_missing_prepared_file_stops_the_run_with_an_error(folder):
     settings = build_settings(source=str(folder))
     volumes = prepare_volumes(settings, seed=0, in_channels=1)
     steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 100)
@@ -127,7 +108,7 @@ def test_a_pipe_or_a_missing_prepared_file_stops_the_run_with_an_error(folder: P
         load_file(volumes.val[0], settings)
 
 
-def test_a_full_disk_is_reported_before_anything_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_read(folder, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 5000))
     monkeypatch.setattr(checking, "measure", None)
     text = r"preparing 8 volumes needs 0\.06 MiB in runs/prepared/.*, 0\.00 MiB is free; make room, or"
@@ -135,7 +116,7 @@ def test_a_full_disk_is_reported_before_anything_is_read(folder: Path, monkeypat
         prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
 
 
-def test_a_moved_folder_needs_no_space_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_moved_folder_needs_no_space_again(folder, monkeypatch):
     first = prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 5000))
     moved = folder.rename(folder.with_name("moved"))
@@ -146,16 +127,7 @@ def test_a_moved_folder_needs_no_space_again(folder: Path, monkeypatch: pytest.M
         prepare_volumes(build_settings(source=str(moved)), seed=0, in_channels=1)
 
 
-def test_preparation_logs_how_much_space_it_takes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
-    assert "preparing 8 volumes once, in runs/prepared/" in caplog.text
-    caplog.clear()
-    prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
-    assert "preparing" not in caplog.text
-
-
-def test_equal_files_are_prepared_once(folder: Path) -> None:
+def test_equal_files_are_prepared_once(folder):
     shutil.copy(folder / "v0.nii.gz", folder / "copy.nii.gz")
     settings = build_settings(source=str(folder))
     prepare_volumes(settings, seed=0, in_channels=1)
@@ -182,7 +154,7 @@ def start_preparing(folder: Path, slow: float) -> BaseProcess:
 
 
 @pytest.mark.timeout(300)
-def test_preparation_killed_ten_times_continues_where_it_stopped(folder: Path, tmp_path: Path) -> None:
+def test_preparation_killed_ten_times_continues_where_it_stopped(folder, tmp_path):
     for i in range(8, 26):
         write_nifti(folder / f"v{i}.nii.gz", random_voxels(i), AFFINE)
     settings = build_settings(source=str(folder))
@@ -203,7 +175,7 @@ def test_preparation_killed_ten_times_continues_where_it_stopped(folder: Path, t
 
 
 @pytest.mark.timeout(120)
-def test_two_processes_prepare_each_volume_once(folder: Path, tmp_path: Path) -> None:
+def test_two_processes_prepare_each_volume_once(folder, tmp_path):
     processes = [start_preparing(folder, 0.02) for _ in range(2)]
     for process in processes:
         process.join()
@@ -211,15 +183,16 @@ def test_two_processes_prepare_each_volume_once(folder: Path, tmp_path: Path) ->
     assert sorted((tmp_path / "read.txt").read_text().split()) == [f"v{i}.nii.gz" for i in range(8)]
 
 
-def test_older_configs_with_a_cache_rate_keep_their_meaning() -> None:
+def test_a_cache_rate_above_zero_means_memory_and_nothing_else():
     for rate, meaning in ((0, "disk"), (0.0, "disk"), (0.5, "memory"), (1, "memory")):
         assert Settings.model_validate({"data": {"cache_rate": rate}}).data.prepared == meaning
-    assert Settings.model_validate({"data": {"cache_rate": 1.0, "prepared": "none"}}).data.prepared == "none"
+    with pytest.raises(ConfigError, match=r"data.cache_rate: 1 with prepared: none; allowed: 0; set 0, or prepared: m"):
+        Settings.model_validate({"data": {"cache_rate": 1.0, "prepared": "none"}})
     with pytest.raises(ValueError, match="cache_rate"):
         Settings.model_validate({"data": {"cache_rate": 7}})
 
 
-def test_memory_is_shared_with_forked_processes_and_refused_when_too_large() -> None:
+def test_memory_is_shared_with_forked_processes_and_refused_when_too_large():
     memory = VolumeMemory(2, (1, 4, 4, 4))
     arguments = (0, torch.full((1, 4, 4, 4), 3.0), np.array([1.0, 2.0, 3.0]))
     process = multiprocessing.get_context("fork").Process(target=memory.put, args=arguments)
@@ -234,18 +207,7 @@ def test_memory_is_shared_with_forked_processes_and_refused_when_too_large() -> 
         VolumeMemory(1_000_000, (1, 512, 512, 512))
 
 
-def test_prepared_volumes_are_used_even_if_their_check_cannot_be_noted(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = build_settings(source=str(folder))
-    first = prepare_volumes(settings, seed=0, in_channels=1)
-    (PreparedFolder(settings).folder / "checked.json").unlink()
-    (PreparedFolder(settings).folder / "checked.json").mkdir()
-    assert prepare_volumes(settings, seed=0, in_channels=1) == first
-    assert "checked.json cannot be written" in caplog.text
-
-
-def test_what_a_killed_process_left_half_written_is_removed_later(folder: Path) -> None:
+def test_what_a_killed_process_left_half_written_is_removed_later(folder):
     settings = build_settings(source=str(folder))
     prepare_volumes(settings, seed=0, in_channels=1)
     place = PreparedFolder(settings).folder

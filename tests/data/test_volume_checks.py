@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import data
-from data.discovery import Found
+from data import checking
+from data.discovery import DiscoveredVolume
 from data.files.header import Stored
-from data.preparation import checking
 from data.volumes import check_source, prepare_volumes, split
 from settings import DataError, DataSettings
 from tests.data.small_volumes import build_settings, random_voxels
@@ -25,7 +25,7 @@ Make = Callable[..., Path]
 ROOT = Path(data.__file__).parent.parent
 
 
-def test_every_problem_of_every_file_is_in_one_report(make_volume: Make, tmp_path: Path) -> None:
+def test_every_problem_of_every_file_is_in_one_report(make_volume, tmp_path):
     make_volume("good.nii.gz")
     truncated = make_volume("truncated.nii.gz")
     truncated.write_bytes(truncated.read_bytes()[:1500])
@@ -50,7 +50,7 @@ def test_every_problem_of_every_file_is_in_one_report(make_volume: Make, tmp_pat
     assert problems["flat.nii.gz"].startswith("channel 0 is 7 at both the 0.5th and the 99.5th percentile")
 
 
-def test_window_scaling_allows_flat_volumes_inside_and_refuses_all_outside(make_volume: Make, tmp_path: Path) -> None:
+def test_window_scaling_allows_flat_volumes_inside_and_refuses_all_outside(make_volume, tmp_path):
     for name in ("flat.nii.gz", "level.nii.gz", "plane.nii.gz"):
         make_volume(name, np.full((1, 12, 10, 8), 7, np.float32))
     source = str(tmp_path / "volumes")
@@ -64,30 +64,26 @@ def test_window_scaling_allows_flat_volumes_inside_and_refuses_all_outside(make_
 @pytest.mark.parametrize(
     ("number", "text"), [(1, "1 volume, 1 to train on and 0"), (2, "2 volumes, 1 to train on and 1")]
 )
-def test_too_few_volumes_to_train_and_evaluate_are_refused(
-    make_volume: Make, tmp_path: Path, number: int, text: str
-) -> None:
+def test_too_few_volumes_to_train_and_evaluate_are_refused(make_volume, tmp_path, number, text):
     for i in range(number):
         make_volume(f"v{i}.nii.gz", random_voxels(i))
     with pytest.raises(DataError, match=rf"has {text} held out; at least 1 and 2 are needed; add volumes"):
         prepare_volumes(build_settings(source=str(tmp_path / "volumes")), seed=0, in_channels=1)
 
 
-def test_spacing_needs_files_that_carry_one(tmp_path: Path) -> None:
+def test_spacing_needs_files_that_carry_one(tmp_path):
     np.save(tmp_path / "v.npy", random_voxels(0)[0])
     with pytest.raises(DataError, match=r"v\.npy: numpy arrays carry no voxel spacing, and data\.spacing is set"):
         prepare_volumes(build_settings(source=str(tmp_path), spacing=[1.0, 1.0, 1.0]), seed=0, in_channels=1)
 
 
-def test_a_spacing_that_makes_a_volume_enormous_is_refused(folder: Path) -> None:
+def test_a_spacing_that_makes_a_volume_enormous_is_refused(folder):
     settings = build_settings(source=str(folder), spacing=[1e-4, 1e-4, 1e-4])
     with pytest.raises(DataError, match=r"data\.spacing makes it .* voxels, .* GiB; .* choose a larger spacing"):
         prepare_volumes(settings, seed=0, in_channels=1)
 
 
-def test_only_new_and_changed_files_are_read_again(
-    folder: Path, make_volume: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_new_and_changed_files_are_read_again(folder, make_volume, monkeypatch):
     settings = build_settings(source=str(folder))
     read: list[str] = []
     measure = checking.measure
@@ -108,17 +104,7 @@ def test_only_new_and_changed_files_are_read_again(
     assert sorted(read) == ["new.nii.gz", "v3.nii.gz"]
 
 
-def test_configs_that_share_files_keep_each_others_results(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = sorted(folder.iterdir())
-    settings = build_settings()
-    checking.check_files(paths, settings, 1, Path("memory"))
-    (folder / "v2.nii.gz").write_bytes((folder / "v1.nii.gz").read_bytes())
-    checking.check_files(paths[:4], settings, 1, Path("memory"))
-    monkeypatch.setattr(checking, "measure", None)
-    assert all(not item.problems for item in checking.check_files(paths, settings, 1, Path("memory")))
-
-
-def test_problems_are_not_remembered(folder: Path) -> None:
+def test_problems_are_not_remembered(folder):
     settings = build_settings(source=str(folder))
     content = (folder / "v1.nii.gz").read_bytes()
     (folder / "v1.nii.gz").write_bytes(content[:1000])
@@ -129,7 +115,7 @@ def test_problems_are_not_remembered(folder: Path) -> None:
     prepare_volumes(settings, seed=0, in_channels=1)
 
 
-def test_damaged_results_of_earlier_checks_are_ignored(folder: Path) -> None:
+def test_damaged_results_of_earlier_checks_are_ignored(folder):
     settings = build_settings(source=str(folder))
     first = prepare_volumes(settings, seed=0, in_channels=1)
     for content in ("", "[]", "{}", '["a", 1]', '["a", {"affine": 3}]', "\0", "[" * 100_000):
@@ -138,7 +124,7 @@ def test_damaged_results_of_earlier_checks_are_ignored(folder: Path) -> None:
         assert prepare_volumes(settings, seed=0, in_channels=1) == first
 
 
-def test_volumes_are_checked_even_if_results_cannot_be_kept(folder: Path, tmp_path: Path) -> None:
+def test_volumes_are_checked_even_if_results_cannot_be_kept(folder, tmp_path):
     (tmp_path / "runs").write_text("a file where the folder should be")
     volumes = prepare_volumes(build_settings(source=str(folder), prepared="none"), seed=0, in_channels=1)
     assert len(volumes.train) == 6
@@ -146,11 +132,11 @@ def test_volumes_are_checked_even_if_results_cannot_be_kept(folder: Path, tmp_pa
         prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
 
 
-def found(*names: str) -> list[Found]:
-    return [Found(Path(name), name) for name in names]
+def found(*names: str) -> list[DiscoveredVolume]:
+    return [DiscoveredVolume(Path(name), name) for name in names]
 
 
-def test_a_volume_that_is_added_or_removed_moves_at_most_one_other() -> None:
+def test_a_volume_that_is_added_or_removed_moves_at_most_one_other():
     s = build_settings(val_fraction=0.2)
     volumes = found(*(f"v{i}" for i in range(120)))
     held_out = [{*split(volumes[:number], s, seed=1)[1]} for number in range(60, 121)]
@@ -162,19 +148,19 @@ def test_a_volume_that_is_added_or_removed_moves_at_most_one_other() -> None:
     ("number", "val_fraction", "held_out"),
     [(102, 0.1, 10), (11, 0.2, 2), (48, 0.1, 5), (25, 0.1, 3), (3, 0.001, 2), (7, 0.999, 6), (7, 0.001, 2)],
 )
-def test_held_out_is_the_nearest_number_and_at_least_two(number: int, val_fraction: float, held_out: int) -> None:
+def test_held_out_is_the_nearest_number_and_at_least_two(number, val_fraction, held_out):
     for seed in range(3):
         train, val = split(found(*(f"v{i}" for i in range(number))), build_settings(val_fraction=val_fraction), seed)
         assert (len(train), len(val)) == (number - held_out, held_out)
 
 
-def test_a_listed_split_with_one_validation_volume_is_refused() -> None:
-    volumes = [Found(Path(f"v{i}"), f"v{i}", split="validation" if i == 0 else "training") for i in range(4)]
+def test_a_listed_split_with_one_validation_volume_is_refused():
+    volumes = [DiscoveredVolume(Path(f"v{i}"), f"v{i}", split="validation" if i == 0 else "training") for i in range(4)]
     with pytest.raises(DataError, match=r'3 to train on and 1 held out; .* change its lists "training" and'):
         split(volumes, build_settings(), 0)
 
 
-def test_the_fingerprint_follows_names_labels_and_split(folder: Path) -> None:
+def test_the_fingerprint_follows_names_labels_and_split(folder):
     settings = build_settings(source=str(folder))
     first = prepare_volumes(settings, seed=0, in_channels=1).fingerprint
     assert prepare_volumes(settings, seed=0, in_channels=1).fingerprint == first
@@ -182,7 +168,7 @@ def test_the_fingerprint_follows_names_labels_and_split(folder: Path) -> None:
     assert prepare_volumes(settings, seed=0, in_channels=1).fingerprint != first
 
 
-def test_names_that_are_not_unicode_are_handled(folder: Path) -> None:
+def test_names_that_are_not_unicode_are_handled(folder):
     strange = os.fsdecode(b"strange-\xff\n.nii.gz")
     (folder / "v0.nii.gz").rename(folder / strange)
     volumes = prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
@@ -192,13 +178,13 @@ def test_names_that_are_not_unicode_are_handled(folder: Path) -> None:
         prepare_volumes(build_settings(source=str(folder)), seed=0, in_channels=1)
 
 
-def test_volumes_are_found_and_checked_without_torch() -> None:
+def test_volumes_are_found_and_checked_without_torch():
     script = "import sys; sys.modules['torch'] = None; from data import prepare_volumes; import data.formats"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_volumes_with_the_same_bytes_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_volumes_with_the_same_bytes_are_reported(folder, caplog):
     settings = build_settings(source=str(folder))
     prepare_volumes(settings, seed=0, in_channels=1)
     assert "same bytes" not in caplog.text
@@ -217,11 +203,11 @@ def test_volumes_with_the_same_bytes_are_reported(folder: Path, caplog: pytest.L
         (np.linspace(0, 1, 960), {"mode": "window", "lower": -1e39, "upper": 1e39}),
     ],
 )
-def test_a_range_that_float32_cannot_scale_is_named(
-    tmp_path: Path, voxels: np.ndarray, intensity: dict[str, object]
-) -> None:
+def test_a_range_that_float32_cannot_scale_is_named(tmp_path, voxels, intensity):
     np.save(tmp_path / "v.npy", voxels.reshape(12, 10, 8))
     np.save(tmp_path / "w.npy", np.linspace(1e6, 1e6 + 100, 960).reshape(12, 10, 8))
     source = check_source(build_settings(source=str(tmp_path), intensity=intensity), 0, 1)
-    assert re.search(r"channel 0 is scaled from .*, a range that float32 cannot resolve; change", source.problems[0])
+    assert re.search(
+        r"channel 0 is scaled from .*, a range that float32 cannot resolve; change", source.problems[0].text
+    )
     assert len(source.problems) == (2 if intensity else 1)

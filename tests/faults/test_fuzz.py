@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data import load_volume
-from data.discovery import discover
+from data.discovery import find
 from settings import DataSettings, UserError, dump_yaml, known_keys, load_settings
 from tests.support.fuzz_cases import VALUES
 from training.checkpoints import Checkpoints
@@ -100,7 +100,7 @@ def test_any_document(tmp_path, document):
 )
 def test_any_dataset_json(tmp_path, listing):
     (tmp_path / "dataset.json").write_text(json.dumps(listing))
-    found, error = attempt(lambda: discover(str(tmp_path)))
+    found, error = attempt(lambda: find(str(tmp_path))[0])
     assert error or all(item.path.resolve().is_relative_to(tmp_path.resolve()) for item in found)
 
 

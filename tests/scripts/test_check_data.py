@@ -16,9 +16,7 @@ import numpy as np
 import pytest
 
 from data.formats import write_nifti
-from data.preparation import checking
-from data.reading import measure
-from settings import DataSettings, load_settings
+from settings import load_settings
 from tests.data.test_dicom import write_series
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,9 +57,7 @@ def write_volumes(folder: Path) -> None:
         write_nifti(folder / f"{name}.nii.gz", rng.normal(100, 20, (1, 10, 12, 14)).astype(np.float32), np.eye(4))
 
 
-def test_good_volumes_are_listed_with_a_summary(
-    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_good_volumes_are_listed_with_a_summary(check_here, tmp_path, capsys):
     write_volumes(tmp_path / "volumes")
     assert check_here("data.source=volumes") == 0
     output = capsys.readouterr()
@@ -73,9 +69,7 @@ def test_good_volumes_are_listed_with_a_summary(
     assert "preparing volumes" in output.err
 
 
-def test_next_command_can_be_pasted_into_a_shell(
-    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_next_command_can_be_pasted_into_a_shell(check_here, tmp_path, capsys):
     write_volumes(tmp_path / "my volumes")
     overrides = ["data.source=my volumes", "data.group_by=(.*)[.]nii"]
     assert check_here(*overrides) == 0
@@ -83,7 +77,7 @@ def test_next_command_can_be_pasted_into_a_shell(
     assert shlex.split(following) == ["python", "train_autoencoder.py", *ARGUMENTS[1:], *overrides]
 
 
-def test_every_problem_is_listed_and_the_exit_code_is_2(tmp_path: Path) -> None:
+def test_every_problem_is_listed_and_the_exit_code_is_2(tmp_path):
     write_volumes(tmp_path / "volumes")
     (tmp_path / "volumes/ill/a.nii.gz").write_text("text")
     np.save(tmp_path / "volumes/well/flat.npy", np.ones((4, 4, 4)))
@@ -100,9 +94,7 @@ def test_every_problem_is_listed_and_the_exit_code_is_2(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_volumes_without_partners_are_not_said_to_be_without_problem(
-    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_volumes_without_partners_are_not_said_to_be_without_problem(check_here, tmp_path, capsys):
     write_arrays(tmp_path / "all", [(32, 32, 32)] * 5)
     write_arrays(tmp_path / "maps", [(32, 32, 32)] * 2)
     labels = [f"ldm.conditioning.label_map.{value}" for value in ("source=maps", "num_classes=256")]
@@ -121,23 +113,14 @@ def test_volumes_without_partners_are_not_said_to_be_without_problem(
         ((32, 32, 32, 1), 1, r"its last of four axes is short .*; save np\.moveaxis\(array, -1, 0\), or a NIfTI file"),
     ],
 )
-def test_wrong_channels_of_all_files_are_one_message(
-    check_here: Callable[..., int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    shape: tuple[int, ...],
-    channels: int,
-    text: str,
-) -> None:
+def test_wrong_channels_of_all_files_are_one_message(check_here, tmp_path, capsys, shape, channels, text):
     write_arrays(tmp_path / "all", [shape] * 5)
     assert check_here("data.source=all", f"autoencoder.in_channels={channels}") == 2
     said = capsys.readouterr().out
     assert re.search(rf"\n5 problems:\n  all/v0\.npy, all/v1\.npy and 3 more: {text}.*\n$", said)
 
 
-def test_links_to_nothing_are_named(
-    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_links_to_nothing_are_named(check_here, tmp_path, capsys):
     write_arrays(tmp_path / "all", [(32, 32, 32)] * 5)
     (tmp_path / "all/patients").symlink_to(tmp_path / "nowhere")
     assert check_here("data.source=all") == 0
@@ -152,17 +135,7 @@ def test_links_to_nothing_are_named(
     assert "all/dataset.json does not exist" in capsys.readouterr().err
 
 
-def test_phantoms_are_checked_too(check_here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_here("data.source=phantoms:4") == 0
-    assert "4 volumes, no problem" in capsys.readouterr().out
-
-
-def test_a_missing_source_is_reported(check_here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_here("data.source=nowhere") == 2
-    assert "data.source: nowhere does not exist" in capsys.readouterr().err
-
-
-def test_findings_are_written_as_json(check_here: Callable[..., int], tmp_path: Path) -> None:
+def test_findings_are_written_as_json(check_here, tmp_path):
     write_volumes(tmp_path / "volumes")
     nothing = np.full((1, 10, 12, 14), np.nan, np.float32)
     write_nifti(tmp_path / "volumes/well/d.nii.gz", nothing, np.eye(4))
@@ -183,18 +156,7 @@ def test_findings_are_written_as_json(check_here: Callable[..., int], tmp_path: 
     assert len(values["problems"]) == 2
 
 
-@pytest.mark.parametrize("target", ["", "volumes/ill/a.nii.gz/x", "volumes", "x" * 300])
-def test_impossible_output_is_refused_before_the_volumes_are_read(
-    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
-) -> None:
-    write_volumes(tmp_path / "volumes")
-    assert check_here("data.source=volumes", "--json", target) == 2
-    output = capsys.readouterr()
-    assert "error: --json: " in output.err
-    assert output.out == ""
-
-
-def test_names_that_no_encoding_has_are_escaped_where_output_is_strict(tmp_path: Path) -> None:
+def test_names_that_no_encoding_has_are_escaped_where_output_is_strict(tmp_path):
     write_volumes(tmp_path / "volumes")
     strange = os.fsencode(tmp_path) + b"/volumes/ill/\xff\xe4.nii.gz"
     os.rename(tmp_path / "volumes/ill/a.nii.gz", strange)
@@ -216,9 +178,7 @@ def test_names_that_no_encoding_has_are_escaped_where_output_is_strict(tmp_path:
     assert os.fsdecode(b"ill/\xff\xe4.nii.gz") in names
 
 
-def test_a_grid_that_fits_is_called_so_and_only_some_unusual_volumes_are_shown(
-    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_that_fits_is_called_so_and_only_some_unusual_volumes_are_shown(check_here, tmp_path, capsys):
     rng = np.random.default_rng(0)
     for i in range(40):
         scale = 10**6 if i < 12 else 1000
@@ -232,9 +192,7 @@ def test_a_grid_that_fits_is_called_so_and_only_some_unusual_volumes_are_shown(
     assert len(json.loads((tmp_path / "found.json").read_text())["unusual"]) == 12
 
 
-def test_a_folder_as_people_have_them_is_understood(
-    check_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_as_people_have_them_is_understood(check_here, tmp_path, capsys):
     """Five patients with two scans each and their labels, and one each: large, bright, 4D, DICOM, localizer."""
     rng = np.random.default_rng(0)
     for patient in range(5):
@@ -279,26 +237,10 @@ def test_a_folder_as_people_have_them_is_understood(
     assert "\n".join(lines).count(f"data.voxel_size={','.join(map(str, grid))}") == 1
 
 
-def test_help_needs_no_torch() -> None:
+def test_help_needs_no_torch():
     code = "import sys; sys.argv = ['check_data', '--help']\ntry: runpy.run_path(path, run_name='__main__')\n"
     code = f"import runpy; path = {str(ROOT / 'scripts/check_data.py')!r}\n{code}except SystemExit: pass\n"
     code += "sys.exit(3 if {'torch', 'monai'} & set(sys.modules) else 0)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert "section.key=value" in result.stdout
-
-
-def test_each_volume_is_read_once_even_if_nothing_can_be_kept(
-    check_here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_volumes(tmp_path / "volumes")
-    (tmp_path / "runs").write_text("a file where the folder should be")
-    read = []
-
-    def counted(path: Path, s: DataSettings) -> object:
-        read.append(path.name)
-        return measure(path, s)
-
-    monkeypatch.setattr(checking, "measure", counted)
-    assert check_here("data.source=volumes", "data.prepared=none") == 0
-    assert sorted(read) == ["a.nii.gz", "b.nii.gz", "c.nii.gz"]

@@ -206,19 +206,6 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_work(run, name, 
     refused(capsys, command, "--out: ", out)
 
 
-@pytest.mark.parametrize("out", ["", "file/e.json", "runs", "/proc/e.json"])
-@pytest.mark.parametrize("name", ["evaluate", "export_checkpoint"])
-def test_a_file_that_cannot_be_written_is_reported_before_the_work(run, name, out, capsys):
-    Path("file").write_text("in the way")
-    (run / "autoencoder.safetensors").unlink()
-    sentence = {"": "the path is empty", "runs": "is a folder"}.get(out, "cannot be written")
-    if name == "evaluate":
-        refused(capsys, [*COMMANDS["evaluate"], "--json", out], "--json: ", out, sentence)
-    else:
-        command = ["scripts/export_checkpoint.py", "--weights", "gone", "--out", out.replace(".json", ".pt")]
-        refused(capsys, command, "--out: ", sentence)
-
-
 def test_volumes_that_differ_in_their_suffix_only_get_files_of_their_own(run, capsys):
     voxels = np.random.default_rng(0).normal(100, 30, (1, 16, 16, 16)).astype(np.float32)
     for name in ("a.nii", "a.nii.gz", "b.nii", "sub/b.nii", "a.npy.nii"):

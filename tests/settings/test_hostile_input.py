@@ -111,10 +111,6 @@ def test_config_that_is_not_a_file_is_refused(tmp_path, make: Callable[[Path], N
     assert expected in answer(tmp_path / "config.yaml")
 
 
-def test_config_of_an_impossible_name_is_refused(tmp_path):
-    assert "File name too long" in answer(tmp_path / ("x" * 300))
-
-
 @pytest.mark.parametrize("content", [b"\xef\xbb\xbfseed: 3\r\nname: a\r\n", b"seed: 3\rname: a\r"])
 def test_byte_order_mark_and_foreign_line_ends_are_read(tmp_path, content):
     (tmp_path / "config.yaml").write_bytes(content)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from data.survey.grids import stage_problems
-from settings import ConfigError, Settings, dump_yaml, load_settings, validate
+from data.overview import stage_problems
+from settings import ConfigError, Settings, validate
 
 THICK = [[2, 2, 1], [2, 2, 2]]
 
@@ -76,11 +76,3 @@ def test_latents_are_padded_axis_by_axis():
     settings = settings_of(THICK, data={"voxel_size": [64, 64, 28]})
     assert (settings.latent_shape[1:], settings.unet_grid) == ((16, 16, 14), (16, 16, 16))
     assert not stage_problems(settings_of(THICK), (64, 64, 24))
-
-
-def test_strides_survive_a_round_trip_and_are_taken_from_the_command_line(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text(dump_yaml(settings_of(THICK)))
-    assert load_settings(path).autoencoder.strides == ((2, 2, 1), (2, 2, 2))
-    assert load_settings(path, ["autoencoder.strides=[[2,1,2],[2,2,2]]"]).autoencoder.downsampling == (4, 2, 4)
-    assert load_settings(path, ["autoencoder.strides=2"]).autoencoder.downsampling == (4, 4, 4)

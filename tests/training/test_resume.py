@@ -167,8 +167,8 @@ def test_a_changed_default_does_not_change_an_old_run(settings, tmp_path, monkey
     changed, _ = changed_settings("autoencoder", settings, settings.with_overrides({old: 0.5}))
     assert changed == [f"{old}: 1e-06 -> 0.5"]
     assert resume(step, checkpoints, settings, volumes) == 1
-    monkeypatch.setattr("settings.migrations.VERSION", 2)
-    with pytest.raises(CheckpointError, match=r"\.pt: its settings have version 1; allowed: 2; use the version"):
+    monkeypatch.setattr("settings.migrations.VERSION", 3)
+    with pytest.raises(CheckpointError, match=r"\.pt: its settings have version 2; allowed: 1 to 3; use the version"):
         resume(step, checkpoints, settings, volumes)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.discovery import Found
+from data.discovery import DiscoveredVolume
 from memory.kernels.gpus import check_gpu
 from memory.planning.fingerprint import CT, Fingerprint, Spread
 from memory.planning.plan import Plan, make_plan
@@ -104,11 +104,13 @@ def pretended(
     )
 
 
-def _files(number: int, classes: dict[str, int]) -> Iterator[Found]:
+def _files(number: int, classes: dict[str, int]) -> Iterator[DiscoveredVolume]:
     """Yield the volumes, each in the folder of its class."""
     folders = [f"{name}/" for name, count in classes.items() for _ in range(count)] or [""] * number
     for n, folder in enumerate(folders):
-        yield Found(Path(f"/data/pretended/{folder}{n}.nii"), f"{folder}{n}.nii", folder.removesuffix("/") or None)
+        yield DiscoveredVolume(
+            Path(f"/data/pretended/{folder}{n}.nii"), f"{folder}{n}.nii", folder.removesuffix("/") or None
+        )
 
 
 SETS = {

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data import checking
 from data.formats import write_nifti
-from data.preparation import checking
-from data.survey.patients import parted_patients, suspected_patients
-from data.volumes import split
+from data.split import parted_patients, split, suspected_patients
 from memory.planning.choices import notes
 from memory.planning.fingerprint import CT, LABEL_MAPS, Fingerprint, take_fingerprint
 from memory.planning.layout import covered_extent, layouts

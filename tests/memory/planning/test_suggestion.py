@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from data.survey.grids import stage_problems
+from data.overview import stage_problems
 from memory.planning.suggestion import suggested_values
 from settings import Settings, look_up
 from tests.memory.planning.pretended import SETS, planned

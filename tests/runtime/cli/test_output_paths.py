@@ -12,44 +12,29 @@ from settings import UserError
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("check", "name", "sentence"),
     [
-        ("", "--json: the path is empty; give the name of a file"),
-        ("folder", "is a folder; a file is needed"),
-        ("file/result.json", "is not a folder"),
-        ("file/deep/result.json", "is not a folder"),
-        ("broken/result.json", "is not a folder"),
-        ("broken", "cannot be overwritten"),
-        ("x" * 300, "cannot be used (File name too long)"),
-        ("/proc/result.json", "is not writable"),
+        (check_output_file, "", "--json: the path is empty; give the name of a file"),
+        (check_output_file, "folder", "is a folder; a file is needed"),
+        (check_output_file, "file/deep/result.json", "is not a folder"),
+        (check_output_file, "broken/result.json", "is not a folder"),
+        (check_output_file, "broken", "cannot be overwritten"),
+        (check_output_file, "x" * 300, "cannot be used (File name too long)"),
+        (check_output_file, "/proc/result.json", "is not writable"),
+        (check_output_folder, "", "--out: the path is empty; give the name of a folder"),
+        (check_output_folder, "file/deep", "is not a folder"),
+        (check_output_folder, "broken", "is not a folder"),
+        (check_output_folder, "/proc/deep/out", "is not writable"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_refused(name: str, sentence: str, here: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(check, name, sentence, here):
     with pytest.raises(UserError) as caught:
-        check_output_file(name)
+        check(name)
     assert sentence in str(caught.value)
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("", "--out: the path is empty; give the name of a folder"),
-        ("file", "is not a folder"),
-        ("file/deep", "is not a folder"),
-        ("broken", "is not a folder"),
-        ("x" * 300, "cannot be used (File name too long)"),
-        ("/proc/deep/out", "is not writable"),
-    ],
-)
-def test_a_folder_that_cannot_be_written_is_refused(name: str, sentence: str, here: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        check_output_folder(name)
-    assert sentence in str(caught.value)
-    assert name in str(caught.value)
-
-
-def test_a_path_that_can_be_written_is_accepted_and_nothing_is_made(here: Path) -> None:
+def test_a_path_that_can_be_written_is_accepted_and_nothing_is_made(here):
     before = sorted(here.iterdir())
     for name in ("file", "new.json", "folder/new.json", "new/deep/new.json", str(here / "new.json"), "/dev/null"):
         check_output_file(name)
@@ -62,7 +47,7 @@ def test_a_path_that_can_be_written_is_accepted_and_nothing_is_made(here: Path) 
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_permissions_are_respected(here: Path) -> None:
+def test_permissions_are_respected(here):
     (here / "file").chmod(0o400)
     (here / "folder").chmod(0o500)
     with pytest.raises(UserError, match="cannot be overwritten"):

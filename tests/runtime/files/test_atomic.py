@@ -32,28 +32,11 @@ def test_a_failed_write_leaves_the_file_as_it_was_and_nothing_else(tmp_path, err
     assert [p.read_text() for p in tmp_path.iterdir()] == ([] if before is None else [before])
 
 
-def test_a_write_that_produced_no_file_fails_and_keeps_the_old_one(tmp_path):
-    write_text(tmp_path / "file.txt", "old")
-    with pytest.raises(FileNotFoundError), replacing(tmp_path / "file.txt"):
-        pass
-    assert (tmp_path / "file.txt").read_text() == "old"
-
-
 def test_a_failed_rename_removes_the_temporary_file(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
         write_text(tmp_path / "folder", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-
-
-def test_the_old_file_is_visible_until_the_new_one_is_complete(tmp_path):
-    path = tmp_path / "file.txt"
-    write_text(path, "old")
-    with replacing(path) as temporary:
-        temporary.write_text("new")
-        assert path.read_text() == "old"
-        assert temporary.parent == path.parent
-    assert path.read_text() == "new"
 
 
 def test_the_content_is_flushed_to_disk_before_the_rename(tmp_path, monkeypatch):

@@ -17,8 +17,6 @@ PATIENTS = (r"sub-[A-Za-z0-9]+", r"(?i)(?:patient|subject|subj|pat)[-_ ]?\d+")
 """Patterns that people name patients by, the most telling first."""
 CASES = (*PATIENTS, r"(?i)(?:case|id|p|s)[-_ ]?\d+")
 """Patterns that say as much only if a folder has no other name."""
-LEFT_OUT = ": left out, "
-MOST_OF_A_REASON = 3  # files with the same reason that are named one by one
 FEWEST_CASES = 2  # two folders with one volume each may still be two classes
 LABEL_ENDINGS = ("seg", "segmentation", "mask", "label", "labels", "labelmap", "gt", "roi")
 
@@ -29,19 +27,18 @@ def label_files(names: Sequence[str]) -> dict[str, str]:
     A folder such as labels/ counts only beside one such as images/, and a name such as a_seg.nii.gz only beside another
     file whose name begins with a.
     """
-    folders = {parent for name in names for parent in PurePosixPath(name).parents}
+    folders = sorted({parent for name in names for parent in PurePosixPath(name).parents})
+    images = {folder.parent: folder.name for folder in reversed(folders) if folder.name.lower() in IMAGE_FOLDERS}
     stems: dict[PurePosixPath, list[str]] = {}
     for name in names:
         stems.setdefault(PurePosixPath(name).parent, []).append(_stem(name))
     result = {}
     for name in names:
-        beside = next((p for p in PurePosixPath(name).parents if p.name.lower() in LABEL_FOLDERS), None)
-        images = next((f.name for f in sorted(folders) if beside and f.parent == beside.parent and is_images(f)), None)
-        if beside is not None and images is not None:
-            result[name] = f"labels of {images}/ by the name of the folder"
-            continue
+        labels = next((p for p in PurePosixPath(name).parents if p.name.lower() in LABEL_FOLDERS), None)
         start = _labelled(_stem(name))
-        if start is not None and any(
+        if labels is not None and labels.parent in images:
+            result[name] = f"labels of {images[labels.parent]}/ by the name of the folder"
+        elif start is not None and any(
             other.startswith(start) and _labelled(other) is None for other in stems[PurePosixPath(name).parent]
         ):
             result[name] = "a label map by its name"
@@ -62,43 +59,15 @@ def folder_classes(names: Sequence[str]) -> dict[str, str] | None:
     """
     classes = {name: folder for name in names if (folder := class_folder(name)) is not None}
     folders = set(classes.values())
-    if len(classes) < len(names) or all(_is_patient(folder) for folder in folders):
+    if len(classes) < len(names) or all(_is_case(folder) for folder in folders):
         return None
     if len(folders) > 1 and all(PurePosixPath(name).name.startswith(folder) for name, folder in classes.items()):
         return None
     return None if len(folders) == len(names) > FEWEST_CASES else classes
 
 
-def _is_patient(folder: str) -> bool:
+def _is_case(folder: str) -> bool:
     return any(re.fullmatch(pattern, folder) for pattern in CASES)
-
-
-def is_images(folder: PurePosixPath) -> bool:
-    """Return whether a folder holds images by its name."""
-    return folder.name.lower() in IMAGE_FOLDERS
-
-
-def grouped(lines: Sequence[str], mark: str = LEFT_OUT) -> list[str]:
-    """Return lines such as `a.nii: left out, why`, with those of one reason in one line if there are many.
-
-    `mark` is what stands between the name and the reason.
-    """
-    names: dict[str, list[str]] = {}
-    for line in sorted(lines):
-        name, found, why = line.partition(mark)
-        names.setdefault(why if found else line, []).append(name)
-    result = []
-    for why, same in names.items():
-        if len(same) > MOST_OF_A_REASON:
-            result.append(f"{same[0]}, {same[1]} and {len(same) - 2} more{mark}{why}")
-        else:
-            result += [name if name == why else f"{name}{mark}{why}" for name in same]
-    return result
-
-
-def problem_lines(problems: Sequence[str]) -> str:
-    """Return problems such as `a.nii: why` below each other, with those of one reason in one line if there are many."""
-    return "\n".join(f"  {line}" for line in grouped(problems, ": "))
 
 
 def _stem(name: str) -> str:
@@ -109,7 +78,7 @@ def _stem(name: str) -> str:
 def _labelled(stem: str) -> str | None:
     """Return what comes before an ending such as _seg, or None if there is no such ending."""
     for mark in "_-.":
-        start, found, ending = stem.rpartition(mark)
-        if found and start and ending in LABEL_ENDINGS:
+        start, _, ending = stem.rpartition(mark)
+        if start and ending in LABEL_ENDINGS:
             return start
     return None

@@ -11,6 +11,7 @@ import numpy as np
 from data.geometry import geometry_of
 from data.reading import VolumeFacts
 from runtime.files.names import counted, printable
+from settings import ConfigError, Settings
 from settings.data import DataSettings
 
 # A volume is an outlier if it differs from the median by this factor and by this many robust standard deviations.
@@ -51,6 +52,15 @@ def modality_of(facts: VolumeFacts) -> str:
     return "a map with both signs" if max(-facts.minimum, facts.maximum) < 100 else "values of both signs"
 
 
+def stage_problems(settings: Settings, grid: Sequence[int]) -> list[str]:
+    """Return what the settings refuse about a grid."""
+    try:
+        settings.with_overrides({"data.voxel_size": list(grid)})
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
 def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
     """Return the ranges of all volumes, axis by axis, as they are turned to RAS."""
     sizes = np.array([turned(fact, s)[0] for fact in facts])
@@ -70,51 +80,47 @@ def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
 
 def statistics(facts: Sequence[VolumeFacts], s: DataSettings) -> dict[str, dict[str, float]]:
     """Return percentiles of sizes, spacings and intensities over all volumes, by what was measured."""
-    shapes = [turned(fact, s) for fact in facts]
-    measures: dict[str, list[float]] = {}
-    for axis, letter in enumerate(AXES):
-        measures[f"size along {letter}"] = [float(size[axis]) for size, _ in shapes]
-        spacings = [spacing[axis] for (_, spacing), fact in zip(shapes, facts, strict=True) if fact.has_spacing]
-        measures[f"spacing along {letter} in mm"] = spacings
-    for name, title in INTENSITIES:
-        measures[f"{title} of intensities"] = [getattr(fact, name) for fact in facts]
-    return {name: _percentiles(values) for name, values in measures.items() if values}
+    measures = _shape_measures(facts, s)
+    measures |= {f"{title} of intensities": [getattr(fact, name) for fact in facts] for name, title in INTENSITIES}
+    known = {name: [value for value in values if not math.isnan(value)] for name, values in measures.items()}
+    return {name: _percentiles(values) for name, values in known.items() if values}
 
 
 def outlier_lines(names: Sequence[str], facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
     """Return one line for each volume that does not fit the others by size, spacing, intensity or modality."""
     if len(facts) < FEWEST:
         return []
-    measures: list[tuple[str, float, list[float]]] = []
-    shapes = [turned(fact, s) for fact in facts]
-    for axis, letter in enumerate(AXES):
-        measures.append((f"size along {letter}", SIZE_FACTOR, [float(size[axis]) for size, _ in shapes]))
-        # A volume that stores no spacing has none to differ by; the summary counts such volumes.
-        known = [shape[1][axis] for shape, fact in zip(shapes, facts, strict=True) if fact.has_spacing]
-        usual_mm = float(np.median(known)) if known else 1.0
-        spacings = [mm[axis] if fact.has_spacing else usual_mm for (_, mm), fact in zip(shapes, facts, strict=True)]
-        measures.append((f"spacing along {letter} in mm", SIZE_FACTOR, spacings))
-    factor = INTENSITY_FACTORS[s.intensity.of_channel(0)[0]]
+    unusual: dict[str, list[str]] = {}
     largest = [max(abs(fact.maximum), abs(fact.minimum)) for fact in facts]
-    measures.append(("largest intensity", factor, largest))
-    measures.append(("range of intensities", factor, [fact.high - fact.low for fact in facts]))
-    found: dict[str, list[str]] = {}
-    for title, factor, values in measures:
-        for name, text in _far_from_median(names, values, factor):
-            found.setdefault(name, []).append(f"{title} {text}")
+    intensities = {"largest intensity": largest, "range of intensities": [fact.high - fact.low for fact in facts]}
+    factor = INTENSITY_FACTORS[s.intensity.of_channel(0)[0]]
+    for measures, least in ((_shape_measures(facts, s), SIZE_FACTOR), (intensities, factor)):
+        for title, values in measures.items():
+            for name, text in _far_from_median(names, values, least):
+                unusual.setdefault(name, []).append(f"{title} {text}")
     kinds = [modality_of(fact) for fact in facts]
-    usual, count = Counter(kinds).most_common(1)[0]
+    counts = Counter(kinds).most_common()
+    usual, count = counts[0]
+    is_mixed = count <= len(kinds) / 2
     for name, kind in zip(names, kinds, strict=True):
-        if kind != usual and count > len(kinds) / 2:
-            found.setdefault(name, []).append(f"looks like {kind}, most others like {usual}")
-    lines = [f"{printable(name)}: {'; '.join(texts)}" for name, texts in sorted(found.items())]
-    if count <= len(kinds) / 2:
-        mixed = ", ".join(
-            f"{number} {'looks' if number == 1 else 'look'} like {kind}"
-            for kind, number in Counter(kinds).most_common()
-        )
+        if kind != usual and not is_mixed:
+            unusual.setdefault(name, []).append(f"looks like {kind}, most others like {usual}")
+    lines = [f"{printable(name)}: {'; '.join(texts)}" for name, texts in sorted(unusual.items())]
+    if is_mixed:
+        mixed = ", ".join(f"{number} {'looks' if number == 1 else 'look'} like {kind}" for kind, number in counts)
         lines.append(f"several modalities in one set: {mixed}")
     return lines
+
+
+def _shape_measures(facts: Sequence[VolumeFacts], s: DataSettings) -> dict[str, list[float]]:
+    """Return the sizes and spacings of all volumes along each axis; NaN for a volume that stores no spacing."""
+    shapes = [turned(fact, s) for fact in facts]
+    measures: dict[str, list[float]] = {}
+    for axis, letter in enumerate(AXES):
+        measures[f"size along {letter}"] = [float(size[axis]) for size, _ in shapes]
+        spacings = [mm[axis] if fact.has_spacing else math.nan for (_, mm), fact in zip(shapes, facts, strict=True)]
+        measures[f"spacing along {letter} in mm"] = spacings
+    return measures
 
 
 def turned(facts: VolumeFacts, s: DataSettings) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -125,13 +131,14 @@ def turned(facts: VolumeFacts, s: DataSettings) -> tuple[tuple[int, ...], tuple[
 
 
 def _far_from_median(names: Sequence[str], values: Sequence[float], factor: float) -> Iterator[tuple[str, str]]:
-    """Yield the names of values far from the median on a logarithmic scale, each with what is unusual."""
-    logs = np.array([math.log(value) if value > 0 and math.isfinite(value) else math.nan for value in values])
-    if np.isnan(logs).sum() > len(logs) / 2:
+    """Yield the names of values far from the median on a logarithmic scale, each with what is unusual; skip NaN."""
+    known = [(name, value) for name, value in zip(names, values, strict=True) if not math.isnan(value)]
+    logs = np.array([math.log(value) if 0 < value < math.inf else math.nan for _, value in known])
+    if not known or np.isnan(logs).sum() > len(logs) / 2:
         return
     middle = float(np.nanmedian(logs))
     deviation = 1.4826 * float(np.nanmedian(np.abs(logs - middle)))
-    for name, value, log_value in zip(names, values, logs, strict=True):
+    for (name, value), log_value in zip(known, logs, strict=True):
         distance = abs(log_value - middle)
         if math.isnan(distance) or (distance > math.log(factor) and distance > DEVIATIONS * deviation):
             yield name, f"{value:.4g}, median {math.exp(middle):.4g}"

@@ -13,19 +13,17 @@ import logging
 import math
 import time
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data.formats import signature
-from data.reading import VolumeFacts
-from runtime.files.atomic import replacing
-from runtime.files.names import printable
+from data.reading import VolumeFacts, facts_from
+from runtime.files.atomic import replacing, write_text
 from runtime.files.reading import check_regular, reason
 from runtime.files.run_folder import PREPARED
-from settings import DataError
 from settings.data import DataSettings
 
 log = logging.getLogger(__name__)
@@ -111,7 +109,7 @@ class PreparedFolder:
             raise PreparedError("it is missing") from None
         except OSError as error:
             raise PreparedError(f"it cannot be read ({reason(error)})") from None
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        except (ValueError, TypeError, LookupError, RecursionError):
             raise PreparedError("its header is damaged") from None
         if is_checked and _checksum(image) != header.get("checksum"):
             raise PreparedError("its voxels are not the ones that were written")
@@ -132,61 +130,20 @@ class PreparedFolder:
         except (OSError, ValueError, AttributeError):
             return {}
 
-    def seal(self, digests: set[str]) -> None:
+    def seal(self, digests: Iterable[str]) -> None:
         """Note that the checksums of these files were right just now; warn if that cannot be written."""
+        paths = [path for digest in digests if (path := self.path_of(digest)).exists()]
+        if not paths:
+            return
         known = {name: value for name, value in self.seals().items() if (self.folder / name).exists()}
-        known |= {self.path_of(digest).name: signature(self.path_of(digest)) for digest in digests}
         try:
-            with replacing(self._seals) as temporary:
-                temporary.write_text(json.dumps(known), encoding="utf-8")
+            write_text(self._seals, json.dumps(known | {path.name: signature(path) for path in paths}))
         except OSError as error:
             log.warning(
                 "data: %s cannot be written (%s); the prepared volumes will be compared with their checksums again",
                 self._seals,
                 reason(error),
             )
-
-
-def facts_from(values: dict[str, Any]) -> VolumeFacts:
-    """Return facts from the dictionary that JSON gives back.
-
-    Raises TypeError, ValueError, LookupError or AttributeError if that is not what was written.
-    """
-    x, y, z = (int(n) for n in values["shape"])
-    facts = VolumeFacts(
-        axes=tuple(int(n) for n in values["axes"]),
-        shape=(x, y, z),
-        num_channels=int(values["num_channels"]),
-        affine=tuple(tuple(float(number) for number in row) for row in values["affine"]),
-        dtype=np.dtype(values["dtype"]).str,
-        has_spacing=bool(values["has_spacing"]),
-        minimum=float(values["minimum"]),
-        maximum=float(values["maximum"]),
-        num_not_finite=int(values["num_not_finite"]),
-        lower=tuple(float(number) for number in values["lower"]),
-        upper=tuple(float(number) for number in values["upper"]),
-        low=float(values["low"]),
-        median=float(values["median"]),
-        high=float(values["high"]),
-        is_whole=bool(values["is_whole"]),
-        equal_neighbours=float(values["equal_neighbours"]),
-        digest=bytes.fromhex(values["digest"]).hex(),
-        # Prepared volumes of earlier versions do not have it.
-        background=float(values.get("background", math.nan)),
-    )
-    if [len(row) for row in facts.affine] != [4] * 4 or len(facts.digest) != 64:
-        raise ValueError("an affine or a hash of another size")
-    if not len(facts.lower) == len(facts.upper) == facts.num_channels:
-        raise ValueError("another number of channels")
-    return facts
-
-
-def missing_text(path: Path, name: str, reason: str) -> DataError:
-    """Return the error for a prepared file that went wrong while a run uses it."""
-    return DataError(
-        f"{printable(path)}: the prepared volume of {printable(name)} cannot be used, {reason}; "
-        "run the same command again to prepare it anew"
-    )
 
 
 def _pages(num_bytes: int) -> int:

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from data.formats import channels_text
 from data.geometry import Geometry, geometry_of
 from data.intensity import NETWORK_RANGE
+from data.notes import FileError
 from data.poses import Pose, random_rotation
-from data.preparation.store import PreparedError, PreparedFolder, missing_text
 from data.reading import VolumeFacts, measure, on_grid, unusable
+from data.store import PreparedError, PreparedFolder
 from data.volumes import VolumeFile
 from runtime.files.names import printable
-from settings import DataError
 from settings.data import DataSettings
 
 # Augmentation of intensities, in stage 1 only.
@@ -62,10 +62,10 @@ def load_volume(path: str | Path, s: DataSettings, num_channels: int | None = No
     path = Path(path)
     stored, facts = measure(path, s)
     if num_channels is not None and facts.num_channels != num_channels:
-        raise DataError(channels_text(path, facts.header, num_channels))
-    reason = unusable(path, facts, s)
+        raise FileError(path, channels_text(facts.header, num_channels))
+    reason = unusable(facts, s)
     if reason is not None:
-        raise DataError(reason)
+        raise FileError(path, reason)
     return _loaded(on_grid(stored, facts, s), facts, s)
 
 
@@ -80,11 +80,13 @@ def load_file(file: VolumeFile, s: DataSettings) -> LoadedVolume:
         try:
             prepared = folder.read(file.digest, file.num_channels)
         except PreparedError as error:
-            raise missing_text(folder.path_of(file.digest), file.name, str(error)) from None
+            text = f"the prepared volume of {printable(file.name)} cannot be used, {error}"
+            remedy = "run the same command again to prepare it anew"
+            raise FileError(folder.path_of(file.digest), f"{text}; {remedy}") from None
         return _loaded(prepared.image, prepared.facts, s)
     loaded = load_volume(file.path, s, file.num_channels)
     if file.digest and loaded.digest != file.digest:
-        raise DataError(f"{printable(file.path)}: changed since it was checked; run the same command again")
+        raise FileError(file.path, "changed since it was checked; run the same command again")
     return loaded
 
 
