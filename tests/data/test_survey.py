@@ -15,6 +15,7 @@ import torch
 from scipy.ndimage import gaussian_filter
 from scipy.spatial import cKDTree
 
+import data.split
 from data import load_volume, prepare_volumes
 from data.discovery import DiscoveredVolume
 from data.formats import write_nifti
@@ -115,6 +116,12 @@ def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path):
     ):
         with pytest.raises(DataError, match=text):
             groups(**values)
+
+
+def test_a_pattern_that_never_ends_is_refused(monkeypatch):
+    monkeypatch.setattr(data.split, "MOST_SECONDS", 1)
+    with pytest.raises(DataError, match=r"takes more than 1 seconds to search 2 names; .* simplify it"):
+        groups_of(found("a" * 60 + ".nii", "b.nii"), build_settings(group_by="(a+)+$"))
 
 
 @pytest.mark.parametrize("val_fraction", [0.01, 0.3, 0.99])
