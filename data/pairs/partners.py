@@ -73,18 +73,29 @@ def _by_name(folder: Path, files: Sequence[VolumeFile], where: str, setting: str
     volumes = sorted(_volumes_in(folder, setting))
     by_path: dict[str, list[Path]] = {}
     by_name: dict[str, list[Path]] = {}
+    by_start: dict[str, list[Path]] = {}
     for place, path in volumes:
         by_path.setdefault(_stem(place), []).append(path)
         name = _stem(PurePosixPath(place).name)
-        for form in {name, _ENDING.sub("", name)}:
+        start = _ENDING.sub("", name)
+        for form in {name, start}:
             by_name.setdefault(form, []).append(path)
+        if start != name:
+            by_start.setdefault(start, []).append(path)
     if not volumes:
         raise DataError(f"{where} holds no volume; {' '.join(SUFFIXES)} are read, in subfolders too; check the folder")
     partners, problems = {}, []
     for file in files:
         name = _stem(PurePosixPath(file.name).name)
-        tries = (by_path.get(_stem(file.name)), by_name.get(name), by_name.get(_CHANNEL.sub("", name)))
-        found = next((paths for paths in tries if paths), [])
+        # The longest first, so that a map of this scan comes before one of the patient.
+        starts = [name[: mark.start()] for mark in reversed([*re.finditer("[-_.]", name)])]
+        tries = (
+            *(by_path.get(_stem(file.name)), by_name.get(name), by_name.get(_CHANNEL.sub("", name))),
+            *map(by_start.get, starts),
+        )
+        own = os.path.realpath(file.path)
+        others = ([path for path in paths or () if os.path.realpath(path) != own] for paths in tries)
+        found = next((paths for paths in others if paths), [])
         if len(found) == 1:
             partners[file.name] = found[0]
         else:
