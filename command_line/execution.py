@@ -23,7 +23,7 @@ from storage.names import printable
 
 OUT_OF_MEMORY = 3
 INTERRUPTED = 130
-SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 DISK_ERRORS = {
     errno.ENOSPC: "the disk is full",
@@ -77,16 +77,24 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
 def _interruptible() -> Iterator[None]:
     """Let a scheduler's signals stop a command as Ctrl-C does; while steps run, training has a handler of its own.
 
-    A rank that waits for the others in native code could not act on a handler, so ranks end at once.
+    A rank that waits for the others in native code could not act on a handler, so ranks end at once. A signal that is
+    ignored, as nohup has SIGHUP, stays so.
     """
+    received: list[str] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
+        received.append(signal.Signals(number).name)
+        raise KeyboardInterrupt(received[0])
 
-    numbers = SCHEDULER_SIGNALS if "RANK" not in os.environ else ()
+    is_rank = "RANK" in os.environ
+    numbers = [n for n in SCHEDULER_SIGNALS if not is_rank and signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
+    except Exception as error:
+        if received:  # an import that is interrupted may end in an error of the library
+            raise KeyboardInterrupt(received[0]) from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -33,7 +33,7 @@ def test_running_out_of_host_memory_ends_with_code_3(error, capsys):
     assert "out of memory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_a_signal_of_a_scheduler_outside_of_training_is_said_and_ends_with_code_130(name, capsys):
     def main(_: argparse.Namespace) -> int:
         before = signal.getsignal(signal.Signals[name])
@@ -41,7 +41,7 @@ def test_a_signal_of_a_scheduler_outside_of_training_is_said_and_ends_with_code_
         time.sleep(5)
         pytest.fail(f"{name} had no effect, handled by {before}")
 
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
     for number in kept:
         signal.signal(number, lambda *_: None)  # in case the command does not handle it
     try:
@@ -50,6 +50,29 @@ def test_a_signal_of_a_scheduler_outside_of_training_is_said_and_ends_with_code_
         for number, handler in kept.items():
             signal.signal(number, handler)
     assert capsys.readouterr().err == f"interrupted by {name}; run the same command again\n"
+
+
+def test_a_signal_that_a_library_turns_into_an_error_is_still_a_signal(capsys):
+    def main(_: argparse.Namespace) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            raise RecursionError("half of an import") from None
+        pytest.fail("SIGTERM had no effect")
+
+    assert run(main, argparse.Namespace(quiet=False)) == 130
+    assert capsys.readouterr().err == "interrupted by SIGTERM; run the same command again\n"
+
+
+def test_a_hangup_that_is_ignored_stays_so():
+    kept = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    found = []
+    try:
+        assert run(lambda _: found.append(signal.getsignal(signal.SIGHUP)), argparse.Namespace(quiet=False)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, kept)
+    assert found == [signal.SIG_IGN]
 
 
 def test_a_rank_keeps_the_systems_handling_of_signals(monkeypatch):
