@@ -11,7 +11,7 @@ import numpy as np
 from data.survey.names import grouped
 from planning.choice import Choice
 from planning.fingerprint import CT, LABEL_MAPS, Fingerprint
-from planning.layout import Extent, Layout
+from planning.layout import Extent, Layout, layouts
 from planning.sizing import SMALL_SET, Sizing
 from storage.names import counted, printable
 
@@ -105,7 +105,7 @@ def data_choices(found: Fingerprint, extent: Extent, layout: Layout, sizing: Siz
     text = "x".join(map(str, finer))
     divided = "the autoencoder divides" if layout.pads_latents else "both networks divide"
     reason = f"about the {text} voxels of the files, rounded to what {divided}"
-    if change > 1.3:
+    if change > 1.3 and layout.voxels < layouts(extent)[-1].voxels:
         reason = f"coarser than the files' {text} ({change:.1f} times fewer voxels), the finest that fits the budget"
     yield Choice("data.voxel_size", list(layout.grid), reason, extent.is_weak)
     yield Choice("data.resize", extent.resize, extent.reason, extent.is_weak)
