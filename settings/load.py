@@ -209,7 +209,10 @@ def _problem(where: str, group: list[ErrorDetails], values: dict[str, Any]) -> P
     if is_section(field):
         return Problem(where, f"{look_up(values, where)!r} is not a section", "", "indent its keys below it")
     value = look_up(values, where)
-    allowed = " or ".join(dict.fromkeys(_allowed(error) for error in group if not _is_echo(error, value)))
+    wrong = [error for error in group if not _is_echo(error, value)]
+    lengths = [error for error in wrong if error["type"] in ("too_short", "too_long")]
+    others = " or ".join(dict.fromkeys(_allowed(error) for error in wrong if error not in lengths))
+    allowed = ", ".join(dict.fromkeys([*([others] if others else []), *map(_allowed, lengths)]))
     found = f"found {_shown(value)}"
     return Problem(where, found, f"allowed: {allowed}", f"for example {default_text(field)}")
 
@@ -270,8 +273,9 @@ def _suggest(where: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value) if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True).split("\n...")[0]
-    return _cut(" ".join(text.split()))
+    if isinstance(value, str):
+        return _cut(" ".join(repr(value).split()))
+    return _cut(" ".join(yaml.safe_dump(value, default_flow_style=True, allow_unicode=True).split("\n...")[0].split()))
 
 
 def _cut(text: str) -> str:

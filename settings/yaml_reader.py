@@ -126,7 +126,7 @@ def read_document(path: Path) -> Document:
             [
                 Problem(
                     str(path),
-                    f"holds {'a list' if isinstance(values, list) else 'one value'}",
+                    "holds a list" if isinstance(values, list) else f"holds one value, {str(values)[:60]!r}",
                     "allowed: keys with values",
                 )
             ]
