@@ -129,18 +129,30 @@ class _PrintableFormatter(logging.Formatter):
         return printable(super().format(record), keep=_LAYOUT)
 
 
+class _LineHandler(logging.StreamHandler):
+    """Gives each message a line of its own above the progress bars, instead of the end of a bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bars = sys.modules.get("tqdm")  # only commands with bars import it
+        # Forked workers share the lock of tqdm, and one that is killed would leave it locked.
+        with contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(self.stream, nolock=True):
+            super().emit(record)
+
+
 def _set_up_logging(quiet: bool) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names may contain bytes that no encoding can represent; standard error escapes them by default.
         sys.stdout.reconfigure(errors="backslashreplace")
     is_first = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if is_first and not quiet else logging.WARNING
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _LineHandler(sys.stderr)
     handler.setFormatter(_PrintableFormatter("%(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    # tqdm reads these when it is imported, which happens later.
     if quiet:
-        # tqdm reads this when it is imported, which happens later.
         os.environ["TQDM_DISABLE"] = "1"
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "10")  # seconds; a log file keeps every drawing of a bar
 
 
 def _red(text: str) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -80,3 +83,25 @@ def test_a_rank_keeps_the_systems_handling_of_signals(monkeypatch):
     found = []
     assert run(lambda _: found.append(signal.getsignal(signal.SIGTERM)), argparse.Namespace(quiet=False)) == 0
     assert found == [signal.getsignal(signal.SIGTERM)]
+
+
+LOGGED_BAR = """
+import argparse, logging, sys, time
+from command_line.execution import run
+
+def main(_):
+    from tqdm import tqdm
+    for number in tqdm(range(20)):
+        time.sleep(0.12)
+        if number == 10:
+            logging.getLogger("x").info("a message")
+
+sys.exit(run(main, argparse.Namespace(quiet=False)))
+"""
+
+
+def test_a_bar_in_a_log_file_is_drawn_rarely_and_messages_have_lines_of_their_own():
+    done = subprocess.run([sys.executable, "-c", LOGGED_BAR], capture_output=True, text=True, check=True)
+    lines = [line.strip() for line in re.split("[\r\n]", done.stderr)]
+    assert "a message" in lines
+    assert sum("/20" in line for line in lines) <= 3
