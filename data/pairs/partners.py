@@ -25,7 +25,7 @@ KEY = "key:"
 
 # nnU-Net numbers the channels of an image at the end of its name, and its label map has no number.
 _CHANNEL = re.compile(r"_\d{4}$")
-_ENDING = re.compile(rf"[-_.](?:{'|'.join(LABEL_ENDINGS)})$", re.IGNORECASE)
+_ENDING = re.compile(rf"[-_.](?:{'|'.join(map(re.escape, LABEL_ENDINGS))})$", re.IGNORECASE)
 
 
 def find_partners(
@@ -124,7 +124,10 @@ def named_after(files: Mapping[str, Path], volumes: Collection[str]) -> dict[str
 
 def _problem(name: str, found: Sequence[Path], where: str) -> str:
     if not found:
-        return f"{printable(name)}: no partner in {where}; each volume needs one; add it, or remove the volume"
+        return (
+            f"{printable(name)}: no partner in {where}; each volume needs one; add it, list the pairs in a CSV file, "
+            "or remove the volume"
+        )
     both = " and ".join(printable(path) for path in found[:2])
     return f"{printable(name)}: {len(found)} partners in {where} ({both}); one is allowed; remove the others"
 

@@ -20,7 +20,10 @@ CASES = (*PATIENTS, r"(?i)(?:case|id|p|s)[-_ ]?\d+")
 LEFT_OUT = ": left out, "
 MOST_OF_A_REASON = 3  # files with the same reason that are named one by one
 FEWEST_CASES = 2  # two folders with one volume each may still be two classes
-LABEL_ENDINGS = ("seg", "segmentation", "mask", "label", "labels", "labelmap", "gt", "roi")
+LABEL_ENDINGS = (
+    *("seg", "segmentation", "mask", "label", "labels", "labelmap", "gt", "roi"),
+    *("dseg", "aseg", "aparc", "aparc+aseg"),  # as BIDS and FreeSurfer name them
+)
 
 
 def label_files(names: Sequence[str]) -> dict[str, str]:

@@ -56,7 +56,7 @@ def test_partners_have_the_names_of_their_volumes(folder, tmp_path, form):
     assert found == {f"v{place}.nii.gz": form.format(place) for place in range(8)}
 
 
-@pytest.mark.parametrize("form", ["v{}_x_seg.nii.gz", "v{}_mask.nii.gz"])
+@pytest.mark.parametrize("form", ["v{}_x_seg.nii.gz", "v{}_mask.nii.gz", "v{}_dseg.nii.gz", "v{}_aparc+aseg.nii.gz"])
 def test_partners_beside_their_volumes_have_the_same_name_or_begin_it(tmp_path, form):
     for place in range(4):
         write_nifti(tmp_path / f"v{place}_x.nii.gz", random_voxels(place), AFFINE)
@@ -70,6 +70,7 @@ def test_a_volume_is_never_its_own_partner(folder):
     partners, problems = find_partners(str(folder), volumes.train, build_settings(), "ldm.conditioning.volume")
     assert not partners
     assert all("no partner in ldm.conditioning.volume.source" in line for line in problems)
+    assert all(line.endswith("add it, list the pairs in a CSV file, or remove the volume") for line in problems)
 
 
 def test_a_numbered_channel_is_no_part_of_the_name(tmp_path):
