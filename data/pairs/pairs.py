@@ -16,6 +16,7 @@ from data.pairs.numbers import Row, read_numbers
 from data.pairs.partners import find_partners
 from data.preparation.checking import check_files, outside_windows
 from data.reading import VolumeFacts, unusable
+from data.survey.names import problem_lines
 from data.volumes import DataSplit, VolumeFile
 from settings import DataError
 from settings.conditioning import ConditioningSettings, ScanSettings, TabularSettings, VolumeSettings
@@ -69,8 +70,8 @@ def prepare_pairs(s: ConditioningSettings, data: DataSettings, volumes: DataSpli
     """Find and check the partners of all volumes; raise one DataError that lists every problem."""
     pairs, problems = check_pairs(s, data, (*volumes.train, *volumes.val))
     if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise DataError(f"ldm.conditioning: {counted(len(problems), 'problem')} with the volumes' partners:\n{lines}")
+        number = counted(len(problems), "problem")
+        raise DataError(f"ldm.conditioning: {number} with the volumes' partners:\n{problem_lines(problems)}")
     return pairs
 
 

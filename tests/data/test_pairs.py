@@ -136,6 +136,13 @@ def test_every_missing_doubled_and_unsuitable_partner_is_named_at_once(folder, t
     assert "v6.nii.gz: 12 x 10 x 8 voxels" in text
 
 
+def test_many_volumes_with_the_same_problem_share_a_line(folder, tmp_path):
+    write_maps(tmp_path / "maps", ["other.nii.gz"])
+    with pytest.raises(DataError) as error:
+        partner_names(tmp_path / "maps", volumes_of(folder))
+    assert "v0.nii.gz, v1.nii.gz and 6 more: no partner in " in str(error.value)
+
+
 def test_one_map_for_two_volumes_is_refused(tmp_path):
     for place in ("a", "b", "c"):
         write_nifti(tmp_path / "volumes" / place / "x.nii.gz", random_voxels(ord(place)), AFFINE)
