@@ -20,12 +20,15 @@ from settings.dotted import assign, has_key, look_up, overlap, remove
 from settings.errors import CheckpointError, ConfigError, Problem
 from settings.migrations import upgraded
 from settings.root import Settings
-from settings.section import WITHOUT_NUL, is_section
+from settings.section import FOLDER_NAME, WITHOUT_NUL, is_section
 from settings.yaml_reader import parse_value, read_document
 from storage.names import counted
 
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")
-_PATTERNS = {WITHOUT_NUL: "text without NUL characters"}
+_PATTERNS = {
+    WITHOUT_NUL: "text without NUL characters",
+    FOLDER_NAME: "letters, digits, _, - and dots, the first of them a letter, digit or _",
+}
 
 
 def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> Settings:
