@@ -56,23 +56,6 @@ def test_partners_have_the_names_of_their_volumes(folder, tmp_path, form):
     assert found == {f"v{place}.nii.gz": form.format(place) for place in range(8)}
 
 
-@pytest.mark.parametrize("form", ["v{}_x_seg.nii.gz", "v{}_mask.nii.gz", "v{}_dseg.nii.gz", "v{}_aparc+aseg.nii.gz"])
-def test_partners_beside_their_volumes_have_the_same_name_or_begin_it(tmp_path, form):
-    for place in range(4):
-        write_nifti(tmp_path / f"v{place}_x.nii.gz", random_voxels(place), AFFINE)
-    write_maps(tmp_path, [form.format(place) for place in range(4)])
-    found = partner_names(tmp_path, volumes_of(tmp_path))
-    assert found == {f"v{place}_x.nii.gz": form.format(place) for place in range(4)}
-
-
-def test_a_volume_is_never_its_own_partner(folder):
-    volumes = volumes_of(folder)
-    partners, problems = find_partners(str(folder), volumes.train, build_settings(), "ldm.conditioning.volume")
-    assert not partners
-    assert all("no partner in ldm.conditioning.volume.source" in line for line in problems)
-    assert all(line.endswith("add it, list the pairs in a CSV file, or remove the volume") for line in problems)
-
-
 def test_a_numbered_channel_is_no_part_of_the_name(tmp_path):
     for place in range(3):
         write_nifti(tmp_path / "volumes" / f"case{place}_0000.nii.gz", random_voxels(place), AFFINE)
@@ -134,13 +117,6 @@ def test_every_missing_doubled_and_unsuitable_partner_is_named_at_once(folder, t
     assert "v4.nii.gz: values that are not whole numbers" in text
     assert "v5.nii.gz: not a .nii.gz file" in text
     assert "v6.nii.gz: 12 x 10 x 8 voxels" in text
-
-
-def test_many_volumes_with_the_same_problem_share_a_line(folder, tmp_path):
-    write_maps(tmp_path / "maps", ["other.nii.gz"])
-    with pytest.raises(DataError) as error:
-        partner_names(tmp_path / "maps", volumes_of(folder))
-    assert "v0.nii.gz, v1.nii.gz and 6 more: no partner in " in str(error.value)
 
 
 def test_one_map_for_two_volumes_is_refused(tmp_path):
