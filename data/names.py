@@ -18,7 +18,10 @@ PATIENTS = (r"sub-[A-Za-z0-9]+", r"(?i)(?:patient|subject|subj|pat)[-_ ]?\d+")
 CASES = (*PATIENTS, r"(?i)(?:case|id|p|s)[-_ ]?\d+")
 """Patterns that say as much only if a folder has no other name."""
 FEWEST_CASES = 2  # two folders with one volume each may still be two classes
-LABEL_ENDINGS = ("seg", "segmentation", "mask", "label", "labels", "labelmap", "gt", "roi")
+LABEL_ENDINGS = (
+    *("seg", "segmentation", "mask", "label", "labels", "labelmap", "gt", "roi"),
+    *("dseg", "aseg", "aparc", "aparc+aseg"),  # as BIDS and FreeSurfer name them
+)
 
 
 def label_files(names: Sequence[str]) -> dict[str, str]:

@@ -39,8 +39,8 @@ INTENSITIES = (("low", "1st percentile"), ("median", "median"), ("high", "99th p
 
 
 def looks_like_labels(facts: VolumeFacts) -> bool:
-    """Return whether a volume has whole values from zero on, however many, in regions of equal ones."""
-    return facts.is_whole and 0 == facts.minimum < facts.maximum and facts.equal_neighbours >= LEAST_OF_LABELS
+    """Return whether a volume has whole values, none negative, however many, in regions of equal ones."""
+    return facts.is_whole and 0 <= facts.minimum < facts.maximum and facts.equal_neighbours >= LEAST_OF_LABELS
 
 
 def modality_of(facts: VolumeFacts) -> str:

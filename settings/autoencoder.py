@@ -77,9 +77,9 @@ class AutoencoderTraining(TrainingSettings):
     reconstruction_loss: Literal["l1", "l2"] = key("l1", "Mean absolute or mean squared error.")
     occupied_weight: float = key(
         1.0,
-        "How many times the error of an occupied voxel counts, one in the upper nine tenths of the range; above 1 for "
-        "mostly empty volumes, such as radar or occupancy grids, which are then also validated by IoU and Chamfer "
-        "distance.",
+        "How many times the error of an occupied voxel counts, one that differs from the background of its channel by "
+        "more than a tenth of the range; above 1 for mostly empty volumes, such as radar or occupancy grids, which are "
+        "then also validated by IoU and Chamfer distance.",
         ge=1,
     )
     edge_weight: float = key(

@@ -23,6 +23,10 @@ READ_ERRORS: tuple[type[Exception], ...] = (
 AMBIGUOUS_READ_ERRORS: tuple[type[Exception], ...] = (TypeError, AttributeError, AssertionError)
 
 
+FULL_WIDTH = dict(zip("\uff1a\uff0c\uff1d\uff3b\uff3d\u3010\u3011\u201c\u201d", ':,=[][]""', strict=True))
+"""Punctuation of Chinese and Japanese keyboards that YAML does not read, with what it reads."""
+
+
 class UserError(Exception):
     """An error that the user can fix; printed without a traceback."""
 
@@ -53,7 +57,9 @@ class Problem:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where}: " + "; ".join(part for part in (self.found, self.allowed, self.remedy) if part)
+        marks = [mark for mark in FULL_WIDTH if mark in self.where + self.found]
+        hints = [f"write {FULL_WIDTH[mark]} instead of the full-width {mark}" for mark in marks]
+        return f"{self.where}: " + "; ".join(part for part in (self.found, self.allowed, self.remedy, *hints) if part)
 
 
 class ConfigError(UserError):

@@ -20,11 +20,14 @@ from settings.dotted import assign, has_key, look_up, overlap, remove
 from settings.errors import CheckpointError, ConfigError, Problem
 from settings.migrations import upgraded
 from settings.root import Settings
-from settings.section import WITHOUT_NUL, is_section, takes_list
+from settings.section import FOLDER_NAME, WITHOUT_NUL, is_section, takes_list
 from settings.yaml_reader import parse_value, read_document, value_text
 
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")
-_PATTERNS = {WITHOUT_NUL: "text without NUL characters"}
+_PATTERNS = {
+    WITHOUT_NUL: "text without NUL characters",
+    FOLDER_NAME: "letters, digits, _, - and dots, the first of them a letter, digit or _",
+}
 
 
 def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> Settings:
@@ -183,8 +186,11 @@ def _problem(where: str, field: Any, group: list[ErrorDetails], value: Any) -> P
         return Problem(where, "unknown key" + ("" if where.isascii() else f", in ASCII {where!a}"), "", _suggest(where))
     if is_section(field):
         return Problem(where, f"{value!r} is not a section", "", "indent its keys below it")
-    allowed = " or ".join(dict.fromkeys(_allowed(error) for error in group if not _is_echo(error, value)))
-    found = f"found {shortened(repr(value) if isinstance(value, str) else value_text(value))}"
+    wrong = [error for error in group if not _is_echo(error, value)]
+    lengths = [error for error in wrong if error["type"] in ("too_short", "too_long")]
+    others = " or ".join(dict.fromkeys(_allowed(error) for error in wrong if error not in lengths))
+    allowed = ", ".join(dict.fromkeys([*([others] if others else []), *map(_allowed, lengths)]))
+    found = f"found {shortened(repr(value) if isinstance(value, str) else value_text(value, allow_unicode=True))}"
     return Problem(where, found, f"allowed: {allowed}", f"for example {default_text(field)}")
 
 

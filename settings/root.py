@@ -13,7 +13,7 @@ from settings.dotted import assign, overlap
 from settings.errors import ConfigError
 from settings.ldm import LdmSettings
 from settings.rules import find_problems
-from settings.section import FREE, SAME, Section, key, section
+from settings.section import FOLDER_NAME, FREE, SAME, Section, key, section
 
 
 class DeviceSettings(Section):
@@ -63,7 +63,7 @@ class Settings(Section):
         "run",
         "Outputs go to the folder of this name in runs/.",
         FREE,
-        pattern=r"^[\w][\w.-]*$",
+        pattern=FOLDER_NAME,
         min_length=1,
         max_length=100,
     )

@@ -131,7 +131,7 @@ def read_document(path: Path) -> Document:
     if problems:
         raise ConfigError(problems, source=str(path))
     if values is not None and not isinstance(values, dict):
-        found = f"holds {'a list' if isinstance(values, list) else 'one value'}"
+        found = "holds a list" if isinstance(values, list) else f"holds one value, {str(values)[:60]!r}"
         raise ConfigError([Problem(str(path), found, "allowed: keys with values")])
     return Document(values or {}, lines)
 
@@ -160,12 +160,12 @@ def _keys(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]
         yield from _keys(value, f"{prefix}{name.value}.")
 
 
-def value_text(value: Any) -> str:
+def value_text(value: Any, allow_unicode: bool = False) -> str:
     """Return a value as YAML on one line."""
-    plain = _plain(value)
-    text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf")).removesuffix("\n").removesuffix("\n...")
+    options: dict[str, Any] = {"default_flow_style": True, "width": float("inf"), "allow_unicode": allow_unicode}
+    text = yaml.safe_dump(plain := _plain(value), **options).removesuffix("\n").removesuffix("\n...")
     if "\n" in text:  # a line break inside a text, which only double quotes escape
-        text = yaml.safe_dump(plain, default_flow_style=True, default_style='"', width=float("inf")).removesuffix("\n")
+        text = yaml.safe_dump(plain, **options, default_style='"').removesuffix("\n")
     return text
 
 

@@ -53,6 +53,7 @@ def test_without_a_named_card_the_dry_run_says_which_one_it_took(command, tiny_c
     assert done.returncode == 0, done.stderr
     if not torch.cuda.is_available():
         assert "Time on A100 80GB SXM (--gpu NAME for another): at least" in done.stderr
+        assert "on this CPU, memory and time are not predicted for so small a run" in done.stderr
 
 
 def test_a_gpu_is_named_for_a_dry_run_only(command, tiny_config):

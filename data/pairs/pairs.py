@@ -69,8 +69,9 @@ def prepare_pairs(s: ConditioningSettings, data: DataSettings, volumes: DataSpli
     """Find and check the partners of all volumes; raise one DataError that lists every problem."""
     pairs, problems = check_pairs(s, data, (*volumes.train, *volumes.val))
     if problems:
+        number = counted(len(problems), "problem")
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise DataError(f"ldm.conditioning: {counted(len(problems), 'problem')} with the volumes' partners:\n{lines}")
+        raise DataError(f"ldm.conditioning: {number} with the volumes' partners:\n{lines}")
     return pairs
 
 

@@ -25,7 +25,7 @@ KEY = "key:"
 
 # nnU-Net numbers the channels of an image at the end of its name, and its label map has no number.
 _CHANNEL = re.compile(r"_\d{4}$")
-_ENDING = re.compile(rf"[-_.](?:{'|'.join(LABEL_ENDINGS)})$", re.IGNORECASE)
+_ENDING = re.compile(rf"[-_.](?:{'|'.join(map(re.escape, LABEL_ENDINGS))})$", re.IGNORECASE)
 
 
 def find_partners(
@@ -73,18 +73,29 @@ def _by_name(folder: Path, files: Sequence[VolumeFile], where: str, setting: str
     volumes = sorted(_volumes_in(folder, setting))
     by_path: dict[str, list[Path]] = {}
     by_name: dict[str, list[Path]] = {}
+    by_start: dict[str, list[Path]] = {}
     for place, path in volumes:
         by_path.setdefault(_stem(place), []).append(path)
         name = _stem(PurePosixPath(place).name)
-        for form in {name, _ENDING.sub("", name)}:
+        start = _ENDING.sub("", name)
+        for form in {name, start}:
             by_name.setdefault(form, []).append(path)
+        if start != name:
+            by_start.setdefault(start, []).append(path)
     if not volumes:
         raise DataError(f"{where} holds no volume; {' '.join(SUFFIXES)} are read, in subfolders too; check the folder")
     partners, problems = {}, []
     for file in files:
         name = _stem(PurePosixPath(file.name).name)
-        tries = (by_path.get(_stem(file.name)), by_name.get(name), by_name.get(_CHANNEL.sub("", name)))
-        found = next((paths for paths in tries if paths), [])
+        # The longest first, so that a map of this scan comes before one of the patient.
+        starts = [name[: mark.start()] for mark in reversed([*re.finditer("[-_.]", name)])]
+        tries = (
+            *(by_path.get(_stem(file.name)), by_name.get(name), by_name.get(_CHANNEL.sub("", name))),
+            *map(by_start.get, starts),
+        )
+        own = os.path.realpath(file.path)
+        others = ([path for path in paths or () if os.path.realpath(path) != own] for paths in tries)
+        found = next((paths for paths in others if paths), [])
         if len(found) == 1:
             partners[file.name] = found[0]
         else:
@@ -113,7 +124,10 @@ def named_after(files: Mapping[str, Path], volumes: Collection[str]) -> dict[str
 
 def _problem(name: str, found: Sequence[Path], where: str) -> str:
     if not found:
-        return f"{printable(name)}: no partner in {where}; each volume needs one; add it, or remove the volume"
+        return (
+            f"{printable(name)}: no partner in {where}; each volume needs one; add it, list the pairs in a CSV file, "
+            "or remove the volume"
+        )
     both = " and ".join(printable(path) for path in found[:2])
     return f"{printable(name)}: {len(found)} partners in {where} ({both}); one is allowed; remove the others"
 

@@ -125,14 +125,14 @@ def _value(point: list[float | None]) -> float:
 def _data(settings: Settings) -> dict[str, str]:
     """Return what the config says about the data, in words."""
     data = settings.data
-    scale = data.intensity
-    unit = " %" if scale.mode == "percentile" else ""
+    rules = [data.intensity.of_channel(number) for number in range(data.intensity.num_rules)]
+    units = {"percentile": " %", "window": ""}
     facts = {
         "source": data.source,
         "grid": " x ".join(map(str, data.voxel_size)),
         "resampled to": "" if data.spacing is None else " x ".join(f"{mm:g}" for mm in data.spacing) + " mm",
         "patches": "" if data.patch_size is None else " x ".join(map(str, data.patch_size)),
-        "intensities": f"{scale.mode} {scale.lower:g}{unit} to {scale.upper:g}{unit}",
+        "intensities": ", ".join(f"{mode} {low:g}{units[mode]} to {high:g}{units[mode]}" for mode, low, high in rules),
         "augmentation": "on" if data.use_augmentation else "off",
     }
     return {name: value for name, value in facts.items() if value}

@@ -11,7 +11,7 @@ import numpy as np
 from data.notes import grouped
 from memory.planning.choice import Choice
 from memory.planning.fingerprint import CT, LABEL_MAPS, Fingerprint
-from memory.planning.layout import Extent, Layout
+from memory.planning.layout import Extent, Layout, layouts
 from memory.planning.sizing import SMALL_SET, Sizing
 from runtime.files.names import counted, printable
 
@@ -68,11 +68,16 @@ def intensity_choices(found: Fingerprint, mode: str | None = None) -> Iterator[C
 def channel_choices(found: Fingerprint) -> Iterator[Choice]:
     """Choose a rule for each channel where one does not suit all of them; only for percentiles of all channels."""
     rules = [_rule(lower, upper, found.background >= MOSTLY_EMPTY) for lower, upper in found.ranges]
-    if len(set(rules)) > 1:
-        text = "; ".join(f"{number}: {lower:g} to {upper:g}" for number, (lower, upper) in enumerate(found.ranges))
-        reason = f"the channels differ (nearly all values of {text})"
+    text = "; ".join(f"{number}: {lower:g} to {upper:g}" for number, (lower, upper) in enumerate(found.ranges))
+    reason = f"the channels differ (nearly all values of {text})" if len(set(rules)) > 1 else ""
+    for number, most in enumerate(found.signed):
+        if most and rules[number][0] == "percentile":
+            rules[number] = ("window", -_rough(most), _rough(most))
+    if any(found.signed):
+        reason += f"{'; ' if reason else ''}a window keeps 0 in place where values have both signs"
+    if reason:
         for key, values in zip(("mode", "lower", "upper"), zip(*rules, strict=True), strict=True):
-            yield Choice(f"data.intensity.{key}", list(values), reason, True)
+            yield Choice(f"data.intensity.{key}", list(values) if len(values) > 1 else values[0], reason, True)
 
 
 def _rule(lower: float, upper: float, is_mostly_empty: bool) -> tuple[str, float, float]:
@@ -105,7 +110,7 @@ def data_choices(found: Fingerprint, extent: Extent, layout: Layout, sizing: Siz
     text = "x".join(map(str, finer))
     divided = "the autoencoder divides" if layout.pads_latents else "both networks divide"
     reason = f"about the {text} voxels of the files, rounded to what {divided}"
-    if change > 1.3:
+    if change > 1.3 and layout.voxels < layouts(extent)[-1].voxels:
         reason = f"coarser than the files' {text} ({change:.1f} times fewer voxels), the finest that fits the budget"
     yield Choice("data.voxel_size", list(layout.grid), reason, extent.is_weak)
     yield Choice("data.resize", extent.resize, extent.reason, extent.is_weak)

@@ -6,14 +6,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import nibabel as nib
 import numpy as np
 
-from data.checking import Checked, problems_of
+from data.checking import Checked, check_files, problems_of
 from data.discovery import DiscoveredVolume, class_names_of
 from data.formats import suffix_of
 from data.intensity import flat_text
@@ -22,9 +22,10 @@ from data.overview import looks_like_labels, modality_of, outlier_lines, turned
 from data.reading import VolumeFacts
 from data.split import split, suspected_groups
 from data.volumes import check_source
+from runtime.files import run_folder
 from runtime.files.names import counted, printable
 from settings import DataError
-from settings.data import DataSettings
+from settings.data import DataSettings, IntensitySettings
 
 CT = "CT"
 LABEL_MAPS = "label maps"
@@ -53,7 +54,8 @@ class Fingerprint:
 
     `sizes` (voxels) and `spacings` (mm) have one row per volume, with the axes in the order of RAS.
     `num_flat`: volumes without contrast between the percentiles that scale them. `ranges`: the medians of these
-    percentiles, channel by channel. `group_by` names patients if the names of the volumes suggest that some have
+    percentiles, channel by channel. `signed`: the largest magnitude of each channel that has both signs, and 0 of the
+    others; only of sets with such volumes. `group_by` names patients if the names of the volumes suggest that some have
     several. `problems` are those of files that could not be used, which are not in the other figures.
     """
 
@@ -74,6 +76,7 @@ class Fingerprint:
     background: float
     num_flat: int
     ranges: tuple[tuple[float, float], ...] = ()
+    signed: tuple[float, ...] = ()
     classes: dict[str, int] = field(default_factory=dict)
     group_by: str | None = None
     num_label_maps: int = 0
@@ -148,7 +151,19 @@ def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None)
         problems += source.unlabelled
         number = counted(len(problems), "problem")
         raise DataError(f"--data: {printable(s.source)} has {number}:\n{problem_lines(problems)}")
-    return fingerprint_of(found, facts, s, source.left_out, problems)
+    fingerprint = fingerprint_of(found, facts, s, source.left_out, problems)
+    is_signed = any(_is_flat(fact) and fact.minimum < 0 for fact in facts)
+    return replace(fingerprint, signed=_signed(found, s, num_channels)) if is_signed else fingerprint
+
+
+def _signed(found: Sequence[DiscoveredVolume], s: DataSettings, num_channels: int) -> tuple[float, ...]:
+    """Return the largest magnitude of each channel that has both signs, and 0 of the others; reads the files again."""
+    whole = IntensitySettings(mode="percentile", lower=0.0, upper=100.0)
+    s = s.model_copy(update={"prepared": "none", "intensity": whole})
+    checked = check_files([item.path for item in found], s, num_channels, run_folder.CHECKS)
+    facts = [result.facts for result in checked if result.facts is not None]
+    ends = [(min(fact.lower[n] for fact in facts), max(fact.upper[n] for fact in facts)) for n in range(num_channels)]
+    return tuple(max(-low, high) if low < 0 < high else 0.0 for low, high in ends)
 
 
 def fingerprint_of(

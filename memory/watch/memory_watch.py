@@ -79,7 +79,8 @@ class MemoryWatch:
             self.prediction = self._pending.announce(self.process.device, num_volumes, num_processes)
         elif self.process.is_rank_zero:
             log.info(
-                "memory and time are not predicted for so small a run; the time left is measured on its first steps"
+                "on this CPU, memory and time are not predicted for so small a run; the time left is measured on its "
+                "first steps"
             )
 
     def record(self, folder: Path) -> None:

@@ -23,7 +23,7 @@ from settings.writing import dump_with_origins
 
 OUT_OF_MEMORY = 3
 INTERRUPTED = 130
-SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 DISK_ERRORS = {
     errno.ENOSPC: "the disk is full",
@@ -77,16 +77,24 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
 def _interruptible() -> Iterator[None]:
     """Let a scheduler's signals stop a command as Ctrl-C does; while steps run, training has a handler of its own.
 
-    A rank that waits for the others in native code could not act on a handler, so ranks end at once.
+    A rank that waits for the others in native code could not act on a handler, so ranks end at once. A signal that is
+    ignored, as nohup has SIGHUP, stays so.
     """
+    received: list[str] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
+        received.append(signal.Signals(number).name)
+        raise KeyboardInterrupt(received[0])
 
-    numbers = SCHEDULER_SIGNALS if "RANK" not in os.environ else ()
+    is_rank = "RANK" in os.environ
+    numbers = [n for n in SCHEDULER_SIGNALS if not is_rank and signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
+    except Exception as error:
+        if received:  # an import that is interrupted may end in an error of the library
+            raise KeyboardInterrupt(received[0]) from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -121,18 +129,30 @@ class _PrintableFormatter(logging.Formatter):
         return printable(super().format(record), keep=_LAYOUT)
 
 
+class _LineHandler(logging.StreamHandler):
+    """Gives each message a line of its own above the progress bars, instead of the end of a bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bars = sys.modules.get("tqdm")  # only commands with bars import it
+        # Forked workers share the lock of tqdm, and one that is killed would leave it locked.
+        with contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(self.stream, nolock=True):
+            super().emit(record)
+
+
 def _set_up_logging(quiet: bool) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names may contain bytes that no encoding can represent; standard error escapes them by default.
         sys.stdout.reconfigure(errors="backslashreplace")
     is_rank_zero = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if is_rank_zero and not quiet else logging.WARNING
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _LineHandler(sys.stderr)
     handler.setFormatter(_PrintableFormatter("%(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    # tqdm reads these when it is imported, which happens later.
     if quiet:
-        # tqdm reads this when it is imported, which happens later.
         os.environ["TQDM_DISABLE"] = "1"
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "10")  # seconds; a log file keeps every drawing of a bar
 
 
 def _red(text: str) -> str:

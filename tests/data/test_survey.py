@@ -74,6 +74,14 @@ def test_label_maps_are_recognised_by_their_regions_however_many_values_they_hav
     assert looks_like_labels(facts)
 
 
+def test_a_label_map_needs_no_background(make_volume):
+    _, facts = measure(
+        make_volume("crop.nii.gz", parcels(140)[:, 10:20, 12:24, 12:24].astype(np.int16)), build_settings()
+    )
+    assert facts.minimum > 0
+    assert looks_like_labels(facts)
+
+
 def test_images_of_whole_numbers_are_not_label_maps(make_volume):
     rng = np.random.default_rng(0)
     smooth = gaussian_filter(rng.normal(0, 1, (1, 30, 36, 32)), 1.5)

@@ -123,3 +123,36 @@ def test_anchors_are_allowed(tmp_path):
     path.write_text("autoencoder: {num_channels: &c [32, 64, 64]}\nldm: {unet: {num_channels: *c}}")
     settings = load_settings(path)
     assert settings.ldm.unet.num_channels == settings.autoencoder.num_channels == (32, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("content", "override", "expected"),
+    [
+        (
+            "name\uff1amine\ndata\uff1a\n",
+            "seed=1",
+            "holds one value, 'name\uff1amine data\uff1a'; allowed: keys with values; ",
+        ),
+        (
+            "data: {voxel_size: [64\uff0c64\uff0c32]}",
+            "seed=1",
+            "found [64\uff0c64\uff0c32]; allowed: a list whose entries ",
+        ),
+        ("data:\n  source\uff1a/data/ct", "seed=1", "'source\uff1a/data/ct' is not a section; "),
+        ("seed: 1", "data.num_workers\uff1d2", "data.num_workers\uff1d2: not an override; "),
+    ],
+)
+def test_full_width_punctuation_is_named(tmp_path, content, override, expected):
+    (tmp_path / "config.yaml").write_text(content)
+    text = answer(tmp_path / "config.yaml", override)
+    assert expected in text
+    mark, plain = next(
+        (mark, plain) for mark, plain in zip("\uff1a\uff0c\uff1d", ":,=", strict=True) if mark in expected
+    )
+    assert text.endswith(f"; write {plain} instead of the full-width {mark}")
+
+
+def test_the_length_of_a_list_is_no_alternative_to_its_entries(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {voxel_size: [a]}")
+    expected = "allowed: a list whose entries are each a whole number, at least 3 entries;"
+    assert expected in answer(tmp_path / "config.yaml")

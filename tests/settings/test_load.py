@@ -121,7 +121,7 @@ def test_for_a_key_in_the_wrong_section_the_right_ones_are_suggested(tmp_path):
         ),
         ("ldm: {conditioning: {type: class}}", "allowed: 2 or more"),
         ("ldm: {unet: {num_head_channels: 48}}", "48 does not divide the 128 channels"),
-        ("name: ../escape", "allowed: text like"),
+        ("name: ../escape", "allowed: letters, digits, _, - and dots"),
         ("seed: -1", "at least 0"),
     ],
 )
@@ -226,3 +226,8 @@ def test_overrides_alone_are_read_and_their_mistakes_are_reported_together():
     assert "did you mean data.voxel_size?" in text
     assert "ldm.training.batch_size: found 'two'" in text
     assert "not an override" in text
+
+
+def test_a_name_that_is_no_folder_name_is_refused_in_words(tmp_path):
+    expected = "allowed: letters, digits, _, - and dots, the first of them a letter, digit or _"
+    assert expected in answer(tmp_path, "", "name=../x")

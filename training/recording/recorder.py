@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -119,7 +120,8 @@ class Recorder:
                 shown["peak GiB"] = peak
             words = {name: f"{value:.4g}" for name, value in shown.items()}
             left = self.clock.text(step)
-            self._bar.set_postfix({"left": left, **words} if left and step != self._last_step else words)
+            shown_too = {"left": left, **words} if left and step != self._last_step else words
+            self._bar.set_postfix(shown_too, refresh=sys.stderr.isatty())
         return line
 
     def write(self, step: int, values: dict[str, float]) -> None:

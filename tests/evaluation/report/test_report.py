@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -296,3 +297,13 @@ def test_data_are_summarised(tmp_path):
     assert "<td>grid</td><td>16 x 16 x 16</td>" in page
     assert "<td>training volumes</td><td>12</td>" in page
     assert "<td>classes</td><td>a, b</td>" in page
+
+
+def test_a_rule_for_each_channel_is_summarised(tmp_path):
+    folder = make_run(tmp_path, with_volumes=False)
+    rules = {"mode": ["window", "percentile"], "lower": [-15, 0], "upper": 100}
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["data"]["intensity"], config["autoencoder"]["in_channels"] = rules, 2
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    page = write_report(folder).read_text()
+    assert "<td>intensities</td><td>window -15 to 100, percentile 0 % to 100 %</td>" in page

@@ -16,6 +16,7 @@ from memory.planning.fingerprint import CT, LABEL_MAPS, Fingerprint, take_finger
 from memory.planning.layout import covered_extent, layouts
 from memory.planning.sizing import sizing_of
 from settings import DataError, DataSettings
+from tests.memory.planning.pretended import planned
 
 SIZE = (10, 12, 8)
 
@@ -52,6 +53,21 @@ def test_ct_is_recognised_by_its_values_and_mr_too():
     for number in range(3):
         write(f"{number}.nii", mr(number))
     assert taken().kind != CT
+
+
+@pytest.mark.parametrize("channels", [(40.0, -12.0), (-12.0,)])
+def test_a_window_keeps_zero_in_place_where_mostly_empty_volumes_have_both_signs(channels):
+    for number in range(3):
+        values = np.zeros((len(channels), *SIZE), np.float32)
+        for channel, value in enumerate(channels):
+            values[channel, 2, 3, 4], values[channel, 5, 6, number] = value, abs(value) / (2 + number)
+        write(f"{number}.nii", values)
+    rule = [{"mode": "percentile", "lower": 0.0, "upper": 100.0}, {"mode": "window", "lower": -12.0, "upper": 12.0}]
+    plan = planned(taken())
+    intensity = plan.recommended.settings.data.intensity
+    found = [dict(zip(rule[0], intensity.of_channel(number), strict=True)) for number in range(len(channels))]
+    assert found == rule[-len(channels) :]
+    assert "keeps 0 in place" in next(choice for choice in plan.choices if choice.key == "data.intensity.mode").reason
 
 
 def test_sizes_follow_the_orientation():

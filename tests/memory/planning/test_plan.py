@@ -69,6 +69,12 @@ def test_grid_gets_coarser_when_no_network_fits_the_latents():
     assert plan.rows[2].why.startswith("finer voxels")
 
 
+def test_a_grid_that_is_only_rounded_is_not_put_down_to_the_budget():
+    plan = planned(pretended(31, (36, 51, 35), background=0.03))
+    assert plan.recommended.settings.data.voxel_size == (32, 48, 32)
+    assert of(plan, "data.voxel_size").reason.startswith("about the 36x51x35 voxels of the files, rounded to what")
+
+
 def test_nothing_fits_is_said():
     with pytest.raises(NothingFitsError, match=r"nothing fits 0\.4 GiB; the smallest plan, .* needs .* give a larger"):
         planned(SETS["small crops"], 0.4)
