@@ -12,13 +12,19 @@ from typing import Any
 
 from settings.errors import CheckpointError
 
-VERSION = 1
+VERSION = 2
 """Raise this when a key is added, renamed or removed, and add what upgrades the version before."""
 
-UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {}
-"""By version: what turns the values of that version into those of the next, in place."""
-
 WAY_OUT = "use the version of the program that wrote them, or start a new run"
+
+
+def _without_optimizer_states(values: dict[str, Any]) -> None:
+    if values.get("device", {}).pop("optimizer_states", "float32") != "float32":
+        raise CheckpointError(f"device.optimizer_states: 8bit no longer exists; {WAY_OUT}")
+
+
+UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {1: _without_optimizer_states}
+"""By version: what turns the values of that version into those of the next, in place."""
 
 
 def upgraded(values: dict[str, Any], where: object) -> dict[str, Any]:

@@ -26,10 +26,6 @@ class DeviceSettings(Section):
         "auto: bfloat16 if the GPU supports it, else float16 with gradient scaling; on a CPU, where 16 bits are many "
         "times slower, float32.",
     )
-    optimizer_states: Literal["float32", "8bit"] = key(
-        "float32",
-        "How Adam keeps its two moments; 8bit: with a scale for each kernel, 0.3 of the memory, slower updates.",
-    )
     memory_format: Literal["auto", "contiguous", "channels_last"] = key(
         "auto", "Memory layout of volumes; auto: channels_last, but contiguous for MONAI's stock autoencoder.", SAME
     )

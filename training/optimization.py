@@ -15,20 +15,14 @@ from runtime.precision import Precision
 from runtime.processes import Process
 from settings import TrainingSettings
 from training.guard import Guard
-from training.optimizers.eight_bit import EightBitAdam
 
 AUTO_LENGTH = 0.05
 """Mean age of the averaged weights with `ema_decay: auto`, as a share of the steps so far."""
 
 
-def build_optimizer(network: nn.Module, learning_rate: float, states: str = "float32") -> torch.optim.Optimizer:
-    """Return fused Adam, which makes no foreach copies of the gradients and skips updates on the device.
-
-    With `states` 8bit, return Adam that keeps its moments in 8 bits.
-    """
+def build_optimizer(network: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Return fused Adam, which makes no foreach copies of the gradients and skips updates on the device."""
     parameters = [p for p in network.parameters() if p.requires_grad]
-    if states == "8bit":
-        return EightBitAdam(parameters, learning_rate)
     return torch.optim.Adam(parameters, lr=learning_rate, fused=True)
 
 
@@ -105,14 +99,13 @@ class Updater:
         settings: TrainingSettings,
         precision: Precision,
         schedule: Schedule | None = None,
-        states: str = "float32",
     ) -> None:
         self.name = name
         self.settings = settings
         self.schedule = schedule or Schedule(settings)
         self.learning_rate = learning_rate
         self.precision = precision
-        self.optimizer = build_optimizer(network, learning_rate, states)
+        self.optimizer = build_optimizer(network, learning_rate)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def gradient_norm(self, guard: Guard) -> Tensor:

@@ -44,10 +44,7 @@ class TrainingStep(ABC):
         """Move a network to the device and give it an optimizer; return it wrapped for distributed training."""
         move(network, self.process.device, self.settings.device.memory_format).train()
         self.networks[name] = network
-        states = self.settings.device.optimizer_states
-        self.updaters[name] = Updater(
-            name, network, learning_rate, self.training, self.precision, self.schedule, states
-        )
+        self.updaters[name] = Updater(name, network, learning_rate, self.training, self.precision, self.schedule)
         if name == self.stage and self.training.averages_weights:
             self.average = AveragedWeights(network, self.training.ema_decay)
         return self.process.wrap(network)

@@ -27,7 +27,6 @@ STAGE_1: dict[str, dict[str, Any]] = {
     "checkpointed": {"use_gradient_checkpointing": True},
     "slabs": {"use_gradient_checkpointing": True, "slab_rows": 8},
     "perceptual": {"use_perceptual_loss": True, "perceptual": {"network": "structural"}},
-    "moments in 8 bits": {"device": {"mixed_precision": False, "optimizer_states": "8bit"}},
     "codebook": {"bottleneck": "vq"},
     "warm-up and decay": {"warmup_steps": 2, "learning_rate_decay": "cosine"},
 }
