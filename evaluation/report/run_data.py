@@ -28,7 +28,6 @@ STAGES = ("autoencoder", "ldm")
 MAX_POINTS = 600
 VOLUME_BUDGET_BYTES = 3_200_000
 """Encoded images per page, over all runs; with everything else the page stays below 5 MB."""
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, 
         "name": settings.name,
         "folder": str(path),
         "stages": stages,
-        "data": _data(settings),
+        "data": _data(settings, environment.get("data", {})),
         "viewer": viewer_data(run, volume_budget),
         "config": _config(settings),
         "environment": environment,
@@ -122,8 +121,8 @@ def _value(point: list[float | None]) -> float:
     return point[1] or 0.0
 
 
-def _data(settings: Settings) -> dict[str, str]:
-    """Return what the config says about the data, in words."""
+def _data(settings: Settings, recorded: dict[str, Any]) -> dict[str, str]:
+    """Return what the config says about the data, and the numbers that training has recorded, in words."""
     data = settings.data
     scale = data.intensity
     unit = " %" if scale.mode == "percentile" else ""
@@ -134,16 +133,18 @@ def _data(settings: Settings) -> dict[str, str]:
         "patches": "" if data.patch_size is None else " x ".join(map(str, data.patch_size)),
         "intensities": f"{scale.mode} {scale.lower:g}{unit} to {scale.upper:g}{unit}",
         "augmentation": "on" if data.use_augmentation else "off",
+        "training volumes": str(recorded.get("training", "")),
+        "held-out volumes": str(recorded.get("held_out", "")),
+        "classes": ", ".join(map(str, recorded["classes"])) if isinstance(recorded.get("classes"), list) else "",
     }
     return {name: value for name, value in facts.items() if value}
 
 
-def _config(settings: Settings) -> dict[str, Any]:
+def _config(settings: Settings) -> list[dict[str, str]]:
     """Return every key of the config with its value and its default."""
     now, defaults = settings.model_dump(mode="json"), Settings().model_dump(mode="json")
     keys = [dotted for dotted, field in known_keys() if not is_section(field)]
-    rows = [{"key": key, "value": _plain(look_up(now, key)), "default": _plain(look_up(defaults, key))} for key in keys]
-    return {"keys": rows}
+    return [{"key": key, "value": _plain(look_up(now, key)), "default": _plain(look_up(defaults, key))} for key in keys]
 
 
 def _plain(value: Any) -> str:
