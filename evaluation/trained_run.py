@@ -162,8 +162,8 @@ class TrainedRun:
         foreign = CheckpointError(f"{path}: not weights written by train_ldm.py; train stage 2 again")
         if metadata.get("stage") != "ldm" or not isinstance(metadata.get("settings"), dict):
             raise foreign
-        changed, _ = changed_settings("ldm", restored(metadata["settings"], path), self.settings)
-        if changed:
+        changes = changed_settings("ldm", restored(metadata["settings"], path), self.settings)
+        if changed := [str(change) for change in changes if change.changes_result]:
             raise CheckpointError(
                 f"{path}: was trained with settings that differ from {self.folder.config}:\n  "
                 + "\n  ".join(changed)

@@ -13,7 +13,7 @@ from settings.dotted import assign, overlap
 from settings.errors import ConfigError
 from settings.ldm import LdmSettings
 from settings.rules import find_problems
-from settings.section import FREE, SAME, Section, key, section
+from settings.section import FREE, SAME, Section, TrainingSettings, key, section
 
 
 class DeviceSettings(Section):
@@ -103,6 +103,10 @@ class Settings(Section):
     def unet_grid(self) -> tuple[int, ...]:
         """Return the grid of the U-Net's highest level: that of a latent, padded."""
         return self.ldm.unet.level_grids(self.latent_shape[1:])[0]
+
+    def training_of(self, stage: str) -> TrainingSettings:
+        """Return how a stage, "autoencoder" or "ldm", is trained."""
+        return {"autoencoder": self.autoencoder.training, "ldm": self.ldm.training}[stage]
 
     def with_overrides(self, changes: Mapping[str, Any]) -> Settings:
         """Return validated settings with dotted keys changed, such as {"data.num_workers": 4}."""

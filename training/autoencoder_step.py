@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from losses import (
 from models import build_autoencoder, build_discriminator, start_as_haar_transform
 from models.bottleneck import COMMITMENT_WEIGHT, CodeStatistics
 from models.volume_codec import VolumeCodec, block_bytes
+from runtime.files.run_folder import RunFolder
 from runtime.phases import phase
 from runtime.placement import move
 from runtime.processes import Process, synchronised
@@ -39,7 +41,7 @@ class AutoencoderStep(TrainingStep):
     """
 
     training: AutoencoderTraining
-    stage = "autoencoder"
+    stage, best_metric, higher_is_better = "autoencoder", "val_psnr", True
     terms = (
         *("reconstruction", "edges", "kl", "commitment", "perceptual"),
         *("adversarial", "discriminator_fake", "discriminator_real"),
@@ -90,6 +92,10 @@ class AutoencoderStep(TrainingStep):
             "perceptual": training.perceptual_weight,
             "adversarial": training.adversarial_weight,
         }
+
+    def next_command(self, run: RunFolder) -> str:
+        """Return the command that trains stage 2."""
+        return f"python train_ldm.py --config {shlex.quote(str(run.config))}"
 
     def updated_networks(self, step: int) -> list[str]:
         """Return the names of the networks that a step updates."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from runtime.files.run_folder import RunFolder
 from runtime.phases import phase
 from runtime.placement import move
 from runtime.precision import Precision
@@ -24,6 +26,8 @@ class TrainingStep(ABC):
 
     stage: str
     terms: tuple[str, ...]
+    best_metric: str
+    higher_is_better: bool
 
     def __init__(
         self, settings: Settings, training: TrainingSettings, process: Process, files_of: FilesOf = no_names
@@ -54,10 +58,18 @@ class TrainingStep(ABC):
         """Return what is stored with the trained weights besides the settings."""
         return {}
 
+    @abstractmethod
+    def next_command(self, run: RunFolder) -> str:
+        """Return what users run after the stage is finished."""
+
     @property
     def network(self) -> nn.Module:
         """Return the main network of the stage."""
         return self.networks[self.stage]
+
+    def inference_weights(self) -> AbstractContextManager[None]:
+        """Give the main network its averaged weights inside the block, if there are any."""
+        return nullcontext() if self.average is None else self.average.swapped_in()
 
     @property
     def samples_per_update(self) -> int:

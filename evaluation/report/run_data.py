@@ -19,12 +19,11 @@ from evaluation.report.records import (
     read_record,
 )
 from evaluation.report.volumes import viewer_data
-from runtime.files.run_folder import RunFolder
+from runtime.files.run_folder import STAGES, RunFolder
 from settings import Settings, UserError, known_keys, load_settings, look_up
 from settings.section import is_section
 from training.recording.progress import ELAPSED
 
-STAGES = ("autoencoder", "ldm")
 MAX_POINTS = 600
 VOLUME_BUDGET_BYTES = 3_200_000
 """Encoded images per page, over all runs; with everything else the page stays below 5 MB."""
@@ -65,7 +64,7 @@ def _stage(run: RunFolder, settings: Settings, stage: str, metrics: list[dict[st
     memory = read_record(run.path / f"memory_{stage}.json", MemoryRecord)
     if not lines and memory is None:
         return None
-    training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+    training = settings.training_of(stage)
     step = max((line["step"] for line in lines), default=0)
     # The weights of a finished run that is being continued are still there.
     is_continued = training.max_hours is None and 0 < step < training.max_steps

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from evaluation.report.page import page_of
 from runtime.files.names import printable
-from runtime.files.run_folder import RunFolder
+from runtime.files.run_folder import STAGES, RunFolder
 from settings import UserError
 from training.validation.previews import viewer_folder
 
@@ -62,8 +62,8 @@ class ReportServer(ThreadingHTTPServer):
 def _files(run: RunFolder) -> Iterator[Path]:
     """Return the existing files of a run that the page is made from."""
     records = (run.config, run.environment, run.metrics, run.evaluation, run.path / "oom_report.json")
-    memory = (run.path / f"memory_{stage}.json" for stage in ("autoencoder", "ldm"))
-    weights = (run.weights(stage) for stage in ("autoencoder", "ldm"))
+    memory = (run.path / f"memory_{stage}.json" for stage in STAGES)
+    weights = (run.weights(stage) for stage in STAGES)
     pictures = sorted(viewer_folder(run).glob("*.png"))
     return (path for path in (*records, *memory, *weights, *pictures) if path.exists())
 

@@ -46,7 +46,7 @@ def test_the_exported_weights_are_the_averaged_ones_where_there_are_any(tiny_val
             average.mul_(0.5)
         expected = {name: 0.5 * tensor for name, tensor in expected.items()}
     assert (step.average is not None) == (ema_decay > 0)
-    export(step, RunFolder(tmp_path), settings)
+    export(step, RunFolder(tmp_path))
     found = load_file(tmp_path / "autoencoder.safetensors")
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 

@@ -15,6 +15,7 @@ from settings import Settings
 from tests.training.host_waits import DEVICE, build, waits, without_values
 from training import optimization
 from training.guard import Guard
+from training.recording.progress import RunClock
 from training.recording.recorder import Recorder
 
 FP16 = {"mixed_precision": True, "amp_dtype": "float16"}
@@ -83,7 +84,7 @@ def test_stage_2_never_waits(tiny_values, changes):
 def test_recorder_never_waits_between_log_lines(tiny_values, tmp_path):
     step = step_of(tiny_values, "autoencoder", {})
     run = RunFolder(tmp_path)
-    with Recorder(run, "autoencoder", 0, 8, Process(DEVICE)) as recorder:
+    with Recorder(run, "autoencoder", Process(DEVICE), RunClock(0, 8)) as recorder:
         assert waits(step, 0, lambda terms: recorder.add(terms, 1)) == []
 
 

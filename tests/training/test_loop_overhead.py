@@ -12,6 +12,7 @@ from data import BatchPlan, prepare_volumes, training_batches
 from runtime.processes import Process
 from settings import load_settings
 from training.autoencoder_step import AutoencoderStep
+from training.recording.progress import RunClock
 from training.recording.recorder import Recorder
 from training.run_setup import open_run
 
@@ -44,8 +45,9 @@ def test_at_most_5_percent_of_a_step_is_outside_forward_backward_and_optimizer(t
     step = AutoencoderStep(settings, process)
     plan = BatchPlan.of(training, settings.seed, 0, 1)
     warm_up, steps = 2, 6
+    clock = RunClock(0, warm_up + steps)
     batches = training_batches(volumes.train, settings.data, plan, 0, warm_up + steps)
-    with open_run(settings, process) as run, Recorder(run, "autoencoder", 0, warm_up + steps, process) as recorder:
+    with open_run(settings, process) as run, Recorder(run, "autoencoder", process, clock) as recorder:
         for done in range(1, warm_up + 1):
             step(next(batches), done - 1)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

@@ -43,10 +43,3 @@ def test_stage_two_says_what_its_network_predicts_and_which_keys_rectified_flow_
     flow = {"ldm.scheduler.type": "rflow", "ldm.scheduler.prediction": "v", "ldm.sampling.sampler": "rflow"}
     said = summarise(settings.with_overrides(flow), "ldm", 4)
     assert "rflow, predicts the flow; prediction and schedule are for ddpm" in said
-
-
-def test_summary_says_what_a_quantised_latent_needs(tiny_values):
-    assert "codes:" not in summarise(Settings.model_validate(tiny_values), "autoencoder", 4)
-    tiny_values["autoencoder"].update(bottleneck="vq", codebook_size=300)
-    said = summarise(Settings.model_validate(tiny_values), "autoencoder", 4)
-    assert "codes:           300, 9 bits each: 576 bytes for a volume, 6,144 before quantisation" in said

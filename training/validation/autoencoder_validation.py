@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ def validate_autoencoder(
     counts = _code_counts(step)
     preview = _PreviewOfPairs(step.settings.data, files)
     network = step.autoencoder.eval()
-    with step.average.swapped_in() if step.average is not None else nullcontext():
+    with step.inference_weights():
         for batch in batches:
             image = batch.image.to(step.process.device, non_blocking=True)
             reconstruction, values = reconstruct_and_measure(step, image, counts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor
@@ -142,6 +142,6 @@ def _condition(step: LatentDiffusionStep, latents: Latents, place: int) -> str:
 def _inference_weights(step: LatentDiffusionStep) -> Iterator[None]:
     """Put the U-Net in eval mode with the averaged weights, as it will be exported."""
     step.unet.eval()
-    with step.average.swapped_in() if step.average is not None else nullcontext():
+    with step.inference_weights():
         yield
     step.unet.train()

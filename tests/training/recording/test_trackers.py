@@ -117,7 +117,7 @@ def test_mlflow_gets_config_finite_values_and_pictures(calls, tmp_path):
 def test_mlflow_online_goes_to_the_server_of_the_environment(calls, tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(UserError, match=r"logging\.tracker: mlflow needs the address .+ set MLFLOW_TRACKING_URI"):
-        feed(settings_with("mlflow"), tmp_path / "run")
+        check_trackers(settings_with("mlflow").logging)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
     feed(settings_with("mlflow"), tmp_path / "run")
     assert calls()[:2] == [["client", "http://127.0.0.1:5000"], ["experiment", "tiny", None]]
