@@ -116,9 +116,8 @@ class TrainedRun:
                 return weights, metadata, path
             if stage == "autoencoder":
                 # Stage 2 was trained on the finished one.
-                log.warning(
-                    "%s: stage 1 goes on and is at step %d; using its finished weights of step %d", path, now, last
-                )
+                message = "%s: stage 1 is still training (step %d); using its finished weights of step %d"
+                log.warning(message, path, now, last)
                 return weights, metadata, path
         newest = checkpoints.newest()
         assert newest is not None, f"stage {stage} has no checkpoint"

@@ -143,11 +143,10 @@ def _evaluate_stage_two(
     from diffusion.latents import prepare_latents, stage_two_data
     from evaluation.conditional.effect import as_trained, evaluate_conditions
     from evaluation.samples import (
+        Drawing,
         SilentNetwork,
-        draw_samples,
         evaluate_anchors,
         evaluate_samples,
-        gaussian_volumes,
         load_reference,
         similarity,
         training_volumes,
@@ -158,11 +157,11 @@ def _evaluate_stage_two(
     data = stage_two_data(settings.data)
     reference = load_reference(volumes.train, volumes.val, data)
     learned = (frame.normalisation, frame.condition_normalisation, frame.numbers)
-    drawn_by = (options.seed, options.num, options.batch_size)
-    told, effect = evaluate_conditions(network, codec, settings, *learned, volumes, *drawn_by)
+    drawn_by = {"seed": options.seed, "num": options.num, "batch_size": options.batch_size}
+    condition_of, effect = evaluate_conditions(network, codec, settings, *learned, volumes, **drawn_by)
     results: dict[str, Any] = {} if effect is None else {"conditions": effect}
-    drawn = (settings, frame.normalisation, options.seed, options.num, options.batch_size, told)
-    samples = draw_samples(network, codec, *drawn)
+    drawing = Drawing(codec, settings, frame.normalisation, **drawn_by, condition_of=condition_of)
+    samples = drawing.samples(network)
     results["samples"] = evaluate_samples(samples, reference, features)
     process = Process(codec.precision.device)
     pairs = check_conditions(settings, volumes)
@@ -171,13 +170,12 @@ def _evaluate_stage_two(
         latents = replace(latents, conditions=as_trained(latents.conditions, *learned[1:], pairs))
     skill = Skill(latents, codec, frame.normalisation, settings, process)
     results["skill"] = skill(network)
-    silent = draw_samples(SilentNetwork(settings.autoencoder.latent_channels), codec, *drawn)
+    silent = drawing.samples(SilentNetwork(settings.autoencoder.latent_channels))
     results["samples"]["correlation_with_silent_network"] = similarity(samples, silent)
     training, reconstructed = training_volumes(codec, volumes.train, data, options.num)
     sets = {"training volumes": training, "reconstructed training volumes": reconstructed}
     if skill.denoiser is not None:
-        drawn_latents = (skill.denoiser, frame.normalisation, codec, options.seed, options.num)
-        sets["Gaussian with their covariance"] = gaussian_volumes(*drawn_latents)
+        sets["Gaussian with their covariance"] = drawing.gaussian_volumes(skill.denoiser)
     results["anchors"] = evaluate_anchors({**sets, "network switched off": silent}, reference)
     return results
 
@@ -218,9 +216,7 @@ def _table(results: dict[str, Any]) -> str:
         f"{row['volume']:<{width}}  " + " ".join(f"{row[name]:8{form}}" for name, _, form in columns)
         for row in (*rows, *ends)
     ]
-    lines += [
-        f"sharpness of reconstructions: {_sharpness(results['reconstruction']['sharpness'])}",
-    ]
+    lines.append(f"sharpness of reconstructions: {_sharpness(results['reconstruction']['sharpness'])}")
     if "conditions" in results:
         lines += ["", *effect_lines(results["conditions"])]
     if "samples" in results:

@@ -154,7 +154,7 @@ def test_a_run_that_goes_on_after_its_end_is_used_with_its_newest_checkpoint(tmp
     Checkpoints(run / "checkpoints", "autoencoder", 2).save(3, {})
     assert TrainedRun(run).unet()[0].state_dict()[first].unique().tolist() == [7.0]
     assert "stage ldm is not finished; using its averaged weights after step 6" in caplog.text
-    assert "stage 1 goes on and is at step 3; using its finished weights of step 0" in caplog.text
+    assert "stage 1 is still training (step 3); using its finished weights of step 0" in caplog.text
     best = TrainedRun(run, best="ldm").unet()[0].state_dict()[first]
     torch.testing.assert_close(best, finished, rtol=0, atol=0)
     # Started again from the first step, the finished weights are those of an earlier run.

@@ -266,28 +266,24 @@ def test_pickled_network_is_refused(tmp_path, config, generative_file, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    "change",
     [
-        (lambda weight: weight.fill_(float("nan")), "NaN or infinite"),
-        (lambda weight: weight.to(torch.complex64), "complex64"),
-        (lambda weight: weight.to_sparse(), "sparse_coo"),
-        (lambda weight: weight.to("meta"), "on the meta device"),
-        (lambda weight: weight.long(), "int64"),
-        (lambda weight: weight > 0, "bool"),
-        (lambda weight: weight.double() * 1e300, "NaN or infinite"),
-        (lambda weight: weight.fill_(float("nan")).to(torch.float8_e5m2), "NaN or infinite"),
-        (lambda weight: torch.nested.nested_tensor([weight.flatten()]), "nested"),
+        lambda weight: weight.fill_(float("nan")),
+        lambda weight: weight.to(torch.complex64),
+        lambda weight: weight.to_sparse(),
+        lambda weight: weight.to("meta"),
+        lambda weight: weight.double() * 1e300,
+        lambda weight: torch.nested.nested_tensor([weight.flatten()]),
     ],
-    ids=["nan", "complex", "sparse", "meta", "whole", "true", "too large", "float8", "nested"],
 )
-def test_weights_that_are_no_finite_numbers_are_refused(change, found, tmp_path, config, generative_file, capsys):
+def test_weights_that_are_no_finite_numbers_are_refused(change, tmp_path, config, generative_file, capsys):
     state = torch.load(generative_file, weights_only=True)["state_dict"]
     first = next(iter(state))
     state[first] = change(state[first])
     torch.save(state, tmp_path / "strange.pt")
     origin = ["--from", "monai-generative", "--weights", tmp_path / "strange.pt", "--config", config]
     assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 2
-    assert f"{first} is {found}" in capsys.readouterr().err
+    assert f"{first} is not a dense tensor of finite real numbers" in capsys.readouterr().err
 
 
 def test_a_dict_inside_itself_is_searched_once(tmp_path, config, generative_file):
