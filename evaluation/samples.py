@@ -17,7 +17,7 @@ from diffusion.conditioning import Condition
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
 from evaluation.fid import PLANES, frechet_distance, slice_features
-from evaluation.sharpness import compare_sharpness, laplacian_kurtosis, sharpness_of
+from evaluation.sharpness import compare_sharpness, gradient_magnitude, laplacian_kurtosis
 from evaluation.trained_run import check_finite
 from models.volume_codec import VolumeCodec
 from runtime.files.names import printable
@@ -146,7 +146,9 @@ def _compared(volumes: Sequence[Tensor], reference: Reference) -> dict[str, Any]
     return {
         "precision": precision,
         "recall": recall,
-        "sharpness": compare_sharpness(list(map(sharpness_of, volumes)), list(map(sharpness_of, reference.held_out))),
+        "sharpness": compare_sharpness(
+            [gradient_magnitude(volume) for volume in volumes], [gradient_magnitude(v) for v in reference.held_out]
+        ),
         "laplacian_kurtosis": kurtosis / statistics.fmean(map(laplacian_kurtosis, reference.held_out)),
     }
 

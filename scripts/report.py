@@ -39,7 +39,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="page to write (default: report.html in the run folder, or comparison.html beside the run folders)",
     )
-    result.add_argument("--predict", action="store_true", help="predict the memory of stages without a prediction")
     result.add_argument(
         "--serve", action="store_true", help="show the page on this machine and refresh it during training"
     )
@@ -65,8 +64,6 @@ def main(options: argparse.Namespace) -> int:
     try:
         from evaluation.report import write_comparison
 
-        for folder in folders if options.predict else ():
-            _add_predictions(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_comparison(folders, target)
     except OSError as error:
@@ -75,22 +72,6 @@ def main(options: argparse.Namespace) -> int:
         ) from error
     log.info("%s", target)
     return 0
-
-
-def _add_predictions(folder: Path) -> None:
-    """Predict each stage that has begun and has no prediction, for the device that the run used."""
-    from evaluation.report.run_data import read_run
-    from memory.predict import predict
-    from memory.watch.run_record import write_memory_record
-    from settings import load_settings
-
-    facts = read_run(folder)
-    is_cpu = (facts["environment"].get("device") or "").startswith("cpu")
-    settings = load_settings(folder / "config.yaml").with_overrides({"device.type": "cpu" if is_cpu else "cuda"})
-    for stage in facts["stages"]:
-        if stage["step"] > 0 and not (stage["memory"] or {}).get("prediction"):
-            log.info("predicting %s", stage["name"])
-            write_memory_record(folder, settings, stage["name"], predict(settings, stage["name"]))
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def memory_section(runs: Sequence[Run]) -> str:
 
 def _breakdown(prediction: dict[str, Any] | None) -> str:
     if not prediction:
-        return '<p class="quiet">This run has no prediction; scripts/report.py --predict adds one.</p>'
+        return '<p class="quiet">This run has no prediction; scripts/estimate_memory.py makes one.</p>'
     total = max(1, prediction["peak_allocated_bytes"])
     parts = [(f"c{n}", name, prediction["breakdown"].get(name, 0)) for n, name in enumerate(_BREAKDOWN)]
     shown = sorted((part for part in parts if part[2] > 0), key=lambda part: -part[2])

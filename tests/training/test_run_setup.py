@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from runtime.processes import Process
-from settings import CheckpointError, Settings, UserError, load_settings
+from settings import CheckpointError, Settings, UserError
 from training.recording.recorder import drop_later_lines
 from training.resume import check_resumable
 from training.run_setup import check_run, describe_run, open_run
@@ -48,15 +48,6 @@ def test_second_process_on_a_run_is_refused_and_a_crash_leaves_no_lock(tmp_path,
     time.sleep(0.1)
     with open_run(settings, CPU) as folder:
         assert folder.path.is_dir()
-
-
-def test_config_and_environment_are_written(tmp_path, monkeypatch, tiny_values):
-    monkeypatch.chdir(tmp_path)
-    settings = Settings.model_validate(tiny_values)
-    with open_run(settings, CPU) as folder:
-        describe_run(folder, settings, CPU)
-    assert load_settings(folder.config) == settings
-    assert json.loads(folder.environment.read_text())["packages"]["torch"] == torch.__version__
 
 
 @pytest.fixture

@@ -23,10 +23,6 @@ def warnings(values: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[s
     return [record.getMessage() for record in caplog.records]
 
 
-def test_config_that_both_stages_accept_gives_no_warning(tiny_values, caplog):
-    assert warnings(tiny_values, caplog) == []
-
-
 def test_wrong_number_of_classes_is_reported_in_stage_one(tiny_values, caplog):
     tiny_values["ldm"]["conditioning"] = {"type": "class", "num_classes": 3}
     (said,) = warnings(tiny_values, caplog)
