@@ -156,9 +156,17 @@ def _evaluate_stage_two(
 
     data = stage_two_data(settings.data)
     reference = load_reference(volumes.train, volumes.val, data)
-    learned = (frame.normalisation, frame.condition_normalisation, frame.numbers)
     drawn_by = {"seed": options.seed, "num": options.num, "batch_size": options.batch_size}
-    condition_of, effect = evaluate_conditions(network, codec, settings, *learned, volumes, **drawn_by)
+    condition_of, effect = evaluate_conditions(
+        network,
+        codec,
+        settings,
+        normalisation=frame.normalisation,
+        of_conditions=frame.condition_normalisation,
+        code=frame.numbers,
+        volumes=volumes,
+        **drawn_by,
+    )
     results: dict[str, Any] = {} if effect is None else {"conditions": effect}
     drawing = Drawing(codec, settings, frame.normalisation, **drawn_by, condition_of=condition_of)
     samples = drawing.samples(network)
@@ -167,7 +175,8 @@ def _evaluate_stage_two(
     pairs = check_conditions(settings, volumes)
     latents = prepare_latents(codec, volumes, settings, process, pairs)
     if latents.conditions is not None:
-        latents = replace(latents, conditions=as_trained(latents.conditions, *learned[1:], pairs))
+        conditions = as_trained(latents.conditions, frame.condition_normalisation, frame.numbers, pairs)
+        latents = replace(latents, conditions=conditions)
     skill = Skill(latents, codec, frame.normalisation, settings, process)
     results["skill"] = skill(network)
     silent = drawing.samples(SilentNetwork(settings.autoencoder.latent_channels))

@@ -63,8 +63,8 @@ class ResumableRun:
         for name in _PARTS:
             if name not in state:
                 raise _other_version(path, f"{name} is missing")
-        samples = state["samples_per_update"], self.step.samples_per_update
-        check_resumable(self.step.stage, restored(state["settings"], path), self.step.settings, *samples)
+        before, samples_before = restored(state["settings"], path), state["samples_per_update"]
+        check_resumable(self.step.stage, before, self.step.settings, samples_before, self.step.samples_per_update)
         _check_volumes(state["volumes"], _identity(self.volumes))
         try:
             self.step.load_state_dict(state)

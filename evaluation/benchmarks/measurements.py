@@ -73,12 +73,14 @@ def measure_steps(
 
 def _predicted(settings: Settings, progress: Progress, has_reference: bool = False) -> dict[str, Row]:
     """Return peak bytes and FLOPs of each variant's step by name."""
-    with Predictor() as predictor, _fresh_processes() as beside:
-        asked: dict[str, Future[Any]] = {REFERENCE: beside.submit(_track_reference, settings)} if has_reference else {}
+    with Predictor() as predictor, _fresh_processes() as processes:
+        asked: dict[str, Future[Any]] = (
+            {REFERENCE: processes.submit(_track_reference, settings)} if has_reference else {}
+        )
         for variant in VARIANTS:
             changed = settings.with_overrides(variant.changes)
             asked[variant.name] = (
-                beside.submit(_track_matrix, changed)
+                processes.submit(_track_matrix, changed)
                 if variant.has_matrix
                 else predictor.submit(changed, "autoencoder")
             )
@@ -97,8 +99,8 @@ def _predicted(settings: Settings, progress: Progress, has_reference: bool = Fal
 
 def default_attention_peak(settings: Settings) -> Row:
     """Return peak and FLOPs of the step with MONAI's default attention, the N x N matrix."""
-    with _fresh_processes() as beside:
-        return beside.submit(_track_matrix, settings).result()
+    with _fresh_processes() as processes:
+        return processes.submit(_track_matrix, settings).result()
 
 
 def _fresh_processes() -> ProcessPoolExecutor:

@@ -117,7 +117,7 @@ def _unet_settings(state: State) -> dict[str, Any]:
     if num_levels > 1:
         implied["ldm.unet.resblock_updown"] = any(".downsampler.conv1." in key for key in state)
     embedded = state["class_embedding.weight"].shape[0] if "class_embedding.weight" in state else 0
-    if is_told_of_scans(state):
+    if is_maisi_unet(state):
         return {**implied, "ldm.conditioning.type": "none"}
     implied["ldm.conditioning.type"] = "class" if embedded else "none"
     if embedded:
@@ -126,7 +126,7 @@ def _unet_settings(state: State) -> dict[str, Any]:
     return implied
 
 
-def is_told_of_scans(state: State) -> bool:
+def is_maisi_unet(state: State) -> bool:
     """Return whether a U-Net is MAISI's: its class embedding is of modalities."""
     return any(f"{layer}.0.weight" in state for layer in SCAN_LAYERS.values())
 
@@ -136,7 +136,7 @@ def _scan_inputs_that_differ(state: State, settings: Settings) -> list[str]:
     scan, where = settings.ldm.conditioning.scan, "ldm.conditioning.scan"
     has_regions = any(f"{SCAN_LAYERS[name]}.0.weight" in state for name in ("top_region", "bottom_region"))
     embedded = state["class_embedding.weight"].shape[0] if "class_embedding.weight" in state else 0
-    embedded = embedded if is_told_of_scans(state) else 0
+    embedded = embedded if is_maisi_unet(state) else 0
     if embedded not in (0, NUM_MODALITIES):
         return [f"{where}.modality: {embedded} modalities in the weights; allowed: {NUM_MODALITIES}"]
     problems = []

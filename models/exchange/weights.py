@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from models.exchange.shapes import is_told_of_scans
+from models.exchange.shapes import is_maisi_unet
 from models.weight_files import read_tensors
 from runtime.files.reading import check_regular, reason
 from settings import CheckpointError
@@ -119,7 +119,7 @@ def to_our_names(state: Mapping[str, Tensor], origin: str, path: Path) -> State:
     if is_maisi != (origin == "maisi") and recognise(state) == "autoencoder":
         found, fitting = ("MAISI's", "maisi") if is_maisi else ("MONAI's", "monai or monai-generative")
         raise CheckpointError(f"{path}: holds {found} autoencoder, which --from {origin} does not fit; use {fitting}")
-    if origin != "maisi" and is_told_of_scans(state):
+    if origin != "maisi" and is_maisi_unet(state):
         raise CheckpointError(f"{path}: holds MAISI's U-Net, which --from {origin} does not fit; use maisi")
     if origin == "maisi":
         return _expand_attention({_renamed(key, _MAISI_RENAMES): value for key, value in state.items()})

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from diffusion.pixel_loss import PixelLoss
 from runtime.files.run_folder import RunFolder
 from runtime.processes import Process
 from settings import Settings
@@ -92,25 +90,11 @@ def _reads_the_norm(self, network, norm):
     return norm.item() > 1
 
 
-def _copies_the_norm(self, network, norm):
-    return norm.cpu()
-
-
 def _branches_on_the_norm(self, network, norm):
     return 1 if torch.isfinite(norm) else 0
 
 
-def _selects_by_mask(self, network, norm):
-    return norm.view(1)[torch.isfinite(norm).view(1)]
-
-
-def _counts_the_finite(self, network, norm):
-    return torch.nonzero(torch.isfinite(norm))
-
-
-@pytest.mark.parametrize(
-    "fault", [_reads_the_norm, _copies_the_norm, _branches_on_the_norm, _selects_by_mask, _counts_the_finite]
-)
+@pytest.mark.parametrize("fault", [_reads_the_norm, _branches_on_the_norm])
 def test_a_read_in_the_step_is_noticed(tiny_values, fault, monkeypatch):
     step = step_of(tiny_values, "ldm", {})
     monkeypatch.setattr(Guard, "check_gradient", fault)
@@ -125,14 +109,3 @@ def test_a_copy_of_anything_but_the_batch_is_noticed(tiny_values, monkeypatch):
     )
     (found,) = waits(step, 0)
     assert found.startswith("aten::_to_copy copies from pageable memory in training/step.py:")
-
-
-def test_a_copy_inside_the_pixel_loss_is_noticed(tiny_values, monkeypatch):
-    step = step_of(tiny_values, "ldm", STAGE_2["pixel loss"])
-    call = PixelLoss.__call__
-
-    def with_copy(self, predicted: Tensor, *rest: Any) -> Any:
-        return call(self, predicted + torch.zeros(predicted.shape).to(DEVICE), *rest)
-
-    monkeypatch.setattr(PixelLoss, "__call__", with_copy)
-    assert any("pageable" in line for line in waits(step, 0))

@@ -22,7 +22,6 @@ from tests.finished_run import export_autoencoder, run_here, train_ldm
 from tests.training.step_gradients import gradients
 from tests.training.test_autoencoder_step import make_batches
 from training.autoencoder_step import AutoencoderStep
-from training.ldm_step import LatentDiffusionStep
 from training.validation.autoencoder_validation import validate_autoencoder
 
 CPU = Process(torch.device("cpu"))
@@ -161,13 +160,6 @@ def test_stage_two_trains_before_quantisation_and_samples_through_it(tiny_values
     assert run_here("scripts/export_checkpoint.py", *export) == 2
     with pytest.raises(CheckpointError, match=r'autoencoder\.bottleneck: "vq" -> "kl"'):
         train_ldm(Path("tiny.yaml"), "name=other", "autoencoder.bottleneck=kl", f"ldm.autoencoder={export[1]}")
-
-
-def test_the_pixel_loss_reaches_the_latent_through_the_quantiser(tiny_values):
-    tiny_values["ldm"]["training"]["pixel_loss"] = {"weight": 1.0}
-    step = LatentDiffusionStep(Settings.model_validate(quantised(tiny_values, "vq")), CPU, load_weights=False)
-    terms = step([step.example_batch(1)], 0)
-    assert float(terms["pixel_gradient_norm"]) > 0
 
 
 def test_weights_of_monai_do_not_fit_and_none_are_made_for_it(tiny_values):
