@@ -148,14 +148,9 @@ class TrainedRun:
             raise CheckpointError(f"{path}: not found, so there is no trained diffusion model; run train_ldm.py first")
         state, metadata, path = self._weights("ldm")
         frame = self._check(path, metadata)
-        network = self.untrained_unet()
-        load_state(network, state, path)
-        return network, frame
-
-    def untrained_unet(self) -> DiffusionUNet:
-        """Return the U-Net with its initial weights."""
         network = build_unet(self.settings.ldm, self.settings.autoencoder.latent_channels, self.settings.mean_map_shape)
-        return network.to(self.precision.device).eval()
+        load_state(network.to(self.precision.device).eval(), state, path)
+        return network, frame
 
     def _check(self, path: Path, metadata: dict[str, Any]) -> SampleFrame:
         foreign = CheckpointError(f"{path}: not weights written by train_ldm.py; train stage 2 again")

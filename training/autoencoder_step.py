@@ -122,7 +122,7 @@ class AutoencoderStep(TrainingStep):
         self, images: Tensor, positions: Sequence[int], step: int, share: float, is_adversarial: bool, is_last: bool
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Run forward and backward of the autoencoder; return the loss terms and the reconstruction, all detached."""
-        s = self.settings.autoencoder
+        s, t = self.settings.autoencoder, self.training
         noise: Tensor | None = None
         if s.bottleneck == "kl":
             noise = self.noise.normal("latent", positions, (s.latent_channels, *s.latent_grid(images.shape[2:])))
@@ -130,11 +130,13 @@ class AutoencoderStep(TrainingStep):
             with phase("generator forward"), self.precision.autocast():
                 reconstruction, latent, other = self._parallel_autoencoder(images, noise)
                 terms = {
-                    "reconstruction": self._reconstruction_loss(reconstruction, images),
+                    "reconstruction": reconstruction_loss(
+                        reconstruction, images, t.reconstruction_loss, t.occupied_weight, OCCUPIED_THRESHOLD
+                    ),
                     **self._bottleneck_terms(latent, other, images, positions),
                 }
-                if self.training.edge_weight > 0:
-                    terms["edges"] = edge_loss(reconstruction, images, self.training.reconstruction_loss)
+                if t.edge_weight > 0:
+                    terms["edges"] = edge_loss(reconstruction, images, t.reconstruction_loss)
                 if self.perceptual is not None:
                     terms["perceptual"] = self.perceptual(reconstruction, images, step)
                 if is_adversarial:
@@ -146,10 +148,6 @@ class AutoencoderStep(TrainingStep):
             with phase("generator backward"):
                 self.precision.backward(loss)
         return {name: term.detach() for name, term in terms.items()}, reconstruction.detach()
-
-    def _reconstruction_loss(self, reconstruction: Tensor, images: Tensor) -> Tensor:
-        s = self.training
-        return reconstruction_loss(reconstruction, images, s.reconstruction_loss, s.occupied_weight, OCCUPIED_THRESHOLD)
 
     def _bottleneck_terms(
         self, latent: Tensor, other: Tensor, images: Tensor, positions: Sequence[int]

@@ -63,7 +63,10 @@ class BestWeights:
         if step.process.is_rank_zero and first_step == 0:
             self.path.unlink(missing_ok=True)
         elif step.process.is_rank_zero and self.path.is_file():
-            self.best = self._best_before()
+            try:
+                self.best = load_weights(self.path)[1].get(self.name)
+            except CheckpointError:  # training does not need the file
+                log.warning("%s: damaged; only validations from here on count for the best weights", self.path)
 
     def __call__(self, done: int, metrics: dict[str, float]) -> None:
         """Keep the weights if the metrics of the validation after `done` steps are the best so far."""
@@ -73,14 +76,6 @@ class BestWeights:
         if self.best is None or self.sign * value > self.sign * self.best:
             self.best = value
             _write(self.step, self.path, {"step": done, self.name: value})
-
-    def _best_before(self) -> float | None:
-        """Return the value in the file; None, with a warning, if the file is damaged: training does not need it."""
-        try:
-            return load_weights(self.path)[1].get(self.name)
-        except CheckpointError:
-            log.warning("%s: damaged; only validations from here on count for the best weights", self.path)
-            return None
 
 
 def _write(step: TrainingStep, path: Path, facts: dict[str, Any]) -> None:

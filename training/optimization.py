@@ -20,12 +20,6 @@ AUTO_LENGTH = 0.05
 """Mean age of the averaged weights with `ema_decay: auto`, as a share of the steps so far."""
 
 
-def build_optimizer(network: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Return fused Adam, which makes no foreach copies of the gradients and skips updates on the device."""
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    return torch.optim.Adam(parameters, lr=learning_rate, fused=True)
-
-
 def learning_rate_factor(step: int, settings: TrainingSettings, progress: float | None = None) -> float:
     """Return the factor on the learning rate at `step`: linear warm-up, then constant or cosine decay.
 
@@ -105,8 +99,9 @@ class Updater:
         self.schedule = schedule or Schedule(settings)
         self.learning_rate = learning_rate
         self.precision = precision
-        self.optimizer = build_optimizer(network, learning_rate)
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        # Fused Adam makes no foreach copies of the gradients and skips updates on the device.
+        self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate, fused=True)
 
     def gradient_norm(self, guard: Guard) -> Tensor:
         """Unscale the gradients, have the guard check them, and return their norm."""
@@ -137,11 +132,6 @@ class Updater:
             for name, values in states.items():
                 if values.shape == parameter.shape and values.stride() != parameter.stride():
                     states[name] = torch.empty_like(parameter, requires_grad=False).copy_(values)
-
-    @property
-    def current_rate(self) -> float:
-        """Return the learning rate of the last update."""
-        return float(self.optimizer.param_groups[0]["lr"])
 
 
 class AveragedWeights:

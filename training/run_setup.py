@@ -110,12 +110,13 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process, volume
     if not process.is_rank_zero:
         return
     write_text(folder.config, dump_yaml(settings))
+    device = process.device
     environment: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "command": sys.argv,
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "device": _device_name(process.device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
         "world_size": process.world_size,
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
@@ -130,8 +131,3 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process, volume
         counts = {"training": len(volumes.train), "held_out": len(volumes.val)}
         environment["data"] = {**counts, "classes": [printable(name) for name in volumes.class_names]}
     write_text(folder.environment, json.dumps(environment, indent=2) + "\n")
-
-
-def _device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the machine type of the CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"

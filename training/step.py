@@ -126,7 +126,8 @@ class TrainingStep(ABC):
 
     def learning_rates(self, step: int) -> dict[str, float]:
         """Return the learning rate of each network that a step has just updated; read on the host."""
-        return {f"{name}_learning_rate": self.updaters[name].current_rate for name in self.updated_networks(step)}
+        groups = {name: self.updaters[name].optimizer.param_groups[0] for name in self.updated_networks(step)}
+        return {f"{name}_learning_rate": float(group["lr"]) for name, group in groups.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""

@@ -38,6 +38,8 @@ def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, 
     environment = read_record(run.environment, Environment) or {}
     lines = read_metrics(run.metrics)
     stages = [stage for stage in (_stage(run, settings, name, lines) for name in STAGES) if stage is not None]
+    failure = read_record(path / "oom_report.json", OutOfMemoryReport) or {}
+    is_past = any(stage["name"] == failure.get("stage") and stage["step"] > failure["step"] for stage in stages)
     return {
         "name": settings.name,
         "folder": str(path),
@@ -47,16 +49,8 @@ def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, 
         "config": _config(settings),
         "environment": environment,
         "evaluation": read_record(run.evaluation, Evaluation),
-        "out_of_memory": _out_of_memory(read_record(path / "oom_report.json", OutOfMemoryReport), stages),
+        "out_of_memory": None if is_past else failure,
     }
-
-
-def _out_of_memory(report: dict[str, Any] | None, stages: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the out-of-memory report, unless the run has passed that step since."""
-    if report is None:
-        return None
-    is_past = any(stage["name"] == report["stage"] and stage["step"] > report["step"] for stage in stages)
-    return None if is_past else report
 
 
 def _stage(run: RunFolder, settings: Settings, stage: str, metrics: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -33,7 +33,8 @@ def validate_autoencoder(
     """
     names = [*_NAMES, *(OCCUPANCY if step.training.occupancy_threshold is not None else [])]
     totals = torch.zeros(len(names), dtype=torch.float64)
-    counts = _code_counts(step)
+    quantiser = step.autoencoder.quantiser
+    counts = None if quantiser is None else torch.zeros(quantiser.num_codes, dtype=torch.float64)
     preview = _PreviewOfPairs(step.settings.data, files)
     network = step.autoencoder.eval()
     with step.inference_weights():
@@ -61,12 +62,6 @@ def _occupancy(step: AutoencoderStep, reconstruction: Tensor, image: Tensor) -> 
     return torch.stack(
         [measure(reconstruction, image, threshold).double().sum().cpu() for measure in OCCUPANCY.values()]
     )
-
-
-def _code_counts(step: AutoencoderStep) -> Tensor | None:
-    """Return zeros to count the codes with; None without a quantiser."""
-    quantiser = step.autoencoder.quantiser
-    return None if quantiser is None else torch.zeros(quantiser.num_codes, dtype=torch.float64)
 
 
 def reconstruct_and_measure(
