@@ -113,12 +113,6 @@ def test_links_out_of_the_run_folder_are_not_followed(server, run, tmp_path, nam
     assert ask(server, "/version")[0] == 404
 
 
-def test_run_folder_may_itself_be_a_link(run, tmp_path):
-    (tmp_path / "link").symlink_to(run)
-    with ReportServer([tmp_path / "link"], 0) as server:
-        assert server.version()
-
-
 def test_port_in_use_is_refused(run, server):
     with pytest.raises(UserError, match=r"--port: \d+ cannot be used \(.+\); give another, or 0 for any free one"):
         serve([run], server.server_port)
