@@ -32,10 +32,9 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from memory.watch.memory_watch import MemoryWatch
     from runtime.processes import processes
     from training.autoencoder_step import AutoencoderStep
-    from training.checkpoints import Checkpoints
     from training.finished_weights import ensure_pretrained, export
     from training.loop import run_loop
-    from training.resume import resume, save
+    from training.resume import ResumableRun
     from training.run_setup import check_run, describe_run, open_run
     from training.summary import summarise, warn_of_stage_two
     from training.validation.autoencoder_validation import validate_autoencoder
@@ -57,8 +56,8 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
             # Build the networks and optimizers, and resume where the run stopped.
             plan = BatchPlan.of(settings.autoencoder.training, settings.seed, process.rank, process.world_size)
             step = AutoencoderStep(settings, process, files_of=plan.names(volumes.train))
-            checkpoints = Checkpoints(run_folder.checkpoints, "autoencoder", step.training.keep_checkpoints)
-            first_step = resume(step, checkpoints, settings, volumes)
+            resumable = ResumableRun(step, run_folder, volumes)
+            first_step = resumable.resume()
             describe_run(run_folder, settings, process, volumes)
             watch.record(run_folder.path)
 
@@ -66,10 +65,9 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
             batches = training_batches(volumes.train, settings.data, plan, first_step, step.training.last_step)
             held_out = validation_batches(volumes.val, settings.data, process.rank, process.world_size)
             validate = partial(validate_autoencoder, step, held_out, volumes.val)
-            save_at = partial(save, step, checkpoints, settings, volumes)
-            if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate, show_validation):
+            if not run_loop(resumable, batches, watch, validate, show_validation):
                 return INTERRUPTED
-            export(step, run_folder, settings)
+            export(step, run_folder)
             publish(run_folder, process)
     return 0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from functools import partial
 
 from runtime.cli import INTERRUPTED, add_training, overrides_of, parser, run
 from settings import Settings, load_settings
@@ -33,11 +32,10 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from memory.watch.memory_watch import MemoryWatch
     from models.volume_codec import frozen_codec
     from runtime.processes import processes
-    from training.checkpoints import Checkpoints
     from training.finished_weights import export
     from training.ldm_step import LatentDiffusionStep
     from training.loop import run_loop
-    from training.resume import resume, save
+    from training.resume import ResumableRun
     from training.run_setup import check_run, describe_run, open_run
     from training.summary import summarise
     from training.validation.ldm_validation import LdmValidation, RealVolumes
@@ -59,18 +57,17 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
                 latents = prepare_latents(codec, volumes, settings, process, pairs)
             plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
             step = LatentDiffusionStep(settings, process, True, codec, latents, plan.names(volumes.train))
-            checkpoints = Checkpoints(run_folder.checkpoints, "ldm", step.training.keep_checkpoints)
-            first_step = resume(step, checkpoints, settings, volumes)
+            resumable = ResumableRun(step, run_folder, volumes)
+            first_step = resumable.resume()
             describe_run(run_folder, settings, process, volumes)
             watch.record(run_folder.path)
 
             # The latents of step n depend on the seed and n alone, so a resumed run sees the same batches.
             batches = latents.training_batches(plan, first_step, step.training.last_step)
             validate = LdmValidation(step, latents, RealVolumes(volumes, latents.settings))
-            save_at = partial(save, step, checkpoints, settings, volumes)
-            if not run_loop(step, batches, first_step, run_folder, watch, save_at, validate, show_validation):
+            if not run_loop(resumable, batches, watch, validate, show_validation):
                 return INTERRUPTED
-            export(step, run_folder, settings)
+            export(step, run_folder)
             publish(run_folder, process)
             validate.log_skill()
     return 0

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from scipy.special import stdtrit
-from torch import Tensor
 from tqdm import tqdm
 
 from data import VolumeFile, load_file, to_unit
-from evaluation.sharpness import compare_sharpness, sharpness_of
+from evaluation.sharpness import compare_sharpness, gradient_magnitude
 from evaluation.trained_run import check_finite
 from models.volume_codec import VolumeCodec
 from runtime.files.names import printable
@@ -28,16 +27,16 @@ def evaluate_reconstructions(
     With the threshold above which a voxel is occupied, also IoU and Chamfer distance.
     """
     names: list[str] = []
-    found: list[Tensor] = []
-    wanted: list[Tensor] = []
+    found: list[float] = []
+    wanted: list[float] = []
     rows: list[dict[str, float]] = []
     for file in tqdm(files, desc="reconstructions", unit="volume"):
         image = load_file(file, data).image[None].to(codec.precision.device)
         mean = codec.encode(image[0])
         reconstruction = check_finite(codec.decode(mean), printable(file.name))[None]
         names.append(file.name)
-        found.append(sharpness_of(to_unit(reconstruction[0])))
-        wanted.append(sharpness_of(to_unit(image[0])))
+        found.append(gradient_magnitude(to_unit(reconstruction[0])))
+        wanted.append(gradient_magnitude(to_unit(image[0])))
         rows.append(
             {
                 "psnr": float(psnr(reconstruction, image)),

@@ -17,7 +17,7 @@ from diffusion.conditioning import Condition
 from diffusion.normalisation import Normalisation
 from diffusion.sampling import draw_volumes
 from evaluation.fid import PLANES, frechet_distance, slice_features
-from evaluation.sharpness import compare_sharpness, laplacian_kurtosis, sharpness_of
+from evaluation.sharpness import compare_sharpness, gradient_magnitude, laplacian_kurtosis
 from evaluation.trained_run import check_finite
 from models.volume_codec import VolumeCodec
 from runtime.files.names import printable
@@ -74,15 +74,42 @@ class SilentNetwork(nn.Module):
         return torch.zeros_like(x[:, : self.latent_channels])
 
 
-def gaussian_volumes(
-    denoiser: LinearDenoiser, normalisation: Normalisation, codec: VolumeCodec, seed: int, num: int
-) -> list[Tensor]:
-    """Draw latents from the Gaussian with the training latents' mean and covariance, and decode them."""
-    noise, positions = SampleNoise(seed, torch.device("cpu")), range(num)
-    white = noise.normal("Gaussian rest", positions, denoiser.shape)
-    weights = noise.normal("Gaussian weights", positions, [len(denoiser.centred)])
-    latents = normalisation.to(noise.device).undo(denoiser.draw(white, weights))
-    return [to_unit(codec.decode(latent)).cpu() for latent in latents]
+@dataclass(frozen=True)
+class Drawing:
+    """How samples are drawn: with which seed, how many, and how many in a batch, which does not change them."""
+
+    codec: VolumeCodec
+    settings: Settings
+    normalisation: Normalisation
+    seed: int
+    num: int
+    batch_size: int
+    condition_of: Callable[[Sequence[int]], Condition] | None = None
+
+    def samples(self, network: nn.Module) -> list[Tensor]:
+        """Draw samples with a progress bar; return them on the CPU with values in [0, 1]."""
+        total = -(-self.num // self.batch_size) * self.settings.ldm.sampling.num_inference_steps
+        with tqdm(total=total, desc="sampling", unit="step") as bar:
+            volumes = draw_volumes(
+                network,
+                self.codec,
+                self.settings,
+                self.normalisation,
+                self.seed,
+                range(self.num),
+                self.condition_of,
+                self.batch_size,
+                bar.update,
+            )
+            return [to_unit(check_finite(volume, f"sample {n}")).cpu() for n, volume in enumerate(volumes)]
+
+    def gaussian_volumes(self, denoiser: LinearDenoiser) -> list[Tensor]:
+        """Draw latents from the Gaussian with the training latents' mean and covariance, and decode them."""
+        noise, positions = SampleNoise(self.seed, torch.device("cpu")), range(self.num)
+        white = noise.normal("Gaussian rest", positions, denoiser.shape)
+        weights = noise.normal("Gaussian weights", positions, [len(denoiser.centred)])
+        latents = self.normalisation.to(noise.device).undo(denoiser.draw(white, weights))
+        return [to_unit(self.codec.decode(latent)).cpu() for latent in latents]
 
 
 def training_volumes(
@@ -119,28 +146,11 @@ def _compared(volumes: Sequence[Tensor], reference: Reference) -> dict[str, Any]
     return {
         "precision": precision,
         "recall": recall,
-        "sharpness": compare_sharpness(list(map(sharpness_of, volumes)), list(map(sharpness_of, reference.held_out))),
+        "sharpness": compare_sharpness(
+            [gradient_magnitude(volume) for volume in volumes], [gradient_magnitude(v) for v in reference.held_out]
+        ),
         "laplacian_kurtosis": kurtosis / statistics.fmean(map(laplacian_kurtosis, reference.held_out)),
     }
-
-
-def draw_samples(
-    network: nn.Module,
-    codec: VolumeCodec,
-    settings: Settings,
-    normalisation: Normalisation,
-    seed: int,
-    num: int,
-    batch_size: int,
-    condition_of: Callable[[Sequence[int]], Condition] | None = None,
-) -> list[Tensor]:
-    """Draw samples with a progress bar; return them on the CPU with values in [0, 1]."""
-    total = -(-num // batch_size) * settings.ldm.sampling.num_inference_steps
-    with tqdm(total=total, desc="sampling", unit="step") as bar:
-        volumes = draw_volumes(
-            network, codec, settings, normalisation, seed, range(num), condition_of, batch_size, bar.update
-        )
-        return [to_unit(check_finite(volume, f"sample {n}")).cpu() for n, volume in enumerate(volumes)]
 
 
 def evaluate_samples(

@@ -116,9 +116,8 @@ class TrainedRun:
                 return weights, metadata, path
             if stage == "autoencoder":
                 # Stage 2 was trained on the finished one.
-                log.warning(
-                    "%s: stage 1 goes on and is at step %d; using its finished weights of step %d", path, now, last
-                )
+                message = "%s: stage 1 is still training (step %d); using its finished weights of step %d"
+                log.warning(message, path, now, last)
                 return weights, metadata, path
         newest = checkpoints.newest()
         assert newest is not None, f"stage {stage} has no checkpoint"
@@ -149,21 +148,16 @@ class TrainedRun:
             raise CheckpointError(f"{path}: not found, so there is no trained diffusion model; run train_ldm.py first")
         state, metadata, path = self._weights("ldm")
         frame = self._check(path, metadata)
-        network = self.untrained_unet()
-        load_state(network, state, path)
-        return network, frame
-
-    def untrained_unet(self) -> DiffusionUNet:
-        """Return the U-Net with its initial weights."""
         network = build_unet(self.settings.ldm, self.settings.autoencoder.latent_channels, self.settings.mean_map_shape)
-        return network.to(self.precision.device).eval()
+        load_state(network.to(self.precision.device).eval(), state, path)
+        return network, frame
 
     def _check(self, path: Path, metadata: dict[str, Any]) -> SampleFrame:
         foreign = CheckpointError(f"{path}: not weights written by train_ldm.py; train stage 2 again")
         if metadata.get("stage") != "ldm" or not isinstance(metadata.get("settings"), dict):
             raise foreign
-        changed, _ = changed_settings("ldm", restored(metadata["settings"], path), self.settings)
-        if changed:
+        changes = changed_settings("ldm", restored(metadata["settings"], path), self.settings)
+        if changed := [str(change) for change in changes if change.changes_result]:
             raise CheckpointError(
                 f"{path}: was trained with settings that differ from {self.folder.config}:\n  "
                 + "\n  ".join(changed)

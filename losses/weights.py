@@ -1,11 +1,9 @@
 """Find the weights of perceptual networks: where the config says, else in the torch cache, else by a download."""
 
 import hashlib
-import queue
-import threading
 import urllib.request
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,7 @@ from settings import ConfigError, Problem
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 
 KEY = "autoencoder.training.perceptual.weights"
-# A socket's timeout does not cover the name lookup, so the whole attempt to connect has a limit of its own.
-CONNECT_SECONDS = 6.0
-READ_SECONDS = 15.0
-_BLOCK_BYTES = 1 << 20
+TIMEOUT_SECONDS = 15.0
 _READ_ERRORS: tuple[type[Exception], ...] = (*READ_ERRORS, *AMBIGUOUS_READ_ERRORS, SafetensorError)
 
 
@@ -58,8 +53,7 @@ FILES = {
 def find_weights(network: str, configured: str | None) -> Path:
     """Return the file with a network's weights; download it into the torch cache if it is not there yet.
 
-    Raise ConfigError if there is no such file and it cannot be downloaded. Without a network this takes
-    CONNECT_SECONDS at most.
+    Raise ConfigError if there is no such file and it cannot be downloaded.
     """
     file = FILES[network]
     if configured is not None:
@@ -125,11 +119,24 @@ def _download(network: str, file: WeightsFile, destination: Path) -> None:
     `torch.hub.download_url_to_file` takes no timeout and does not notice a file without a published hash that ends
     early, so the blocks are read here.
     """
+    from tqdm import tqdm
+
     try:
-        with _connect(file.url) as response:
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(destination) as temporary:
-                _receive(response, file, temporary)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(file.url, timeout=TIMEOUT_SECONDS) as response, replacing(destination) as temporary:
+            total = int(response.headers.get("Content-Length") or 0) or None
+            digest = hashlib.sha256()
+            bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"downloading {file.name}")
+            with temporary.open("wb") as part, bar:
+                while block := response.read(1 << 20):
+                    part.write(block)
+                    digest.update(block)
+                    bar.update(len(block))
+            if total is not None and bar.n != total:
+                raise OSError(f"{bar.n} of {total} bytes arrived")
+            published = file.name.rsplit(".", 1)[0].rsplit("-", 1)[-1]
+            if file.has_hash_in_name and not digest.hexdigest().startswith(published):
+                raise OSError(f"the download has the SHA-256 {digest.hexdigest()[:8]}, not {published}")
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         found = (
@@ -137,45 +144,3 @@ def _download(network: str, file: WeightsFile, destination: Path) -> None:
             f" and could not be downloaded ({reason})"
         )
         raise _error(found, remedy=_remedy(file)) from error
-
-
-def _receive(response: HTTPResponse, file: WeightsFile, path: Path) -> None:
-    from tqdm import tqdm
-
-    total = int(response.headers.get("Content-Length") or 0) or None
-    digest, num_bytes = hashlib.sha256(), 0
-    with path.open("wb") as part, tqdm(total=total, unit="B", unit_scale=True, desc=f"downloading {file.name}") as bar:
-        while block := response.read(_BLOCK_BYTES):
-            part.write(block)
-            digest.update(block)
-            num_bytes += len(block)
-            bar.update(len(block))
-    _check_download(file, digest.hexdigest(), num_bytes, total)
-
-
-def _check_download(file: WeightsFile, digest: str, num_bytes: int, expected_bytes: int | None) -> None:
-    if expected_bytes is not None and num_bytes != expected_bytes:
-        raise OSError(f"{num_bytes} of {expected_bytes} bytes arrived")
-    published = file.name.rsplit(".", 1)[0].rsplit("-", 1)[-1]
-    if file.has_hash_in_name and not digest.startswith(published):
-        raise OSError(f"the download has the SHA-256 {digest[:8]}, not {published}")
-
-
-def _connect(url: str) -> HTTPResponse:
-    """Open a URL; give up after CONNECT_SECONDS, even while the name lookup hangs."""
-    outcome: queue.Queue[HTTPResponse | Exception] = queue.Queue()
-
-    def attempt() -> None:
-        try:
-            outcome.put(urllib.request.urlopen(url, timeout=READ_SECONDS))
-        except (OSError, HTTPException) as error:
-            outcome.put(error)
-
-    threading.Thread(target=attempt, daemon=True).start()
-    try:
-        result = outcome.get(timeout=CONNECT_SECONDS)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {CONNECT_SECONDS:.0f} s") from None
-    if isinstance(result, Exception):
-        raise result
-    return result

@@ -33,7 +33,7 @@ REASONS = {
     **dict.fromkeys(("ratio", "num_memorised"), IDENTICAL),
     "interval": "an interval needs two held-out volumes or more",
     "laplacian_kurtosis": "edges need volumes that are not constant and have three voxels or more along each axis",
-    "sharpness": "the held-out volumes have no detail of this size",
+    "sharpness": "the held-out volumes have no detail",
 }
 
 COLUMNS = (
@@ -143,11 +143,10 @@ def _evaluate_stage_two(
     from diffusion.latents import prepare_latents, stage_two_data
     from evaluation.conditional.effect import as_trained, evaluate_conditions
     from evaluation.samples import (
+        Drawing,
         SilentNetwork,
-        draw_samples,
         evaluate_anchors,
         evaluate_samples,
-        gaussian_volumes,
         load_reference,
         similarity,
         training_volumes,
@@ -157,27 +156,35 @@ def _evaluate_stage_two(
 
     data = stage_two_data(settings.data)
     reference = load_reference(volumes.train, volumes.val, data)
-    learned = (frame.normalisation, frame.condition_normalisation, frame.numbers)
-    drawn_by = (options.seed, options.num, options.batch_size)
-    told, effect = evaluate_conditions(network, codec, settings, *learned, volumes, *drawn_by)
+    drawn_by = {"seed": options.seed, "num": options.num, "batch_size": options.batch_size}
+    condition_of, effect = evaluate_conditions(
+        network,
+        codec,
+        settings,
+        normalisation=frame.normalisation,
+        of_conditions=frame.condition_normalisation,
+        code=frame.numbers,
+        volumes=volumes,
+        **drawn_by,
+    )
     results: dict[str, Any] = {} if effect is None else {"conditions": effect}
-    drawn = (settings, frame.normalisation, options.seed, options.num, options.batch_size, told)
-    samples = draw_samples(network, codec, *drawn)
+    drawing = Drawing(codec, settings, frame.normalisation, **drawn_by, condition_of=condition_of)
+    samples = drawing.samples(network)
     results["samples"] = evaluate_samples(samples, reference, features)
     process = Process(codec.precision.device)
     pairs = check_conditions(settings, volumes)
     latents = prepare_latents(codec, volumes, settings, process, pairs)
     if latents.conditions is not None:
-        latents = replace(latents, conditions=as_trained(latents.conditions, *learned[1:], pairs))
+        conditions = as_trained(latents.conditions, frame.condition_normalisation, frame.numbers, pairs)
+        latents = replace(latents, conditions=conditions)
     skill = Skill(latents, codec, frame.normalisation, settings, process)
     results["skill"] = skill(network)
-    silent = draw_samples(SilentNetwork(settings.autoencoder.latent_channels), codec, *drawn)
+    silent = drawing.samples(SilentNetwork(settings.autoencoder.latent_channels))
     results["samples"]["correlation_with_silent_network"] = similarity(samples, silent)
     training, reconstructed = training_volumes(codec, volumes.train, data, options.num)
     sets = {"training volumes": training, "reconstructed training volumes": reconstructed}
     if skill.denoiser is not None:
-        drawn_latents = (skill.denoiser, frame.normalisation, codec, options.seed, options.num)
-        sets["Gaussian with their covariance"] = gaussian_volumes(*drawn_latents)
+        sets["Gaussian with their covariance"] = drawing.gaussian_volumes(skill.denoiser)
     results["anchors"] = evaluate_anchors({**sets, "network switched off": silent}, reference)
     return results
 
@@ -218,9 +225,7 @@ def _table(results: dict[str, Any]) -> str:
         f"{row['volume']:<{width}}  " + " ".join(f"{row[name]:8{form}}" for name, _, form in columns)
         for row in (*rows, *ends)
     ]
-    lines += [
-        f"sharpness of reconstructions: {_sharpness(results['reconstruction']['sharpness'])}",
-    ]
+    lines.append(f"sharpness of reconstructions: {_sharpness(results['reconstruction']['sharpness'])}")
     if "conditions" in results:
         lines += ["", *effect_lines(results["conditions"])]
     if "samples" in results:
@@ -238,8 +243,7 @@ def _table(results: dict[str, Any]) -> str:
 
 
 def _sharpness(values: dict[str, Any]) -> str:
-    finest = ", ".join(f"{plane} {powers[-1]:.2f}" for plane, powers in values["spectrum"].items())
-    return f"gradients {values['gradient_magnitude']:.2f} of real ones; power of the finest detail: {finest}"
+    return f"gradients {values['gradient_magnitude']:.2f} of real ones"
 
 
 def _sample_lines(values: dict[str, Any]) -> list[str]:

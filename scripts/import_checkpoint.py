@@ -65,23 +65,22 @@ def main(options: argparse.Namespace) -> None:
             write_text(folder.config, dump_yaml(settings))
     num_parameters = sum(value.numel() for value in state.values())
     log.info("%s: %d parameters in %d tensors", folder.weights(network), num_parameters, len(state))
-    for line in _not_in_the_weights(network, settings):
+    for line in [*_not_in_the_weights(network, settings), *_next_commands(network, folder)]:
         log.info(line)
-    following = {
-        "autoencoder": f"python train_autoencoder.py --config {shlex.quote(str(folder.config))} "
-        f"name=finetuned autoencoder.pretrained={shlex.quote(str(folder.weights('autoencoder')))}",
-        "ldm": f"python scripts/sample.py --run {shlex.quote(options.out)}",
+
+
+def _next_commands(network: str, folder: RunFolder) -> list[str]:
+    config, run = (shlex.quote(str(path)) for path in (folder.config, folder.path))
+    autoencoder, ldm = (shlex.quote(str(folder.weights(stage))) for stage in ("autoencoder", "ldm"))
+    finetuned = f"--config {config} name=finetuned"
+    commands = {
+        "autoencoder": [f"next: python train_autoencoder.py {finetuned} autoencoder.pretrained={autoencoder}"],
+        "ldm": [
+            f"next: python scripts/sample.py --run {run}",
+            f"or fine-tune: python train_ldm.py {finetuned} ldm.autoencoder={autoencoder} ldm.pretrained={ldm}",
+        ],
     }
-    if network in following:
-        log.info("next: %s", following[network])
-    if network == "ldm":
-        weights = {stage: shlex.quote(str(folder.weights(stage))) for stage in ("autoencoder", "ldm")}
-        log.info(
-            "or fine-tune: python train_ldm.py --config %s name=finetuned ldm.autoencoder=%s ldm.pretrained=%s",
-            shlex.quote(str(folder.config)),
-            weights["autoencoder"],
-            weights["ldm"],
-        )
+    return commands.get(network, [])
 
 
 def _check_replaced(folder: RunFolder, network: str) -> None:
@@ -141,11 +140,7 @@ def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
 
 def _check_timesteps(content: Any, settings: Settings, path: Path) -> None:
     """Raise unless the number of timesteps beside the weights, as in MAISI's files, is that of the config."""
-    from torch import Tensor
-
-    found = content.get("num_train_timesteps") if isinstance(content, dict) else None
-    configured = settings.ldm.scheduler.num_train_timesteps
-    found = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
+    found, configured = _number_beside(content, "num_train_timesteps"), settings.ldm.scheduler.num_train_timesteps
     if isinstance(found, int | float) and found != configured:
         raise CheckpointError(
             f"{path}: was trained with {found} timesteps; ldm.scheduler.num_train_timesteps is {configured}; set "
@@ -157,24 +152,26 @@ def _latent_scale(options: argparse.Namespace, content: Any, path: Path) -> floa
     """Return the scale of the latents in training: the option, or scale_factor beside the weights, as in MAISI."""
     if options.latent_scale is not None:
         return options.latent_scale
-    if isinstance(content, dict) and "scale_factor" in content:
-        return _number_above_zero(content["scale_factor"], path)
-    raise CheckpointError(
-        f"{path}: has no scale_factor, the number by which latents were multiplied in training; sampling needs it;"
-        " give it as --latent-scale"
-    )
-
-
-def _number_above_zero(value: Any, path: Path) -> float:
-    from torch import Tensor
-
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 1e-30 < number < 1e30:
+    scale = _number_beside(content, "scale_factor")
+    if scale is None:
         raise CheckpointError(
-            f"{path}: its scale_factor is {str(value)[:40]}; a finite number above 0 is needed; "
+            f"{path}: has no scale_factor, the number by which latents were multiplied in training; sampling needs it;"
+            " give it as --latent-scale"
+        )
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 1e-30 < scale < 1e30:
+        raise CheckpointError(
+            f"{path}: its scale_factor is {str(scale)[:40]}; a finite number above 0 is needed; "
             "give it as --latent-scale"
         )
-    return float(number)
+    return float(scale)
+
+
+def _number_beside(content: Any, name: str) -> Any:
+    """Return what a checkpoint has under a name besides the weights, as a number if it is one; None without it."""
+    from torch import Tensor
+
+    value = content.get(name) if isinstance(content, dict) else None
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _sample_frame(settings: Settings) -> dict[str, Any]:

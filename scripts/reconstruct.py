@@ -9,19 +9,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cli import at_least, check_output_folder, parser, run
 from settings import DataError, Settings
 
-if TYPE_CHECKING:
-    from models.volume_codec import VolumeCodec
-
 log = logging.getLogger("reconstruct")
-
-RECONSTRUCTION = "_reconstruction.nii.gz"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -30,7 +24,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         __doc__ or "",
         [
             "python scripts/reconstruct.py --run runs/quickstart --input volume.nii.gz --out reconstructions",
-            "python scripts/reconstruct.py --run runs/vq --input /data/ct --out kept --codes",
+            "python scripts/reconstruct.py --run runs/quickstart --input /data/ct --out reconstructions --best",
         ],
     )
     result.add_argument(
@@ -39,11 +33,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument("--run", required=True, metavar="DIR", help="folder of a run, finished or not")
     result.add_argument("--input", required=True, metavar="PATH", help="a volume, or a folder of volumes")
     result.add_argument("--out", required=True, metavar="DIR", help="folder for the reconstructions")
-    codes = result.add_mutually_exclusive_group()
-    codes.add_argument("--codes", action="store_true", help="vq: also write each latent as integers, NAME_codes.npz")
-    codes.add_argument(
-        "--from-codes", action="store_true", help="the input is such a file or a folder of them; decode it"
-    )
     result.add_argument(
         "--budget-gb",
         type=at_least(0.0),
@@ -58,7 +47,6 @@ def main(options: argparse.Namespace) -> int:
 
     from data import load_volume, restore
     from data.formats import write_nifti
-    from diffusion.codes import SUFFIX, Codes, quantiser_of
     from evaluation.trained_run import TrainedRun, check_finite
     from runtime.files.names import printable
     from training.validation.pair_metrics import psnr, ssim
@@ -68,8 +56,6 @@ def main(options: argparse.Namespace) -> int:
     source = Path(options.input)
     if not source.exists():
         raise DataError(f"--input: {printable(source)} does not exist; give a volume or a folder of volumes")
-    if options.from_codes:
-        return _decode(source, Path(options.out), trained.codec())
     names = {source: source.name} if source.is_file() else _volumes_in(source, trained.settings)
     targets = dict(zip(names, _targets(list(names.values()), Path(options.out)), strict=True))
     inputs = {path.resolve() for path in names}
@@ -78,19 +64,12 @@ def main(options: argparse.Namespace) -> int:
             raise DataError(f"--out: {printable(target)} is one of the input volumes; give another folder")
     codec = trained.codec()
     device = trained.precision.device
-    if options.codes:
-        quantiser_of(codec)
 
     for path, target in tqdm(targets.items(), desc="reconstructing", unit="volume"):
         loaded = load_volume(path, trained.settings.data, trained.settings.autoencoder.in_channels)
-        mean = codec.encode(loaded.image)
-        volume = check_finite(codec.decode(mean), printable(path))
+        volume = check_finite(codec.decode(codec.encode(loaded.image)), printable(path))
         voxels, affine = restore(volume, loaded)
         write_nifti(target, voxels, affine)
-        if options.codes:
-            codes, kept = Codes.of(mean, loaded, codec), target.with_name(target.name.replace(RECONSTRUCTION, SUFFIX))
-            codes.write(kept, codec)
-            log.info("%s: %s", printable(kept), codes.describe(mean))
         pair = volume[None], loaded.image[None].to(device)
         log.info("%s: PSNR %.2f dB, SSIM %.4f", printable(target), float(psnr(*pair)), float(ssim(*pair)))
     if trained.folder.weights("autoencoder").exists() and not trained.folder.weights("ldm").exists():
@@ -122,26 +101,7 @@ def _targets(names: Sequence[str], out: Path) -> list[Path]:
     stems = [name[: len(name) - len(suffix_of(name) or "")] for name in names]
     taken = Counter([*stems, *names])
     chosen = [stem if taken[stem] == 1 else name for stem, name in zip(stems, names, strict=True)]
-    return [out / f"{name}{RECONSTRUCTION}" for name in chosen]
-
-
-def _decode(source: Path, out: Path, codec: VolumeCodec) -> int:
-    """Decode a file of codes, or all of a folder, to volumes on the grid of the network."""
-    from data.formats import write_nifti
-    from diffusion.codes import SUFFIX, Codes
-    from evaluation.trained_run import check_finite
-    from runtime.files.names import printable
-
-    paths = [source] if source.is_file() else sorted(source.rglob(f"*{SUFFIX}"))
-    if not paths:
-        raise DataError(f"--input: {printable(source)} holds no *{SUFFIX}; give a folder that --codes wrote to")
-    for path in paths:
-        codes = Codes.read(path, codec)
-        inside = path.relative_to(source if source.is_dir() else source.parent)
-        target = out / inside.with_name(path.name.removesuffix(".npz").removesuffix("_codes") + RECONSTRUCTION)
-        write_nifti(target, codes.intensities(check_finite(codes.decode(codec), printable(path))), codes.affine)
-        log.info("%s: decoded from %s", printable(target), printable(path))
-    return 0
+    return [out / f"{name}_reconstruction.nii.gz" for name in chosen]
 
 
 if __name__ == "__main__":

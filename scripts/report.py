@@ -39,7 +39,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="page to write (default: report.html in the run folder, or comparison.html beside the run folders)",
     )
-    result.add_argument("--predict", action="store_true", help="predict the memory of stages without a prediction")
     result.add_argument(
         "--serve", action="store_true", help="show the page on this machine and refresh it during training"
     )
@@ -64,10 +63,7 @@ def main(options: argparse.Namespace) -> int:
     check_output_file(default if options.out is None else options.out, "--out", files)
     try:
         from evaluation.report import write_comparison
-        from evaluation.report.predictions import add_predictions
 
-        for folder in folders if options.predict else ():
-            add_predictions(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_comparison(folders, target)
     except OSError as error:

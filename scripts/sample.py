@@ -209,7 +209,7 @@ def _batch_size(settings: Settings, codec: VolumeCodec, total: int) -> int:
         return 1
     is_cuda = codec.precision.device.type == "cuda"
     number = sampling_batch(settings, is_cuda, codec.available_bytes(), min(total, MOST_AT_ONCE))
-    log.info("%s at once", counted(number, "sample"))
+    log.info("sampling in batches of %d", number)
     return number
 
 

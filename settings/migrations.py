@@ -12,17 +12,12 @@ from typing import Any
 
 from settings.errors import CheckpointError
 
-VERSION = 2
+VERSION = 1
 """Raise this when a key is added, renamed or removed, and add what upgrades the version before."""
 
 WAY_OUT = "use the version of the program that wrote them, or start a new run"
 
-
-def _with_cache_rate(values: dict[str, Any]) -> None:
-    values.setdefault("data", {}).setdefault("cache_rate", 0.0)
-
-
-UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {1: _with_cache_rate}
+UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {}
 """By version: what turns the values of that version into those of the next, in place."""
 
 

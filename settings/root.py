@@ -13,7 +13,7 @@ from settings.dotted import assign, overlap
 from settings.errors import ConfigError
 from settings.ldm import LdmSettings
 from settings.rules import find_problems
-from settings.section import FOLDER_NAME, FREE, SAME, Section, key, section
+from settings.section import FOLDER_NAME, FREE, SAME, Section, TrainingSettings, key, section
 
 
 class DeviceSettings(Section):
@@ -25,10 +25,6 @@ class DeviceSettings(Section):
         "auto",
         "auto: bfloat16 if the GPU supports it, else float16 with gradient scaling; on a CPU, where 16 bits are many "
         "times slower, float32.",
-    )
-    optimizer_states: Literal["float32", "8bit"] = key(
-        "float32",
-        "How Adam keeps its two moments; 8bit: with a scale for each kernel, 0.3 of the memory, slower updates.",
     )
     memory_format: Literal["auto", "contiguous", "channels_last"] = key(
         "auto", "Memory layout of volumes; auto: channels_last, but contiguous for MONAI's stock autoencoder.", SAME
@@ -107,6 +103,10 @@ class Settings(Section):
     def unet_grid(self) -> tuple[int, ...]:
         """Return the grid of the U-Net's highest level: that of a latent, padded."""
         return self.ldm.unet.level_grids(self.latent_shape[1:])[0]
+
+    def training_of(self, stage: str) -> TrainingSettings:
+        """Return how a stage, "autoencoder" or "ldm", is trained."""
+        return {"autoencoder": self.autoencoder.training, "ldm": self.ldm.training}[stage]
 
     def with_overrides(self, changes: Mapping[str, Any]) -> Settings:
         """Return validated settings with dotted keys changed, such as {"data.num_workers": 4}."""

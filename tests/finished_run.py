@@ -36,7 +36,7 @@ def export_autoencoder(values: dict[str, Any], latent_gain: float = 1.0) -> None
             step.autoencoder.quant_conv_mu.conv.weight.mul_(latent_gain)
             step.autoencoder.quant_conv_mu.conv.bias.mul_(latent_gain)
             step.autoencoder.post_quant_conv.conv.weight.div_(latent_gain)
-        export(step, folder, settings)
+        export(step, folder)
         describe_run(folder, settings, process)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from losses import (
 from models import build_autoencoder, build_discriminator, start_as_haar_transform
 from models.bottleneck import COMMITMENT_WEIGHT, CodeStatistics
 from models.volume_codec import VolumeCodec, block_bytes
+from runtime.files.run_folder import RunFolder
 from runtime.phases import phase
 from runtime.placement import move
 from runtime.processes import Process, synchronised
@@ -39,7 +41,7 @@ class AutoencoderStep(TrainingStep):
     """
 
     training: AutoencoderTraining
-    stage = "autoencoder"
+    stage, best_metric, higher_is_better = "autoencoder", "val_psnr", True
     terms = (
         *("reconstruction", "edges", "kl", "commitment", "perceptual"),
         *("adversarial", "discriminator_fake", "discriminator_real"),
@@ -91,6 +93,10 @@ class AutoencoderStep(TrainingStep):
             "adversarial": training.adversarial_weight,
         }
 
+    def next_command(self, run: RunFolder) -> str:
+        """Return the command that trains stage 2."""
+        return f"python train_ldm.py --config {shlex.quote(str(run.config))}"
+
     def updated_networks(self, step: int) -> list[str]:
         """Return the names of the networks that a step updates."""
         return ["autoencoder", "discriminator"] if self.is_adversarial(step) else ["autoencoder"]
@@ -116,7 +122,7 @@ class AutoencoderStep(TrainingStep):
         self, images: Tensor, positions: Sequence[int], step: int, share: float, is_adversarial: bool, is_last: bool
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Run forward and backward of the autoencoder; return the loss terms and the reconstruction, all detached."""
-        s = self.settings.autoencoder
+        s, t = self.settings.autoencoder, self.training
         noise: Tensor | None = None
         if s.bottleneck == "kl":
             noise = self.noise.normal("latent", positions, (s.latent_channels, *s.latent_grid(images.shape[2:])))
@@ -124,11 +130,13 @@ class AutoencoderStep(TrainingStep):
             with phase("generator forward"), self.precision.autocast():
                 reconstruction, latent, other = self._parallel_autoencoder(images, noise)
                 terms = {
-                    "reconstruction": self._reconstruction_loss(reconstruction, images),
+                    "reconstruction": reconstruction_loss(
+                        reconstruction, images, t.reconstruction_loss, t.occupied_weight, OCCUPIED_THRESHOLD
+                    ),
                     **self._bottleneck_terms(latent, other, images, positions),
                 }
-                if self.training.edge_weight > 0:
-                    terms["edges"] = edge_loss(reconstruction, images, self.training.reconstruction_loss)
+                if t.edge_weight > 0:
+                    terms["edges"] = edge_loss(reconstruction, images, t.reconstruction_loss)
                 if self.perceptual is not None:
                     terms["perceptual"] = self.perceptual(reconstruction, images, step)
                 if is_adversarial:
@@ -140,10 +148,6 @@ class AutoencoderStep(TrainingStep):
             with phase("generator backward"):
                 self.precision.backward(loss)
         return {name: term.detach() for name, term in terms.items()}, reconstruction.detach()
-
-    def _reconstruction_loss(self, reconstruction: Tensor, images: Tensor) -> Tensor:
-        s = self.training
-        return reconstruction_loss(reconstruction, images, s.reconstruction_loss, s.occupied_weight, OCCUPIED_THRESHOLD)
 
     def _bottleneck_terms(
         self, latent: Tensor, other: Tensor, images: Tensor, positions: Sequence[int]

@@ -59,7 +59,11 @@ class Checkpoints:
                 path = self.folder / f"{stem}_{digest[:16]}.pt"
                 put_in_place(temporary, path)
         except OSError as error:
-            raise TrainingError(_save_failure(self.folder, step, error)) from error
+            why = DISK_ERRORS.get(error.errno or 0, reason(error))
+            raise TrainingError(
+                f"{self.folder}: the checkpoint of step {step} could not be written ({why}); earlier checkpoints are "
+                "untouched; free disk space or choose another name, then run the same command again"
+            ) from error
         self._remove_old(path)
         return path
 
@@ -154,11 +158,3 @@ def _set_aside(damaged: list[Path]) -> None:
             path.rename(path.with_suffix(".damaged"))
         except OSError as error:
             raise CheckpointError(f"{path}: damaged, and cannot be renamed ({error.strerror}); move it away") from error
-
-
-def _save_failure(folder: Path, step: int, error: OSError) -> str:
-    why = DISK_ERRORS.get(error.errno or 0, reason(error))
-    return (
-        f"{folder}: the checkpoint of step {step} could not be written ({why}); earlier checkpoints are untouched; "
-        "free disk space or choose another name, then run the same command again"
-    )

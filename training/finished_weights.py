@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shlex
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import nn
 from models.frozen_autoencoder import check_pretrained
 from models.weight_files import load_into, load_weights, save_weights
 from runtime.files.run_folder import RunFolder
-from settings import AutoencoderSettings, CheckpointError, Settings, stored
+from settings import AutoencoderSettings, CheckpointError, stored
 from training.checkpoints import Checkpoints
 from training.step import TrainingStep
 
@@ -39,29 +37,15 @@ def load_pretrained(networks: dict[str, nn.Module], path: Path) -> None:
         log.info("%s: the %s starts from these weights", file, name)
 
 
-def export(step: TrainingStep, run: RunFolder, settings: Settings) -> None:
-    """Write the stage's main network, with averaged weights if there are any, and its settings.
-
-    Log the path and the next command.
-    """
+def export(step: TrainingStep, run: RunFolder) -> None:
+    """Write the stage's main network, with averaged weights if there are any, and log the next command."""
     if not step.process.is_rank_zero:
         return
     path = run.weights(step.stage)
     # The last step was saved before. A run that goes on later has checkpoints of further steps.
-    _write(step, path, settings, {"step": Checkpoints(run.checkpoints, step.stage, keep=2).newest_step()})
+    _write(step, path, {"step": Checkpoints(run.checkpoints, step.stage, keep=2).newest_step()})
     log.info("%s: finished weights of stage %s", path, step.stage)
-    following = {
-        "autoencoder": f"python train_ldm.py --config {shlex.quote(str(run.config))}",
-        "ldm": " ".join(["python scripts/sample.py --run", shlex.quote(str(run.path)), *_options(settings)]),
-    }
-    log.info("next: %s", following[step.stage])
-
-
-def _options(settings: Settings) -> list[str]:
-    """Return the options of scripts/sample.py that name the conditions of a run."""
-    s = settings.ldm.conditioning
-    used = {"--labels": s.label_map.num_classes > 0, "--condition": s.volume.is_used, "--mask": s.volume.fills}
-    return [f"{option} FILE_OR_FOLDER" for option, is_used in used.items() if is_used]
+    log.info("next: %s", step.next_command(run))
 
 
 class BestWeights:
@@ -74,12 +58,15 @@ class BestWeights:
     def __init__(self, step: TrainingStep, run: RunFolder, first_step: int) -> None:
         self.step = step
         self.path = run.best_weights(step.stage)
-        self.name, self.sign = {"autoencoder": ("val_psnr", 1), "ldm": ("val_diffusion", -1)}[step.stage]
+        self.name, self.sign = step.best_metric, 1 if step.higher_is_better else -1
         self.best: float | None = None
         if step.process.is_rank_zero and first_step == 0:
             self.path.unlink(missing_ok=True)
         elif step.process.is_rank_zero and self.path.is_file():
-            self.best = self._best_before()
+            try:
+                self.best = load_weights(self.path)[1].get(self.name)
+            except CheckpointError:  # training does not need the file
+                log.warning("%s: damaged; only validations from here on count for the best weights", self.path)
 
     def __call__(self, done: int, metrics: dict[str, float]) -> None:
         """Keep the weights if the metrics of the validation after `done` steps are the best so far."""
@@ -88,18 +75,10 @@ class BestWeights:
             return
         if self.best is None or self.sign * value > self.sign * self.best:
             self.best = value
-            _write(self.step, self.path, self.step.settings, {"step": done, self.name: value})
-
-    def _best_before(self) -> float | None:
-        """Return the value in the file; None, with a warning, if the file is damaged: training does not need it."""
-        try:
-            return load_weights(self.path)[1].get(self.name)
-        except CheckpointError:
-            log.warning("%s: damaged; only validations from here on count for the best weights", self.path)
-            return None
+            _write(self.step, self.path, {"step": done, self.name: value})
 
 
-def _write(step: TrainingStep, path: Path, settings: Settings, facts: dict[str, Any]) -> None:
-    with step.average.swapped_in() if step.average is not None else nullcontext():
-        own = {"stage": step.stage, "settings": stored(settings)}
+def _write(step: TrainingStep, path: Path, facts: dict[str, Any]) -> None:
+    with step.inference_weights():
+        own = {"stage": step.stage, "settings": stored(step.settings)}
         save_weights(path, step.network.state_dict(), own | step.metadata | facts)

@@ -14,7 +14,7 @@ from settings import TrainingError
 MAX_SKIPPED_STEPS = 20
 """float16 only: how many updates in a row may overflow before the run stops."""
 
-NOWHERE = -1
+UNSET = -1
 FilesOf = Callable[[int, int], Sequence[str]]
 """Maps (step, micro-batch) to the names of its volumes."""
 
@@ -50,16 +50,16 @@ class Guard:
         self.skips_overflows = skips_overflows
         self.files_of = files_of
         self.blocked = torch.zeros((), device=device)
-        self._first = torch.full((3,), NOWHERE, device=device, dtype=torch.int64)  # step, micro-batch, term
+        self._first = torch.full((3,), UNSET, device=device, dtype=torch.int64)  # step, micro-batch, term
         self._numbers: dict[tuple[str, ...], Tensor] = {}
         self._skipped_in_row = torch.zeros((), device=device, dtype=torch.int64)
         self._skipped_here = torch.zeros((), device=device, dtype=torch.bool)
-        self._place = (NOWHERE, NOWHERE)
+        self._place = (UNSET, UNSET)
         self._num_micro_batches = 0
 
     def start(self, step: int) -> None:
         """Begin the checks of a step."""
-        self._place = (step, NOWHERE)
+        self._place = (step, UNSET)
         self._skipped_here.zero_()
 
     def check_terms(self, micro_batch: int, values: dict[str, Tensor]) -> None:
@@ -70,7 +70,7 @@ class Guard:
 
     def check_gradient(self, network: str, norm: Tensor) -> None:
         """Check the gradient norm of a network, which depends on all micro-batches."""
-        self._place = (self._place[0], NOWHERE)
+        self._place = (self._place[0], UNSET)
         if self.skips_overflows:
             self._skipped_here |= ~torch.isfinite(norm)
         else:
@@ -107,7 +107,7 @@ class Guard:
         error: TrainingError | None = None
         step, micro_batch, term = self._first.tolist()
         if self.blocked.item():
-            suspects = range(self._num_micro_batches) if micro_batch == NOWHERE else [micro_batch]
+            suspects = range(self._num_micro_batches) if micro_batch == UNSET else [micro_batch]
             names = dict.fromkeys(printable(name) for number in suspects for name in self.files_of(step, number))
             among = " one of" if len(names) > 1 else ""
             volumes = f" for{among} {', '.join(names)}" if names else ""
@@ -121,4 +121,4 @@ class Guard:
                 f"{counted(skipped, 'step')} in a row overflowed in float16; allowed: fewer than "
                 f"{MAX_SKIPPED_STEPS}; set device.amp_dtype: bfloat16 or device.mixed_precision: false"
             )
-        self.process.raise_first(error, urgency=(step, int(micro_batch == NOWHERE)))
+        self.process.raise_first(error, urgency=(step, int(micro_batch == UNSET)))

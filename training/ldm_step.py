@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from models import build_unet
 from models.frozen_autoencoder import accepted_digests, latents_digest, weights_digest
 from models.volume_codec import VolumeCodec, frozen_codec
 from models.weight_files import load_into
+from runtime.files.run_folder import RunFolder
 from runtime.phases import phase
 from runtime.processes import Process, synchronised
 from runtime.randomness import derive_seed
@@ -46,7 +48,7 @@ class LatentDiffusionStep(TrainingStep):
     normalised. `load_state_dict` overrides the normalisation.
     """
 
-    stage = "ldm"
+    stage, best_metric, higher_is_better = "ldm", "val_diffusion", False
     terms = ("diffusion", "pixel")
 
     def __init__(
@@ -89,6 +91,13 @@ class LatentDiffusionStep(TrainingStep):
     def metadata(self) -> dict[str, Any]:
         """Return what sampling needs besides the weights and the settings."""
         return {**self.normalisation.content(), **self._facts}
+
+    def next_command(self, run: RunFolder) -> str:
+        """Return the command that draws samples, with an option for each condition that takes files."""
+        s = self.settings.ldm.conditioning
+        used = {"--labels": s.label_map.num_classes > 0, "--condition": s.volume.is_used, "--mask": s.volume.fills}
+        options = [f"{option} FILE_OR_FOLDER" for option, is_used in used.items() if is_used]
+        return " ".join(["python scripts/sample.py --run", shlex.quote(str(run.path)), *options])
 
     def backward(self, micro_batches: Sequence[LatentBatch | Batch], step: int) -> dict[str, Tensor]:
         """Leave the update's gradients on the U-Net and return the loss terms and the pixel loss's gradient norm."""

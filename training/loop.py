@@ -8,13 +8,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from runtime.files.run_folder import RunFolder
 from settings import TrainingSettings
 from training.finished_weights import BestWeights
 from training.recording.progress import RunClock
 from training.recording.recorder import Recorder
 from training.recording.trackers import open_trackers
-from training.step import TrainingStep
+from training.resume import ResumableRun
 from training.stop_signal import StopSignal
 
 log = logging.getLogger(__name__)
@@ -34,52 +33,53 @@ class Watch(Protocol):
 
 
 def run_loop(
-    step: TrainingStep,
+    run: ResumableRun,
     batches: Iterable[Sequence[Any]],
-    first_step: int,
-    run: RunFolder,
     watch: Watch,
-    save: Callable[[int], None],
     validate: Callable[[], tuple[dict[str, float], Preview]],
     show: Callable[[Recorder, int, dict[str, float], Preview], None],
 ) -> bool:
-    """Train on `batches`, which start at `first_step`; return False when stopped by a signal before the last step.
+    """Train on `batches`, which start at `run.first_step`; return False when stopped by a signal before the last step.
 
-    `save` gets the number of finished steps; `show` also gets the metrics and the preview that `validate` returned.
-    Every validation follows a checkpoint of the same step; if the previous run was interrupted in between, the loop
-    starts with that validation. The weights of the best validation are kept.
+    `show` gets the number of finished steps, and the metrics and the preview that `validate` returned. Every
+    validation follows a checkpoint of the same step; if the previous run was interrupted in between, the loop starts
+    with that validation. The weights of the best validation are kept.
     """
-    training, process, saved = step.training, step.process, first_step
-    keep = BestWeights(step, run, first_step)
-    last_step = None if training.max_hours is not None else training.max_steps
+    step, folder, saved = run.step, run.folder, run.first_step
+    training, process, schedule = step.training, step.process, step.schedule
+    keep = BestWeights(step, folder, run.first_step)
 
     def run_validation(done: int) -> None:
-        with watch.guard(run.path, done - 1, "validation", saved), recorder.paused("validation"):
+        with watch.guard(folder.path, done - 1, "validation", saved), recorder.paused("validation"):
             metrics, preview = validate()
             keep(done, metrics)
             show(recorder, done, metrics, preview)
 
-    every, seconds = (training.validate_every, training.save_every), step.schedule.seconds_left
-    clock = RunClock(first_step, last_step, *every, seconds)
-    trackers = open_trackers(step.settings, run, step.stage, first_step) if process.is_rank_zero else []
-    recording = Recorder(run, step.stage, first_step, last_step, process, clock, trackers)
-    with recording as recorder, StopSignal() as stop:
-        step.schedule.start()
-        is_end = step.schedule.is_over(first_step)
-        is_validated = _is_validated_at(first_step, training, is_end)
-        if is_validated and not process.broadcast(recorder.has_validation(first_step)):
-            run_validation(first_step)
+    clock = RunClock(
+        run.first_step,
+        last_step=None if training.max_hours is not None else training.max_steps,
+        validate_every=training.validate_every,
+        save_every=training.save_every,
+        seconds=schedule.seconds_left,
+    )
+    trackers = open_trackers(step.settings, folder, step.stage, run.first_step) if process.is_rank_zero else []
+    with Recorder(folder, step.stage, process, clock, trackers) as recorder, StopSignal() as stop:
+        schedule.start()
+        is_end = schedule.is_over(run.first_step)
+        is_validated = _is_validated_at(run.first_step, training, is_end)
+        if is_validated and not process.broadcast(recorder.has_validation(run.first_step)):
+            run_validation(run.first_step)
 
-        for done, micro_batches in enumerate(recorder.timed(() if is_end else batches), first_step + 1):
-            with watch.guard(run.path, done - 1, "training", saved):
+        for done, micro_batches in enumerate(recorder.timed(() if is_end else batches), run.first_step + 1):
+            with watch.guard(folder.path, done - 1, "training", saved):
                 recorder.add(step(micro_batches, done - 1), training.samples_per_rank)
-            tenths = step.schedule.tenths
-            step.schedule.read_clock(process)
-            is_end = step.schedule.is_over(done)
+            tenths = schedule.tenths
+            schedule.read_clock(process)
+            is_end = schedule.is_over(done)
             is_validated = _is_validated_at(done, training, is_end)
             must_stop = process.any(bool(stop))
             # How many steps a time allows is not known beforehand: it may be fewer than `save_every`.
-            is_due = done % training.save_every == 0 or step.schedule.tenths > tenths
+            is_due = done % training.save_every == 0 or schedule.tenths > tenths
             is_saved = is_due or is_validated or must_stop
             is_logged = done % training.log_every == 0 or is_end
 
@@ -93,7 +93,7 @@ def run_loop(
             # Save before validating, so that a crash during validation repeats no step.
             if is_saved:
                 with recorder.paused("save"):
-                    save(done)
+                    run.save(done)
                 saved = done
 
             # Skip validation when stopping: a scheduler may kill the process soon after its signal.

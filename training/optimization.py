@@ -15,21 +15,9 @@ from runtime.precision import Precision
 from runtime.processes import Process
 from settings import TrainingSettings
 from training.guard import Guard
-from training.optimizers.eight_bit import EightBitAdam
 
 AUTO_LENGTH = 0.05
 """Mean age of the averaged weights with `ema_decay: auto`, as a share of the steps so far."""
-
-
-def build_optimizer(network: nn.Module, learning_rate: float, states: str = "float32") -> torch.optim.Optimizer:
-    """Return fused Adam, which makes no foreach copies of the gradients and skips updates on the device.
-
-    With `states` 8bit, return Adam that keeps its moments in 8 bits.
-    """
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    if states == "8bit":
-        return EightBitAdam(parameters, learning_rate)
-    return torch.optim.Adam(parameters, lr=learning_rate, fused=True)
 
 
 def learning_rate_factor(step: int, settings: TrainingSettings, progress: float | None = None) -> float:
@@ -105,15 +93,15 @@ class Updater:
         settings: TrainingSettings,
         precision: Precision,
         schedule: Schedule | None = None,
-        states: str = "float32",
     ) -> None:
         self.name = name
         self.settings = settings
         self.schedule = schedule or Schedule(settings)
         self.learning_rate = learning_rate
         self.precision = precision
-        self.optimizer = build_optimizer(network, learning_rate, states)
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        # Fused Adam makes no foreach copies of the gradients and skips updates on the device.
+        self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate, fused=True)
 
     def gradient_norm(self, guard: Guard) -> Tensor:
         """Unscale the gradients, have the guard check them, and return their norm."""
@@ -144,11 +132,6 @@ class Updater:
             for name, values in states.items():
                 if values.shape == parameter.shape and values.stride() != parameter.stride():
                     states[name] = torch.empty_like(parameter, requires_grad=False).copy_(values)
-
-    @property
-    def current_rate(self) -> float:
-        """Return the learning rate of the last update."""
-        return float(self.optimizer.param_groups[0]["lr"])
 
 
 class AveragedWeights:

@@ -21,7 +21,7 @@ from runtime import cublas
 from runtime.files.atomic import write_text
 from runtime.files.names import printable
 from runtime.files.reading import check_regular, reason
-from runtime.files.run_folder import RUNS, RunFolder
+from runtime.files.run_folder import RUNS, STAGES, RunFolder
 from runtime.processes import Process, device_name
 from settings import Settings, UserError, dump_yaml
 from training.recording.trackers import check_trackers
@@ -38,7 +38,6 @@ def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
     with ExitStack() as stack:
         with process.raise_on_all_ranks():
             if process.is_rank_zero:
-                check_trackers(settings.logging)
                 stack.enter_context(locked(folder))
                 _remove_leftovers(folder)
                 _check_metrics(folder.metrics)
@@ -90,7 +89,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
 
 def _remove_leftovers(folder: RunFolder) -> None:
     """Remove temporary files of a killed process; `Checkpoints.save` removes those of checkpoints."""
-    weights = [path(stage) for path in (folder.weights, folder.best_weights) for stage in ("autoencoder", "ldm")]
+    weights = [path(stage) for path in (folder.weights, folder.best_weights) for stage in STAGES]
     targets = (folder.config, folder.environment, folder.metrics, *weights)
     leftovers = [path for target in targets for path in folder.path.glob(f".{target.name}.*.tmp")]
     for path in (*leftovers, *folder.previews.rglob(".*.png.*.tmp")):

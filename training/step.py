@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from runtime.files.run_folder import RunFolder
 from runtime.phases import phase
 from runtime.placement import move
 from runtime.precision import Precision
@@ -24,6 +26,8 @@ class TrainingStep(ABC):
 
     stage: str
     terms: tuple[str, ...]
+    best_metric: str
+    higher_is_better: bool
 
     def __init__(
         self, settings: Settings, training: TrainingSettings, process: Process, files_of: FilesOf = no_names
@@ -44,10 +48,7 @@ class TrainingStep(ABC):
         """Move a network to the device and give it an optimizer; return it wrapped for distributed training."""
         move(network, self.process.device, self.settings.device.memory_format).train()
         self.networks[name] = network
-        states = self.settings.device.optimizer_states
-        self.updaters[name] = Updater(
-            name, network, learning_rate, self.training, self.precision, self.schedule, states
-        )
+        self.updaters[name] = Updater(name, network, learning_rate, self.training, self.precision, self.schedule)
         if name == self.stage and self.training.averages_weights:
             self.average = AveragedWeights(network, self.training.ema_decay)
         return self.process.wrap(network)
@@ -57,10 +58,18 @@ class TrainingStep(ABC):
         """Return what is stored with the trained weights besides the settings."""
         return {}
 
+    @abstractmethod
+    def next_command(self, run: RunFolder) -> str:
+        """Return what users run after the stage is finished."""
+
     @property
     def network(self) -> nn.Module:
         """Return the main network of the stage."""
         return self.networks[self.stage]
+
+    def inference_weights(self) -> AbstractContextManager[None]:
+        """Give the main network its averaged weights inside the block, if there are any."""
+        return nullcontext() if self.average is None else self.average.swapped_in()
 
     @property
     def samples_per_update(self) -> int:
@@ -117,7 +126,8 @@ class TrainingStep(ABC):
 
     def learning_rates(self, step: int) -> dict[str, float]:
         """Return the learning rate of each network that a step has just updated; read on the host."""
-        return {f"{name}_learning_rate": self.updaters[name].current_rate for name in self.updated_networks(step)}
+        groups = {name: self.updaters[name].optimizer.param_groups[0] for name in self.updated_networks(step)}
+        return {f"{name}_learning_rate": float(group["lr"]) for name, group in groups.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""

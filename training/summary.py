@@ -21,18 +21,18 @@ log = logging.getLogger(__name__)
 
 def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int = 1) -> str:
     """Return grid, latent shape, parameter counts, noise process, effective batch and steps per pass, one per line."""
+    is_first = stage == "autoencoder"
     with torch.device("meta"):
         networks = {"autoencoder": build_autoencoder(settings.autoencoder)}
-        if stage == "autoencoder" and settings.autoencoder.training.uses_discriminator:
-            networks["discriminator"] = build_discriminator(settings.autoencoder)
-        if stage == "ldm":
+        if not is_first:
             networks["unet"] = build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
-    training: TrainingSettings = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+        elif settings.autoencoder.training.uses_discriminator:
+            networks["discriminator"] = build_discriminator(settings.autoencoder)
+    training = settings.training_of(stage)
     samples = training.samples_per_rank * world_size
-    channels, *latent = settings.latent_shape
-    grid = settings.training_grid if stage == "autoencoder" else settings.data.voxel_size
-    if stage == "autoencoder":
-        latent = list(settings.autoencoder.latent_grid(grid))
+    grid = settings.training_grid if is_first else settings.data.voxel_size
+    latent = settings.autoencoder.latent_grid(grid)
+    channels = settings.autoencoder.latent_channels
     shapes = "patch -> latent" if grid != settings.data.voxel_size else "grid -> latent"
     lines = {
         "run": f"runs/{settings.name}, stage {stage}, {_length(training)}",
@@ -42,10 +42,8 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
         f" x {counted(world_size, 'process')} = {samples}",
         "steps per pass": f"{math.ceil(num_volumes / samples)} over {counted(num_volumes, 'training volume')}",
     }
-    if stage == "ldm":
+    if not is_first:
         lines["noise process"] = _noise_process(settings.ldm.scheduler)
-    if settings.autoencoder.num_codes is not None:
-        lines["codes"] = _codes(settings.autoencoder.num_codes, settings.latent_shape)
     return "\n".join(f"{name + ':':<17}{text}" for name, text in lines.items())
 
 
@@ -72,17 +70,7 @@ def _noise_process(scheduler: SchedulerSettings) -> str:
     return f"ddpm, {scheduler.num_train_timesteps} timesteps, predicts {scheduler.prediction}"
 
 
-def _codes(num_codes: int, latent_shape: tuple[int, ...]) -> str:
-    """Return what a whole volume's quantised latent needs as integers, beside what is kept for stage 2."""
-    bits, positions = max(1, math.ceil(math.log2(num_codes))), math.prod(latent_shape[1:])
-    as_floats = 4 * math.prod(latent_shape)
-    return (
-        f"{num_codes:,}, {counted(bits, 'bit')} each: {math.ceil(positions * bits / 8):,} bytes for a volume, "
-        f"{as_floats:,} before quantisation"
-    )
-
-
-def _axes(grid: tuple[int, ...] | list[int]) -> str:
+def _axes(grid: tuple[int, ...]) -> str:
     return "x".join(str(axis) for axis in grid)
 
 

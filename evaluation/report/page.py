@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.report.charts import curve_charts, memory_charts
-from evaluation.report.findings import data_section, evaluation_section
 from evaluation.report.run_data import VOLUME_BUDGET_BYTES, read_run
 from evaluation.report.sections import (
     config_section,
     environment_section,
+    escaped,
+    evaluation_section,
+    facts_table,
     header_section,
     memory_section,
-    page_title,
     tiles_section,
 )
 from runtime.files.atomic import write_text
@@ -32,37 +33,30 @@ def publish(run: RunFolder, process: Process) -> None:
         write_report(run.path)
 
 
-def write_report(run_folder: Path | str) -> Path:
+def write_report(run_folder: Path) -> Path:
     """Write report.html from the current files of the run; cheap enough to call after each validation."""
-    path = Path(run_folder)
-    target = RunFolder(path).report
-    write_text(target, build_page([read_run(path)]))
+    return write_comparison([run_folder], RunFolder(run_folder).report)
+
+
+def write_comparison(run_folders: Sequence[Path], target: Path) -> Path:
+    """Write one page for one or several runs, with their curves on the same axes."""
+    write_text(target, page_of(run_folders))
     return target
 
 
-def write_comparison(run_folders: Sequence[Path | str], target: Path | str) -> Path:
-    """Write one page for several runs, with their curves on the same axes."""
-    write_text(Path(target), page_of(run_folders))
-    return Path(target)
+def page_of(run_folders: Sequence[Path], version: str = "") -> str:
+    """Return the page of one or several runs; a page with a version asks its server for newer ones.
 
-
-def page_of(run_folders: Sequence[Path | str], version: str = "") -> str:
-    """Return the page of one or several runs; a page with a version asks its server for newer ones."""
-    share = VOLUME_BUDGET_BYTES // len(run_folders)
-    return build_page([read_run(Path(folder), share) for folder in run_folders], version)
-
-
-def build_page(runs: Sequence[dict[str, Any]], version: str = "") -> str:
-    """Return the page. All outside text is escaped in Python; the page's script only sets text, never markup.
-
-    A served page also takes over the escaped sections of its newer versions.
+    All outside text is escaped in Python; the page's script only sets text, never markup. A served page also takes
+    over the escaped sections of its newer versions.
     """
+    runs = [read_run(folder, VOLUME_BUDGET_BYTES // len(run_folders)) for folder in run_folders]
     names = [run["name"] for run in runs]
     for run in runs:
         run["label"] = run["name"] if names.count(run["name"]) == 1 else run["folder"]
     written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     parts = {
-        "title": page_title(runs),
+        "title": escaped(" vs. ".join(run["label"] for run in runs)),
         "connect": "'self'" if version else "'none'",
         "style": _part("style.css"),
         "script": _part("charts.js") + _part("viewer.js") + (_part("live.js") if version else ""),
@@ -70,13 +64,12 @@ def build_page(runs: Sequence[dict[str, Any]], version: str = "") -> str:
         "tiles": tiles_section(runs),
         "evaluation": evaluation_section(runs),
         "memory": memory_section(runs),
-        "data_summary": data_section(runs),
+        "data_summary": facts_table(runs, [run["data"] for run in runs]),
         "config": config_section(runs),
         "environment": environment_section(runs),
         "data": _embedded({**_page_data(runs), "live": version}),
     }
-    page = _part("page.html")
-    pieces = page.split("[[")
+    pieces = _part("page.html").split("[[")
     # A single pass, so that placeholders inside inserted text are never filled in.
     return pieces[0] + "".join(parts[name] + rest for name, _, rest in (piece.partition("]]") for piece in pieces[1:]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -35,7 +35,7 @@ class Environment(_Record):
 
 class _Prediction(_Record):
     peak_allocated_bytes: float = Field(ge=0)
-    peak_reserved_bytes: float = Field(ge=0)
+    required_bytes: float = Field(ge=0)
     host_bytes: float = Field(ge=0)
     phase: str
     margin: float
@@ -69,63 +69,20 @@ class OutOfMemoryReport(_Record):
     next_rung: _NextRung | None = None
 
 
-class _Sharpness(_Record):
-    gradient_magnitude: float | None = None
-
-
-class _AnchorScores(_Record):
-    sharpness: _Sharpness | None = None
-    laplacian_kurtosis: float | None = None
-
-
-class _SampleScores(_AnchorScores):
-    num: int
-    pairwise_ms_ssim: float | None = None
-    held_out_pairwise_ms_ssim: float | None = None
-    num_memorised: float | None = None
-    correlation_with_silent_network: float | None = None
-    fid: dict[str, float | None] | None = None
-    nearest_training: list[dict[str, Any]] = Field(default_factory=list)
-
-
-class _ReconstructionScores(_Record):
-    mean: dict[str, float | None]
-    volumes: list[dict[str, Any]] = Field(default_factory=list)
-
-
-class _Errors(_Record):
-    l1: float | None = None
-    psnr: float | None = None
-    iou: float | None = None
-    chamfer: float | None = None
-
-
-class _ConditionScores(_Record):
-    num: int
-    region: str = "volume"
-    right: _Errors
-    shuffled: _Errors
-    hidden: _Errors | None = None
-    interpolated: _Errors | None = None
-
-
 class Evaluation(_Record):
-    """evaluation.json."""
+    """evaluation.json; the page shows a dash for what is missing inside."""
 
-    reconstruction: _ReconstructionScores
-    conditions: _ConditionScores | None = None
-    samples: _SampleScores | None = None
-    skill: dict[str, float | None] = Field(default_factory=dict)
-    anchors: dict[str, _AnchorScores] = Field(default_factory=dict)
-
-
-Kind = TypeVar("Kind", bound=_Record)
+    reconstruction: dict[str, Any]
+    conditions: dict[str, Any] | None = None
+    samples: dict[str, Any] | None = None
+    skill: dict[str, Any] = Field(default_factory=dict)
+    anchors: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
-def read_record(path: Path, kind: type[Kind]) -> dict[str, Any] | None:
+def read_record(path: Path, kind: type[_Record]) -> dict[str, Any] | None:
     """Return the content of a file; None if it does not exist or is damaged, which is logged."""
     try:
-        return kind.model_validate(json.loads(read_text(path))).model_dump(exclude_unset=True)
+        return kind.model_validate(json.loads(read_text(path))).model_dump()
     except FileNotFoundError:
         return None
     except ValidationError as error:

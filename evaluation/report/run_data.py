@@ -19,16 +19,14 @@ from evaluation.report.records import (
     read_record,
 )
 from evaluation.report.volumes import viewer_data
-from runtime.files.run_folder import RunFolder
+from runtime.files.run_folder import STAGES, RunFolder
 from settings import Settings, UserError, known_keys, load_settings, look_up
 from settings.section import is_section
 from training.recording.progress import ELAPSED
 
-STAGES = ("autoencoder", "ldm")
 MAX_POINTS = 600
 VOLUME_BUDGET_BYTES = 3_200_000
 """Encoded images per page, over all runs; with everything else the page stays below 5 MB."""
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, Any]:
@@ -40,25 +38,19 @@ def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, 
     environment = read_record(run.environment, Environment) or {}
     lines = read_metrics(run.metrics)
     stages = [stage for stage in (_stage(run, settings, name, lines) for name in STAGES) if stage is not None]
+    failure = read_record(path / "oom_report.json", OutOfMemoryReport) or {}
+    is_past = any(stage["name"] == failure.get("stage") and stage["step"] > failure["step"] for stage in stages)
     return {
         "name": settings.name,
         "folder": str(path),
         "stages": stages,
-        "data": _data(settings),
+        "data": _data(settings, environment.get("data", {})),
         "viewer": viewer_data(run, volume_budget),
         "config": _config(settings),
         "environment": environment,
         "evaluation": read_record(run.evaluation, Evaluation),
-        "out_of_memory": _out_of_memory(read_record(path / "oom_report.json", OutOfMemoryReport), stages),
+        "out_of_memory": None if is_past else failure,
     }
-
-
-def _out_of_memory(report: dict[str, Any] | None, stages: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the out-of-memory report, unless the run has passed that step since."""
-    if report is None:
-        return None
-    is_past = any(stage["name"] == report["stage"] and stage["step"] > report["step"] for stage in stages)
-    return None if is_past else report
 
 
 def _stage(run: RunFolder, settings: Settings, stage: str, metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -66,7 +58,7 @@ def _stage(run: RunFolder, settings: Settings, stage: str, metrics: list[dict[st
     memory = read_record(run.path / f"memory_{stage}.json", MemoryRecord)
     if not lines and memory is None:
         return None
-    training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+    training = settings.training_of(stage)
     step = max((line["step"] for line in lines), default=0)
     # The weights of a finished run that is being continued are still there.
     is_continued = training.max_hours is None and 0 < step < training.max_steps
@@ -122,8 +114,8 @@ def _value(point: list[float | None]) -> float:
     return point[1] or 0.0
 
 
-def _data(settings: Settings) -> dict[str, str]:
-    """Return what the config says about the data, in words."""
+def _data(settings: Settings, recorded: dict[str, Any]) -> dict[str, str]:
+    """Return what the config says about the data, and the numbers that training has recorded, in words."""
     data = settings.data
     rules = [data.intensity.of_channel(number) for number in range(data.intensity.num_rules)]
     units = {"percentile": " %", "window": ""}
@@ -134,16 +126,18 @@ def _data(settings: Settings) -> dict[str, str]:
         "patches": "" if data.patch_size is None else " x ".join(map(str, data.patch_size)),
         "intensities": ", ".join(f"{mode} {low:g}{units[mode]} to {high:g}{units[mode]}" for mode, low, high in rules),
         "augmentation": "on" if data.use_augmentation else "off",
+        "training volumes": str(recorded.get("training", "")),
+        "held-out volumes": str(recorded.get("held_out", "")),
+        "classes": ", ".join(map(str, recorded["classes"])) if isinstance(recorded.get("classes"), list) else "",
     }
     return {name: value for name, value in facts.items() if value}
 
 
-def _config(settings: Settings) -> dict[str, Any]:
+def _config(settings: Settings) -> list[dict[str, str]]:
     """Return every key of the config with its value and its default."""
     now, defaults = settings.model_dump(mode="json"), Settings().model_dump(mode="json")
     keys = [dotted for dotted, field in known_keys() if not is_section(field)]
-    rows = [{"key": key, "value": _plain(look_up(now, key)), "default": _plain(look_up(defaults, key))} for key in keys]
-    return {"keys": rows}
+    return [{"key": key, "value": _plain(look_up(now, key)), "default": _plain(look_up(defaults, key))} for key in keys]
 
 
 def _plain(value: Any) -> str:

@@ -1,48 +1,72 @@
-"""The header, figures, memory, config and environment of the page."""
+"""The tables and figures of the page. All outside text on the page passes through `escaped`."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from typing import Any
 
 from evaluation.report.charts import STAGE_TITLES, highest, last
-from evaluation.report.markup import escaped, gib, table
-from runtime.files.names import counted
+from memory.predict.prediction import GIB
+from runtime.files.names import counted, printable
 from training.recording.progress import duration_text
 
-_FIGURES = (
+Run = dict[str, Any]
+_METRICS = (
     ("val_psnr", "held-out PSNR", "{:.2f} dB"),
     ("val_ssim", "held-out SSIM", "{:.3f}"),
     ("val_skill", "skill (below 1 is better)", "{:.3f}"),
     ("val_diffusion", "held-out diffusion loss", "{:.4f}"),
     ("volumes_per_second", "volumes per second", "{:.3g}"),
 )
+# On a GPU both are bytes allocated by tensors. On a CPU the reading is the memory of the whole process.
+_PEAKS = (("memory_peak_gib", "peak allocated"), ("host_memory_peak_gib", "peak of the process"))
 _BREAKDOWN = ("activations", "parameters", "gradients", "optimizer", "ema", "inputs", "other")
+_RECONSTRUCTION = (("psnr", "PSNR", "{:.2f} dB"), ("ssim", "SSIM", "{:.4f}"), ("ms_ssim", "MS-SSIM", "{:.4f}"))
+_PAIRED = (("l1", "L1", "{:.4f}"), ("psnr", "PSNR", "{:.2f} dB"))
+_OCCUPANCY = (("iou", "IoU of occupied voxels", "{:.3f}"), ("chamfer", "Chamfer distance", "{:.3f} voxels"))
+"""Only in evaluations of mostly empty volumes."""
 
 
-def page_title(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the title of the page."""
-    return escaped(" vs. ".join(run["label"] for run in runs))
+def escaped(value: object) -> str:
+    """Return outside text as HTML."""
+    # File names may contain characters that cannot be encoded.
+    return html.escape(printable(value, keep="\n\t"), quote=True)
 
 
-def header_section(runs: Sequence[dict[str, Any]], written: str, is_live: bool = False) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of escaped text."""
+    top = f"<thead><tr>{''.join(f'<th>{escaped(cell)}</th>' for cell in head)}</tr></thead>" if head else ""
+    body = "".join(f"<tr>{''.join(f'<td>{escaped(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
+
+
+def facts_table(runs: Sequence[Run], facts: Sequence[dict[str, str]]) -> str:
+    """Return one row per fact and one column per run."""
+    names = dict.fromkeys(name for one in facts for name in one)
+    head = [] if len(runs) == 1 else ["", *(run["label"] for run in runs)]
+    return table(head, [[name, *(one.get(name, "-") for one in facts)] for name in names])
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.1f} MiB"
+
+
+def header_section(runs: Sequence[Run], written: str, is_live: bool = False) -> str:
     """Return the names of the runs, the progress and duration of each stage, and the time of writing."""
     blocks = []
     for number, run in enumerate(runs):
         mark = f'<i class="swatch c{number % 6}"></i>' if len(runs) > 1 else ""
         chips = "".join(_chip(stage) for stage in run["stages"]) or '<span class="chip">not started</span>'
-        device = run["environment"].get("device")
-        device_chip = f'<span class="chip">{escaped(device)}</span>' if device else ""
-        blocks.append(
-            f'<div class="run"><h1>{mark}{escaped(run["label"])}</h1><p class="chips">{chips}{device_chip}</p></div>'
-        )
+        if device := run["environment"].get("device"):
+            chips += f'<span class="chip">{escaped(device)}</span>'
+        blocks.append(f'<div class="run"><h1>{mark}{escaped(run["label"])}</h1><p class="chips">{chips}</p></div>')
         blocks.append(_alarm(run["out_of_memory"]))
     live = '<span class="chip" id="live">live</span> ' if is_live else ""
     return f'{"".join(blocks)}<p class="quiet">{live}written {escaped(written)}</p>'
 
 
 def _chip(stage: dict[str, Any]) -> str:
-    name = STAGE_TITLES[stage["name"]].split(",")[0].lower()
     share = 100 * stage["step"] / max(1, stage["max_steps"])
     if stage["is_finished"]:
         kind, progress = "good", f"done, {counted(stage['step'], 'step')}"
@@ -54,86 +78,136 @@ def _chip(stage: dict[str, Any]) -> str:
         kind, progress = "going", f"step {stage['step']:,} of {stage['max_steps']:,}"
     if stage["seconds"] is not None:
         progress += f", {duration_text(stage['seconds'])}"
-    return f'<span class="chip {kind}" style="--share:{share:.1f}%">{name}: {progress}</span>'
+    return f'<span class="chip {kind}" style="--share:{share:.1f}%">{_short(stage["name"])}: {progress}</span>'
+
+
+def _short(stage: str) -> str:
+    """Return "stage 1" or "stage 2"."""
+    return STAGE_TITLES[stage].split(",")[0].lower()
 
 
 def _alarm(report: dict[str, Any] | None) -> str:
     if not report:
         return ""
-    rung = report.get("next_rung") or {}
+    rung = report["next_rung"]
     advice = f" Next rung: {escaped(rung['name'])} ({escaped(rung['promise'])})." if rung else ""
-    return (
-        f'<p class="alarm">Ran out of memory in step {escaped(report.get("step", 0) + 1)}, '
-        f"{escaped(report.get('phase', ''))}.{advice}</p>"
-    )
+    return f'<p class="alarm">Ran out of memory in step {report["step"] + 1}, {escaped(report["phase"])}.{advice}</p>'
 
 
-def tiles_section(runs: Sequence[dict[str, Any]]) -> str:
+def tiles_section(runs: Sequence[Run]) -> str:
     """Return the newest metrics, as tiles for one run or as a table for several.
 
-    In a comparison every row names its stage, so that runs of one and of two stages share rows.
+    Every name has its stage if there are two, so that runs of one and of two stages share rows.
     """
-    has_stages = any(len(run["stages"]) > 1 for run in runs) or len({_stage_names(run) for run in runs}) > 1
-    facts = {run["label"]: _figures(run, has_stages) for run in runs}
-    if len(runs) == 1:
-        tiles = [
-            f'<div class="tile"><b>{escaped(value)}</b><span>{escaped(name)}</span></div>'
-            for name, value in facts[runs[0]["label"]].items()
+    facts = [
+        {(stage["name"], *fact): value for stage in run["stages"] for fact, value in _facts(stage)} for run in runs
+    ]
+    names = sorted({name for one in facts for name in one}, key=lambda name: (list(STAGE_TITLES).index(name[0]), name))
+    has_stages = len({stage for stage, *_ in names}) > 1
+    rows = [
+        [words + (f", {_short(stage)}" if has_stages else ""), *(one.get((stage, place, words), "-") for one in facts)]
+        for stage, place, words in names
+    ]
+    if len(runs) > 1:
+        return table(["", *(run["label"] for run in runs)], rows)
+    tiles = [f'<div class="tile"><b>{escaped(value)}</b><span>{escaped(name)}</span></div>' for name, value in rows]
+    return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else '<p class="quiet">no metrics yet</p>'
+
+
+def _facts(stage: dict[str, Any]) -> list[tuple[tuple[int, str], str]]:
+    """Return the newest metrics, peaks and duration of a stage; each has its place in the order and its name."""
+    values = [(words, last(stage, name), form) for name, words, form in _METRICS]
+    values += [(words, highest(stage, name), "{:.2f} GiB") for name, words in _PEAKS]
+    texts = [(words, None if value is None else form.format(value)) for words, value, form in values]
+    prediction = (stage["memory"] or {}).get("prediction")
+    peak = _gib(prediction["peak_allocated_bytes"]) if prediction else None
+    duration = None if stage["seconds"] is None else duration_text(stage["seconds"])
+    texts += [("predicted peak of the step's tensors", peak), ("duration", duration)]
+    return [((place, words), text) for place, (words, text) in enumerate(texts) if text is not None]
+
+
+def evaluation_section(runs: Sequence[Run]) -> str:
+    """Return what scripts/evaluate.py found, each figure beside its anchors; empty if it never ran."""
+    cards = []
+    for run in runs:
+        if run["evaluation"]:
+            name = "" if len(runs) == 1 else f"<h3>{escaped(run['label'])}</h3>"
+            scores = table(["", "this run", "compare with"], _scores(run["evaluation"]))
+            cards.append(f'<div class="card">{name}{scores}</div>')
+    if not cards:
+        return ""
+    return f'<section><h2>Evaluation</h2><div class="pair">{"".join(cards)}</div></section>'
+
+
+def _scores(evaluation: dict[str, Any]) -> list[list[str]]:
+    reconstruction, samples = evaluation["reconstruction"], evaluation["samples"]
+    held_out = f"mean of {counted(len(reconstruction.get('volumes', [])), 'held-out volume')}"
+    rows = [
+        [f"{words} of reconstructions", _number(reconstruction, "mean", key, form=form), held_out]
+        for key, words, form in (*_RECONSTRUCTION, *_measured(_OCCUPANCY, reconstruction.get("mean", {})))
+    ]
+    rows += _condition_rows(evaluation["conditions"])
+    if not samples:
+        return rows
+    skill = "best linear denoiser 1; below 1 the network knows more than mean and covariance"
+    rows.append(["skill", _number(evaluation, "skill", "val_skill", form="{:.3f}"), skill])
+    silent = _number(samples, "correlation_with_silent_network", form="{:.3f}")
+    rows.append(["correlation with samples of a silent network", silent, "1 if the network did nothing"])
+    who = f"{counted(samples.get('num', 0), 'sample')}, held-out volumes 1"
+    for words, keys in (("sharpness", ("sharpness", "gradient_magnitude")), ("edge kurtosis", ("laplacian_kurtosis",))):
+        anchors = [f"{name} {_number(one, *keys, form='{:.2f}')}" for name, one in evaluation["anchors"].items()]
+        rows.append([f"{words} of {who}", _number(samples, *keys, form="{:.2f}"), "; ".join(anchors)])
+    real = f"between held-out volumes {_number(samples, 'held_out_pairwise_ms_ssim')}"
+    rows.append(["MS-SSIM between samples", _number(samples, "pairwise_ms_ssim"), real])
+    copies = _number(samples, "num_memorised", form="{:.0f}")
+    rows.append(["near-duplicates of training volumes", copies, _closest(samples)])
+    if samples.get("fid"):
+        rows.append(["2.5D FID", _number(samples, "fid", "mean"), "mean of three planes"])
+    return rows
+
+
+def _condition_rows(values: dict[str, Any] | None) -> list[list[str]]:
+    """Return the errors of samples against the volumes whose conditions they have."""
+    if not values:
+        return []
+    whose = "its own volume" if values["num"] == 1 else "their own volumes"
+    what = f"{counted(values['num'], 'sample')} to {whose}" + (" in the hole" if values.get("region") == "hole" else "")
+    others = {"shuffled": "another volume's condition", "hidden": "no condition", "interpolated": "interpolation"}
+    rows = []
+    for key, name, form in (*_PAIRED, *_measured(_OCCUPANCY, values["right"])):
+        compared = [
+            f"{text} {_number(values, other, key, form=form)}" for other, text in others.items() if values.get(other)
         ]
-        return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else '<p class="quiet">no metrics yet</p>'
-    order = [name for stage in STAGE_TITLES for name in _figure_names(stage, has_stages)]
-    names = [name for name in order if any(name in figures for figures in facts.values())]
-    rows = [[name, *(figures.get(name, "-") for figures in facts.values())] for name in names]
-    return table(["", *facts], rows)
+        rows.append([f"{name} of {what}", _number(values, "right", key, form=form), "; ".join(compared)])
+    return rows
 
 
-def _stage_names(run: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(stage["name"] for stage in run["stages"])
+def _measured(figures: Sequence[tuple[str, str, str]], values: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [figure for figure in figures if values.get(figure[0]) is not None]
 
 
-# On a GPU both are bytes allocated by tensors. On a CPU the reading is the memory of the whole process.
-_READINGS = (("memory_peak_gib", "peak allocated"), ("host_memory_peak_gib", "peak of the process"))
-_PREDICTED = "predicted peak of the step's tensors"
+def _closest(samples: dict[str, Any]) -> str:
+    """Return how near the nearest sample comes to a training volume."""
+    ratios = [row["ratio"] for row in samples.get("nearest_training", []) if isinstance(row.get("ratio"), int | float)]
+    return f"the nearest is at {min(ratios):.2f} of a held-out volume's distance" if ratios else ""
 
 
-def _which(stage: str, has_stages: bool) -> str:
-    return f", {STAGE_TITLES[stage].split(',')[0].lower()}" if has_stages else ""
+def _number(values: Any, *keys: str, form: str = "{:.4f}") -> str:
+    """Return a number of a nested record; a dash if it is missing."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else None
+    return form.format(values) if isinstance(values, int | float) else "-"
 
 
-def _figure_names(stage: str, has_stages: bool) -> list[str]:
-    words = [words for _, words, _ in _FIGURES] + [words for _, words in _READINGS] + [_PREDICTED, "duration"]
-    return [word + _which(stage, has_stages) for word in words]
-
-
-def _figures(run: dict[str, Any], has_stages: bool) -> dict[str, str]:
-    figures = {}
-    for stage in run["stages"]:
-        which = _which(stage["name"], has_stages)
-        for name, words, form in _FIGURES:
-            value = last(stage, name)
-            if value is not None:
-                figures[words + which] = form.format(value)
-        for name, words in _READINGS:
-            peak = highest(stage, name)
-            if peak is not None:
-                figures[words + which] = f"{peak:.2f} GiB"
-        prediction = (stage["memory"] or {}).get("prediction")
-        if prediction:
-            figures[_PREDICTED + which] = gib(prediction["peak_allocated_bytes"])
-        if stage["seconds"] is not None:
-            figures["duration" + which] = duration_text(stage["seconds"])
-    return figures
-
-
-def memory_section(runs: Sequence[dict[str, Any]]) -> str:
+def memory_section(runs: Sequence[Run]) -> str:
     """Return the predicted breakdown and the position on the ladder, by run and stage."""
     blocks = []
     for run in runs:
         for stage in run["stages"]:
             name = STAGE_TITLES[stage["name"]] if len(runs) == 1 else f"{run['label']}: {STAGE_TITLES[stage['name']]}"
             memory = stage["memory"] or {}
-            parts = [_breakdown(memory.get("prediction")), _ladder(memory.get("ladder"))]
-            blocks.append(f'<div class="card"><h3>{escaped(name)}</h3>{"".join(parts)}</div>')
+            parts = _breakdown(memory.get("prediction")) + _ladder(memory.get("ladder"))
+            blocks.append(f'<div class="card"><h3>{escaped(name)}</h3>{parts}</div>')
     on_cpu = any("host_memory_gib" in stage["curves"] for run in runs for stage in run["stages"])
     note = (
         '<p class="quiet">On a CPU the readings cover the whole process, including Python, libraries and cached '
@@ -144,21 +218,22 @@ def memory_section(runs: Sequence[dict[str, Any]]) -> str:
 
 def _breakdown(prediction: dict[str, Any] | None) -> str:
     if not prediction:
-        return '<p class="quiet">This run has no prediction; scripts/report.py --predict adds one.</p>'
+        return '<p class="quiet">This run has no prediction; scripts/estimate_memory.py makes one.</p>'
     total = max(1, prediction["peak_allocated_bytes"])
-    parts = [(name, prediction["breakdown"].get(name, 0)) for name in _BREAKDOWN]
-    shown = sorted(((name, size) for name, size in parts if size > 0), key=lambda part: -part[1])
-    colours = {name: f"c{number}" for number, name in enumerate(_BREAKDOWN)}
+    parts = [(f"c{n}", name, prediction["breakdown"].get(name, 0)) for n, name in enumerate(_BREAKDOWN)]
+    shown = sorted((part for part in parts if part[2] > 0), key=lambda part: -part[2])
     bar = "".join(
-        f'<i class="{colours[name]}" style="flex:{size / total:.5f}" title="{name} {gib(size)}"></i>'
-        for name, size in shown
+        f'<i class="{colour}" style="flex:{size / total:.5f}" title="{name} {_gib(size)}"></i>'
+        for colour, name, size in shown
     )
-    legend = "".join(f'<li><i class="swatch {colours[name]}"></i>{name}<b>{gib(size)}</b></li>' for name, size in shown)
+    legend = "".join(
+        f'<li><i class="swatch {colour}"></i>{name}<b>{_gib(size)}</b></li>' for colour, name, size in shown
+    )
     facts = [
         ["phase of the peak", prediction["phase"]],
-        ["allocated by tensors", gib(prediction["peak_allocated_bytes"])],
-        ["needed on the device", gib(prediction.get("required_bytes", prediction["peak_reserved_bytes"]))],
-        ["needed on the host", gib(prediction["host_bytes"])],
+        ["allocated by tensors", _gib(prediction["peak_allocated_bytes"])],
+        ["needed on the device", _gib(prediction["required_bytes"])],
+        ["needed on the host", _gib(prediction["host_bytes"])],
         ["a real step may need", f"{prediction['margin']:.0%} more"],
     ]
     return (
@@ -184,35 +259,31 @@ def _ladder(ladder: list[dict[str, Any]] | None) -> str:
     )
 
 
-def config_section(runs: Sequence[dict[str, Any]]) -> str:
+def config_section(runs: Sequence[Run]) -> str:
     """Return the keys that differ from the defaults or between runs; for one run, also all keys, collapsed."""
     if len(runs) == 1:
-        config = runs[0]["config"]
-        changed = [[k["key"], k["default"], k["value"]] for k in config["keys"] if k["default"] != k["value"]]
+        keys = runs[0]["config"]
+        changed = [[key["key"], key["default"], key["value"]] for key in keys if key["default"] != key["value"]]
         verb = "differs" if len(changed) == 1 else "differ"
-        head = f"<h3>{len(changed)} of {len(config['keys'])} keys {verb} from the defaults</h3>"
+        head = f"<h3>{len(changed)} of {len(keys)} keys {verb} from the defaults</h3>"
         differences = table(["key", "default", "this run"], changed) if changed else ""
-        every = [[key["key"], key["value"]] for key in config["keys"]]
-        return f"{head}{differences}<details><summary>All keys</summary>{table(['key', 'value'], every)}</details>"
-    values = [{key["key"]: key["value"] for key in run["config"]["keys"]} for run in runs]
-    keys = list(dict.fromkeys(key for one in values for key in one))
-    rows = [[key, *(one.get(key, "") for one in values)] for key in keys]
+        every = table(["key", "value"], [[key["key"], key["value"]] for key in keys])
+        return f"{head}{differences}<details><summary>All keys</summary>{every}</details>"
+    rows = [
+        [keys[0]["key"], *(key["value"] for key in keys)] for keys in zip(*(run["config"] for run in runs), strict=True)
+    ]
     differing = [row for row in rows if len(set(row[1:])) > 1]
-    labels = [run["label"] for run in runs]
     verb = "differs" if len(differing) == 1 else "differ"
+    labels = [run["label"] for run in runs]
     return f"<h3>{counted(len(differing), 'key')} {verb}</h3>{table(['key', *labels], differing)}"
 
 
-def environment_section(runs: Sequence[dict[str, Any]]) -> str:
+def environment_section(runs: Sequence[Run]) -> str:
     """Return the command, machine and packages of each run."""
-    facts: list[dict[str, str]] = []
+    facts = []
     for run in runs:
-        environment = dict(run["environment"])
-        packages = environment.pop("packages", {})
-        command = environment.pop("command", [])
-        environment.pop("data", None)
-        flat = {"folder": run["folder"], "command": " ".join(map(str, command)), **environment, **packages}
+        known = {"packages": {}, "command": [], **run["environment"]}
+        rest = {name: value for name, value in known.items() if name not in ("packages", "command", "data")}
+        flat = {"folder": run["folder"], "command": " ".join(known["command"]), **rest, **known["packages"]}
         facts.append({name: str(value) for name, value in flat.items() if value not in (None, "")})
-    names = list(dict.fromkeys(name for one in facts for name in one))
-    head = [] if len(runs) == 1 else ["", *(run["label"] for run in runs)]
-    return table(head, [[name, *(one.get(name, "") for one in facts)] for name in names])
+    return facts_table(runs, facts)

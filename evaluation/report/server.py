@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from evaluation.report.page import page_of
 from runtime.files.names import printable
-from runtime.files.run_folder import RunFolder
+from runtime.files.run_folder import STAGES, RunFolder
 from settings import UserError
 from training.validation.previews import viewer_folder
 
@@ -26,7 +24,6 @@ LOOPBACK = "127.0.0.1"
 LARGEST_PORT = 65_535
 TIMEOUT_SECONDS = 10.0
 """A browser on this machine sends its request and takes what is sent much faster."""
-MOST_CLIENTS = 32
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -36,22 +33,7 @@ class ReportServer(ThreadingHTTPServer):
 
     def __init__(self, run_folders: Sequence[Path], port: int) -> None:
         self.runs = [RunFolder(Path(folder)) for folder in run_folders]
-        self._places = threading.BoundedSemaphore(MOST_CLIENTS)
         super().__init__((LOOPBACK, port), _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a client in a thread of its own; hang up on one that comes while too many are connected."""
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a client, then make room for another."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
 
     @property
     def address(self) -> str:
@@ -80,8 +62,8 @@ class ReportServer(ThreadingHTTPServer):
 def _files(run: RunFolder) -> Iterator[Path]:
     """Return the existing files of a run that the page is made from."""
     records = (run.config, run.environment, run.metrics, run.evaluation, run.path / "oom_report.json")
-    memory = (run.path / f"memory_{stage}.json" for stage in ("autoencoder", "ldm"))
-    weights = (run.weights(stage) for stage in ("autoencoder", "ldm"))
+    memory = (run.path / f"memory_{stage}.json" for stage in STAGES)
+    weights = (run.weights(stage) for stage in STAGES)
     pictures = sorted(viewer_folder(run).glob("*.png"))
     return (path for path in (*records, *memory, *weights, *pictures) if path.exists())
 

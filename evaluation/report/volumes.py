@@ -24,24 +24,21 @@ from training.validation.previews import FACTS, ROLE, viewer_folder
 
 # Errors that Pillow raises for damaged images, and errors from metadata that is missing or not ours.
 PICTURE_ERRORS = (OSError, SyntaxError, ValueError, KeyError, EOFError, struct.error, Image.DecompressionBombError)
-_NAME = re.compile(r"(?P<stage>[a-z]+)_(?P<step>\d{8})_(?P<role>[a-z0-9_]+)\.png")
+_NAME = re.compile(rf"(?P<stage>[a-z]+)_(?P<step>\d{{8}})_(?P<role>{ROLE.pattern})\.png")
 
 
 class _Facts(BaseModel):
-    """How the slices of a volume are laid out in its image, and what is known about the volume.
-
-    Runs of older versions have neither spacing nor names.
-    """
+    """How the slices of a volume are laid out in its image, and what is known about the volume."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     shape: tuple[PositiveInt, PositiveInt, PositiveInt]
     grid: tuple[PositiveInt, PositiveInt, PositiveInt]
     columns: PositiveInt
-    spacing_mm: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (1.0, 1.0, 1.0)
-    orientation: str = Field("RAS", pattern=r"^[RL][AP][SI]$")
-    name: str = ""
-    note: str = ""
+    spacing_mm: tuple[PositiveFloat, PositiveFloat, PositiveFloat]
+    orientation: str = Field(pattern=r"^[RL][AP][SI]$")
+    name: str
+    note: str
 
     @property
     def picture_size(self) -> tuple[int, int]:
@@ -57,13 +54,8 @@ class StoredVolume:
     path: Path
     stage: str
     step: int
-    kind: str
+    role: str
     place: int
-
-    @property
-    def role(self) -> str:
-        """Return the kind of volume and its place among those of its kind."""
-        return f"{self.kind}_{self.place}"
 
     def content(self) -> bytes | None:
         """Return the bytes of the file; None if it cannot be read."""
@@ -72,12 +64,6 @@ class StoredVolume:
             return self.path.read_bytes()
         except OSError:
             return None
-
-    def to_page(self) -> dict[str, Any] | None:
-        """Return the facts of the volume and the PNG as a data URL; None if the file is damaged."""
-        content = self.content()
-        facts = None if content is None else _facts(content)
-        return None if content is None or facts is None else {**facts, "source": _data_url(content)}
 
 
 def _facts(content: bytes) -> dict[str, Any] | None:
@@ -91,20 +77,10 @@ def _facts(content: bytes) -> dict[str, Any] | None:
         return None
 
 
-def _data_url(content: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(content).decode('ascii')}"
-
-
 def stored_volumes(run: RunFolder) -> list[StoredVolume]:
-    """Return a run's saved volumes, newest step first, then by file name."""
-    found = []
-    for path in sorted(viewer_folder(run).glob("*.png")):
-        match = _NAME.fullmatch(path.name)
-        role = ROLE.fullmatch(match["role"]) if match is not None else None
-        if match is not None and role is not None:
-            place = int(role["place"] or 0)
-            found.append(StoredVolume(path, match["stage"], int(match["step"]), role["kind"], place))
-    return sorted(found, key=lambda volume: -volume.step)
+    """Return a run's saved volumes by file name."""
+    matches = [(path, _NAME.fullmatch(path.name)) for path in sorted(viewer_folder(run).glob("*.png"))]
+    return [StoredVolume(p, m["stage"], int(m["step"]), m["role"], int(m["place"])) for p, m in matches if m]
 
 
 def viewer_data(run: RunFolder, budget: int) -> dict[str, Any]:
@@ -117,7 +93,7 @@ def viewer_data(run: RunFolder, budget: int) -> dict[str, Any]:
     used = 0
     for stored, is_needed in _by_importance(stored_volumes(run)):
         content = stored.content()
-        source = "" if content is None else _data_url(content)
+        source = f"data:image/png;base64,{base64.b64encode(content or b'').decode('ascii')}"
         # The inputs and the real volumes are the same images at every validation, so they are embedded only once.
         size = 0 if source in pictures else len(source)
         # Decoding takes longest, so it comes last.

@@ -177,11 +177,6 @@ def _compressed_checkpoints(settings: Settings) -> Iterator[Proposal]:
     yield Proposal("block inputs in 8 bits", changes, False, "block inputs, on the device or the host")
 
 
-def _eight_bit_moments(settings: Settings) -> Iterator[Proposal]:
-    changes = {"device.optimizer_states": "8bit"}
-    yield Proposal("Adam's moments in 8 bits", changes, False, "optimizer state, seven tenths of it")
-
-
 def _no_perceptual(settings: Settings) -> Iterator[Proposal]:
     changes = {"autoencoder.training.use_perceptual_loss": False}
     yield Proposal("no perceptual loss", changes, False, "the perceptual network and its activations")
@@ -295,7 +290,6 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
         _perceptual_chunk,
         _mixed_precision,
         _compressed_checkpoints,
-        _eight_bit_moments,
         _no_perceptual,
         _discriminator,
         _attention("autoencoder"),
@@ -323,7 +317,6 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
         _ldm_checkpointing,
         _ldm_offload,
         _mixed_precision,
-        _eight_bit_moments,
         _no_pixel_loss,
         _attention("ldm.unet"),
         _channels("ldm.unet"),

@@ -47,8 +47,8 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
     inputs = settings.ldm.conditioning.scan.inputs
     if not inputs:
         return arguments
-    told = {f"include_{SCAN_LAYERS[name].removesuffix('_layer')}_input": True for name in inputs}
-    return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, **told}
+    extra = {f"include_{SCAN_LAYERS[name].removesuffix('_layer')}_input": True for name in inputs}
+    return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, **extra}
 
 
 def is_maisi(network: str, settings: Settings) -> bool:

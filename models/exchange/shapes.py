@@ -33,22 +33,19 @@ def settings_that_differ(network: str, state: State, settings: Settings) -> list
 
 def settings_of_origin_that_differ(network: str, origin: str, settings: Settings) -> list[str]:
     """Return one line for each setting that the weights do not show but the library they come from implies."""
-    if network != "autoencoder":
-        return []
-    if (origin == "maisi") == (settings.autoencoder.variant == "maisi"):
+    if network != "autoencoder" or (origin == "maisi") == (settings.autoencoder.variant == "maisi"):
         return []
     implied = {"autoencoder.variant": "maisi" if origin == "maisi" else "monai"}
     return _differences(implied, settings, f"weights from {origin}")
 
 
 def _differences(implied_settings: Mapping[str, Any], settings: Settings, where: str) -> list[str]:
-    problems = []
-    for key, implied in implied_settings.items():
-        configured = _configured(settings, key)
-        if configured != implied:
-            found, wanted = _text(configured), _text(implied)
-            problems.append(f"{key}: {found} in the config, {wanted} in {where}; set {key}={wanted}")
-    return problems
+    pairs = [(key, _configured(settings, key), implied) for key, implied in implied_settings.items()]
+    return [
+        f"{key}: {_text(configured)} in the config, {_text(implied)} in {where}; set {key}={_text(implied)}"
+        for key, configured, implied in pairs
+        if configured != implied
+    ]
 
 
 def unsupported_options(network: str, state: State) -> list[str]:
@@ -120,7 +117,7 @@ def _unet_settings(state: State) -> dict[str, Any]:
     if num_levels > 1:
         implied["ldm.unet.resblock_updown"] = any(".downsampler.conv1." in key for key in state)
     embedded = state["class_embedding.weight"].shape[0] if "class_embedding.weight" in state else 0
-    if is_told_of_scans(state):
+    if is_maisi_unet(state):
         return {**implied, "ldm.conditioning.type": "none"}
     implied["ldm.conditioning.type"] = "class" if embedded else "none"
     if embedded:
@@ -129,28 +126,28 @@ def _unet_settings(state: State) -> dict[str, Any]:
     return implied
 
 
-def is_told_of_scans(state: State) -> bool:
+def is_maisi_unet(state: State) -> bool:
     """Return whether a U-Net is MAISI's: its class embedding is of modalities."""
     return any(f"{layer}.0.weight" in state for layer in SCAN_LAYERS.values())
 
 
 def _scan_inputs_that_differ(state: State, settings: Settings) -> list[str]:
     """Return one line for each input of MAISI's U-Net that only one of the weights and the config has."""
-    problems = []
-    scan, is_maisis = settings.ldm.conditioning.scan, is_told_of_scans(state)
-    where = "ldm.conditioning.scan"
+    scan, where = settings.ldm.conditioning.scan, "ldm.conditioning.scan"
     has_regions = any(f"{SCAN_LAYERS[name]}.0.weight" in state for name in ("top_region", "bottom_region"))
-    if has_regions and scan.regions is None:
-        problems.append(f"{where}.regions: null in the config, an input of the weights; set such as [chest, abdomen]")
-    elif scan.regions is not None and not has_regions:
-        problems.append(f"{where}.regions: given in the config, not an input of the weights; set it to null")
-    embedded = state["class_embedding.weight"].shape[0] if is_maisis and "class_embedding.weight" in state else 0
+    embedded = state["class_embedding.weight"].shape[0] if "class_embedding.weight" in state else 0
+    embedded = embedded if is_maisi_unet(state) else 0
     if embedded not in (0, NUM_MODALITIES):
-        problems.append(f"{where}.modality: {embedded} modalities in the weights; allowed: {NUM_MODALITIES}")
-    elif embedded and scan.modality is None:
-        problems.append(f"{where}.modality: null in the config, an input of the weights; set such as 1 for CT")
-    elif scan.modality is not None and not embedded:
-        problems.append(f"{where}.modality: given in the config, not an input of the weights; set it to null")
+        return [f"{where}.modality: {embedded} modalities in the weights; allowed: {NUM_MODALITIES}"]
+    problems = []
+    for name, configured, is_input, example in (
+        ("regions", scan.regions, has_regions, "[chest, abdomen]"),
+        ("modality", scan.modality, bool(embedded), "1 for CT"),
+    ):
+        if is_input and configured is None:
+            problems.append(f"{where}.{name}: null in the config, an input of the weights; set such as {example}")
+        elif configured is not None and not is_input:
+            problems.append(f"{where}.{name}: given in the config, not an input of the weights; set it to null")
     return problems
 
 
@@ -194,9 +191,7 @@ def _configured(settings: Settings, key: str) -> Any:
         "autoencoder.use_nonlocal_attention": settings.autoencoder.has_middle_attention,
         "ldm.unet.num_res_blocks": settings.ldm.unet.res_blocks,
     }
-    if key in resolved:
-        return resolved[key]
-    return look_up(settings, key)
+    return resolved[key] if key in resolved else look_up(settings, key)
 
 
 def _text(value: Any) -> str:

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from models.exchange.shapes import is_told_of_scans
+from models.exchange.shapes import is_maisi_unet
 from models.weight_files import read_tensors
 from runtime.files.reading import check_regular, reason
 from settings import CheckpointError
@@ -32,7 +32,6 @@ _MARKS = {
     "ldm": ("time_embed.0.weight", "conv_in.conv.weight"),
     "discriminator": ("initial_conv.conv.weight", "final_conv.conv.weight"),
 }
-NETWORKS = tuple(_MARKS)
 
 # MONAI Generative 0.2.3 -> MONAI 1.6. Attention moved into a block of its own, and the convolution after upsampling was
 # renamed. In the transformer blocks of conditioned U-Nets only the output projection changed.
@@ -89,11 +88,8 @@ def find_state(content: Any, path: Path, network: str | None = None) -> tuple[st
 
     Searches nested dicts, and removes a prefix that all names share ("module.", "model.").
     """
-    found = [
-        (name, state)
-        for state in _state_dicts(content)
-        if (name := recognise(state)) is not None and network in (None, name)
-    ]
+    every = [(recognise(state), state) for state in _state_dicts(content)]
+    found = [(name, state) for name, state in every if name is not None and network in (None, name)]
     if len(found) == 1:
         return found[0]
     wanted = network or "autoencoder, discriminator or ldm (the diffusion U-Net)"
@@ -123,11 +119,11 @@ def to_our_names(state: Mapping[str, Tensor], origin: str, path: Path) -> State:
     if is_maisi != (origin == "maisi") and recognise(state) == "autoencoder":
         found, fitting = ("MAISI's", "maisi") if is_maisi else ("MONAI's", "monai or monai-generative")
         raise CheckpointError(f"{path}: holds {found} autoencoder, which --from {origin} does not fit; use {fitting}")
-    if origin != "maisi" and is_told_of_scans(state):
+    if origin != "maisi" and is_maisi_unet(state):
         raise CheckpointError(f"{path}: holds MAISI's U-Net, which --from {origin} does not fit; use maisi")
     if origin == "maisi":
         return _expand_attention({_renamed(key, _MAISI_RENAMES): value for key, value in state.items()})
-    renamed = {_renamed(key, _GENERATIVE_RENAMES): value for key, value in state.items() if not _is_unused(key)}
+    renamed = {_renamed(key, _GENERATIVE_RENAMES): value for key, value in state.items() if ".proj_attn." not in key}
     if origin == "monai-generative":
         return _expand_attention(renamed)
     if changed := [key for key in state if key not in renamed]:
@@ -164,17 +160,10 @@ def check_fit(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path:
 def check_values(state: Mapping[str, Tensor], path: Path) -> None:
     """Raise CheckpointError unless every weight is stored as numbers that are finite in float32."""
     for key, value in state.items():
-        found = ""
-        if value.layout != torch.strided or value.is_meta or value.is_nested:
-            layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-            found = "on the meta device" if value.is_meta else layout
-        elif not value.is_floating_point():
-            found = str(value.dtype).removeprefix("torch.")
-        elif not value.float().isfinite().all():
-            found = "NaN or infinite"
-        if found:
+        is_plain = value.layout == torch.strided and not value.is_meta and not value.is_nested
+        if not (is_plain and value.is_floating_point() and bool(value.float().isfinite().all())):
             raise CheckpointError(
-                f"{path}: {key} is {found}; every weight must be a tensor of finite real numbers; export them again"
+                f"{path}: {key} is not a dense tensor of finite real numbers, as every weight must be; export it again"
             )
 
 
@@ -182,10 +171,6 @@ def _renamed(key: str, renames: Sequence[tuple[str, str]]) -> str:
     for pattern, replacement in renames:
         key = re.sub(pattern, replacement, key)
     return key
-
-
-def _is_unused(key: str) -> bool:
-    return re.search(r"\.proj_attn\.(weight|bias)$", key) is not None
 
 
 def _expand_attention(state: State) -> State:

@@ -20,6 +20,8 @@ LATENTS = RUNS / "latents"
 SHARED_NAMES = ("phantoms", "checks", "latents", "prepared")
 """Names below runs/ that no run may have."""
 
+STAGES = ("autoencoder", "ldm")
+
 
 class RunFolder:
     """The paths inside runs/<name>."""

@@ -127,7 +127,7 @@ class Asker:
         from concurrent.futures import Future
         from types import SimpleNamespace
 
-        from evaluation.benchmarks.peaks import default_attention_peak
+        from evaluation.benchmarks.measurements import default_attention_peak
         from scripts.dev.guide.stored import StoredPredictor, question
 
         if isinstance(self._predictor, StoredPredictor):

@@ -46,7 +46,7 @@ def test_the_exported_weights_are_the_averaged_ones_where_there_are_any(tiny_val
             average.mul_(0.5)
         expected = {name: 0.5 * tensor for name, tensor in expected.items()}
     assert (step.average is not None) == (ema_decay > 0)
-    export(step, RunFolder(tmp_path), settings)
+    export(step, RunFolder(tmp_path))
     found = load_file(tmp_path / "autoencoder.safetensors")
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -154,7 +154,7 @@ def test_a_run_that_goes_on_after_its_end_is_used_with_its_newest_checkpoint(tmp
     Checkpoints(run / "checkpoints", "autoencoder", 2).save(3, {})
     assert TrainedRun(run).unet()[0].state_dict()[first].unique().tolist() == [7.0]
     assert "stage ldm is not finished; using its averaged weights after step 6" in caplog.text
-    assert "stage 1 goes on and is at step 3; using its finished weights of step 0" in caplog.text
+    assert "stage 1 is still training (step 3); using its finished weights of step 0" in caplog.text
     best = TrainedRun(run, best="ldm").unet()[0].state_dict()[first]
     torch.testing.assert_close(best, finished, rtol=0, atol=0)
     # Started again from the first step, the finished weights are those of an earlier run.

@@ -54,27 +54,6 @@ def test_run_killed_while_it_saves_resumes_from_the_previous_checkpoint(start, u
     assert all(torch.equal(tensor, expected[name]) for name, tensor in mine.items())
 
 
-@pytest.mark.slow
-def test_a_run_with_moments_in_8_bits_killed_in_both_stages_ends_bit_identical(start, tmp_path):
-    found = []
-    for name, signalled in (("whole", None), ("killed", "SIGKILL")):
-        for stage in ("autoencoder", "ldm"):
-            options = (f"name={name}", "device.optimizer_states=8bit", f"{stage}.training.max_steps=6")
-            if signalled is not None:
-                killed = start(stage, *options, signalled=signalled)
-                assert killed.wait() == -signal.SIGKILL, killed.output
-            run = start(stage, *options)
-            assert run.wait() == 0, run.output
-            assert (f"resuming {stage} after step 4" in run.output) == (signalled is not None)
-            found.append(load_file(tmp_path / "runs" / name / f"{stage}.safetensors"))
-        newest = max((tmp_path / "runs" / name / "checkpoints").glob("ldm_*.pt"))
-        states = torch.load(newest, weights_only=True)["optimizers"]["ldm"]["state"].values()
-        assert {tensor.dtype for state in states for tensor in state.values()} >= {torch.int8, torch.uint8}
-    for whole, resumed in zip(found[:2], found[2:], strict=True):
-        assert whole.keys() == resumed.keys()
-        assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.items())
-
-
 def test_campaign_notices_a_lost_checkpoint_and_other_weights(tmp_path, campaign_reference, warm):
     tally = Tally()
     run = DisturbedRun(tmp_path / "disturbed", campaign_reference, warm, tally, random.Random(5))

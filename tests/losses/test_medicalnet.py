@@ -1,6 +1,5 @@
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from losses.medicalnet import MedicalNetDistance
@@ -48,13 +47,6 @@ def test_batch_of_two_equals_two_batches_of_one(medicalnet_file):
     torch.testing.assert_close(together, torch.autograd.grad(apart, volume)[0], rtol=1e-4, atol=1e-8)
 
 
-def test_distance_is_zero_for_equal_volumes_and_sees_lost_contrast(medicalnet_file):
-    target = torch.rand(1, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
-    term = MedicalNetDistance(weights=str(medicalnet_file))
-    assert term(target, target, 0).item() == 0
-    assert term(0.5 * target, target, 0) > 1e-4
-
-
 def test_distance_is_between_unit_features_of_volumes_standardised_like_the_target(medicalnet_file):
     term = MedicalNetDistance(weights=str(medicalnet_file))
     wrapped = torch.load(medicalnet_file, weights_only=True)["state_dict"]
@@ -75,11 +67,3 @@ def test_thin_volumes_are_compared(medicalnet_file, grid):
     volume = torch.rand(1, 1, *grid, generator=torch.Generator().manual_seed(0)).requires_grad_()
     loss = MedicalNetDistance(weights=str(medicalnet_file))(volume, torch.zeros(1, 1, *grid), 0)
     assert torch.isfinite(torch.autograd.grad(loss, volume)[0]).all()
-
-
-def test_without_weights_it_runs_on_fake_tensors():
-    with FakeTensorMode():
-        term = MedicalNetDistance(load_weights=False)
-        volume = torch.zeros(1, 1, 256, 256, 64, requires_grad=True)
-        (gradient,) = torch.autograd.grad(term(volume, torch.zeros(1, 1, 256, 256, 64), 0), volume)
-        assert gradient.shape == volume.shape

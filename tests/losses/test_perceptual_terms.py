@@ -4,10 +4,9 @@ import functools
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from losses import build_perceptual_loss
-from losses.lpips_slices import LpipsSlices, _chunks, drawn_slices
+from losses.lpips_slices import LpipsSlices, drawn_slices
 from memory.predict.emulation import measure_peak
 from settings import AutoencoderTraining
 
@@ -142,25 +141,3 @@ def test_memory_follows_the_chunk_and_not_the_number_of_slices():
     few, many = (peak_bytes("lpips-squeeze", chunk_size=4, slice_fraction=fraction) for fraction in (0.0625, 0.125))
     assert many == pytest.approx(few, rel=0.01)
     assert peak_bytes("lpips-squeeze", chunk_size=1) < 0.6 * many
-
-
-@pytest.mark.parametrize("network", ["medicalnet-resnet10", "structural"])
-def test_chunk_size_changes_nothing_where_whole_volumes_are_compared(network):
-    assert peak_bytes(network, chunk_size=1) == peak_bytes(network, chunk_size=8)
-
-
-def test_checkpointing_the_chunks_would_save_no_memory():
-    def run(tracker):
-        term = LpipsSlices("squeeze", seed=0, slice_fraction=0.0625, chunk_size=4, load_weights=False)
-        volume, target = torch.zeros(1, 1, 64, 64, 64, requires_grad=True), torch.zeros(1, 1, 64, 64, 64)
-        tracker.reset()
-
-        def distance(volume, chunk):
-            pieces = (torch.stack([part[index] for index in chunk]) for part in (volume, target))
-            return term.distance(*pieces).sum()
-
-        chunks = _chunks(volume.shape, drawn_slices((64, 64, 64), 0.0625, seed=0, step=0), 4)
-        torch.stack([checkpoint(distance, volume, chunk, use_reentrant=False) for chunk in chunks]).sum().backward()
-
-    checkpointed = measure_peak(run).peak["device"]
-    assert peak_bytes("lpips-squeeze", chunk_size=4) == pytest.approx(checkpointed, rel=0.05)

@@ -1,5 +1,8 @@
 """The structural term on a real brain: nilearn ships the MNI152 T1 template."""
 
+import functools
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -33,27 +36,17 @@ def shifted(volume: torch.Tensor, voxels: int, axis: int) -> torch.Tensor:
     return torch.roll(volume, voxels, dims=2 + axis)
 
 
-def assert_rises(values: list[float]) -> None:
-    """Each degradation is clearly worse than the one before, the first clearly worse than none."""
-    assert all(after > before + 0.005 for before, after in zip([0.0, *values], values, strict=False)), values
-
-
-def test_distance_rises_with_blur(brain):
-    assert_rises([distance(blurred(brain, sigma), brain) for sigma in (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)])
-
-
-def test_distance_rises_with_noise(brain):
-    assert_rises([distance(noisy(brain, sigma), brain) for sigma in (0.02, 0.05, 0.1, 0.2, 0.4)])
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_distance_rises_with_shift(brain, axis):
-    assert_rises([distance(shifted(brain, voxels, axis), brain) for voxels in (1, 2, 3, 5, 8)])
-
-
-def test_distance_rises_with_blur_of_a_noisy_copy_and_noise_of_a_blurred_one(brain):
-    assert_rises([distance(blurred(noisy(brain, 0.05), sigma), brain) for sigma in (1.0, 2.0, 4.0)])
-    assert_rises([distance(noisy(blurred(brain, 1.0), sigma), brain) for sigma in (0.02, 0.1, 0.3)])
+@pytest.mark.parametrize(
+    ("degraded", "amounts"),
+    [
+        (blurred, (0.5, 1.0, 2.0, 4.0)),
+        (noisy, (0.02, 0.05, 0.1, 0.2, 0.4)),
+        *((functools.partial(shifted, axis=axis), (1, 2, 3, 5, 8)) for axis in range(3)),
+    ],
+)
+def test_distance_rises_with_blur_noise_and_shift(brain, degraded, amounts):
+    values = [0.0, *(distance(degraded(brain, amount), brain) for amount in amounts)]
+    assert all(after > before + 0.005 for before, after in itertools.pairwise(values)), values
 
 
 def test_structure_counts_more_than_brightness(brain):
@@ -69,19 +62,6 @@ def test_distance_is_zero_for_equal_volumes_and_symmetric(brain):
     assert abs(distance(brain, brain)) < 1e-5
     degraded = noisy(blurred(brain, 1.0), 0.1)
     assert distance(degraded, brain) == pytest.approx(distance(brain, degraded), rel=1e-4)
-
-
-def test_descending_the_gradient_restores_a_blurred_brain(brain):
-    target = brain[:, :, 20:60, 30:70, 20:52].contiguous()
-    volume = blurred(target, 1.5).requires_grad_()
-    optimizer = torch.optim.Adam([volume], lr=0.01)
-    before = distance(volume.detach(), target), (volume.detach() - target).abs().mean()
-    for step in range(40):
-        optimizer.zero_grad()
-        StructuralDistance()(volume, target, step).backward()
-        optimizer.step()
-    assert distance(volume.detach(), target) < 0.25 * before[0]
-    assert (volume.detach() - target).abs().mean() < 0.5 * before[1]
 
 
 def halved(volume: np.ndarray) -> np.ndarray:

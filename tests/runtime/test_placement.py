@@ -21,13 +21,6 @@ def test_a_network_moves_with_its_buffers():
     assert {tensor.device for tensor in (*network.parameters(), *network.buffers())} == {META}
 
 
-def test_a_network_moves_when_only_a_buffer_is_elsewhere():
-    network = nn.BatchNorm3d(2, affine=False)
-    network.register_buffer("elsewhere", torch.zeros(1, device=META))
-    move(network, META)
-    assert {tensor.device for tensor in network.buffers()} == {META}
-
-
 def test_a_fake_network_stays_where_it_is():
     with FakeTensorMode():
         network = nn.Linear(3, 3)

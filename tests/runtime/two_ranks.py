@@ -59,7 +59,7 @@ def stage_one(settings: Settings, process: Process, volumes: DataSplit, found: d
         held_out = validation_batches(volumes.train[:number], settings.data, process.rank, process.world_size)
         found[f"validation of {number}"], _ = validate_autoencoder(step, held_out)
     found["validation of 0"], _ = validate_autoencoder(step, [])
-    export(step, RunFolder(Path("runs") / settings.name), settings)
+    export(step, RunFolder(Path("runs") / settings.name))
     process.barrier()
 
 

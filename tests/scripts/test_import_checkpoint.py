@@ -2,8 +2,6 @@
 
 import argparse
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -142,27 +140,6 @@ def test_maisi_weights_need_the_settings_of_its_network_and_then_run(tmp_path, c
     assert all(torch.equal(again[key], value) for key, value in before.items())
 
 
-def test_an_autoencoder_for_the_unit_range_goes_back_to_monai_with_a_word_on_it(tmp_path, config, capsys):
-    stock = AutoencoderKL(channels=(8, 16), **SHAPE)
-    torch.save(stock.state_dict(), tmp_path / "stock.pt")
-    origin = ["--from", "monai", "--weights", tmp_path / "stock.pt", "--config", config, "--out", tmp_path / "run"]
-    assert command(import_checkpoint, *origin, "autoencoder.variant=monai_unit") == 0
-    source = tmp_path / "run" / "autoencoder.safetensors"
-    capsys.readouterr()
-    assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "again.pt") == 0
-    scope: dict = {}
-    recipe = capsys.readouterr().out
-    assert "scaled to [0, 1]" in recipe
-    exec(recipe, scope)
-    ours = build_autoencoder(load_settings(tmp_path / "run" / "config.yaml").autoencoder).eval()
-    ours.load_state_dict(load_weights(source)[0], strict=True)
-    volume = torch.rand(1, 1, 8, 8, 8)
-    with torch.no_grad():
-        mean, _ = scope["network"].eval().encode(volume)
-        torch.testing.assert_close(ours.encode(2 * volume - 1)[0], mean, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(ours.decode(mean), 2 * scope["network"].decode(mean) - 1, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_monai_weights_come_back_bit_identical(tmp_path, config, suffix, capsys):
     torch.save(AutoencoderKL(channels=(8, 16), **SHAPE).state_dict(), tmp_path / "stock.pt")
@@ -266,28 +243,24 @@ def test_pickled_network_is_refused(tmp_path, config, generative_file, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    "change",
     [
-        (lambda weight: weight.fill_(float("nan")), "NaN or infinite"),
-        (lambda weight: weight.to(torch.complex64), "complex64"),
-        (lambda weight: weight.to_sparse(), "sparse_coo"),
-        (lambda weight: weight.to("meta"), "on the meta device"),
-        (lambda weight: weight.long(), "int64"),
-        (lambda weight: weight > 0, "bool"),
-        (lambda weight: weight.double() * 1e300, "NaN or infinite"),
-        (lambda weight: weight.fill_(float("nan")).to(torch.float8_e5m2), "NaN or infinite"),
-        (lambda weight: torch.nested.nested_tensor([weight.flatten()]), "nested"),
+        lambda weight: weight.fill_(float("nan")),
+        lambda weight: weight.to(torch.complex64),
+        lambda weight: weight.to_sparse(),
+        lambda weight: weight.to("meta"),
+        lambda weight: weight.double() * 1e300,
+        lambda weight: torch.nested.nested_tensor([weight.flatten()]),
     ],
-    ids=["nan", "complex", "sparse", "meta", "whole", "true", "too large", "float8", "nested"],
 )
-def test_weights_that_are_no_finite_numbers_are_refused(change, found, tmp_path, config, generative_file, capsys):
+def test_weights_that_are_no_finite_numbers_are_refused(change, tmp_path, config, generative_file, capsys):
     state = torch.load(generative_file, weights_only=True)["state_dict"]
     first = next(iter(state))
     state[first] = change(state[first])
     torch.save(state, tmp_path / "strange.pt")
     origin = ["--from", "monai-generative", "--weights", tmp_path / "strange.pt", "--config", config]
     assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 2
-    assert f"{first} is {found}" in capsys.readouterr().err
+    assert f"{first} is not a dense tensor of finite real numbers" in capsys.readouterr().err
 
 
 def test_a_dict_inside_itself_is_searched_once(tmp_path, config, generative_file):
@@ -321,19 +294,3 @@ def test_export_refuses_what_is_not_a_runs_weights(tmp_path, config, capsys):
     assert command(export_checkpoint, "--weights", tmp_path / "gone.safetensors", *out) == 2
     assert command(export_checkpoint, "--weights", tmp_path / "plain.safetensors", "--out", tmp_path / "x.bin") == 2
     assert "allowed: .safetensors, .pt, .pth" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["import_checkpoint.py", "export_checkpoint.py"])
-def test_help_works_from_any_folder_without_torch(name, tmp_path):
-    script = f"""
-import runpy, sys
-sys.argv = [{name!r}, "--help"]
-try:
-    runpy.run_path({str(REPOSITORY / "scripts" / name)!r}, run_name="__main__")
-except SystemExit as end:
-    assert not end.code, end.code
-assert "torch" not in sys.modules and "monai" not in sys.modules
-"""
-    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "examples:" in result.stdout

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
-
 import nibabel as nib
 import numpy as np
-import pytest
 
 from data.formats import write_nifti
-from tests.finished_run import export_autoencoder, finished_run, run_here
-from tests.support.tiny_config import TINY
+from tests.finished_run import finished_run, run_here
 
 
 def test_reconstructions_are_on_the_grids_of_their_volumes(command, tmp_path, tmp_path_factory):
@@ -62,51 +57,3 @@ def test_an_input_that_is_not_there_is_named(tmp_path_factory, capsys):
     run = finished_run(tmp_path_factory)
     assert run_here("scripts/reconstruct.py", "--run", run, "--input", "gone", "--out", "o") == 2
     assert "--input: gone does not exist" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("size", "width"), [(300, 2), (200, 1)])
-def test_codes_are_integers_and_decode_to_the_reconstruction(tmp_path, monkeypatch, capsys, size, width):
-    monkeypatch.chdir(tmp_path)
-    values = copy.deepcopy(TINY)
-    values["autoencoder"] |= {"bottleneck": "vq", "codebook_size": size}
-    values["data"]["spacing"] = [1.5, 2.0, 2.5]
-    export_autoencoder(values)
-    rng = np.random.default_rng(0)
-    write_nifti(Path("in/a.nii.gz"), rng.normal(100, 30, (1, 16, 16, 16)).astype(np.float32), np.diag([1.5, 2, 2.5, 1]))
-    run = ("scripts/reconstruct.py", "--run", "runs/tiny")
-    assert run_here(*run, "--input", "in", "--out", "out", "--codes") == 0
-    number = 8 * 8 * 8
-    assert (
-        f"{width * number:,} bytes as uint{8 * width}; the latent takes {4 * 3 * number:,} in"
-        in capsys.readouterr().err
-    )
-    assert run_here(*run, "--input", "out", "--out", "again", "--from-codes") == 0
-    first, second = (nib.load(f"{folder}/a_reconstruction.nii.gz") for folder in ("out", "again"))
-    np.testing.assert_allclose(first.affine, second.affine)
-    np.testing.assert_allclose(first.get_fdata(), second.get_fdata(), rtol=1e-5, atol=1e-3)
-
-    Path("broken_codes.npz").write_bytes(Path("out/a_codes.npz").read_bytes()[:-40])
-    assert run_here(*run, "--input", "broken_codes.npz", "--out", "b", "--from-codes") == 2
-    assert "broken_codes.npz: not a file of codes" in capsys.readouterr().err
-    values["seed"], values["name"] = 8, "other"
-    export_autoencoder(values)
-    other = (
-        "scripts/reconstruct.py",
-        "--run",
-        "runs/other",
-        "--input",
-        "out/a_codes.npz",
-        "--out",
-        "c",
-        "--from-codes",
-    )
-    assert run_here(*other) == 2
-    assert "of an autoencoder with other weights" in capsys.readouterr().err
-
-
-def test_a_gaussian_latent_has_no_codes(tmp_path_factory, tmp_path, capsys):
-    run = finished_run(tmp_path_factory)
-    write_nifti(tmp_path / "a.nii.gz", np.random.default_rng(0).normal(size=(1, 9, 9, 9)).astype(np.float32), np.eye(4))
-    arguments = ("--run", run, "--input", tmp_path / "a.nii.gz", "--out", tmp_path / "out", "--codes")
-    assert run_here("scripts/reconstruct.py", *arguments) == 2
-    assert "bottleneck is kl, whose latents have no codes; allowed: vq" in capsys.readouterr().err

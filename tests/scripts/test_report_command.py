@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -25,17 +24,6 @@ def test_report_is_rebuilt_and_runs_are_compared(command, tmp_path):
     assert done.stderr == ""
     page = (tmp_path / "runs" / "comparison.html").read_text()
     assert "first vs. second" in page
-
-
-def test_missing_prediction_is_added_on_request(command, tmp_path):
-    run = make_run(tmp_path / "runs")
-    (run / "memory_autoencoder.json").write_text('{"prediction": null, "ladder": []}')
-    (run / "metrics.jsonl").write_text('{"stage": "autoencoder", "step": 1, "kl": 1.0}\n')
-    done = command("scripts/report.py", "--run", run, "--predict")
-    assert done.returncode == 0, done.stderr
-    record = json.loads((run / "memory_autoencoder.json").read_text())
-    assert record["prediction"]["peak_allocated_bytes"] > 0
-    assert "Predicted peak by category" in (run / "report.html").read_text()
 
 
 def test_folder_without_a_run_is_refused(command, tmp_path):
@@ -122,22 +110,6 @@ def test_run_of_an_impossible_name_is_refused(capsys):
     for name in ("x" * 300, "", "/dev/null"):
         assert run_here("scripts/report.py", "--run", name) == 2
         assert "no config.yaml; give the folder of a run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("target", ["", "file/x.html", "folder", "x" * 300, "x" * 250])
-def test_impossible_output_is_refused_before_the_page_is_made(tmp_path, monkeypatch, capsys, target):
-    run = make_run(tmp_path / "runs", with_volumes=False)
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    Path("folder").mkdir()
-    assert run_here("scripts/report.py", "--run", run, "--out", target) == 2
-    assert "error: " in capsys.readouterr().err
-
-
-def test_output_folder_is_made(tmp_path):
-    run = make_run(tmp_path / "runs", with_volumes=False)
-    assert run_here("scripts/report.py", "--run", run, "--out", tmp_path / "new" / "folder" / "page.html") == 0
-    assert (tmp_path / "new" / "folder" / "page.html").is_file()
 
 
 def test_names_that_no_encoding_has_are_escaped_in_the_page(tmp_path):

@@ -116,11 +116,3 @@ def test_reconstructions_that_are_not_finite_are_an_error_and_not_a_result(run, 
     assert run_here("scripts/evaluate.py", "--run", folder, "--json", "e.json") == 2
     assert ": the networks gave values that are not finite" in capsys.readouterr().err
     assert not Path("e.json").exists()
-
-
-def test_a_montage_shows_at_most_64_samples(run, tmp_path):
-    options = ["--num", "66", "--steps", "1", "--batch-size", "16", "--out", tmp_path / "many"]
-    assert run_here("scripts/sample.py", "--run", run, *options) == 0
-    assert len(list((tmp_path / "many").glob("*.nii.gz"))) == 66
-    with Image.open(tmp_path / "many" / "montage_seed0_steps1.png") as montage:
-        assert montage.height == 2 * LINE + 64 * (LINE + PLANE_PIXELS + GAP) - GAP

@@ -170,7 +170,7 @@ def test_an_impossible_latent_scale_is_refused(run, scale, capsys):
     command = ["scripts/import_checkpoint.py", "--from", "monai", "--weights", "unet.pt", "--out", "imported"]
     command += ["--config", str(run / "config.yaml")]
     refused(capsys, [*command, f"--latent-scale={scale}"], f"'{scale}' is not a finite number above 0")
-    for value in (0.0, float("nan"), torch.tensor(-1.0), torch.zeros(2), "x", None, 1e40):
+    for value in (0.0, float("nan"), torch.tensor(-1.0), torch.zeros(2), "x", 1e40):
         torch.save({"unet": state, "scale_factor": value}, "unet.pt")
         refused(capsys, [*command], "unet.pt: its scale_factor is", "a finite number above 0 is needed")
     assert not Path("imported").exists()

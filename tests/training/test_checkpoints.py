@@ -46,11 +46,6 @@ def test_no_checkpoint_is_none_and_other_files_are_left_alone(tmp_path):
     assert Checkpoints(tmp_path / "missing", "autoencoder", 2).newest() is None
 
 
-def test_stages_do_not_see_each_other(tmp_path):
-    saved(tmp_path, 1, 2, 3)
-    assert Checkpoints(tmp_path, "ldm", 2).newest() is None
-
-
 @pytest.mark.parametrize("damage", ["truncate", "flip"])
 def test_a_damaged_newest_is_named_set_aside_and_the_one_before_is_used(tmp_path, caplog, damage):
     found = saved(tmp_path, 1, 2)

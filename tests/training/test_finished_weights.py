@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
+from runtime.files.run_folder import RunFolder
+from runtime.processes import Process
 from settings import Settings
-from training.finished_weights import _options
+from training.ldm_step import LatentDiffusionStep
 
+CPU = Process(torch.device("cpu"))
 TARGET = {"encoding": "resample", "source": "target"}
 
 
 @pytest.mark.parametrize(
     ("conditioning", "expected"),
     [
-        ({}, []),
-        ({"label_map": {"source": "maps", "num_classes": 3}}, ["--labels FILE_OR_FOLDER"]),
-        ({"volume": TARGET | {"degrade": {"downsample": [1, 1, 2]}}}, ["--condition FILE_OR_FOLDER"]),
+        ({}, ""),
+        ({"label_map": {"source": "maps", "num_classes": 3}}, " --labels FILE_OR_FOLDER"),
+        ({"volume": TARGET | {"degrade": {"downsample": [1, 1, 2]}}}, " --condition FILE_OR_FOLDER"),
         (
             {"volume": TARGET | {"degrade": {"hole": [4, 4, 4]}}},
-            ["--condition FILE_OR_FOLDER", "--mask FILE_OR_FOLDER"],
+            " --condition FILE_OR_FOLDER --mask FILE_OR_FOLDER",
         ),
     ],
 )
 def test_the_next_command_names_the_conditions_of_the_run(tiny_values, conditioning, expected):
     tiny_values["ldm"]["conditioning"] = conditioning
-    assert _options(Settings.model_validate(tiny_values)) == expected
+    step = LatentDiffusionStep(Settings.model_validate(tiny_values), CPU, load_weights=False)
+    assert step.next_command(RunFolder(Path("runs/a b"))) == f"python scripts/sample.py --run 'runs/a b'{expected}"

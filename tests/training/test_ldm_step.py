@@ -12,7 +12,7 @@ from data import Batch
 from diffusion.latent_batches import LatentBatch
 from diffusion.normalisation import Normalisation
 from runtime.processes import Process
-from settings import CheckpointError, Settings, TrainingError
+from settings import CheckpointError, Settings
 from tests.training.step_gradients import gradients
 from training.ldm_step import LatentDiffusionStep
 
@@ -59,7 +59,6 @@ PIXEL = {"pixel_loss": {"weight": PIXEL_WEIGHT, "chunk_size": 1}}
         {"scheduler": {"type": "rflow"}, "sampling": {"sampler": "rflow"}},
         {"conditioning": {"type": "class", "num_classes": 3, "dropout": 0.5}},
         {"training": PIXEL},
-        # A gamma below every ratio of these times, so that each volume has another weight.
     ],
 )
 def test_batch_4_once_has_the_gradients_of_batch_1_four_times(tiny_values, changes):
@@ -148,17 +147,6 @@ def test_the_chunk_halves_when_memory_runs_out_and_the_gradients_stay(tiny_value
     assert [record.args for record in caplog.records] == [(2,), (1,)]
 
 
-def test_without_adaptive_chunk_running_out_of_memory_stays_an_error(tiny_values):
-    step = make_step(tiny_values, training={"pixel_loss": {"weight": 0.5, "chunk_size": 4}})
-
-    def full(latent: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("as a full GPU says")
-
-    step.autoencoder.decode = full  # type: ignore[method-assign,assignment]
-    with pytest.raises(torch.OutOfMemoryError):
-        step.backward(make_batches(step, 4), 0)
-
-
 def test_only_the_unet_moves(tiny_values):
     step = make_step(tiny_values, training=PIXEL)
     before = {name: tensor.clone() for name, tensor in step.autoencoder.state_dict().items()}
@@ -180,20 +168,6 @@ def test_a_volume_in_the_batch_gives_the_step_of_its_latent(tiny_values):
     assert_same_gradients(gradients(step), gradients(other), 1e-6)
 
 
-def test_latents_that_do_not_divide_are_padded_and_cropped(tiny_values):
-    tiny_values["data"]["voxel_size"] = [16, 12, 20]
-    tiny_values["ldm"]["unet"] = {
-        "num_channels": [8, 16, 16],
-        "num_res_blocks": 1,
-        "attention_levels": [False, False, False],
-        "num_head_channels": 8,
-    }
-    step = make_step(tiny_values)
-    assert step.settings.latent_shape == (3, 8, 6, 10)
-    terms = step(make_batches(step, 2), 0)
-    assert torch.isfinite(terms["diffusion"])
-
-
 def test_label_dropout_hides_about_its_share_of_the_labels(tiny_values):
     step = make_step(tiny_values, conditioning={"type": "class", "num_classes": 3, "dropout": 0.25})
     batch = LatentBatch(torch.empty(0), tuple(range(2000)), torch.arange(2000) % 3, ())
@@ -210,17 +184,6 @@ def test_neighbouring_positions_cover_all_timesteps_evenly(tiny_values):
         counts = torch.histc(times.float(), bins=10, min=0, max=1000)
         assert counts.min() >= 8
         assert counts.max() <= 12
-
-
-def test_a_latent_that_is_not_finite_stops_before_the_weights_move(tiny_values):
-    step = make_step(tiny_values)
-    batches = make_batches(step, 4)
-    batches[0].mean[0, 0, 0, 0, 0] = float("nan")
-    weight = step.unet.conv_in.conv.weight.clone()
-    step(batches, 3)
-    assert torch.equal(weight, step.unet.conv_in.conv.weight)
-    with pytest.raises(TrainingError, match="step 4: diffusion is not finite"):
-        step.guard.raise_if_bad()
 
 
 def test_the_scale_travels_with_the_state_and_another_autoencoder_is_refused(tiny_values):

@@ -19,17 +19,6 @@ from training.optimization import AveragedWeights, Updater, learning_rate_factor
 CPU = torch.device("cpu")
 
 
-def test_learning_rate_rises_over_the_warm_up_and_falls_as_a_cosine():
-    settings = TrainingSettings(max_steps=110, warmup_steps=10, learning_rate_decay="cosine")
-    factors = [learning_rate_factor(step, settings) for step in range(110)]
-    assert factors[0] == pytest.approx(0.1)
-    assert factors[9] == pytest.approx(1.0)
-    assert factors[60] == pytest.approx(0.5)
-    assert factors[-1] < 0.001
-    constant = TrainingSettings(max_steps=110, warmup_steps=0, learning_rate_decay="none")
-    assert learning_rate_factor(100, constant) == 1.0
-
-
 @pytest.mark.parametrize(("warmup", "decay"), [(0, "none"), (7, "none"), (0, "cosine"), (7, "cosine"), (40, "cosine")])
 def test_learning_rate_is_the_formula_at_every_step(warmup, decay):
     settings = TrainingSettings(max_steps=40, warmup_steps=warmup, learning_rate_decay=decay)

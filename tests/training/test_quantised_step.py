@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 
-from memory.predict.step import track_step
 from models import build_autoencoder
 from models.bottleneck import CodeStatistics, VectorQuantiser
 from models.exchange.networks import monai_arguments
@@ -23,7 +22,6 @@ from tests.finished_run import export_autoencoder, run_here, train_ldm
 from tests.training.step_gradients import gradients
 from tests.training.test_autoencoder_step import make_batches
 from training.autoencoder_step import AutoencoderStep
-from training.ldm_step import LatentDiffusionStep
 from training.validation.autoencoder_validation import validate_autoencoder
 
 CPU = Process(torch.device("cpu"))
@@ -150,13 +148,6 @@ def test_held_out_volumes_tell_how_codes_are_used(tiny_values, kind):
     assert "val_perplexity" not in validate_autoencoder(step_of(tiny_values, "kl"), make_batches(step, 1, total=1))[0]
 
 
-@pytest.mark.parametrize("kind", ["vq"])
-def test_the_real_step_is_what_is_predicted(tiny_values, kind):
-    settings = Settings.model_validate(quantised(tiny_values, kind))
-    predicted, real = (track_step(settings, "autoencoder", fake=fake, cuda=False) for fake in (True, False))
-    assert predicted.peak["device"] == pytest.approx(real.peak["device"], rel=0.01)
-
-
 def test_stage_two_trains_before_quantisation_and_samples_through_it(tiny_values, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values = quantised(tiny_values, "vq")
@@ -169,13 +160,6 @@ def test_stage_two_trains_before_quantisation_and_samples_through_it(tiny_values
     assert run_here("scripts/export_checkpoint.py", *export) == 2
     with pytest.raises(CheckpointError, match=r'autoencoder\.bottleneck: "vq" -> "kl"'):
         train_ldm(Path("tiny.yaml"), "name=other", "autoencoder.bottleneck=kl", f"ldm.autoencoder={export[1]}")
-
-
-def test_the_pixel_loss_reaches_the_latent_through_the_quantiser(tiny_values):
-    tiny_values["ldm"]["training"]["pixel_loss"] = {"weight": 1.0}
-    step = LatentDiffusionStep(Settings.model_validate(quantised(tiny_values, "vq")), CPU, load_weights=False)
-    terms = step([step.example_batch(1)], 0)
-    assert float(terms["pixel_gradient_norm"]) > 0
 
 
 def test_weights_of_monai_do_not_fit_and_none_are_made_for_it(tiny_values):

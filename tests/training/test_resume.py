@@ -12,12 +12,13 @@ import torch
 from data import BatchPlan, DataSplit, VolumeFile, prepare_volumes, training_batches
 from diffusion.latent_batches import latent_batches
 from diffusion.normalisation import Normalisation
+from runtime.files.run_folder import RunFolder
 from runtime.processes import Process
 from settings import CheckpointError, Settings
+from settings.migrations import VERSION
 from training.autoencoder_step import AutoencoderStep
-from training.checkpoints import Checkpoints
 from training.ldm_step import LatentDiffusionStep
-from training.resume import _check_content, changed_settings, resume, save
+from training.resume import ResumableRun
 from training.step import TrainingStep
 
 CPU = Process(torch.device("cpu"))
@@ -77,15 +78,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one_in_everything_it_holds(settin
     whole = build(settings, stage)
     train(whole, settings, volumes, 0, NUM_STEPS)
 
-    stopped, checkpoints = build(settings, stage), Checkpoints(tmp_path / "checkpoints", stage, 2)
+    stopped = build(settings, stage)
     train(stopped, settings, volumes, 0, STOPPED_AFTER)
-    save(stopped, checkpoints, settings, volumes, STOPPED_AFTER)
+    ResumableRun(stopped, RunFolder(tmp_path), volumes).save(STOPPED_AFTER)
     held = copy.deepcopy(stopped.state_dict())
 
     resumed = build(settings, stage)
     if isinstance(resumed, LatentDiffusionStep):
         resumed.normalisation = Normalisation.uniform(3, 1.0)
-    first = resume(resumed, checkpoints, settings, volumes)
+    first = ResumableRun(resumed, RunFolder(tmp_path), volumes).resume()
     assert first == STOPPED_AFTER
     assert_same_state(resumed.state_dict(), held)
     assert resumed.average is not None
@@ -99,77 +100,50 @@ def test_a_resumed_run_equals_an_uninterrupted_one_in_everything_it_holds(settin
 
 def test_without_a_checkpoint_a_run_begins_at_step_0(settings, tmp_path):
     volumes = prepare_volumes(settings.data, settings.seed, 1)
-    step = build(settings, "autoencoder")
-    assert resume(step, Checkpoints(tmp_path / "checkpoints", "autoencoder", 2), settings, volumes) == 0
+    assert ResumableRun(build(settings, "autoencoder"), RunFolder(tmp_path), volumes).resume() == 0
 
 
 def test_other_volumes_or_another_mathematics_are_refused(settings, tmp_path):
     volumes = prepare_volumes(settings.data, settings.seed, 1)
-    step, checkpoints = build(settings, "autoencoder"), Checkpoints(tmp_path / "checkpoints", "autoencoder", 2)
-    save(step, checkpoints, settings, volumes, 1)
+    run = ResumableRun(build(settings, "autoencoder"), RunFolder(tmp_path), volumes)
+    run.save(1)
 
     def renamed(files: Sequence[VolumeFile]) -> tuple[VolumeFile, ...]:
         return (VolumeFile(files[0].path, "another.nii.gz", files[0].label), *files[1:])
 
+    other = DataSplit(renamed(volumes.train), volumes.val, volumes.class_names)
     with pytest.raises(CheckpointError, match="made with other volumes"):
-        resume(step, checkpoints, settings, DataSplit(renamed(volumes.train), volumes.val, volumes.class_names))
-    other = settings.with_overrides({"autoencoder.training.kl_weight": 0.5})
-    with pytest.raises(CheckpointError, match=r"autoencoder\.training\.kl_weight"):
-        resume(step, checkpoints, other, volumes)
-    assert resume(step, checkpoints, settings, volumes) == 1
+        ResumableRun(run.step, run.folder, other).resume()
+    changed = build(settings.with_overrides({"autoencoder.training.kl_weight": 0.5}), "autoencoder")
+    with pytest.raises(CheckpointError, match=r"autoencoder\.training\.kl_weight: 1e-06 -> 0\.5"):
+        ResumableRun(changed, run.folder, volumes).resume()
+    assert run.resume() == 1
 
 
 @pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4)])
 def test_another_number_of_volumes_per_update_is_refused(settings, tmp_path, monkeypatch, before, now):
     """As after a change from two GPUs to one, or from one to two, without a change of the accumulation."""
     volumes = prepare_volumes(settings.data, settings.seed, 1)
-    step, checkpoints = build(settings, "autoencoder"), Checkpoints(tmp_path / "checkpoints", "autoencoder", 2)
-    monkeypatch.setattr(type(step), "samples_per_update", before)
-    save(step, checkpoints, settings, volumes, 1)
-    assert resume(step, checkpoints, settings, volumes) == 1
-    monkeypatch.setattr(type(step), "samples_per_update", now)
+    run = ResumableRun(build(settings, "autoencoder"), RunFolder(tmp_path), volumes)
+    monkeypatch.setattr(AutoencoderStep, "samples_per_update", before)
+    run.save(1)
+    assert run.resume() == 1
+    monkeypatch.setattr(AutoencoderStep, "samples_per_update", now)
     with pytest.raises(CheckpointError, match=rf"volumes per update \(.* x processes\): {before} -> {now}\n"):
-        resume(step, checkpoints, settings, volumes)
+        run.resume()
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (["step"], "x"),
-        (["step"], -3),
-        (["step"], None),
-        (["volumes"], [1]),
-        (["volumes", "digests"], None),
-        (["networks"], [1]),
-        (["networks", "autoencoder"], None),
-        (["optimizers"], 3),
-        (["optimizers", "autoencoder"], 3),
-        (["average"], 3),
-    ],
-    ids=str,
-)
-def test_a_part_of_another_kind_is_no_checkpoint_of_this_version(place, value, tmp_path):
-    state: dict = {"step": 1, "samples_per_update": 1, "settings": {}, "volumes": {"digests": {}}, "average": None}
-    state |= {"networks": {"autoencoder": {}}, "optimizers": {"autoencoder": {}}}
-    _check_content(state, tmp_path)
-    *parents, last = place
-    part = state[parents[0]] if parents else state
-    part[last] = value
-    with pytest.raises(CheckpointError, match=r"not a checkpoint of this version .*is missing or damaged"):
-        _check_content(state, tmp_path)
-
-
-def test_a_changed_default_does_not_change_an_old_run(settings, tmp_path, monkeypatch):
+def test_a_checkpoint_of_another_version_is_refused(settings, tmp_path, monkeypatch):
     volumes = prepare_volumes(settings.data, settings.seed, 1)
-    step, checkpoints = build(settings, "autoencoder"), Checkpoints(tmp_path / "checkpoints", "autoencoder", 2)
-    save(step, checkpoints, settings, volumes, 1)
-    old = "autoencoder.training.kl_weight"
-    changed, _ = changed_settings("autoencoder", settings, settings.with_overrides({old: 0.5}))
-    assert changed == [f"{old}: 1e-06 -> 0.5"]
-    assert resume(step, checkpoints, settings, volumes) == 1
-    monkeypatch.setattr("settings.migrations.VERSION", 3)
-    with pytest.raises(CheckpointError, match=r"\.pt: its settings have version 2; allowed: 1 to 3; use the version"):
-        resume(step, checkpoints, settings, volumes)
+    run = ResumableRun(build(settings, "autoencoder"), RunFolder(tmp_path), volumes)
+    run.save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("settings.migrations.VERSION", VERSION + 1)
+        with pytest.raises(CheckpointError, match=rf"\.pt: its settings have version {VERSION}; allowed: .*use the"):
+            run.resume()
+    run.checkpoints.save(2, {"settings": {}, "networks": {}})
+    with pytest.raises(CheckpointError, match=r"not a checkpoint of this version .*samples_per_update is missing"):
+        run.resume()
 
 
 def test_latents_come_in_the_order_in_which_their_volumes_would(settings):

@@ -15,10 +15,11 @@ import yaml
 from data import prepare_volumes
 from data.formats import write_nifti
 from models.weight_files import load_weights, save_weights
+from runtime.files.run_folder import RunFolder
+from runtime.processes import Process
 from settings import CheckpointError, DataError, Settings
 from tests.finished_run import export_autoencoder, run_here, train_ldm
-from training.checkpoints import Checkpoints
-from training.resume import check_resumable, resume, save
+from training.resume import ResumableRun, check_resumable
 
 
 class TinyStep:
@@ -27,16 +28,11 @@ class TinyStep:
     stage = "autoencoder"
     samples_per_update = 1
 
-    def __init__(self) -> None:
-        from runtime.processes import Process
-
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.training = settings, settings.autoencoder.training
         self.process = Process(torch.device("cpu"))
-        self.guard = self
         self.weight = torch.zeros(2)
         self.metadata: dict[str, Any] = {}
-
-    def raise_if_bad(self) -> None:
-        """Nothing is bad."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"networks": {"tiny": {"weight": self.weight}}, "optimizers": {}}
@@ -79,15 +75,18 @@ def volumes_of(settings: Settings):
     return prepare_volumes(settings.data, settings.seed, 1)
 
 
+def run_of(settings: Settings) -> ResumableRun:
+    step: Any = TinyStep(settings)
+    return ResumableRun(step, RunFolder(Path("run")), volumes_of(settings))
+
+
 def test_a_volume_replaced_under_its_name_is_not_resumed_on(source, tiny_values):
     settings = tiny(source, tiny_values)
-    step: Any = TinyStep()
-    checkpoints = Checkpoints(Path("checkpoints"), "autoencoder", 2)
-    save(step, checkpoints, settings, volumes_of(settings), 1)
-    assert resume(step, checkpoints, settings, volumes_of(settings)) == 1
+    run_of(settings).save(1)
+    assert run_of(settings).resume() == 1
     replace_content(source / "v2.nii")
     with pytest.raises(CheckpointError, match=r"the content of v2\.nii changed; put the files back to resume"):
-        resume(step, checkpoints, settings, volumes_of(settings))
+        run_of(settings).resume()
 
 
 def test_a_copied_and_a_touched_volume_is_the_same(source, tiny_values, tmp_path):
@@ -102,17 +101,13 @@ def test_a_copied_and_a_touched_volume_is_the_same(source, tiny_values, tmp_path
 
 def test_a_run_goes_on_when_its_folder_was_moved(source, tiny_values, tmp_path):
     settings = tiny(source, tiny_values)
-    step: Any = TinyStep()
-    checkpoints = Checkpoints(Path("checkpoints"), "autoencoder", 2)
-    save(step, checkpoints, settings, volumes_of(settings), 1)
+    run_of(settings).save(1)
     source.rename(tmp_path / "elsewhere")
-    moved = tiny(tmp_path / "elsewhere", tiny_values)
-    assert resume(step, checkpoints, moved, volumes_of(moved)) == 1
+    assert run_of(tiny(tmp_path / "elsewhere", tiny_values)).resume() == 1
 
 
 def test_latents_of_replaced_content_are_not_used_and_change_during_encoding_is_noticed(source, tiny_values, caplog):
     from diffusion.latents import prepare_latents
-    from runtime.processes import Process
     from training.ldm_step import LatentDiffusionStep
 
     settings = tiny(source, tiny_values)
@@ -169,9 +164,8 @@ def test_another_number_of_steps_is_refused_where_the_learning_rate_decays_towar
 @pytest.mark.parametrize("error", [AttributeError, TypeError, AssertionError])
 def test_a_bug_is_not_reported_as_a_damaged_checkpoint(source, tiny_values, monkeypatch, error):
     settings = tiny(source, tiny_values)
-    step: Any = TinyStep()
-    checkpoints = Checkpoints(Path("checkpoints"), "autoencoder", 2)
-    save(step, checkpoints, settings, volumes_of(settings), 1)
+    run = run_of(settings)
+    run.save(1)
 
     def fail(*_: object, **__: object) -> None:
         raise error("a mistake in the program")
@@ -179,16 +173,16 @@ def test_a_bug_is_not_reported_as_a_damaged_checkpoint(source, tiny_values, monk
     with monkeypatch.context() as patch:
         patch.setattr(TinyStep, "load_state_dict", fail)
         with pytest.raises(error, match="a mistake"):
-            resume(step, checkpoints, settings, volumes_of(settings))
-    path = checkpoints.newest()
+            run.resume()
+    path = run.checkpoints.newest()
     assert path is not None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", fail)
         with pytest.raises(error, match="a mistake"):
-            checkpoints.read(path)
+            run.checkpoints.read(path)
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(CheckpointError, match="cannot be read"):
-            checkpoints.read(path)
+            run.checkpoints.read(path)
 
 
 def test_samples_and_evaluations_with_another_autoencoder_are_refused(tmp_path, monkeypatch, tiny_values, capsys):

@@ -33,7 +33,8 @@ class RunClock:
         seconds: float | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._last_step, self._validate_every, self._save_every = last_step, validate_every, save_every
+        self.first_step, self.last_step = first_step, last_step
+        self._validate_every, self._save_every = validate_every, save_every
         self._seconds, self._now = seconds, now
         self._start = self._marked_at = now()
         self._marked_step = first_step
@@ -75,21 +76,21 @@ class RunClock:
 
     def validations_left(self, step: int) -> int:
         """Return the number of validations after `step`; the last step always has one."""
-        if not self._validate_every or self._last_step is None or step >= self._last_step:
+        if not self._validate_every or self.last_step is None or step >= self.last_step:
             return 0
-        return (self._last_step - 1) // self._validate_every - step // self._validate_every + 1
+        return (self.last_step - 1) // self._validate_every - step // self._validate_every + 1
 
     def seconds_left(self, step: int) -> float | None:
         """Return the predicted time of the rest of the run, with the saves and validations whose time is known."""
         of_step = self.seconds_per_step
         if of_step is None:
             return None
-        if self._last_step is None:
+        if self.last_step is None:
             return None if self._seconds is None else max(0.0, self._seconds - self.elapsed)
-        saves = (self._last_step - step) // self._save_every if self._save_every else 0
+        saves = (self.last_step - step) // self._save_every if self._save_every else 0
         left = {"save": max(saves, self.validations_left(step)), "validation": self.validations_left(step)}
         pauses = sum(left[kind] * sum(seconds) / len(seconds) for kind, seconds in self._pauses.items() if seconds)
-        return (self._last_step - step) * of_step + pauses
+        return (self.last_step - step) * of_step + pauses
 
     def text(self, step: int) -> str:
         """Return the time left in words; empty before the first interval.

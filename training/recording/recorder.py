@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,9 +19,10 @@ from tqdm import tqdm
 from runtime.files.atomic import write_text
 from runtime.files.run_folder import RunFolder
 from runtime.processes import Process
-from training.recording.data_wait import LARGEST_WAIT, WAITING, DataWait
 from training.recording.progress import ELAPSED, RunClock
 from training.recording.trackers import Tracker
+
+log = logging.getLogger(__name__)
 
 Batches = TypeVar("Batches")
 """What a step gets; the recorder does not look at it."""
@@ -31,37 +33,56 @@ _TIMED_BAR = "{desc}: step {n_fmt} [{elapsed}{postfix}]"
 
 # Lines of training steps have this key; lines of validations do not.
 _THROUGHPUT = "volumes_per_second"
+# Time spent waiting for batches, as a share of the time since the previous line.
+_WAITING = "data_wait_share"
+LARGEST_WAIT = 0.1
+
+
+class DataWait:
+    """Adds up the waiting time over log lines and warns once, with what to change."""
+
+    def __init__(self) -> None:
+        self._lines, self._waited, self._elapsed, self._has_warned = 0, 0.0, 0.0, False
+
+    def share(self, waited: float, elapsed: float) -> float:
+        """Return the share of one log line; warn once if it stays above `LARGEST_WAIT`.
+
+        The first line, which includes the start of the workers, is not counted, and two more are awaited.
+        """
+        self._lines += 1
+        if self._lines > 1:
+            self._waited, self._elapsed = self._waited + waited, self._elapsed + elapsed
+        total = self._waited / self._elapsed if self._elapsed > 0 else 0.0
+        if self._lines > 3 and total > LARGEST_WAIT and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "waiting for data takes %.0f %% of the time; raise data.num_workers, set data.prepared: disk or memory "
+                "if it is none, or turn data.use_augmentation off",
+                100 * total,
+            )
+        return waited / elapsed if elapsed > 0 else 0.0
 
 
 class Recorder:
     """Collects metrics on the device and writes their means at each `log`, in the first process only."""
 
     def __init__(
-        self,
-        run: RunFolder,
-        stage: str,
-        first_step: int,
-        last_step: int | None,
-        process: Process,
-        clock: RunClock | None = None,
-        trackers: Sequence[Tracker] = (),
+        self, run: RunFolder, stage: str, process: Process, clock: RunClock, trackers: Sequence[Tracker] = ()
     ) -> None:
-        self.run, self.stage, self.process = run, stage, process
-        self.clock = clock or RunClock(first_step, last_step)
-        self._trackers = trackers
-        self._last_step, self._is_first_add = last_step, True
+        self.run, self.stage, self.process, self.clock, self._trackers = run, stage, process, clock, trackers
+        self._is_first_add = True
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._since = time.perf_counter()
         self._samples = 0
         self._bar: Any = None
-        self._board: Any = None
         self._waited = 0.0
         self._data_wait = DataWait()
         if process.is_rank_zero:
             # Importing this takes a second, so only the process that writes does it.
             from torch.utils.tensorboard import SummaryWriter
 
+            first_step, last_step = clock.first_step, clock.last_step
             drop_later_lines(run.metrics, stage, first_step)
             self._lines = run.metrics.open("a", encoding="utf-8")
             self._board = SummaryWriter(str(run.tensorboard / stage), purge_step=first_step + 1 if first_step else None)
@@ -104,7 +125,7 @@ class Recorder:
         now = time.perf_counter()
         line = {name: float(value) for name, value in zip(names, means, strict=True)}
         line[_THROUGHPUT] = self._samples * self.process.world_size / (now - self._since)
-        line[WAITING] = self._data_wait.share(self._waited, now - self._since)
+        line[_WAITING] = self._data_wait.share(self._waited, now - self._since)
         self._waited = 0.0
         line |= extra
         self.clock.mark(step)
@@ -113,14 +134,14 @@ class Recorder:
         if self._bar is not None:
             shown = {"loss": line.get("reconstruction", line.get("diffusion", float("nan")))}
             shown["vol/s"] = line[_THROUGHPUT]
-            if line[WAITING] > LARGEST_WAIT:
-                shown["waiting for data"] = line[WAITING]
+            if line[_WAITING] > LARGEST_WAIT:
+                shown["waiting for data"] = line[_WAITING]
             peak = line.get("memory_peak_gib", line.get("host_memory_peak_gib"))
             if peak is not None:
                 shown["peak GiB"] = peak
             words = {name: f"{value:.4g}" for name, value in shown.items()}
             left = self.clock.text(step)
-            shown_too = {"left": left, **words} if left and step != self._last_step else words
+            shown_too = {"left": left, **words} if left and step != self.clock.last_step else words
             self._bar.set_postfix(shown_too, refresh=sys.stderr.isatty())
         return line
 

@@ -52,7 +52,6 @@ def _chosen(settings: LoggingSettings) -> tuple[str, bool]:
 
 def open_trackers(settings: Settings, run: RunFolder, stage: str, first_step: int) -> list[Tracker]:
     """Return the trackers that the settings ask for; call this in the first process only."""
-    check_trackers(settings.logging)
     name, is_offline = _chosen(settings.logging)
     if name == "none":
         return []

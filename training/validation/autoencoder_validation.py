@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -34,10 +33,11 @@ def validate_autoencoder(
     """
     names = [*_NAMES, *(OCCUPANCY if step.training.occupancy_threshold is not None else [])]
     totals = torch.zeros(len(names), dtype=torch.float64)
-    counts = _code_counts(step)
+    quantiser = step.autoencoder.quantiser
+    counts = None if quantiser is None else torch.zeros(quantiser.num_codes, dtype=torch.float64)
     preview = _PreviewOfPairs(step.settings.data, files)
     network = step.autoencoder.eval()
-    with step.average.swapped_in() if step.average is not None else nullcontext():
+    with step.inference_weights():
         for batch in batches:
             image = batch.image.to(step.process.device, non_blocking=True)
             reconstruction, values = reconstruct_and_measure(step, image, counts)
@@ -62,12 +62,6 @@ def _occupancy(step: AutoencoderStep, reconstruction: Tensor, image: Tensor) -> 
     return torch.stack(
         [measure(reconstruction, image, threshold).double().sum().cpu() for measure in OCCUPANCY.values()]
     )
-
-
-def _code_counts(step: AutoencoderStep) -> Tensor | None:
-    """Return zeros to count the codes with; None without a quantiser."""
-    quantiser = step.autoencoder.quantiser
-    return None if quantiser is None else torch.zeros(quantiser.num_codes, dtype=torch.float64)
 
 
 def reconstruct_and_measure(

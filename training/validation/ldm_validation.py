@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from torch import Tensor
@@ -39,9 +37,11 @@ class LdmValidation:
     def __call__(self) -> tuple[dict[str, float], Preview | None]:
         """Return the metrics over all ranks and, on rank zero, a preview of samples."""
         step = self.step
-        with _inference_weights(step):
+        step.unet.eval()
+        with step.inference_weights():
             metrics = self.skill(step.unet)
             preview = sample_preview(step, self.latents, self.real) if step.process.is_rank_zero else None
+        step.unet.train()
         self.last_skill = metrics.get("val_skill")
         return metrics, preview
 
@@ -136,12 +136,3 @@ def _condition(step: LatentDiffusionStep, latents: Latents, place: int) -> str:
     if conditioning.has_targets:
         words.append(f"conditions of {_held_out(latents, place).name}")
     return ", ".join(words)
-
-
-@contextmanager
-def _inference_weights(step: LatentDiffusionStep) -> Iterator[None]:
-    """Put the U-Net in eval mode with the averaged weights, as it will be exported."""
-    step.unet.eval()
-    with step.average.swapped_in() if step.average is not None else nullcontext():
-        yield
-    step.unet.train()

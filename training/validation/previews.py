@@ -35,8 +35,8 @@ MAX_VOXELS_OF_OTHERS = 120_000
 MAX_COPIES = 4
 """How many volumes of each kind one validation keeps."""
 
-ROLE = re.compile(r"(?P<kind>input|reconstruction|sample|nearest|real|labelmap|volume|target)(_(?P<place>\d+))?")
-"""The kind of a volume and its place among those of its kind; runs of older versions omit the place 0."""
+ROLE = re.compile(r"(?P<kind>input|reconstruction|sample|nearest|real|labelmap|volume|target)_(?P<place>\d+)")
+"""The kind of a volume and its place among those of its kind."""
 
 
 @dataclass(frozen=True)

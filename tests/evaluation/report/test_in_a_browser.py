@@ -105,18 +105,6 @@ def test_anisotropic_volume_has_true_proportions_in_every_plane(tmp_path, screen
         assert across_pixels / up_pixels == pytest.approx(across / up, rel=1.5 / min(across_pixels, up_pixels))
 
 
-def test_letters_name_the_edges_of_each_plane(tmp_path, screen):
-    path = write_report(make_run(tmp_path))
-    browser = screen()
-    browser.open(path)
-    browser.wait_for(ALL_TILES)
-    letters = browser.run(
-        "return [2, 1, 0].map(axis => ['left', 'right', 'top', 'bottom'].map(side => document.querySelector("
-        "`#planes .plane[data-axis=\"${axis}\"] .letter.${side}`).textContent).join(''))"
-    )
-    assert letters == ["LRAP", "LRSI", "PASI"]
-
-
 def test_pixels_are_the_voxels_and_follow_the_window(tmp_path, screen):
     path = write_report(make_run(tmp_path))
     read = (
@@ -146,27 +134,6 @@ def test_pixels_are_the_voxels_and_follow_the_window(tmp_path, screen):
     browser.run("document.getElementById('reset').click()")
     assert browser.run("return [view.width, view.level]") == [1, 0.5]
     assert browser.errors() == []
-
-
-def test_click_moves_the_crosshair_of_all_planes(tmp_path, screen):
-    path = write_report(make_run(tmp_path))
-    browser = screen()
-    browser.open(path)
-    browser.wait_for(ALL_TILES)
-    pointer(browser, '#planes .plane[data-axis="2"] canvas', [(0.25, 0.25)])
-    at = browser.run("return view.at")
-    assert at[0] == pytest.approx(0.25, abs=0.02)
-    assert at[1] == pytest.approx(0.75, abs=0.02)
-    assert at[2] == 0.5
-    shown = browser.run("return Array.from(document.querySelectorAll('#planes .plane output')).map(o => o.textContent)")
-    assert shown == ["13 / 24", "16 / 20", "5 / 16"]
-    hairs = browser.run(
-        "return Array.from(document.querySelectorAll('.plane[data-axis=\"1\"] .down'))"
-        ".map(i => parseFloat(i.style.left))"
-    )
-    assert hairs == pytest.approx([25, 25, 25], abs=2)
-    browser.run("document.getElementById('hair').click()")
-    assert browser.run("return document.querySelector('.down').hidden")
 
 
 def test_plane_pixels_sets_and_other_choices_draw_without_an_error(tmp_path, screen):
@@ -234,16 +201,3 @@ def _drop_stage_two(run: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(line for line in lines if '"ldm"' not in line))
     for path in (run / "previews" / "volumes").glob("ldm_*"):
         path.unlink()
-
-
-def test_run_without_volumes_shows_its_curves(tmp_path, screen):
-    path = write_report(make_run(tmp_path, with_volumes=False))
-    browser = screen()
-    browser.open(path)
-    browser.wait_for("document.querySelectorAll('#curve-charts path').length >= 3")
-    assert browser.run("return ['viewer-bar', 'samples', 'closer'].map(id => document.getElementById(id).hidden)") == [
-        True,
-        True,
-        True,
-    ]
-    assert browser.errors() == []

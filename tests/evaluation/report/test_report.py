@@ -13,7 +13,6 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from evaluation.report import write_comparison, write_report
 from evaluation.report.page import page_of
@@ -39,10 +38,8 @@ def test_viewer_volume_survives_the_file_exactly(tmp_path):
     run = RunFolder(tmp_path)
     save_viewer_volumes(run, "autoencoder", 3, {"input_0": ViewerVolume(voxels, (5, 7, 9))})
     (stored,) = stored_volumes(run)
-    facts = stored.to_page()
-    assert facts is not None
     with Image.open(stored.path) as picture:
-        tiles = np.asarray(picture)
+        facts, tiles = json.loads(picture.info[FACTS]), np.asarray(picture)
     for number in range(5):
         row, column = divmod(number, facts["columns"])
         np.testing.assert_array_equal(tiles[row * 7 : row * 7 + 7, column * 9 : column * 9 + 9], voxels[number])
@@ -197,22 +194,6 @@ def test_page_keeps_the_first_volumes_and_whole_pairs_when_the_budget_is_used_up
 
 
 PAIR = ("input", "reconstruction")
-
-
-def test_volumes_of_older_versions_are_shown_as_cubes(tmp_path):
-    run = RunFolder(tmp_path)
-    save_viewer_volumes(run, "autoencoder", 3, {"input": ViewerVolume(np.zeros((2, 3, 4), np.uint8), (2, 3, 4))})
-    (stored,) = stored_volumes(run)
-    assert stored.role == "input_0"
-    with Image.open(stored.path) as picture:
-        pixels = picture.copy()
-    facts = PngInfo()
-    facts.add_text(FACTS, json.dumps({"shape": [2, 3, 4], "grid": [2, 3, 4], "columns": 1}))
-    pixels.save(stored.path, pnginfo=facts)
-    page = stored.to_page()
-    assert page is not None
-    assert page["spacing_mm"] == (1.0, 1.0, 1.0)
-    assert page["name"] == ""
 
 
 def test_comparison_of_one_and_two_stages_shares_its_rows(tmp_path):

@@ -113,12 +113,6 @@ def test_links_out_of_the_run_folder_are_not_followed(server, run, tmp_path, nam
     assert ask(server, "/version")[0] == 404
 
 
-def test_run_folder_may_itself_be_a_link(run, tmp_path):
-    (tmp_path / "link").symlink_to(run)
-    with ReportServer([tmp_path / "link"], 0) as server:
-        assert server.version()
-
-
 def test_port_in_use_is_refused(run, server):
     with pytest.raises(UserError, match=r"--port: \d+ cannot be used \(.+\); give another, or 0 for any free one"):
         serve([run], server.server_port)
@@ -152,20 +146,11 @@ def test_comparison_can_be_served(run, tmp_path):
         assert "tiny vs. second" in server.page()
 
 
-def test_clients_that_send_nothing_are_dropped_and_are_never_many(run, monkeypatch):
+def test_clients_that_send_nothing_are_dropped(server, monkeypatch):
     monkeypatch.setattr(evaluation.report.server._Handler, "timeout", 0.5)
-    monkeypatch.setattr(evaluation.report.server, "MOST_CLIENTS", 4)
-    with ReportServer([run], 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        before = threading.active_count()
-        silent = [socket.create_connection(("127.0.0.1", server.server_port), timeout=30) for _ in range(20)]
-        silent[0].sendall(b"GET / HT")
-        # The server hangs up on those beyond the fourth at once, and on the others after their time.
-        assert [client.recv(1) for client in reversed(silent)] == [b""] * 20
-        assert threading.active_count() <= before + 4
-        assert ask(server, "/version")[0] == 200
-        for client in silent:
-            client.close()
-        server.shutdown()
-        thread.join()
+    silent = [socket.create_connection(("127.0.0.1", server.server_port), timeout=30) for _ in range(3)]
+    silent[0].sendall(b"GET / HT")
+    assert [client.recv(1) for client in silent] == [b""] * 3
+    assert ask(server, "/version")[0] == 200
+    for client in silent:
+        client.close()

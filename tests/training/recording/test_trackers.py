@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -117,7 +115,7 @@ def test_mlflow_gets_config_finite_values_and_pictures(calls, tmp_path):
 def test_mlflow_online_goes_to_the_server_of_the_environment(calls, tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(UserError, match=r"logging\.tracker: mlflow needs the address .+ set MLFLOW_TRACKING_URI"):
-        feed(settings_with("mlflow"), tmp_path / "run")
+        check_trackers(settings_with("mlflow").logging)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
     feed(settings_with("mlflow"), tmp_path / "run")
     assert calls()[:2] == [["client", "http://127.0.0.1:5000"], ["experiment", "tiny", None]]
@@ -164,22 +162,3 @@ def test_folder_named_like_a_tracker_is_no_package(tmp_path, monkeypatch):
 def test_neither_package_is_imported_unless_asked_for():
     code = "import sys, training.recording.trackers; sys.exit(bool({'wandb', 'mlflow'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-def test_wandb_offline_writes_into_the_run_folder(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="needs wandb (pip install wandb)")
-    monkeypatch.chdir(tmp_path)
-    feed(settings_with("wandb-offline"), tmp_path / "run")
-    (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
-    assert written.stat().st_size > 0
-
-
-def test_mlflow_offline_writes_a_database_into_the_run_folder(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="needs mlflow (pip install mlflow)")
-    monkeypatch.chdir(tmp_path)
-    feed(settings_with("mlflow-offline"), tmp_path / "run")
-    with sqlite3.connect(tmp_path / "run" / "mlflow.db") as base:
-        rows: list[Any] = base.execute("select key, value, step from metrics").fetchall()
-        assert rows == [("kl", 0.5, 3)]
-        assert base.execute("select status from runs").fetchall() == [("FINISHED",)]
-    assert list((tmp_path / "run" / "mlflow").rglob("reconstruction_00000003.png"))

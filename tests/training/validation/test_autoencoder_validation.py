@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from data import Batch
-from memory.predict.emulation import measure_peak
 from runtime.processes import Process
 from settings import Settings
 from training.autoencoder_step import AutoencoderStep
@@ -51,33 +50,6 @@ def test_validation_of_volumes_larger_than_patches_gives_the_same_figures_in_sla
     assert whole.codec.slab_rows == 0
     assert in_slabs == pytest.approx(plain, rel=1e-5)
     assert preview is not None
-
-
-def test_validation_leaves_the_training_network_without_slabs(values):
-    step = make_step(values, [16, 16, 16])
-    blocks = [*step.autoencoder.encoder.blocks, *step.autoencoder.decoder.blocks]
-    before = [getattr(block, "slab_rows", 0) for block in blocks]
-    validate_autoencoder(step, held_out())
-    assert [getattr(block, "slab_rows", 0) for block in blocks] == before
-    assert not any(before)
-
-
-def test_validation_of_volumes_larger_than_patches_peaks_at_less_than_half(values, monkeypatch):
-    values["data"]["voxel_size"] = [128, 128, 64]
-    values["device"] = {"type": "cpu", "mixed_precision": True, "amp_dtype": "bfloat16"}
-    monkeypatch.setattr(pair_metrics, "_SLAB_VOXELS", 1 << 18)
-
-    def peak(patch_size: list[int] | None) -> int:
-        def reconstruct(tracker: Any) -> None:
-            codec = make_step(values, patch_size).codec
-            image = torch.zeros(1, 1, 128, 128, 64)
-            reconstruction = codec.decode(codec.encode(image[0]))[None]
-            for measure in (psnr, ssim, absolute_error):
-                measure(reconstruction, image)
-
-        return measure_peak(reconstruct).peak["device"]
-
-    assert peak([16, 16, 16]) < 0.5 * peak(None)
 
 
 @pytest.mark.parametrize("measure", [psnr, ssim, absolute_error])

@@ -231,14 +231,6 @@ def test_classes_are_features_and_a_kind_that_is_the_same_for_all_is_ignored():
     torch.testing.assert_close(same.linear_errors, plain.linear_errors, rtol=1e-12, atol=0)
 
 
-def test_latents_are_normalised_where_they_are_needed():
-    """Weights are read on the CPU, and so is the normalisation that belongs to them."""
-    skill = skill_of(settings_of(), examples(settings_of().latent_shape))
-    elsewhere = HeldOut(settings_of(), skill.held_out.normalisation, precision("meta"))
-    [batch, *_] = skill.latents.validation_batches(skill.encode, CPU)
-    assert elsewhere.clean(batch).device.type == "meta"
-
-
 @pytest.mark.parametrize(
     ("skill", "words"),
     [

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from training.recording.data_wait import DataWait
+from training.recording.recorder import DataWait
 
 
 def test_waiting_is_reported_once_and_not_at_the_start(caplog: pytest.LogCaptureFixture) -> None:

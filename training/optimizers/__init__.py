@@ -1,1 +1,0 @@
-"""Optimizers that torch does not have."""
