@@ -13,7 +13,7 @@ from settings.dotted import assign, overlap
 from settings.errors import ConfigError
 from settings.ldm import LdmSettings
 from settings.rules import find_problems
-from settings.section import FREE, SAME, Section, key, section
+from settings.section import FREE, SAME, Section, TrainingSettings, key, section
 
 
 class DeviceSettings(Section):
@@ -97,6 +97,10 @@ class Settings(Section):
     def mean_map_shape(self) -> tuple[int, ...] | None:
         """Return the shape of the mean latent that the U-Net gets as further inputs; None if it gets none."""
         return self.latent_shape if self.ldm.unet.use_mean_map else None
+
+    def training_of(self, stage: str) -> TrainingSettings:
+        """Return how a stage, `autoencoder` or `ldm`, is trained."""
+        return self.autoencoder.training if stage == "autoencoder" else self.ldm.training
 
     @property
     def training_grid(self) -> tuple[int, ...]:

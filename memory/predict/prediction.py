@@ -65,7 +65,6 @@ class Prediction:
     activations: list[dict[str, Any]]
     largest: list[dict[str, Any]]
     flops: dict[str, int]
-    attention: list[dict[str, Any]]
     margin: float
     seconds: float
     workspace_bytes: int = 0

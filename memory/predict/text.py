@@ -175,16 +175,7 @@ def _compute(p: Prediction) -> str:
     rows = [["compute of one update", "TFLOP"]]
     rows += [[name, f"{p.flops[name] / 1e12:.2f}"] for name in ("forward", "backward", "recompute", "total")]
     rows.append(["of which attention", f"{p.flops['attention'] / 1e12:.2f}"])
-    text = table(rows, right=(1,))
-    if not p.attention:
-        return text
-    growth = [["attention by grid", "tokens", "our kernel keeps", "a matrix would be", "TFLOP"]]
-    for row in p.attention:
-        grid = "x".join(map(str, row["grid"]))
-        name = f"level {row['level']}, {grid}" + (", every axis doubled" if row["grid_factor"] == 2 else "")
-        kernel, matrix = gib(row["kernel_bytes"]), gib(row["matrix_bytes"])
-        growth.append([name, f"{row['tokens']:,}", kernel, matrix, f"{row['flops'] / 1e12:.2f}"])
-    return text + "\n\n" + table(growth, right=(1, 2, 3, 4))
+    return table(rows, right=(1,))
 
 
 def _notes(p: Prediction) -> str:

@@ -130,7 +130,6 @@ BLANK = Prediction(
     activations=[],
     largest=[{"module": "autoencoder.decoder.blocks.12", "bytes": GIB, "shape": [1, 32, 256, 256, 64], "category": ""}],
     flops={"total": 100},
-    attention=[],
     margin=0.1,
     seconds=0.0,
 )

@@ -56,7 +56,6 @@ class PretendedPredictor:
                 activations=[],
                 largest=[],
                 flops={"total": 1},
-                attention=[],
                 margin=MARGINS[tier],
                 seconds=0.0,
                 work=work,

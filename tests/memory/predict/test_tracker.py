@@ -14,7 +14,6 @@ from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, measure_peak, tracked
 from memory.predict.prediction import GIB
 from memory.predict.tracker import _call
-from models.lean.norm import torch_kernels
 from models.lean.norm.operators import group_norm
 
 
@@ -255,7 +254,7 @@ def test_equal_chunks_of_a_perceptual_loss_are_repeated_instead_of_run_with_the_
     assert found.flops == expected.flops
 
 
-def test_norms_on_a_gpu_without_triton_count_their_copies_in_fp32(monkeypatch):
+def test_norms_on_a_gpu_without_triton_count_their_copies_in_fp32():
     voxels = 16 * 64**3  # more than a CPU converts at once
 
     def run(tracker):
@@ -265,9 +264,7 @@ def test_norms_on_a_gpu_without_triton_count_their_copies_in_fp32(monkeypatch):
         group_norm(x, weight, bias, 4, 1e-5, True, torch.bfloat16)
 
     with_triton = measure_peak(run).peak["device"]
-    monkeypatch.setattr(torch_kernels, "PIECE_VALUES", dict(torch_kernels.PIECE_VALUES))
-    torch_kernels.emulate_gpu(16 * GIB)
-    without = measure_peak(run).peak["device"]
+    without = measure_peak(run, without_triton=16 * GIB).peak["device"]
     # Its input and its result in 16 bits with Triton; a copy in fp32 besides without it.
     assert with_triton == pytest.approx(4 * voxels, rel=0.05)
     assert without == pytest.approx(8 * voxels, rel=0.05)
