@@ -146,7 +146,7 @@ def _usable(source) -> tuple[list[str], list]:
 def _suggested(source, settings) -> dict | None:
     """Return the keys that bring the usable volumes to the grid of a plan with the networks of the config."""
     from memory.planning.fingerprint import fingerprint_of
-    from memory.planning.suggestion import suggested_values
+    from memory.planning.layout import suggested_values
 
     pairs = zip(source.found, source.checked, strict=True)
     usable = [(found, checked.facts) for found, checked in pairs if checked.facts and not checked.problems]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import Any
 
 import nibabel as nib
 import numpy as np
 
 from data.discovery import Found, class_names_of
-from data.formats import suffix_of
 from data.intensity import flat_text
 from data.preparation.checking import Checked, problems_of
 from data.reading import VolumeFacts
@@ -28,6 +23,8 @@ from settings.data import DataSettings
 
 CT = "CT"
 LABEL_MAPS = "label maps"
+SMALL_SET = 50
+"""Sets below this size get augmentation and a smaller network, and samples may be copies."""
 
 Axes = tuple[float, ...]
 
@@ -76,8 +73,7 @@ class Fingerprint:
     ranges: tuple[tuple[float, float], ...] = ()
     classes: dict[str, int] = field(default_factory=dict)
     group_by: str | None = None
-    num_label_maps: int = 0
-    left_out: tuple[str, ...] = ()
+    num_left_out: int = 0
     unusual: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -85,6 +81,11 @@ class Fingerprint:
     def number(self) -> int:
         """Return the number of volumes."""
         return len(self.sizes)
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether so few volumes need augmentation and small networks, and samples may be copies of them."""
+        return self.number < SMALL_SET
 
     @property
     def kind(self) -> str:
@@ -111,21 +112,6 @@ class Fingerprint:
         train, val = split(self.found, s, seed)
         return len(train), len(val)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for a JSON file."""
-        spreads = {
-            "size": [vars(Spread.of(axis)) for axis in zip(*self.sizes, strict=True)],
-            "spacing_mm": [vars(Spread.of(axis)) for axis in zip(*self.spacings, strict=True)]
-            if self.has_spacing
-            else None,
-            "intensity": {name: vars(getattr(self, name)) for name in ("lowest", "low", "median", "high")},
-        }
-        names = ("orientations", "num_channels", "types", "kinds", "num_without_spacing", "num_flat", "classes")
-        more = ("group_by", "num_label_maps", "left_out", "unusual", "problems")
-        plain = {name: getattr(self, name) for name in (*names, *more)}
-        background = None if math.isnan(self.background) else self.background
-        return {"source": self.source, "number": self.number, **spreads, **plain, "background": background}
-
 
 def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None) -> Fingerprint:
     """Check every volume of a source and return what those are like that can be used.
@@ -148,21 +134,20 @@ def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None)
         problems += source.unlabelled
         number = counted(len(problems), "problem")
         raise DataError(f"--data: {printable(s.source)} has {number}:\n{problem_lines(problems)}")
-    return fingerprint_of(found, facts, s, source.left_out, problems)
+    return fingerprint_of(found, facts, s, len(source.left_out), problems)
 
 
 def fingerprint_of(
     found: Sequence[Found],
     facts: Sequence[VolumeFacts],
     s: DataSettings,
-    left_out: Sequence[str] = (),
+    num_left_out: int = 0,
     problems: Sequence[str] = (),
 ) -> Fingerprint:
     """Return what volumes of the same number of channels are like; `problems` are those of volumes not among them."""
     names = [item.name for item in found]
     shapes = [turned(fact, s) for fact in facts]
     are_maps = all(looks_like_labels(fact) for fact in facts)
-    maps = [line for line in left_out if _is_label_map(line)]
     return Fingerprint(
         source=s.source,
         found=tuple(found),
@@ -190,8 +175,7 @@ def fingerprint_of(
         ),
         classes=_classes(found),
         group_by=next((group_by for _, group_by in suspected_groups(found)), None),
-        num_label_maps=len(maps) or _listed_label_maps(s.source),
-        left_out=tuple(line for line in left_out if line not in maps),
+        num_left_out=num_left_out,
         unusual=tuple(outlier_lines(names, facts, s)),
         problems=tuple(problems),
     )
@@ -217,21 +201,3 @@ def _classes(found: Sequence[Found]) -> dict[str, int]:
     names = class_names_of(found)
     counts = Counter(item.class_name for item in found)
     return {name: counts[name] for name in names}
-
-
-def _is_label_map(line: str) -> bool:
-    """Return whether a line about a file that was left out says that it is a label map."""
-    reason = line.partition(": left out, ")[2]
-    return reason.startswith(("labels of", "a label map", "it looks like a label map"))
-
-
-def _listed_label_maps(source: str) -> int:
-    """Return how many volumes of a dataset.json come with a segmentation."""
-    place = Path(source).expanduser()
-    listing = place / "dataset.json" if place.is_dir() else place
-    if listing.suffix.lower() != ".json" or not listing.is_file():
-        return 0
-    content = json.loads(listing.read_text(encoding="utf-8"))
-    entries = [*content["training"], *content.get("validation", [])]
-    labels = [entry.get("label") for entry in entries if isinstance(entry, dict)]
-    return sum(isinstance(label, str) and suffix_of(PurePosixPath(label).name) is not None for label in labels)
