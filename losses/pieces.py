@@ -5,10 +5,12 @@ computed during the forward pass and added into one volume, and no activations a
 little memory as checkpointing the chunks, and no chunk runs forward twice.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from runtime.observer import memory_observer
 
 # An index into (batch, channel, depth, height, width) of integers and slices.
 Index = tuple[int | slice, ...]
@@ -32,11 +34,6 @@ class FrozenTerm(nn.Module):
         return super().train(False)
 
 
-def in_turn(chunks: Sequence[Sequence[Index]]) -> Iterator[Sequence[Index]]:
-    """Yield the chunks. Equal ones allocate the same, so a memory predictor replaces this to run only some of them."""
-    yield from chunks
-
-
 def mean_over_pieces(
     reconstruction: Tensor, target: Tensor, chunks: Sequence[Sequence[Index]], distance: Distance
 ) -> Tensor:
@@ -49,7 +46,7 @@ def mean_over_pieces(
         if torch.is_grad_enabled() and reconstruction.requires_grad:
             return _GradientInForward.apply(reconstruction, target, chunks, distance)
         total = torch.zeros((), device=reconstruction.device, dtype=_precision(reconstruction))
-        for chunk in in_turn(chunks):
+        for chunk in memory_observer().chunks_to_run(chunks):
             total += distance(_gather(reconstruction, chunk), _gather(target, chunk)).sum()
         return total / _count(chunks)
 
@@ -61,7 +58,7 @@ class _GradientInForward(torch.autograd.Function):
     def forward(ctx, reconstruction: Tensor, target: Tensor, chunks: Sequence[Sequence[Index]], distance: Distance):
         total = torch.zeros((), device=reconstruction.device, dtype=_precision(reconstruction))
         gradient = torch.zeros_like(reconstruction, dtype=_precision(reconstruction))
-        for chunk in in_turn(chunks):
+        for chunk in memory_observer().chunks_to_run(chunks):
             wanted = _gather(target, chunk)
             with torch.enable_grad():
                 pieces = _gather(reconstruction, chunk).requires_grad_()

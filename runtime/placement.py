@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from runtime.observer import memory_observer
+
 Network = TypeVar("Network", bound=nn.Module)
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
 
@@ -29,4 +31,7 @@ def move(network: Network, device: torch.device, memory_format: MemoryFormat | N
 
 def lay_out(network: Any, memory_format: MemoryFormat) -> None:
     """Bring the weights of one of our networks into a memory format, on the device where they are."""
+    before = list(network.parameters())
     network.set_layout(network.fastest_layout if memory_format == "auto" else _LAYOUTS[memory_format])
+    copies = [new for old, new in zip(before, network.parameters(), strict=True) if new is not old]
+    memory_observer().weights_copied(copies)

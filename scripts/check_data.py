@@ -134,7 +134,7 @@ def _usable(source) -> tuple[list[str], list]:
 def _suggested(source, settings) -> dict | None:
     """Return the keys that bring the usable volumes to the grid of a plan with the networks of the config."""
     from memory.planning.fingerprint import fingerprint_of
-    from memory.planning.suggestion import suggested_values
+    from memory.planning.layout import suggested_values
 
     volumes, facts = zip(*source.usable, strict=True)
     return suggested_values(fingerprint_of(volumes, facts, settings.data), settings)

@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +64,8 @@ def main(options: argparse.Namespace) -> int:
             check_output_file(path, option, [options.config])
     settings = load_settings(options.config, options.overrides, stage=options.stage)
     _check(options)
+    from tqdm import tqdm
+
     from memory.kernels.gpus import chosen_gpu
     from memory.ladder.text import config_with_reasons, describe_ladder
     from memory.ladder.walk import walk
@@ -70,11 +73,16 @@ def main(options: argparse.Namespace) -> int:
     from memory.watch.calibration import corrected
 
     budget_bytes = round(options.budget_gb * GIB)
-    with _ProgressBar(options.quiet) as bar:
+    with tqdm(total=1, desc="predicting", unit="rung", disable=options.quiet, leave=False) as bar:
+
+        def advance(done: int, total: int, name: str) -> None:
+            bar.total, bar.n = total, done  # the total shrinks when rungs turn out not to be needed
+            bar.set_postfix_str(name)
+
         gpu = chosen_gpu(options.gpu)
         correct = partial(corrected, gpu_name=options.gpu)
-        ladder = walk(settings, options.stage, budget_bytes, options.order, bar.advance, correct, gpu)
-        measured = _measure(ladder, bar) if options.measure else None
+        ladder = walk(settings, options.stage, budget_bytes, options.order, advance, correct, gpu)
+        measured = _measure(ladder, advance) if options.measure else None
     if options.json is not None:
         values = ladder.to_json()
         for rung in values["rungs"] if measured is not None else []:
@@ -106,7 +114,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def _measure(ladder: Ladder, bar: _ProgressBar) -> dict[str, int]:
+def _measure(ladder: Ladder, advance: Callable[[int, int, str], None]) -> dict[str, int]:
     """Run a real step of each rung in its own process; return the bytes that the allocator reserved, by rung."""
     from memory.ladder.measured_step import measure_in_process
 
@@ -116,27 +124,8 @@ def _measure(ladder: Ladder, bar: _ProgressBar) -> dict[str, int]:
         peaks = measure_in_process(rung.settings, ladder.stage)
         if peaks is not None:
             measured[rung.name] = peaks.peak_reserved_bytes
-        bar.advance(number, len(ladder.rungs), f"measured {rung.name}")
+        advance(number, len(ladder.rungs), f"measured {rung.name}")
     return measured
-
-
-class _ProgressBar:
-    """A progress bar on standard error; its total shrinks when rungs turn out not to be needed."""
-
-    def __init__(self, quiet: bool) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=1, desc="predicting", unit="rung", disable=quiet, leave=False)
-
-    def __enter__(self) -> _ProgressBar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
-
-    def advance(self, done: int, total: int, name: str) -> None:
-        self._bar.total, self._bar.n = total, done
-        self._bar.set_postfix_str(name)
 
 
 if __name__ == "__main__":

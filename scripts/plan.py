@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -44,15 +43,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--gpu", metavar="NAME", help='for the time, such as "RTX 4090"; default: this machine\'s, or A100'
     )
     result.add_argument("--hours", type=above_zero, metavar="H", help="the time that both stages may take together")
-    result.add_argument("--out", metavar="FILE", help="write the recommended config, with reasons as comments")
-    result.add_argument("--json", metavar="FILE", help="also write the plan as JSON; -: only to standard output")
+    result.add_argument("--out", metavar="FILE", help="write the config, with reasons as comments")
     result.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that the plan has to take")
     return result.parse_intermixed_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Read the volumes, search for a config, print the alternatives and write the recommended one."""
+    """Read the volumes, search for the most capable config, print and write it with its reasons."""
     given = _check(options)
+    from tqdm import tqdm
+
     from memory.kernels.gpus import chosen_gpu
     from memory.predict import Predictor
     from memory.predict.prediction import GIB
@@ -64,39 +64,27 @@ def main(options: argparse.Namespace) -> int:
         from memory.planning.fingerprint import take_fingerprint
         from memory.planning.plan import make_plan
         from memory.planning.planner import Planner
-        from memory.planning.search import Asker
+        from memory.planning.search import PredictionCache
         from memory.watch.calibration import corrected
 
         channels = given.get("autoencoder.in_channels")
         channels = channels if isinstance(channels, int) else None  # anything else is refused with the other settings
         fingerprint = take_fingerprint(_data_settings(given, source), given.get("seed", 42), channels)
-        with _ProgressBar(options.quiet) as bar:
+        with tqdm(desc="predicting", unit="config", disable=options.quiet, leave=False) as bar:
             budget = round(options.budget_gb * GIB)
-            asker = Asker(predictor, budget, gpu, partial(corrected, gpu_name=options.gpu), bar.advance)
-            plan = make_plan(Planner(fingerprint, given, asker, _name(options)), options.hours)
-    from memory.planning.parameters import count_parameters
+            correct = partial(corrected, gpu_name=options.gpu)
+            predictions = PredictionCache(predictor, budget, gpu, correct, bar.update)
+            plan = make_plan(Planner(fingerprint, given, predictions, _name(options)), options.hours)
     from memory.planning.text import as_yaml, describe_plan
 
-    parameters = {row.name: count_parameters(row.settings) for row in plan.rows}
-    if options.json is not None:
-        values = plan.to_json()
-        for row in values["rows"]:
-            for stage, count in zip(("autoencoder", "ldm"), parameters[row["name"]], strict=True):
-                row[stage]["parameters"] = count
-        text = json.dumps(values, indent=2) + "\n"
-        if options.json == "-":
-            sys.stdout.write(text)
-        else:
-            write_output(options.json, text)
-    if options.json != "-":
-        print(describe_plan(plan, parameters))
+    print(describe_plan(plan))
     if options.out is not None:
         out = Path(options.out)
-        write_output(out, as_yaml(plan, parameters, printable(_command()), out))
+        command = shlex.join(["python", "scripts/plan.py", *sys.argv[1:]])
+        write_output(out, as_yaml(plan, printable(command), out))
         written = load_settings(out, stage="ldm")
-        assert written == plan.recommended.settings, "the file holds another config than was planned"
-    if options.json != "-":
-        print(_next(options))
+        assert written == plan.settings, "the file holds another config than was planned"
+    print(_next(options))
     return 0
 
 
@@ -104,14 +92,8 @@ def _check(options: argparse.Namespace) -> dict[str, Any]:
     """Return the overrides as values by key; raise `UserError` for anything that no reading of the data would mend."""
     if not options.data:
         raise UserError("--data: the path is empty; a folder of volumes or a dataset.json is allowed; give one")
-    for option, path in (("--json", options.json), ("--out", options.out)):
-        if path is not None and not (option == "--json" and path == "-"):
-            check_output_file(path, option, [options.data])
-            _check_keeps_data(path, option, options.data)
     if options.out is not None:
-        _check_is_plan(options.out)
-        if options.json is not None and os.path.realpath(options.json) == os.path.realpath(options.out):
-            raise UserError(f"--json: {options.json} is also --out; two files are needed; give another name")
+        _check_out(options.out, options.data)
     if not 0 < options.budget_gb <= LARGEST_BUDGET_GB:
         allowed = f"allowed: above 0, at most {LARGEST_BUDGET_GB}"
         raise ConfigError([Problem("--budget-gb", f"found {options.budget_gb:g}", allowed, "for example 24")])
@@ -121,21 +103,16 @@ def _check(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def _check_keeps_data(path: str, option: str, data: str) -> None:
-    """Raise `UserError` for an output among the volumes, where it could replace one or become part of the set."""
-    source = Path(os.path.realpath(os.path.expanduser(data)))
-    folder = source if source.is_dir() else source.parent
-    if Path(os.path.realpath(path)).is_relative_to(folder):
-        raise UserError(f"{option}: {path} lies in the folder of the volumes; any other place is allowed; choose one")
-
-
-def _check_is_plan(out: str) -> None:
-    """Raise `UserError` for an output that is not a YAML file, or that would replace a config that is not a plan."""
-    path = Path(out)
+def _check_out(out: str, data: str) -> None:
+    """Raise `UserError` for an output among the volumes, or not a YAML file, or a config that is not a plan."""
+    check_output_file(out, "--out", [data])
+    path, source = Path(out), Path(os.path.realpath(os.path.expanduser(data)))
+    if Path(os.path.realpath(out)).is_relative_to(source if source.is_dir() else source.parent):
+        raise UserError(f"--out: {out} lies in the folder of the volumes; any other place is allowed; choose one")
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out: {out} is not the name of a config; .yaml and .yml are allowed; choose one of them")
     if path.is_file() and PLANNED not in path.read_text(encoding="utf-8", errors="replace"):
-        raise UserError(f"--out: {out} exists and was not written by a plan; a new one is allowed; choose another name")
+        raise UserError(f"--out: {out} already exists and was not written by plan.py; choose another name")
 
 
 def _keys(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -163,35 +140,12 @@ def _name(options: argparse.Namespace) -> str:
     return f"{name}_run" if name.lower() in SHARED_NAMES else name
 
 
-def _command() -> str:
-    return shlex.join(["python", "scripts/plan.py", *sys.argv[1:]])
-
-
 def _next(options: argparse.Namespace) -> str:
     if options.out is None:
-        return "\nnothing was written; add --out configs/my_data.yaml for the recommended config with all its reasons"
+        return "\nnothing was written; add --out configs/my_data.yaml to write the config, with its reasons as comments"
     gpu = "" if options.gpu is None else f" --gpu {shlex.quote(options.gpu)}"
     command = f"python train_autoencoder.py --config {shlex.quote(options.out)} --dry-run{gpu}"
     return f"\nwritten: {options.out}\nnext: {command}"
-
-
-class _ProgressBar:
-    """Counts predictions on standard error."""
-
-    def __init__(self, quiet: bool) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(desc="predicting", unit="config", disable=quiet, leave=False)
-
-    def __enter__(self) -> _ProgressBar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
-
-    def advance(self, count: int) -> None:
-        self._bar.n = count
-        self._bar.refresh()
 
 
 if __name__ == "__main__":

@@ -94,6 +94,10 @@ class Settings(Section):
         """Return the shape of the mean latent that the U-Net gets as further inputs; None if it gets none."""
         return self.latent_shape if self.ldm.unet.use_mean_map else None
 
+    def training_of(self, stage: str) -> TrainingSettings:
+        """Return how a stage, `autoencoder` or `ldm`, is trained."""
+        return self.autoencoder.training if stage == "autoencoder" else self.ldm.training
+
     @property
     def training_grid(self) -> tuple[int, ...]:
         """Return the grid of one stage-1 training step: a patch or a whole volume."""
@@ -103,10 +107,6 @@ class Settings(Section):
     def unet_grid(self) -> tuple[int, ...]:
         """Return the grid of the U-Net's highest level: that of a latent, padded."""
         return self.ldm.unet.level_grids(self.latent_shape[1:])[0]
-
-    def training_of(self, stage: str) -> TrainingSettings:
-        """Return how a stage, "autoencoder" or "ldm", is trained."""
-        return {"autoencoder": self.autoencoder.training, "ldm": self.ldm.training}[stage]
 
     def with_overrides(self, changes: Mapping[str, Any]) -> Settings:
         """Return validated settings with dotted keys changed, such as {"data.num_workers": 4}."""

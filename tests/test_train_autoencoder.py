@@ -40,11 +40,11 @@ def test_a_dry_run_without_a_gpu_predicts_for_one_and_takes_seconds(tmp_path):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 18
-    assert "memory: on a GPU the run needs 2.6" in done.stderr
+    assert "memory: on a GPU: predicted peak 2.6" in done.stderr
     assert "Time on RTX 4090: at least" in done.stderr
-    here = [line for line in done.stderr.splitlines() if "this machine has" in line]
+    here = [line for line in done.stderr.splitlines() if " GiB of it Python and its libraries" in line]
     assert len(here) == 1
-    assert " GiB of it Python and its libraries" in here[0]
+    assert "memory: predicted peak" in here[0]
     assert not (tmp_path / "runs").exists()
 
 

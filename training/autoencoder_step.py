@@ -97,6 +97,16 @@ class AutoencoderStep(TrainingStep):
         """Return the command that trains stage 2."""
         return f"python train_ldm.py --config {shlex.quote(str(run.config))}"
 
+    @property
+    def networks_on_device(self) -> dict[str, nn.Module]:
+        """Return all networks of the step, trained and frozen, by name."""
+        networks = {
+            "autoencoder": self.autoencoder,
+            "discriminator": self.discriminator,
+            "perceptual": self.perceptual,
+        }
+        return {name: network for name, network in networks.items() if network is not None}
+
     def updated_networks(self, step: int) -> list[str]:
         """Return the names of the networks that a step updates."""
         return ["autoencoder", "discriminator"] if self.is_adversarial(step) else ["autoencoder"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data import Batch
@@ -86,6 +86,16 @@ class LatentDiffusionStep(TrainingStep):
             self.autoencoder.train()
             if not settings.autoencoder.training.checkpoints_blocks:
                 self.autoencoder.gradient_checkpointing_enable()
+
+    @property
+    def networks_on_device(self) -> dict[str, nn.Module]:
+        """Return all networks of the step, trained and frozen, by name."""
+        return {"unet": self.unet, "autoencoder": self.autoencoder}
+
+    @property
+    def tensors_on_device(self) -> Sequence[Tensor]:
+        """Return what normalises latents."""
+        return self.normalisation.scale, self.normalisation.mean
 
     @property
     def metadata(self) -> dict[str, Any]:

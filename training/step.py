@@ -63,6 +63,16 @@ class TrainingStep(ABC):
         """Return what users run after the stage is finished."""
 
     @property
+    @abstractmethod
+    def networks_on_device(self) -> dict[str, nn.Module]:
+        """Return all networks of the step, trained and frozen, by name."""
+
+    @property
+    def tensors_on_device(self) -> Sequence[Tensor]:
+        """Return what else stays on the device from step to step."""
+        return ()
+
+    @property
     def network(self) -> nn.Module:
         """Return the main network of the stage."""
         return self.networks[self.stage]
@@ -92,6 +102,10 @@ class TrainingStep(ABC):
     @abstractmethod
     def backward(self, micro_batches: Sequence[Any], step: int) -> dict[str, Tensor]:
         """Leave the update's gradients on the networks and return the loss terms."""
+
+    @abstractmethod
+    def example_batch(self, batch_size: int) -> Any:
+        """Return a micro-batch of zeros in the shape that training uses."""
 
     def updated_networks(self, step: int) -> list[str]:
         """Return the names of the networks that a step updates."""

@@ -114,7 +114,7 @@ def _track_matrix(settings: Settings) -> Row:
 
     def build(*question: Any) -> Any:
         step = build_step(*question)
-        use_matrix_attention(step.autoencoder)
+        use_matrix_attention(step.networks_on_device["autoencoder"])
         return step
 
     return _row(track_step(settings, "autoencoder", build=build))

@@ -52,7 +52,7 @@ def measure_step(settings: Settings, stage: Stage) -> MeasuredStep:
 
     device = torch.device("cuda")
     step = build_step(settings, stage, device)
-    training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+    training = settings.training_of(stage)
     batches = [step.example_batch(training.batch_size)] * min(2, training.gradient_accumulation_steps)
     first = fullest_step(settings, stage)
     for number in (first, first + 1):

@@ -15,6 +15,8 @@ Changes = dict[str, Any]
 Proposer = Callable[[Settings], Iterator["Proposal"]]
 SLAB_ROWS = (32, 16, 8)
 MIN_CHANNELS = 8
+STAGE_1, STAGE_2 = "autoencoder.training", "ldm.training"
+SAVED = "the activations that blocks save for backward"
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,63 @@ def build_rungs(settings: Settings, stage: Stage, order: Order) -> list[Rung]:
     return rungs
 
 
-def _lean(settings: Settings) -> Iterator[Proposal]:
-    yield Proposal(
-        "SDPA and lean blocks",
-        {"autoencoder.implementation": "lean"},
-        True,
-        "the activations that blocks and attention save",
-    )
+def _always(name: str, changes: Changes, same: bool, lowers: str, on_cpu: bool = True) -> Proposer:
+    """Return a proposer of one change, which `build_rungs` drops where it has no effect; on_cpu: also on a CPU."""
+    proposal = Proposal(name, changes, same, lowers)
+    return lambda settings: iter((proposal,) if on_cpu or settings.device.type != "cpu" else ())
+
+
+_lean = _always(
+    "SDPA and lean blocks",
+    {"autoencoder.implementation": "lean"},
+    True,
+    "the activations that blocks and attention save",
+)
+_checkpoint_all = _always(
+    "checkpointing", {f"{STAGE_1}.use_gradient_checkpointing": True, f"{STAGE_1}.checkpoint_levels": "all"}, True, SAVED
+)
+_perceptual_chunk = _always(
+    "perceptual loss one slice at a time",
+    {f"{STAGE_1}.perceptual.chunk_size": 1},
+    True,
+    "the activations of the perceptual network",
+)
+_mixed_precision = _always(
+    "mixed precision", {"device.mixed_precision": True}, False, "activations, which become 16-bit", on_cpu=False
+)
+_compressed_checkpoints = _always(
+    "block inputs in 8 bits", {f"{STAGE_1}.checkpoint_dtype": "int8"}, False, "block inputs, on the device or the host"
+)
+_eight_bit_moments = _always(
+    "Adam's moments in 8 bits", {"device.optimizer_states": "8bit"}, False, "optimizer state, seven tenths of it"
+)
+_no_perceptual = _always(
+    "no perceptual loss", {f"{STAGE_1}.use_perceptual_loss": False}, False, "the perceptual network and its activations"
+)
+_ldm_checkpointing = _always(
+    "checkpointing of the U-Net",
+    {f"{STAGE_2}.use_gradient_checkpointing": True},
+    True,
+    "the activations that the U-Net's blocks save for backward",
+)
+_ldm_offload = _always(
+    "U-Net block inputs on the host",
+    {f"{STAGE_2}.use_gradient_checkpointing_offload": True},
+    True,
+    "the inputs of the U-Net's blocks",
+    on_cpu=False,
+)
+_pixel_chunk = _always(
+    "pixel loss one volume at a time", {f"{STAGE_2}.pixel_loss.chunk_size": 1}, True, "the activations of the decoder"
+)
+_no_pixel_loss = _always(
+    "no pixel loss", {f"{STAGE_2}.pixel_loss.weight": 0.0}, False, "the decoder and its activations"
+)
+
+
+def _latent_cache(settings: Settings) -> Iterator[Proposal]:
+    if settings.ldm.latents.cache == "none":
+        yield Proposal("latents from the cache", {"ldm.latents.cache": "disk"}, True, "the memory for encoding volumes")
 
 
 def _micro_batch(where: str) -> Proposer:
@@ -86,52 +138,32 @@ def _micro_batch(where: str) -> Proposer:
                     f"{where}.batch_size": size // divisor,
                     f"{where}.gradient_accumulation_steps": accumulation * divisor,
                 }
-                yield Proposal(
-                    f"micro-batch {size // divisor}", changes, True, "the activations of a micro-batch", "micro-batch"
-                )
+                lowers = "the activations of a micro-batch"
+                yield Proposal(f"micro-batch {size // divisor}", changes, True, lowers, "micro-batch")
 
     return propose
 
 
 def _checkpoint_levels(settings: Settings) -> Iterator[Proposal]:
-    training = settings.autoencoder.training
-    levels = len(settings.autoencoder.num_channels)
-    if training.checkpoints_blocks and training.checkpoint_levels == "all":
-        return
-    first = training.checkpoint_levels + 1 if training.checkpoints_blocks else 1  # type: ignore[operator]
-    for count in range(first, levels + 1):
-        value = "all" if count == levels else count
+    training, levels = settings.autoencoder.training, len(settings.autoencoder.num_channels)
+    done = (levels if training.checkpoint_levels == "all" else training.checkpoint_levels) * training.checkpoints_blocks
+    for count in range(done + 1, levels + 1):
         changes = {
-            "autoencoder.training.use_gradient_checkpointing": True,
-            "autoencoder.training.checkpoint_levels": value,
+            f"{STAGE_1}.use_gradient_checkpointing": True,
+            f"{STAGE_1}.checkpoint_levels": "all" if count == levels else count,
         }
-        yield Proposal(
-            f"checkpointing, {count} of {levels} levels",
-            changes,
-            True,
-            "the activations that blocks save for backward",
-            "checkpointing",
-        )
-
-
-def _checkpoint_all(settings: Settings) -> Iterator[Proposal]:
-    changes = {
-        "autoencoder.training.use_gradient_checkpointing": True,
-        "autoencoder.training.checkpoint_levels": "all",
-    }
-    yield Proposal("checkpointing", changes, True, "the activations that blocks save for backward")
+        yield Proposal(f"checkpointing, {count} of {levels} levels", changes, True, SAVED, "checkpointing")
 
 
 def _nested(settings: Settings) -> Iterator[Proposal]:
-    training = settings.autoencoder.training
-    if not training.use_gradient_checkpointing_offload:
-        changes = {"autoencoder.training.use_nested_checkpointing": True}
+    if not settings.autoencoder.training.use_gradient_checkpointing_offload:
+        changes = {f"{STAGE_1}.use_nested_checkpointing": True}
         yield Proposal("nested checkpointing", changes, True, "the inputs of the encoder's blocks")
 
 
 def _slabs(settings: Settings) -> Iterator[Proposal]:
     for rows in _thinner_slabs(settings):
-        changes = {"autoencoder.training.slab_rows": rows}
+        changes = {f"{STAGE_1}.slab_rows": rows}
         yield Proposal(f"slabs of {rows} rows", changes, True, "temporary tensors at full resolution", "slabs")
 
 
@@ -147,51 +179,28 @@ def _offload(settings: Settings) -> Iterator[Proposal]:
     """
     if settings.device.type == "cpu":
         return
-    training = settings.autoencoder.training
-    if training.use_gradient_checkpointing_offload:
+    if settings.autoencoder.training.use_gradient_checkpointing_offload:
         choices = _thinner_slabs(settings)
     else:
         choices = [0, *(rows for rows in SLAB_ROWS if rows <= settings.training_grid[0] // 2)]
     for rows in choices:
         changes = {
-            "autoencoder.training.use_gradient_checkpointing_offload": True,
-            "autoencoder.training.use_nested_checkpointing": False,
-            "autoencoder.training.slab_rows": rows,
+            f"{STAGE_1}.use_gradient_checkpointing_offload": True,
+            f"{STAGE_1}.use_nested_checkpointing": False,
+            f"{STAGE_1}.slab_rows": rows,
         }
         name = f"offload, slabs of {rows} rows" if rows else "offload"
         yield Proposal(name, changes, True, "block inputs, which move to the host", "offload")
 
 
-def _perceptual_chunk(settings: Settings) -> Iterator[Proposal]:
-    changes = {"autoencoder.training.perceptual.chunk_size": 1}
-    yield Proposal("perceptual loss one slice at a time", changes, True, "the activations of the perceptual network")
-
-
-def _mixed_precision(settings: Settings) -> Iterator[Proposal]:
-    if settings.device.type != "cpu":  # where it would change nothing
-        yield Proposal("mixed precision", {"device.mixed_precision": True}, False, "activations, which become 16-bit")
-
-
-def _compressed_checkpoints(settings: Settings) -> Iterator[Proposal]:
-    changes = {"autoencoder.training.checkpoint_dtype": "int8"}
-    yield Proposal("block inputs in 8 bits", changes, False, "block inputs, on the device or the host")
-
-
-def _no_perceptual(settings: Settings) -> Iterator[Proposal]:
-    changes = {"autoencoder.training.use_perceptual_loss": False}
-    yield Proposal("no perceptual loss", changes, False, "the perceptual network and its activations")
-
-
 def _discriminator(settings: Settings) -> Iterator[Proposal]:
-    current = settings.autoencoder.training.discriminator
-    if not settings.autoencoder.training.uses_discriminator:
-        return
-    where = "autoencoder.training.discriminator"
-    smaller = {
-        f"{where}.num_layers_d": min(current.num_layers_d, max(2, current.num_layers_d - 1)),
-        f"{where}.num_channels": _fewer(current.num_channels, 1, 2),
-    }
-    yield Proposal("smaller discriminator", smaller, False, "the discriminator and its activations")
+    if settings.autoencoder.training.uses_discriminator:
+        current = settings.autoencoder.training.discriminator
+        smaller = {
+            f"{STAGE_1}.discriminator.num_layers_d": min(current.num_layers_d, max(2, current.num_layers_d - 1)),
+            f"{STAGE_1}.discriminator.num_channels": _fewer(current.num_channels, 1, 2),
+        }
+        yield Proposal("smaller discriminator", smaller, False, "the discriminator and its activations")
 
 
 def _attention(where: str) -> Proposer:
@@ -205,9 +214,8 @@ def _attention(where: str) -> Proposer:
                 is_last = not any(levels) and not keeps_middle
                 name = "no attention" if is_last else f"no attention at level {number}"
                 changes = {f"{where}.attention_levels": tuple(levels)}
-                yield Proposal(
-                    name, changes, False, "the activations of attention, and above all its compute", "attention"
-                )
+                lowers = "the activations of attention, and above all its compute"
+                yield Proposal(name, changes, False, lowers, "attention")
 
     return propose
 
@@ -243,24 +251,6 @@ def _grid(stage: Stage) -> Proposer:
     return propose
 
 
-def _ldm_checkpointing(settings: Settings) -> Iterator[Proposal]:
-    changes = {"ldm.training.use_gradient_checkpointing": True}
-    yield Proposal(
-        "checkpointing of the U-Net", changes, True, "the activations that the U-Net's blocks save for backward"
-    )
-
-
-def _ldm_offload(settings: Settings) -> Iterator[Proposal]:
-    if settings.device.type != "cpu":
-        changes = {"ldm.training.use_gradient_checkpointing_offload": True}
-        yield Proposal("U-Net block inputs on the host", changes, True, "the inputs of the U-Net's blocks")
-
-
-def _pixel_chunk(settings: Settings) -> Iterator[Proposal]:
-    changes = {"ldm.training.pixel_loss.chunk_size": 1}
-    yield Proposal("pixel loss one volume at a time", changes, True, "the activations of the decoder")
-
-
 def _pixel_decoder(settings: Settings) -> Iterator[Proposal]:
     """Propose the memory knobs of stage 1 that the frozen decoder of the pixel loss uses."""
     if settings.ldm.training.pixel_loss.weight:
@@ -269,20 +259,10 @@ def _pixel_decoder(settings: Settings) -> Iterator[Proposal]:
         yield from _slabs(settings)
 
 
-def _no_pixel_loss(settings: Settings) -> Iterator[Proposal]:
-    changes = {"ldm.training.pixel_loss.weight": 0.0}
-    yield Proposal("no pixel loss", changes, False, "the decoder and its activations")
-
-
-def _latent_cache(settings: Settings) -> Iterator[Proposal]:
-    if settings.ldm.latents.cache == "none":
-        yield Proposal("latents from the cache", {"ldm.latents.cache": "disk"}, True, "the memory for encoding volumes")
-
-
 PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
     ("autoencoder", "lossless-first"): (
         _lean,
-        _micro_batch("autoencoder.training"),
+        _micro_batch(STAGE_1),
         _checkpoint_levels,
         _nested,
         _slabs,
@@ -299,7 +279,7 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
     # The steps of the guide's out-of-memory scenario, then its advice for when they are not enough.
     ("autoencoder", "guide"): (
         _mixed_precision,
-        _micro_batch("autoencoder.training"),
+        _micro_batch(STAGE_1),
         _no_perceptual,
         _channels("autoencoder"),
         _checkpoint_all,
@@ -312,7 +292,7 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
     ("ldm", "lossless-first"): (
         _latent_cache,
         _pixel_chunk,
-        _micro_batch("ldm.training"),
+        _micro_batch(STAGE_2),
         _pixel_decoder,
         _ldm_checkpointing,
         _ldm_offload,
@@ -324,7 +304,7 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
     ),
     ("ldm", "guide"): (
         _mixed_precision,
-        _micro_batch("ldm.training"),
+        _micro_batch(STAGE_2),
         _no_pixel_loss,
         _channels("ldm.unet"),
         _ldm_checkpointing,

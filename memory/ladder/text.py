@@ -9,6 +9,7 @@ from memory.ladder.walk import Ladder, PredictedRung
 from memory.predict.prediction import GIB
 from memory.predict.text import CPU_TIME, dominant_text, gib, hours_text, table
 from settings import dump_short, known_keys, look_up
+from settings.writing import value_text
 
 
 def promise(same_mathematics: bool) -> str:
@@ -69,10 +70,13 @@ def _verdict(ladder: Ladder) -> str:
     budget = gib(ladder.budget_bytes)
     if ladder.first is None or ladder.fastest is None or ladder.recommended is None:
         smallest = ladder.smallest
-        needed = gib(smallest.prediction.required_bytes) + _context(smallest)
+        context = smallest.prediction.context_bytes
+        needed = gib(smallest.prediction.required_bytes) + (
+            f", {gib(context)} of it for the CUDA context" if context else ""
+        )
         holder = smallest.prediction.largest[0]
         return (
-            f"Nothing on the ladder fits {budget}. {_left_out(ladder)}The smallest is '{smallest.rung.name}' with "
+            f"Nothing on the ladder fits {budget}. The smallest is '{smallest.rung.name}' with "
             f"{needed}; it peaks in {smallest.prediction.phase}, held by "
             f"{holder['module'] or holder['category']} ({gib(holder['bytes'])} in one tensor of "
             f"{'x'.join(map(str, holder['shape']))}). Use a smaller grid or patches (data.patch_size), or a larger GPU."
@@ -88,22 +92,9 @@ def _verdict(ladder: Ladder) -> str:
     return "\n".join(lines)
 
 
-def _context(predicted: PredictedRung) -> str:
-    context = predicted.prediction.context_bytes
-    return f", {gib(context)} of it for the CUDA context" if context else ""
-
-
-def _left_out(ladder: Ladder) -> str:
-    if not ladder.is_hopeless or len(ladder.rungs) < 2:
-        return ""
-    return "The last rung has the changes of all others, so those in between were not predicted. "
-
-
 def as_override(value: Any) -> str:
     """Return a value as users write it after `section.key=`."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
+    return value_text(value).replace(" ", "")
 
 
 def as_overrides(rung: Rung) -> str:
@@ -117,25 +108,18 @@ def config_with_reasons(ladder: Ladder, source: str) -> str:
     assert chosen is not None, "no rung fits, so there is no config to write"
     given = ladder.rungs[0]
     peak, budget = chosen.prediction.required_bytes / GIB, ladder.budget_bytes / GIB
+    times = chosen.seconds / given.seconds if given.seconds else 1.0
     lines = [
         f"{source} changed to fit {budget:g} GiB: rung '{chosen.rung.name}' of the {ladder.order} order.",
         f"Predicted for {ladder.stage}: {peak:.2f} GiB with the CUDA context, peak in {chosen.prediction.phase};",
-        f"as configured {given.prediction.required_bytes / GIB:.2f} GiB. Time: {_times(chosen, given):.2f} times.",
+        f"as configured {given.prediction.required_bytes / GIB:.2f} GiB. Time: {times:.2f} times.",
     ]
     fields = dict(known_keys())
     for key, value in chosen.rung.all_changes.items():
         field = fields[key]
         was = look_up(given.rung.settings, key)
-        lines.append(f"{key}: {_plain(value)}, was {_plain(was)} ({field.json_schema_extra['promise']})")
+        lines.append(f"{key}: {value_text(value)}, was {value_text(was)} ({field.json_schema_extra['promise']})")
         lines.append(f"  {field.description}")
     if not chosen.rung.all_changes:
         lines.append("Nothing had to change.")
     return "".join(f"# {line}\n" for line in lines) + "\n" + dump_short(chosen.rung.settings)
-
-
-def _times(chosen: PredictedRung, given: PredictedRung) -> float:
-    return chosen.seconds / given.seconds if given.seconds else 1.0
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else value

@@ -14,8 +14,6 @@ from memory.predict.prediction import Prediction, Predictor, Stage
 from settings import Settings, look_up
 
 NUM_WORKERS = 2
-FAR = 5
-"""A config that needs so many times the budget may be out of reach, so its last rung is looked at first."""
 Progress = Callable[[int, int, str], None]
 
 
@@ -26,7 +24,6 @@ class PredictedRung:
     rung: Rung
     prediction: Prediction
     fits: bool
-    relative_flops: float
     gpu: Gpu
 
     @property
@@ -45,41 +42,34 @@ class PredictedRung:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""
+        p, rung = self.prediction, self.rung
+        names = [
+            *("tier", "peak_allocated_bytes", "peak_reserved_bytes", "required_bytes", "host_bytes", "phase"),
+            *("traffic_bytes", "work", "run_peaks", "max_steps", "margin"),
+        ]
         return {
-            "name": self.rung.name,
-            "changes": self.rung.changes,
-            "all_changes": self.rung.all_changes,
-            "same_mathematics": self.rung.same_mathematics,
-            "lowers": self.rung.lowers,
-            "tier": self.prediction.tier,
-            "peak_allocated_bytes": self.prediction.peak_allocated_bytes,
-            "peak_reserved_bytes": self.prediction.peak_reserved_bytes,
-            "required_bytes": self.prediction.required_bytes,
-            "host_bytes": self.prediction.host_bytes,
-            "phase": self.prediction.phase,
-            "flops": self.prediction.flops["total"],
-            "relative_flops": round(self.relative_flops, 3),
-            "traffic_bytes": self.prediction.traffic_bytes,
-            "work": self.prediction.work,
-            "run_peaks": self.prediction.run_peaks,
-            "max_steps": self.prediction.max_steps,
-            "seconds_per_step": self.seconds if self.prediction.is_for_gpu else None,
-            "hours": self.prediction.hours(self.gpu) if self.prediction.is_for_gpu else None,
-            "margin": self.prediction.margin,
+            "name": rung.name,
+            "changes": rung.changes,
+            "all_changes": rung.all_changes,
+            "same_mathematics": rung.same_mathematics,
+            "lowers": rung.lowers,
+            **{name: getattr(p, name) for name in names},
+            "flops": p.flops["total"],
+            "seconds_per_step": self.seconds if p.is_for_gpu else None,
+            "hours": p.hours(self.gpu) if p.is_for_gpu else None,
             "fits": self.fits,
         }
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """All rungs that were predicted, in order; `is_hopeless`: only the ends, because not even the last can fit."""
+    """All rungs that were predicted, in order."""
 
     stage: Stage
     order: Order
     budget_bytes: int
     rungs: tuple[PredictedRung, ...]
     gpu: Gpu
-    is_hopeless: bool = False
 
     @property
     def first(self) -> PredictedRung | None:
@@ -140,47 +130,29 @@ def walk(
 ) -> Ladder:
     """Predict the rungs, two at a time, until the remaining ones cannot change the choice.
 
-    Thinner slabs are skipped once thicker ones fit, and changes to the mathematics once any rung fits without one. If
-    the budget is far away and the last rung, which has the changes of all others, cannot fit, those in between are
-    skipped.
+    Thinner slabs are skipped once thicker ones fit, and changes to the mathematics once any rung fits without one.
     correct: scales a prediction by earlier measurements on this machine. gpu: the card whose time counts.
     """
     card = gpu or chosen_gpu(None)
     rungs = build_rungs(settings, stage, order)
     predicted: list[PredictedRung] = []
     waiting: list[tuple[Rung, Future[Prediction]]] = []
-    is_hopeless = False
 
     def collect() -> None:
         rung, future = waiting.pop(0)
         prediction = correct(future.result())
-        base = predicted[0].prediction if predicted else prediction
-        relative = prediction.flops["total"] / max(1, base.flops["total"])
-        predicted.append(PredictedRung(rung, prediction, prediction.fits(budget_bytes), relative, card))
+        predicted.append(PredictedRung(rung, prediction, prediction.fits(budget_bytes), card))
         if progress is not None:
             progress(len(predicted), len(rungs), rung.name)
 
     with Predictor(NUM_WORKERS, card.without_triton) as predictor:
-        ends = [(rungs[0], predictor.submit(rungs[0].settings, stage))]
-        if ends[0][1].result().required_bytes > FAR * budget_bytes:
-            ends += [(end, predictor.submit(end.settings, stage)) for end in _ends(rungs)[1:]]
-            last = ends[-1][1].result()
-            # Its tensors alone: what is reserved besides depends on their order, and may be less on another rung.
-            if last.peak_allocated_bytes + last.context_bytes > budget_bytes:
-                is_hopeless, waiting, rungs = True, ends, _ends(rungs)
-        for rung in () if is_hopeless else _still_wanted(rungs, predicted, order):
-            known = [future for end, future in ends if end.settings == rung.settings]
-            waiting.append((rung, known[0] if known else predictor.submit(rung.settings, stage)))
+        for rung in _still_wanted(rungs, predicted, order):
+            waiting.append((rung, predictor.submit(rung.settings, stage)))
             if len(waiting) == NUM_WORKERS:
                 collect()
         while waiting:
             collect()
-    return Ladder(stage, order, budget_bytes, tuple(predicted), card, is_hopeless)
-
-
-def _ends(rungs: list[Rung]) -> list[Rung]:
-    """Return the first rung, and the last one with all of its changes as if it came right after the first."""
-    return [rungs[0], *(replace(rung, changes=rung.all_changes) for rung in rungs[1:][-1:])]
+    return Ladder(stage, order, budget_bytes, tuple(predicted), card)
 
 
 def _still_wanted(rungs: list[Rung], predicted: list[PredictedRung], order: Order) -> Iterator[Rung]:

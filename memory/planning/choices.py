@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from data.notes import grouped
-from memory.planning.choice import Choice
-from memory.planning.fingerprint import CT, LABEL_MAPS, Fingerprint
-from memory.planning.layout import Extent, Layout, layouts
-from memory.planning.sizing import SMALL_SET, Sizing
+from memory.planning.fingerprint import CT, LABEL_MAPS, SMALL_SET, Fingerprint
+from memory.planning.layout import FieldOfView, Layout, layouts
 from runtime.files.names import counted, printable
 
 FEW = 10
@@ -25,6 +24,21 @@ AIR = -500.0
 """A channel with a lower range than this is CT."""
 MOSTLY_EMPTY, OCCUPIED_WEIGHT = 0.95, 20.0
 """From this share of background on, occupied voxels count so many times, as in docs/condition_measurements.md."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The value of a dotted key and why it was chosen; `is_weak`: it rests on little evidence."""
+
+    key: str
+    value: Any
+    reason: str
+    is_weak: bool = False
+
+
+def as_values(choices: Iterable[Choice]) -> dict[str, Any]:
+    """Return the values by key."""
+    return {choice.key: choice.value for choice in choices}
 
 
 def intensity_choices(found: Fingerprint, mode: str | None = None) -> Iterator[Choice]:
@@ -103,19 +117,24 @@ def _range(mode: str, lower: float, upper: float, reason: str, is_weak: bool) ->
     yield Choice("data.intensity.upper", upper, "the upper end of that range", is_weak)
 
 
-def data_choices(found: Fingerprint, extent: Extent, layout: Layout, sizing: Sizing) -> Iterator[Choice]:
+def val_fraction(found: Fingerprint) -> float:
+    """Return the share of volumes to hold out."""
+    return 0.2 if found.is_small else 0.1
+
+
+def data_choices(found: Fingerprint, view: FieldOfView, layout: Layout, num_held_out: int) -> Iterator[Choice]:
     """Choose grid, spacing, channels, split and augmentation."""
-    finer = extent.stored
+    finer = view.stored
     change = math.prod(finer) / layout.voxels
     text = "x".join(map(str, finer))
     divided = "the autoencoder divides" if layout.pads_latents else "both networks divide"
     reason = f"about the {text} voxels of the files, rounded to what {divided}"
-    if change > 1.3 and layout.voxels < layouts(extent)[-1].voxels:
+    if change > 1.3 and layout.voxels < layouts(view)[-1].voxels:
         reason = f"coarser than the files' {text} ({change:.1f} times fewer voxels), the finest that fits the budget"
-    yield Choice("data.voxel_size", list(layout.grid), reason, extent.is_weak)
-    yield Choice("data.resize", extent.resize, extent.reason, extent.is_weak)
-    if extent.resize == "crop_or_pad":
-        yield Choice("data.spacing", layout.stated_spacing, "the field of view divided by the grid", extent.is_weak)
+    yield Choice("data.voxel_size", list(layout.grid), reason, view.is_weak)
+    yield Choice("data.resize", view.resize, view.reason, view.is_weak)
+    if view.resize == "crop_or_pad":
+        yield Choice("data.spacing", layout.stated_spacing, "the field of view divided by the grid", view.is_weak)
     else:
         stated = "x".join(f"{mm:.3g}" for mm in layout.spacing_mm)
         reason = (
@@ -129,10 +148,10 @@ def data_choices(found: Fingerprint, extent: Extent, layout: Layout, sizing: Siz
         "; if these are points in time, set data.frame to read one volume" if many else ""
     )
     yield Choice("autoencoder.in_channels", found.num_channels, reason, many)
-    val = 0.2 if sizing.is_small else 0.1
-    yield Choice("data.val_fraction", val, "to validate with")
-    reason = f"fewer than {SMALL_SET} volumes" if sizing.is_small else f"{found.number} volumes vary enough"
-    yield Choice("data.use_augmentation", sizing.is_small, reason)
+    reason = f"{num_held_out} of {found.number} to validate with"
+    yield Choice("data.val_fraction", val_fraction(found), reason)
+    reason = f"fewer than {SMALL_SET} volumes" if found.is_small else f"{found.number} volumes vary enough"
+    yield Choice("data.use_augmentation", found.is_small, reason)
 
 
 def class_choices(found: Fingerprint) -> Iterator[Choice]:
@@ -163,7 +182,7 @@ def class_choices(found: Fingerprint) -> Iterator[Choice]:
     )
 
 
-def notes(found: Fingerprint, sizing: Sizing) -> list[str]:
+def notes(found: Fingerprint) -> list[str]:
     """Return what the user should know besides the values."""
     lines = []
     if found.problems:
@@ -172,7 +191,7 @@ def notes(found: Fingerprint, sizing: Sizing) -> list[str]:
             f"{counted(len(found.problems), 'problem')} with files that this plan does without; training refuses the "
             f"folder until they are repaired or moved away: {' | '.join(shown)}"
         )
-    if sizing.is_small:
+    if found.is_small:
         lines.append(
             f"{counted(found.number, 'volume')} are few: a diffusion model tends to memorise them. The plan augments "
             "and keeps the networks small; before you trust or publish samples, compare them with their nearest "
@@ -191,8 +210,3 @@ def notes(found: Fingerprint, sizing: Sizing) -> list[str]:
         some = "; ".join(found.unusual[:3]) + (f"; and {len(found.unusual) - 3} more" if len(found.unusual) > 3 else "")
         lines.append(f"Unusual, worth a look: {some}.")
     return lines
-
-
-def as_values(choices: Iterator[Choice] | list[Choice]) -> dict[str, Any]:
-    """Return the values by key."""
-    return {choice.key: choice.value for choice in choices}

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
-from typing import Any
 
 import nibabel as nib
 import numpy as np
 
 from data.checking import Checked, check_files, problems_of
 from data.discovery import DiscoveredVolume, class_names_of
-from data.formats import suffix_of
 from data.intensity import flat_text
 from data.notes import Note, problem_lines
 from data.overview import looks_like_labels, modality_of, outlier_lines, turned
@@ -29,6 +24,8 @@ from settings.data import DataSettings, IntensitySettings
 
 CT = "CT"
 LABEL_MAPS = "label maps"
+SMALL_SET = 50
+"""Sets below this size get augmentation and a smaller network, and samples may be copies."""
 
 Axes = tuple[float, ...]
 
@@ -79,8 +76,7 @@ class Fingerprint:
     signed: tuple[float, ...] = ()
     classes: dict[str, int] = field(default_factory=dict)
     group_by: str | None = None
-    num_label_maps: int = 0
-    left_out: tuple[Note, ...] = ()
+    num_left_out: int = 0
     unusual: tuple[str, ...] = ()
     problems: tuple[Note, ...] = ()
 
@@ -88,6 +84,11 @@ class Fingerprint:
     def number(self) -> int:
         """Return the number of volumes."""
         return len(self.sizes)
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether so few volumes need augmentation and small networks, and samples may be copies of them."""
+        return self.number < SMALL_SET
 
     @property
     def kind(self) -> str:
@@ -114,21 +115,6 @@ class Fingerprint:
         train, val = split(self.found, s, seed)
         return len(train), len(val)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for a JSON file."""
-        spreads = {
-            "size": [vars(Spread.of(axis)) for axis in zip(*self.sizes, strict=True)],
-            "spacing_mm": [vars(Spread.of(axis)) for axis in zip(*self.spacings, strict=True)]
-            if self.has_spacing
-            else None,
-            "intensity": {name: vars(getattr(self, name)) for name in ("lowest", "low", "median", "high")},
-        }
-        names = ("orientations", "num_channels", "types", "kinds", "num_without_spacing", "num_flat", "classes")
-        plain = {name: getattr(self, name) for name in (*names, "group_by", "num_label_maps", "unusual")}
-        plain |= {name: [str(note) for note in getattr(self, name)] for name in ("left_out", "problems")}
-        background = None if math.isnan(self.background) else self.background
-        return {"source": self.source, "number": self.number, **spreads, **plain, "background": background}
-
 
 def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None) -> Fingerprint:
     """Check every volume of a source and return what those are like that can be used.
@@ -151,7 +137,7 @@ def take_fingerprint(s: DataSettings, seed: int, in_channels: int | None = None)
         problems += source.unlabelled
         number = counted(len(problems), "problem")
         raise DataError(f"--data: {printable(s.source)} has {number}:\n{problem_lines(problems)}")
-    fingerprint = fingerprint_of(found, facts, s, source.left_out, problems)
+    fingerprint = fingerprint_of(found, facts, s, len(source.left_out), problems)
     is_signed = any(_is_flat(fact) and fact.minimum < 0 for fact in facts)
     return replace(fingerprint, signed=_signed(found, s, num_channels)) if is_signed else fingerprint
 
@@ -170,14 +156,13 @@ def fingerprint_of(
     found: Sequence[DiscoveredVolume],
     facts: Sequence[VolumeFacts],
     s: DataSettings,
-    left_out: Sequence[Note] = (),
+    num_left_out: int = 0,
     problems: Sequence[Note] = (),
 ) -> Fingerprint:
     """Return what volumes of the same number of channels are like; `problems` are those of volumes not among them."""
     names = [item.name for item in found]
     shapes = [turned(fact, s) for fact in facts]
     are_maps = all(looks_like_labels(fact) for fact in facts)
-    maps = [note for note in left_out if note.is_label_map]
     return Fingerprint(
         source=s.source,
         found=tuple(found),
@@ -205,8 +190,7 @@ def fingerprint_of(
         ),
         classes=_classes(found),
         group_by=next((group_by for _, group_by in suspected_groups(found)), None),
-        num_label_maps=len(maps) or _listed_label_maps(s.source),
-        left_out=tuple(note for note in left_out if not note.is_label_map),
+        num_left_out=num_left_out,
         unusual=tuple(outlier_lines(names, facts, s)),
         problems=tuple(problems),
     )
@@ -232,15 +216,3 @@ def _classes(found: Sequence[DiscoveredVolume]) -> dict[str, int]:
     names = class_names_of(found)
     counts = Counter(item.class_name for item in found)
     return {name: counts[name] for name in names}
-
-
-def _listed_label_maps(source: str) -> int:
-    """Return how many volumes of a dataset.json come with a segmentation."""
-    place = Path(source).expanduser()
-    listing = place / "dataset.json" if place.is_dir() else place
-    if listing.suffix.lower() != ".json" or not listing.is_file():
-        return 0
-    content = json.loads(listing.read_text(encoding="utf-8"))
-    entries = [*content["training"], *content.get("validation", [])]
-    labels = [entry.get("label") for entry in entries if isinstance(entry, dict)]
-    return sum(isinstance(label, str) and suffix_of(PurePosixPath(label).name) is not None for label in labels)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from data.overview import stage_problems
 from memory.planning.fingerprint import Fingerprint
+from settings import Settings
 from settings.section import LARGEST_AXIS
 
 Grid = tuple[int, ...]
@@ -37,10 +40,12 @@ FINEST_STEPS = 6
 LEAST_VOXELS = 8**3
 ROUNDING = 0.12
 """How far rounding to what both networks divide may move an axis, or the aspect, before latents are padded instead."""
+MOST_ENLARGED = 3
+"""By how many steps a suggested grid is made larger that a stage refuses as too small."""
 
 
 @dataclass(frozen=True)
-class Extent:
+class FieldOfView:
     """The physical size that the grid covers, the finest spacing worth having, and how volumes get there.
 
     `strides` (2: all axes alike), their number `depth` and `unet_levels` are those that the user gave, if any.
@@ -97,15 +102,15 @@ class Layout:
         return any(len(set(stride)) > 1 for stride in self.strides)
 
 
-def covered_extent(fingerprint: Fingerprint) -> Extent:
+def covered_field_of_view(fingerprint: Fingerprint) -> FieldOfView:
     """Choose the field of view, and whether volumes are stretched to it or cropped and padded."""
     extents, spacing = fingerprint.extents, fingerprint.spacing
     low, median, high = np.percentile(extents, (5, 50, 95), axis=0)
     variation = float((high / low).max())
     few = fingerprint.number < 10
 
-    def chosen(size: np.ndarray, resize: str, reason: str, is_weak: bool) -> Extent:
-        return Extent(tuple(size.tolist()), spacing, resize, reason, is_weak)
+    def chosen(size: np.ndarray, resize: str, reason: str, is_weak: bool) -> FieldOfView:
+        return FieldOfView(tuple(size.tolist()), spacing, resize, reason, is_weak)
 
     if variation <= ALIKE:
         reason = f"the fields of view are alike (they differ by at most {variation:.2f} times), so stretching is small"
@@ -132,55 +137,55 @@ def covered_extent(fingerprint: Fingerprint) -> Extent:
     return chosen(size, "crop_or_pad", reason, few or variation > 2)
 
 
-def layouts(extent: Extent) -> list[Layout]:
+def layouts(view: FieldOfView) -> list[Layout]:
     """Return grids of one field of view, the coarsest first and that of the files last.
 
     Coarser grids lengthen the shortest voxels first, so thick slices stay as they are until the others are as thick.
     """
-    shortest = min(extent.spacing_mm)
+    shortest = min(view.spacing_mm)
     found: dict[Grid, Layout] = {}
     for number in range(MOST_HALVINGS * FINEST_STEPS + 1):
         length = shortest * 2 ** (number / FINEST_STEPS)
-        size = [mm / max(step, length) for mm, step in zip(extent.size_mm, extent.spacing_mm, strict=True)]
-        layout = layout_of(size, extent)
+        size = [mm / max(step, length) for mm, step in zip(view.size_mm, view.spacing_mm, strict=True)]
+        layout = layout_of(size, view)
         if number and layout.voxels < LEAST_VOXELS:
             break
         found.setdefault(layout.grid, layout)
     return sorted(found.values(), key=lambda layout: layout.voxels)
 
 
-def layout_of(size: Sequence[float], extent: Extent) -> Layout:
+def layout_of(size: Sequence[float], view: FieldOfView) -> Layout:
     """Return the layout of a grid of about this many voxels per axis."""
-    spacing = [mm / n for mm, n in zip(extent.size_mm, size, strict=True)]
-    strides = _strides(extent, size, spacing)
+    spacing = [mm / n for mm, n in zip(view.size_mm, size, strict=True)]
+    strides = _strides(view, size, spacing)
     layout = Layout((1, 1, 1), (1.0, 1.0, 1.0), strides, 1, False)
     latent = [n / f for n, f in zip(size, layout.factor, strict=True)]
-    levels = extent.unet_levels or _unet_levels(latent)
+    levels = view.unet_levels or _unet_levels(latent)
     steps = [f * 2 ** (levels - 1) for f in layout.factor]
-    grid = _rounded(size, steps, extent.resize)
+    grid = _rounded(size, steps, view.resize)
     changes = [n / old for n, old in zip(grid, size, strict=True)]
     pads = any(abs(change - 1) > ROUNDING for change in changes)
-    pads |= extent.resize == "resample" and max(changes) / min(changes) > 1 + ROUNDING
+    pads |= view.resize == "resample" and max(changes) / min(changes) > 1 + ROUNDING
     if pads:
-        grid = _rounded(size, layout.factor, extent.resize)
-    return fixed_layout(grid, extent, strides, levels)
+        grid = _rounded(size, layout.factor, view.resize)
+    return fixed_layout(grid, view, strides, levels)
 
 
-def fixed_layout(grid: Grid, extent: Extent, strides: Strides | None = None, levels: int | None = None) -> Layout:
+def fixed_layout(grid: Grid, view: FieldOfView, strides: Strides | None = None, levels: int | None = None) -> Layout:
     """Return the layout of exactly this grid."""
-    spacing = tuple(mm / n for mm, n in zip(extent.size_mm, grid, strict=True))
-    strides = _strides(extent, grid, spacing, exactly=True) if strides is None else strides
+    spacing = tuple(mm / n for mm, n in zip(view.size_mm, grid, strict=True))
+    strides = _strides(view, grid, spacing, exactly=True) if strides is None else strides
     layout = Layout(grid, spacing, strides, 1, False)
-    levels = levels or extent.unet_levels or _unet_levels(layout.latent)
+    levels = levels or view.unet_levels or _unet_levels(layout.latent)
     pads = any(n % 2 ** (levels - 1) for n in layout.latent)
     return Layout(grid, spacing, strides, levels, pads)
 
 
-def _strides(extent: Extent, size: Sequence[float], spacing: Sequence[float], exactly: bool = False) -> Strides:
+def _strides(view: FieldOfView, size: Sequence[float], spacing: Sequence[float], exactly: bool = False) -> Strides:
     """Return the strides that the user gave, else those that suit the grid."""
-    if isinstance(extent.strides, tuple):
-        return extent.strides
-    return strides_of(size, spacing, extent.depth, exactly, alike=extent.strides == 2)
+    if isinstance(view.strides, tuple):
+        return view.strides
+    return strides_of(size, spacing, view.depth, exactly, alike=view.strides == 2)
 
 
 def strides_of(
@@ -249,3 +254,24 @@ def _distortion(grid: Grid, size: Sequence[float]) -> float:
     """Return how far a grid is from a size: the spread of the changes of its axes, and their mean."""
     changes = [math.log(n / old) for n, old in zip(grid, size, strict=True)]
     return max(changes) - min(changes) + abs(sum(changes)) / 3
+
+
+def suggested_values(found: Fingerprint, settings: Settings) -> dict[str, Any] | None:
+    """Return the keys by which a plan with these networks, and memory for any grid, brings the volumes to a grid.
+
+    None if both stages refuse that grid and those a little larger.
+    """
+    networks, unet = settings.autoencoder, settings.ldm.unet
+    view = replace(covered_field_of_view(found), strides=networks.level_strides, unet_levels=len(unet.num_channels))
+    if settings.data.spacing is not None and found.has_spacing:
+        view = replace(view, spacing_mm=tuple(settings.data.spacing))
+    layout = layouts(view)[-1]
+    levels = 1 if layout.pads_latents else unet.downsampling
+    for more in range(MOST_ENLARGED + 1):
+        grid = [axis + more * levels * step for axis, step in zip(layout.grid, networks.downsampling, strict=True)]
+        values: dict[str, Any] = {"data.voxel_size": grid, "data.resize": view.resize}
+        if view.resize == "crop_or_pad":
+            values["data.spacing"] = layout.stated_spacing
+        if not stage_problems(settings.with_overrides(values), grid):
+            return values
+    return None

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from memory.planning.choice import Choice
+from memory.planning.choices import Choice
 from memory.planning.layout import Grid, Layout
-from memory.planning.sizing import Sizing, learning_rate
+from memory.planning.sizing import Sizing, StageSizing, learning_rate
+from memory.predict.prediction import Stage
 from runtime.files.names import counted
 
 MOST_TOKENS = 4096
@@ -17,6 +18,11 @@ MOST_TOKENS = 4096
 
 LEAST_STEPS = 100
 """No stage is cut to fewer updates, however few hours there are."""
+
+FIRST_RATES: dict[Stage, float] = {"autoencoder": 1e-3, "ldm": 1.5e-3}
+"""Learning rates at 16 channels."""
+LEAST_RATE = 1e-4
+ITEMS: dict[Stage, str] = {"autoencoder": "volume", "ldm": "latent"}
 
 Values = dict[str, Any]
 
@@ -36,64 +42,54 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Scene:
+class SearchContext:
     """What the networks of a plan have in common: grid, limits, number of training volumes, and what the user gave."""
 
     layout: Layout
     sizing: Sizing
-    number: int
+    num_training: int
     in_channels: int
     given: Values
-    shortened: float = 1.0
+    steps_share: float = 1.0
     """By how much the steps are cut to keep to the hours."""
 
+    def limits(self, stage: Stage) -> StageSizing:
+        """Return the limits of a stage."""
+        return self.sizing.stages[stage]
 
-def autoencoder_choices(network: Network, scene: Scene) -> Iterator[Choice]:
+
+def autoencoder_choices(network: Network, context: SearchContext) -> Iterator[Choice]:
     """Yield the values of stage 1."""
-    layout, sizing = scene.layout, scene.sizing
-    given = scene.given
-    multiples = [min(2**level, 4) for level in range(len(layout.strides) + 1)]
-    channels = given.get("autoencoder.num_channels") or [network.width * multiple for multiple in multiples]
-    reason = f"at most {sizing.width} at the highest resolution, because {sizing.why_width}"
-    if network.width < sizing.width:
-        reason = f"the widest that fits; up to {sizing.width} would suit, because {sizing.why_width}"
-    yield Choice("autoencoder.num_channels", list(channels), reason)
+    layout, given = context.layout, context.given
+    channels = _channels("autoencoder.num_channels", network, len(layout.strides) + 1, given)
+    yield Choice("autoencoder.num_channels", channels, _width_text(network, context.limits("autoencoder")))
     ratio = max(layout.spacing_mm) / min(layout.spacing_mm)
     reason = f"axes with long or few voxels are halved later or not at all (spacing {ratio:.1f} to 1)"
     even = f"voxels are about as long as wide ({ratio:.1f} to 1)"
     uneven = [list(stride) for stride in layout.strides] if layout.is_uneven else 2
     yield Choice("autoencoder.strides", uneven, reason if layout.is_uneven else even)
     shrinks = math.prod(layout.factor)
-    latent_channels = (8 if shrinks > 64 else 4) + 2 * (scene.in_channels - 1)
+    latent_channels = (8 if shrinks > 64 else 4) + 2 * (context.in_channels - 1)
     latent = "x".join(map(str, layout.latent))
-    reason = f"a latent of {latent}, {shrinks * scene.in_channels / latent_channels:.0f} times fewer values"
+    reason = f"a latent of {latent}, {shrinks * context.in_channels / latent_channels:.0f} times fewer values"
     yield Choice("autoencoder.latent_channels", latent_channels, reason)
-    yield Choice("autoencoder.num_res_blocks", sizing.res_blocks, "1 for sets of few voxels, else 2")
+    yield Choice("autoencoder.num_res_blocks", context.sizing.res_blocks, "1 for sets of few voxels, else 2")
     tokens = math.prod(layout.latent)
     attends = tokens <= MOST_TOKENS and network.patch is None and not given.get("data.patch_size")
     reason = f"the lowest level has {tokens:,} voxels; above {MOST_TOKENS:,} attention takes most of the time"
     yield Choice("autoencoder.attention_levels", [*[False] * (len(channels) - 1), attends], reason)
     whole = "whole volumes fit" if network.patch is None else "whole volumes would leave room for narrow networks only"
     yield Choice("data.patch_size", list(network.patch) if network.patch else None, whole)
-    yield from _autoencoder_training(network, scene)
+    yield from _autoencoder_training(network, context)
 
 
-def _autoencoder_training(network: Network, scene: Scene) -> Iterator[Choice]:
-    where, layout, sizing = "autoencoder.training", scene.layout, scene.sizing
-    width = (scene.given.get("autoencoder.num_channels") or [network.width])[0]
-    batch, accumulation = _batches(where, network, sizing.batch, scene.given)
-    grid = scene.given.get("data.patch_size") or network.patch or layout.grid
+def _autoencoder_training(network: Network, context: SearchContext) -> Iterator[Choice]:
+    where, layout = "autoencoder.training", context.layout
+    width = (context.given.get("autoencoder.num_channels") or [network.width])[0]
+    grid = context.given.get("data.patch_size") or network.patch or layout.grid
     parts = layout.voxels / math.prod(grid)
-    yield Choice(f"{where}.batch_size", batch, _batch_text(batch, sizing.batch))
-    yield Choice(f"{where}.gradient_accumulation_steps", accumulation, f"about {sizing.batch} volumes per update")
-    steps = _length(where, sizing.steps(scene.number, batch * accumulation, parts), scene)
-    passes = steps * batch * accumulation / scene.number / max(1.0, parts)
-    reason = f"about {passes:,.0f} passes over {counted(scene.number, 'training volume')}"
-    yield Choice(f"{where}.max_steps", steps, reason + _short_text(scene), scene.shortened < 0.5)
-    yield Choice(f"{where}.use_gradient_checkpointing", network.checkpoints, _knob(network))
-    rate = learning_rate(width, 1e-3, 1e-4)
-    reason = "1e-3 at 16 channels, measured in short runs; less for wider networks, not measured"
-    yield Choice(f"{where}.learning_rate", rate, reason, width != 16)
+    yield from _training("autoencoder", network, context, width, parts)
+    rate = learning_rate(width, FIRST_RATES["autoencoder"], LEAST_RATE)
     yield Choice(f"{where}.discriminator_learning_rate", min(rate, 2e-4), "at most that of the autoencoder", True)
     yield Choice("autoencoder.initialisation", "haar", "docs/recipe.md")
     yield Choice(f"{where}.reconstruction_loss", "l2", "docs/recipe.md")
@@ -104,66 +100,75 @@ def _autoencoder_training(network: Network, scene: Scene) -> Iterator[Choice]:
     yield Choice(f"{where}.adversarial_weight", 0.01 if layers else 0.0, reason if layers else "too few voxels for one")
     yield Choice(f"{where}.discriminator.num_layers_d", max(1, layers), reason if layers else "not used")
     yield Choice(f"{where}.discriminator.num_channels", min(32, max(8, width)), "as the autoencoder, from 8 to 32")
+    steps = _num_steps("autoencoder", network, context, parts)
     start = min(2000, max(200, steps // 10), steps // 2)
     reason = f"after {start / steps:.0%} of the run, once reconstructions are plausible"
     yield Choice(f"{where}.adversarial_start_step", start, reason)
-    yield from _intervals(where, steps)
 
 
-def unet_choices(network: Network, scene: Scene) -> Iterator[Choice]:
+def unet_choices(network: Network, context: SearchContext) -> Iterator[Choice]:
     """Yield the values of stage 2."""
-    layout, sizing, where = scene.layout, scene.sizing, "ldm.training"
-    multiples = [min(2**level, 4) for level in range(layout.unet_levels)]
-    channels = scene.given.get("ldm.unet.num_channels") or [network.width * multiple for multiple in multiples]
-    reason = f"at most {sizing.unet_width} at the highest resolution, because {sizing.why_unet_width}"
-    if network.width < sizing.unet_width:
-        reason = f"the widest that fits; up to {sizing.unet_width} would suit, because {sizing.why_unet_width}"
-    yield Choice("ldm.unet.num_channels", list(channels), reason)
-    tokens = [math.prod(layout.latent) // 8**level for level in range(len(channels))]
-    attends = [count <= MOST_TOKENS for count in tokens]
+    layout = context.layout
+    channels = _channels("ldm.unet.num_channels", network, layout.unet_levels, context.given)
+    yield Choice("ldm.unet.num_channels", channels, _width_text(network, context.limits("ldm")))
+    attends = [math.prod(layout.latent) // 8**level <= MOST_TOKENS for level in range(len(channels))]
     yield Choice("ldm.unet.attention_levels", attends, f"levels of at most {MOST_TOKENS:,} voxels")
     heads = math.gcd(32, *channels)
     yield Choice("ldm.unet.num_head_channels", heads, "32, or less where that does not divide the channels")
-    batch, accumulation = _batches(where, network, sizing.unet_batch, scene.given)
-    yield Choice(f"{where}.batch_size", batch, _batch_text(batch, sizing.unet_batch))
-    yield Choice(f"{where}.gradient_accumulation_steps", accumulation, f"about {sizing.unet_batch} latents per update")
-    steps = _length(where, sizing.unet_steps(scene.number, batch * accumulation), scene)
-    passes = steps * batch * accumulation / scene.number
-    reason = f"about {passes:,.0f} passes over {counted(scene.number, 'training latent')}"
-    yield Choice(f"{where}.max_steps", steps, reason + _short_text(scene), scene.shortened < 0.5)
-    yield Choice(f"{where}.use_gradient_checkpointing", network.checkpoints, _knob(network))
-    rate = learning_rate(channels[0], 1.5e-3, 1e-4)
-    reason = "1.5e-3 at 16 channels, measured in short runs; less for wider networks, not measured"
-    yield Choice(f"{where}.learning_rate", rate, reason, True)
-    yield from _intervals(where, steps)
+    yield from _training("ldm", network, context, channels[0])
 
 
-def _batches(where: str, network: Network, wanted: int, given: Values) -> tuple[int, int]:
-    batch = given.get(f"{where}.batch_size") or network.batch
-    return batch, given.get(f"{where}.gradient_accumulation_steps") or max(1, round(wanted / batch))
-
-
-def _batch_text(batch: int, wanted: int) -> str:
-    return "a whole update at once, which fits" if batch >= wanted else f"as many as fit of the {wanted} of an update"
-
-
-def _intervals(where: str, steps: int) -> Iterator[Choice]:
+def _training(
+    stage: Stage, network: Network, context: SearchContext, width: int, parts: float = 1.0
+) -> Iterator[Choice]:
+    """Yield what both stages have: batches, steps, checkpointing and learning rate; `parts`: patches of a volume."""
+    where, wanted, item = f"{stage}.training", context.limits(stage).batch, ITEMS[stage]
+    batch, accumulation = _batches(stage, network, context)
+    whole = "a whole update at once, which fits"
+    yield Choice(
+        f"{where}.batch_size", batch, whole if batch >= wanted else f"as many as fit of the {wanted} of an update"
+    )
+    yield Choice(f"{where}.gradient_accumulation_steps", accumulation, f"about {wanted} {item}s per update")
+    steps = _num_steps(stage, network, context, parts)
+    passes = steps * batch * accumulation / context.num_training / max(1.0, parts)
+    reason = f"about {passes:,.0f} passes over {counted(context.num_training, f'training {item}')}"
+    if context.steps_share < 1:
+        reason += f", cut to {context.steps_share:.0%} to keep to the hours"
+    yield Choice(f"{where}.max_steps", steps, reason, context.steps_share < 0.5)
+    reason = "needed to fit, for about a third more time" if network.checkpoints else "it fits without, which is faster"
+    yield Choice(f"{where}.use_gradient_checkpointing", network.checkpoints, reason)
+    first = FIRST_RATES[stage]
+    reason = f"{first:g} at 16 channels, measured in short runs; less for wider networks, not measured"
+    yield Choice(f"{where}.learning_rate", learning_rate(width, first, LEAST_RATE), reason, width != 16)
     every = max(100, steps // 20)
     reason = f"{counted(math.ceil(steps / every), 'time')} in the run"
     yield Choice(f"{where}.validate_every", every, reason)
     yield Choice(f"{where}.save_every", every, reason)
 
 
-def _knob(network: Network) -> str:
-    return "needed to fit, for about a third more time" if network.checkpoints else "it fits without, which is faster"
+def _channels(key: str, network: Network, levels: int, given: Values) -> list[int]:
+    """Return the channels that the user gave, else the width of the network, doubled twice from level to level."""
+    return list(given.get(key) or [network.width * min(2**level, 4) for level in range(levels)])
 
 
-def _length(where: str, steps: int, scene: Scene) -> int:
+def _width_text(network: Network, sizing: StageSizing) -> str:
+    if network.width < sizing.width:
+        return f"the widest that fits; up to {sizing.width} would suit, because {sizing.why_width}"
+    return f"at most {sizing.width} at the highest resolution, because {sizing.why_width}"
+
+
+def _batches(stage: Stage, network: Network, context: SearchContext) -> tuple[int, int]:
+    """Return the size of a micro-batch and how many make an update."""
+    where = f"{stage}.training"
+    batch = context.given.get(f"{where}.batch_size") or network.batch
+    wanted = max(1, round(context.limits(stage).batch / batch))
+    return batch, context.given.get(f"{where}.gradient_accumulation_steps") or wanted
+
+
+def _num_steps(stage: Stage, network: Network, context: SearchContext, parts: float) -> int:
     """Return the steps that the user gave, else those that the set asks for, cut to keep to the hours."""
-    if given := scene.given.get(f"{where}.max_steps"):
+    if given := context.given.get(f"{stage}.training.max_steps"):
         return int(given)
-    return steps if scene.shortened == 1.0 else max(LEAST_STEPS, int(steps * scene.shortened / 100) * 100)
-
-
-def _short_text(scene: Scene) -> str:
-    return f", cut to {scene.shortened:.0%} to keep to the hours" if scene.shortened < 1 else ""
+    steps = context.limits(stage).steps(context.num_training, math.prod(_batches(stage, network, context)), parts)
+    share = context.steps_share
+    return steps if share == 1.0 else max(LEAST_STEPS, int(steps * share / 100) * 100)

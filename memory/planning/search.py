@@ -14,19 +14,19 @@ from memory.kernels.gpus import Gpu
 from memory.predict.prediction import Prediction, Stage
 from settings import Settings
 
-CLEARLY = 1.04
+PRUNE_ABOVE = 1.04
 """A candidate whose estimate exceeds the limit by this factor is not predicted any more."""
 
-ENOUGH = 0.95
+STOP_ABOVE = 0.95
 """An item that needs this part of the limit is taken, even if a little more might fit."""
 
-SLOWER = 2.0
+TIME_SAFETY_FACTOR = 2.0
 """How many times their least time updates are taken to need, because nothing real has checked the predicted hours."""
 
 Item = TypeVar("Item")
 
 
-class Predicts(Protocol):
+class StepPredictor(Protocol):
     """Whatever answers what a step of a config needs."""
 
     def submit(self, settings: Settings, stage: Stage) -> Future[Prediction]:
@@ -34,7 +34,7 @@ class Predicts(Protocol):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Assessment:
     """What a config needs, measured against the budget; `num_volumes`: how many train and how many are held out."""
 
     settings: Settings
@@ -61,11 +61,10 @@ class Verdict:
     @property
     def hours(self) -> float:
         """Return the least time of the stage; `max_hours` if the user set it."""
-        section = self.settings.autoencoder if self.prediction.stage == "autoencoder" else self.settings.ldm
-        training = section.training
+        training = self.settings.training_of(self.prediction.stage)
         if training.max_hours is not None:
             return training.max_hours
-        # Drafts that differ only in these share a prediction.
+        # Candidates that differ only in these share a prediction.
         own = replace(
             self.prediction,
             max_steps=training.max_steps,
@@ -77,21 +76,21 @@ class Verdict:
     @property
     def expected_hours(self) -> float:
         """Return the expected hours: twice the least, or what measured steps or `max_hours` make of it."""
-        section = self.settings.autoencoder if self.prediction.stage == "autoencoder" else self.settings.ldm
-        is_known = self.prediction.time_correction != 1.0 or section.training.max_hours is not None
-        return self.hours * (1.0 if is_known else SLOWER)
+        training = self.settings.training_of(self.prediction.stage)
+        is_known = self.prediction.time_correction != 1.0 or training.max_hours is not None
+        return self.hours * (1.0 if is_known else TIME_SAFETY_FACTOR)
 
 
-class Asker:
-    """Predicts configs, each once; several threads may ask at the same time."""
+class PredictionCache:
+    """StepPredictor configs, each once; several threads may ask at the same time."""
 
     def __init__(
         self,
-        predictor: Predicts,
+        predictor: StepPredictor,
         budget_bytes: int,
         gpu: Gpu,
         correct: Callable[[Prediction], Prediction] = lambda prediction: prediction,
-        progress: Callable[[int], None] = lambda count: None,
+        progress: Callable[[], object] = lambda: None,
     ) -> None:
         self.budget_bytes, self.gpu = budget_bytes, gpu
         self._predictor, self._correct, self._progress = predictor, correct, progress
@@ -104,13 +103,13 @@ class Asker:
         with self._lock:
             if key not in self._futures:
                 self._futures[key] = self._predictor.submit(settings, stage)
-                self._progress(len(self._futures))
+                self._progress()
             return self._futures[key]
 
-    def __call__(self, settings: Settings, stage: Stage, num_volumes: tuple[int, int] = (0, 0)) -> Verdict:
-        """Return the verdict on a stage of a config."""
+    def assess(self, settings: Settings, stage: Stage, num_volumes: tuple[int, int] = (0, 0)) -> Assessment:
+        """Return what a stage of a config needs."""
         prediction = self._correct(self.start(settings, stage).result())
-        return Verdict(settings, prediction, self.budget_bytes, self.gpu, num_volumes)
+        return Assessment(settings, prediction, self.budget_bytes, self.gpu, num_volumes)
 
 
 def _decisive(settings: Settings, stage: Stage) -> str:
@@ -151,10 +150,10 @@ def last_that_fits(
         position = min(max(position, low + 1), high - 1)
         known[position] = need(items[position])
         low, high = (position, high) if known[position] <= limit else (low, position)
-        if low >= 0 and known[low] >= ENOUGH * limit:
+        if low >= 0 and known[low] >= STOP_ABOVE * limit:
             break
         estimate = _line(known, [cost(item) for item in items], fixed)
-        if low >= 0 and len(known) > 1 and high - low > 1 and estimate(low + 1) > CLEARLY * limit:
+        if low >= 0 and len(known) > 1 and high - low > 1 and estimate(low + 1) > PRUNE_ABOVE * limit:
             break
         fitting = [place for place in range(low + 1, high) if estimate(place) <= limit]
         position = fitting[-1] if fitting else low + 1

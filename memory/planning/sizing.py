@@ -8,12 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from memory.planning.fingerprint import Fingerprint
+from memory.planning.fingerprint import SMALL_SET, Fingerprint
 from memory.planning.layout import Layout
+from memory.predict.prediction import Stage
 from runtime.files.names import counted
 
-SMALL_SET = 50
-"""Sets below this size get augmentation and a smaller network, and samples may be copies."""
 FULL_PRECISION_VOXELS = 400_000
 """Volumes up to this size train in full precision: they need little memory anyway."""
 
@@ -21,6 +20,7 @@ WIDTHS = (8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 56, 64)
 """Channels of the autoencoder's highest resolution."""
 UNET_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
 LEAST_WIDTH = 16
+"""Narrower networks are chosen only for sets that support no more, or to keep to the hours."""
 
 FEW_VOXELS = 2e7
 """Sets with fewer voxels in all volumes together get the smallest networks, and small batches for more updates."""
@@ -31,37 +31,48 @@ _UNET_BY_LATENTS = ((2e6, 32), (4e6, 64), (1e7, 96), (math.inf, 256))
 
 
 @dataclass(frozen=True)
-class Sizing:
-    """Limits for both networks, and the length of both stages.
+class StageSizing:
+    """Limits for the network of a stage, and its length: passes over the set, and the range of its steps.
 
-    `why_width` and `why_unet_width` say what sets the limit, in words that follow "because".
+    `why_width` says what sets the limit, in words that follow "because"; `widths`: those to choose from.
     """
 
     width: int
     why_width: str
-    res_blocks: int
     batch: int
     passes: int
-    unet_width: int
-    why_unet_width: str
-    unet_batch: int
-    unet_passes: int
-    is_small: bool
-    full_precision: bool
+    steps_range: tuple[int, int]
+    widths: tuple[int, ...]
+
+    @property
+    def searched_widths(self) -> list[int]:
+        """Return the widths to choose from by memory."""
+        return [width for width in self.widths if min(LEAST_WIDTH, self.width) <= width <= self.width]
+
+    def narrower(self, width: int) -> int | None:
+        """Return the next width below another, None if there is none."""
+        return max((other for other in self.widths if other < width), default=None)
 
     def steps(self, number: int, per_update: int, parts: float = 1.0) -> int:
-        """Return the updates of stage 1; `parts`: how many patches make a volume."""
-        return _steps(self.passes * min(parts, 8.0), number, per_update, 4_000, 60_000)
+        """Return the updates for so many volumes; `parts`: how many patches make a volume."""
+        least, most = self.steps_range
+        steps = min(most, max(least, self.passes * min(parts, 8.0) * number / per_update))
+        return round(steps / 1000) * 1000
 
-    def unet_steps(self, number: int, per_update: int) -> int:
-        """Return the updates of stage 2."""
-        return _steps(self.unet_passes, number, per_update, 10_000, 150_000)
+
+@dataclass(frozen=True)
+class Sizing:
+    """The limits of both stages, and what else follows from the size of a set."""
+
+    stages: dict[Stage, StageSizing]
+    res_blocks: int
+    full_precision: bool
 
 
 def sizing_of(fingerprint: Fingerprint, layout: Layout) -> Sizing:
     """Return what a set on a grid allows."""
     number = fingerprint.number
-    is_small = number < SMALL_SET
+    is_small = fingerprint.is_small
     voxels, latents = number * layout.voxels, number * math.prod(layout.latent)
     width = _limit(_BY_VOXELS, voxels)
     why = f"the set has {_count(voxels)} voxels on this grid ({counted(number, 'volume')})"
@@ -71,17 +82,14 @@ def sizing_of(fingerprint: Fingerprint, layout: Layout) -> Sizing:
     why_unet = f"the set has {counted(number, 'volume')}"
     if by_latents < by_number:
         why_unet = f"the latents of the set have {_count(latents)} voxels"
+    batch = 2 if is_small or voxels < FEW_VOXELS else 4
+    unet_width, unet_batch = min(by_number, by_latents), 4 if is_small else 8 if number < 2000 else 16
     return Sizing(
-        width=width,
-        why_width=why,
+        {
+            "autoencoder": StageSizing(width, why, batch, 200, (4_000, 60_000), WIDTHS),
+            "ldm": StageSizing(unet_width, why_unet, unet_batch, 500, (10_000, 150_000), UNET_WIDTHS),
+        },
         res_blocks=1 if voxels < FEW_VOXELS else 2,
-        batch=2 if is_small or voxels < FEW_VOXELS else 4,
-        passes=200,
-        unet_width=min(by_number, by_latents),
-        why_unet_width=why_unet,
-        unet_batch=4 if is_small else 8 if number < 2000 else 16,
-        unet_passes=500,
-        is_small=is_small,
         full_precision=layout.voxels <= FULL_PRECISION_VOXELS,
     )
 
@@ -95,11 +103,6 @@ def learning_rate(width: int, first: float, least: float) -> float:
 
 def _limit(table: tuple[tuple[float, int], ...], value: float) -> int:
     return next(limit for below, limit in table if value < below)
-
-
-def _steps(passes: float, number: int, per_update: int, least: int, most: int) -> int:
-    steps = min(most, max(least, passes * number / per_update))
-    return round(steps / 1000) * 1000
 
 
 def _count(number: int) -> str:

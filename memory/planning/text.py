@@ -9,12 +9,15 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from memory.planning.fingerprint import Fingerprint, Spread
-from memory.planning.plan import Plan, Row
+from memory.planning.plan import Plan
 from memory.predict.prediction import GIB
-from memory.predict.text import hours_text, table
+from memory.predict.text import hours_text
+from models import build_autoencoder, build_unet
 from runtime.files.names import counted, printable
-from settings import dump_short
+from settings import Settings, dump_short
 from settings.writing import value_text
 
 AXES = "xyz"
@@ -22,31 +25,73 @@ SCHEMA = Path(__file__).resolve().parents[2] / "configs" / "schema.json"
 WEAK = "(?)"
 WIDTH = 118
 
-Parameters = dict[str, tuple[int, int]]
-"""The parameters of both networks by the name of the row."""
+
+def describe_plan(plan: Plan) -> str:
+    """Return what the plan needs, what was found in the data, and why each value was chosen."""
+    return "\n".join(line for text in _paragraphs(plan) for line in _wrapped(text, WIDTH))
 
 
-def describe_plan(plan: Plan, parameters: Parameters) -> str:
-    """Return what was found, the three alternatives, and what the user should know."""
-    rows = [["", "grid", "parameters", "stage 1", "stage 2", "hours, at least", "why"]]
-    rows += [_cells(row, parameters[row.name]) for row in plan.rows]
-    parts = ["\n".join(found_lines(plan.fingerprint)), table(rows), _time_note(plan)]
-    parts += ["\n".join(lines) for lines in (_wrapped(plan.unused), _wrapped(plan.notes)) if lines]
-    weak = [choice.key for choice in plan.choices if choice.is_weak]
-    if weak:
-        parts.append("\n".join(_wrapped([f"Inferred from little evidence, worth a look: {', '.join(weak)}."])))
-    return "\n\n".join(parts)
+def as_yaml(plan: Plan, command: str, out: Path) -> str:
+    """Return the config with the keys of a preset, below the text of `describe_plan` and the commands to run."""
+    schema = printable(os.path.relpath(SCHEMA, out.absolute().parent))
+    head = [
+        f"Planned for {plan.budget_bytes / GIB:g} GiB by: {command}",
+        f"Start: python train_autoencoder.py --config {shlex.quote(printable(out))}",
+        f"Then:  python train_ldm.py --config {shlex.quote(printable(out))}",
+        *_paragraphs(plan),
+    ]
+    lines = [f"# {line}".rstrip() for text in head for line in _wrapped(text, WIDTH - 2)]
+    marked = {choice.key for choice in plan.choices if choice.is_weak}
+
+    def comment(dotted: str, field: Any) -> str:
+        return f"{WEAK} {field.description}" if dotted in marked else str(field.description)
+
+    return "\n".join([f"# yaml-language-server: $schema={schema}", *lines, "", dump_short(plan.settings, comment)])
+
+
+def _paragraphs(plan: Plan) -> list[str]:
+    first, second = plan.assessments["autoencoder"], plan.assessments["ldm"]
+    needs = [
+        f"stage {number} {_gib(stage.prediction.required_bytes)} ({stage.share:.0%} of the budget), with its margin "
+        f"{_gib(stage.needed_bytes)}"
+        for number, stage in enumerate((first, second), start=1)
+    ]
+    in_autoencoder, in_unet = _num_parameters(plan.settings)
+    texts = [
+        f"Memory, with the CUDA context: {'; '.join(needs)}.",
+        f"Time on {first.gpu.name}: at least {hours_text(first.hours)} + {hours_text(second.hours)}, from bytes moved "
+        "and operations; expect about twice that.",
+        f"Parameters: {in_autoencoder:,} + {in_unet:,}.",
+        *plan.notes,
+        "",
+        "What was found",
+        *(f"  {line}" for line in found_lines(plan.fingerprint)),
+        "",
+        f"Why each value was chosen; {WEAK} marks what was inferred from little, so look at it again",
+    ]
+    for choice in plan.choices:
+        mark = f" {WEAK}" if choice.is_weak else ""
+        texts.append(f"  {choice.key}: {value_text(choice.value)}{mark}: {choice.reason}")
+    return texts
+
+
+def _num_parameters(settings: Settings) -> tuple[int, int]:
+    """Return the parameters of the autoencoder and of the U-Net; builds both without memory."""
+    with torch.device("meta"):
+        networks = (
+            build_autoencoder(settings.autoencoder),
+            build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape),
+        )
+    first, second = (sum(parameter.numel() for parameter in network.parameters()) for network in networks)
+    return first, second
 
 
 def found_lines(found: Fingerprint) -> list[str]:
     """Return what the volumes are like, a line for each fact."""
-    spacing = [Spread.of(axis) for axis in zip(*found.spacings, strict=True)]
     lines = [f"volumes:     {found.number} in {printable(found.source)}"]
-    lines.append("size:        " + _axes([Spread.of(axis) for axis in zip(*found.sizes, strict=True)], "voxels"))
-    if found.has_spacing:
-        lines.append("spacing:     " + _axes(spacing, "mm"))
-    else:
-        lines.append(f"spacing:     {found.num_without_spacing} of {found.number} files store none")
+    lines.append(f"size:        {_axes(found.sizes, 'voxels')}")
+    without = f"{found.num_without_spacing} of {found.number} files store none"
+    lines.append(f"spacing:     {_axes(found.spacings, 'mm') if found.has_spacing else without}")
     lines.append(
         f"orientation: {_counts(found.orientations, found.number)}; type: {_counts(found.types, found.number)}"
     )
@@ -61,91 +106,23 @@ def found_lines(found: Fingerprint) -> list[str]:
     if found.classes:
         shown = [f"{printable(name)} ({count})" for name, count in list(found.classes.items())[:8]]
         lines.append(f"classes:     {', '.join(shown)}{' ...' if len(found.classes) > 8 else ''}")
-    if found.num_label_maps:
-        lines.append(f"label maps:  {found.num_label_maps} beside the images, recognised as pairs and not trained on")
+    if found.num_left_out:
+        lines.append(f"left out:    {counted(found.num_left_out, 'file')}; check_data.py says which and why")
     return lines
 
 
-def as_yaml(plan: Plan, parameters: Parameters, command: str, out: Path) -> str:
-    """Return the recommended config: what was found, why each value was chosen, then the keys of a preset."""
-    row = plan.recommended
-    first, second = parameters[row.name]
-    budget = plan.budget_bytes / GIB
-    head = [
-        f"Planned for {budget:g} GiB by: {command}",
-        f"Predicted: stage 1 needs {_gib(row.first.prediction.required_bytes)} ({row.first.share:.0%} of the budget), "
-        f"stage 2 {_gib(row.second.prediction.required_bytes)} ({row.second.share:.0%}), with the CUDA context; with "
-        f"their margins {_gib(row.first.needed_bytes)} and {_gib(row.second.needed_bytes)}.",
-        f"Least time on {row.first.gpu.name}: {hours_text(row.first.hours)} + {hours_text(row.second.hours)}; "
-        f"{first:,} + {second:,} parameters.",
-        f"Start: python train_autoencoder.py --config {shlex.quote(printable(out))}",
-        f"Then:  python train_ldm.py --config {shlex.quote(printable(out))}",
-        "",
-        "What was found",
-        *(f"  {line}" for line in found_lines(plan.fingerprint)),
-        *(f"  {line}" for line in (*plan.notes, *plan.unused)),
-        "",
-        f"Why each value was chosen; {WEAK} marks what was inferred from little, so look at it again",
-    ]
-    for choice in plan.choices:
-        mark = f" {WEAK}" if choice.is_weak else ""
-        head.append(f"  {choice.key}: {value_text(choice.value)}{mark}: {choice.reason}")
-    lines = [f"# yaml-language-server: $schema={_schema(out)}"]
-    for text in head:
-        indent = "    " if text.startswith("  ") else "  "
-        wrapped = textwrap.wrap(text, WIDTH - 2, subsequent_indent=indent, break_long_words=False, drop_whitespace=True)
-        lines += [f"# {line}".rstrip() for line in wrapped or [""]]
-    marked = {choice.key for choice in plan.choices if choice.is_weak}
-
-    def comment(dotted: str, field: Any) -> str:
-        return f"{WEAK} {field.description}" if dotted in marked else str(field.description)
-
-    return "\n".join([*lines, "", dump_short(row.settings, comment)])
-
-
-def _cells(row: Row, parameters: tuple[int, int]) -> list[str]:
-    settings = row.settings
-    grid = "x".join(map(str, settings.data.voxel_size))
-    if settings.data.patch_size is not None:
-        grid += f", patches {'x'.join(map(str, settings.data.patch_size))}"
-    return [
-        row.name,
-        grid,
-        " + ".join(f"{count / 1e6:.1f} M" for count in parameters),
-        f"{_gib(row.first.prediction.required_bytes)} ({row.first.share:.0%})",
-        f"{_gib(row.second.prediction.required_bytes)} ({row.second.share:.0%})",
-        f"{hours_text(row.first.hours)} + {hours_text(row.second.hours)}",
-        row.why,
-    ]
-
-
-def _time_note(plan: Plan) -> str:
-    verdict = plan.recommended.first
-    return "\n".join(
-        _wrapped(
-            [
-                f"Memory: what the run needs with the CUDA context, and its part of {plan.budget_bytes / GIB:g} GiB; "
-                f"the recommended config fits with its margin. Hours: a lower bound for all updates on "
-                f"{verdict.gpu.name}, from bytes moved and operations; expect about twice that."
-            ]
-        )
-    )
-
-
-def _wrapped(texts: list[str] | tuple[str, ...]) -> list[str]:
-    return [line for text in texts for line in textwrap.wrap(text, WIDTH, break_long_words=False)]
-
-
-def _schema(out: Path) -> str:
-    return printable(os.path.relpath(SCHEMA, out.absolute().parent))
+def _wrapped(text: str, width: int) -> list[str]:
+    indent = "    " if text.startswith("  ") else "  "
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False) or [""]
 
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.1f} GiB"
 
 
-def _axes(spreads: list[Spread], unit: str) -> str:
-    return ", ".join(f"{axis} {_spread(spread)}" for axis, spread in zip(AXES, spreads, strict=True)) + f" {unit}"
+def _axes(rows: tuple[tuple[float, ...], ...], unit: str) -> str:
+    spreads = [_spread(Spread.of(axis)) for axis in zip(*rows, strict=True)]
+    return ", ".join(f"{axis} {spread}" for axis, spread in zip(AXES, spreads, strict=True)) + f" {unit}"
 
 
 def _spread(spread: Spread) -> str:

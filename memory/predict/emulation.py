@@ -1,7 +1,7 @@
 """Run any piece of code under the tracker, on fake or real tensors, with CUDA's autocast rules or the CPU's."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from losses import pieces
-from losses.pieces import Index
 from memory.predict.cuda_autocast import cuda_autocast_rules
 from memory.predict.records import Flops, combined
 from memory.predict.tracker import MemoryTracker
-from models.lean import checkpointing
-from runtime import placement
-from runtime.placement import MemoryFormat
+from runtime.observer import Chunk, MemoryObserver, observed_by
 
 
 @contextmanager
@@ -37,79 +33,56 @@ def emulated(fake: bool = True, cuda: bool = True) -> Iterator[FakeTensorMode | 
 
 
 @contextmanager
-def tracked(mode: FakeTensorMode | None, cuda: bool = True) -> Iterator[MemoryTracker]:
+def tracked(mode: FakeTensorMode | None, cuda: bool = True, without_triton: int = 0) -> Iterator[MemoryTracker]:
     """Yield a tracker that records everything in the block and counts offloaded tensors as host memory."""
-    with MemoryTracker(cuda=cuda, fake=mode) as tracker, _offloads_counted_by(tracker), ExitStack() as stack:
-        if mode is not None:
-            stack.enter_context(_equal_chunks_repeated_by(tracker))
+    with MemoryTracker(cuda, mode, without_triton=without_triton) as tracker, observed_by(_StepObserver(tracker)):
         yield tracker
 
 
-@contextmanager
-def _offloads_counted_by(tracker: MemoryTracker) -> Iterator[None]:
-    """Tell the tracker which tensors our offloading puts on the host; on a CPU nothing else distinguishes them."""
-    empty_on_host = checkpointing.empty_on_host
+class _StepObserver(MemoryObserver):
+    """Tells a tracker what a step offloads, and runs only as many equal chunks of a loss as it needs to see."""
 
-    def counted_empty_on_host(tensor: Tensor) -> Tensor:
-        with tracker.on_host():
-            return empty_on_host(tensor)
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self.tracker = tracker
 
-    checkpointing.empty_on_host = counted_empty_on_host
-    try:
-        yield
-    finally:
-        checkpointing.empty_on_host = empty_on_host
+    def host_allocation(self) -> AbstractContextManager[None]:
+        return self.tracker.on_host()
 
+    def chunks_to_run(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+        """Yield the first two of equal chunks and let the tracker repeat the second.
 
-@contextmanager
-def _equal_chunks_repeated_by(tracker: MemoryTracker) -> Iterator[None]:
-    """Run only the first two of the equal chunks of a perceptual loss, and let the tracker repeat the second.
-
-    The second is the first to start from the state that an equal chunk leaves behind.
-    """
-    in_turn = pieces.in_turn
-
-    def some_in_turn(chunks: Sequence[Sequence[Index]]) -> Iterator[Sequence[Index]]:
+        The second is the first to start from the state that an equal chunk leaves behind.
+        """
+        if self.tracker.fake is None:
+            yield from chunks
+            return
         for _, group in groupby(chunks, key=_shape_of):
             first, *others = group
             yield first
             if others:
-                segment = _Segment(tracker)
+                segment = _Segment(self.tracker)
                 yield others[0]
                 is_repeated = segment.repeat(len(others) - 1)
                 yield from () if is_repeated else others[1:]
 
-    pieces.in_turn = some_in_turn
-    try:
-        yield
-    finally:
-        pieces.in_turn = in_turn
 
-
-@contextmanager
-def weights_laid_out() -> Iterator[list[Tensor]]:
-    """Yield a list that gets the weights which networks copy into another layout, where they moved, inside the block.
+class CopiedWeights(MemoryObserver):
+    """Collects the weights that networks copy into another layout where they moved.
 
     A GPU has held such weights in both layouts, which leaves holes.
     """
-    lay_out = placement.lay_out
-    copied: list[Tensor] = []
 
-    def noted_lay_out(network: Any, memory_format: MemoryFormat) -> None:
-        before = list(network.parameters())
-        lay_out(network, memory_format)
-        copied.extend(new for old, new in zip(before, network.parameters(), strict=True) if new is not old)
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
 
-    placement.lay_out = noted_lay_out
-    try:
-        yield copied
-    finally:
-        placement.lay_out = lay_out
+    def weights_copied(self, weights: Sequence[Tensor]) -> None:
+        """Add weights."""
+        self.weights.extend(weights)
 
 
-def place(tracker: MemoryTracker, weights: Iterable[Tensor], laid_out: Sequence[Tensor]) -> None:
+def place(tracker: MemoryTracker, weights: Iterable[Tensor], copied: Sequence[Tensor]) -> None:
     """Let the tracker see weights arrive on a device: all of them, and then the copies of those that are laid out."""
-    is_copied = {id(weight) for weight in laid_out}
+    is_copied = {id(weight) for weight in copied}
     originals: list[tuple[Tensor, Tensor]] = []
     for weight in weights:
         if id(weight) in is_copied:
@@ -120,7 +93,7 @@ def place(tracker: MemoryTracker, weights: Iterable[Tensor], laid_out: Sequence[
         tracker.adopt([weight], "parameters")
 
 
-def _shape_of(chunk: Sequence[Index]) -> tuple[int, tuple[bool, ...]]:
+def _shape_of(chunk: Sequence[Any]) -> tuple[int, tuple[bool, ...]]:
     return len(chunk), tuple(isinstance(part, int) for part in chunk[0])
 
 
@@ -170,11 +143,13 @@ class _Segment:
         tracker.work = combined([(1, work), (times, tracker.work)])
 
 
-def measure_peak(function: Callable[[MemoryTracker], Any], fake: bool = True, cuda: bool = True) -> MemoryTracker:
+def measure_peak(
+    function: Callable[[MemoryTracker], Any], fake: bool = True, cuda: bool = True, without_triton: int = 0
+) -> MemoryTracker:
     """Run `function(tracker)` and return the tracker; `tracker.peak["device"]` is the peak in bytes.
 
     `function` must build its networks itself; it may pass them to `tracker.name_modules` and `tracker.adopt`.
     """
-    with emulated(fake, cuda) as mode, tracked(mode, cuda) as tracker:
+    with emulated(fake, cuda) as mode, tracked(mode, cuda, without_triton) as tracker:
         function(tracker)
     return tracker

@@ -7,8 +7,7 @@ Everything else goes through `FakeTensorMode`.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory.kernels.convolutions import convolution_layout
 from memory.kernels.reductions import held_elements
-from models.lean.norm import torch_kernels
 
 How = Literal["in place", "out", "view", "remembered", "asked"]
 CPU = torch.device("cpu")
@@ -158,22 +156,6 @@ def _collect(values: Sequence[Any], parts: list[Any]) -> bool:
         elif not (isinstance(value, (list, tuple)) and _collect(value, parts)):
             return False
     return True
-
-
-MOST_PIECES = 16
-"""Of a volume on a CPU. Real kernels cut it into hundreds, which would all be alike and hold next to nothing."""
-
-
-@contextmanager
-def few_pieces(cuda: bool, largest: int) -> Iterator[None]:
-    """Let our kernels cut fake volumes of at most `largest` values as the GPU that is emulated, or into few pieces."""
-    pieces = torch_kernels.PIECE_VALUES
-    before = pieces["cpu"]
-    pieces["cpu"] = pieces[torch_kernels.EMULATED_GPU.type] if cuda else max(before, largest // MOST_PIECES)
-    try:
-        yield
-    finally:
-        pieces["cpu"] = before
 
 
 def is_added_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

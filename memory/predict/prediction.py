@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -56,18 +56,17 @@ class Prediction:
     tier: str
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    peak_reserved_default_bytes: int
-    peak_reserved_expandable_bytes: int
-    host_bytes: int
-    phase: str
-    phase_peaks: dict[str, int]
-    breakdown: dict[str, int]
-    activations: list[dict[str, Any]]
-    largest: list[dict[str, Any]]
-    flops: dict[str, int]
-    attention: list[dict[str, Any]]
-    margin: float
-    seconds: float
+    peak_reserved_default_bytes: int = 0
+    peak_reserved_expandable_bytes: int = 0
+    host_bytes: int = 0
+    phase: str = ""
+    phase_peaks: dict[str, int] = field(default_factory=dict)
+    breakdown: dict[str, int] = field(default_factory=dict)
+    activations: list[dict[str, Any]] = field(default_factory=list)
+    largest: list[dict[str, Any]] = field(default_factory=list)
+    flops: dict[str, int] = field(default_factory=dict)
+    margin: float = 0.0
+    seconds: float = 0.0
     workspace_bytes: int = 0
     traffic_bytes: int = 0
     kernels: int = 0
@@ -161,14 +160,10 @@ class Prediction:
         known = {known.name for known in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
-    def corrected(self, factor: float, source: str) -> Prediction:
-        """Return the prediction scaled by a factor measured on this machine."""
-        return replace(self, correction=factor, correction_source=source)
-
 
 def tier_of(settings: Settings, stage: Stage) -> str:
     """Return the tier of a step: how lean it is. Predictions of one tier have similar errors."""
-    training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+    training = settings.training_of(stage)
     if stage == "autoencoder" and settings.autoencoder.training.slab_rows:
         return "slabs"
     if training.use_gradient_checkpointing_offload:
@@ -226,9 +221,10 @@ class Predictor:
         self.close()
 
     def close(self) -> None:
-        """Stop the workers."""
+        """Stop the workers; do nothing if they are stopped already."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
+        while self._processes:
+            process = self._processes.pop()
             process.kill()
             process.communicate()
         self._folder.cleanup()

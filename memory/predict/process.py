@@ -24,12 +24,10 @@ def main() -> None:
     gc.disable()
 
     from memory.predict.step import predict_step
-    from models.lean.norm.torch_kernels import emulate_gpu
     from runtime.precision import ONEDNN_LIMIT, onednn_limit
     from settings import Settings, UserError
 
-    if memory := int(sys.argv[1]):
-        emulate_gpu(memory)
+    without_triton = int(sys.argv[1])
     given = os.environ.get(ONEDNN_LIMIT)
     answer: dict[str, Any]
     for line in sys.stdin:
@@ -37,7 +35,7 @@ def main() -> None:
         try:
             settings = Settings.model_validate(request["settings"])
             os.environ[ONEDNN_LIMIT] = given or onednn_limit(settings.device)
-            answer = predict_step(settings, request["stage"]).to_json()
+            answer = predict_step(settings, request["stage"], without_triton=without_triton).to_json()
         except (UserError, RuntimeError, ValueError, AssertionError, TypeError) as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

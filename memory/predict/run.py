@@ -76,10 +76,16 @@ def _all_previews(settings: Settings, losses: Done, drawn: Done, decoded: Done) 
     return combined([(batches, drawn), (batches * (batch - 1), decoded), (steps, losses)])
 
 
-def other_programs(settings: Settings, stage: Stage, cuda: bool) -> dict[str, MemoryTracker]:
+def other_programs(settings: Settings, stage: Stage, cuda: bool, without_triton: int = 0) -> dict[str, MemoryTracker]:
     """Return the trackers of what runs before or after training, in memory of its own."""
+
+    def track(program: Callable[[], object]) -> MemoryTracker:
+        with emulated(cuda=cuda) as mode, tracked(mode, cuda, without_triton) as tracker, torch.no_grad():
+            program()
+        return tracker
+
     if stage == "autoencoder":
-        return {RECONSTRUCTION: _track(lambda: _reconstruct(_codec(settings), settings), cuda)}
+        return {RECONSTRUCTION: track(lambda: _reconstruct(_codec(settings), settings))}
 
     def sample() -> None:
         unet, codec = _unet(settings), _codec(settings)
@@ -87,9 +93,9 @@ def other_programs(settings: Settings, stage: Stage, cuda: bool) -> dict[str, Me
             codec.encode(torch.zeros(settings.ldm.conditioning.volume.num_channels, *settings.data.voxel_size))
         _sample(unet, codec, settings)
 
-    programs = {SAMPLING: _track(sample, cuda)}
+    programs = {SAMPLING: track(sample)}
     if encodings_per_volume(settings):
-        programs[ENCODING] = _track(lambda: _codec(settings).encode(_volume(settings)), cuda)
+        programs[ENCODING] = track(lambda: _codec(settings).encode(_volume(settings)))
     return programs
 
 
@@ -110,12 +116,6 @@ def peaks(tracker: MemoryTracker, limits: AllocatorLimits, is_cuda: bool) -> dic
     sizes = [record.nbytes if record.place == "device" else 0 for record in tracker.allocations]
     reserved = replay(tracker.trace, sizes, limits).peak_reserved if is_cuda else tracker.peak["device"]
     return {"allocated_bytes": tracker.peak["device"], "reserved_bytes": reserved}
-
-
-def _track(program: Any, cuda: bool) -> MemoryTracker:
-    with emulated(cuda=cuda) as mode, tracked(mode, cuda) as tracker, torch.no_grad():
-        program()
-    return tracker
 
 
 def _codec(settings: Settings) -> VolumeCodec:

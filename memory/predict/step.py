@@ -11,10 +11,10 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memory.predict.allocator import AllocatorLimits, replay_pinned
-from memory.predict.emulation import emulated, place, tracked, weights_laid_out
+from memory.predict.emulation import CopiedWeights, emulated, place, tracked
 from memory.predict.history import replay_training
 from memory.predict.known_results import CPU, KnownResultsMode
 from memory.predict.prediction import (
@@ -32,9 +32,11 @@ from memory.predict.prediction import (
 from memory.predict.records import WORKSPACE, Allocation, Done, Flops, StepEvents, work_parts
 from memory.predict.run import VALIDATION, encoded_volume, other_programs, peaks, run_validation
 from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
-from models.lean.norm.torch_kernels import is_emulated_gpu
+from runtime.observer import observed_by
 from runtime.processes import Process
 from settings import Settings
+from training.optimization import Updater
+from training.step import TrainingStep
 
 NUM_LARGEST = 12
 MAX_KERNEL_VOXELS = 64  # tells volumes from 16-bit copies of convolution weights, which have five axes too
@@ -44,7 +46,7 @@ CATEGORIES = (
 )
 
 
-def build_step(settings: Settings, stage: Stage, device: torch.device = CPU) -> Any:
+def build_step(settings: Settings, stage: Stage, device: torch.device = CPU) -> TrainingStep:
     """Build the training step of a stage without loading weight files."""
     assert stage in ("autoencoder", "ldm"), f"unknown stage {stage}"
     process = Process(device)
@@ -62,8 +64,9 @@ def track_step(
     stage: Stage,
     fake: bool = True,
     cuda: bool = True,
-    build: Callable[[Settings, Stage], Any] = build_step,
-    after: Callable[[Any, MemoryTracker], None] | None = None,
+    build: Callable[[Settings, Stage], TrainingStep] = build_step,
+    after: Callable[[TrainingStep, MemoryTracker], None] | None = None,
+    without_triton: int = 0,
 ) -> MemoryTracker:
     """Run the micro-batch that needs the most memory and return its tracker; then call `after` with the step, if given.
 
@@ -71,14 +74,15 @@ def track_step(
     micro-batches exist too. So this peak is the peak of the whole training. With fake=False, run on real CPU tensors.
     """
     settings = _on_cpu(settings, cuda)
-    training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+    training = settings.training_of(stage)
     with emulated(fake, cuda) as mode:
-        with KnownResultsMode(mode, cuda) if mode is not None else nullcontext(), weights_laid_out() as laid_out:
+        copied = CopiedWeights()
+        with KnownResultsMode(mode, cuda) if mode is not None else nullcontext(), observed_by(copied):
             step = build(settings, stage)
             batch = step.example_batch(training.batch_size)
-        with tracked(mode, cuda) as tracker:
+        with tracked(mode, cuda, without_triton) as tracker:
             tracker.benchmarks = True
-            _adopt_step(tracker, step, laid_out)
+            _adopt_step(tracker, step, copied.weights)
             for updater in step.updaters.values():
                 make_optimizer_state(updater)
                 tracker.adopt(_tensors(updater.optimizer.state.values()), "optimizer")
@@ -98,7 +102,7 @@ def track_step(
     return tracker
 
 
-def _run(step: Any, batch: Any, number: int, tracker: MemoryTracker) -> StepEvents:
+def _run(step: TrainingStep, batch: Any, number: int, tracker: MemoryTracker) -> StepEvents:
     """Make one update and return where it is in the trace."""
     start = len(tracker.trace)
     step.backward([batch], number)
@@ -121,7 +125,7 @@ class _StepEnd:
     trained: int  # bytes of the weights that train
 
     @classmethod
-    def of(cls, tracker: MemoryTracker, step: Any) -> _StepEnd:
+    def of(cls, tracker: MemoryTracker, step: TrainingStep) -> _StepEnd:
         """Copy the counts."""
         return cls(
             len(tracker.trace),
@@ -135,27 +139,27 @@ class _StepEnd:
         )
 
 
-def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Prediction:
+def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, without_triton: int = 0) -> Prediction:
     """Predict in this process; use `memory.predict.predict` to do it in a worker.
 
-    whole_run: also what validation and the programs around training need.
+    whole_run: also what validation and the programs around training need. without_triton: as in `MemoryTracker`.
     """
     start = time.perf_counter()
     is_cuda = settings.device.type != "cpu"
     ends: list[_StepEnd] = []
     beside: dict[str, Done] = {}
 
-    def after(step: Any, tracker: MemoryTracker) -> None:
+    def after(step: TrainingStep, tracker: MemoryTracker) -> None:
         ends.append(_StepEnd.of(tracker, step))
         tracker.reset()
         if whole_run:
             beside.update(run_validation(step, settings, stage, tracker))
 
-    tracker = track_step(settings, stage, cuda=is_cuda, after=after)
+    tracker = track_step(settings, stage, cuda=is_cuda, after=after, without_triton=without_triton)
     end, limits = ends[0], AllocatorLimits.parse(settings.device.allocator)
     run_peaks = {}
     if whole_run:
-        programs = other_programs(_on_cpu(settings, is_cuda), stage, is_cuda)
+        programs = other_programs(_on_cpu(settings, is_cuda), stage, is_cuda, without_triton)
         run_peaks = {name: peaks(t, limits, is_cuda) for name, t in {VALIDATION: tracker, **programs}.items()}
         if (encoded := encoded_volume(settings, programs)) is not None:
             beside[ENCODED_VOLUME] = encoded
@@ -166,7 +170,7 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
         for chosen in ({default, expandable, limits} if is_cuda else ())
     }
     grid = settings.training_grid if stage == "autoencoder" else settings.unet_grid
-    training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
+    training = settings.training_of(stage)
     updates = training.gradient_accumulation_steps
     tier, flops, alive = tier_of(settings, stage), end.flops, end.alive
     return Prediction(
@@ -183,7 +187,6 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True) -> Pr
         activations=_by_module_and_level(alive, grid),
         largest=[_describe(record) for record in sorted(alive, key=lambda record: -record.nbytes)[:NUM_LARGEST]],
         flops=_flops_of(flops, updates),
-        attention=attention_growth(settings, stage),
         margin=MARGINS[tier],
         seconds=round(time.perf_counter() - start, 2),
         workspace_bytes=tracker.workspace,
@@ -227,38 +230,9 @@ def _warnings(tracker: MemoryTracker) -> list[str]:
             "a sample has 2^31 elements or more; with a cuDNN before 9.3 torch would unfold it into a copy of "
             f"{tracker.unfolded[False] / 2**30:.1f} GiB; {way_out}"
         )
-    if tracker.cuda and is_emulated_gpu():
+    if tracker.without_triton:
         texts.append("this GPU cannot run Triton, so its norms are slower and copy volumes to fp32, which is counted")
     return texts
-
-
-def attention_growth(settings: Settings, stage: Stage) -> list[dict[str, Any]]:
-    """Return tokens, bytes and FLOPs of one attention block per attention level, now and with every axis doubled.
-
-    The scaled-dot-product kernel saves query, key, value and result, which is linear in the number of tokens. A matrix
-    of attention weights would be quadratic, as is the compute of both.
-    """
-    network = settings.autoencoder if stage == "autoencoder" else settings.ldm.unet
-    grid = settings.training_grid if stage == "autoencoder" else settings.latent_shape[1:]
-    width = 2 if settings.device.is_half(on_cpu=settings.device.type == "cpu") else 4
-    rows = []
-    for level, (channels, attends) in enumerate(zip(network.num_channels, network.attention_levels, strict=True)):
-        for factor in (1, 2) if attends else ():
-            shape = network.level_grids([axis * factor for axis in grid])[level]
-            tokens = math.prod(shape)
-            heads = channels // settings.ldm.unet.head_channels[level] if stage == "ldm" else 1
-            rows.append(
-                {
-                    "level": level,
-                    "grid_factor": factor,
-                    "grid": list(shape),
-                    "tokens": tokens,
-                    "kernel_bytes": tokens * (4 * channels * width + 4 * heads),
-                    "matrix_bytes": heads * tokens**2 * width,
-                    "flops": 4 * tokens**2 * channels,
-                }
-            )
-    return rows
 
 
 def _on_cpu(settings: Settings, cuda: bool) -> Settings:
@@ -267,21 +241,19 @@ def _on_cpu(settings: Settings, cuda: bool) -> Settings:
     return settings.with_overrides({"device.type": "cpu", **({"device.amp_dtype": "bfloat16"} if is_chosen else {})})
 
 
-def _adopt_step(tracker: MemoryTracker, step: Any, laid_out: list[Tensor]) -> None:
+def _adopt_step(tracker: MemoryTracker, step: TrainingStep, copied: list[Tensor]) -> None:
     """Give the tracker the names of the networks and the categories of tensors that outlive a step."""
-    for name, value in vars(step).items():
-        if isinstance(value, nn.Module) and not name.startswith("_"):
-            tracker.name_modules(name, value)
-            place(tracker, [*value.parameters(), *value.buffers()], laid_out)
-            tracker.adopt_gradients(value.parameters())
-            if step.average is not None and value is step.network:
-                tracker.adopt(step.average.averages, "ema")
-        elif name == "normalisation":
-            tracker.adopt(_tensors([value]), "parameters")
+    for name, network in step.networks_on_device.items():
+        tracker.name_modules(name, network)
+        place(tracker, [*network.parameters(), *network.buffers()], copied)
+        tracker.adopt_gradients(network.parameters())
+        if step.average is not None and network is step.network:
+            tracker.adopt(step.average.averages, "ema")
+    tracker.adopt(step.tensors_on_device, "parameters")
 
 
 @torch.no_grad()
-def make_optimizer_state(updater: Any) -> None:
+def make_optimizer_state(updater: Updater) -> None:
     """Make the optimizer allocate its states, which exist from the first update on."""
     for parameter in updater.parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from memory.kernels.gpus import Gpu
 from memory.predict.prediction import (
@@ -45,7 +44,7 @@ def describe_prediction(prediction: Prediction, gpu: Gpu, num_gpus: int = 1) -> 
         _compute(prediction),
         describe_time(prediction, gpu, num_gpus),
         *(f"Warning: {text}." for text in prediction.warnings),
-        _notes(prediction),
+        f"Not predicted: {'; '.join(prediction.not_predicted)}. Computed in {prediction.seconds:.1f} s without a GPU.",
     ]
     return "\n\n".join(parts)
 
@@ -59,9 +58,12 @@ def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1, max_hours: float |
         return CPU_TIME
     seconds = p.seconds_per_step(gpu)
     cards = gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}"
+    whole = f"{hours_text(p.hours(gpu))} for the whole run of {counted(p.max_steps, 'update')}{_beside_text(p, gpu)}"
+    if max_hours is not None:
+        most = counted(math.ceil(3600 * max_hours / seconds), "update") if seconds > 0 else "as many updates as fit"
+        whole = f"at most {most} in the {duration_text(3600 * max_hours)} that the run trains"
     text = (
-        f"Time on {cards}: at least {seconds:.3g} s an update, "
-        f"{_whole_text(p, seconds, hours_text(p.hours(gpu)), p.seconds_beside(gpu), max_hours)} "
+        f"Time on {cards}: at least {seconds:.3g} s an update, {whole} "
         f"({p.traffic_bytes / GIB:,.1f} GiB moved by {p.kernels:,} kernels; bandwidth and half the peak: {gpu.source})."
     )
     if num_gpus > 1:
@@ -71,20 +73,9 @@ def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1, max_hours: float |
     return text + dominant_text(p, gpu)
 
 
-def _whole_text(
-    p: Prediction, seconds: float, whole: str, seconds_beside: dict[str, float], max_hours: float | None
-) -> str:
-    """Return the time of the whole run, or the most updates of `seconds` each that fit into its time limit."""
-    if max_hours is None:
-        return f"{whole} for the whole run of {counted(p.max_steps, 'update')}{_beside_text(p, seconds_beside)}"
-    limit = 3600 * max_hours
-    most = counted(math.ceil(limit / seconds), "update") if seconds > 0 else "as many updates as fit"
-    return f"at most {most} in the {duration_text(limit)} that the run trains"
-
-
-def _beside_text(p: Prediction, seconds_beside: dict[str, float]) -> str:
+def _beside_text(p: Prediction, gpu: Gpu) -> str:
     """Return what is in the time of a run besides its updates."""
-    times = {name: hours_text(seconds / 3600) for name, seconds in seconds_beside.items()}
+    times = {name: hours_text(seconds / 3600) for name, seconds in p.seconds_beside(gpu).items()}
     if not times:
         return ""
     num_train, num_held_out = p.num_volumes
@@ -153,13 +144,10 @@ def _breakdown(p: Prediction) -> str:
     rows = [["alive at the peak", "", ""]]
     for name, nbytes in sorted(p.breakdown.items(), key=lambda item: -item[1]):
         rows.append([name, gib(nbytes), f"{nbytes / max(1, p.peak_allocated_bytes):.0%}"])
-        if name == "activations":
-            rows += [[f"  {_place(part)}", gib(part["bytes"]), ""] for part in p.activations[:8]]
+        for part in p.activations[:8] if name == "activations" else ():
+            level = "" if part["level"] is None else f", level {part['level']}"
+            rows.append([f"  {part['module']}{level}", gib(part["bytes"]), ""])
     return table(rows, right=(1, 2))
-
-
-def _place(part: dict[str, Any]) -> str:
-    return f"{part['module']}, level {part['level']}" if part["level"] is not None else part["module"]
 
 
 def _largest(p: Prediction) -> str:
@@ -175,17 +163,4 @@ def _compute(p: Prediction) -> str:
     rows = [["compute of one update", "TFLOP"]]
     rows += [[name, f"{p.flops[name] / 1e12:.2f}"] for name in ("forward", "backward", "recompute", "total")]
     rows.append(["of which attention", f"{p.flops['attention'] / 1e12:.2f}"])
-    text = table(rows, right=(1,))
-    if not p.attention:
-        return text
-    growth = [["attention by grid", "tokens", "our kernel keeps", "a matrix would be", "TFLOP"]]
-    for row in p.attention:
-        grid = "x".join(map(str, row["grid"]))
-        name = f"level {row['level']}, {grid}" + (", every axis doubled" if row["grid_factor"] == 2 else "")
-        kernel, matrix = gib(row["kernel_bytes"]), gib(row["matrix_bytes"])
-        growth.append([name, f"{row['tokens']:,}", kernel, matrix, f"{row['flops'] / 1e12:.2f}"])
-    return text + "\n\n" + table(growth, right=(1, 2, 3, 4))
-
-
-def _notes(p: Prediction) -> str:
-    return f"Not predicted: {'; '.join(p.not_predicted)}. Computed in {p.seconds:.1f} s without a GPU."
+    return table(rows, right=(1,))

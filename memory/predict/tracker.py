@@ -21,19 +21,23 @@ from memory.kernels.attention import attention_workspaces
 from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version, trial_key
 from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes, sum_bytes
-from memory.predict.known_results import CPU, KnownResults, few_pieces, is_added_in_place, key_of, plausible_value
+from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
 from memory.predict.records import WORKSPACE, Allocation, ModuleNames, Place, Purpose, StepEvents, Work, WorkCounter
-from models.lean.norm.torch_kernels import EMULATED_GPU, is_emulated_gpu
+from models.lean.norm.torch_kernels import CPU_PIECE_VALUES, gpu_piece_values
 from runtime import cublas
+from runtime.observer import MemoryObserver, observed_by
 from runtime.phases import current_phase
 
 aten = torch.ops.aten
 _RESULT_FIRST = (torch.ops.lean.group_norm.default, torch.ops.lean.group_norm_backward.default)
 """Those of our operators that allocate their result before they sum."""
 _HOST = torch.device("meta")  # stands for the host, so that a copy to the CPU, which stands for the GPU, is one
+_EMULATED_GPU = torch.device("meta")  # torch built without CUDA refuses to handle "cuda"
 _CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES = "convolution workspaces", "library workspaces"
+MOST_PIECES = 16
+"""Of a volume on a CPU. Real kernels cut it into hundreds, which would all be alike and hold next to nothing."""
 
 
 class MemoryTracker(TorchDispatchMode, WorkCounter):
@@ -41,12 +45,20 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
 
     `trace` holds the events in order: an allocation is its index into `allocations`, a release the complement of that
     index (`~index`). Enter it inside `FakeTensorMode` to predict, or alone to observe a real CPU step. Pass storages
-    created earlier to `adopt`; otherwise they are not counted.
+    created earlier to `adopt`; otherwise they are not counted. without_triton: the memory of a GPU that cannot run
+    Triton, whose norms need copies; 0 for other devices.
     """
 
-    def __init__(self, cuda: bool = True, fake: FakeTensorMode | None = None, cudnn: int | None = None) -> None:
+    def __init__(
+        self,
+        cuda: bool = True,
+        fake: FakeTensorMode | None = None,
+        cudnn: int | None = None,
+        without_triton: int = 0,
+    ) -> None:
         super().__init__()
         self.cuda = cuda
+        self.without_triton = without_triton if cuda else 0
         self.cudnn = cudnn_version() if cudnn is None else cudnn
         self.fake = fake
         self.device = CPU  # where tensors say they are
@@ -170,7 +182,8 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return plausible_value(args[0].dtype)
         in_backward = torch._C._current_graph_task_id() != -1
-        tiles = partial_sum_bytes(func, args) if self.cuda and func.namespace == "lean" and not is_emulated_gpu() else 0
+        has_tiles = self.cuda and func.namespace == "lean" and not self.without_triton
+        tiles = partial_sum_bytes(func, args) if has_tiles else 0
         sums_first = func not in _RESULT_FIRST
         self._pass_through(tiles if sums_first else 0, str(func), in_backward, LIBRARY_WORKSPACES)
         if in_backward and self.fake is not None and is_added_in_place(func, args, kwargs):
@@ -197,7 +210,7 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
             for nbytes in memory.passes:
                 self._pass_through(nbytes, str(func), in_backward, CONVOLUTION_WORKSPACES)
             self.workspace = max(self.workspace, *memory.passes, 0)
-        if func.namespace == "lean" and self.fake is not None and (not self.cuda or is_emulated_gpu()):
+        if func.namespace == "lean" and self.fake is not None and (not self.cuda or self.without_triton):
             self._pass_through(self._held_inside(func, args, kwargs), str(func), in_backward, LIBRARY_WORKSPACES)
         return out
 
@@ -206,10 +219,12 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         key = key_of(func, args, kwargs)
         if key not in self._inside:
             tensors = list(operators.tensors_in((*args, *kwargs.values())))
-            cut = few_pieces(self.cuda, max(tensor.numel() for tensor in tensors))
-            with MemoryTracker(cuda=False, fake=self.fake) as inner, cut:
+            pieces = gpu_piece_values(self.without_triton)
+            if not self.cuda:
+                pieces = max(CPU_PIECE_VALUES, max(tensor.numel() for tensor in tensors) // MOST_PIECES)
+            with MemoryTracker(cuda=False, fake=self.fake) as inner, observed_by(_Pieces(pieces)):
                 if self.cuda:  # the kernels choose by the device of their arguments
-                    inner.device = EMULATED_GPU
+                    inner.device = _EMULATED_GPU
                 inner.adopt(tensors, "inputs")
                 before = inner.live["device"]
                 out = func.redispatch(_CPU_KERNELS, *args, **kwargs)
@@ -342,6 +357,16 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         if not in_backward:
             return "forward"
         return "recompute" if torch.is_grad_enabled() or self._modules.running else "backward"
+
+
+class _Pieces(MemoryObserver):
+    """Lets our kernels cut fake volumes into pieces of so many values."""
+
+    def __init__(self, values: int) -> None:
+        self.values = values
+
+    def piece_values(self) -> int:
+        return self.values
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

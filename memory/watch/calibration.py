@@ -69,10 +69,12 @@ def corrected(prediction: Prediction, gpu_name: str | None = None) -> Prediction
     floor = prediction.peak_allocated_bytes / max(1, prediction.peak_reserved_bytes)
     if ratios:
         margin = prediction.margin / (1 + len(ratios))
-        return replace(result.corrected(max(floor, *ratios), f"{key}, this config"), margin=margin)
+        source = f"{key}, this config"
+        return replace(result, correction=max(floor, *ratios), correction_source=source, margin=margin)
     others = [entry["ratio"] for entry in measured if entry["what"] == "memory"]
     if others and max(others) > 1:
-        return result.corrected(max(others), f"{key}, other configs of tier {prediction.tier}")
+        source = f"{key}, other configs of tier {prediction.tier}"
+        return replace(result, correction=max(others), correction_source=source)
     return result
 
 

@@ -6,6 +6,7 @@ import difflib
 import errno
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,42 +60,47 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _CPU_MESSAGES)
 
 
+@dataclass(frozen=True)
+class Failure:
+    """How memory ran out: the error, its phase and its step; `saved`: the step of the last checkpoint, or 0."""
+
+    error: BaseException
+    phase: str
+    step: int
+    saved: int = 0
+
+
 def report_out_of_memory(
-    error: BaseException,
+    failure: Failure,
     folder: Path,
     settings: Settings,
     stage: Stage,
-    phase: str,
-    step: int,
     prediction: Prediction | None = None,
-    saved: int = 0,
     num_processes: int = 1,
 ) -> TrainingOutOfMemoryError:
-    """Write `oom_report.json` and return the error to raise; both give phase, step, breakdown and next rung.
-
-    `settings` are not changed; `settings_of_next_rung` returns the changed ones. `saved` is the step of the last
-    checkpoint, or 0.
-    """
+    """Write `oom_report.json` and return the error to raise; both give phase, step, breakdown and next rung."""
     rung = next_same_mathematics_rung(settings, stage)
+    error = failure.error
     report = {
         "stage": stage,
-        "phase": phase,
-        "step": step,
-        "last_checkpoint": saved or None,
+        "phase": failure.phase,
+        "step": failure.step,
+        "last_checkpoint": failure.saved or None,
         "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
         "breakdown": prediction.breakdown if prediction is not None else None,
         "largest": prediction.largest if prediction is not None else None,
         "predicted_peak_bytes": prediction.required_bytes if prediction is not None else None,
-        "readings": _readings(),
+        "readings": MemoryReadings(torch.device("cuda" if torch.cuda.is_available() else "cpu")).read(),
         "next_rung": _rung_to_json(rung, settings),
     }
     path = folder / REPORT
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(report, indent=2) + "\n")
-    except OSError as failure:
-        log.warning("%s: cannot be written (%s)", path, failure)
-    return TrainingOutOfMemoryError(_explain(report, path, rung, settings, num_processes), saved)
+    except OSError as problem:
+        log.warning("%s: cannot be written (%s)", path, problem)
+    text = _explain(failure, prediction, rung, settings, num_processes)
+    return TrainingOutOfMemoryError(f"{text}\n  details: {path}", failure.saved)
 
 
 def settings_of_next_rung(settings: Settings, stage: Stage, saved: int) -> Settings | None:
@@ -128,16 +134,12 @@ def _rung_to_json(rung: Rung | None, settings: Settings) -> dict[str, Any] | Non
     }
 
 
-def _readings() -> dict[str, float]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return MemoryReadings(device).read()
-
-
-def _explain(report: dict[str, Any], path: Path, rung: Rung | None, settings: Settings, num_processes: int) -> str:
-    state = checkpoint_state(report["last_checkpoint"] or 0)
-    lines = [f"step {report['step'] + 1}, {report['phase']}: out of memory; {state}"]
-    if report["breakdown"]:
-        parts = sorted(report["breakdown"].items(), key=lambda part: -part[1])
+def _explain(
+    failure: Failure, prediction: Prediction | None, rung: Rung | None, settings: Settings, num_processes: int
+) -> str:
+    lines = [f"step {failure.step + 1}, {failure.phase}: out of memory; {checkpoint_state(failure.saved)}"]
+    if prediction is not None and prediction.breakdown:
+        parts = sorted(prediction.breakdown.items(), key=lambda part: -part[1])
         lines.append("  at the predicted peak: " + ", ".join(f"{name} {gib(n)}" for name, n in parts if n))
     if rung is None:
         lines.append("  no rung with the same mathematics is left; scripts/oom_ladder.py shows those that change it")
@@ -148,5 +150,4 @@ def _explain(report: dict[str, Any], path: Path, rung: Rung | None, settings: Se
         if num_processes == 1:
             alternative = "or add --on-oom next-rung"
         lines.append(f"  make this change to the config and run the same command again; {alternative}")
-    lines.append(f"  details: {path}")
     return "\n".join(lines)

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,10 @@ import torch
 
 from memory.kernels.gpus import chosen_gpu
 from memory.predict.prediction import MIB, Prediction, Stage, fullest_step
-from memory.watch.announcement import BackgroundPrediction, record_full_step, record_step_time, without_triton
+from memory.watch.announcement import BackgroundPrediction, card_of, without_triton
+from memory.watch.calibration import record, record_time
 from memory.watch.diagnosis import (
+    Failure,
     TrainingOutOfMemoryError,
     is_out_of_memory,
     report_out_of_memory,
@@ -26,7 +29,7 @@ from memory.watch.readings import MemoryReadings
 from memory.watch.run_record import write_memory_record
 from runtime.phases import current_phase, phase
 from runtime.processes import Process, number_of_processes
-from settings import Settings, TrainingSettings
+from settings import Settings
 
 log = logging.getLogger(__name__)
 OnOom = Literal["stop", "next-rung"]
@@ -104,16 +107,9 @@ class MemoryWatch:
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
+            failure = Failure(error, current_phase(), step, saved)
             raise report_out_of_memory(
-                error,
-                folder,
-                self.settings,
-                self.stage,
-                current_phase(),
-                step,
-                self.prediction,
-                saved,
-                self.process.world_size,
+                failure, folder, self.settings, self.stage, self.prediction, self.process.world_size
             ) from error
         self._calibrate(is_full)
 
@@ -126,13 +122,22 @@ class MemoryWatch:
         if self.prediction is None or self.process.device.type != "cuda":
             return
         if is_full and self._full_steps == 2:
-            record_full_step(self.prediction, self.readings)
+            ratio = record(self.prediction, self.readings.measured_bytes())
+            if ratio is not None:
+                log.info("memory: a full step used %.2f x its prediction; later predictions are scaled by this", ratio)
         self._ends = [*self._ends, time.perf_counter()] if is_full else []
         if len(self._ends) == TIMED_STEPS + 1 and not self._is_timed:
             self._is_timed = True
-            seconds = (self._ends[-1] - self._ends[0]) / TIMED_STEPS
-            record_step_time(self.prediction, seconds, self.process.device)
+            self._record_time((self._ends[-1] - self._ends[0]) / TIMED_STEPS)
         self._ends = self._ends[-TIMED_STEPS:]
+
+    def _record_time(self, seconds: float) -> None:
+        assert self.prediction is not None, "times are compared with a prediction"
+        least = replace(self.prediction, time_correction=1.0).seconds_per_step(card_of(self.process.device))
+        ratio = record_time(self.prediction, seconds, least)
+        if ratio is not None:
+            text = "time: an update takes %.3g s, %.1f x the lower bound; later predictions are scaled by this"
+            log.info(text, seconds, ratio)
 
     def read(self) -> dict[str, float]:
         """Return the readings since the last call, in GiB, by metric name."""
@@ -165,13 +170,10 @@ def train_with_rungs(train: Callable[[Settings], int], settings: Settings, stage
 
 def is_tiny(settings: Settings, stage: Stage) -> bool:
     """Return whether a run is too small and too short for a prediction to be worth its time."""
-    training: TrainingSettings
-    if stage == "autoencoder":
-        channels, grid = 2 * settings.autoencoder.num_channels[0], settings.training_grid
-        training = settings.autoencoder.training
-    else:
-        channels, grid = 2 * settings.ldm.unet.num_channels[0], settings.latent_shape[1:]
-        training = settings.ldm.training
-    activation = 4 * training.batch_size * channels * math.prod(grid)
+    channels, grid = settings.autoencoder.num_channels[0], settings.training_grid
+    if stage == "ldm":
+        channels, grid = settings.ldm.unet.num_channels[0], settings.latent_shape[1:]
+    training = settings.training_of(stage)
+    activation = 8 * training.batch_size * channels * math.prod(grid)
     is_short = activation * training.max_steps * training.gradient_accumulation_steps < SHORT_RUN_BYTES
     return activation < TINY_ACTIVATION_BYTES or (activation < SMALL_ACTIVATION_BYTES and is_short)

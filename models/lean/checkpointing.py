@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from runtime.observer import memory_observer
+
 MIN_OFFLOAD_BYTES = 1 << 20
 """Smaller tensors stay on the device: copying them costs more time than the memory is worth."""
 
@@ -27,11 +29,9 @@ ATTENTION = (
 
 
 def empty_on_host(tensor: Tensor) -> Tensor:
-    """Return an uninitialised host tensor of the shape, strides and dtype of `tensor`, pinned for copies from a GPU.
-
-    Every offloaded byte is allocated here, so a memory predictor needs to watch only this function.
-    """
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+    """Return an uninitialised host tensor of the shape, strides and dtype of `tensor`, pinned for copies from a GPU."""
+    with memory_observer().host_allocation():
+        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
 
 
 @dataclass(eq=False)

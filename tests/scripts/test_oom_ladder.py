@@ -54,7 +54,7 @@ def test_ladder_recommends_writes_and_its_config_is_read_back(tmp_path):
 def test_budget_out_of_reach_ends_with_code_3_and_the_smallest():
     done = run("--quiet", "--config", "configs/quickstart.yaml", "--budget-gb", 0.1, "--order", "guide", *SMALL)
     assert done.returncode == 3, done.stderr
-    assert "Nothing on the ladder fits 0.10 GiB. The last rung has the changes of all others" in done.stdout
+    assert "Nothing on the ladder fits 0.10 GiB. The smallest is" in done.stdout
     assert "0.50 GiB of it for the CUDA context" in done.stdout
     assert "held by" in done.stdout
     assert "predicting" not in done.stderr

@@ -16,15 +16,10 @@ from torch.nn import functional as F
 from models.lean import native
 from models.lean.layout import CHANNELS_LAST, layout_of
 from models.lean.norm.affine import Norm
+from runtime.observer import memory_observer
 
-PIECE_VALUES = {"cpu": 2**16}
-"""Values in a piece on the CPU: 256 KiB of fp32, which stay in a core's cache from one pass to the next.
-
-A memory prediction for a GPU that cannot run Triton adds an entry for its pretended device with `emulate_gpu`.
-"""
-
-EMULATED_GPU = torch.device("meta")
-"""What tensors of such a prediction name as their device, because torch built without CUDA refuses to handle "cuda"."""
+CPU_PIECE_VALUES = 2**16
+"""Values in a piece on the CPU: 256 KiB of fp32, which stay in a core's cache from one pass to the next."""
 
 PIECES_OF_A_GPU = 32
 """A GPU converts up to this fraction of its memory at once: almost every volume that fits it is a single piece."""
@@ -319,19 +314,16 @@ def _steps(x: Tensor) -> tuple[int, int]:
 
 def piece_values(device: torch.device) -> int:
     """Return how many values are converted to full precision at once."""
-    if device.type in PIECE_VALUES:
-        return PIECE_VALUES[device.type]
-    return torch.cuda.get_device_properties(device).total_memory // PIECES_OF_A_GPU // 4
+    if (observed := memory_observer().piece_values()) is not None:
+        return observed
+    if device.type == "cpu":
+        return CPU_PIECE_VALUES
+    return gpu_piece_values(torch.cuda.get_device_properties(device).total_memory)
 
 
-def emulate_gpu(memory_bytes: int) -> None:
-    """Let this process, which only predicts, cut volumes as on a GPU of this size."""
-    PIECE_VALUES[EMULATED_GPU.type] = memory_bytes // PIECES_OF_A_GPU // 4
-
-
-def is_emulated_gpu() -> bool:
-    """Return whether `emulate_gpu` was called."""
-    return EMULATED_GPU.type in PIECE_VALUES
+def gpu_piece_values(memory_bytes: int) -> int:
+    """Return how many values a GPU of this size converts to full precision at once."""
+    return memory_bytes // PIECES_OF_A_GPU // 4
 
 
 def _step(limit: int, values_each: int, size: int) -> int:

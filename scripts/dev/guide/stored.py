@@ -121,7 +121,7 @@ class StoredPredictor:
         found: Future[Prediction] = Future()
         values = dict(self.answers[name])
         total = {"total": values.pop("flops")}
-        blank: dict[str, Any] = {"phase_peaks": {}, "breakdown": {}, "activations": [], "largest": [], "attention": []}
+        blank: dict[str, Any] = {"phase_peaks": {}, "breakdown": {}, "activations": [], "largest": []}
         # Each section keeps what its document shows; a matrix of attention is known by its peak only.
         blank |= {"peak_reserved_bytes": 0, "peak_reserved_default_bytes": 0, "peak_reserved_expandable_bytes": 0}
         blank |= {"tier": "", "phase": "", "margin": 0.0}

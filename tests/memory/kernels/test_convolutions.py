@@ -156,16 +156,6 @@ def test_slices_of_a_gradient_share_the_trials_of_a_whole_one_and_another_layout
     assert tried == [2, 2, 4]
 
 
-def test_a_tensor_that_is_not_dense_is_copied_first():
-    rows = torch.zeros(1, 8, 8, 8, 8)[:, :, 2:6]
-    with emulated() as mode:
-        x = torch.zeros(1, 8, 8, 8, 8)[:, :, 2:6]
-        weight = torch.zeros(4, 8, 3, 3, 3)
-        with MemoryTracker(fake=mode) as tracker:
-            torch.nn.functional.conv3d(x, weight, padding=1)
-    assert tracker.workspace == rows.numel() * 4
-
-
 def test_hidden_gpus_leave_the_version_that_ships_with_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

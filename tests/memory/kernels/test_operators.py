@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from memory.kernels.operators import is_kernel, kind_of
 from memory.predict.emulation import measure_peak
 from models.lean.norm import operators
 from models.lean.norm.affine import Norm
@@ -59,17 +58,6 @@ def test_a_norm_reads_its_volume_twice_forward_and_both_volumes_twice_backward()
     backward = sum(part.nbytes for part in measure_peak(run).work.values())
     assert forward[0] == pytest.approx(3 * volume, rel=0.01)
     assert backward == pytest.approx(5 * volume, rel=0.01)
-
-
-def test_operators_know_their_kind():
-    assert kind_of(aten.convolution_backward.default) == "convolution"
-    assert kind_of(aten.addmm.default) == "matrix product"
-    assert kind_of(aten.native_group_norm.default) == "norm"
-    assert kind_of(torch.ops.lean.normalise.default) == "norm"
-    assert kind_of(aten.copy_.default) == "copy"
-    assert kind_of(aten.mul.Tensor) == "other"
-    assert not is_kernel(aten.view.default)
-    assert is_kernel(aten.relu_.default)
 
 
 def test_libraries_keep_a_workspace_for_each_thread_that_multiplies_matrices(monkeypatch):

@@ -14,7 +14,7 @@ from memory.kernels.gpus import check_gpu
 from memory.planning.fingerprint import CT, Fingerprint, Spread
 from memory.planning.plan import Plan, make_plan
 from memory.planning.planner import Planner
-from memory.planning.search import Asker
+from memory.planning.search import PredictionCache
 from memory.predict.prediction import GIB, MARGINS, VALIDATED_VOLUME, Prediction, Stage, tier_of
 from settings import Settings
 
@@ -47,18 +47,7 @@ class PretendedPredictor:
                 tier=tier,
                 peak_allocated_bytes=peak,
                 peak_reserved_bytes=peak,
-                peak_reserved_default_bytes=peak,
-                peak_reserved_expandable_bytes=peak,
-                host_bytes=0,
-                phase="",
-                phase_peaks={},
-                breakdown={},
-                activations=[],
-                largest=[],
-                flops={"total": 1},
-                attention=[],
                 margin=MARGINS[tier],
-                seconds=0.0,
                 work=work,
                 run_peaks={"validation": {"allocated_bytes": round(whole), "reserved_bytes": round(whole)}},
                 max_steps=training.max_steps,
@@ -130,7 +119,6 @@ def planned(
     **given: object,
 ) -> Plan:
     """Return the plan for a fingerprint; `given` are overrides with __ for the dots."""
-    ask, gpu = predictor or PretendedPredictor(), check_gpu("RTX 4090")
-    asker = Asker(ask, round(budget_gb * GIB), gpu)
+    predictions = PredictionCache(predictor or PretendedPredictor(), round(budget_gb * GIB), check_gpu("RTX 4090"))
     overrides = {key.replace("__", "."): value for key, value in given.items()}
-    return make_plan(Planner(fingerprint, overrides, asker, "pretended"), hours)
+    return make_plan(Planner(fingerprint, overrides, predictions, "pretended"), hours)

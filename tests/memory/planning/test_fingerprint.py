@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data import checking
 from data.formats import write_nifti
-from data.split import parted_patients, split, suspected_patients
 from memory.planning.choices import notes
 from memory.planning.fingerprint import CT, LABEL_MAPS, Fingerprint, take_fingerprint
-from memory.planning.layout import covered_extent, layouts
-from memory.planning.sizing import sizing_of
 from settings import DataError, DataSettings
 from tests.memory.planning.pretended import planned
 
@@ -64,7 +59,7 @@ def test_a_window_keeps_zero_in_place_where_mostly_empty_volumes_have_both_signs
         write(f"{number}.nii", values)
     rule = [{"mode": "percentile", "lower": 0.0, "upper": 100.0}, {"mode": "window", "lower": -12.0, "upper": 12.0}]
     plan = planned(taken())
-    intensity = plan.recommended.settings.data.intensity
+    intensity = plan.settings.data.intensity
     found = [dict(zip(rule[0], intensity.of_channel(number), strict=True)) for number in range(len(channels))]
     assert found == rule[-len(channels) :]
     assert "keeps 0 in place" in next(choice for choice in plan.choices if choice.key == "data.intensity.mode").reason
@@ -84,17 +79,7 @@ def test_label_maps_beside_images_are_pairs_and_not_volumes():
         write(f"images/{number}.nii.gz", mr(number))
         write(f"labels/{number}.nii.gz", (mr(number) > 300).astype(np.uint8))
     found = taken()
-    assert (found.number, found.num_label_maps, found.left_out) == (3, 3, ())
-
-
-def test_label_maps_in_a_dataset_json_are_pairs():
-    for number in range(2):
-        write(f"imagesTr/{number}.nii.gz", mr(number))
-        write(f"labelsTr/{number}.nii.gz", (mr(number) > 300).astype(np.uint8))
-    entries = [{"image": f"imagesTr/{n}.nii.gz", "label": f"labelsTr/{n}.nii.gz"} for n in range(2)]
-    Path("volumes/dataset.json").write_text(json.dumps({"training": entries}))
-    found = taken()
-    assert (found.number, found.num_label_maps, found.classes) == (2, 2, {})
+    assert (found.number, found.num_left_out) == (3, 3)
 
 
 def test_only_label_maps_are_what_is_to_be_learned():
@@ -119,21 +104,6 @@ def test_ranges_are_measured_channel_by_channel():
     assert first == pytest.approx(100 * second)
 
 
-def test_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch):
-    for number in range(3):
-        write(f"{number}.nii", mr(number))
-    read: list[Path] = []
-    measure = checking.measure
-
-    def noted(path: Path, s: DataSettings) -> object:
-        read.append(path)
-        return measure(path, s)
-
-    monkeypatch.setattr(checking, "measure", noted)
-    assert taken() == taken()
-    assert len(read) == 3
-
-
 def test_volumes_that_are_nearly_all_background_are_counted():
     sparse = np.zeros(SIZE, np.float32)
     sparse[5, 5, 5] = 1.5
@@ -150,39 +120,6 @@ def test_too_few_volumes_are_refused_in_one_sentence(number):
         taken().split(DataSettings(source="volumes"), 0)
 
 
-def test_the_background_is_the_median_over_the_volumes():
-    for number, share in enumerate((0.1, 0.2, 0.9)):
-        values = np.random.default_rng(number).uniform(500, 800, (10, 10, 10)).astype(np.float32)
-        values[: round(10 * share)] = 0
-        write(f"{number}.nii", values)
-    assert taken().background == pytest.approx(0.2, abs=0.03)
-
-
-def test_patients_are_those_that_the_check_of_the_data_names():
-    names = [f"sub-{number // 2}_{number % 2}" for number in range(4)] + ["phantom", "other"]
-    for number, name in enumerate(names):
-        write(f"{name}.nii", mr(number))
-    found = taken()
-    line = suspected_patients(found.found)
-    assert found.group_by is not None
-    assert line is not None
-    assert f"data.group_by: '{found.group_by}' keeps" in line
-    train, val = split(found.found, DataSettings(source="volumes", group_by=found.group_by), 1)
-    assert parted_patients(train, val) is None
-
-
-def test_every_problem_is_named():
-    for number in range(3):
-        write(f"{number}.nii", mr(number))
-    write("flat.nii", np.full(SIZE, 7.0, np.float32))
-    write("two.nii", np.stack([mr(0), mr(1)]))
-    Path("volumes/broken.nii").write_bytes(b"no volume")
-    with pytest.raises(DataError, match="3 problems") as error:
-        taken()
-    for name in ("flat.nii", "two.nii", "broken.nii"):
-        assert name in str(error.value)
-
-
 def test_a_plan_does_without_the_few_files_that_cannot_be_used_and_names_them():
     for number in range(5):
         write(f"{number}.nii", mr(number))
@@ -190,7 +127,7 @@ def test_a_plan_does_without_the_few_files_that_cannot_be_used_and_names_them():
     Path("volumes/broken.nii").write_bytes(b"no volume")
     found = taken()
     assert (found.number, found.num_channels, len(found.problems)) == (5, 1, 2)
-    note = notes(found, sizing_of(found, layouts(covered_extent(found))[-1]))[0]
+    note = notes(found)[0]
     for word in ("2 problems", "broken.nii", "two.nii", "training refuses the folder until"):
         assert word in note
 
@@ -209,4 +146,3 @@ def test_arrays_have_no_spacing():
     found = taken()
     assert not found.has_spacing
     assert found.spacing == (1.0, 1.0, 1.0)
-    assert found.to_json()["spacing_mm"] is None

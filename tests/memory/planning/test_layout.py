@@ -6,39 +6,44 @@ import math
 
 import pytest
 
-from memory.planning.layout import Extent, covered_extent, fixed_layout, layout_of, layouts, strides_of
-from tests.memory.planning.pretended import SETS, pretended
+from data.overview import stage_problems
+from memory.planning.layout import (
+    FieldOfView,
+    covered_field_of_view,
+    fixed_layout,
+    layout_of,
+    layouts,
+    strides_of,
+    suggested_values,
+)
+from settings import Settings, look_up
+from tests.memory.planning.pretended import SETS, planned, pretended
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_every_grid_is_divided_by_both_networks_and_keeps_its_proportions(name):
-    extent = covered_extent(SETS[name])
-    found = layouts(extent)
+    view = covered_field_of_view(SETS[name])
+    found = layouts(view)
     assert len(found) > 3
     assert [layout.voxels for layout in found] == sorted(layout.voxels for layout in found)
     for layout in found:
         assert not any(n % f for n, f in zip(layout.grid, layout.factor, strict=True))
         is_even = not any(n % 2 ** (layout.unet_levels - 1) for n in layout.latent)
         assert layout.pads_latents is not is_even
-        for n, mm, size in zip(layout.grid, layout.spacing_mm, extent.size_mm, strict=True):
+        for n, mm, size in zip(layout.grid, layout.spacing_mm, view.size_mm, strict=True):
             assert n * mm == pytest.approx(size)
     finest = found[-1]
-    for n, size, step in zip(finest.grid, extent.size_mm, extent.spacing_mm, strict=True):
+    for n, size, step in zip(finest.grid, view.size_mm, view.spacing_mm, strict=True):
         assert n == pytest.approx(size / step, rel=0.13)
 
 
 @pytest.mark.parametrize("size", [(36.5, 53, 36), (35, 50, 36), (44, 44, 44), (100, 84, 60), (20, 28, 36)])
 def test_rounding_keeps_the_aspect(size):
     """An axis at 4.5 steps must not go down while the others go up."""
-    layout = layout_of(size, Extent(tuple(map(float, size)), (1.0, 1.0, 1.0), "resample", "", False))
+    layout = layout_of(size, FieldOfView(tuple(map(float, size)), (1.0, 1.0, 1.0), "resample", "", False))
     changes = [n / old for n, old in zip(layout.grid, size, strict=True)]
     assert max(changes) / min(changes) <= 1.12
     assert 0.85 < min(changes) <= max(changes) < 1.15
-
-
-def test_axes_are_rounded_the_same_way():
-    layout = layout_of((37, 53.5, 36), Extent((37.0, 53.5, 36.0), (1.0, 1.0, 1.0), "resample", "", False))
-    assert (layout.grid, layout.pads_latents) == ((40, 56, 40), False)
 
 
 def test_thick_slices_are_halved_later():
@@ -61,38 +66,59 @@ def test_a_thin_slab_keeps_its_short_axis():
 
 
 def test_a_grid_that_is_given_is_taken_as_it_is():
-    extent = covered_extent(SETS["small crops"])
-    layout = fixed_layout((36, 52, 36), extent)
+    view = covered_field_of_view(SETS["small crops"])
+    layout = fixed_layout((36, 52, 36), view)
     assert layout.grid == (36, 52, 36)
     assert layout.pads_latents  # the latent has 18 x 26 x 18 voxels
-    assert fixed_layout((35, 51, 35), extent).factor == (1, 1, 1)
+    assert fixed_layout((35, 51, 35), view).factor == (1, 1, 1)
 
 
 def test_depth_that_is_given_is_taken():
-    extent = Extent((64.0, 64.0, 64.0), (1.0, 1.0, 1.0), "resample", "", False, depth=3, unet_levels=2)
-    for layout in layouts(extent):
+    view = FieldOfView((64.0, 64.0, 64.0), (1.0, 1.0, 1.0), "resample", "", False, depth=3, unet_levels=2)
+    for layout in layouts(view):
         assert layout.factor == (8, 8, 8)
         assert layout.unet_levels == 2
 
 
 def test_alike_fields_of_view_are_stretched():
-    extent = covered_extent(pretended(20, (64, 64, 40), variation=1.02))
-    assert extent.resize == "resample"
-    assert "alike" in extent.reason
+    view = covered_field_of_view(pretended(20, (64, 64, 40), variation=1.02))
+    assert view.resize == "resample"
+    assert "alike" in view.reason
 
 
 def test_volumes_with_background_keep_their_millimetres():
-    extent = covered_extent(SETS["CT"])
-    assert extent.resize == "crop_or_pad"
-    assert "of 120 volumes lose part of their edge" in extent.reason
-    covered = [(e <= size * 1.001).mean() for e, size in zip(SETS["CT"].extents.T, extent.size_mm, strict=True)]
+    view = covered_field_of_view(SETS["CT"])
+    assert view.resize == "crop_or_pad"
+    assert "of 120 volumes lose part of their edge" in view.reason
+    covered = [(e <= size * 1.001).mean() for e, size in zip(SETS["CT"].extents.T, view.size_mm, strict=True)]
     assert min(covered) >= 0.88
 
 
 def test_tight_crops_are_not_padded():
-    extent = covered_extent(SETS["small crops"])
-    assert extent.resize == "resample"
-    assert "filled to the edge" in extent.reason
-    assert extent.is_weak
-    unknown = covered_extent(pretended(20, (64, 64, 40), variation=1.3, background=math.nan))
+    view = covered_field_of_view(SETS["small crops"])
+    assert view.resize == "resample"
+    assert "filled to the edge" in view.reason
+    assert view.is_weak
+    unknown = covered_field_of_view(pretended(20, (64, 64, 40), variation=1.3, background=math.nan))
     assert unknown.resize == "resample"
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_with_the_networks_of_a_plan_its_grid_is_suggested(name):
+    plan = planned(SETS[name], 1000)
+    settings = plan.settings
+    values = suggested_values(plan.fingerprint, settings)
+    assert values is not None
+    # Without its spacing a volume that is cropped would lose another part.
+    assert ("data.spacing" in values) == (settings.data.resize == "crop_or_pad")
+    for key, value in values.items():
+        assert look_up(settings, key) == (tuple(value) if isinstance(value, list) else value), key
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_suggested_grid_is_accepted_by_both_stages(name):
+    settings = Settings()
+    assert stage_problems(settings, (37, 36, 36))
+    values = suggested_values(planned(SETS[name], 1000).fingerprint, settings)
+    assert values is not None
+    assert stage_problems(settings.with_overrides(values), values["data.voxel_size"]) == []

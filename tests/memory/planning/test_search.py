@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memory.kernels.gpus import check_gpu
-from memory.planning.search import Verdict, last_that_fits
+from memory.planning.search import Assessment, last_that_fits
 from memory.predict.prediction import VALIDATED_VOLUME
 from settings import Settings
 from tests.memory.planning.pretended import PretendedPredictor
@@ -35,23 +35,17 @@ def test_last_item_within_the_limit_is_found(limit, start):
     assert searched(needs, limit, start)[0] == expected
 
 
-@pytest.mark.parametrize("limit", [5.0, 17.0, 40.0])
-def test_needs_that_are_not_quite_linear_are_found_as_well(limit):
-    needs = [0.5 + cost + 0.01 * cost**1.5 for cost in COSTS]
-    assert searched(needs, limit, 4)[0] == max(n for n, need in enumerate(needs) if need <= limit)
-
-
 def test_few_items_are_asked_for():
     needs = [0.5 + cost for cost in COSTS]
     assert max(searched(needs, limit, 6)[1] for limit in range(1, 70)) <= 4
 
 
 def test_hours_are_those_of_the_drafts_own_steps_and_of_the_volumes_it_holds_out():
-    """A prediction is shared by drafts, so its own numbers of steps and validations may be another draft's."""
+    """A prediction is shared by candidates, so its own numbers of steps and validations may be another candidate's."""
     values = {"data": {"val_fraction": 0.1}, "autoencoder": {"training": {"max_steps": 1000, "validate_every": 300}}}
     settings, gpu = Settings.model_validate(values), check_gpu("RTX 4090")
     shared = PretendedPredictor().submit(settings, "autoencoder").result()
     shared = replace(shared, max_steps=7, num_validations=7, beside={VALIDATED_VOLUME: shared.work})
     update = shared.seconds_per_step(gpu)
-    verdict = Verdict(settings, shared, 1, gpu, num_volumes=(45, 5))
-    assert verdict.hours * 3600 == pytest.approx(1000 * update + 4 * 5 * update)
+    assessment = Assessment(settings, shared, 1, gpu, num_volumes=(45, 5))
+    assert assessment.hours * 3600 == pytest.approx(1000 * update + 4 * 5 * update)

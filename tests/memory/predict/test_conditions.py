@@ -6,12 +6,9 @@ import copy
 
 import pytest
 
-from memory.predict.records import Done, Work
-from memory.predict.run import ENCODING, _all_previews, encoded_volume, other_programs, sampling_batch
+from memory.predict.run import ENCODING, encoded_volume, other_programs
 from memory.predict.step import predict_step
 from settings import Settings
-from settings.ldm import NUM_PREVIEWS
-from training.validation.skill import NUM_LEVELS
 
 CONDITIONS = {
     "label_map": {"source": "maps", "num_classes": 5},
@@ -48,29 +45,3 @@ def test_the_time_of_encoding_knows_the_variants_of_condition_volumes(tiny_value
     once, found = programs[ENCODING], encoded_volume(settings, programs)
     assert found is not None
     assert sum(part.nbytes for part in found.values()) == encodings * sum(w.nbytes for w in once.work.values())
-
-
-def test_guidance_needs_the_memory_of_two_predictions(tiny_values):
-    found = []
-    for scale in (2.0, 1.0):
-        values = copy.deepcopy(tiny_values)
-        values["ldm"]["conditioning"] = {"label_map": {"source": "maps", "num_classes": 3}}
-        values["ldm"]["sampling"] |= {"guidance_scale": scale}
-        values["ldm"]["unet"] |= {"num_channels": [16], "attention_levels": [False]}
-        found.append(sampling_batch(Settings.model_validate(values), False, 64 * 2**20, 1000))
-    assert found[0] < 0.7 * found[1]
-
-
-@pytest.mark.parametrize(
-    ("scale", "steps", "in_two_steps", "expected"), [(1.0, 4, 2, 4), (2.0, 4, 4, 8), (1.0, 1, 1, 1)]
-)
-def test_the_time_of_previews_knows_whether_guidance_acts(tiny_values, scale, steps, in_two_steps, expected):
-    tiny_values["ldm"]["conditioning"] = {"type": "class", "num_classes": 3}
-    tiny_values["ldm"]["sampling"] |= {"guidance_scale": scale, "num_inference_steps": steps}
-    batch = 2
-    # A prediction for one latent is one operation; a held-out loss has one at each noise level.
-    losses, drawn, decoded = (
-        Done({("convolution", (1,), "float32"): Work(flops=flops)}) for flops in (NUM_LEVELS, batch * in_two_steps, 0)
-    )
-    found = _all_previews(Settings.model_validate(tiny_values), losses, drawn, decoded)
-    assert [work.flops for work in found.values()] == [NUM_PREVIEWS * expected]

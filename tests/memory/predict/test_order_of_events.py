@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from memory.predict import emulation
-from memory.predict.emulation import emulated, measure_peak, tracked
+from memory.predict.emulation import CopiedWeights, emulated, measure_peak, place, tracked
 from memory.predict.tracker import MemoryTracker
 from models import build_discriminator
+from runtime.observer import observed_by
 from runtime.placement import move
 from settings.autoencoder import AutoencoderSettings
 
@@ -33,14 +33,15 @@ def test_a_mean_squared_error_keeps_the_memory_of_all_differences_and_its_gradie
 def test_weights_that_are_laid_out_on_the_device_were_there_in_both_layouts():
     with emulated() as mode:
         network = build_discriminator(AutoencoderSettings())
-        with emulation.weights_laid_out() as laid_out:
+        copied = CopiedWeights()
+        with observed_by(copied):
             move(network, torch.device("cpu"), "channels_last")
         count = len(list(network.parameters()))
         with tracked(mode) as tracker:
-            emulation.place(tracker, network.parameters(), laid_out)
-    assert 0 < len(laid_out) < count
+            place(tracker, network.parameters(), copied.weights)
+    assert 0 < len(copied.weights) < count
     assert all(event >= 0 for event in tracker.trace[:count])
-    assert [event < 0 for event in tracker.trace[count:]] == [False, True] * len(laid_out)
+    assert [event < 0 for event in tracker.trace[count:]] == [False, True] * len(copied.weights)
 
 
 def test_inputs_come_to_the_device_where_the_step_moves_them_and_leave_with_their_last_name():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memory.predict.prediction import Prediction, PredictionError, Predictor, tier_of
-from memory.predict.step import attention_growth, level_of, predict_step, track_step
+from memory.predict.step import level_of, predict_step, track_step
 from settings import Settings, load_settings
 from tests.conftest import ROOT
 
@@ -118,14 +118,6 @@ def test_compute_counts_all_micro_batches_of_an_update():
     assert four == 4 * one
 
 
-def test_attention_grows_with_the_square_of_the_tokens_only_in_compute():
-    now, doubled = attention_growth(make({}), "autoencoder")
-    assert doubled["tokens"] == 8 * now["tokens"]
-    assert doubled["kernel_bytes"] == 8 * now["kernel_bytes"]
-    assert doubled["matrix_bytes"] == 64 * now["matrix_bytes"]
-    assert doubled["flops"] == 64 * now["flops"]
-
-
 @pytest.mark.parametrize(
     ("shape", "level"),
     [
@@ -147,8 +139,6 @@ def test_levels_of_a_padded_latent_are_counted_from_the_padded_grid(tiny_values)
     tiny_values["ldm"]["unet"] |= {"attention_levels": [True, True]}
     settings = Settings.model_validate(tiny_values)
     # The latent of 21x37x21 is padded to multiples of 2.
-    rows = attention_growth(settings, "ldm")
-    assert [row["grid"] for row in rows if row["grid_factor"] == 1] == [[22, 38, 22], [11, 19, 11]]
     shapes = [(1, 3, 21, 37, 21), (1, 16, 22, 38, 22), (1, 32, 11, 19, 11)]
     assert [level_of(shape, settings.unet_grid) for shape in shapes] == [0, 0, 1]
 

@@ -8,7 +8,6 @@ import torch
 from memory.kernels.gpus import check_gpu
 from memory.kernels.timing import WorkPart
 from memory.predict.prediction import GIB, fullest_step
-from memory.predict.step import predict_step, track_step
 from memory.watch import calibration
 from memory.watch.memory_watch import MemoryWatch
 from runtime.processes import Process
@@ -127,27 +126,13 @@ SMALL = {
 }
 
 
-def test_a_calibrated_prediction_is_never_below_what_a_full_step_then_takes():
-    """On real tensors of three configs, the last of which was never measured."""
-    plain = HIGH_RES.with_overrides({**SMALL, f"{TRAINING}.use_gradient_checkpointing": False})
-    configs = [plain, plain.with_overrides({f"{TRAINING}.batch_size": 2})]
-    for settings in configs:
-        real = track_step(settings, "autoencoder", fake=False, cuda=False).peak["device"]
-        calibration.record(predict_step(settings, "autoencoder", whole_run=False), real)
-    for settings in [*configs, plain.with_overrides({"autoencoder.num_channels": (16, 16)})]:
-        real = track_step(settings, "autoencoder", fake=False, cuda=False).peak["device"]
-        prediction = calibration.corrected(predict_step(settings, "autoencoder", whole_run=False))
-        assert prediction.required_bytes * (1 + prediction.margin) >= real
-        assert prediction.required_bytes >= 0.99 * real
-
-
 def test_only_the_second_full_step_is_recorded(tmp_path, monkeypatch):
     """The first has no optimizer states before it ends; steps before the adversarial term lack that term."""
     settings = HIGH_RES.with_overrides({**SMALL, f"{TRAINING}.adversarial_start_step": 3})
     assert fullest_step(settings, "autoencoder") == 3
     recorded: list[int] = []
     step = 0
-    monkeypatch.setattr("memory.watch.memory_watch.record_full_step", lambda *_: recorded.append(step))
+    monkeypatch.setattr("memory.watch.memory_watch.record", lambda *_: recorded.append(step))
     with MemoryWatch(settings, "autoencoder", Process(torch.device("cpu"))) as watch:
         watch.prediction = made()
         monkeypatch.setattr(watch, "process", Process(torch.device("cuda")))

@@ -23,7 +23,7 @@ LOW = (torch.bfloat16, torch.float16)
 @pytest.fixture(params=["whole", "in pieces"])
 def _pieces(request, monkeypatch):
     if request.param == "in pieces":
-        monkeypatch.setitem(torch_kernels.PIECE_VALUES, "cpu", 40)
+        monkeypatch.setattr(torch_kernels, "CPU_PIECE_VALUES", 40)
 
 
 def distances_of(case):
@@ -246,7 +246,7 @@ def test_a_mode_sees_one_operator_each_way(dtype, fake):
 @pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 @pytest.mark.parametrize("limit", [200, 2000])
 def test_low_precision_makes_no_large_copy_in_full_precision(layout, limit, monkeypatch):
-    monkeypatch.setitem(torch_kernels.PIECE_VALUES, "cpu", limit)
+    monkeypatch.setattr(torch_kernels, "CPU_PIECE_VALUES", limit)
     case = Case((1, 8, 10, 6, 7), 4, torch.bfloat16, layout)
     x, grad, weight, bias = inputs(case)
     group = 2 * 10 * 6 * 7
@@ -326,7 +326,7 @@ def test_wrong_shapes_are_refused():
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32], ids=str)
 def test_a_volume_that_is_contiguous_and_channels_last_at_once_keeps_its_variance(dtype, monkeypatch):
     """Pieces of one channel are both, and ATen's channels-last kernel cancels when the mean is large."""
-    monkeypatch.setitem(torch_kernels.PIECE_VALUES, "cpu", 60)
+    monkeypatch.setattr(torch_kernels, "CPU_PIECE_VALUES", 60)
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(2, 8, 3, 6, 7, generator=generator) * 8 + 1000).to(dtype)
     one_voxel = (

@@ -1,0 +1,52 @@
+"""What a step tells whoever follows its memory and cannot see it from tensors alone, such as the memory predictor.
+
+Training has no such observer, and then nothing here has an effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+Chunk = TypeVar("Chunk", bound=Sequence[Any])
+
+
+class MemoryObserver:
+    """Called at the places that matter; a subclass overrides those that it wants to hear of."""
+
+    def host_allocation(self) -> AbstractContextManager[None]:
+        """Return a context for allocating host memory, into which a tensor of the device will be moved."""
+        return nullcontext()
+
+    def weights_copied(self, weights: Sequence[Tensor]) -> None:
+        """Take note of weights that were copied into another memory format, on their device."""
+
+    def chunks_to_run(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+        """Yield the chunks of a loss that are run one after the other, all of them or enough to know the rest."""
+        return iter(chunks)
+
+    def piece_values(self) -> int | None:
+        """Return how many values kernels convert to full precision at once; None: what suits their device."""
+        return None
+
+
+_observer: ContextVar[MemoryObserver] = ContextVar("observer", default=MemoryObserver())  # noqa: B039 it has no state
+
+
+def memory_observer() -> MemoryObserver:
+    """Return the observer of this thread; one that does nothing unless `observed_by` has set another."""
+    return _observer.get()
+
+
+@contextmanager
+def observed_by(observer: MemoryObserver) -> Iterator[None]:
+    """Let an observer follow what runs inside the block."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
