@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import resource
 import subprocess
@@ -14,9 +13,9 @@ import yaml
 
 from memory.predict import Predictor
 from memory.predict.prediction import Stage
-from scripts.dev import memory_guide
-from scripts.dev.guide.stored import StoredPredictor, kept, question, read
-from scripts.dev.guide.techniques import AMP, CHECKPOINTED, LEAN, SAME_FIRST, base_settings
+from scripts.dev.documents.__main__ import TABLE, documents
+from scripts.dev.documents.guide import LADDERS, TECHNIQUES, base_settings
+from scripts.dev.documents.predictions import Predictions
 from settings import Settings, load_settings
 from tests.command_lines import commands, help_of, read_by_its_script
 from tests.nested_values import leaves
@@ -40,6 +39,7 @@ def test_help_is_quick_has_examples_and_needs_no_torch(command):
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert not imported & {"torch", "monai", "numpy", "scipy", "matplotlib"}
     assert "--quiet" in done.stdout
+    assert "examples:" in done.stdout
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     # Processor time, and three times the limit, because the machine may be running other tests.
     assert used < 3 * HELP_SECONDS
@@ -73,52 +73,39 @@ def test_every_block_of_config_in_documents_is_valid_in_a_preset():
         assert found.ldm.conditioning.is_used, block
 
 
-def test_memory_guide_shows_the_stored_predictions():
-    """Verbatim: every technique, figure and sentence, from the predictions in docs/predictions.json."""
-    text = memory_guide.document(memory_guide.Asker(StoredPredictor("guide"), bar=None))
-    assert text == (ROOT / "docs" / "memory_guide.md").read_text(encoding="utf-8"), (
-        "run python scripts/dev/memory_guide.py, with --stored if only words have changed"
-    )
+def test_generated_documents_show_the_stored_predictions():
+    """Verbatim: schema, reference, and every table of the guide, the READMEs and the presets' headers."""
+    texts = documents(Predictions())
+    assert len(texts) == 5 + len(list((ROOT / "configs").glob("*.yaml"))) - 1  # quickstart predicts nothing
+    for path, text in texts.items():
+        assert text == path.read_text(encoding="utf-8"), f"{path.name}: run python -m scripts.dev.documents"
+    guide = texts[ROOT / "docs" / "memory_guide.md"]
+    assert sorted(block["name"] for block in TABLE.finditer(guide)) == sorted([*LADDERS, *TECHNIQUES, "combinations"])
 
 
-def test_predictions_of_the_documents_are_current():
-    """Predict one entry of each section again; the tests of preset_table predict stage 1 of every preset."""
+def test_stored_predictions_are_current():
+    """Predict one table's row, one preset's second stage and one knob again; stage 1 of every preset has a test."""
     quickstart = load_settings(ROOT / "configs" / "quickstart.yaml")
-    small = base_settings().with_overrides({**AMP, **LEAN, **CHECKPOINTED, "data.patch_size": (64, 64, 64)})
-    quality = load_settings(ROOT / "configs" / "quality.yaml")
     accumulated = load_settings(ROOT / "configs" / "default.yaml").with_overrides(
         {"autoencoder.training.batch_size": 1, "autoencoder.training.gradient_accumulation_steps": 4}
     )
-    chosen: tuple[tuple[str, Settings, Stage], ...] = (
-        ("presets", quickstart, "ldm"),
-        ("knobs", accumulated, "autoencoder"),
-        ("guide", small, "autoencoder"),
-        ("readme", quality, "autoencoder"),
+    chosen: tuple[tuple[Settings, Stage], ...] = (
+        (quickstart, "ldm"),
+        (accumulated, "autoencoder"),
+        (base_settings().with_overrides(TECHNIQUES["grid"]["patches of 64x64x64"]), "autoencoder"),
     )
+    stored = Predictions()
     with Predictor(2) as predictor:
-        asked = [predictor.submit(settings, stage) for _, settings, stage in chosen]
-        for (section, settings, stage), answer in zip(chosen, asked, strict=True):
-            found = kept(answer.result().to_json(), section)
-            wanted = read(section)[question(settings, stage)]
-            assert {name: found[name] for name in wanted} == wanted, f"{section}: write the documents again"
-
-
-def test_documents_with_the_same_step_have_the_same_figure():
-    sections = [read(name) for name in ("presets", "knobs", "guide", "readme")]
-    shared = 0
-    for one, other in itertools.combinations(sections, 2):
-        for name in one.keys() & other.keys():
-            shared += 1
-            assert one[name]["peak_allocated_bytes"] == other[name]["peak_allocated_bytes"], name
-            assert one[name]["flops"] == other[name]["flops"], name
-    assert shared >= 6
+        again = Predictions(predictor)
+        for settings, stage in chosen:
+            assert again(settings, stage).result() == stored(settings, stage).result(), "write the documents again"
 
 
 def test_memory_guide_shows_that_the_same_mathematics_needs_less_row_by_row():
     text = (ROOT / "docs" / "memory_guide.md").read_text(encoding="utf-8")
     table = text.split("## The ladder")[1].split("##")[0]
     peaks = [float(row) for row in re.findall(r"^\| [^|]+ \| (\d+\.\d\d) \|", table, re.MULTILINE)]
-    assert len(peaks) == len(SAME_FIRST)
+    assert len(peaks) == len(LADDERS["ladder"])
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] / peaks[9] > 5, "the rungs before other mathematics are worth more than a factor of five"
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from scripts import oom_ladder
-from scripts.dev import preset_table, readme_output
-from scripts.dev.guide.knobs import predict_knobs
-from scripts.dev.guide.stored import StoredPredictor
+from scripts.dev.documents.__main__ import OUTPUT
+from scripts.dev.documents.predictions import StoredLadder
 from settings import ConfigError, load_settings
 from settings.load import known_keys
 from tests.command_lines import commands, help_of, read_by_its_script, script_of
@@ -38,10 +37,10 @@ def test_readme_has_the_two_commands_first():
     assert len(commands(TEXTS["README.md"])) >= lines, "every line of a bash block is a command that is checked"
 
 
-@pytest.mark.parametrize("words", ALL, ids=" ".join)
-def test_every_command_is_read_by_its_script(words):
+def test_every_command_is_read_by_its_script():
     """Options exist and have allowed values, configs load, overrides are valid: everything short of running it."""
-    read_by_its_script(words)
+    for words in ALL:
+        read_by_its_script(words)
 
 
 @pytest.mark.parametrize(
@@ -105,30 +104,16 @@ def test_translation_has_the_same_commands_links_and_headings():
 
 @pytest.mark.parametrize("name", READMES)
 def test_shown_output_is_what_the_command_prints(name, monkeypatch, capsys):
-    """Verbatim, from the predictions in docs/predictions.json; the ladder's choice and its text are computed again."""
-    monkeypatch.setattr("memory.ladder.walk.Predictor", lambda *_: StoredPredictor("readme"))
-    monkeypatch.setattr("memory.kernels.gpus._present_name", str)  # as on a machine without a GPU
-    blocks = list(readme_output.BLOCK.finditer(TEXTS[name]))
+    """Verbatim, from stored predictions; the ladder's choice and its text are computed again."""
+    monkeypatch.setattr("memory.ladder.walk.Predictor", StoredLadder)
+    blocks = list(OUTPUT.finditer(TEXTS[name]))
     assert len(blocks) == TEXTS[name].count("```text")
     for block in blocks:
         words = tuple(shlex.split(block["command"]))
         assert words in ALL
         assert script_of(words) == "scripts/oom_ladder.py"
         oom_ladder.main(oom_ladder.parse([*words[2:], "--quiet"]))
-        assert capsys.readouterr().out == block["output"], "run python scripts/dev/readme_output.py"
-
-
-@pytest.mark.parametrize("name", READMES)
-def test_preset_table_shows_the_stored_predictions(name):
-    """Verbatim, from the predictions in docs/predictions.json, and so are the headers of the presets."""
-    presets = preset_table.predict_presets(StoredPredictor("presets"))
-    assert preset_table.with_table(TEXTS[name], presets) == TEXTS[name], "run python scripts/dev/preset_table.py"
-    changed = predict_knobs([preset.settings for preset in presets], StoredPredictor("knobs"))
-    for preset in presets:
-        text = (ROOT / "configs" / f"{preset.settings.name}.yaml").read_text()
-        assert preset_table.header(preset, changed[preset.settings.name]) in text, (
-            "run python scripts/dev/preset_table.py"
-        )
+        assert capsys.readouterr().out == block["output"], "run python -m scripts.dev.documents"
 
 
 def test_symptoms_quote_what_the_program_says(tmp_path):
@@ -138,13 +123,6 @@ def test_symptoms_quote_what_the_program_says(tmp_path):
         load_settings(config)
     assert "unknown key; did you mean" in TEXTS["README.md"]
     assert "in use by another process" in (ROOT / "training" / "run_setup.py").read_text()
-
-
-def test_every_preset_points_editors_at_the_schema():
-    presets = sorted((ROOT / "configs").glob("*.yaml"))
-    assert presets
-    for preset in presets:
-        assert preset.read_text().startswith("# yaml-language-server: $schema=schema.json\n"), preset.name
 
 
 def test_exit_codes_are_those_of_the_program():

@@ -1,73 +1,46 @@
-"""Runs that are killed lose nothing: the campaign of tests/support/fault_campaign.py in short."""
+"""Runs that are killed lose nothing."""
 
 from __future__ import annotations
 
-import random
-import shutil
+import json
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.faults.conftest import NUM_STEPS, adopt_stage_one
 from tests.faults.runs import checkpoints
-from tests.support.fault_campaign import RUNNING, SAVING, START, DisturbedRun, Reference, Tally, document
+from tests.nested_values import leaves
 
 
-@pytest.fixture(scope="module")
-def campaign_reference(warm, tmp_path_factory):
-    return Reference(tmp_path_factory.mktemp("campaign") / "undisturbed", warm)
-
-
-def adopt(reference: Reference, run: DisturbedRun) -> None:
-    """Give a run everything that the undisturbed one has."""
-    shutil.copytree(reference.folder / "runs", run.folder / "runs")
-
-
-@pytest.mark.parametrize("stage", [pytest.param("autoencoder", marks=pytest.mark.slow), "ldm"])
-def test_run_killed_at_three_moments_ends_bit_identical(warm, tmp_path, campaign_reference, stage):
-    tally = Tally()
-    run = DisturbedRun(tmp_path / "disturbed", campaign_reference, warm, tally, random.Random(5))
+@pytest.mark.parametrize("stage", ["autoencoder", "ldm"])
+def test_run_killed_before_while_and_after_it_saves_ends_bit_identical(start, undisturbed, tmp_path, stage):
     if stage == "ldm":
-        adopt(campaign_reference, run)
-        for path in [*run.checkpoints.glob("ldm_*"), run.checkpoints.parent / "ldm.safetensors"]:
-            path.unlink()
-    # With a worker: it must not hold the run's lock when its parent was killed.
-    run.stage(stage, (START, SAVING, RUNNING), num_workers=1, on_kill=lambda: None)
-    assert tally.failures == []
-    assert tally.identical[stage] == 1
-    # A run may end before it is caught saving, and is then not killed there; the next test does not depend on that.
-    assert tally.kills[stage, START] == 1
-    assert "failures: 0" in document(tally, "command")
+        adopt_stage_one(undisturbed, tmp_path)
+    worker = "data.num_workers=1"  # it must not hold the run's lock after its parent was killed
+    for moment, saved in (("0", []), ("save", [2]), ("5", [2, 4])):
+        killed = start(stage, worker, signalled="SIGKILL", moment=moment)
+        assert killed.wait() == -signal.SIGKILL, killed.output
+        assert [int(path.name.split("_")[2]) for path in checkpoints(tmp_path, stage)] == saved
+        half_written = list((tmp_path / "runs" / "tiny" / "checkpoints").glob(f".{stage}_*.tmp"))
+        assert bool(half_written) == (moment == "save")
+    last = start(stage, worker)
+    assert last.wait() == 0, last.output
+    assert f"resuming {stage} after step 4" in last.output
+    for (name, mine), (same_name, expected) in zip(results(tmp_path, stage), results(undisturbed, stage), strict=True):
+        assert name == same_name
+        assert torch.equal(mine, expected) if isinstance(mine, torch.Tensor) else mine == expected, name
+    lines = map(json.loads, (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines())
+    steps = [line["step"] for line in lines if line["stage"] == stage and f"{stage}_gradient_norm" in line]
+    assert steps == list(range(1, NUM_STEPS + 1))
 
 
-def test_run_killed_while_it_saves_resumes_from_the_previous_checkpoint(start, undisturbed, tmp_path):
-    killed = start("autoencoder", signalled="SIGKILL", moment="save")
-    assert killed.wait() == -signal.SIGKILL, killed.output
-    assert [path.name[:26] for path in checkpoints(tmp_path, "autoencoder")] == ["autoencoder_step_00000002_"]
-    assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob(".autoencoder_*.tmp"))
-    again = start("autoencoder")
-    assert again.wait() == 0, again.output
-    assert "resuming autoencoder after step 2" in again.output
-    mine, expected = (load_file(place / "runs/tiny/autoencoder.safetensors") for place in (tmp_path, undisturbed))
-    assert mine.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in mine.items())
-
-
-def test_campaign_notices_a_lost_checkpoint_and_other_weights(tmp_path, campaign_reference, warm):
-    tally = Tally()
-    run = DisturbedRun(tmp_path / "disturbed", campaign_reference, warm, tally, random.Random(5))
-    adopt(campaign_reference, run)
-    run._check_checkpoints("autoencoder", [21, 24])
-    run._check_result("autoencoder")
-    assert tally.failures == []
-    newest = max(run.checkpoints.glob("autoencoder_*.pt"))
-    newest.write_bytes(newest.read_bytes()[:-1])
-    run._check_checkpoints("autoencoder", [21, 24])
-    weights = tmp_path / "disturbed" / "runs" / "campaign" / "autoencoder.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\x42")
-    run._check_result("autoencoder")
-    text = " ".join(tally.failures)
-    assert "1 damaged checkpoints under a final name" in text
-    assert "checkpoints [21, 24] before the kill, [21] after it" in text
-    assert "the final weights differ" in text
+def results(folder: Path, stage: str) -> list[tuple[str, Any]]:
+    """Return the exported weights and everything in the last checkpoint but the settings, by dotted names."""
+    state = torch.load(checkpoints(folder, stage)[-1], weights_only=True)
+    del state["settings"]
+    weights = load_file(folder / "runs" / "tiny" / f"{stage}.safetensors")
+    return list(leaves({"weights": weights, "state": state}))

@@ -13,20 +13,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.faults.conftest import NUM_STEPS, rank_of_two, values
+from tests.faults.conftest import NUM_STEPS, adopt_stage_one, rank_of_two, values
 from tests.faults.runs import checkpoints, free_port, losses, num_lines, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 TERM = {"autoencoder": "reconstruction", "ldm": "diffusion"}
-
-
-def adopt_stage_one(undisturbed: Path, folder: Path) -> None:
-    """Give stage 2 the autoencoder of the undisturbed run."""
-    run = folder / "runs" / "tiny"
-    run.mkdir(parents=True)
-    (run / "autoencoder.safetensors").write_bytes(
-        (undisturbed / "runs" / "tiny" / "autoencoder.safetensors").read_bytes()
-    )
 
 
 @pytest.mark.parametrize("stage", ["autoencoder", "ldm"])

@@ -1,4 +1,4 @@
-"""A config whose two stages train in seconds, for tests and campaigns; it does not follow changes of the recipe."""
+"""A config whose two stages train in seconds, for tests; it does not follow changes of the recipe."""
 
 from __future__ import annotations
 

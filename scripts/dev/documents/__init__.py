@@ -1,1 +1,1 @@
-"""The documents that are generated from the settings."""
+"""Generates what documents, presets and READMEs say about settings and predictions."""

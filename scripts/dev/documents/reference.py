@@ -20,7 +20,7 @@ def configuration_reference() -> str:
     lines = [
         "# Configuration reference",
         "",
-        "Generated from the settings by `python scripts/dev/generate_documents.py`; do not edit by hand.",
+        "Generated from the settings by `python -m scripts.dev.documents`; do not edit by hand.",
         "",
         "Every key has a default, so a config may contain only what differs. Set keys in YAML, or as overrides at",
         "the end of a command: `python train_autoencoder.py --config configs/high_res.yaml data.num_workers=4`.",

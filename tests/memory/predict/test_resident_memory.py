@@ -1,7 +1,4 @@
-"""Real steps on the CPU make the resident memory grow as predicted, and calibrated predictions are not below that.
-
-`python scripts/dev/measure_predictions.py resident` measures larger steps, which docs/prediction.md shows.
-"""
+"""Real steps on the CPU make the resident memory grow as predicted, and calibrated predictions are not below that."""
 
 from pathlib import Path
 
@@ -10,7 +7,7 @@ import pytest
 from memory.predict.prediction import Prediction
 from memory.watch import calibration
 from memory.watch.readings import reset_resident_peak
-from scripts.dev.measured import resident
+from tests.memory.predict import resident
 
 # High enough for torch to use oneDNN for every slab.
 SMALL, LARGER = (48, 96, 16), (48, 96, 20)

@@ -1,4 +1,4 @@
-"""The published figures, each with its source, and what the predictor says about them. GiB throughout."""
+"""Figures that others read from real GPUs, in GiB, and what is predicted; docs/prediction.md has the sources."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from memory.predict.emulation import emulated, tracked
 from memory.predict.prediction import GIB
 from memory.predict.tracker import MemoryTracker
 from models import monai_import  # noqa: F401  # first: it keeps MONAI's import short
-from scripts.dev.published.qwen_image import LATENT_CHANNELS, QwenImageVae
+from tests.memory.published.qwen_image import LATENT_CHANNELS, QwenImageVae
 
 OLD_CUDNN = 8902
 """A cuDNN of the time when the figures of the fallback were published, before 64-bit indices."""
 
-QWEN_SOURCE = "https://github.com/invoke-ai/InvokeAI/pull/9305"
 QWEN_DECODE = {
     (512, 512): (1.274, 1.311),
     (768, 768): (2.563, 2.992),
@@ -65,7 +64,6 @@ CONVOLUTIONS = (
     Convolution(95024, (1, 64, 361, 370, 251), 32, torch.float16, 1, 12.874233344e9 / GIB, whole=True),
 )
 
-MAISI_SOURCE = "https://github.com/NVIDIA-Medtech/NV-Generate-CTMR"
 # "GB" there are those that nvidia-smi shows, so GiB.
 MAISI = {
     (256, 256, 128): 5,

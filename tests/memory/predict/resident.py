@@ -13,11 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from memory.predict.prediction import Stage, fullest_step
+from memory.predict.prediction import fullest_step
 from settings import Settings
 
-GRID = (96, 96, 32)
-"""What the document shows; tests measure smaller steps."""
 ROOT = Path(__file__).resolve().parents[3]
 TRAINING = "autoencoder.training"
 _COMMON = {
@@ -33,36 +31,28 @@ _COMMON = {
     f"{TRAINING}.discriminator.num_layers_d": 2,
     f"{TRAINING}.discriminator.num_channels": 16,
     f"{TRAINING}.use_gradient_checkpointing": False,
-    "ldm.unet.num_channels": (32, 64),
-    "ldm.unet.attention_levels": (False, True),
-    "ldm.training.batch_size": 4,
 }
 _CHECKPOINTED = {f"{TRAINING}.use_gradient_checkpointing": True}
-VARIANTS: dict[str, tuple[Stage, dict[str, Any]]] = {
-    "stock": ("autoencoder", {"autoencoder.implementation": "monai"}),
-    "stock, checkpointed": ("autoencoder", {"autoencoder.implementation": "monai", **_CHECKPOINTED}),
-    "plain": ("autoencoder", {}),
-    "checkpointed": ("autoencoder", _CHECKPOINTED),
-    "nested": ("autoencoder", {**_CHECKPOINTED, f"{TRAINING}.use_nested_checkpointing": True}),
-    "offload": ("autoencoder", {**_CHECKPOINTED, f"{TRAINING}.use_gradient_checkpointing_offload": True}),
-    "slabs": ("autoencoder", {**_CHECKPOINTED, f"{TRAINING}.slab_rows": 16}),
-    "U-Net": ("ldm", {}),
-    "U-Net, checkpointed": ("ldm", {"ldm.training.use_gradient_checkpointing": True}),
+VARIANTS: dict[str, dict[str, Any]] = {
+    "stock": {"autoencoder.implementation": "monai"},
+    "plain": {},
+    "checkpointed": _CHECKPOINTED,
+    "offload": {**_CHECKPOINTED, f"{TRAINING}.use_gradient_checkpointing_offload": True},
+    "slabs": {**_CHECKPOINTED, f"{TRAINING}.slab_rows": 16},
 }
 # Released blocks go back to the system, so that the peak is what the step holds and not what the heap keeps.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TRIM_THRESHOLD_": str(1 << 18), "MALLOC_TOP_PAD_": "0"}
 
 
-def settings_of(name: str, grid: tuple[int, int, int]) -> tuple[Settings, Stage]:
+def settings_of(name: str, grid: tuple[int, int, int]) -> Settings:
     """Return the settings of a variant."""
-    stage, changes = VARIANTS[name]
-    return Settings().with_overrides({**_COMMON, "data.voxel_size": grid, **changes}), stage
+    return Settings().with_overrides({**_COMMON, "data.voxel_size": grid, **VARIANTS[name]})
 
 
 def measure(requests: list[tuple[str, tuple[int, int, int]]]) -> list[dict[str, Any]]:
     """Return, for each variant and grid, the growth of the process beside its prediction, in bytes."""
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.dev.measured.resident"],
+        [sys.executable, "-m", "tests.memory.predict.resident"],
         cwd=ROOT,
         env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"},
         input=json.dumps(requests),
@@ -82,16 +72,16 @@ def main() -> None:
     torch.set_num_threads(1)
     requests = [(name, tuple(grid)) for name, grid in json.load(sys.stdin)]
     for name in dict.fromkeys(name for name, _ in requests):  # libraries load their code at the first step
-        _run(*settings_of(name, (16, 16, 16)))
-    grown = [_growth(*settings_of(name, grid)) for name, grid in requests]
+        _run(settings_of(name, (16, 16, 16)))
+    grown = [_growth(settings_of(name, grid)) for name, grid in requests]
     for (name, grid), measured in zip(requests, grown, strict=True):
-        prediction = predict_step(*settings_of(name, grid), whole_run=False)
+        prediction = predict_step(settings_of(name, grid), "autoencoder", whole_run=False)
         row: dict[str, Any] = {"name": name, "grid": grid, "tier": prediction.tier}
         row |= {"resident": [measured, prediction.peak_allocated_bytes], "prediction": prediction.to_json()}
         print(json.dumps(row))
 
 
-def _growth(settings: Settings, stage: Stage) -> int:
+def _growth(settings: Settings) -> int:
     import psutil
 
     from memory.watch.readings import reset_resident_peak, resident_peak_bytes
@@ -99,19 +89,18 @@ def _growth(settings: Settings, stage: Stage) -> int:
     gc.collect()
     before = psutil.Process().memory_info().rss
     assert reset_resident_peak(), "this system cannot reset the peak of the resident memory"
-    _run(settings, stage)
+    _run(settings)
     return resident_peak_bytes() - before
 
 
-def _run(settings: Settings, stage: Stage) -> None:
+def _run(settings: Settings) -> None:
     """Run an update with optimizer states and every loss term."""
     from memory.predict.step import build_step, make_optimizer_state
 
-    step = build_step(settings, stage)
+    step = build_step(settings, "autoencoder")
     for updater in step.updaters.values():
         make_optimizer_state(updater)
-    training = settings.autoencoder.training if stage == "autoencoder" else settings.ldm.training
-    step([step.example_batch(training.batch_size)], fullest_step(settings, stage))
+    step([step.example_batch(settings.autoencoder.training.batch_size)], fullest_step(settings, "autoencoder"))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,0 @@
-"""The memory guide: its techniques, and the stored predictions that it shows."""

@@ -1,1 +1,0 @@
-"""What this machine measures, beside what was predicted: memory of real steps."""
