@@ -11,7 +11,7 @@ import numpy as np
 from data.files.header import Header, Stored
 from data.formats import content_digest, read_stored, signature
 from data.geometry import geometry_of
-from data.intensity import flat_text, scale_to_network, unscalable_text
+from data.intensity import INTENSITY, flat_text, scale_to_network, unscalable_text
 from data.ranking import equal_neighbours, rank
 from runtime.files.names import printable
 from settings import DataError
@@ -129,14 +129,14 @@ def on_grid(stored: Stored, facts: VolumeFacts, s: DataSettings) -> np.ndarray:
     return geometry.to_network_grid(facts.num_channels, planes)
 
 
-def unusable(path: Path, facts: VolumeFacts, s: DataSettings) -> str | None:
-    """Return why a measured volume cannot be scaled, or None if it can."""
+def unusable(path: Path, facts: VolumeFacts, s: DataSettings, section: str = INTENSITY) -> str | None:
+    """Return why a measured volume cannot be scaled, or None if it can; `section` has the rules of its intensities."""
     if facts.num_not_finite:
         return (
             f"{printable(path)}: {facts.num_not_finite:,} {'voxel is' if facts.num_not_finite == 1 else 'voxels are'} "
             "NaN or infinite; finite numbers are needed; replace them"
         )
     if any(low >= high for low, high in zip(facts.lower, facts.upper, strict=True)):
-        return f"{printable(path)}: {flat_text(facts.lower, facts.upper, s.intensity)}"
-    reason = unscalable_text(facts.lower, facts.upper)
+        return f"{printable(path)}: {flat_text(facts.lower, facts.upper, s.intensity, section)}"
+    reason = unscalable_text(facts.lower, facts.upper, section)
     return None if reason is None else f"{printable(path)}: {reason}"

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data import VolumeFile, load_file, to_unit
-from diffusion.conditioning import Condition
 from diffusion.normalisation import Normalisation
-from diffusion.sampling import draw_volumes
+from diffusion.sampling import ConditionOf, VolumeSampler
 from evaluation.fid import PLANES, frechet_distance, slice_features
 from evaluation.sharpness import compare_sharpness, laplacian_kurtosis, sharpness_of
 from evaluation.trained_run import check_finite
 from models.volume_codec import VolumeCodec
 from runtime.files.names import printable
 from runtime.randomness import SampleNoise
-from settings import DataSettings, Settings
+from settings import DataSettings
 from training.validation.set_metrics import (
     mean_pairwise_ms_ssim,
     nearest,
@@ -124,22 +123,11 @@ def _compared(volumes: Sequence[Tensor], reference: Reference) -> dict[str, Any]
     }
 
 
-def draw_samples(
-    network: nn.Module,
-    codec: VolumeCodec,
-    settings: Settings,
-    normalisation: Normalisation,
-    seed: int,
-    num: int,
-    batch_size: int,
-    condition_of: Callable[[Sequence[int]], Condition] | None = None,
-) -> list[Tensor]:
+def draw_samples(sampler: VolumeSampler, num: int, condition_of: ConditionOf | None = None) -> list[Tensor]:
     """Draw samples with a progress bar; return them on the CPU with values in [0, 1]."""
-    total = -(-num // batch_size) * settings.ldm.sampling.num_inference_steps
+    total = -(-num // sampler.batch_size) * sampler.settings.ldm.sampling.num_inference_steps
     with tqdm(total=total, desc="sampling", unit="step") as bar:
-        volumes = draw_volumes(
-            network, codec, settings, normalisation, seed, range(num), condition_of, batch_size, bar.update
-        )
+        volumes = sampler.draw(range(num), condition_of, bar.update)
         return [to_unit(check_finite(volume, f"sample {n}")).cpu() for n, volume in enumerate(volumes)]
 
 

@@ -228,7 +228,8 @@ def build_unet(
 
     `mean_map_shape` is that of `Settings.mean_map_shape`; without it the network has no mean map.
     """
-    num_numbers, scan_inputs = sum(settings.conditioning.tabular.widths), settings.conditioning.scan.inputs
+    conditioning = settings.conditioning
+    num_numbers, scan_inputs = sum(conditioning.embedded_numbers.values()), conditioning.scan.inputs
     arguments = unet_arguments(settings, latent_channels, mean_map_shape)
     model = DiffusionUNet(num_numbers, scan_inputs, mean_map_shape, **arguments)
     if settings.training.checkpoints_blocks:

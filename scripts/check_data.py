@@ -96,17 +96,17 @@ def _row(found, checked) -> tuple[str, ...]:
 
 def _partner_problems(source, settings) -> list[str]:
     """Return every problem with what the volumes without problems are paired with."""
-    from data.pairs.pairs import check_pairs
-    from data.volumes import VolumeFile
-
-    if not settings.ldm.conditioning.needs_pairs:
+    if not settings.ldm.conditioning.needs_partners:
         return []
+    from data.volumes import VolumeFile
+    from diffusion.conditioning import find_partners_of
+
     files = [
         VolumeFile(found.path, found.name, None, checked.facts.num_channels, checked.facts.digest)
         for found, checked in zip(source.found, source.checked, strict=True)
         if checked.facts and not checked.problems
     ]
-    return check_pairs(settings.ldm.conditioning, settings.data, files)[1]
+    return find_partners_of(settings.ldm.conditioning, settings.data, files)[1]
 
 
 def _write_json(path: str, source, settings, unpaired: list[str]) -> None:

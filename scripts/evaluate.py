@@ -140,8 +140,10 @@ def _evaluate_stage_two(
 ) -> dict[str, Any]:
     """Return what samples are worth: metrics, skill, the effect of conditions, and what to compare them with."""
     from diffusion.conditioning import check_conditions
+    from diffusion.conditioning.volume import held_out_with_hole
     from diffusion.latents import prepare_latents, stage_two_data
-    from evaluation.conditional.effect import as_trained, evaluate_conditions
+    from diffusion.sampling import VolumeSampler
+    from evaluation.conditional.effect import condition_effect
     from evaluation.samples import (
         SilentNetwork,
         draw_samples,
@@ -157,21 +159,21 @@ def _evaluate_stage_two(
 
     data = stage_two_data(settings.data)
     reference = load_reference(volumes.train, volumes.val, data)
-    learned = (frame.normalisation, frame.condition_normalisation, frame.numbers)
-    drawn_by = (options.seed, options.num, options.batch_size)
-    told, effect = evaluate_conditions(network, codec, settings, *learned, volumes, *drawn_by)
-    results: dict[str, Any] = {} if effect is None else {"conditions": effect}
-    drawn = (settings, frame.normalisation, options.seed, options.num, options.batch_size, told)
-    samples = draw_samples(network, codec, *drawn)
-    results["samples"] = evaluate_samples(samples, reference, features)
-    process = Process(codec.precision.device)
+    process, conditioning = Process(codec.precision.device), settings.ldm.conditioning
     pairs = check_conditions(settings, volumes)
-    latents = prepare_latents(codec, volumes, settings, process, pairs)
-    if latents.conditions is not None:
-        latents = replace(latents, conditions=as_trained(latents.conditions, *learned[1:], pairs))
+    latents = prepare_latents(codec, volumes, settings, process, pairs, frame.conditions)
+    sampler = VolumeSampler(network, codec, settings, frame.normalisation, options.seed, options.batch_size)
+    results: dict[str, Any] = {}
+    if conditioning.describes_volumes:
+        held_out = held_out_with_hole(pairs.get("volume"), volumes.val, settings.data)[: options.num]
+        results["conditions"] = condition_effect(sampler, latents, held_out)
+    condition_of = latents.held_out_condition if conditioning.comes_from_volumes else None
+    samples = draw_samples(sampler, options.num, condition_of)
+    results["samples"] = evaluate_samples(samples, reference, features)
     skill = Skill(latents, codec, frame.normalisation, settings, process)
     results["skill"] = skill(network)
-    silent = draw_samples(SilentNetwork(settings.autoencoder.latent_channels), codec, *drawn)
+    silent_network = SilentNetwork(settings.autoencoder.latent_channels)
+    silent = draw_samples(replace(sampler, network=silent_network), options.num, condition_of)
     results["samples"]["correlation_with_silent_network"] = similarity(samples, silent)
     training, reconstructed = training_volumes(codec, volumes.train, data, options.num)
     sets = {"training volumes": training, "reconstructed training volumes": reconstructed}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from runtime.files.names import counted
 from runtime.files.run_folder import SHARED_NAMES
 from settings.autoencoder import bottleneck_problems
-from settings.conditioning.rules import conditioning_problems
 from settings.data import intensity_problems
 from settings.errors import Problem
 
@@ -281,7 +280,7 @@ def _sampling(settings: Settings) -> Iterator[tuple[Problem, tuple[str, ...]]]:
             Problem("ldm.scheduler.time_shift", found, "allowed: 1", "set 1, or type: rflow"),
             ("ldm.scheduler.type",),
         )
-    yield from conditioning_problems(settings)
+    yield from settings.ldm.conditioning.problems(settings)
     if ldm.sampling.num_inference_steps > ldm.scheduler.num_train_timesteps:
         most = ldm.scheduler.num_train_timesteps
         yield (

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from data import BatchPlan, prepare_volumes
 from data.formats import write_nifti
-from diffusion.conditioning import check_conditions
-from diffusion.conditioning.conditions import prepare_conditions
+from diffusion.conditioning import Preparation, check_conditions, prepare_conditions
 from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import prepare_latents
+from diffusion.normalisation import Normalisation
 from models.volume_codec import VolumeCodec, frozen_codec
 from models.weight_files import load_weights
 from runtime.processes import Process
@@ -127,8 +127,8 @@ def test_batches_are_the_same_wherever_latents_are_kept(config):
         latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
         batches = [batch for step in latents.training_batches(BatchPlan(1, 2, 1), 0, 5) for batch in step]
         assert latents.conditions is not None
-        joined = [batch.condition.joined for batch in batches if isinstance(batch, LatentBatch | VolumeBatch)]
-        found.append(([part for part in joined if part is not None], latents.conditions.metadata))
+        conditions = [batch.condition for batch in batches if isinstance(batch, LatentBatch | VolumeBatch)]
+        found.append(([one.unet_inputs["channels"] for one in conditions], latents.conditions.metadata))
         assert len(found[-1][0]) == 5
     for others, scale in found[1:]:
         torch.testing.assert_close(scale, found[0][1], rtol=0, atol=0)
@@ -144,11 +144,11 @@ def test_volumes_are_normalised_by_channel_and_label_maps_stay_shares(config, en
     process = Process(torch.device("cpu"))
     volumes = prepare_volumes(settings.data, settings.seed, 1)
     codec = frozen_codec(settings, process.device)
-    conditions = prepare_conditions(settings, check_conditions(settings, volumes), volumes, process, codec)
+    run = Preparation(settings, volumes, process, codec)
+    conditions = prepare_conditions(check_conditions(settings, volumes), run)
     assert conditions is not None
-    joined = conditions.of([file.name for file in volumes.train]).joined
-    assert joined is not None
-    labels, values, known = joined[:, :3], joined[:, 3:-1].double(), joined[:, -1:]
+    parts = conditions.batch(range(len(volumes.train))).parts
+    labels, values, known = parts["label map"], parts["volume"][:, :-1].double(), parts["volume"][:, -1:]
     torch.testing.assert_close(labels.sum(dim=1), torch.ones_like(labels[:, 0]))
     axes = (0, 2, 3, 4)
     torch.testing.assert_close(values.mean(dim=axes), torch.zeros(values.shape[1]).double(), rtol=0, atol=1e-5)
@@ -329,15 +329,17 @@ def test_augmented_copies_have_their_label_maps_and_condition_volumes_in_their_p
     latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
     conditions, seen = latents.conditions, set()
     assert conditions is not None
-    assert conditions.normalisation is not None
+    normalisation = Normalisation.stored(conditions.metadata, 1, "condition")
     for step in latents.training_batches(BatchPlan(3, 4, 1), 0, 40):
         for batch in step:
             assert isinstance(batch, LatentBatch)
-            assert batch.condition.joined is not None
-            for name, mean, joined in zip(batch.files, batch.mean, batch.condition.joined, strict=True):
-                share, volume = mean[0] / 2 + 0.5, conditions.normalisation.undo(joined[3:-1])[0] / 2 + 0.5
+            parts = batch.condition.parts
+            for place, mean, labels, channels in zip(
+                batch.positions, batch.mean, parts["label map"], parts["volume"], strict=True
+            ):
+                share, volume = mean[0] / 2 + 0.5, normalisation.undo(channels[:-1])[0] / 2 + 0.5
                 # Linear interpolation of maps and cubic of volumes differ where the side of a box crosses a voxel.
-                assert (joined[1] - share).abs().max() < 0.25, name
-                assert (volume - share).square().mean() < 0.1 * share.var(), name
-                seen.add((name, float(mean.sum())))
+                assert (labels[1] - share).abs().max() < 0.25, place
+                assert (volume - share).square().mean() < 0.1 * share.var(), place
+                seen.add(float(mean.sum()))
     assert len(seen) > 5 * len(volumes.train), "hardly any copies"

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from diffusion.conditioning import kinds_of
 from models.frozen_autoencoder import check_pretrained
 from models.weight_files import load_into, load_weights, save_weights
 from runtime.files.run_folder import RunFolder
@@ -59,9 +60,8 @@ def export(step: TrainingStep, run: RunFolder, settings: Settings) -> None:
 
 def _options(settings: Settings) -> list[str]:
     """Return the options of scripts/sample.py that name the conditions of a run."""
-    s = settings.ldm.conditioning
-    used = {"--labels": s.label_map.num_classes > 0, "--condition": s.volume.is_used, "--mask": s.volume.fills}
-    return [f"{option} FILE_OR_FOLDER" for option, is_used in used.items() if is_used]
+    kinds = kinds_of(settings.ldm.conditioning)
+    return [f"{option} FILE_OR_FOLDER" for kind in kinds for option in kind.options if kind.takes(option)]
 
 
 class BestWeights:

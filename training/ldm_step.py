@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data import Batch
-from diffusion.conditioning import Condition, some_hidden
-from diffusion.conditioning.conditions import empty_condition
-from diffusion.latent_batches import LatentBatch, VolumeBatch, condition_of
+from diffusion.conditioning import NOTHING, ConditionBatch, empty_condition, some_hidden
+from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
@@ -171,14 +169,11 @@ class LatentDiffusionStep(TrainingStep):
             number.fill_((start + position * _GOLDEN_RATIO) % 1.0)
         return numbers
 
-    def condition_of(self, batch: LatentBatch | Batch) -> Condition:
-        """Return the batch's conditions on the device, its classes among them."""
-        return condition_of(batch, self.settings.ldm.conditioning).to(self.process.device)
-
-    def _condition(self, batch: LatentBatch | Batch) -> Condition:
-        """Return the conditions, some hidden for classifier-free guidance."""
+    def _condition(self, batch: LatentBatch | Batch) -> ConditionBatch:
+        """Return the conditions on the device, some hidden for classifier-free guidance."""
+        condition = batch.condition if isinstance(batch, LatentBatch | VolumeBatch) else NOTHING
         draw = partial(self.noise.uniform, positions=batch.positions)
-        return some_hidden(self.condition_of(batch), self.settings.ldm.conditioning, draw)
+        return some_hidden(condition.to(self.process.device), self.settings.ldm.conditioning, draw)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""
@@ -207,11 +202,8 @@ class LatentDiffusionStep(TrainingStep):
     def example_batch(self, batch_size: int) -> LatentBatch | Batch:
         """Return a micro-batch of zeros in the shape that training uses."""
         condition = empty_condition(self.settings, batch_size)
-        is_class = self.settings.ldm.conditioning.type == "class"
-        labels, rest = (condition.classes, replace(condition, classes=None)) if is_class else (None, condition)
-        positions, files = tuple(range(batch_size)), ("",) * batch_size
+        positions = tuple(range(batch_size))
         if self.settings.ldm.latents.cache == "none":
             shape = (batch_size, self.settings.autoencoder.in_channels, *self.settings.data.voxel_size)
-            return VolumeBatch(torch.zeros(shape), positions, labels, files, rest)
-        zeros = torch.zeros(batch_size, *self.settings.latent_shape)
-        return LatentBatch(zeros, positions, labels, files, rest)
+            return VolumeBatch(torch.zeros(shape), positions, None, ("",) * batch_size, condition)
+        return LatentBatch(torch.zeros(batch_size, *self.settings.latent_shape), positions, condition)

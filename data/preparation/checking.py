@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from data.formats import COPIES_WHILE_READING, channels_text, read_header, signature
 from data.geometry import geometry_of
+from data.intensity import INTENSITY
 from data.preparation.records import Records, record_key
 from data.preparation.store import PreparedError, PreparedFolder
 from data.reading import VolumeFacts, measure, on_grid, unusable
@@ -99,14 +100,14 @@ def problems_of(path: Path, facts: VolumeFacts, s: DataSettings, in_channels: in
             )
 
 
-def outside_windows(path: Path, facts: VolumeFacts, s: DataSettings) -> Iterator[str]:
-    """Yield a line for each window that holds none of a file's intensities."""
+def outside_windows(path: Path, facts: VolumeFacts, s: DataSettings, section: str = INTENSITY) -> Iterator[str]:
+    """Yield a line for each window that holds none of a file's intensities; `section` has the windows."""
     rules = [s.intensity.of_channel(number) for number in range(s.intensity.num_rules)]
     for low, high in {(low, high) for mode, low, high in rules if mode == "window"}:
         if facts.maximum <= low or facts.minimum >= high:
             yield (
                 f"{printable(path)}: intensities {facts.minimum:g} to {facts.maximum:g} lie outside the window {low:g} "
-                f"to {high:g}; the window must hold some of them; change data.intensity"
+                f"to {high:g}; the window must hold some of them; change {section}"
             )
 
 

@@ -38,10 +38,10 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
     if network == "discriminator":
         return discriminator_arguments(settings.autoencoder)
     assert network == "ldm", f"no network is called {network!r}"
-    if settings.ldm.conditioning.tabular.columns:
+    if settings.ldm.conditioning.embedded_numbers:
         raise CheckpointError(
-            f"ldm.conditioning.tabular: {', '.join(settings.ldm.conditioning.tabular.columns)}; MONAI's "
-            "DiffusionModelUNet takes no numbers; only networks trained without them can be exported"
+            f"ldm.conditioning: {', '.join(settings.ldm.conditioning.embedded_numbers)}; MONAI's DiffusionModelUNet "
+            "takes no numbers; only networks trained without them can be exported"
         )
     arguments = unet_arguments(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
     inputs = settings.ldm.conditioning.scan.inputs

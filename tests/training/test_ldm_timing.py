@@ -49,7 +49,8 @@ def test_a_step_from_cached_latents_spends_under_5_per_cent_outside_its_work(tmp
     try:
         plan = BatchPlan(0, settings.ldm.training.batch_size, 1)
         start = 0.0
-        for number, batches in enumerate(latent_batches(lambda index, _: folder.read(files[index]), files, plan, 0, 6)):
+        steps = latent_batches(lambda index, _: folder.read(files[index]), len(files), plan, 0, 6)
+        for number, batches in enumerate(steps):
             step(batches, number)
             if number == 1:  # the first steps also set things up
                 spent.clear()
