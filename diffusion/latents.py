@@ -25,7 +25,6 @@ from diffusion.conditioning import (
     ConditionBatch,
     ConditionStore,
     Pairs,
-    Poses,
     Preparation,
     prepare_conditions,
 )
@@ -170,7 +169,7 @@ def prepare_latents(
         return pose_of(digest_of(volumes.train[index]), train[index].spacing_mm, copy)
 
     spacing_mm, lower, upper = _medians(train)
-    preparation = Preparation(settings, volumes, process, codec, Poses(pose, num_copies), learned)
+    preparation = Preparation(settings, volumes, process, codec, learned, num_copies, pose)
     return Latents(
         volumes,
         data,

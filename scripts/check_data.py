@@ -96,7 +96,7 @@ def _row(found, checked) -> tuple[str, ...]:
 
 def _partner_problems(source, settings) -> list[str]:
     """Return every problem with what the volumes without problems are paired with."""
-    if not settings.ldm.conditioning.needs_partners:
+    if not settings.ldm.conditioning.comes_from_volumes:
         return []
     from data.volumes import VolumeFile
     from diffusion.conditioning import find_partners_of

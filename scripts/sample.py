@@ -104,7 +104,7 @@ def main(options: argparse.Namespace) -> int:
 
     from data import to_unit
     from data.formats import write_nifti
-    from diffusion.conditioning.command_line import AskedConditions, CommandLine
+    from diffusion.conditioning.command_line import AskedConditions, title_of
     from diffusion.conditioning.kind import Asked
     from diffusion.sampling import VolumeSampler
     from evaluation.trained_run import TrainedRun, check_finite
@@ -126,8 +126,9 @@ def main(options: argparse.Namespace) -> int:
     network, frame = trained.unet()
     codec = trained.codec()
     files = {option: _only(getattr(options, option[2:]), option) for option in FILE_OPTIONS}
-    given = CommandLine(options.class_name, {o: place for o, place in files.items() if place}, options.number)
-    conditions = AskedConditions(given, Asked(settings, frame.conditions, frame.class_names), codec)
+    given = {option: place for option, place in files.items() if place is not None}
+    asked = Asked(settings, frame.conditions, frame.class_names, options.class_name, given)
+    conditions = AskedConditions(asked, options.number, codec)
     cases = conditions.cases
     num = options.num or (1 if cases else 8)
     total = num * max(1, len(cases))
@@ -154,7 +155,7 @@ def main(options: argparse.Namespace) -> int:
                 row = Row.of(path.name, *space.shown(voxels, frame.lower, frame.upper))
             if number < MOST_SHOWN:
                 rows.append(row)
-    picture = out / f"montage_{_title(options, given.title)}.png"
+    picture = out / f"montage_{_title(options, title_of(given))}.png"
     save_picture(picture, picture_of(rows), f"{trained.settings.name}, {_shown(total)}")
     log.info("%s written to %s, montage %s", counted(total, "volume"), out, picture)
     log.info("next: python scripts/evaluate.py --run %s", shlex.quote(options.run))

@@ -22,7 +22,7 @@ from diffusion.normalisation import Normalisation
 from models.volume_codec import VolumeCodec, frozen_codec
 from models.weight_files import load_weights
 from runtime.processes import Process
-from settings import ConfigError, DataError, load_settings
+from settings import DataError, load_settings
 from tests.conditional_run import AFFINE, LABEL_MAPS, conditional_config
 from tests.finished_run import run_here, train_ldm
 from training.validation.pictures import LINE, Row, picture_of, planes_at
@@ -167,28 +167,6 @@ def test_a_missing_partner_stops_training_and_the_check_of_the_data(config, caps
     assert len(json.loads(Path("check.json").read_text())["partner_problems"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (["ldm.conditioning.label_map.num_classes=0"], "ldm.conditioning.label_map.num_classes: 0 with a source"),
-        (["ldm.conditioning.label_map.num_classes=1"], "ldm.conditioning.label_map.num_classes: 1 label value"),
-        (
-            ["ldm.conditioning.label_map.source=null"],
-            "ldm.conditioning.label_map.source: null with num_classes above 0",
-        ),
-        (
-            ["ldm.conditioning.dropout=0", "ldm.sampling.guidance_scale=2"],
-            "2 with conditioning dropout 0, so the network never learns to predict without a condition",
-        ),
-    ],
-)
-def test_keys_that_do_not_go_together_are_refused(tiny_config, overrides, text):
-    labels = ["ldm.conditioning.label_map.source=maps", "ldm.conditioning.label_map.num_classes=3"]
-    with pytest.raises(ConfigError) as error:
-        load_settings(tiny_config, [*labels, *overrides])
-    assert text in str(error.value)
-
-
 def assert_montage_shows(path, *images, at=None):
     """Check that each row of a montage has the planes of a written file, up to brightness and contrast."""
     pixels = np.asarray(Image.open(path)).astype(float)
@@ -273,38 +251,6 @@ def test_other_volumes_of_the_cases_have_intensities_of_their_own(tmp_path, monk
     image = nib.load(next(Path("translated").glob("case_3_*.nii.gz")))
     assert image.shape == (20, 16, 14)
     np.testing.assert_allclose(image.affine, AFFINE)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        ([f"{VOLUME}.encoding=resample"], f"{VOLUME}.source: null with encoding resample"),
-        ([f"{VOLUME}.source=ct"], f"{VOLUME}.encoding: none with a source of volumes"),
-        (
-            [f"{VOLUME}.source=ct", f"{VOLUME}.encoding=autoencoder", f"{VOLUME}.num_channels=2"],
-            f"{VOLUME}.num_channels: 2, and autoencoder.in_channels is 1",
-        ),
-        ([f"{VOLUME}.degrade.hole=[4,4,4]"], f"{VOLUME}.degrade: hole without source: target"),
-        (
-            [f"{VOLUME}.source=target", f"{VOLUME}.encoding=resample"],
-            f"{VOLUME}.degrade: nothing is taken from the target",
-        ),
-        (
-            [
-                *(f"{VOLUME}.source=target", f"{VOLUME}.encoding=resample"),
-                *(f"{VOLUME}.degrade.hole=[4,16,4]", f"{VOLUME}.degrade.downsample=[1,3,1]"),
-            ],
-            f"{VOLUME}.degrade: downsample and hole at once",
-        ),
-    ],
-)
-def test_keys_of_condition_volumes_that_do_not_go_together_are_refused(tiny_config, overrides, text):
-    with pytest.raises(ConfigError) as error:
-        load_settings(tiny_config, overrides)
-    assert text in str(error.value)
-    if len(overrides) == 4:
-        assert f"{VOLUME}.degrade.downsample: [1, 3, 1] does not divide data.voxel_size" in str(error.value)
-        assert f"{VOLUME}.degrade.hole: [4, 16, 4] on a grid of [16, 16, 16] voxels" in str(error.value)
 
 
 class Averaging(VolumeCodec):

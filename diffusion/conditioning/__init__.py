@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diffusion.conditioning.batch import NOTHING, ConditionBatch, empty_condition, hidden, some_hidden
-from diffusion.conditioning.kind import Poses, Preparation
+from diffusion.conditioning.kind import Preparation
 from diffusion.conditioning.kinds import KINDS, kinds_of
 from diffusion.conditioning.store import ConditionStore, Pairs, check_conditions, find_partners_of, prepare_conditions
 
@@ -13,7 +13,6 @@ __all__ = [
     "ConditionBatch",
     "ConditionStore",
     "Pairs",
-    "Poses",
     "Preparation",
     "check_conditions",
     "empty_condition",

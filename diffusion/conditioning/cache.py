@@ -38,14 +38,13 @@ def cached(
     settings that decide the result. The variant changes from pass to pass, and each augmented copy is another one.
     They are on disk with `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as latents.
     """
-    copies = range(1, 1 + (0 if run.poses is None else run.poses.num_copies))
     entries = [(index, variant, 0) for index in range(len(run.files)) for variant in range(num_variants)]
-    entries += [(index, copy, copy) for index in range(len(run.volumes.train)) for copy in copies]
+    entries += [(index, copy, copy) for index in range(len(run.volumes.train)) for copy in range(1, 1 + run.num_copies)]
     row_of = {(index, variant if copy == 0 else 0, copy): row for row, (index, variant, copy) in enumerate(entries)}
 
     def made(row: int) -> Tensor:
         index, variant, copy = entries[row]
-        return make(index, variant, None if copy == 0 or run.poses is None else run.poses.of(index, copy))
+        return make(index, variant, None if copy == 0 or run.pose is None else run.pose(index, copy))
 
     def name(row: int) -> str:
         index, variant, copy = entries[row]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,47 +18,38 @@ from diffusion.conditioning.batch import ConditionBatch
 from diffusion.conditioning.class_label import class_number
 from diffusion.conditioning.kind import Asked, Case, Sample
 from diffusion.conditioning.kinds import KINDS, kinds_of
+from diffusion.conditioning.space import Space
 from models.volume_codec import VolumeCodec
 from runtime.files.names import printable
-from settings import DataError, Settings, UserError
+from settings import DataError, DataSettings, UserError
 
 MAIN = "--condition"
 """The option whose files name the cases, and whose space their samples lie in."""
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """The options of a command that are conditions: a class, files or folders by option, and texts such as age=63."""
-
-    class_name: str | None = None
-    files: Mapping[str, str] = field(default_factory=dict)
-    numbers: Sequence[str] = ()
-
-    @property
-    def title(self) -> str | None:
-        """Return the name of the condition volumes, or else of other files, without its ending; None without any."""
-        place = self.files.get(MAIN) or next(iter(self.files.values()), None)
-        return None if place is None else stem(expanded(place).absolute().name)
+def title_of(files: Mapping[str, str]) -> str | None:
+    """Return the name of the condition volumes, or else of other files, without its ending; None without any."""
+    place = files.get(MAIN) or next(iter(files.values()), None)
+    return None if place is None else stem(expanded(place).absolute().name)
 
 
 class AskedConditions:
     """The conditions of samples that a command asks for: `num` of each case, or without cases any number.
 
-    Files of different options belong together if they have the same name, but for endings as in training; a single
-    file belongs to any. Raises `UserError` for what does not go with the run, and DataError, naming the file, if one
-    does not suit.
+    `numbers` are texts such as age=63. Files of different options belong together if they have the same name, but for
+    endings as in training; a single file belongs to any. Raises `UserError` for what does not go with the run, and
+    DataError, naming the file, if one does not suit.
     """
 
-    def __init__(self, given: CommandLine, asked: Asked, codec: VolumeCodec | None) -> None:
-        s = asked.settings.ldm.conditioning
-        if given.class_name is not None:
-            class_number(given.class_name, asked.class_names)
-        _check_options(asked.settings, given.files)
-        self.kinds = kinds_of(s)
-        known = [name for kind in self.kinds for name in kind.number_names(asked)]
-        asked = replace(asked, class_name=given.class_name, numbers=_parsed(given.numbers, known))
-        self.cases = _cases(given.files, asked, codec)
-        self.of_kind = {kind.name: kind.from_command_line(asked, bool(self.cases)) for kind in self.kinds}
+    def __init__(self, asked: Asked, numbers: Sequence[str], codec: VolumeCodec | None) -> None:
+        if asked.class_name is not None:
+            class_number(asked.class_name, asked.class_names)
+        _check_options(asked)
+        kinds = kinds_of(asked.settings.ldm.conditioning)
+        known = [name for kind in kinds for name in kind.number_names(asked)]
+        asked = replace(asked, numbers=_parsed(numbers, known))
+        self.cases = _cases(asked, codec)
+        self.of_kind = {kind.name: kind.from_command_line(asked, bool(self.cases)) for kind in kinds}
 
     def batch(self, positions: Sequence[int], num: int, spacing_mm: Sequence[float]) -> ConditionBatch:
         """Return the conditions of samples; without cases the samples' grid has this spacing."""
@@ -88,9 +79,9 @@ def _parsed(texts: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def _check_options(settings: Settings, given: Mapping[str, str]) -> None:
+def _check_options(asked: Asked) -> None:
     """Raise `UserError` if an option is given that the run cannot use, or left out that it needs."""
-    s = settings.ldm.conditioning
+    s, given = asked.settings.ldm.conditioning, asked.files
     for kind in (cls(s) for cls in KINDS):
         for option, what in kind.options.items():
             if option in given and not kind.takes(option):
@@ -103,9 +94,9 @@ def _check_options(settings: Settings, given: Mapping[str, str]) -> None:
         kind.check_options(given)
 
 
-def _cases(given: Mapping[str, str], asked: Asked, codec: VolumeCodec | None) -> list[Case]:
+def _cases(asked: Asked, codec: VolumeCodec | None) -> list[Case]:
     """Return the cases of files in the order of their names."""
-    listed = {option: _files_of(given.get(option), option) for kind in KINDS for option in kind.options}
+    listed = {option: _files_of(asked.files.get(option), option) for kind in KINDS for option in kind.options}
     files = {option: named_after(paths, listed[MAIN]) for option, paths in listed.items()}
     first = [files[option] for kind in KINDS for option in list(kind.options)[:1]]
     several = {name for paths in first if len(paths) > 1 for name in paths}
@@ -119,17 +110,23 @@ def _cases(given: Mapping[str, str], asked: Asked, codec: VolumeCodec | None) ->
         parts = {kind: part for kind, part in read.items() if part is not None}
         # The space of condition volumes, if there are any, else of the only other files.
         _, space = [*parts.values()][-1]
-        if MAIN in paths:
-            x, y, z = space.geometry.shape
-            header = replace(read_header(paths[MAIN]), shape=(x, y, z), affine=space.geometry.affine)
-            for option in (option for option in ("--labels",) if option in paths):
-                problem = mismatch(paths[option], read_header(paths[option]), paths[MAIN], header, asked.settings.data)
-                if problem is not None:
-                    raise DataError(problem)
+        _check_together(paths, space, asked.settings.data)
         digests = [content_digest(path) if path is not None else "" for path in found.values()]
         digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
         cases.append(Case(name, {kind: part for kind, (part, _) in parts.items()}, space, digest))
     return cases
+
+
+def _check_together(paths: Mapping[str, Path], space: Space, data: DataSettings) -> None:
+    """Raise DataError if a case's label map does not cover the space that its volume is brought to."""
+    volume, labels = paths.get(MAIN), paths.get("--labels")
+    if volume is None or labels is None:
+        return
+    x, y, z = space.geometry.shape
+    header = replace(read_header(volume), shape=(x, y, z), affine=space.geometry.affine)
+    problem = mismatch(labels, read_header(labels), volume, header, data)
+    if problem is not None:
+        raise DataError(problem)
 
 
 def _files_of(place: str | None, option: str) -> dict[str, Path]:

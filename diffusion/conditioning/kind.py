@@ -24,6 +24,7 @@ from models.volume_codec import VolumeCodec
 from runtime.processes import Process
 from settings import DataSettings, Settings
 from settings.conditioning import ConditioningSettings
+from settings.conditioning.section import ConditionSection
 
 Input = Literal["class_labels", "channels", "numbers", "scan"]
 """Inputs of the U-Net: an embedded class (B,), channels (B, C, D, H, W) that are concatenated to the noisy latent,
@@ -46,26 +47,20 @@ class Partners:
 
 
 @dataclass(frozen=True)
-class Poses:
-    """The augmented copies of each training volume: how many, and the pose of each by the volume's index and its own.
-
-    Copies are numbered from 1; 0 is the volume as it is.
-    """
-
-    of: Callable[[int, int], Pose]
-    num_copies: int
-
-
-@dataclass(frozen=True)
 class Preparation:
-    """What conditions are prepared with. `learned` has what was stored with trained weights; None before training."""
+    """What conditions are prepared with. `learned` has what was stored with trained weights; None before training.
+
+    Each training volume has `num_copies` augmented copies, numbered from 1, and `pose` returns the pose of one by the
+    volume's index and its own.
+    """
 
     settings: Settings
     volumes: DataSplit
     process: Process
     codec: VolumeCodec
-    poses: Poses | None = None
     learned: Mapping[str, Any] | None = None
+    num_copies: int = 0
+    pose: Callable[[int, int], Pose] | None = None
 
     @property
     def files(self) -> tuple[VolumeFile, ...]:
@@ -102,12 +97,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says of all samples; `numbers` are texts by name, and `learned` as in `Preparation`."""
+    """What the command line says: a class of `class_names`, files or folders by option, and texts such as 63 by name.
+
+    `learned` is as in `Preparation`.
+    """
 
     settings: Settings
     learned: Mapping[str, Any]
     class_names: Sequence[str] = ()
     class_name: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -124,6 +123,8 @@ class ConditionKind(ABC):
     """One kind of condition."""
 
     name: ClassVar[str]
+    section: ClassVar[str]
+    """The section of `ldm.conditioning` with its keys."""
     unet_input: ClassVar[Input]
     options: ClassVar[Mapping[str, str]] = {}
     """Options of scripts/sample.py that name files, with what these are."""
@@ -132,13 +133,20 @@ class ConditionKind(ABC):
         self.s = s
 
     @property
-    @abstractmethod
+    def keys(self) -> ConditionSection:
+        """Return its section of the settings."""
+        return self.s.sections[f"ldm.conditioning.{self.section}"]
+
+    @property
     def is_used(self) -> bool:
         """Return whether samples are conditioned on it."""
+        return self.keys.is_used
 
-    @abstractmethod
     def shape(self, settings: Settings) -> tuple[int, ...]:
         """Return the shape of the condition of one sample."""
+        if self.unet_input == "channels":
+            return (self.keys.num_concatenated(settings.autoencoder.latent_channels), *settings.latent_shape[1:])
+        return (sum(self.keys.embedded_numbers.values()),)
 
     def find(self, files: Sequence[VolumeFile], data: DataSettings, problems: list[str]) -> Partners:
         """Find and check what the volumes are paired with; append a line to `problems` for each problem."""
@@ -159,15 +167,21 @@ class ConditionKind(ABC):
     @property
     def draws(self) -> tuple[str, ...]:
         """Return the names of the random draws that hide it in training; empty if it is never hidden."""
-        return (self.name,)
+        numbers = tuple(f"number {name}" for name in self.keys.embedded_numbers)
+        return numbers if self.unet_input == "numbers" else (self.name,)
 
     def hidden(self, part: Tensor) -> Tensor:
         """Return a condition of the same shape that says nothing."""
         return torch.zeros_like(part)
 
     def some_hidden(self, part: Tensor, is_hidden: Callable[[str], Tensor]) -> Tensor:
-        """Hide the samples for which `is_hidden` returns True, by the name of a draw."""
-        return part * (~is_hidden(self.name)).view(-1, *[1] * (part.ndim - 1))
+        """Hide the samples for which `is_hidden` returns True, by the name of a draw; each number by itself."""
+        widths = list(self.keys.embedded_numbers.values()) if self.unet_input == "numbers" else [part.shape[1]]
+        shown = [
+            columns * (~is_hidden(draw)).view(-1, *[1] * (part.ndim - 1))
+            for draw, columns in zip(self.draws, part.split(widths, dim=1), strict=True)
+        ]
+        return shown[0] if len(shown) == 1 else torch.cat(shown, dim=1)
 
     # What is stored with the weights, and what the command line says.
 

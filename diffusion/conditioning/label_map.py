@@ -37,17 +37,9 @@ class LabelMap(ConditionKind):
     """The shares of label values (B, num_classes, D, H, W)."""
 
     name = "label map"
+    section = "label_map"
     unet_input = "channels"
     options: ClassVar = {"--labels": "label maps"}
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether samples are conditioned on label maps."""
-        return self.s.label_map.is_used
-
-    def shape(self, settings: Settings) -> tuple[int, ...]:
-        """Return the shape of the shares of one sample."""
-        return (self.s.label_map.num_classes, *settings.latent_shape[1:])
 
     def find(self, files: Sequence[VolumeFile], data: DataSettings, problems: list[str]) -> Partners:
         """Find the label map of each volume, and the label values of the classes."""

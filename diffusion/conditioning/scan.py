@@ -15,7 +15,7 @@ from diffusion.conditioning.class_label import EmbeddedClass
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Sample
 from runtime.files.names import printable
 from settings import DataSettings, Settings, UserError
-from settings.conditioning.scan import REGIONS, SCAN, ScanSettings
+from settings.conditioning.scan import COLUMNS, REGIONS, SCAN, ScanSettings
 
 UNIT = 100.0
 """MAISI was trained with spacing in hundredths of a millimetre, and with 100 in the place of a region."""
@@ -52,12 +52,8 @@ class Scan(ConditionKind):
     """The spacing and the regions of a scan (B, M), which are never hidden."""
 
     name = "scan"
+    section = "scan"
     unet_input = "scan"
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether the U-Net takes the spacing of a scan."""
-        return self.s.scan.is_used
 
     def shape(self, settings: Settings) -> tuple[int, ...]:
         """Return the shape of the numbers of one sample."""
@@ -68,7 +64,7 @@ class Scan(ConditionKind):
         s, key = self.s.scan, f"{SCAN}.regions"
         if s.table is None:
             return Partners()
-        rows = read_rows(s.table, s.columns, files, key, problems)
+        rows = read_rows(s.table, COLUMNS, files, key, problems)
         problems += [
             f"{key}: {printable(s.table)} has the region {printable(word)}; allowed: {', '.join(REGIONS)}; correct it"
             for word in sorted({word for row in rows.values() for word in row.values()} - {*REGIONS, ""})
@@ -98,8 +94,8 @@ class Scan(ConditionKind):
     def from_command_line(self, asked: Asked, has_cases: bool) -> Callable[[Sample], Tensor]:
         """Return the numbers of each sample, with the regions that are asked for or those of all training volumes."""
         s = self.s.scan
-        missing = next((name for name in s.columns if name not in asked.numbers), None)
-        if missing is not None:
+        missing = next((name for name in COLUMNS if name not in asked.numbers), None)
+        if s.table is not None and missing is not None:
             raise UserError(
                 f"--number: {missing} is not given, and the run was trained with one for each volume; allowed: "
                 f"{', '.join(REGIONS)}; add --number {missing}={REGIONS[1]} or another"

@@ -64,16 +64,8 @@ class Tabular(ConditionKind):
     """The coded values (B, N) of each volume."""
 
     name = "tabular"
+    section = "tabular"
     unet_input = "numbers"
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether samples are conditioned on columns of a table."""
-        return self.s.tabular.is_used
-
-    def shape(self, settings: Settings) -> tuple[int, ...]:
-        """Return the shape of the coded values of one sample."""
-        return (sum(self.s.tabular.embedded_numbers.values()),)
 
     def find(self, files: Sequence[VolumeFile], data: DataSettings, problems: list[str]) -> Partners:
         """Read the row of each volume."""
@@ -96,17 +88,6 @@ class Tabular(ConditionKind):
                 ) from None
         coded = torch.tensor(vectors)
         return Prepared(lambda index, number, copy: coded[index], {"numbers": code.model_dump(mode="json")})
-
-    @property
-    def draws(self) -> tuple[str, ...]:
-        """Return the name of the draw of each column."""
-        return tuple(f"number {name}" for name in self.s.tabular.embedded_numbers)
-
-    def some_hidden(self, part: Tensor, is_hidden: Callable[[str], Tensor]) -> Tensor:
-        """Hide each column by itself."""
-        columns = part.split(list(self.s.tabular.embedded_numbers.values()), dim=1)
-        shown = [column * (~is_hidden(draw))[:, None] for draw, column in zip(self.draws, columns, strict=True)]
-        return torch.cat(shown, dim=1)
 
     def learned(self, metadata: Mapping[str, Any], settings: Settings) -> NumberCode:
         """Return the code of the values."""

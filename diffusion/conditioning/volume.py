@@ -46,22 +46,14 @@ class ConditionVolume(ConditionKind):
     """A volume on the latent grid (B, C, D, H, W), whose last channel is the share that is known."""
 
     name = "volume"
+    section = "volume"
     unet_input = "channels"
     options: ClassVar = {"--condition": "condition volumes", "--mask": "holes to fill"}
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether samples are conditioned on volumes."""
-        return self.s.volume.is_used
 
     @property
     def num_encodings(self) -> int:
         """Return how often the autoencoder encodes the condition volumes of one volume."""
         return self.s.volume.degrade.variants if self.s.volume.encoding == "autoencoder" else 0
-
-    def shape(self, settings: Settings) -> tuple[int, ...]:
-        """Return the shape of the channels of one sample."""
-        return (self.s.volume.num_concatenated(settings.autoencoder.latent_channels), *settings.latent_shape[1:])
 
     def find(self, files: Sequence[VolumeFile], data: DataSettings, problems: list[str]) -> Partners:
         """Find the other volume of each volume, which may be itself, and the mask of its hole."""

@@ -61,8 +61,8 @@ def _errors(
     l1, psnr, of_occupied = [], [], []
     for what, volume, target in zip(known, found, targets, strict=True):
         if what.unknown is None:
-            kept = what.kept_in(volume, target)
-            difference, grids = kept - target, (kept, target)
+            corrected = what.kept_in(volume, target)
+            difference, grids = corrected - target, (corrected, target)
         else:
             difference = volume[:, what.unknown] - target[:, what.unknown]
             places = what.unknown.nonzero(as_tuple=True)

@@ -47,12 +47,12 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
     inputs = settings.ldm.conditioning.scan.inputs
     if not inputs:
         return arguments
-    told = {f"include_{SCAN_LAYERS[name].removesuffix('_layer')}_input": True for name in inputs}
-    return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, **told}
+    flags = {f"include_{SCAN_LAYERS[name].removesuffix('_layer')}_input": True for name in inputs}
+    return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, **flags}
 
 
 def is_maisi(network: str, settings: Settings) -> bool:
-    """Return whether MONAI's class is MAISI's: a U-Net that is told of scans, an autoencoder that interpolates."""
+    """Return whether MONAI's class is MAISI's: a U-Net that takes inputs of scans, an autoencoder that interpolates."""
     if network == "autoencoder":
         return settings.autoencoder.upsampling == "trilinear"
     return network == "ldm" and bool(settings.ldm.conditioning.scan.inputs)

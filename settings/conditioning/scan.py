@@ -21,6 +21,9 @@ REGIONS = ("head", "chest", "abdomen", "pelvis")
 WIDTHS = {"top_region": len(REGIONS), "bottom_region": len(REGIONS), "spacing": 3}
 """The inputs in the order in which MAISI concatenates their embeddings, with the numbers that each takes."""
 
+COLUMNS = ("top_region", "bottom_region")
+"""The columns of a table of regions, named as the inputs."""
+
 NUM_MODALITIES = 128
 """The modalities that MAISI's U-Net tells apart."""
 
@@ -60,11 +63,6 @@ class ScanSettings(ConditionSection):
         return False
 
     @property
-    def needs_partners(self) -> bool:
-        """Return whether each volume needs a row of a table."""
-        return self.table is not None
-
-    @property
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the inputs that the U-Net has, in MAISI's order."""
         return tuple(name for name in WIDTHS if (self.is_used if name == "spacing" else self.regions is not None))
@@ -74,17 +72,12 @@ class ScanSettings(ConditionSection):
         """Return the regions that all volumes share by the name of their input."""
         if self.regions is None or isinstance(self.regions, str):
             return {}
-        return dict(zip(("top_region", "bottom_region"), self.regions, strict=True))
+        return dict(zip(COLUMNS, self.regions, strict=True))
 
     @property
     def table(self) -> str | None:
         """Return the file with the regions of each volume, if they differ."""
         return self.regions if isinstance(self.regions, str) else None
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the columns of the table that are needed."""
-        return () if self.table is None else ("top_region", "bottom_region")
 
     @property
     def width(self) -> int:

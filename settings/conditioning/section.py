@@ -34,11 +34,6 @@ class ConditionSection(Section):
         return self.is_used
 
     @property
-    def needs_partners(self) -> bool:
-        """Return whether each volume needs a file or a row of a table."""
-        return self.is_used
-
-    @property
     def embedded_numbers(self) -> dict[str, int]:
         """Return the names of what the U-Net embeds, with how many numbers each is."""
         return {}

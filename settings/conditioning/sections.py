@@ -273,11 +273,6 @@ class ConditioningSettings(Section):
         return bool(self.kinds)
 
     @property
-    def needs_partners(self) -> bool:
-        """Return whether each volume needs more than its own file and its class."""
-        return any(section.needs_partners for section in self.sections.values())
-
-    @property
     def comes_from_volumes(self) -> bool:
         """Return whether samples have the conditions of certain volumes, not only a class."""
         return any(section.is_used for section in self.sections.values())

@@ -12,7 +12,7 @@ import pytest
 
 from data.formats import write_nifti
 from diffusion.conditioning.class_label import ClassLabel
-from diffusion.conditioning.command_line import AskedConditions, CommandLine, _files_of
+from diffusion.conditioning.command_line import AskedConditions, _files_of
 from diffusion.conditioning.kind import Asked, Case, Sample
 from diffusion.conditioning.tabular import NumberCode, Tabular, code_of
 from diffusion.normalisation import Normalisation
@@ -39,9 +39,9 @@ def folder(tmp_path, monkeypatch) -> Path:
 def cases(values: dict[str, Any], **files: str) -> list[Case]:
     values = copy.deepcopy(values)
     values["ldm"]["conditioning"] = BOTH
-    asked = Asked(Settings.model_validate(values), {"label map": (), "volume": Normalisation.uniform(1)})
-    given = CommandLine(files={f"--{option}": place for option, place in files.items()})
-    return AskedConditions(given, asked, None).cases
+    learned = {"label map": (), "volume": Normalisation.uniform(1)}
+    given = {f"--{option}": place for option, place in files.items()}
+    return AskedConditions(Asked(Settings.model_validate(values), learned, files=given), (), None).cases
 
 
 def test_a_single_file_belongs_to_every_file_of_a_folder(tiny_values, folder):
