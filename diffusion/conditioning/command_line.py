@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,7 @@ def _check_options(asked: Asked) -> None:
     """Raise `UserError` if an option is given that the run cannot use, or left out that it needs."""
     s, given = asked.settings.ldm.conditioning, asked.files
     for kind in (cls(s) for cls in KINDS):
+        kind.check_options(given)
         for option, what in kind.options.items():
             if option in given and not kind.takes(option):
                 raise UserError(f"{option}: the run was trained without {what}; leave it out")
@@ -91,7 +93,6 @@ def _check_options(asked: Asked) -> None:
                     f"{option}: not given, but the run was trained with {what} for every volume (dropout: 0); give a "
                     "file or a folder of them"
                 )
-        kind.check_options(given)
 
 
 def _cases(asked: Asked, codec: VolumeCodec | None) -> list[Case]:
@@ -132,42 +133,31 @@ def _check_together(paths: Mapping[str, Path], space: Space, data: DataSettings)
 def _files_of(place: str | None, option: str) -> dict[str, Path]:
     """Return the volume file that an option names, or those of the folder that it names, by name without its ending.
 
-    A DICOM series is a folder: the one that is named, or a folder in it.
+    A DICOM series is a folder: the one that is named, or a folder in it. Several series of one folder are distinguished
+    by the names of their first files.
     """
     if place is None:
         return {}
     path = expanded(place)
-    found = [path] if path.is_file() else []
-    series: dict[str, Path] = {}
+    found = [(stem(path.name), path)] if path.is_file() else []
     if path.is_dir():
         items = sorted(item for item in path.iterdir() if not item.name.startswith("."))
-        found = [item for item in items if suffix_of(item.name) and not item.is_dir() and not dicom.is_dicom(item)]
-        series = _series([path, *(item for item in items if item.is_dir())], option)
-    if found or series:
-        named = {stem(item.name): item for item in found} | series
-        if len(named) == len(found) + len(series):
-            return named
+        files = [item for item in items if suffix_of(item.name) and not item.is_dir() and not dicom.is_dicom(item)]
+        found = [(stem(item.name), item) for item in files]
+        for folder in (path, *(item for item in items if item.is_dir())):
+            if any(dicom.is_dicom(item) for item in folder.iterdir()):
+                series, _ = series_in(folder.parent, folder, option)
+                found += [(name.replace("/", "_"), first) for name, first in series.items()]
+    if not found:
+        what = "holds no volume" if path.is_dir() else "does not exist"
+        needed = f"a file ({' '.join(SUFFIXES)}) or a folder of them is needed"
+        raise UserError(f"{option}: {printable(place)} {what}; {needed}")
+    twice = next((name for name, count in Counter(name for name, _ in found).items() if count > 1), None)
+    if twice is not None:
         raise UserError(
-            f"{option}: {printable(place)} has two files of one name but for the ending; remove one of them"
+            f"{option}: {printable(place)} has two volumes named {printable(twice)}, but for the ending; rename one of "
+            "the files, or of the folders of DICOM series"
         )
-    what = "holds no volume" if path.is_dir() else "does not exist"
-    raise UserError(f"{option}: {printable(place)} {what}; a file ({' '.join(SUFFIXES)}) or a folder of them is needed")
-
-
-def _series(folders: Sequence[Path], option: str) -> dict[str, Path]:
-    """Return the DICOM series in these folders, each as its first file, by the name of its folder.
-
-    Several series of one folder are told apart by the names of their first files.
-    """
-    found: list[tuple[str, Path]] = []
-    for folder in folders:
-        if any(dicom.is_dicom(item) for item in folder.iterdir()):
-            series, _ = series_in(folder.parent, folder, option)
-            found += [(name.replace("/", "_"), path) for name, path in series.items()]
-    if len(dict(found)) < len(found):
-        names = [name for name, _ in found]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{option}: two DICOM series are named {printable(twice)}; rename the folder of one of them")
     return dict(found)
 
 

@@ -95,10 +95,10 @@ def prepare_conditions(pairs: Pairs, run: Preparation) -> ConditionStore | None:
     if not kinds:
         return None
     prepared = {kind.name: kind.prepare(pairs.get(kind.name, Partners()), run) for kind in kinds}
-    return ConditionStore(prepared, digest_of(pairs) if s.comes_from_volumes else None)
+    return ConditionStore(prepared, partners_digest(pairs) if s.comes_from_volumes else None)
 
 
-def digest_of(pairs: Pairs) -> str:
+def partners_digest(pairs: Pairs) -> str:
     """Return a hash of the content of all partners."""
     by_role = [part for partners in pairs.values() for part in partners.files.items()]
     lines = [f"{role}\t{file.digest}" for role, files in by_role for file in files]

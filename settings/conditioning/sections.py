@@ -284,11 +284,12 @@ class ConditioningSettings(Section):
 
     @property
     def embedded_numbers(self) -> dict[str, int]:
-        """Return the names of what the U-Net embeds, with how many numbers each is."""
-        found: dict[str, int] = {}
-        for part in self.sections.values():
-            found |= part.embedded_numbers
-        return found
+        """Return the names of what the U-Net embeds, such as tabular.age, with how many numbers each is."""
+        return {
+            f"{where.removeprefix('ldm.conditioning.')}.{name}": width
+            for where, section in self.sections.items()
+            for name, width in section.embedded_numbers.items()
+        }
 
     def num_concatenated(self, latent_channels: int) -> int:
         """Return the number of channels that are concatenated to a noisy latent of `latent_channels` channels."""
