@@ -1,4 +1,4 @@
-"""Maps intensities to the network's range.
+"""Maps intensities to the network's range and back.
 
 The network sees intensities in [-1, 1] (`NETWORK_RANGE`): LPIPS expects that range, and it is symmetric about the zeros
 that pad convolutions. A volume's lower and upper intensity are found on the whole volume, before any cropping, and map
@@ -32,6 +32,12 @@ def scale_to_network(voxels: np.ndarray, lower: Sequence[float], upper: Sequence
         channel += np.float32(low)
         np.clip(channel, low, high, out=channel)
     return voxels
+
+
+def to_intensities(unit: np.ndarray, lower: Sequence[float], upper: Sequence[float]) -> np.ndarray:
+    """Map a (C, D, H, W) volume from [0, 1] to intensities from `lower` to `upper`, of each channel."""
+    low, high = (np.array(ends, np.float32)[:, None, None, None] for ends in (lower, upper))
+    return unit * (high - low) + low
 
 
 def unscalable_text(lower: Sequence[float], upper: Sequence[float], section: str) -> str | None:

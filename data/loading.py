@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from data.formats import channels_text
 from data.geometry import Geometry, geometry_of
-from data.intensity import NETWORK_RANGE
+from data.intensity import NETWORK_RANGE, to_intensities
 from data.notes import FileError
 from data.poses import Pose, random_rotation
 from data.reading import VolumeFacts, measure, on_grid, unusable
@@ -101,15 +101,18 @@ def restore(image: Tensor, loaded: LoadedVolume) -> tuple[np.ndarray, np.ndarray
     Returns float32 voxels (C, then the file's axes) in the file's intensities, and the file's affine. Voxels that
     `crop_or_pad` cropped away come back as the lower intensity; clipped intensities stay clipped.
     """
-    geometry = loaded.geometry
     voxels = image.detach().to("cpu", torch.float32).numpy()
-    assert voxels.shape == (len(loaded.lower), *geometry.grid), f"{voxels.shape} is not on the grid {geometry.grid}"
-    stored = geometry.to_file_grid(voxels)
+    return on_file_grid(voxels, loaded.geometry, loaded.lower, loaded.upper), loaded.geometry.affine
+
+
+def on_file_grid(
+    voxels: np.ndarray, geometry: Geometry, lower: tuple[float, ...], upper: tuple[float, ...]
+) -> np.ndarray:
+    """Bring float32 voxels (C, D, H, W) from the network's grid and range to a file's, with these intensities."""
+    assert voxels.shape == (len(lower), *geometry.grid), f"{voxels.shape} is not on the grid {geometry.grid}"
     low, high = NETWORK_RANGE
-    gain = (np.array(loaded.upper) - np.array(loaded.lower)) / (high - low)
-    shift = np.array(loaded.lower) - low * gain
-    restored = stored * gain.astype(np.float32)[:, None, None, None] + shift.astype(np.float32)[:, None, None, None]
-    return np.ascontiguousarray(restored, dtype=np.float32), geometry.affine
+    unit = (geometry.to_file_grid(voxels) - low) / (high - low)
+    return np.ascontiguousarray(to_intensities(unit, lower, upper), dtype=np.float32)
 
 
 def random_part(image: Tensor, spacing_mm: np.ndarray, s: DataSettings, rng: np.random.Generator) -> Tensor:

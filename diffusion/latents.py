@@ -8,7 +8,7 @@ one of them, with its label map and its condition volume in the same pose.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, in_pose, load_file, training_batches
-from data.pairs.pairs import NO_PAIRS, Pairs
 from data.poses import Pose, random_pose
-from diffusion.conditioning.conditions import Conditions, Poses, prepare_conditions
-from diffusion.latent_batches import LatentBatch, collate, latent_batches, with_conditions
+from diffusion.conditioning import (
+    NOTHING,
+    ConditionBatch,
+    ConditionStore,
+    Pairs,
+    Preparation,
+    prepare_conditions,
+)
+from diffusion.latent_batches import LatentBatch, latent_batches, with_conditions
 from diffusion.latent_files import LatentFacts, LatentFolder, digest_of, latent_key
 from diffusion.normalisation import MeanLatent, Normalisation, Statistics
 from diffusion.pretrained import pretrained_unet
@@ -61,7 +67,7 @@ class Latents:
     upper: tuple[float, ...]
     autoencoder: str
     pin_memory: bool = False
-    conditions: Conditions | None = None
+    conditions: ConditionStore | None = None
     num_copies: int = 0
 
     def training_batches(
@@ -70,29 +76,39 @@ class Latents:
         """Yield the micro-batches of each step: latents, or volumes if latents are not kept."""
         if self.read is None:
             volumes = training_batches(self.volumes.train, self.settings, plan, first_step, last_step)
-            return (
-                volumes
-                if self.conditions is None
-                else with_conditions(volumes, self.conditions, len(self.volumes.train))
-            )
+            if self.conditions is None:
+                return volumes
+            return with_conditions(volumes, self.conditions, plan.seed, len(self.volumes.train))
 
         def copy_at(position: int) -> int:
             return int(plan.sample_rng(position).integers(0, self.num_copies, endpoint=True)) if self.num_copies else 0
 
-        files, pin = self.volumes.train, self.pin_memory
-        return latent_batches(self.read, files, plan, first_step, last_step, pin, self.conditions, copy_at)
+        number, pin = len(self.volumes.train), self.pin_memory
+        return latent_batches(self.read, number, plan, first_step, last_step, pin, self.conditions, copy_at)
 
     def validation_batches(
         self, encode: Callable[[Tensor], Tensor], process: Process, batch_size: int = 1
     ) -> Iterator[LatentBatch]:
         """Yield this process's share of the validation latents; positions index the list of files."""
-        files, offset = self.volumes.val, len(self.volumes.train)
-        share = range(process.rank, len(files), process.world_size)
+        share = range(process.rank, len(self.volumes.val), process.world_size)
 
         for start in range(0, len(share), batch_size):
             chosen = share[start : start + batch_size]
-            latents = [self.latent(offset + index, encode) for index in chosen]
-            yield collate(latents, files, chosen, chosen, self.conditions)
+            indices = [len(self.volumes.train) + place for place in chosen]
+            latents = [self.latent(index, encode) for index in indices]
+            yield LatentBatch(torch.stack(latents), tuple(chosen), self.condition(indices))
+
+    def condition(self, indices: Sequence[int], copies: Sequence[int] | None = None) -> ConditionBatch:
+        """Return the conditions of volumes by their indices, held-out volumes after training volumes."""
+        return NOTHING if self.conditions is None else self.conditions.batch(indices, copies=copies)
+
+    def held_out_condition(self, positions: Sequence[int]) -> ConditionBatch:
+        """Return the conditions of samples: those of the held-out volumes in turn."""
+        return self.condition([self.held_out_index(position) for position in positions])
+
+    def held_out_index(self, position: int) -> int:
+        """Return the index of the held-out volume whose conditions a sample has."""
+        return len(self.volumes.train) + position % len(self.volumes.val)
 
     def latent(self, index: int, encode: Callable[[Tensor], Tensor], copy: int = 0) -> Tensor:
         """Return the mean of a volume's latent by its index, held-out volumes after training volumes."""
@@ -124,13 +140,14 @@ def prepare_latents(
     volumes: DataSplit,
     settings: Settings,
     process: Process,
-    pairs: Pairs = NO_PAIRS,
+    pairs: Pairs | None = None,
+    learned: Mapping[str, Any] | None = None,
 ) -> Latents:
     """Encode the volumes that are not encoded yet, shared among the processes, and find how to normalise them.
 
     With `cache: disk` an interrupted encoding continues where it stopped, and every run with the same autoencoder
     weights and the same reading of the data reuses the latents. Only training volumes count for the normalisation. A
-    pretrained U-Net keeps its own.
+    pretrained U-Net keeps its own. `learned` is what a trained network knows of its conditions.
     """
     data = stage_two_data(settings.data)
     if settings.data.patch_size is not None:
@@ -152,6 +169,7 @@ def prepare_latents(
         return pose_of(digest_of(volumes.train[index]), train[index].spacing_mm, copy)
 
     spacing_mm, lower, upper = _medians(train)
+    preparation = Preparation(settings, volumes, process, codec, learned, num_copies, pose)
     return Latents(
         volumes,
         data,
@@ -163,7 +181,7 @@ def prepare_latents(
         upper=upper,
         autoencoder=autoencoder,
         pin_memory=bool(data.pin_memory) and process.device.type == "cuda",
-        conditions=prepare_conditions(settings, pairs, volumes, process, codec, poses=Poses(pose, num_copies)),
+        conditions=prepare_conditions(pairs or {}, preparation),
         num_copies=num_copies,
     )
 

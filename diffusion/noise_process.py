@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diffusion.conditioning.condition import Condition
+from diffusion.conditioning.batch import ConditionBatch
 from settings.ldm import SchedulerSettings
 
 # Below this signal, dividing by it to recover the clean latent would only amplify the error of the predicted noise.
@@ -142,15 +142,17 @@ def _kept_variance(s: SchedulerSettings) -> np.ndarray:
     return np.cumprod(1 - betas)
 
 
-def predict(network: nn.Module, noisy: Tensor, times: Tensor, condition: Condition, multiple: int) -> Tensor:
+def predict(network: nn.Module, noisy: Tensor, times: Tensor, condition: ConditionBatch, multiple: int) -> Tensor:
     """Call the U-Net on a latent of any size: pad its axes with zeros at the far end, and crop the prediction.
 
     `multiple` is the number that the U-Net needs every axis to be a multiple of. If all are, nothing is copied.
     """
     shape = noisy.shape[2:]
-    noisy = condition.joined_to(noisy)
+    inputs = condition.unet_inputs
+    channels = inputs.pop("channels", None)
+    noisy = noisy if channels is None else torch.cat([noisy, channels], dim=1)
     missing = [-axis % multiple for axis in shape]
     if any(missing):
         noisy = F.pad(noisy, (0, missing[2], 0, missing[1], 0, missing[0]))
-    prediction = network(noisy, times, **condition.arguments)
+    prediction = network(noisy, times, **inputs)
     return prediction[:, :, : shape[0], : shape[1], : shape[2]] if any(missing) else prediction

@@ -77,5 +77,5 @@ def _decisive(settings: Settings) -> dict[str, Any]:
         },
         **{f"ldm.scheduler.{name}": value for name, value in scheduler.items()},
         "ldm.conditioning.scan": ldm.conditioning.scan.inputs,
-        "ldm.conditioning.tabular": ldm.conditioning.tabular.columns,
+        "numbers of ldm.conditioning": tuple(ldm.conditioning.embedded_numbers),
     }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from diffusion.conditioning import Condition, hidden
-from diffusion.conditioning.conditions import empty_condition
+from diffusion.conditioning import ConditionBatch, empty_condition, hidden
+from diffusion.conditioning.class_label import ClassLabel
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
 from diffusion.samplers import SAMPLERS
@@ -20,8 +20,11 @@ from settings.ldm import LdmSettings
 
 Predict = Callable[[Tensor, Tensor], Tensor]
 
+ConditionOf = Callable[[Sequence[int]], ConditionBatch]
+"""Returns the conditions of samples by their positions."""
 
-def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
+
+def guided(network: nn.Module, s: LdmSettings, condition: ConditionBatch) -> Predict:
     """Return a function that predicts from noisy latents and times, with guidance if the settings ask for it.
 
     A guidance scale of 1 gives the plain conditional prediction, 0 the one with all conditions hidden.
@@ -31,7 +34,7 @@ def guided(network: nn.Module, s: LdmSettings, condition: Condition) -> Predict:
     if not s.conditioning.is_used:
         return lambda noisy, times: predict(network, noisy, times, condition, multiple)
     nothing = hidden(condition, s.conditioning)
-    both_conditions = condition.beside(nothing)
+    both_conditions = condition.concatenate(nothing)
 
     def guide(noisy: Tensor, times: Tensor) -> Tensor:
         if scale in (0.0, 1.0):
@@ -89,46 +92,53 @@ def sample_latents(
     return follow(process, denoise, latents, times, fresh)
 
 
-def draw_volumes(
-    network: nn.Module,
-    codec: VolumeCodec,
-    settings: Settings,
-    normalisation: Normalisation,
-    seed: int,
-    positions: Sequence[int],
-    condition_of: Callable[[Sequence[int]], Condition] | None = None,
-    batch_size: int = 1,
-    on_step: Callable[[], object] = lambda: None,
-) -> Iterator[Tensor]:
-    """Yield one volume (C, D, H, W), in the network's range, for each position; it depends on (seed, position) only.
+@dataclass(frozen=True)
+class VolumeSampler:
+    """Draws volumes from a trained U-Net; each depends on the seed and its position only.
 
-    `condition_of` returns the conditions of some positions; without it all are hidden but the class, and the classes
-    come in turn. The network runs in float32 and the decoder on one volume at a time, because in 16 bits a sample would
-    depend on the batch size.
+    The network runs in float32 and the decoder on one volume at a time, because in 16 bits a sample would depend on the
+    batch size.
     """
-    device = codec.precision.device
-    ldm = settings.ldm
-    process, noise = NoiseProcess(ldm.scheduler, device), SampleNoise(seed, device)
-    normalisation = normalisation.to(device)
-    was_training = network.training
-    network.eval()
-    for start in range(0, len(positions), batch_size):
-        part = positions[start : start + batch_size]
-        condition = classes_in_turn(settings, part) if condition_of is None else condition_of(part)
-        guide = guided(network, ldm, condition.to(device))
-        steps, sampler = ldm.sampling.num_inference_steps, ldm.sampling.sampler
-        with torch.autocast(device.type, enabled=False):
-            latents = sample_latents(guide, process, noise, part, settings.latent_shape, steps, sampler, on_step)
-        for latent in latents:
-            yield codec.decode(normalisation.undo(latent))
-    network.train(was_training)
+
+    network: nn.Module
+    codec: VolumeCodec
+    settings: Settings
+    normalisation: Normalisation
+    seed: int = 0
+    batch_size: int = 1
+
+    def draw(
+        self,
+        positions: Sequence[int],
+        condition_of: ConditionOf | None = None,
+        on_step: Callable[[], object] = lambda: None,
+    ) -> Iterator[Tensor]:
+        """Yield one volume (C, D, H, W), in the network's range, for each position.
+
+        `condition_of` returns the conditions of some positions; without it all are hidden but the class, and the
+        classes come in turn.
+        """
+        device, ldm = self.codec.precision.device, self.settings.ldm
+        process, noise = NoiseProcess(ldm.scheduler, device), SampleNoise(self.seed, device)
+        normalisation = self.normalisation.to(device)
+        was_training = self.network.training
+        self.network.eval()
+        for start in range(0, len(positions), self.batch_size):
+            part = positions[start : start + self.batch_size]
+            condition = classes_in_turn(self.settings, part) if condition_of is None else condition_of(part)
+            guide = guided(self.network, ldm, condition.to(device))
+            steps, sampler, shape = ldm.sampling.num_inference_steps, ldm.sampling.sampler, self.settings.latent_shape
+            with torch.autocast(device.type, enabled=False):
+                latents = sample_latents(guide, process, noise, part, shape, steps, sampler, on_step)
+            for latent in latents:
+                yield self.codec.decode(normalisation.undo(latent))
+        self.network.train(was_training)
 
 
-def classes_in_turn(settings: Settings, positions: Sequence[int], label: int | None = None) -> Condition:
-    """Return a condition that is hidden but for the class: `label` if given, else the classes in turn."""
-    nothing = empty_condition(settings, len(positions))
-    number = settings.ldm.conditioning.num_classes
-    if nothing.classes is None or settings.ldm.conditioning.type != "class":
-        return nothing
-    classes = [position % number if label is None else label for position in positions]
-    return replace(nothing, classes=torch.tensor(classes))
+def classes_in_turn(settings: Settings, positions: Sequence[int]) -> ConditionBatch:
+    """Return a condition that is hidden but for the class; the classes come in turn."""
+    condition = empty_condition(settings, len(positions))
+    if settings.ldm.conditioning.type != "class":
+        return condition
+    classes = torch.tensor([position % settings.ldm.conditioning.num_classes for position in positions])
+    return ConditionBatch({**condition.parts, ClassLabel.name: classes})

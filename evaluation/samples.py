@@ -13,16 +13,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data import VolumeFile, load_file, to_unit
-from diffusion.conditioning import Condition
-from diffusion.normalisation import Normalisation
-from diffusion.sampling import draw_volumes
+from diffusion.sampling import ConditionOf, VolumeSampler
 from evaluation.fid import PLANES, frechet_distance, slice_features
 from evaluation.sharpness import compare_sharpness, gradient_magnitude, laplacian_kurtosis
 from evaluation.trained_run import check_finite
 from models.volume_codec import VolumeCodec
 from runtime.files.names import printable
 from runtime.randomness import SampleNoise
-from settings import DataSettings, Settings
+from settings import DataSettings
 from training.validation.set_metrics import (
     mean_pairwise_ms_ssim,
     nearest,
@@ -74,42 +72,13 @@ class SilentNetwork(nn.Module):
         return torch.zeros_like(x[:, : self.latent_channels])
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """How samples are drawn: with which seed, how many, and how many in a batch, which does not change them."""
-
-    codec: VolumeCodec
-    settings: Settings
-    normalisation: Normalisation
-    seed: int
-    num: int
-    batch_size: int
-    condition_of: Callable[[Sequence[int]], Condition] | None = None
-
-    def samples(self, network: nn.Module) -> list[Tensor]:
-        """Draw samples with a progress bar; return them on the CPU with values in [0, 1]."""
-        total = -(-self.num // self.batch_size) * self.settings.ldm.sampling.num_inference_steps
-        with tqdm(total=total, desc="sampling", unit="step") as bar:
-            volumes = draw_volumes(
-                network,
-                self.codec,
-                self.settings,
-                self.normalisation,
-                self.seed,
-                range(self.num),
-                self.condition_of,
-                self.batch_size,
-                bar.update,
-            )
-            return [to_unit(check_finite(volume, f"sample {n}")).cpu() for n, volume in enumerate(volumes)]
-
-    def gaussian_volumes(self, denoiser: LinearDenoiser) -> list[Tensor]:
-        """Draw latents from the Gaussian with the training latents' mean and covariance, and decode them."""
-        noise, positions = SampleNoise(self.seed, torch.device("cpu")), range(self.num)
-        white = noise.normal("Gaussian rest", positions, denoiser.shape)
-        weights = noise.normal("Gaussian weights", positions, [len(denoiser.centred)])
-        latents = self.normalisation.to(noise.device).undo(denoiser.draw(white, weights))
-        return [to_unit(self.codec.decode(latent)).cpu() for latent in latents]
+def gaussian_volumes(denoiser: LinearDenoiser, sampler: VolumeSampler, num: int) -> list[Tensor]:
+    """Draw latents from the Gaussian with the training latents' mean and covariance, and decode them."""
+    noise, positions = SampleNoise(sampler.seed, torch.device("cpu")), range(num)
+    white = noise.normal("Gaussian rest", positions, denoiser.shape)
+    weights = noise.normal("Gaussian weights", positions, [len(denoiser.centred)])
+    latents = sampler.normalisation.to(noise.device).undo(denoiser.draw(white, weights))
+    return [to_unit(sampler.codec.decode(latent)).cpu() for latent in latents]
 
 
 def training_volumes(
@@ -151,6 +120,14 @@ def _compared(volumes: Sequence[Tensor], reference: Reference) -> dict[str, Any]
         ),
         "laplacian_kurtosis": kurtosis / statistics.fmean(map(laplacian_kurtosis, reference.held_out)),
     }
+
+
+def draw_samples(sampler: VolumeSampler, num: int, condition_of: ConditionOf | None = None) -> list[Tensor]:
+    """Draw samples with a progress bar; return them on the CPU with values in [0, 1]."""
+    total = -(-num // sampler.batch_size) * sampler.settings.ldm.sampling.num_inference_steps
+    with tqdm(total=total, desc="sampling", unit="step") as bar:
+        volumes = sampler.draw(range(num), condition_of, bar.update)
+        return [to_unit(check_finite(volume, f"sample {n}")).cpu() for n, volume in enumerate(volumes)]
 
 
 def evaluate_samples(

@@ -11,7 +11,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from data.pairs.numbers import NumberCode
+from data.intensity import to_intensities
+from diffusion.conditioning import kinds_of
 from diffusion.normalisation import Normalisation
 from models import DiffusionUNet, StockAutoencoder, build_unet
 from models.frozen_autoencoder import accepted_digests, autoencoder_of, autoencoder_path, load_autoencoder
@@ -39,9 +40,8 @@ class SampleFrame(BaseModel):
     lower: tuple[float, ...]
     upper: tuple[float, ...]
     class_names: tuple[str, ...]
-    condition_normalisation: Normalisation = Normalisation.uniform(0)
-    numbers: NumberCode | None = None
-    label_values: tuple[int, ...] = ()
+    conditions: dict[str, Any] = {}
+    """What each kind of condition has learned, by its name."""
 
     def affine(self, settings: Settings) -> np.ndarray:
         """Return an affine (RAS+, millimetres) centred on the origin."""
@@ -52,8 +52,7 @@ class SampleFrame(BaseModel):
 
     def intensities(self, volume: np.ndarray) -> np.ndarray:
         """Map a (C, D, H, W) volume from [0, 1] to the training set's intensities."""
-        lower, upper = (np.array(ends, dtype=np.float32)[:, None, None, None] for ends in (self.lower, self.upper))
-        return volume * (upper - lower) + lower
+        return to_intensities(volume, self.lower, self.upper)
 
 
 def check_finite(volume: Tensor, what: str) -> Tensor:
@@ -166,12 +165,10 @@ class TrainedRun:
         has_classes = self.settings.ldm.conditioning.type == "class"
         known = metadata if has_classes else {**metadata, "class_names": ()}
         try:
-            latent_channels, volume = self.settings.autoencoder.latent_channels, self.settings.ldm.conditioning.volume
-            scales = {"normalisation": Normalisation.stored(metadata, latent_channels)}
-            if volume.is_used:
-                number = volume.num_joined(latent_channels) - 1
-                scales["condition_normalisation"] = Normalisation.stored(metadata, number, "condition")
-            frame = SampleFrame.model_validate({**known, **scales})
+            normalisation = Normalisation.stored(metadata, self.settings.autoencoder.latent_channels)
+            kinds = kinds_of(self.settings.ldm.conditioning)
+            learned = {kind.name: kind.learned(metadata, self.settings) for kind in kinds}
+            frame = SampleFrame.model_validate({**known, "normalisation": normalisation, "conditions": learned})
         except ValueError:  # also of pydantic
             raise foreign from None
         channels = self.settings.autoencoder.in_channels

@@ -46,13 +46,13 @@ def unet_arguments(
     """Return the arguments of `DiffusionModelUNet`.
 
     A class-conditional network has one class more than the data: the last one stands for a hidden label. Conditions
-    that are joined to the noisy latent, and the mean map, are further input channels.
+    that are concatenated to the noisy latent, and the mean map, are further input channels.
     """
     unet, conditioning = settings.unet, settings.conditioning
     num_mean_channels = 0 if mean_map_shape is None else mean_map_shape[0]
     return {
         "spatial_dims": 3,
-        "in_channels": latent_channels + conditioning.num_joined(latent_channels) + num_mean_channels,
+        "in_channels": latent_channels + conditioning.num_concatenated(latent_channels) + num_mean_channels,
         "out_channels": latent_channels,
         "channels": unet.num_channels,
         "num_res_blocks": unet.res_blocks,

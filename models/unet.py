@@ -36,7 +36,7 @@ SCAN_LAYERS = {
     "bottom_region": "bottom_region_index_layer",
     "spacing": "spacing_layer",
 }
-"""MAISI's names of the layers that embed what it is told of a scan."""
+"""MAISI's names of the layers that embed what it takes of a scan."""
 
 
 class _OwnGradient(torch.autograd.Function):
@@ -82,7 +82,7 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
     With a `mean_map_shape` (C, D, H, W) it has a buffer (1, C, D, H, W), the mean of the latents that it is trained on,
     and concatenates it to every input: convolution and attention do not know where in the volume they are. With
     `num_numbers` it takes that many numbers, whose embedding is added to that of the timestep. With the names of
-    `scan_inputs` it is MAISI's `DiffusionModelUNetMaisi`: the embedding of each input is joined to that of the
+    `scan_inputs` it is MAISI's `DiffusionModelUNetMaisi`: the embedding of each input is appended to that of the
     timestep, so every residual block projects a longer one.
     """
 
@@ -115,8 +115,8 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
             setattr(self, SCAN_LAYERS[name], _embedding(WIDTHS[name], width))
         for block in self.modules() if self.scan_inputs else ():
             if isinstance(block, TimeResidualBlock):
-                joined = width * (1 + len(self.scan_inputs))
-                block.time_emb_proj = nn.Linear(joined, block.time_emb_proj.out_features)
+                in_features = width * (1 + len(self.scan_inputs))
+                block.time_emb_proj = nn.Linear(in_features, block.time_emb_proj.out_features)
         self.checkpointed = self.offload = False
 
     def forward(
@@ -128,7 +128,7 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
         numbers: Tensor | None = None,
         scan: Tensor | None = None,
     ) -> Tensor:
-        """Return the prediction for `x`, the noisy latent and what is joined to it.
+        """Return the prediction for `x`, the noisy latent and what is concatenated to it.
 
         A class-conditional network needs `class_labels`, one with numbers needs `numbers`, and one with scan inputs
         needs `scan`, which has their numbers side by side.
@@ -193,7 +193,7 @@ class DiffusionUNet(DiffusionModelUNet, LaidOut):
         """Return the embedding followed by those of the scan inputs."""
         if not self.scan_inputs:
             return embedding
-        assert scan is not None, "scan is missing: the network is told of its scans"
+        assert scan is not None, "scan is missing: the network takes inputs of its scans"
         numbers = scan.to(embedding.dtype).split([WIDTHS[name] for name in self.scan_inputs], dim=1)
         layers = [self.get_submodule(SCAN_LAYERS[name]) for name in self.scan_inputs]
         return torch.cat([embedding, *(layer(part) for layer, part in zip(layers, numbers, strict=True))], dim=1)
@@ -228,7 +228,8 @@ def build_unet(
 
     `mean_map_shape` is that of `Settings.mean_map_shape`; without it the network has no mean map.
     """
-    num_numbers, scan_inputs = sum(settings.conditioning.tabular.widths), settings.conditioning.scan.inputs
+    conditioning = settings.conditioning
+    num_numbers, scan_inputs = sum(conditioning.embedded_numbers.values()), conditioning.scan.inputs
     arguments = unet_arguments(settings, latent_channels, mean_map_shape)
     model = DiffusionUNet(num_numbers, scan_inputs, mean_map_shape, **arguments)
     if settings.training.checkpoints_blocks:

@@ -88,13 +88,13 @@ def _row(volume, checked) -> tuple[str, ...]:
 
 def _partner_problems(source, settings) -> list[str]:
     """Return every problem with what the volumes without problems are paired with."""
-    from data.pairs.pairs import check_pairs
-    from data.volumes import VolumeFile
-
-    if not settings.ldm.conditioning.needs_pairs:
+    if not settings.ldm.conditioning.comes_from_volumes:
         return []
+    from data.volumes import VolumeFile
+    from diffusion.conditioning import find_partners_of
+
     files = [VolumeFile(v.path, v.name, None, facts.num_channels, facts.digest) for v, facts in source.usable]
-    return check_pairs(settings.ldm.conditioning, settings.data, files)[1]
+    return find_partners_of(settings.ldm.conditioning, settings.data, files)[1]
 
 
 def _write_json(path: str, source, settings, unpaired: list[str]) -> None:

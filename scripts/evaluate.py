@@ -140,13 +140,16 @@ def _evaluate_stage_two(
 ) -> dict[str, Any]:
     """Return what samples are worth: metrics, skill, the effect of conditions, and what to compare them with."""
     from diffusion.conditioning import check_conditions
+    from diffusion.conditioning.volume import held_out_with_hole
     from diffusion.latents import prepare_latents, stage_two_data
-    from evaluation.conditional.effect import as_trained, evaluate_conditions
+    from diffusion.sampling import VolumeSampler
+    from evaluation.conditional.effect import condition_effect
     from evaluation.samples import (
-        Drawing,
         SilentNetwork,
+        draw_samples,
         evaluate_anchors,
         evaluate_samples,
+        gaussian_volumes,
         load_reference,
         similarity,
         training_volumes,
@@ -156,35 +159,26 @@ def _evaluate_stage_two(
 
     data = stage_two_data(settings.data)
     reference = load_reference(volumes.train, volumes.val, data)
-    drawn_by = {"seed": options.seed, "num": options.num, "batch_size": options.batch_size}
-    condition_of, effect = evaluate_conditions(
-        network,
-        codec,
-        settings,
-        normalisation=frame.normalisation,
-        of_conditions=frame.condition_normalisation,
-        code=frame.numbers,
-        volumes=volumes,
-        **drawn_by,
-    )
-    results: dict[str, Any] = {} if effect is None else {"conditions": effect}
-    drawing = Drawing(codec, settings, frame.normalisation, **drawn_by, condition_of=condition_of)
-    samples = drawing.samples(network)
-    results["samples"] = evaluate_samples(samples, reference, features)
-    process = Process(codec.precision.device)
+    process, conditioning = Process(codec.precision.device), settings.ldm.conditioning
     pairs = check_conditions(settings, volumes)
-    latents = prepare_latents(codec, volumes, settings, process, pairs)
-    if latents.conditions is not None:
-        conditions = as_trained(latents.conditions, frame.condition_normalisation, frame.numbers, pairs)
-        latents = replace(latents, conditions=conditions)
+    latents = prepare_latents(codec, volumes, settings, process, pairs, frame.conditions)
+    sampler = VolumeSampler(network, codec, settings, frame.normalisation, options.seed, options.batch_size)
+    results: dict[str, Any] = {}
+    if conditioning.describes_volumes:
+        held_out = held_out_with_hole(pairs.get("volume"), volumes.val, settings.data)[: options.num]
+        results["conditions"] = condition_effect(sampler, latents, held_out)
+    condition_of = latents.held_out_condition if conditioning.comes_from_volumes else None
+    samples = draw_samples(sampler, options.num, condition_of)
+    results["samples"] = evaluate_samples(samples, reference, features)
     skill = Skill(latents, codec, frame.normalisation, settings, process)
     results["skill"] = skill(network)
-    silent = drawing.samples(SilentNetwork(settings.autoencoder.latent_channels))
+    silent_network = SilentNetwork(settings.autoencoder.latent_channels)
+    silent = draw_samples(replace(sampler, network=silent_network), options.num, condition_of)
     results["samples"]["correlation_with_silent_network"] = similarity(samples, silent)
     training, reconstructed = training_volumes(codec, volumes.train, data, options.num)
     sets = {"training volumes": training, "reconstructed training volumes": reconstructed}
     if skill.denoiser is not None:
-        sets["Gaussian with their covariance"] = drawing.gaussian_volumes(skill.denoiser)
+        sets["Gaussian with their covariance"] = gaussian_volumes(skill.denoiser, sampler, options.num)
     results["anchors"] = evaluate_anchors({**sets, "network switched off": silent}, reference)
     return results
 

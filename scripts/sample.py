@@ -8,7 +8,6 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,17 +18,15 @@ from runtime.files.names import counted, printable
 from settings import Settings, UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from diffusion.conditioning import Condition
-    from diffusion.conditioning.given import GivenCondition
-    from diffusion.conditioning.scan import GivenScan
+    from diffusion.conditioning.kind import Case
     from models.volume_codec import VolumeCodec
 
 MOST_AT_ONCE = 16
 """Larger batches are hardly faster, and the first volume is written later."""
 MOST_SHOWN = 64
 """Samples in the montage, which is one picture in memory."""
+
+FILE_OPTIONS = ("--labels", "--condition", "--mask")
 
 log = logging.getLogger("sample")
 
@@ -107,10 +104,9 @@ def main(options: argparse.Namespace) -> int:
 
     from data import to_unit
     from data.formats import write_nifti
-    from diffusion.conditioning import class_number
-    from diffusion.conditioning.given import GivenFiles, check_class, given_conditions, given_numbers
-    from diffusion.conditioning.scan import given_scan
-    from diffusion.sampling import draw_volumes
+    from diffusion.conditioning.command_line import AskedConditions, title_of
+    from diffusion.conditioning.kind import Asked
+    from diffusion.sampling import VolumeSampler
     from evaluation.trained_run import TrainedRun, check_finite
     from training.validation.pictures import Row, picture_of, save_picture
 
@@ -128,16 +124,12 @@ def main(options: argparse.Namespace) -> int:
         )
     settings = trained.settings.with_overrides({key: value for key, value in changes.items() if value is not None})
     network, frame = trained.unet()
-    label = None if options.class_name is None else class_number(options.class_name, frame.class_names)
     codec = trained.codec()
-    given = GivenFiles(
-        _only(options.labels, "--labels"), _only(options.condition, "--condition"), _only(options.mask, "--mask")
-    )
-    cases = given_conditions(settings, given, codec, frame.condition_normalisation, frame.label_values)
-    if cases:
-        check_class(label, frame.class_names, settings.ldm.conditioning.dropout > 0)
-    scan, asked = given_scan(options.number, settings.ldm.conditioning.scan)
-    numbers = given_numbers(asked, frame.numbers, settings.ldm.conditioning.dropout > 0)
+    files = {option: _only(getattr(options, option[2:]), option) for option in FILE_OPTIONS}
+    given = {option: place for option, place in files.items() if place is not None}
+    asked = Asked(settings, frame.conditions, frame.class_names, options.class_name, given)
+    conditions = AskedConditions(asked, options.number, codec)
+    cases = conditions.cases
     num = options.num or (1 if cases else 8)
     total = num * max(1, len(cases))
     paths = [out / name for name in _names(_title(options), cases, num)]
@@ -148,17 +140,9 @@ def main(options: argparse.Namespace) -> int:
     batch_size = options.batch_size or _batch_size(settings, codec, total)
     num_batches = -(-total // batch_size)
     with tqdm(total=num_batches * settings.ldm.sampling.num_inference_steps, desc="sampling", unit="step") as bar:
-        volumes = draw_volumes(
-            network,
-            codec,
-            settings,
-            frame.normalisation,
-            options.seed,
-            range(total),
-            functools.partial(_condition, settings, scan, cases, num, numbers, label, frame.spacing_mm),
-            batch_size,
-            bar.update,
-        )
+        sampler = VolumeSampler(network, codec, settings, frame.normalisation, options.seed, batch_size)
+        condition_of = functools.partial(conditions.batch, num=num, spacing_mm=frame.spacing_mm)
+        volumes = sampler.draw(range(total), condition_of, bar.update)
         for number, volume in enumerate(volumes):
             path, space = paths[number], cases[number // num].space if cases else None
             unit = to_unit(check_finite(volume, printable(path))).cpu()
@@ -171,7 +155,7 @@ def main(options: argparse.Namespace) -> int:
                 row = Row.of(path.name, *space.shown(voxels, frame.lower, frame.upper))
             if number < MOST_SHOWN:
                 rows.append(row)
-    picture = out / f"montage_{_title(options, given.name)}.png"
+    picture = out / f"montage_{_title(options, title_of(given))}.png"
     save_picture(picture, picture_of(rows), f"{trained.settings.name}, {_shown(total)}")
     log.info("%s written to %s, montage %s", counted(total, "volume"), out, picture)
     log.info("next: python scripts/evaluate.py --run %s", shlex.quote(options.run))
@@ -213,30 +197,7 @@ def _batch_size(settings: Settings, codec: VolumeCodec, total: int) -> int:
     return number
 
 
-def _condition(
-    settings: Settings,
-    scan: GivenScan,
-    cases: Sequence[GivenCondition],
-    num: int,
-    numbers: Tensor | None,
-    label: int | None,
-    spacing_mm: Sequence[float],
-    positions: Sequence[int],
-) -> Condition:
-    """Return the condition of some samples: `num` of each case, or without cases as many as are asked for."""
-    from diffusion.conditioning import Condition
-    from diffusion.sampling import classes_in_turn
-
-    told = None if numbers is None else numbers.expand(len(positions), -1)
-    if not cases:
-        condition = replace(classes_in_turn(settings, positions, label), numbers=told)
-        return scan.told(condition, [spacing_mm] * len(positions))
-    chosen = [cases[position // num] for position in positions]
-    condition = functools.reduce(Condition.beside, [case.condition(settings, label) for case in chosen])
-    return scan.told(replace(condition, numbers=told), [case.space.geometry.spacing_mm.tolist() for case in chosen])
-
-
-def _names(title: str, cases: Sequence[GivenCondition], num: int) -> list[str]:
+def _names(title: str, cases: Sequence[Case], num: int) -> list[str]:
     """Return the file names of the samples: `num` of each case, or of all if there are none."""
     first_parts = [case.name for case in cases] or ["sample"]
     return [f"{first}_{title}_{number:04d}.nii.gz" for first in first_parts for number in range(num)]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.files.names import counted
 from runtime.files.run_folder import SHARED_NAMES
-from settings.conditioning.rules import conditioning_problems
 from settings.data import intensity_problems
 from settings.errors import Problem
 
@@ -47,7 +46,7 @@ def find_problems(settings: Settings) -> Problems:
     yield from _levels("ldm.unet", settings.ldm.unet)
     yield from _heads(settings)
     yield from _sampling(settings)
-    yield from conditioning_problems(settings)
+    yield from settings.ldm.conditioning.problems(settings)
     for section in ("autoencoder", "ldm"):
         training = getattr(settings, section).training
         if training.num_warmup_steps >= training.last_step:

@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 
 from data import BatchPlan, prepare_volumes
 from data.formats import write_nifti
-from diffusion.conditioning import check_conditions
-from diffusion.conditioning.conditions import prepare_conditions
+from diffusion.conditioning import Preparation, check_conditions, prepare_conditions
 from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import prepare_latents
+from diffusion.normalisation import Normalisation
 from models.volume_codec import VolumeCodec, frozen_codec
 from models.weight_files import load_weights
 from runtime.processes import Process
-from settings import ConfigError, DataError, load_settings
+from settings import DataError, load_settings
 from tests.conditional_run import AFFINE, LABEL_MAPS, conditional_config
 from tests.finished_run import run_here, train_ldm
 from training.validation.pictures import LINE, Row, picture_of, planes_at
@@ -127,8 +127,8 @@ def test_batches_are_the_same_wherever_latents_are_kept(config):
         latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
         batches = [batch for step in latents.training_batches(BatchPlan(1, 2, 1), 0, 5) for batch in step]
         assert latents.conditions is not None
-        joined = [batch.condition.joined for batch in batches if isinstance(batch, LatentBatch | VolumeBatch)]
-        found.append(([part for part in joined if part is not None], latents.conditions.metadata))
+        conditions = [batch.condition for batch in batches if isinstance(batch, LatentBatch | VolumeBatch)]
+        found.append(([one.unet_inputs["channels"] for one in conditions], latents.conditions.metadata))
         assert len(found[-1][0]) == 5
     for others, scale in found[1:]:
         torch.testing.assert_close(scale, found[0][1], rtol=0, atol=0)
@@ -144,11 +144,11 @@ def test_volumes_are_normalised_by_channel_and_label_maps_stay_shares(config, en
     process = Process(torch.device("cpu"))
     volumes = prepare_volumes(settings.data, settings.seed, 1)
     codec = frozen_codec(settings, process)
-    conditions = prepare_conditions(settings, check_conditions(settings, volumes), volumes, process, codec)
+    run = Preparation(settings, volumes, process, codec)
+    conditions = prepare_conditions(check_conditions(settings, volumes), run)
     assert conditions is not None
-    joined = conditions.of([file.name for file in volumes.train]).joined
-    assert joined is not None
-    labels, values, known = joined[:, :3], joined[:, 3:-1].double(), joined[:, -1:]
+    parts = conditions.batch(range(len(volumes.train))).parts
+    labels, values, known = parts["label map"], parts["volume"][:, :-1].double(), parts["volume"][:, -1:]
     torch.testing.assert_close(labels.sum(dim=1), torch.ones_like(labels[:, 0]))
     axes = (0, 2, 3, 4)
     torch.testing.assert_close(values.mean(dim=axes), torch.zeros(values.shape[1]).double(), rtol=0, atol=1e-5)
@@ -165,28 +165,6 @@ def test_a_missing_partner_stops_training_and_the_check_of_the_data(config, caps
     assert run_here("scripts/check_data.py", "--config", config, "--json", "check.json") == 2
     assert "case_5.nii.gz: no partner" in capsys.readouterr().out
     assert len(json.loads(Path("check.json").read_text())["partner_problems"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (["ldm.conditioning.label_map.num_classes=0"], "ldm.conditioning.label_map.num_classes: 0 with a source"),
-        (["ldm.conditioning.label_map.num_classes=1"], "ldm.conditioning.label_map.num_classes: 1 label value"),
-        (
-            ["ldm.conditioning.label_map.source=null"],
-            "ldm.conditioning.label_map.source: null with num_classes above 0",
-        ),
-        (
-            ["ldm.conditioning.dropout=0", "ldm.sampling.guidance_scale=2"],
-            "2 with conditioning dropout 0, so the network never learns to predict without a condition",
-        ),
-    ],
-)
-def test_keys_that_do_not_go_together_are_refused(tiny_config, overrides, text):
-    labels = ["ldm.conditioning.label_map.source=maps", "ldm.conditioning.label_map.num_classes=3"]
-    with pytest.raises(ConfigError) as error:
-        load_settings(tiny_config, [*labels, *overrides])
-    assert text in str(error.value)
 
 
 def assert_montage_shows(path, *images, at=None):
@@ -275,38 +253,6 @@ def test_other_volumes_of_the_cases_have_intensities_of_their_own(tmp_path, monk
     np.testing.assert_allclose(image.affine, AFFINE)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        ([f"{VOLUME}.encoding=resample"], f"{VOLUME}.source: null with encoding resample"),
-        ([f"{VOLUME}.source=ct"], f"{VOLUME}.encoding: none with a source of volumes"),
-        (
-            [f"{VOLUME}.source=ct", f"{VOLUME}.encoding=autoencoder", f"{VOLUME}.num_channels=2"],
-            f"{VOLUME}.num_channels: 2, and autoencoder.in_channels is 1",
-        ),
-        ([f"{VOLUME}.degrade.hole=[4,4,4]"], f"{VOLUME}.degrade: hole without source: target"),
-        (
-            [f"{VOLUME}.source=target", f"{VOLUME}.encoding=resample"],
-            f"{VOLUME}.degrade: nothing is taken from the target",
-        ),
-        (
-            [
-                *(f"{VOLUME}.source=target", f"{VOLUME}.encoding=resample"),
-                *(f"{VOLUME}.degrade.hole=[4,16,4]", f"{VOLUME}.degrade.downsample=[1,3,1]"),
-            ],
-            f"{VOLUME}.degrade: downsample and hole at once",
-        ),
-    ],
-)
-def test_keys_of_condition_volumes_that_do_not_go_together_are_refused(tiny_config, overrides, text):
-    with pytest.raises(ConfigError) as error:
-        load_settings(tiny_config, overrides)
-    assert text in str(error.value)
-    if len(overrides) == 4:
-        assert f"{VOLUME}.degrade.downsample: [1, 3, 1] does not divide data.voxel_size" in str(error.value)
-        assert f"{VOLUME}.degrade.hole: [4, 16, 4] on a grid of [16, 16, 16] voxels" in str(error.value)
-
-
 class Averaging(VolumeCodec):
     """Encodes a volume as the means of blocks, in each channel."""
 
@@ -329,15 +275,17 @@ def test_augmented_copies_have_their_label_maps_and_condition_volumes_in_their_p
     latents = prepare_latents(codec, volumes, settings, process, check_conditions(settings, volumes))
     conditions, seen = latents.conditions, set()
     assert conditions is not None
-    assert conditions.normalisation is not None
+    normalisation = Normalisation.stored(conditions.metadata, 1, "condition")
     for step in latents.training_batches(BatchPlan(3, 4, 1), 0, 40):
         for batch in step:
             assert isinstance(batch, LatentBatch)
-            assert batch.condition.joined is not None
-            for name, mean, joined in zip(batch.files, batch.mean, batch.condition.joined, strict=True):
-                share, volume = mean[0] / 2 + 0.5, conditions.normalisation.undo(joined[3:-1])[0] / 2 + 0.5
+            parts = batch.condition.parts
+            for place, mean, labels, channels in zip(
+                batch.positions, batch.mean, parts["label map"], parts["volume"], strict=True
+            ):
+                share, volume = mean[0] / 2 + 0.5, normalisation.undo(channels[:-1])[0] / 2 + 0.5
                 # Linear interpolation of maps and cubic of volumes differ where the side of a box crosses a voxel.
-                assert (joined[1] - share).abs().max() < 0.25, name
-                assert (volume - share).square().mean() < 0.1 * share.var(), name
-                seen.add((name, float(mean.sum())))
+                assert (labels[1] - share).abs().max() < 0.25, place
+                assert (volume - share).square().mean() < 0.1 * share.var(), place
+                seen.add(float(mean.sum()))
     assert len(seen) > 5 * len(volumes.train), "hardly any copies"

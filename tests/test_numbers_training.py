@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from settings import ConfigError, DataError, load_settings
+from settings import DataError
 from tests.conditional_run import LABEL_MAPS, conditional_config
 from tests.finished_run import run_here, train_ldm
 
@@ -59,20 +59,3 @@ def test_numbers_of_a_table_are_learned_with_other_conditions_and_asked_for_by_n
 def _evaluated() -> dict[str, Any]:
     assert run_here("scripts/evaluate.py", "--run", "runs/tiny", "--num", "2", "--steps", "1", "--json", "e.json") == 0
     return json.loads(Path("e.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (["ldm.conditioning.tabular.continuous=[age]"], "ldm.conditioning.tabular.table: null with columns age"),
-        (["ldm.conditioning.tabular.table=people.csv"], "ldm.conditioning.tabular.continuous: no columns"),
-        (
-            ["ldm.conditioning.tabular.table=t.csv", "ldm.conditioning.tabular.continuous=[age, AGE]"],
-            "ldm.conditioning.tabular.continuous: column age named twice",
-        ),
-    ],
-)
-def test_keys_of_numbers_that_do_not_go_together_are_refused(tiny_config, overrides, text):
-    with pytest.raises(ConfigError) as error:
-        load_settings(tiny_config, overrides)
-    assert text in str(error.value)

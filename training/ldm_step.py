@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data import Batch
-from diffusion.conditioning import Condition, some_hidden
-from diffusion.conditioning.conditions import empty_condition
-from diffusion.latent_batches import LatentBatch, VolumeBatch, condition_of
+from diffusion.conditioning import NOTHING, ConditionBatch, empty_condition, kinds_of, some_hidden
+from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
@@ -104,9 +102,8 @@ class LatentDiffusionStep(TrainingStep):
 
     def next_command(self, run: RunFolder) -> str:
         """Return the command that draws samples, with an option for each condition that takes files."""
-        s = self.settings.ldm.conditioning
-        used = {"--labels": s.label_map.num_classes > 0, "--condition": s.volume.is_used, "--mask": s.volume.fills}
-        options = [f"{option} FILE_OR_FOLDER" for option, is_used in used.items() if is_used]
+        kinds = kinds_of(self.settings.ldm.conditioning)
+        options = [f"{option} FILE_OR_FOLDER" for kind in kinds for option in kind.options if kind.takes(option)]
         return " ".join(["python scripts/sample.py --run", shlex.quote(str(run.path)), *options])
 
     def backward(self, micro_batches: Sequence[LatentBatch | Batch], step: int) -> dict[str, Tensor]:
@@ -190,14 +187,11 @@ class LatentDiffusionStep(TrainingStep):
             number.fill_((start + position * _GOLDEN_RATIO) % 1.0)
         return numbers
 
-    def condition_of(self, batch: LatentBatch | Batch) -> Condition:
-        """Return the batch's conditions on the device, its classes among them."""
-        return condition_of(batch, self.settings.ldm.conditioning).to(self.process.device)
-
-    def _condition(self, batch: LatentBatch | Batch) -> Condition:
-        """Return the conditions, some hidden for classifier-free guidance."""
+    def _condition(self, batch: LatentBatch | Batch) -> ConditionBatch:
+        """Return the conditions on the device, some hidden for classifier-free guidance."""
+        condition = batch.condition if isinstance(batch, LatentBatch | VolumeBatch) else NOTHING
         draw = partial(self.noise.uniform, positions=batch.positions)
-        return some_hidden(self.condition_of(batch), self.settings.ldm.conditioning, draw)
+        return some_hidden(condition.to(self.process.device), self.settings.ldm.conditioning, draw)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs."""
@@ -226,11 +220,8 @@ class LatentDiffusionStep(TrainingStep):
     def example_batch(self, batch_size: int) -> LatentBatch | Batch:
         """Return a micro-batch of zeros in the shape that training uses."""
         condition = empty_condition(self.settings, batch_size)
-        is_class = self.settings.ldm.conditioning.type == "class"
-        labels, rest = (condition.classes, replace(condition, classes=None)) if is_class else (None, condition)
-        positions, files = tuple(range(batch_size)), ("",) * batch_size
+        positions = tuple(range(batch_size))
         if self.settings.ldm.latents.cache == "none":
             shape = (batch_size, self.settings.autoencoder.in_channels, *self.settings.data.voxel_size)
-            return VolumeBatch(torch.zeros(shape), positions, labels, files, rest)
-        zeros = torch.zeros(batch_size, *self.settings.latent_shape)
-        return LatentBatch(zeros, positions, labels, files, rest)
+            return VolumeBatch(torch.zeros(shape), positions, None, ("",) * batch_size, condition)
+        return LatentBatch(torch.zeros(batch_size, *self.settings.latent_shape), positions, condition)

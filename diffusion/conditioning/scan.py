@@ -1,25 +1,108 @@
-"""What MAISI's U-Net is told of a scan, as the numbers that it takes: spacing, body regions and modality."""
+"""What MAISI's U-Net takes of a scan: its modality, as a class, and its spacing and body regions, as numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from data import VolumeFile
 from data.formats import read_header
 from data.geometry import geometry_of
-from data.volumes import VolumeFile
-from diffusion.conditioning.condition import Condition
+from data.pairs.tables import read_rows
+from diffusion.conditioning.class_label import EmbeddedClass
+from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Sample
 from runtime.files.names import printable
-from settings import DataSettings, UserError
-from settings.conditioning.scan import REGIONS, ScanSettings
+from settings import DataSettings, Settings, UserError
+from settings.conditioning.scan import COLUMNS, REGIONS, SCAN, ScanSettings
 
 UNIT = 100.0
 """MAISI was trained with spacing in hundredths of a millimetre, and with 100 in the place of a region."""
 
-MODALITY = "modality"
+
+class Modality(EmbeddedClass):
+    """The modality of all volumes, embedded as a class."""
+
+    name = "modality"
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether the U-Net takes a modality."""
+        return self.s.scan.modality is not None
+
+    def prepare(self, partners: Partners, run: Preparation) -> Prepared:
+        """Return the modality of every volume."""
+        modality = torch.tensor(self.s.scan.modality)
+        return Prepared(lambda index, number, copy: modality)
+
+    def number_names(self, asked: Asked) -> Sequence[str]:
+        """Return its name."""
+        return (self.name,)
+
+    def from_command_line(self, asked: Asked, has_cases: bool) -> Callable[[Sample], Tensor]:
+        """Return the modality that is asked for, or that of training."""
+        allowed = [*map(str, range(self.s.scan.num_modalities))]
+        text = asked.numbers.get(self.name, str(self.s.scan.modality))
+        modality = torch.tensor(int(_check_choice(self.name, text, allowed, f"0 to {allowed[-1]}")))
+        return lambda sample: modality
+
+
+class Scan(ConditionKind):
+    """The spacing and the regions of a scan (B, M), which are never hidden."""
+
+    name = "scan"
+    section = "scan"
+    unet_input = "scan"
+
+    def shape(self, settings: Settings) -> tuple[int, ...]:
+        """Return the shape of the numbers of one sample."""
+        return (self.s.scan.width,)
+
+    def find(self, files: Sequence[VolumeFile], data: DataSettings, problems: list[str]) -> Partners:
+        """Read the body regions of each volume, if a table has them."""
+        s, key = self.s.scan, f"{SCAN}.regions"
+        if s.table is None:
+            return Partners()
+        rows = read_rows(s.table, COLUMNS, files, key, problems)
+        problems += [
+            f"{key}: {printable(s.table)} has the region {printable(word)}; allowed: {', '.join(REGIONS)}; correct it"
+            for word in sorted({word for row in rows.values() for word in row.values()} - {*REGIONS, ""})
+        ]
+        return Partners(rows=tuple(rows.values()))
+
+    def prepare(self, partners: Partners, run: Preparation) -> Prepared:
+        """Return the numbers of all volumes, each with its own spacing on the grid."""
+        spacings = [geometry_of(read_header(file.path), run.settings.data).spacing_mm.tolist() for file in run.files]
+        rows = zip(spacings, partners.rows or [{}] * len(spacings), strict=True)
+        vectors = torch.tensor([scan_vector(self.s.scan, spacing_mm, row) for spacing_mm, row in rows])
+        return Prepared(lambda index, number, copy: vectors[index])
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """Return no draws."""
+        return ()
+
+    def hidden(self, part: Tensor) -> Tensor:
+        """Return the numbers as they are."""
+        return part
+
+    def number_names(self, asked: Asked) -> Sequence[str]:
+        """Return the names of the regions."""
+        return [name for name in self.s.scan.inputs if name != "spacing"]
+
+    def from_command_line(self, asked: Asked, has_cases: bool) -> Callable[[Sample], Tensor]:
+        """Return the numbers of each sample, with the regions that are asked for or those of all training volumes."""
+        s = self.s.scan
+        missing = next((name for name in COLUMNS if name not in asked.numbers), None)
+        if s.table is not None and missing is not None:
+            raise UserError(
+                f"--number: {missing} is not given, and the run was trained with one for each volume; allowed: "
+                f"{', '.join(REGIONS)}; add --number {missing}={REGIONS[1]} or another"
+            )
+        names = [name for name in self.number_names(asked) if name in asked.numbers]
+        words = {name: _check_choice(name, asked.numbers[name], REGIONS, ", ".join(REGIONS)) for name in names}
+        return lambda sample: torch.tensor(scan_vector(s, sample.spacing_mm, words))
 
 
 def scan_vector(s: ScanSettings, spacing_mm: Sequence[float], regions: Mapping[str, str]) -> list[float]:
@@ -34,61 +117,8 @@ def scan_vector(s: ScanSettings, spacing_mm: Sequence[float], regions: Mapping[s
     return vector
 
 
-def scan_vectors(
-    s: ScanSettings, data: DataSettings, files: Sequence[VolumeFile], rows: Sequence[Mapping[str, str]]
-) -> Tensor | None:
-    """Return the numbers of all volumes (N, M), or None if the U-Net takes none; without a table `rows` is empty."""
-    if not s.width:
-        return None
-    spacings = [geometry_of(read_header(file.path), data).spacing_mm.tolist() for file in files]
-    found = zip(spacings, rows or [{}] * len(files), strict=True)
-    return torch.tensor([scan_vector(s, spacing_mm, row) for spacing_mm, row in found], dtype=torch.float32)
-
-
-@dataclass(frozen=True)
-class GivenScan:
-    """What a command says of the samples' scans: their regions and their modality."""
-
-    settings: ScanSettings
-    regions: Mapping[str, str]
-    modality: int
-
-    def told(self, condition: Condition, spacings_mm: Sequence[Sequence[float]]) -> Condition:
-        """Return the condition of samples on grids of these spacings, with what is said of their scans."""
-        classes, scan = condition.classes, None
-        if self.settings.num_modalities:
-            classes = torch.full((len(spacings_mm),), self.modality)
-        if self.settings.width:
-            scan = torch.tensor([scan_vector(self.settings, mm, self.regions) for mm in spacings_mm])
-        return replace(condition, classes=classes, scan=scan)
-
-
-def given_scan(asked: Sequence[str], s: ScanSettings) -> tuple[GivenScan, list[str]]:
-    """Take top_region, bottom_region and modality from texts such as modality=3; return them and the other texts.
-
-    What is not said is as the run was configured. Raises `UserError` for a region that neither of the two says.
-    """
-    words: dict[str, str] = {}
-    others: list[str] = []
-    allowed: dict[str, tuple[str, ...]] = {
-        name: REGIONS for name in ("top_region", "bottom_region") if name in s.inputs
-    }
-    if s.num_modalities:
-        allowed[MODALITY] = tuple(map(str, range(s.num_modalities)))
-    for text in asked:
-        name, _, value = (part.strip() for part in text.partition("="))
-        if name not in allowed or name in words:
-            others.append(text)
-        elif value not in allowed[name]:
-            choices = f"0 to {s.num_modalities - 1}" if name == MODALITY else ", ".join(REGIONS)
-            raise UserError(f"--number: {printable(text)}; allowed for {name}: {choices}; choose one of these")
-        else:
-            words[name] = value
-    missing = next((name for name in s.columns if name not in words), None)
-    if missing is not None:
-        raise UserError(
-            f"--number: {missing} is not given, and the run was trained with one for each volume; allowed: "
-            f"{', '.join(REGIONS)}; add --number {missing}={REGIONS[1]} or another"
-        )
-    modality = int(words.pop(MODALITY, s.modality or 0))
-    return GivenScan(s, words, modality), others
+def _check_choice(name: str, text: str, allowed: Collection[str], choices: str) -> str:
+    """Return a text of --number; raise `UserError` if it is not allowed."""
+    if text not in allowed:
+        raise UserError(f"--number: {name}={printable(text)}; allowed for {name}: {choices}; choose one of these")
+    return text

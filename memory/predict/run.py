@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from diffusion.conditioning.conditions import empty_condition
+from diffusion.conditioning import empty_condition, kinds_of
 from diffusion.latent_batches import LatentBatch
 from diffusion.normalisation import Normalisation
-from diffusion.sampling import draw_volumes, guided, num_predictions
+from diffusion.sampling import VolumeSampler, guided, num_predictions
 from memory.predict.allocator import AllocatorLimits, replay
 from memory.predict.emulation import emulated, tracked
 from memory.predict.known_results import CPU
@@ -46,7 +46,7 @@ def run_validation(step: Any, settings: Settings, stage: Stage, tracker: MemoryT
         step.unet.eval()
         condition = empty_condition(settings, 1)
         zeros = torch.zeros(1, *settings.latent_shape)
-        batch = LatentBatch(zeros, (0,), condition.classes, ("",), condition)
+        batch = LatentBatch(zeros, (0,), condition)
         held_out = HeldOut(settings, step.normalisation, step.precision)
         parts = {VALIDATED_VOLUME: _done_by(tracker, lambda: held_out.errors(step.unet, batch))}
         drawn = _done_by(tracker, lambda: _sample(step.unet, codec, settings))
@@ -89,8 +89,8 @@ def other_programs(settings: Settings, stage: Stage, cuda: bool, without_triton:
 
     def sample() -> None:
         unet, codec = _unet(settings), _codec(settings)
-        if settings.ldm.conditioning.volume.encoding == "autoencoder":
-            codec.encode(torch.zeros(settings.ldm.conditioning.volume.num_channels, *settings.data.voxel_size))
+        if _encoded_conditions(settings):
+            codec.encode(_volume(settings))
         _sample(unet, codec, settings)
 
     programs = {SAMPLING: track(sample)}
@@ -101,9 +101,12 @@ def other_programs(settings: Settings, stage: Stage, cuda: bool, without_triton:
 
 def encodings_per_volume(settings: Settings) -> int:
     """Return how often the autoencoder encodes each volume before stage 2: for a kept latent, and for conditions."""
-    volume = settings.ldm.conditioning.volume
-    conditions = volume.degrade.variants if volume.encoding == "autoencoder" else 0
-    return (settings.ldm.latents.cache != "none") + conditions
+    return (settings.ldm.latents.cache != "none") + _encoded_conditions(settings)
+
+
+def _encoded_conditions(settings: Settings) -> int:
+    """Return how often the autoencoder encodes conditions of each volume."""
+    return sum(kind.num_encodings for kind in kinds_of(settings.ldm.conditioning))
 
 
 def encoded_volume(settings: Settings, programs: Mapping[str, MemoryTracker]) -> Done | None:
@@ -140,7 +143,7 @@ def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> No
     batch = _preview_batch(settings)
     volume_before = _volume(settings)  # whoever asked for the samples still has it
     neutral = Normalisation.uniform(settings.autoencoder.latent_channels)
-    next(draw_volumes(unet, codec, short, neutral, 0, range(batch), batch_size=batch))
+    next(VolumeSampler(unet, codec, short, neutral, batch_size=batch).draw(range(batch)))
     del volume_before
 
 

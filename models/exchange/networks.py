@@ -38,21 +38,21 @@ def monai_arguments(network: str, settings: Settings) -> dict[str, Any]:
     if network == "discriminator":
         return discriminator_arguments(settings.autoencoder)
     assert network == "ldm", f"no network is called {network!r}"
-    if settings.ldm.conditioning.tabular.columns:
+    if settings.ldm.conditioning.embedded_numbers:
         raise CheckpointError(
-            f"ldm.conditioning.tabular: {', '.join(settings.ldm.conditioning.tabular.columns)}; MONAI's "
-            "DiffusionModelUNet takes no numbers; only networks trained without them can be exported"
+            f"ldm.conditioning: {', '.join(settings.ldm.conditioning.embedded_numbers)}; MONAI's DiffusionModelUNet "
+            "takes no numbers; only networks trained without them can be exported"
         )
     arguments = unet_arguments(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
     inputs = settings.ldm.conditioning.scan.inputs
     if not inputs:
         return arguments
-    extra = {f"include_{SCAN_LAYERS[name].removesuffix('_layer')}_input": True for name in inputs}
-    return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, **extra}
+    flags = {f"include_{SCAN_LAYERS[name].removesuffix('_layer')}_input": True for name in inputs}
+    return {"num_channels": arguments.pop("channels"), **arguments, "include_fc": True, **flags}
 
 
 def is_maisi(network: str, settings: Settings) -> bool:
-    """Return whether MONAI's class is MAISI's: a U-Net that is told of scans, an autoencoder that interpolates."""
+    """Return whether MONAI's class is MAISI's: a U-Net that takes inputs of scans, an autoencoder that interpolates."""
     if network == "autoencoder":
         return settings.autoencoder.upsampling == "trilinear"
     return network == "ldm" and bool(settings.ldm.conditioning.scan.inputs)

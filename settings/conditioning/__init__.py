@@ -1,10 +1,9 @@
-"""The `ldm.conditioning` section: its keys, and the rules between them."""
+"""The `ldm.conditioning` section: its keys, with a section for each kind of condition, and the rules between them."""
 
 from __future__ import annotations
 
 from settings.conditioning.scan import ScanSettings
 from settings.conditioning.sections import (
-    TARGET,
     ConditioningSettings,
     DegradeSettings,
     LabelMapSettings,
@@ -13,7 +12,6 @@ from settings.conditioning.sections import (
 )
 
 __all__ = [
-    "TARGET",
     "ConditioningSettings",
     "DegradeSettings",
     "LabelMapSettings",

@@ -1,14 +1,22 @@
-"""The keys of `ldm.conditioning`: what samples are conditioned on."""
+"""The keys of `ldm.conditioning`: what samples are conditioned on, with a section for each kind but classes."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from runtime.files.names import counted
 from settings.conditioning.scan import UNKNOWN_MODALITY, ScanSettings
-from settings.data import IntensitySettings
+from settings.conditioning.section import ConditionSection, Found
+from settings.data import IntensitySettings, intensity_problems
+from settings.errors import Problem
 from settings.section import FREE, LARGEST_AXIS, WITHOUT_NUL, Count, PathText, Section, Triple, key, section
+
+if TYPE_CHECKING:
+    from settings.root import Settings
+
+LABEL_MAP, VOLUME, TABULAR = "ldm.conditioning.label_map", "ldm.conditioning.volume", "ldm.conditioning.tabular"
 
 _SOURCE = (
     "a folder whose files have the names of the volumes, a CSV file with columns file and {column}, or key:NAME of "
@@ -16,14 +24,46 @@ _SOURCE = (
 )
 
 
+class LabelMapSettings(ConditionSection):
+    """Label maps, concatenated to the noisy latent as the share of each label value in each voxel of the latent."""
+
+    source: PathText | None = key(None, f"Label maps: {_SOURCE.format(column='label_map')}; null: none.", FREE)
+    num_classes: int = key(
+        0,
+        "Number of label values, with the background: they run from 0 to one less; 0: no label maps.",
+        ge=0,
+        le=1024,
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether samples are conditioned on it."""
+        return self.num_classes > 0
+
+    def num_concatenated(self, latent_channels: int) -> int:
+        """Return the number of channels that are concatenated to a noisy latent."""
+        return self.num_classes
+
+    def problems(self, settings: Settings) -> Found:
+        """Yield each problem with the keys."""
+        if self.num_classes == 1:
+            remedy = "count the background too: 2 for background and one structure"
+            yield Problem(f"{LABEL_MAP}.num_classes", "1 label value", "allowed: 0, or 2 or more", remedy), ()
+        if self.num_classes and self.source is None:
+            remedy = "set it to the folder of the label maps, or num_classes: 0"
+            found = "null with num_classes above 0"
+            yield Problem(f"{LABEL_MAP}.source", found, "", remedy), (f"{LABEL_MAP}.num_classes",)
+        if self.source is not None and not self.num_classes:
+            remedy = "set it to the number of label values with the background, or source: null"
+            found = "0 with a source of label maps"
+            yield Problem(f"{LABEL_MAP}.num_classes", found, "", remedy), (f"{LABEL_MAP}.source",)
+
+
 TARGET = "target"
 """The source of condition volumes that are made from the volumes to learn."""
 
 NUM_HOLES = 4
 """Different boxes that are cut out of each volume, in turn from pass to pass."""
-
-MAX_CATEGORIES = 16
-"""Room for different words in each categorical column."""
 
 Sizes = Annotated[
     tuple[Annotated[int, Field(ge=1, le=LARGEST_AXIS)], ...], Field(strict=False, min_length=3, max_length=3)
@@ -43,9 +83,14 @@ class DegradeSettings(Section):
     )
 
     @property
-    def has_hole(self) -> bool:
-        """Return whether a box is cut out."""
-        return isinstance(self.hole, tuple)
+    def is_coarser(self) -> bool:
+        """Return whether blocks of voxels are averaged."""
+        return any(factor > 1 for factor in self.downsample)
+
+    @property
+    def box(self) -> tuple[int, ...] | None:
+        """Return the size of the box that is cut out, if it is not a mask."""
+        return self.hole if isinstance(self.hole, tuple) else None
 
     @property
     def masks(self) -> str | None:
@@ -53,19 +98,13 @@ class DegradeSettings(Section):
         return self.hole if isinstance(self.hole, str) else None
 
     @property
-    def box(self) -> tuple[int, ...]:
-        """Return the size of the box that is cut out."""
-        assert isinstance(self.hole, tuple), "no box is cut out"
-        return self.hole
-
-    @property
     def variants(self) -> int:
         """Return the number of different conditions of one volume."""
-        return NUM_HOLES if self.has_hole else 1
+        return 1 if self.box is None else NUM_HOLES
 
 
-class VolumeSettings(Section):
-    """Another volume of the same case, joined to the noisy latent with a channel that says which part is known."""
+class VolumeSettings(ConditionSection):
+    """Another volume of the same case, concatenated to the noisy latent with a channel of which part is known."""
 
     encoding: Literal["none", "autoencoder", "resample"] = key(
         "none",
@@ -83,7 +122,7 @@ class VolumeSettings(Section):
 
     @property
     def is_used(self) -> bool:
-        """Return whether samples are conditioned on a volume."""
+        """Return whether samples are conditioned on it."""
         return self.encoding != "none"
 
     @property
@@ -92,30 +131,60 @@ class VolumeSettings(Section):
         return self.is_used and self.source == TARGET
 
     @property
-    def fills(self) -> bool:
+    def has_hole(self) -> bool:
         """Return whether a part of the condition is unknown, which samples fill."""
-        return self.is_from_target and (self.degrade.hole is not None)
+        return self.is_from_target and self.degrade.hole is not None
 
-    def num_joined(self, latent_channels: int) -> int:
-        """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
+    def num_concatenated(self, latent_channels: int) -> int:
+        """Return the number of channels that are concatenated to a noisy latent."""
         if not self.is_used:
             return 0
-        if self.encoding == "resample":
-            return 1 + self.num_channels
-        return 1 + latent_channels
+        return 1 + (self.num_channels if self.encoding == "resample" else latent_channels)
+
+    def problems(self, settings: Settings) -> Found:
+        """Yield each problem with the keys."""
+        degrade, channels = self.degrade, settings.autoencoder.in_channels
+        if self.is_used and self.source is None:
+            remedy = "set it to the folder of the other volumes or to target, or encoding: none"
+            found = f"null with encoding {self.encoding}"
+            yield Problem(f"{VOLUME}.source", found, "", remedy), (f"{VOLUME}.encoding",)
+        if self.source is not None and not self.is_used:
+            remedy = "set autoencoder or resample, or source: null"
+            yield Problem(f"{VOLUME}.encoding", "none with a source of volumes", "", remedy), (f"{VOLUME}.source",)
+        if self.is_used and not self.is_from_target:
+            yield from intensity_problems(f"{VOLUME}.intensity", self.intensity, self.num_channels)
+        needs_same = self.encoding == "autoencoder" or self.is_from_target
+        if self.is_used and needs_same and self.num_channels != channels:
+            found = f"{self.num_channels}, and autoencoder.in_channels is {channels}"
+            why = "the frozen autoencoder encodes" if self.encoding == "autoencoder" else "the volumes to learn have"
+            yield (
+                Problem(f"{VOLUME}.num_channels", found, f"allowed: {channels}, which {why}", f"set {channels}"),
+                (f"{VOLUME}.encoding", f"{VOLUME}.source", "autoencoder.in_channels"),
+            )
+        asked = {"downsample": degrade.is_coarser, "hole": degrade.hole is not None}
+        takes = [name for name, is_asked in asked.items() if is_asked]
+        sources = (f"{VOLUME}.source", *(f"{VOLUME}.degrade.{name}" for name in takes))
+        if takes and not self.is_from_target:
+            found = f"{', '.join(takes)} without source: target, so there is nothing to take it from"
+            yield (
+                Problem(f"{VOLUME}.degrade", found, "", "set source: target with an encoding, or take it out"),
+                sources,
+            )
+        if self.is_from_target and len(takes) != 1:
+            found = "nothing is taken from the target" if not takes else f"{' and '.join(takes)} at once"
+            yield Problem(f"{VOLUME}.degrade", found, "allowed: one of the two", "set downsample or hole"), sources
+        grid = settings.data.voxel_size
+        if any(n % factor for n, factor in zip(grid, degrade.downsample, strict=True)):
+            found = f"{list(degrade.downsample)} does not divide data.voxel_size {list(grid)}"
+            yield Problem(f"{VOLUME}.degrade.downsample", found, "", "change one of the two"), ("data.voxel_size",)
+        if degrade.box is not None and not all(size < n for size, n in zip(degrade.box, grid, strict=True)):
+            found = f"{list(degrade.box)} on a grid of {list(grid)} voxels"
+            allowed = "allowed: smaller than the grid along each axis"
+            yield Problem(f"{VOLUME}.degrade.hole", found, allowed, "change it"), ("data.voxel_size",)
 
 
-class LabelMapSettings(Section):
-    """Label maps, joined to the noisy latent as the share of each label value in each voxel of the latent."""
-
-    source: PathText | None = key(None, f"Label maps: {_SOURCE.format(column='label_map')}; null: none.", FREE)
-    num_classes: int = key(
-        0,
-        "Number of label values, with the background: they run from 0 to one less; 0: no label maps.",
-        ge=0,
-        le=1024,
-    )
-
+MAX_CATEGORIES = 16
+"""Room for different words in each categorical column."""
 
 Columns = Annotated[
     tuple[Annotated[str, Field(min_length=1, max_length=100, pattern=WITHOUT_NUL)], ...],
@@ -123,7 +192,7 @@ Columns = Annotated[
 ]
 
 
-class TabularSettings(Section):
+class TabularSettings(ConditionSection):
     """Columns of a table, embedded and added to the embedding of the timestep."""
 
     table: PathText | None = key(None, "A CSV file with a column file and those named below; null: none.", FREE)
@@ -136,9 +205,29 @@ class TabularSettings(Section):
         return (*self.continuous, *self.categorical)
 
     @property
-    def widths(self) -> tuple[int, ...]:
+    def is_used(self) -> bool:
+        """Return whether samples are conditioned on it."""
+        return bool(self.columns)
+
+    @property
+    def embedded_numbers(self) -> dict[str, int]:
         """Return the length of each column's code: a value and whether it is given, or a place for each word."""
-        return (2,) * len(self.continuous) + (MAX_CATEGORIES,) * len(self.categorical)
+        return dict.fromkeys(self.continuous, 2) | dict.fromkeys(self.categorical, MAX_CATEGORIES)
+
+    def problems(self, settings: Settings) -> Found:
+        """Yield each problem with the keys."""
+        if self.columns and self.table is None:
+            remedy = "set it to the CSV file that has them, or take the columns out"
+            found = f"null with columns {', '.join(self.columns)}"
+            yield Problem(f"{TABULAR}.table", found, "", remedy), (f"{TABULAR}.continuous", f"{TABULAR}.categorical")
+        if self.table is not None and not self.columns:
+            remedy = "name columns in continuous or categorical, or set table: null"
+            yield Problem(f"{TABULAR}.continuous", "no columns for the table", "", remedy), (f"{TABULAR}.table",)
+        names = [name.lower() for name in self.columns]
+        twice = next((name for name in names if names.count(name) > 1 or name == "file"), None)
+        if twice is not None:
+            found = f"column {twice} " + ("names the volumes" if twice == "file" else "named twice")
+            yield Problem(f"{TABULAR}.continuous", found, "", "take it out"), (f"{TABULAR}.categorical",)
 
 
 class ConditioningSettings(Section):
@@ -155,6 +244,12 @@ class ConditioningSettings(Section):
     scan: ScanSettings = section(ScanSettings, "Spacing, body regions and modality, as MAISI's U-Net takes them.")
 
     @property
+    def sections(self) -> dict[str, ConditionSection]:
+        """Return the sections of all kinds by their keys."""
+        sections = {f"ldm.conditioning.{name}": getattr(self, name) for name in type(self).model_fields}
+        return {where: value for where, value in sections.items() if isinstance(value, ConditionSection)}
+
+    @property
     def num_embedded_classes(self) -> int | None:
         """Return the number of classes or modalities that the U-Net embeds, with the hidden one; None without any."""
         if self.type == "class":
@@ -169,14 +264,8 @@ class ConditioningSettings(Section):
     @property
     def kinds(self) -> tuple[str, ...]:
         """Return the keys of the kinds of conditions in use that training hides from time to time."""
-        used = {
-            "ldm.conditioning.type": self.type == "class",
-            "ldm.conditioning.label_map": self.label_map.num_classes > 0,
-            "ldm.conditioning.volume": self.volume.is_used,
-            "ldm.conditioning.tabular": bool(self.tabular.columns),
-            "ldm.conditioning.scan": self.scan.num_modalities > 0,
-        }
-        return tuple(where for where, is_used in used.items() if is_used)
+        classes = ("ldm.conditioning.type",) if self.type == "class" else ()
+        return (*classes, *(where for where, section in self.sections.items() if section.is_ever_hidden))
 
     @property
     def is_used(self) -> bool:
@@ -184,15 +273,41 @@ class ConditioningSettings(Section):
         return bool(self.kinds)
 
     @property
-    def needs_pairs(self) -> bool:
-        """Return whether each volume needs more than its own file and its class."""
-        return self.has_targets or bool(self.scan.columns)
+    def comes_from_volumes(self) -> bool:
+        """Return whether samples have the conditions of certain volumes, not only a class."""
+        return any(section.is_used for section in self.sections.values())
 
     @property
-    def has_targets(self) -> bool:
+    def describes_volumes(self) -> bool:
         """Return whether conditions say what a sample should look like, so that it can be compared with a volume."""
-        return self.label_map.num_classes > 0 or self.volume.is_used or bool(self.tabular.columns)
+        return any(section.describes_volume for section in self.sections.values())
 
-    def num_joined(self, latent_channels: int) -> int:
-        """Return the number of channels that are joined to a noisy latent of `latent_channels` channels."""
-        return self.label_map.num_classes + self.volume.num_joined(latent_channels)
+    @property
+    def embedded_numbers(self) -> dict[str, int]:
+        """Return the names of what the U-Net embeds, such as tabular.age, with how many numbers each is."""
+        return {
+            f"{where.removeprefix('ldm.conditioning.')}.{name}": width
+            for where, section in self.sections.items()
+            for name, width in section.embedded_numbers.items()
+        }
+
+    def num_concatenated(self, latent_channels: int) -> int:
+        """Return the number of channels that are concatenated to a noisy latent of `latent_channels` channels."""
+        return sum(section.num_concatenated(latent_channels) for section in self.sections.values())
+
+    def problems(self, settings: Settings) -> Found:
+        """Yield each problem with the keys, and with the guidance of samples."""
+        if self.type == "class" and self.num_classes < 2:
+            found = f"{counted(self.num_classes, 'class')} for conditioning type class"
+            remedy, key = "set it to the number of classes in the data", "ldm.conditioning.num_classes"
+            yield Problem(key, found, "allowed: 2 or more", remedy), ("ldm.conditioning.type",)
+        for part in self.sections.values():
+            yield from part.problems(settings)
+        scale, where = settings.ldm.sampling.guidance_scale, "ldm.sampling.guidance_scale"
+        if scale != 1 and not self.kinds:
+            found = f"{scale:g} with conditioning type none, so there is no class to follow"
+            yield Problem(where, found, "allowed: 1", "set 1"), ("ldm.conditioning.type",)
+        elif scale != 1 and self.dropout == 0:
+            found = f"{scale:g} with conditioning dropout 0, so the network never learns to predict without a condition"
+            sources = (*self.kinds, "ldm.conditioning.dropout")
+            yield Problem(where, found, "allowed: 1", "set 1, or a dropout above 0"), sources

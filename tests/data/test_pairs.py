@@ -13,14 +13,14 @@ from data.files.header import Header
 from data.formats import write_nifti
 from data.geometry import geometry_of, in_planes
 from data.pairs.geometry import mismatch
-from data.pairs.label_maps import label_problem, label_shares
-from data.pairs.numbers import read_numbers
-from data.pairs.pairs import LABELS, check_pairs, prepare_pairs
-from data.pairs.partners import find_partners
+from data.pairs.partners import PartnerSource, find_partners
 from data.reading import measure
 from data.volumes import DataSplit, VolumeFile, prepare_volumes
-from settings import DataError
-from settings.conditioning import ConditioningSettings, TabularSettings
+from diffusion.conditioning import check_conditions, find_partners_of
+from diffusion.conditioning.kind import Partners
+from diffusion.conditioning.label_map import label_problem, label_shares
+from settings import DataError, DataSettings, Settings
+from settings.conditioning import ConditioningSettings
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels, read_volume
 from tests.data.test_dicom import voxels_of, write_series
 
@@ -33,6 +33,13 @@ def conditioning(source: str | Path, num_classes: int = 3) -> ConditioningSettin
     return ConditioningSettings.model_validate({"label_map": {"source": str(source), "num_classes": num_classes}})
 
 
+def checked(s: ConditioningSettings, data: DataSettings, volumes: DataSplit) -> Partners:
+    """Return the label maps of all volumes."""
+    settings = Settings()
+    settings = settings.model_copy(update={"data": data, "ldm": settings.ldm.model_copy(update={"conditioning": s})})
+    return check_conditions(settings, volumes).get("label map", Partners())
+
+
 def write_maps(folder: Path, names: list[str], affine: np.ndarray = AFFINE) -> None:
     for place, name in enumerate(names):
         write_nifti(folder / name, label_map(place), affine)
@@ -43,9 +50,9 @@ def volumes_of(source: Path | str) -> DataSplit:
 
 
 def partner_names(source: str | Path, volumes: DataSplit) -> dict[str, str]:
-    pairs = prepare_pairs(conditioning(source), build_settings(source="volumes"), volumes)
+    pairs = checked(conditioning(source), build_settings(source="volumes"), volumes)
     files = (*volumes.train, *volumes.val)
-    return {file.name: partner.path.name for file, partner in zip(files, pairs.labels, strict=True)}
+    return {file.name: partner.path.name for file, partner in zip(files, pairs.files["labels"], strict=True)}
 
 
 @pytest.mark.parametrize("form", ["v{}.nii.gz", "v{}.nii", "v{}_seg.nii.gz"])
@@ -68,7 +75,9 @@ def test_dicom_series_are_partners_by_the_names_of_their_folders(tmp_path):
         write_series(tmp_path / "series" / name, voxels_of(0))
     (tmp_path / "series" / "deep" / "c.nii.gz").write_bytes(b"")
     files = [VolumeFile(Path(name), name, None, 1, "") for name in ("images/a.nii.gz", "deep/b", "c.nii.gz")]
-    found, problems = find_partners(str(tmp_path / "series"), files, build_settings(source="images"), "x.volume")
+    place = PartnerSource(str(tmp_path / "series"), "x.volume.source", "volume")
+    problems: list[str] = []
+    found = find_partners(place, files, build_settings(source="images"), problems)
     assert not problems
     assert {name: path.parent.name for name, path in found.items()} == {
         "images/a.nii.gz": "a",
@@ -90,8 +99,10 @@ def test_a_key_of_dataset_json_pairs_its_entries(folder, tmp_path):
     entries = [{"image": f"v{place}.nii.gz", "seg": f"maps/m{place}.nii.gz"} for place in range(8)]
     (folder / "dataset.json").write_text(json.dumps({"training": entries}))
     volumes = volumes_of(folder)
-    pairs = prepare_pairs(conditioning("key:seg"), build_settings(source=str(folder)), volumes)
-    assert [p.path.name for p in pairs.labels] == [f"m{f.name[1]}.nii.gz" for f in (*volumes.train, *volumes.val)]
+    pairs = checked(conditioning("key:seg"), build_settings(source=str(folder)), volumes)
+    assert [p.path.name for p in pairs.files["labels"]] == [
+        f"m{f.name[1]}.nii.gz" for f in (*volumes.train, *volumes.val)
+    ]
 
 
 def test_every_missing_doubled_and_unsuitable_partner_is_named_at_once(folder, tmp_path):
@@ -123,7 +134,8 @@ def test_one_map_for_two_volumes_is_refused(tmp_path):
         write_nifti(tmp_path / "volumes" / place / "x.nii.gz", random_voxels(ord(place)), AFFINE)
     write_maps(tmp_path / "maps", ["x.nii.gz"])
     volumes = volumes_of(tmp_path / "volumes")
-    _, problems = check_pairs(conditioning(tmp_path / "maps"), build_settings(), (*volumes.train, *volumes.val))
+    files = (*volumes.train, *volumes.val)
+    _, problems = find_partners_of(conditioning(tmp_path / "maps"), build_settings(), files)
     assert len(problems) == 3
     assert "has the name of 3 volumes; each needs one of its own" in problems[0]
 
@@ -153,7 +165,7 @@ def test_a_label_map_takes_the_way_of_its_volume(tmp_path, resize, grid):
     coarse = [axis // 2 for axis in grid]
     found = label_shares(tmp_path / "map.nii.gz", 3, s, coarse)
     assert found.shape == (3, *coarse)
-    np.testing.assert_allclose(found.sum(axis=0), 1, atol=1e-6)
+    np.testing.assert_allclose(found.sum(dim=0), 1, atol=1e-6)
 
     voxels, header = read_volume(tmp_path / "map.nii.gz")
     geometry = geometry_of(header, s)
@@ -219,16 +231,6 @@ def test_half_a_voxel_rounds_alike_in_single_and_double_precision():
     assert len(shapes) == 1
 
 
-def test_a_row_with_more_fields_than_columns_is_refused(tmp_path):
-    """A decimal comma would cut a number short, or move the columns after it."""
-    (tmp_path / "people.csv").write_text("file,age\na.nii.gz,63,5\n")
-    s = TabularSettings(table=str(tmp_path / "people.csv"), continuous=("age",))
-    with pytest.raises(DataError, match=r"tabular\.table: .* line 2 has 3 fields for 2 columns; quote its commas"):
-        read_numbers(s, [VolumeFile(Path("a.nii.gz"), "a.nii.gz")])
-    (tmp_path / "people.csv").write_text('\ufefffile,age\na.nii.gz,"63.5",,\n')
-    assert read_numbers(s, [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]) == ([{"age": "63.5"}], [])
-
-
 def test_a_folder_of_slices_that_cannot_be_read_is_named_with_its_setting(tmp_path, monkeypatch):
     write_series(tmp_path / "series" / "a", voxels_of(0))
 
@@ -237,8 +239,9 @@ def test_a_folder_of_slices_that_cannot_be_read_is_named_with_its_setting(tmp_pa
 
     monkeypatch.setattr("data.files.dicom.scan", refuse)
     files = [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]
+    place = PartnerSource(str(tmp_path / "series"), "ldm.conditioning.volume.source", "volume")
     with pytest.raises(DataError, match=r"^ldm\.conditioning\.volume\.source: .*series/a cannot be read"):
-        find_partners(str(tmp_path / "series"), files, build_settings(), "ldm.conditioning.volume")
+        find_partners(place, files, build_settings(), [])
 
 
 def test_partners_are_found_in_folders_that_are_links(tmp_path):
@@ -247,7 +250,9 @@ def test_partners_are_found_in_folders_that_are_links(tmp_path):
     (tmp_path / "maps" / "deep").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "again").symlink_to(tmp_path / "maps")
     files = [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]
-    found, problems = find_partners(str(tmp_path / "maps"), files, build_settings(), LABELS)
+    place = PartnerSource(str(tmp_path / "maps"), "x.source", "label_map")
+    problems: list[str] = []
+    found = find_partners(place, files, build_settings(), problems)
     assert not problems
     assert found["a.nii.gz"] == tmp_path / "maps" / "deep" / "a.nii.gz"
 
@@ -260,7 +265,7 @@ def test_a_partner_outside_its_window_is_refused_with_the_name_of_the_window(fol
     volume = {"encoding": "resample", "source": str(tmp_path / "others"), "intensity": window}
     s = ConditioningSettings.model_validate({"volume": volume})
     with pytest.raises(DataError) as error:
-        prepare_pairs(s, build_settings(source=str(folder)), volumes)
+        checked(s, build_settings(source=str(folder)), volumes)
     assert "8 problems" in str(error.value)
     assert "lie outside the window 5000 to 6000" in str(error.value)
     assert "change ldm.conditioning.volume.intensity" in str(error.value)
@@ -296,7 +301,7 @@ def test_label_values_with_gaps_are_classes_in_ascending_order(folder, tmp_path,
         write_nifti(maps / f"v{place}.nii.gz", with_gaps(place), AFFINE)
     data = build_settings(source=str(folder))
     with caplog.at_level(logging.INFO):
-        pairs = prepare_pairs(conditioning(maps, 4), data, volumes)
+        pairs = checked(conditioning(maps, 4), data, volumes)
     assert pairs.label_values == (0, 17, 53, 1035)
     assert "the label values 0, 17, 53, 1035 are the classes 0 to 3" in caplog.text
     grid = [size // 2 for size in data.voxel_size]
@@ -306,7 +311,7 @@ def test_label_values_with_gaps_are_classes_in_ascending_order(folder, tmp_path,
         np.testing.assert_allclose(shares[number], label_shares(tmp_path / "one.nii.gz", 2, data, grid)[1], atol=1e-6)
     problem = r"num_classes: 3, and the label maps have 4 values: 0, 17, 53, 1035, such as 1035 in .*; set 4$"
     with pytest.raises(DataError, match=problem):
-        prepare_pairs(conditioning(maps, 3), data, volumes)
+        checked(conditioning(maps, 3), data, volumes)
 
 
 def test_background_is_the_first_class_even_if_no_map_has_any(folder, tmp_path):
@@ -314,11 +319,11 @@ def test_background_is_the_first_class_even_if_no_map_has_any(folder, tmp_path):
         labels = np.array([17, 53, 54], np.int16)[label_map(place).astype(int)]
         write_nifti(tmp_path / f"maps/v{place}.nii.gz", labels, AFFINE)
     data = build_settings(source=str(folder))
-    pairs = prepare_pairs(conditioning(tmp_path / "maps", 4), data, volumes_of(folder))
+    pairs = checked(conditioning(tmp_path / "maps", 4), data, volumes_of(folder))
     assert pairs.label_values == (0, 17, 53, 54)
 
 
 def test_values_without_gaps_are_the_numbers_of_their_classes(folder, tmp_path):
     write_maps(tmp_path / "maps", [f"v{place}.nii.gz" for place in range(8)])
     settings = build_settings(source=str(folder))
-    assert prepare_pairs(conditioning(tmp_path / "maps", 5), settings, volumes_of(folder)).label_values == ()
+    assert checked(conditioning(tmp_path / "maps", 5), settings, volumes_of(folder)).label_values == ()

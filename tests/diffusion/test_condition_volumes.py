@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -10,10 +11,9 @@ import pytest
 import torch
 
 from data.formats import write_nifti
-from data.pairs.space import mask_of, space_of_volume
-from diffusion.conditioning.volumes import degraded, hole_mask, joined_volume, lowered
+from diffusion.conditioning.volume import hole_mask, lowered, on_latent_grid, read_condition, read_mask, without
 from settings import DataError
-from settings.conditioning import DegradeSettings, VolumeSettings
+from settings.conditioning import VolumeSettings
 from tests.data.small_volumes import build_settings, random_voxels, read_volume
 
 TURNED = np.array([[0, -2.5, 0, 4], [2.0, 0, 0, -10], [0, 0, 3.0, 5], [0, 0, 0, 1]])
@@ -42,17 +42,10 @@ def test_a_hole_has_its_size_and_depends_on_seed_volume_and_variant():
 
 
 def test_nothing_of_the_target_is_left_in_a_hole():
-    image = torch.rand(1, 8, 8, 8)
-    s = DegradeSettings(hole=(3, 3, 3))
-    found, unknown = degraded(image, s, 0, "a", 0, None)
-    assert unknown is not None
+    image, unknown = torch.rand(1, 8, 8, 8), hole_mask((8, 8, 8), (3, 3, 3), 0, "a", 0)
+    found = without(image, unknown)
     assert (found[:, unknown] == -1).all()
     assert torch.equal(found[:, ~unknown], image[:, ~unknown])
-    given = torch.zeros(8, 8, 8, dtype=torch.bool)
-    given[2, 3, 4] = True
-    found, unknown = degraded(image, s, 0, "a", 0, given)
-    assert unknown is given
-    assert (found != image).sum() == 1
 
 
 @pytest.mark.parametrize("is_encoded", [False, True])
@@ -60,14 +53,14 @@ def test_the_last_channel_is_the_share_that_is_known(is_encoded):
     image = torch.rand(2, 8, 8, 8)
     unknown = torch.zeros(8, 8, 8, dtype=torch.bool)
     unknown[:2, :1, :2] = True
-    encode = (lambda image: image[:, ::2, ::2, ::2] * 3) if is_encoded else None
-    found = joined_volume(image, unknown, encode, (4, 4, 4))
+    codec: Any = SimpleNamespace(encode=lambda image: image[:, ::2, ::2, ::2] * 3) if is_encoded else None
+    found = on_latent_grid(image, unknown, codec, (4, 4, 4))
     assert found.shape == (3, 4, 4, 4)
     assert found[-1, 0, 0, 0] == 0.5
     assert (found[-1].flatten()[1:] == 1).all()
     blocks = image.reshape(2, 4, 2, 4, 2, 4, 2).mean(dim=(2, 4, 6))
     torch.testing.assert_close(found[:-1], image[:, ::2, ::2, ::2] * 3 if is_encoded else blocks)
-    assert (joined_volume(image, None, encode, (4, 4, 4))[-1] == 1).all()
+    assert (on_latent_grid(image, None, codec, (4, 4, 4))[-1] == 1).all()
 
 
 def from_target(**degrade) -> VolumeSettings:
@@ -81,10 +74,10 @@ def test_a_filled_volume_keeps_every_known_voxel_of_the_file(tmp_path):
     write_nifti(tmp_path / "a.nii.gz", voxels, TURNED)
     write_nifti(tmp_path / "mask.nii.gz", mask, TURNED)
     data = build_settings(voxel_size=[8, 12, 8])
-    _, space = space_of_volume(tmp_path / "a.nii.gz", data, from_target(hole=[2, 2, 2]))
-    unknown = mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
-    assert unknown.on_grid.shape == (8, 12, 8)
-    result = replace(space, unknown=unknown.in_file).restored(np.full((1, 8, 12, 8), 0.5, np.float32), (7.0,), (9.0,))
+    on_grid, in_file = read_mask(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
+    _, space = read_condition(tmp_path / "a.nii.gz", data, from_target(hole=[2, 2, 2]), in_file)
+    assert on_grid.shape == (8, 12, 8)
+    result = space.restored(np.full((1, 8, 12, 8), 0.5, np.float32), (7.0,), (9.0,))
     hole = mask[0] > 0
     assert np.array_equal(result[:, ~hole], voxels[:, ~hole])
     assert space.lower is not None
@@ -94,7 +87,7 @@ def test_a_filled_volume_keeps_every_known_voxel_of_the_file(tmp_path):
 
     write_nifti(tmp_path / "short.nii.gz", mask[:, :6], TURNED)
     with pytest.raises(DataError, match=r"6 x 10 x 8 voxels, and .* has 12 x 10 x 8; a mask needs the shape"):
-        mask_of(tmp_path / "short.nii.gz", tmp_path / "a.nii.gz", data)
+        read_mask(tmp_path / "short.nii.gz", tmp_path / "a.nii.gz", data)
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.uint8, np.float32])
@@ -111,8 +104,8 @@ def test_written_files_equal_the_given_one_outside_the_mask_in_any_type_and_orie
     # The mask has the same place, but its axes have another order or direction.
     nib.save(nib.as_closest_canonical(nib.Nifti1Image(hole.astype(np.uint8), affine)), tmp_path / "mask.nii.gz")
     data = build_settings(voxel_size=[8, 12, 8])
-    unknown = mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data).in_file
-    _, space = space_of_volume(tmp_path / "a.nii.gz", data, from_target(hole=[2, 2, 2]), unknown)
+    unknown = read_mask(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)[1]
+    _, space = read_condition(tmp_path / "a.nii.gz", data, from_target(hole=[2, 2, 2]), unknown)
     for value in (0.2, 0.7):
         filled = space.restored(np.full((1, 8, 12, 8), value, np.float32), (7.0,), (9.0,))
         write_nifti(tmp_path / "filled.nii.gz", filled, space.geometry.affine)
@@ -128,9 +121,9 @@ def test_a_finer_volume_has_the_condition_as_the_means_of_its_blocks(tmp_path, r
     write_nifti(tmp_path / "coarse.nii.gz", voxels, TURNED)
     # The network's second axis is the file's first.
     data = build_settings(voxel_size=[10, 24, 8], resize=resize)
-    image, space = space_of_volume(tmp_path / "coarse.nii.gz", data, from_target(downsample=[1, 2, 1]))
+    image, space = read_condition(tmp_path / "coarse.nii.gz", data, from_target(downsample=[1, 2, 1]))
     assert image.shape == (1, 10, 24, 8)
-    assert space.factors == (2, 1, 1)
+    assert space.known.factors == (2, 1, 1)
     sample = np.random.default_rng(0).random((1, 10, 24, 8)).astype(np.float32)
     result = space.restored(sample, (0.0,), (1.0,))
     assert result.shape == (1, 24, 10, 8)
@@ -148,12 +141,12 @@ def test_another_volume_has_intensities_of_its_own_and_samples_those_of_the_trai
         {"encoding": "resample", "source": "ct", "intensity": {"mode": "window", "lower": 0, "upper": 6000}}
     )
     data = build_settings(voxel_size=[10, 12, 8])
-    image, space = space_of_volume(tmp_path / "ct.nii.gz", data, s)
+    image, space = read_condition(tmp_path / "ct.nii.gz", data, s)
     voxels, _ = read_volume(tmp_path / "ct.nii.gz")
     torch.testing.assert_close(image.max().item(), voxels.max() / 3000 - 1, rtol=1e-3, atol=1e-3)
     assert (space.restored(np.ones((1, 10, 12, 8), np.float32), (7.0,), (9.0,)) == 9).all()
     with pytest.raises(DataError, match=r"1 channel \(12 x 10 x 8\); ldm.conditioning.volume.num_channels is 2"):
-        space_of_volume(tmp_path / "ct.nii.gz", data, s.model_copy(update={"num_channels": 2}))
+        read_condition(tmp_path / "ct.nii.gz", data, s.model_copy(update={"num_channels": 2}))
 
 
 def flipped(affine: np.ndarray, length: int) -> np.ndarray:
@@ -169,20 +162,20 @@ def test_a_mask_stored_the_other_way_round_covers_the_same_voxels(tmp_path):
     write_nifti(tmp_path / "a.nii.gz", random_voxels(1), TURNED)
     data = build_settings(voxel_size=[10, 12, 8])
     write_nifti(tmp_path / "mask.nii.gz", mask, TURNED)
-    expected = mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
+    expected = read_mask(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
     write_nifti(tmp_path / "mask.nii.gz", mask[:, ::-1], flipped(TURNED, 12))
-    found = mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
-    assert np.array_equal(found.in_file, mask[0] > 0)
-    assert torch.equal(found.on_grid, expected.on_grid)
+    found = read_mask(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
+    assert np.array_equal(found[1], mask[0] > 0)
+    assert torch.equal(found[0], expected[0])
 
     away = TURNED.copy()
     away[:3, 3] += 50
     write_nifti(tmp_path / "mask.nii.gz", mask, away)
     with pytest.raises(DataError, match="both must cover the same space to within a voxel"):
-        mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
+        read_mask(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
     write_nifti(tmp_path / "mask.nii.gz", np.ones_like(mask), TURNED)
     with pytest.raises(DataError, match=r"above 0 everywhere, so nothing of .* is known"):
-        mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
+        read_mask(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", data)
 
 
 def test_a_hole_that_the_grid_cuts_off_is_named(tmp_path, caplog):
@@ -190,9 +183,9 @@ def test_a_hole_that_the_grid_cuts_off_is_named(tmp_path, caplog):
     mask[0, 1:4, 2:4, 1:3] = 1
     write_nifti(tmp_path / "a.nii.gz", random_voxels(1), np.eye(4))
     write_nifti(tmp_path / "mask.nii.gz", mask, np.eye(4))
-    mask_of(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", build_settings(voxel_size=[12, 10, 8]))
+    read_mask(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz", build_settings(voxel_size=[12, 10, 8]))
     assert not caplog.messages
-    mask_of(
+    read_mask(
         *(tmp_path / "mask.nii.gz", tmp_path / "a.nii.gz"), build_settings(voxel_size=[8, 10, 8], resize="crop_or_pad")
     )
     assert "4 of its 12 voxels above 0 lie outside the network's grid" in caplog.text
@@ -207,7 +200,7 @@ def test_what_a_file_holds_in_its_hole_has_no_influence(tmp_path, garbage):
     found = []
     for value in (0.0, garbage):
         write_nifti(tmp_path / "a.nii.gz", np.where(unknown, np.float32(value), voxels), TURNED)
-        found.append(space_of_volume(tmp_path / "a.nii.gz", data, s, unknown))
+        found.append(read_condition(tmp_path / "a.nii.gz", data, s, unknown))
     assert torch.equal(found[0][0], found[1][0])
     # Percentiles of the known voxels, computed another way.
     known = np.percentile(voxels[0][~unknown], [data.intensity.lower, data.intensity.upper])

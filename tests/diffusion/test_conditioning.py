@@ -1,4 +1,4 @@
-"""Conditions: joined to the latent, hidden with their own probability, guided, and absent without a trace."""
+"""Conditions: concatenated to the latent, hidden with their own probability, guided, and absent without a trace."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from diffusion.conditioning import NOTHING, Condition, hidden, some_hidden
-from diffusion.conditioning.conditions import empty_condition
-from diffusion.conditioning.kept import keep
+from data import DataSplit, VolumeFile
+from diffusion.conditioning import NOTHING, ConditionBatch, Preparation, empty_condition, hidden, some_hidden
+from diffusion.conditioning.cache import cached
 from diffusion.latent_batches import LatentBatch
 from diffusion.sampling import guided
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
-from settings import CheckpointError, DataError, Settings
+from settings import CheckpointError, Settings
 from settings.conditioning import ConditioningSettings
 from tests.training.step_gradients import gradients
 from training.ldm_step import LatentDiffusionStep
@@ -39,7 +39,7 @@ def shares(number: int, *grid: int) -> torch.Tensor:
     return torch.rand((number, 4, *grid), generator=generator).softmax(dim=1)
 
 
-def test_joined_channels_are_further_inputs_and_all_keys_stay(tiny_values):
+def test_concatenated_channels_are_further_inputs_and_all_keys_stay(tiny_values):
     plain, joined = make_step(tiny_values, {}).unet, make_step(tiny_values, LABELS).unet
     shapes = {name: tuple(value.shape) for name, value in plain.state_dict().items()}
     other = {name: tuple(value.shape) for name, value in joined.state_dict().items()}
@@ -55,12 +55,17 @@ def test_accumulated_micro_batches_with_conditions_have_the_gradients_of_one(tin
         step = make_step(tiny_values, BOTH | NUMBERS)
         shape = step.settings.latent_shape
         mean = torch.randn((4, *shape), generator=torch.Generator().manual_seed(3))
-        joined = shares(4, *shape[1:])
+        maps = shares(4, *shape[1:])
         batches = [
             LatentBatch(
-                *(mean[part], tuple(range(4))[part], torch.tensor([0, 1, 2, 0])[part]),
-                ("a",) * size,
-                Condition(joined=joined[part], numbers=torch.linspace(-1, 1, 72).view(4, 18)[part]),
+                *(mean[part], tuple(range(4))[part]),
+                ConditionBatch(
+                    {
+                        "class_label": torch.tensor([0, 1, 2, 0])[part],
+                        "label map": maps[part],
+                        "tabular": torch.linspace(-1, 1, 72).view(4, 18)[part],
+                    }
+                ),
             )
             for part in (slice(start, start + size) for start in range(0, 4, size))
         ]
@@ -74,12 +79,14 @@ def test_each_condition_is_hidden_with_the_same_probability_and_often_together()
     s = ConditioningSettings.model_validate(BOTH)
     number = 4000
     noise = SampleNoise(1, CPU.device)
-    given = Condition(torch.zeros(number, dtype=torch.long), torch.full((number, 4, 1, 1, 1), 0.25))
-    found = some_hidden(given, s, lambda purpose: noise.uniform(purpose, range(number)))
-    assert found.classes is not None
-    assert found.joined is not None
-    no_class, no_map = found.classes == 3, (found.joined == 0).flatten(1).all(dim=1)
-    assert torch.equal(no_map, (found.joined == 0).flatten(1).any(dim=1))
+    given = {
+        "class_label": torch.zeros(number, dtype=torch.long),
+        "label map": torch.full((number, 4, 1, 1, 1), 0.25),
+    }
+    found = some_hidden(ConditionBatch(given), s, lambda purpose: noise.uniform(purpose, range(number))).parts
+    is_zero = (found["label map"] == 0).flatten(1)
+    no_class, no_map = found["class_label"] == 3, is_zero.all(dim=1)
+    assert torch.equal(no_map, is_zero.any(dim=1))
     assert 0.47 < no_class.double().mean() < 0.53
     assert 0.47 < no_map.double().mean() < 0.53
     # Half of the samples draw once for both: 0.5 * 0.5 + 0.5 * 0.5 * 0.5 of all.
@@ -91,8 +98,8 @@ def test_each_condition_is_hidden_with_the_same_probability_and_often_together()
 def test_each_number_is_hidden_by_itself_and_all_often_together():
     s = ConditioningSettings.model_validate({**NUMBERS, "dropout": 0.4})
     number, noise = 4000, SampleNoise(2, CPU.device)
-    found = some_hidden(Condition(numbers=torch.ones(number, 18)), s, lambda p: noise.uniform(p, range(number))).numbers
-    assert found is not None
+    given = ConditionBatch({"tabular": torch.ones(number, 18)})
+    found = some_hidden(given, s, lambda purpose: noise.uniform(purpose, range(number))).parts["tabular"]
     no_age, no_sex = (found[:, :2] == 0).all(dim=1), (found[:, 2:] == 0).all(dim=1)
     assert torch.equal(no_age, (found[:, :2] == 0).any(dim=1))
     assert torch.equal(no_sex, (found[:, 2:] == 0).any(dim=1))
@@ -133,21 +140,18 @@ def test_a_class_alone_is_hidden_by_the_same_draws_as_ever():
         return noise.uniform(purpose, range(50))
 
     classes = torch.arange(50) % 3
-    found = some_hidden(Condition(classes), s, draw).classes
+    found = some_hidden(ConditionBatch({"class_label": classes}), s, draw).parts["class_label"]
     expected = torch.where(noise.uniform("label", range(50)) < 0.3, 3, classes)
-    assert found is not None
     assert torch.equal(found, expected)
     assert purposes == ["label"]
 
 
-def test_without_conditions_nothing_is_drawn_and_the_input_is_the_same_tensor():
+def test_without_conditions_nothing_is_drawn_and_the_network_gets_no_inputs():
     def draw(purpose: str) -> torch.Tensor:
         raise AssertionError(purpose)
 
     assert some_hidden(NOTHING, ConditioningSettings(), draw) == NOTHING
-    noisy = torch.zeros(1, 3, 2, 2, 2)
-    assert NOTHING.joined_to(noisy) is noisy
-    assert NOTHING.arguments == {}
+    assert NOTHING.unet_inputs == {}
 
 
 @pytest.mark.parametrize("conditioning", [LABELS, BOTH])
@@ -157,38 +161,30 @@ def test_guidance_compares_with_all_conditions_hidden(tiny_values, conditioning)
     torch.manual_seed(0)
     grid = step.settings.latent_shape[1:]
     noisy, times = torch.randn(2, 3, *grid), torch.tensor([500, 500])
-    joined = shares(2, *grid)
-    given = Condition(torch.tensor([0, 2]) if "type" in conditioning else None, joined)
-    told: dict[str, Any] = {"class_labels": given.classes} if "type" in conditioning else {}
-    untold = {"class_labels": torch.tensor([3, 3])} if told else {}
+    maps = shares(2, *grid)
+    is_class = "type" in conditioning
+    classes = {"class_label": torch.tensor([0, 2])} if is_class else {}
+    given = ConditionBatch({**classes, "label map": maps})
+    inputs = {"class_labels": torch.tensor([0, 2])} if is_class else {}
+    hidden_inputs = {"class_labels": torch.tensor([3, 3])} if is_class else {}
     with torch.no_grad():
         found = guided(step.unet, step.settings.ldm, given)(noisy, times)
-        with_all = step.unet(torch.cat([noisy, joined], dim=1), times, **told)
-        without = step.unet(torch.cat([noisy, torch.zeros(2, 4, *grid)], dim=1), times, **untold)
+        with_all = step.unet(torch.cat([noisy, maps], dim=1), times, **inputs)
+        without = step.unet(torch.cat([noisy, torch.zeros(2, 4, *grid)], dim=1), times, **hidden_inputs)
     torch.testing.assert_close(found, without + 3 * (with_all - without), rtol=1e-4, atol=1e-5)
     assert (with_all - without).abs().max() > 1e-4
 
 
-def test_a_hidden_condition_has_the_shape_of_a_given_one(tiny_values):
-    settings = make_step(tiny_values, BOTH).settings
-    empty = empty_condition(settings, 2)
-    nothing = hidden(Condition(torch.tensor([1, 2]), shares(2, *settings.latent_shape[1:])), settings.ldm.conditioning)
-    assert empty.joined is not None
-    assert nothing.joined is not None
-    assert nothing.classes is not None
-    assert nothing.joined.shape == empty.joined.shape
-    assert not nothing.joined.any()
-    assert nothing.classes.tolist() == [3, 3]
-
-
-def test_a_hidden_condition_says_nothing_of_the_numbers():
-    """Else guidance would compare two predictions that both know the age."""
-    s = ConditioningSettings.model_validate({**NUMBERS, "dropout": 0.4})
-    given = Condition(numbers=torch.tensor([[0.7, 1, 0, 1]]), scan=torch.ones(1, 3))
-    nothing = hidden(given, s)
-    assert nothing.numbers is not None
-    assert nothing.numbers.tolist() == [[0, 0, 0, 0]]
-    assert nothing.scan is given.scan
+def test_a_hidden_condition_says_nothing_in_the_shape_of_a_given_one(tiny_values):
+    """Else guidance would compare two predictions that both know, for example, the age."""
+    settings = make_step(tiny_values, BOTH | NUMBERS).settings
+    classes, maps = torch.tensor([1, 2]), shares(2, *settings.latent_shape[1:])
+    given = {"class_label": classes, "label map": maps, "tabular": torch.ones(2, 18)}
+    nothing = hidden(ConditionBatch(given), settings.ldm.conditioning).parts
+    for name, empty in empty_condition(settings, 2).parts.items():
+        assert nothing[name].shape == empty.shape
+        assert not nothing[name].any() or name == "class_label"
+    assert nothing["class_label"].tolist() == [3, 3]
 
 
 def test_resuming_with_other_partners_is_refused(tiny_values):
@@ -201,26 +197,12 @@ def test_resuming_with_other_partners_is_refused(tiny_values):
         step.load_state_dict(state)
 
 
-def test_conditions_that_are_kept_already_show_no_bar(tmp_path, monkeypatch, capsys):
+def test_conditions_that_are_cached_already_show_no_bar(tiny_values, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    files = tuple(VolumeFile(tmp_path / name, name) for name in "ab")
+    run = Preparation(Settings.model_validate(tiny_values), DataSplit(files, ()), CPU, None)  # type: ignore[arg-type]
     for _ in range(2):
         capsys.readouterr()
-        read = keep(lambda number: torch.full((1, 2), float(number)), "ab", (1, 2), "key", True, CPU, "maps")
-        assert read(1).tolist() == [[1.0, 1.0]]
+        read = cached(lambda i, _, pose: torch.full((1, 2), float(i)), lambda i, _: "ab"[i], (1, 2), "key", run, "maps")
+        assert read(1, 0, 0).tolist() == [[1.0, 1.0]]
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_conditions_before_the_first_that_is_needed_are_not_made(tmp_path, monkeypatch, on_disk):
-    monkeypatch.chdir(tmp_path)
-    made = []
-
-    def make(number: int) -> torch.Tensor:
-        made.append(number)
-        return torch.full((1, 2), float(number))
-
-    read = keep(make, "abcd", (1, 2), "key", on_disk, CPU, "maps", first=2)
-    assert made == [2, 3]
-    assert [read(number)[0, 0].item() for number in (2, 3)] == [2.0, 3.0]
-    with pytest.raises((DataError, AssertionError)):
-        read(1)

@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 
 from data import BatchPlan, VolumeFile
 from data.formats import content_digest
+from diffusion.conditioning import ConditionStore
+from diffusion.conditioning.kind import Prepared
 from diffusion.latent_batches import latent_batches
 from diffusion.latent_files import LatentFacts, LatentFolder, latent_key
 from settings import DataError
@@ -145,12 +147,11 @@ def read(index: int, position: int) -> torch.Tensor:
     return torch.full((1, 2, 2, 2), float(index))
 
 
-def test_step_n_sees_the_same_latents_whatever_the_batching_ranks_and_start(folder):
-    files = volumes(folder)
+def test_step_n_sees_the_same_latents_whatever_the_batching_ranks_and_start():
 
     def indices(batch_size: int, accumulation: int, world_size: int, first: int = 0) -> list[list[float]]:
         plans = [BatchPlan(3, batch_size, accumulation, rank, world_size) for rank in range(world_size)]
-        steps = [list(latent_batches(read, files, plan, first, 6)) for plan in plans]
+        steps = [list(latent_batches(read, 8, plan, first, 6)) for plan in plans]
         together = zip(*steps, strict=True)
         return [sorted(float(m.flatten()[0]) for rank in step for b in rank for m in b.mean) for step in together]
 
@@ -160,20 +161,19 @@ def test_step_n_sees_the_same_latents_whatever_the_batching_ranks_and_start(fold
     assert sorted(number for step in whole[:2] for number in step) == [float(n) for n in range(8)]
 
 
-def test_a_batch_carries_labels_positions_and_names(folder):
-    files = volumes(folder)
-    [batch] = next(latent_batches(read, files, BatchPlan(3, 4, 1), 2, 3))
+def test_a_batch_carries_positions_and_the_conditions_of_its_volumes():
+    labels = torch.arange(8) % 2
+    store = ConditionStore({"class_label": Prepared(lambda index, number, copy: labels[index])})
+    [batch] = next(latent_batches(read, 8, BatchPlan(3, 4, 1), 2, 3, conditions=store))
     assert batch.positions == (8, 9, 10, 11)
     assert batch.mean.shape == (4, 1, 2, 2, 2)
     shown = [int(mean.flatten()[0]) for mean in batch.mean]
-    assert batch.labels is not None
-    assert batch.labels.tolist() == [index % 2 for index in shown]
-    assert batch.files == tuple(f"v{index}.nii.gz" for index in shown)
+    assert batch.condition.parts["class_label"].tolist() == [index % 2 for index in shown]
 
 
-def test_an_error_in_the_reading_thread_reaches_the_training_loop(folder):
+def test_an_error_in_the_reading_thread_reaches_the_training_loop():
     def fail(index: int, position: int) -> torch.Tensor:
         raise DataError("v3.nii.gz: gone")
 
     with pytest.raises(DataError, match="gone"):
-        next(latent_batches(fail, volumes(folder), BatchPlan(3, 4, 1), 0, 3))
+        next(latent_batches(fail, 8, BatchPlan(3, 4, 1), 0, 3))

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from data import BatchPlan, load_file, prepare_volumes
+from data.batches import VolumeOrder
+from diffusion.conditioning import NOTHING, ConditionBatch
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents, prepare_latents
 from diffusion.normalisation import Normalisation
-from diffusion.sampling import draw_volumes, sample_latents
+from diffusion.sampling import VolumeSampler, sample_latents
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import Settings
@@ -46,7 +48,7 @@ def make_batch(step: LatentDiffusionStep, positions: tuple[int, ...], labels: Te
     generator = torch.Generator().manual_seed(positions[0])
     shape = (len(positions), *step.settings.latent_shape)
     mean = 2 + 3 * torch.randn(shape, generator=generator)
-    return LatentBatch(mean, positions, labels, ("a",) * len(positions))
+    return LatentBatch(mean, positions, NOTHING if labels is None else ConditionBatch({"class_label": labels}))
 
 
 @pytest.mark.parametrize("cache", ["disk", "memory", "none"])
@@ -56,9 +58,9 @@ def test_stage_two_trains_on_the_means_of_the_latents(tiny_values, tmp_path, mon
     nn.init.constant_(step.autoencoder.quant_conv_log_sigma.conv.bias, 6.0)  # a sigma of about 20
     volumes = prepare_volumes(step.settings.data, step.settings.seed, 1)
     latents = prepare_latents(step.codec, volumes, step.settings, CPU)
-    files = {file.name: file for file in volumes.train}
+    order = VolumeOrder(3, len(volumes.train))
     [[batch]] = latents.training_batches(BatchPlan(3, 4, 1), 0, 1)
-    images = torch.stack([load_file(files[name], latents.settings).image for name in batch.files])
+    images = torch.stack([load_file(volumes.train[order(place)], latents.settings).image for place in batch.positions])
     with torch.no_grad():
         mean, sigma = step.autoencoder.encode(images)
     assert sigma.min() > 1
@@ -147,9 +149,8 @@ def test_samples_are_decoded_from_unscaled_latents(tiny_values):
     with torch.no_grad():
         expected = torch.cat([step.autoencoder.decode(latent[None] / SCALE) for latent in drawn])
         unscaled = torch.cat([step.autoencoder.decode(latent[None]) for latent in drawn])
-    found = torch.stack(
-        list(draw_volumes(step.unet, step.codec, settings, Normalisation.uniform(3, SCALE), 5, [0, 1], batch_size=2))
-    )
+    sampler = VolumeSampler(step.unet, step.codec, settings, Normalisation.uniform(3, SCALE), 5, batch_size=2)
+    found = torch.stack(list(sampler.draw([0, 1])))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert (expected - unscaled).norm() > 0.2 * expected.norm()
 
@@ -172,9 +173,9 @@ def test_a_network_that_knows_the_latent_gives_back_the_volume_it_was_encoded_fr
     step = make_step(tiny_values, **changes)
     image = torch.rand(1, 16, 16, 16, generator=torch.Generator().manual_seed(2)) * 2 - 1
     mean = step.codec.encode(image)
-    clean = step.clean_latents(LatentBatch(mean[None], (0,), None, ("a",)))
+    clean = step.clean_latents(LatentBatch(mean[None], (0,)))
     network = KnowsTheAnswer(step, clean)
-    [found] = draw_volumes(network, step.codec, step.settings, step.normalisation, 9, [4])
+    [found] = VolumeSampler(network, step.codec, step.settings, step.normalisation, 9).draw([4])
     torch.testing.assert_close(found, step.codec.decode(mean), rtol=1e-3, atol=1e-3)
 
 
@@ -229,7 +230,8 @@ def test_the_held_out_loss_is_of_scaled_means_with_the_averaged_weights(encoded)
 def test_preview_samples_are_those_that_a_user_will_draw(encoded):
     step, latents = encoded
     shown = sample_preview(step, latents)
-    volumes = draw_volumes(step.unet, step.codec, step.settings, step.normalisation, step.settings.seed, [0, 1])
+    seed = step.settings.seed
+    volumes = VolumeSampler(step.unet, step.codec, step.settings, step.normalisation, seed).draw([0, 1])
     for place, volume in enumerate(volumes):
         voxels = torch.as_tensor(shown.volumes[f"sample_{place}"].voxels).float()
         expected = ((volume[0] + 1) / 2).clamp(0, 1) * 255

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from data import BatchPlan, load_file, prepare_volumes
-from diffusion.conditioning import check_classes, class_number
+from data.batches import VolumeOrder
+from diffusion.conditioning.class_label import check_classes, class_number
 from diffusion.latents import LATENTS, NUM_COPIES, prepare_latents
 from models import build_autoencoder
 from models.frozen_autoencoder import freeze, weights_digest
@@ -104,7 +105,7 @@ def test_disk_memory_and_none_give_the_same_latents_and_scale(values):
     pairs = zip(disk.validation_batches(codec.encode, CPU), none.validation_batches(codec.encode, CPU), strict=True)
     for cached, encoded in pairs:
         assert torch.equal(cached.mean, encoded.mean)
-        assert cached.files == encoded.files
+        assert cached.positions == encoded.positions
 
 
 @pytest.mark.parametrize("cache", ["disk", "memory"])
@@ -124,7 +125,8 @@ def test_training_latents_are_pinned_for_a_gpu_when_the_settings_say_so(
     values["data"]["pin_memory"] = pin_memory
     latents, _ = prepare(values, process=Process(torch.device(device)), latents__cache=cache)
     (batch,) = next(latents.training_batches(BatchPlan(seed=1, batch_size=2, accumulation=1), 0, 1))
-    assert pinned == ([(2,), batch.mean.shape] if is_pinned else [])
+    condition = [part.shape for part in batch.condition.parts.values()]
+    assert pinned == ([batch.mean.shape, *condition] if is_pinned else [])
 
 
 def test_samples_get_the_median_intensities_of_the_training_set(values):
@@ -218,18 +220,18 @@ def test_augmented_copies_are_encoded_once_and_drawn_by_position(values, cache):
     again = list(latents.training_batches(plan, 20, 30))
     for before, after in zip(steps[20:], again, strict=True):
         assert all(torch.equal(a.mean, b.mean) for a, b in zip(before, after, strict=True))
-    files = [file.name for file in latents.volumes.train]
     assert latents.read is not None
-    known = {name: [latents.read(files.index(name), copy) for copy in range(NUM_COPIES + 1)] for name in files}
+    order = VolumeOrder(plan.seed, number)
+    known = [[latents.read(index, copy) for copy in range(NUM_COPIES + 1)] for index in range(number)]
     seen = {
-        (name, next(copy for copy, latent in enumerate(known[name]) if torch.equal(latent, mean)))
+        (order(place), next(copy for copy, latent in enumerate(known[order(place)]) if torch.equal(latent, mean)))
         for step in steps
         for batch in step
-        for name, mean in zip(batch.files, batch.mean, strict=True)
+        for place, mean in zip(batch.positions, batch.mean, strict=True)
     }
     # 240 samples of a few volumes meet nearly every copy.
     assert len(seen) > 0.8 * number * (NUM_COPIES + 1)
-    [first] = [known[files[0]]]
+    first = known[0]
     distances = [float((latent - first[0]).norm() / first[0].norm()) for latent in first[1:]]
     assert min(distances) > 1e-3, "a copy is the volume itself"
 

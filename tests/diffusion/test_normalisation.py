@@ -11,7 +11,7 @@ from data import prepare_volumes
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents, prepare_latents
 from diffusion.normalisation import Normalisation, Statistics
-from diffusion.sampling import draw_volumes
+from diffusion.sampling import VolumeSampler
 from models import build_autoencoder
 from models.frozen_autoencoder import freeze
 from models.volume_codec import VolumeCodec
@@ -154,9 +154,10 @@ def test_a_latent_of_training_is_decoded_to_its_volume_in_sampling(tiny_values):
     step, latents = prepared(tiny_values)
     assert latents.read is not None
     mean = latents.read(0, 0)
-    clean = step.clean_latents(LatentBatch(mean[None], (0,), None, ("a",)))
+    clean = step.clean_latents(LatentBatch(mean[None], (0,)))
     assert (clean[0] - mean).norm() > 0.1 * mean.norm()
-    [found] = draw_volumes(KnowsTheAnswer(step, clean), step.codec, step.settings, step.normalisation, 9, [4])
+    network = KnowsTheAnswer(step, clean)
+    [found] = VolumeSampler(network, step.codec, step.settings, step.normalisation, 9).draw([4])
     torch.testing.assert_close(found, step.codec.decode(mean), rtol=1e-3, atol=1e-3)
 
 
@@ -181,7 +182,7 @@ def test_the_held_out_loss_is_of_normalised_latents(tiny_values):
     step, latents = prepared(tiny_values)
     [batch, *_] = latents.validation_batches(step.codec.encode, CPU)
     found = HeldOut(step.settings, step.normalisation, step.precision).errors(step.unet, batch)
-    normalised = LatentBatch(step.normalisation.apply(batch.mean), batch.positions, None, batch.files)
+    normalised = LatentBatch(step.normalisation.apply(batch.mean), batch.positions)
     plain = HeldOut(step.settings, Normalisation.uniform(3), step.precision).errors(step.unet, normalised)
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffusion.normalisation import Normalisation
-from diffusion.sampling import draw_volumes, num_predictions
+from diffusion.sampling import VolumeSampler, num_predictions
 from settings import Settings
 
 
@@ -41,5 +41,6 @@ def test_predictions_are_counted_as_the_network_makes_them(tiny_values, sampler,
     settings = Settings.model_validate(tiny_values)
     network = Counting()
     codec = SimpleNamespace(precision=SimpleNamespace(device=torch.device("cpu")), decode=lambda latent: latent)
-    next(draw_volumes(network, codec, settings, Normalisation.uniform(settings.latent_shape[0]), 0, [0]))  # type: ignore[arg-type]
+    normalisation = Normalisation.uniform(settings.latent_shape[0])
+    next(VolumeSampler(network, codec, settings, normalisation).draw([0]))  # type: ignore[arg-type]
     assert num_predictions(settings.ldm) == network.sizes

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffusion.conditioning import Condition
+from diffusion.conditioning import NOTHING, ConditionBatch
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
-from diffusion.sampling import draw_volumes, guided, sample_latents
+from diffusion.sampling import VolumeSampler, guided, sample_latents
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import Settings
@@ -156,7 +156,7 @@ def test_guidance_is_without_class_plus_scale_times_the_difference(scale):
         {"conditioning": {"type": "class", "num_classes": 3}, "sampling": {"guidance_scale": scale}}
     )
     noisy, labels = torch.zeros(3, 3, 8, 8, 8), torch.tensor([0, 2, 1])
-    found = guided(ByLabel(), settings, Condition(labels))(noisy, torch.tensor([5, 5, 5]))
+    found = guided(ByLabel(), settings, ConditionBatch({"class_label": labels}))(noisy, torch.tensor([5, 5, 5]))
     for place, label in enumerate(labels.tolist()):
         # Class 3 is the hidden label: 10 ** 3.
         expected = 1000.0 + scale * (10.0**label - 1000.0)
@@ -172,7 +172,7 @@ def test_padding_is_zeros_at_the_far_ends_and_is_cut_off_again():
             return noisy * 2
 
     noisy = 1 + torch.rand(2, 3, 5, 6, 8)
-    found = predict(Keeps(), noisy, torch.zeros(2), Condition(), 4)
+    found = predict(Keeps(), noisy, torch.zeros(2), NOTHING, 4)
     torch.testing.assert_close(found, 2 * noisy)
     assert seen[0].shape == (2, 3, 8, 8, 8)
     torch.testing.assert_close(seen[0][:, :, :5, :6, :8], noisy)
@@ -206,18 +206,8 @@ def test_volumes_are_drawn_with_the_sampler_and_the_guidance_of_the_config(tiny_
         predict, step.noise_process, SampleNoise(6, CPU), [0, 5], step.settings.latent_shape, 4, sampler
     )
     step.unet.train()
-    found = list(
-        draw_volumes(
-            step.unet,
-            step.codec,
-            step.settings,
-            Normalisation.uniform(3, 0.5),
-            6,
-            [0, 5],
-            lambda _: Condition(labels),
-            batch_size=2,
-        )
-    )
+    drawing = VolumeSampler(step.unet, step.codec, step.settings, Normalisation.uniform(3, 0.5), 6, batch_size=2)
+    found = list(drawing.draw([0, 5], lambda _: ConditionBatch({"class_label": labels})))
     for latent, volume in zip(latents, found, strict=True):
         torch.testing.assert_close(volume, step.codec.decode(latent / 0.5), rtol=1e-3, atol=1e-4)
     assert step.unet.training

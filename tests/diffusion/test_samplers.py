@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffusion.conditioning import Condition
+from diffusion.conditioning import ConditionBatch
 from diffusion.noise_process import NoiseProcess
 from diffusion.samplers import SAMPLERS
 from diffusion.sampling import guided, sample_latents
@@ -131,7 +131,7 @@ def test_guidance_extrapolates_and_without_it_the_batch_is_not_doubled(scale):
         {"conditioning": {"type": "class", "num_classes": 3}, "sampling": {"guidance_scale": scale}}
     )
     labels = torch.tensor([1, 2])
-    guide = guided(ByLabel(), settings, Condition(labels))
+    guide = guided(ByLabel(), settings, ConditionBatch({"class_label": labels}))
     found = guide(torch.zeros(2, 3, 8, 8, 8), torch.full((2,), 500))
     assert found[:, 0, 0, 0, 0].tolist() == (3 + scale * (labels - 3)).tolist()
     assert sizes == [4 if scale == 4 else 2]

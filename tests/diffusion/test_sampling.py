@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-from diffusion.conditioning import Condition
+from diffusion.conditioning import NOTHING, ConditionBatch
 from diffusion.latent_batches import LatentBatch
 from diffusion.noise_process import NoiseProcess
 from diffusion.normalisation import Normalisation
-from diffusion.sampling import classes_in_turn, draw_volumes, guided, sample_latents
+from diffusion.sampling import VolumeSampler, guided, sample_latents
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import Settings
@@ -80,7 +80,7 @@ def train_on_two_points(values, **scheduler) -> LatentDiffusionStep:
     mean = torch.stack(latents * 8)
     for number in range(200):
         positions = tuple(range(16 * number, 16 * number + 16))
-        step([LatentBatch(mean, positions, None, ("",) * 16)], number)
+        step([LatentBatch(mean, positions)], number)
     return step
 
 
@@ -98,7 +98,7 @@ def test_training_on_two_points_far_from_unit_scale_draws_both_at_the_datas_scal
     step.unet.eval()
     with step.average.swapped_in():
         for sampler in samplers:
-            predict = guided(step.unet, step.settings.ldm, Condition())
+            predict = guided(step.unet, step.settings.ldm, NOTHING)
             shape = step.settings.latent_shape
             noise = SampleNoise(1, CPU.device)
             drawn = sample_latents(predict, step.noise_process, noise, range(64), shape, 25, sampler)
@@ -124,17 +124,9 @@ def make_step(values, **ldm) -> LatentDiffusionStep:
 
 
 def draw(step: LatentDiffusionStep, positions, batch_size: int, seed: int = 5, **options) -> torch.Tensor:
-    volumes = draw_volumes(
-        step.unet,
-        step.codec,
-        step.settings,
-        Normalisation.uniform(3, 0.5),
-        seed,
-        positions,
-        batch_size=batch_size,
-        **options,
-    )
-    return torch.stack(list(volumes))
+    normalisation = Normalisation.uniform(3, 0.5)
+    sampler = VolumeSampler(step.unet, step.codec, step.settings, normalisation, seed, batch_size)
+    return torch.stack(list(sampler.draw(positions, **options)))
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "ddpm", "dpmpp_2m"])
@@ -165,7 +157,9 @@ def test_guidance_of_one_is_the_class_of_zero_no_class_and_beyond_extrapolates(t
         # In single precision the rounding of two batch sizes, three times over, can exceed the tolerance.
         network = step.unet.eval().double()
         with torch.no_grad():
-            found[scale] = guided(network, step.settings.ldm, Condition(labels))(noisy.double(), times)
+            found[scale] = guided(network, step.settings.ldm, ConditionBatch({"class_label": labels}))(
+                noisy.double(), times
+            )
     torch.testing.assert_close(found[3.0], found[0.0] + 3 * (found[1.0] - found[0.0]), rtol=1e-9, atol=1e-9)
     assert (found[1.0] - found[0.0]).abs().max() > 1e-4
 
@@ -175,7 +169,8 @@ def test_classes_take_turns_unless_one_is_asked_for(tiny_values):
     in_turn = draw(step, range(3), 3)
 
     def asked(label: int) -> torch.Tensor:
-        return draw(step, [1], 1, condition_of=lambda positions: classes_in_turn(step.settings, positions, label))
+        condition = ConditionBatch({"class_label": torch.tensor([label])})
+        return draw(step, [1], 1, condition_of=lambda positions: condition)
 
     torch.testing.assert_close(asked(1), in_turn[1:2], rtol=0, atol=1e-5)
     assert (asked(2) - in_turn[1:2]).abs().max() > 1e-4

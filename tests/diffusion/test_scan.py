@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,20 @@ import pytest
 import torch
 
 from data import DataSplit, VolumeFile
-from data.pairs.pairs import check_pairs
-from diffusion.conditioning import Condition, check_conditions, hidden, some_hidden
-from diffusion.conditioning.scan import given_scan, scan_vector, scan_vectors
-from settings import ConfigError, DataError, Settings, UserError, validate
+from diffusion.conditioning import (
+    ConditionBatch,
+    Preparation,
+    check_conditions,
+    find_partners_of,
+    hidden,
+    prepare_conditions,
+    some_hidden,
+)
+from diffusion.conditioning.command_line import AskedConditions
+from diffusion.conditioning.kind import Asked
+from diffusion.conditioning.scan import scan_vector
+from runtime.processes import Process
+from settings import DataError, Settings, UserError, validate
 from settings.conditioning import ScanSettings
 from tests.conditional_run import write_cases
 
@@ -33,6 +44,16 @@ def test_regions_come_before_the_spacing_and_all_are_in_hundredths():
     assert (ALL.width, own.width, ScanSettings(modality=1).width, ScanSettings().width) == (11, 11, 3, 0)
 
 
+def vectors(settings: Settings, files: list[VolumeFile]) -> torch.Tensor:
+    """Return what the U-Net takes of the scans of all volumes."""
+    pairs, problems = find_partners_of(settings.ldm.conditioning, settings.data, files)
+    assert problems == []
+    split = DataSplit(tuple(files), ())
+    store = prepare_conditions(pairs, Preparation(settings, split, Process(torch.device("cpu")), None))  # type: ignore[arg-type]
+    assert store is not None
+    return store.batch(range(len(files))).parts["scan"]
+
+
 def files_in(folder: Path) -> list[VolumeFile]:
     return [VolumeFile(path, path.name, None, 1, path.name) for path in sorted((folder / "images").iterdir())]
 
@@ -42,12 +63,9 @@ def test_the_spacing_is_that_of_each_volume_on_the_grid(tmp_path):
     files = files_in(tmp_path)
     # Files of 1.5 x 2 x 3 mm, turned by a quarter, with 16 x 20 x 14 voxels along the axes of the body.
     settings = settings_of({"modality": 1}, voxel_size=[16, 16, 16])
-    found = scan_vectors(settings.ldm.conditioning.scan, settings.data, files, ())
-    assert found is not None
-    torch.testing.assert_close(found, torch.tensor([[200.0, 150 * 20 / 16, 300 * 14 / 16]] * 2))
+    torch.testing.assert_close(vectors(settings, files), torch.tensor([[200.0, 150 * 20 / 16, 300 * 14 / 16]] * 2))
     spaced = settings_of({"modality": 1}, spacing=[1.0, 1.0, 1.0], resize="crop_or_pad", voxel_size=[16, 16, 16])
-    found = scan_vectors(spaced.ldm.conditioning.scan, spaced.data, files, ())
-    torch.testing.assert_close(found, torch.full((2, 3), 100.0), rtol=0.05, atol=0)
+    torch.testing.assert_close(vectors(spaced, files), torch.full((2, 3), 100.0), rtol=0.05, atol=0)
 
 
 def test_regions_of_a_table_are_read_for_each_volume_and_wrong_words_named(tmp_path):
@@ -55,11 +73,7 @@ def test_regions_of_a_table_are_read_for_each_volume_and_wrong_words_named(tmp_p
     files, table = files_in(tmp_path), tmp_path / "regions.csv"
     table.write_text("file,top_region,bottom_region\ncase_1.nii.gz,head,chest\ncase_0.nii.gz,abdomen,pelvis\n")
     settings = settings_of({"regions": str(table)}, source=str(tmp_path / "images"))
-    pairs, problems = check_pairs(settings.ldm.conditioning, settings.data, files)
-    assert problems == []
-    found = scan_vectors(settings.ldm.conditioning.scan, settings.data, files, pairs.regions)
-    assert found is not None
-    assert found[:, :8].tolist() == [[0, 0, 100, 0, 0, 0, 0, 100], [100, 0, 0, 0, 0, 100, 0, 0]]
+    assert vectors(settings, files)[:, :8].tolist() == [[0, 0, 100, 0, 0, 0, 0, 100], [100, 0, 0, 0, 0, 100, 0, 0]]
     table.write_text("file,top_region,bottom_region\ncase_1.nii.gz,leg,chest\ncase_0.nii.gz,abdomen,pelvis\n")
     with pytest.raises(DataError, match=r"has the region leg; allowed: head, chest, abdomen, pelvis; correct it"):
         check_conditions(settings, DataSplit(tuple(files), (), ()))
@@ -67,58 +81,39 @@ def test_regions_of_a_table_are_read_for_each_volume_and_wrong_words_named(tmp_p
 
 def test_a_hidden_modality_is_the_unknown_one_and_the_scan_is_never_hidden():
     s = validate({"ldm": {"conditioning": {"scan": {"modality": 3}, "dropout": 0.5}}}).ldm.conditioning
-    condition = Condition(classes=torch.full((4,), 3), scan=torch.arange(12.0).view(4, 3))
+    condition = ConditionBatch({"modality": torch.full((4,), 3), "scan": torch.arange(12.0).view(4, 3)})
     nothing = hidden(condition, s)
-    assert nothing.classes is not None
-    assert nothing.classes.tolist() == [0] * 4
-    assert nothing.scan is condition.scan
     some = some_hidden(condition, s, lambda purpose: torch.tensor([0.1, 0.6, 0.4, 0.9]))
-    assert some.classes is not None
-    assert some.classes.tolist() == [0, 3, 0, 3]
-    assert some.scan is condition.scan
-    assert condition.arguments.keys() == {"class_labels", "scan"}
+    assert nothing.parts["modality"].tolist() == [0] * 4
+    assert some.parts["modality"].tolist() == [0, 3, 0, 3]
+    assert nothing.parts["scan"] is some.parts["scan"] is condition.parts["scan"]
+    assert condition.unet_inputs.keys() == {"class_labels", "scan"}
+
+
+def asked(numbers: list[str], scan: ScanSettings) -> Mapping[str, torch.Tensor]:
+    """Return the conditions of two samples that a command asks for."""
+    settings = settings_of(scan.model_dump())
+    conditions = AskedConditions(Asked(settings, {}), numbers, None)
+    return conditions.batch([0, 1], 1, (1.0, 1.0, 2.0)).parts
 
 
 def test_a_command_may_say_other_regions_and_another_modality():
-    scan, others = given_scan(["age=3", "modality=1", "bottom_region=head"], ALL)
-    assert others == ["age=3"]
-    told = scan.told(Condition(), [(1.0, 1.0, 2.0)] * 2)
-    assert told.classes is not None
-    assert told.classes.tolist() == [1, 1]
-    assert told.scan is not None
-    assert told.scan.tolist() == [[0, 100, 0, 0, 100, 0, 0, 0, 100, 100, 200]] * 2
-    unsaid = given_scan([], ALL)[0].told(Condition(), [(1.0, 1.0, 1.0)])
-    assert unsaid.classes is not None
-    assert unsaid.classes.tolist() == [3]
+    found = asked(["modality=1", "bottom_region=head"], ALL)
+    assert found["modality"].tolist() == [1, 1]
+    assert found["scan"].tolist() == [[0, 100, 0, 0, 100, 0, 0, 0, 100, 100, 200]] * 2
+    assert asked([], ALL)["modality"].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize(
-    ("asked", "scan", "text"),
+    ("numbers", "scan", "text"),
     [
         (["modality=128"], ALL, "--number: modality=128; allowed for modality: 0 to 127"),
         (["top_region=leg"], ALL, "allowed for top_region: head, chest, abdomen, pelvis"),
+        (["age=3"], ALL, "--number: age=3, not a number of the run; allowed: modality, top_region, bottom_region"),
         ([], ScanSettings(regions="t.csv"), "top_region is not given, and the run was trained with one"),
     ],
 )
-def test_words_that_no_scan_has_are_refused(asked, scan, text):
+def test_words_that_no_scan_has_are_refused(numbers, scan, text):
     with pytest.raises(UserError) as error:
-        given_scan(asked, scan)
-    assert text in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("conditioning", "text"),
-    [
-        ({"scan": {"modality": 128}}, "scan.modality: found 128; allowed: below 128; for example null"),
-        ({"scan": {"regions": ["chest", "leg"]}}, "scan.regions: found [chest, leg]"),
-        ({"scan": {"modality": 1}, "dropout": 0.0}, "guidance_scale: 2 with conditioning dropout 0"),
-        (
-            {"type": "class", "num_classes": 2, "scan": {"modality": 8}},
-            "scan.modality: 8 with conditioning type class, which uses the same embedding",
-        ),
-    ],
-)
-def test_keys_that_do_not_go_together_are_refused(conditioning, text):
-    with pytest.raises(ConfigError) as error:
-        validate({"ldm": {"conditioning": conditioning, "sampling": {"guidance_scale": 2.0}}})
+        asked(numbers, scan)
     assert text in str(error.value)

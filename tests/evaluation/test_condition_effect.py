@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from data import VolumeFile, load_file, prepare_volumes, to_unit
+from data import DataSplit, VolumeFile, load_file, prepare_volumes, to_unit
 from data.formats import write_nifti
-from data.pairs.numbers import NumberCode
-from data.pairs.pairs import Pairs
-from diffusion.conditioning import check_conditions, held_out_with_hole
-from diffusion.conditioning.conditions import Conditions
+from diffusion.conditioning import ConditionStore, Preparation, check_conditions, prepare_conditions
+from diffusion.conditioning.kind import Partners
+from diffusion.conditioning.tabular import NumberCode, Tabular
+from diffusion.conditioning.volume import held_out_with_hole
+from diffusion.latents import Latents
 from diffusion.normalisation import Normalisation
-from evaluation.conditional.effect import as_trained, condition_effect, effect_lines
+from diffusion.sampling import VolumeSampler
+from evaluation.conditional.effect import condition_effect, effect_lines
+from models.volume_codec import VolumeCodec
 from runtime.precision import Precision
+from runtime.processes import Process
 from settings import DataError, Settings
+from settings.conditioning import ConditioningSettings
 
 TARGET = {"encoding": "resample", "source": "target"}
 
@@ -51,7 +58,7 @@ def cases(tmp_path, monkeypatch):
         write_nifti(tmp_path / "images" / f"{place}.nii.gz", voxels, np.eye(4))
 
 
-def effect(values, volume, is_right: bool, masks: tuple[VolumeFile, ...] = ()):
+def effect(values, volume, is_right: bool):
     values = copy.deepcopy(values)
     # The latent grid is the volume's.
     values["autoencoder"] |= {"num_channels": [8], "attention_levels": [False]}
@@ -61,26 +68,28 @@ def effect(values, volume, is_right: bool, masks: tuple[VolumeFile, ...] = ()):
     values["ldm"]["unet"] |= {"num_channels": [16], "attention_levels": [False], "num_head_channels": 8}
     settings = Settings.model_validate(values)
     split = prepare_volumes(settings.data, settings.seed, 1)
-    files = (*split.train, *split.val)
-    images = [load_file(file, settings.data).image for file in files]
+    images = [load_file(file, settings.data).image for file in (*split.train, *split.val)]
+    codec, normalisation = cast(VolumeCodec, Codec(settings)), Normalisation.uniform(3, 1.0)
 
-    def read(number: int, variant: int, copy: int) -> Tensor:
-        return torch.cat([images[number] if is_right else -images[number], torch.ones(1, 16, 16, 16)])
+    def read(index: int, number: int, copy: int) -> Tensor:
+        return torch.cat([images[index] if is_right else -images[index], torch.ones(1, 16, 16, 16)])
 
-    numbers = {file.name: number for number, file in enumerate(files)}
-    conditions = Conditions(numbers, {"volume": read}, (16, 16, 16), "")
-    pairs = Pairs(volumes=files, masks=masks)
-    return condition_effect(
-        *(
-            DrawsItsCondition(),
-            Codec(settings),
-            settings,
-            Normalisation.uniform(3, 1.0),
-            conditions,
-            pairs,
-        ),  # type: ignore[arg-type]
-        *(held_out_with_hole(pairs, split, settings.data), settings.data, 0, 2),
-    ), [to_unit(load_file(file, settings.data).image) for file in split.val]
+    pairs = check_conditions(settings, split)
+    store = prepare_conditions(pairs, Preparation(settings, split, Process(torch.device("cpu")), codec))
+    assert store is not None
+    store = ConditionStore({"volume": replace(store.prepared["volume"], read=read)})
+    facts = ((1.0, 1.0, 1.0), (0.0,), (1.0,), "")
+    latents = Latents(split, settings.data, None, normalisation, torch.zeros(()), *facts, conditions=store)
+    held_out = held_out_with_hole(pairs["volume"], split.val, settings.data)
+    sampler = VolumeSampler(DrawsItsCondition(), codec, settings, normalisation, batch_size=2)
+    targets = [to_unit(load_file(split.val[place], settings.data).image) for place in held_out]
+    return condition_effect(sampler, latents, held_out), targets
+
+
+def write_masks(make) -> None:
+    """Write a mask for each volume; `make` returns it by the volume's number."""
+    for place in range(6):
+        write_nifti(Path("masks") / f"{place}.nii.gz", make(place)[None].astype(np.float32), np.eye(4))
 
 
 @pytest.mark.parametrize("degrade", [{"hole": [4, 4, 4]}, {"downsample": [1, 2, 1]}])
@@ -121,23 +130,21 @@ def test_occupied_voxels_of_mostly_empty_volumes_are_compared(tiny_values, cases
 
 def test_only_the_hole_counts_among_occupied_voxels(tiny_values, cases, monkeypatch):
     monkeypatch.setattr("settings.autoencoder.OCCUPIED_THRESHOLD", 0.5)
-    masks = []
-    for place in range(6):
-        mask = np.zeros((1, 16, 16, 16), np.float32)
-        mask[0, 2:5, 2:5, 2:5], mask[0, 4, 4, 4] = 1, 0
-        write_nifti(Path("masks") / f"{place}.nii.gz", mask, np.eye(4))
-        masks.append(VolumeFile(Path("masks") / f"{place}.nii.gz", str(place)))
+    mask = np.zeros((16, 16, 16))
+    mask[2:5, 2:5, 2:5], mask[4, 4, 4] = 1, 0
+    write_masks(lambda place: mask)
     tiny_values["autoencoder"]["training"] |= {"occupied_weight": 5.0}
     volume = TARGET | {"degrade": {"hole": "masks"}}
-    found, targets = effect(tiny_values, volume, is_right=True, masks=tuple(masks))
-    hole = torch.from_numpy(mask[0] > 0)
+    found, targets = effect(tiny_values, volume, is_right=True)
+    hole = torch.from_numpy(mask > 0)
     occupied = [target[0][hole] > 0.5 for target in targets]
     shares = [(a & b).sum() / (a | b).sum() for a, b in zip(occupied, [*occupied[1:], occupied[0]], strict=True)]
     assert found["shuffled"]["iou"] == pytest.approx(float(sum(shares)) / len(shares), abs=1e-6)
 
 
 def test_an_inverted_condition_is_as_bad_as_that_of_another_volume(tiny_values, cases):
-    found, _ = effect(tiny_values, {"encoding": "resample", "source": "other"}, is_right=False)
+    volume = {"encoding": "resample", "source": "images"}
+    found, _ = effect(tiny_values, volume, is_right=False)
     assert found["region"] == "volume"
     assert found["right"]["l1"] > 0.05
     assert "interpolated" not in found
@@ -146,40 +153,33 @@ def test_an_inverted_condition_is_as_bad_as_that_of_another_volume(tiny_values, 
 
 
 def test_a_volume_with_an_empty_mask_has_no_error_to_count(tiny_values, cases):
-    masks = []
-    for place in range(6):
-        mask = np.zeros((1, 16, 16, 16), np.float32)
-        mask[0, 2:5, 2:5, 2:5] = place != 5
-        write_nifti(Path("masks") / f"{place}.nii.gz", mask, np.eye(4))
-        masks.append(VolumeFile(Path("masks") / f"{place}.nii.gz", str(place)))
+    box = np.zeros((16, 16, 16))
+    box[2:5, 2:5, 2:5] = 1
+    write_masks(lambda place: box * (place != 5))
     volume = TARGET | {"degrade": {"hole": "masks"}}
-    found, targets = effect(tiny_values, volume, is_right=True, masks=tuple(masks))
-    assert found["num"] == len(targets) - 1
+    found, targets = effect(tiny_values, volume, is_right=True)
+    assert found["num"] == len(targets) < 5
     assert found["right"]["l1"] < 1e-5
     assert 0.05 < found["shuffled"]["l1"] < 1
+    # Before training, as evaluation would refuse them after it.
+    write_masks(lambda place: 0 * box)
     with pytest.raises(DataError, match="0 held-out masks with voxels above 0 on the network's grid"):
-        effect(tiny_values, volume, is_right=True, masks=(masks[5],) * 6)
-
-
-def test_training_refuses_the_empty_masks_that_evaluation_would_refuse(tiny_values, cases):
-    for path in Path("images").iterdir():
-        write_nifti(Path("masks") / path.name, np.zeros((1, 16, 16, 16), np.float32), np.eye(4))
-    tiny_values["data"] |= {"source": "images", "val_fraction": 0.8}
-    tiny_values["ldm"]["conditioning"] = {"volume": TARGET | {"degrade": {"hole": "masks"}}}
-    settings = Settings.model_validate(tiny_values)
-    with pytest.raises(DataError, match="0 held-out masks with voxels above 0"):
-        check_conditions(settings, prepare_volumes(settings.data, settings.seed, 1))
+        effect(tiny_values, volume, is_right=True)
 
 
 def test_numbers_are_coded_as_they_were_in_training_whatever_volumes_there_are_now():
     code = NumberCode(continuous=(("age", 50.0, 10.0),), categorical=(("sex", ("F", "M")),), max_categories=2)
     rows = ({"age": "60", "sex": "M"}, {"age": "45", "sex": "F"})
-    now = Conditions({"a": 0, "b": 1}, {}, (), "", vectors=torch.zeros(2, 4))
-    trained = Normalisation.uniform(3, 0.5)
-    found = as_trained(now, trained, code, Pairs(numbers=rows))
-    assert found.normalisation is trained
-    assert as_trained(now, trained, None, Pairs()).normalisation is trained
-    assert found.vectors is not None
-    assert found.vectors.tolist() == [[1, 1, 0, 1], [-0.5, 1, 1, 0]]
+    kind = Tabular(ConditioningSettings())
+    files = tuple(VolumeFile(Path(name), name) for name in "ab")
+    run = Preparation(
+        Settings(),
+        DataSplit(files, ()),
+        Process(torch.device("cpu")),
+        None,  # type: ignore[arg-type]
+        learned={"tabular": code},
+    )
+    found = kind.prepare(Partners(rows=rows), run)
+    assert [found.read(index, 0, 0).tolist() for index in (0, 1)] == [[1, 1, 0, 1], [-0.5, 1, 1, 0]]
     with pytest.raises(DataError, match=r"b: sex=X is none of F, M, which the run was trained with"):
-        as_trained(now, trained, code, Pairs(numbers=(rows[0], {"age": "45", "sex": "X"})))
+        kind.prepare(Partners(rows=(rows[0], {"age": "45", "sex": "X"})), run)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from data import Batch
+from diffusion.conditioning import NOTHING, ConditionBatch
 from diffusion.latent_batches import LatentBatch
 from diffusion.normalisation import Normalisation
 from runtime.processes import Process
@@ -33,9 +34,10 @@ def make_step(values, **ldm) -> LatentDiffusionStep:
 def make_batches(step: LatentDiffusionStep, batch_size: int, total: int = 4) -> list[LatentBatch]:
     generator = torch.Generator().manual_seed(3)
     mean = torch.randn((total, *step.settings.latent_shape), generator=generator)
-    labels = torch.arange(total) % 3 if step.settings.ldm.conditioning.type == "class" else None
+    is_class = step.settings.ldm.conditioning.type == "class"
+    condition = ConditionBatch({"class_label": torch.arange(total) % 3}) if is_class else NOTHING
     return [
-        LatentBatch(mean[part], tuple(range(total)[part]), None if labels is None else labels[part], ("a",))
+        LatentBatch(mean[part], tuple(range(total)[part]), condition.map(lambda labels, part=part: labels[part]))  # type: ignore[misc]
         for part in (slice(start, start + batch_size) for start in range(0, total, batch_size))
     ]
 
@@ -163,16 +165,15 @@ def test_a_volume_in_the_batch_gives_the_step_of_its_latent(tiny_values):
     step, other = make_step(tiny_values), make_step(tiny_values, latents={"cache": "none"})
     images = torch.rand(2, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
     mean = torch.stack([step.codec.encode(image) for image in images])
-    step.backward([LatentBatch(mean, (4, 5), None, ("a", "b"))], 0)
+    step.backward([LatentBatch(mean, (4, 5))], 0)
     other.backward([Batch(images, (4, 5), None, ("a", "b"))], 0)
     assert_same_gradients(gradients(step), gradients(other), 1e-6)
 
 
 def test_label_dropout_hides_about_its_share_of_the_labels(tiny_values):
     step = make_step(tiny_values, conditioning={"type": "class", "num_classes": 3, "dropout": 0.25})
-    batch = LatentBatch(torch.empty(0), tuple(range(2000)), torch.arange(2000) % 3, ())
-    labels = step._condition(batch).classes
-    assert labels is not None
+    batch = LatentBatch(torch.empty(0), tuple(range(2000)), ConditionBatch({"class_label": torch.arange(2000) % 3}))
+    labels = step._condition(batch).parts["class_label"]
     assert 0.2 < (labels == 3).double().mean() < 0.3
     assert torch.equal(labels[labels < 3], (torch.arange(2000) % 3)[labels < 3])
 

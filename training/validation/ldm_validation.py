@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 from torch import Tensor
 
 from data import VolumeFile, from_unit, load_file, to_unit
-from diffusion.conditioning.conditions import VOLUME
 from diffusion.latents import Latents
-from diffusion.sampling import draw_volumes
+from diffusion.sampling import VolumeSampler
 from settings.ldm import NUM_PREVIEWS
 from training.ldm_step import LatentDiffusionStep
-from training.validation.known_voxels import with_known
 from training.validation.pictures import Row, picture_of
 from training.validation.previews import MAX_COPIES, Preview, ViewerVolume
 from training.validation.real_volumes import RealVolumes
@@ -53,28 +50,21 @@ class LdmValidation:
 
 def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolumes | None = None) -> Preview:
     """Draw the preview samples, always from the same seeds; the picture has one row per sample."""
-    settings, number = step.settings, NUM_PREVIEWS
-    volumes = draw_volumes(
-        step.unet,
-        step.codec,
-        settings,
-        step.normalisation,
-        settings.seed,
-        range(number),
-        None
-        if latents.conditions is None
-        else partial(latents.conditions.of_held_out, latents.volumes.val, settings.ldm.conditioning),
-        batch_size=step.training.batch_size,
+    settings = step.settings
+    sampler = VolumeSampler(
+        step.unet, step.codec, settings, step.normalisation, settings.seed, step.training.batch_size
     )
+    is_held_out = settings.ldm.conditioning.comes_from_volumes
+    volumes = sampler.draw(range(NUM_PREVIEWS), latents.held_out_condition if is_held_out else None)
     rows, samples = [], []
     shown: dict[str, ViewerVolume] = {}
     for place, drawn in enumerate(volumes):
-        volume = _as_written(drawn, step, latents, place)
+        volume = _as_written(drawn, latents, place)
         condition = _condition(step, latents, place)
         name = f"sample {place + 1}"
         label = ", ".join(part for part in (name, condition) if part)
         rows.append(Row.of(label, to_unit(volume[0]).cpu(), latents.spacing_mm))
-        if settings.ldm.conditioning.has_targets:
+        if settings.ldm.conditioning.describes_volumes:
             accompanying = _condition_and_target(latents, place)
             rows += [Row.of(name, one, spacing_mm) for _, name, one, spacing_mm in accompanying]
             if place < MAX_COPIES:
@@ -105,23 +95,21 @@ def _condition_and_target(latents: Latents, place: int) -> list[tuple[str, str, 
     assert latents.conditions is not None, "without partners a sample has no target"
     file = _held_out(latents, place)
     result = []
-    for kind, shown in latents.conditions.shown(file.name):
+    for kind, shown in latents.conditions.pictures(latents.held_out_index(place)).items():
         factors = [n / m for n, m in zip(latents.settings.voxel_size, shown.shape, strict=True)]
         spacing_mm = tuple(mm * factor for mm, factor in zip(latents.spacing_mm, factors, strict=True))
-        named = "condition volume" if kind == VOLUME else kind
+        named = "condition volume" if kind == "volume" else kind
         result.append((kind.replace(" ", ""), f"{named} of {file.name}", shown, spacing_mm))
     target = to_unit(load_file(file, latents.settings).image[0])
     return [*result, ("target", f"{file.name}, real", target, latents.spacing_mm)]
 
 
-def _as_written(volume: Tensor, step: LatentDiffusionStep, latents: Latents, place: int) -> Tensor:
+def _as_written(volume: Tensor, latents: Latents, place: int) -> Tensor:
     """Return a preview sample with what its condition knows of the target, as users get it."""
-    s, conditions = step.settings.ldm.conditioning.volume, latents.conditions
-    if conditions is None or conditions.image is None or not s.is_from_target:
+    known = None if latents.conditions is None else latents.conditions.known(latents.held_out_index(place))
+    if known is None:
         return volume
-    file = _held_out(latents, place)
-    _, unknown = conditions.image(conditions.numbers[file.name], 0, None)
-    return with_known(volume.cpu(), load_file(file, latents.settings).image, s, unknown)
+    return known.kept_in(volume.cpu(), load_file(_held_out(latents, place), latents.settings).image)
 
 
 def _condition(step: LatentDiffusionStep, latents: Latents, place: int) -> str:
@@ -130,9 +118,9 @@ def _condition(step: LatentDiffusionStep, latents: Latents, place: int) -> str:
     words = []
     if conditioning.type == "class":
         number, names = place % conditioning.num_classes, latents.volumes.class_names
-        if latents.conditions is not None:
+        if conditioning.comes_from_volumes:
             number = _held_out(latents, place).label or 0
         words.append(f"class {names[number] if number < len(names) else number}")
-    if conditioning.has_targets:
+    if conditioning.describes_volumes:
         words.append(f"conditions of {_held_out(latents, place).name}")
     return ", ".join(words)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from data.volumes import DataSplit, VolumeFile
-from diffusion.conditioning.conditions import LABEL_MAP, Conditions
+from diffusion.conditioning import ConditionStore
+from diffusion.conditioning.kind import Prepared
 from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess
 from diffusion.normalisation import Normalisation
@@ -61,7 +61,7 @@ def examples(shape: tuple[int, ...], number: int = NUM_TRAIN + NUM_HELD_OUT) -> 
 
 
 def skill_of(
-    settings: Settings, values: Tensor, num_train: int = NUM_TRAIN, conditions: Conditions | None = None
+    settings: Settings, values: Tensor, num_train: int = NUM_TRAIN, conditions: ConditionStore | None = None
 ) -> Skill:
     files = tuple(VolumeFile(Path(f"{place}.npy"), f"{place}.npy", place % 2) for place in range(len(values)))
     split = DataSplit(files[:num_train], files[num_train:])
@@ -188,24 +188,23 @@ def test_one_held_out_volume_is_enough_and_none_measures_nothing():
     assert skill_of(settings, values[:NUM_TRAIN])(network) == {}
 
 
-def conditions_of(**parts: Any) -> Conditions:
-    names = {f"{place}.npy": place for place in range(NUM_TRAIN + NUM_HELD_OUT)}
-    return replace(Conditions(names, {}, (8, 8, 8), ""), **parts)
+def conditions_of(**parts: Tensor) -> ConditionStore:
+    """Conditions (N, ...) of all volumes by their kinds."""
+    return ConditionStore(
+        {kind: Prepared(lambda index, _, copy, rows=rows: rows[index]) for kind, rows in parts.items()}  # type: ignore[misc]
+    )
 
 
-def kinds(number: int = NUM_TRAIN + NUM_HELD_OUT) -> dict[str, dict[str, Any]]:
+def kinds(number: int = NUM_TRAIN + NUM_HELD_OUT) -> dict[str, dict[str, Tensor]]:
     """Each kind of condition, saying how much of each pattern a latent has."""
     known = weights_of(number)
     channels = known[:, :, None, None, None].expand(-1, -1, 8, 8, 8)
     noise = torch.randn(number, 2, 8, 8, 8, generator=torch.Generator().manual_seed(9))
     return {
-        "joined": {"joined": {LABEL_MAP: lambda place, variant, copy: channels[place]}},
-        "numbers": {"vectors": known},
-        "scan": {"scans": known},
-        "numbers beside channels of noise": {
-            "vectors": known,
-            "joined": {LABEL_MAP: lambda place, variant, copy: noise[place]},
-        },
+        "channels": {"volume": channels},
+        "numbers": {"tabular": known},
+        "scan": {"scan": known},
+        "numbers beside channels of noise": {"tabular": known, "volume": noise},
     }
 
 
@@ -223,11 +222,12 @@ def test_classes_are_features_and_a_kind_that_is_the_same_for_all_is_ignored():
     settings = settings_of(changes={"ldm.conditioning": {"type": "class", "num_classes": 2}})
     values = examples(settings.latent_shape)
     values[::2] += 3
-    plain, informed = skill_of(settings_of(), values), skill_of(settings, values)
+    classes = conditions_of(class_label=torch.arange(len(values)) % 2)
+    plain, informed = skill_of(settings_of(), values), skill_of(settings, values, conditions=classes)
     assert plain.linear_errors is not None
     assert informed.linear_errors is not None
     assert informed.linear_errors[-1] < 0.9 * plain.linear_errors[-1]
-    same = skill_of(settings_of(), values, conditions=conditions_of(scans=torch.full((len(values), 3), 1.1)))
+    same = skill_of(settings_of(), values, conditions=conditions_of(scan=torch.full((len(values), 3), 1.1)))
     torch.testing.assert_close(same.linear_errors, plain.linear_errors, rtol=1e-12, atol=0)
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diffusion.conditioning import Condition
-from diffusion.latent_batches import LatentBatch, collate, condition_of
+from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict
 from diffusion.normalisation import Normalisation
@@ -87,24 +86,20 @@ class HeldOut:
         source = SampleNoise(self.settings.seed, self.precision.device)
         return source.normal(f"validation {place}", batch.positions, batch.mean.shape[1:])
 
-    def condition(self, batch: LatentBatch) -> Condition:
-        """Return the conditions, none of them hidden."""
-        return condition_of(batch, self.settings.ldm.conditioning).to(self.precision.device)
-
     def features(self, batch: LatentBatch) -> list[Tensor]:
-        """Return what each kind of condition says of each latent as a row of numbers, on the CPU."""
-        condition = condition_of(batch, self.settings.ldm.conditioning)
-        kinds = [condition.joined, condition.numbers, condition.scan]
-        if condition.classes is not None:
+        """Return what each input of the U-Net says of each latent as a row of numbers, on the CPU."""
+        inputs = batch.condition.unet_inputs
+        classes = inputs.pop("class_labels", None)
+        if classes is not None:
             number = self.settings.ldm.conditioning.num_embedded_classes
             assert number is not None, "only networks that embed classes or modalities are given any"
-            kinds.append(F.one_hot(condition.classes, number).float())
-        return [kind.flatten(1).cpu() for kind in kinds if kind is not None]
+            inputs["class_labels"] = F.one_hot(classes, number).float()
+        return [part.flatten(1).cpu() for part in inputs.values()]
 
     @torch.no_grad()
     def errors(self, network: nn.Module, batch: LatentBatch) -> Tensor:
         """Return the sums over the batch of the loss and of the squared error in the clean latent (2, levels)."""
-        clean, condition, sums = self.clean(batch), self.condition(batch), []
+        clean, condition, sums = self.clean(batch), batch.condition.to(self.precision.device), []
         for place, time in enumerate(self.times):
             times, noise = time.expand(len(clean)), self.noise(place, batch)
             noisy = self.noise_process.add_noise(clean, noise, times)
@@ -174,8 +169,7 @@ class Skill:
         # One at a time, because latents that are not kept come from the GPU and would stay there.
         for index, copy in examples:
             latent = self.latents.latent(index, self.encode, copy)
-            files, conditions = self.latents.volumes.train, self.latents.conditions
-            batch = collate([latent], files, [index], [index], conditions, copies=[copy])
+            batch = LatentBatch(latent[None], (index,), self.latents.condition([index], [copy]))
             rows.append((self.held_out.clean(batch).cpu(), *self.held_out.features(batch)))
         clean, *features = (torch.cat(parts) for parts in zip(*rows, strict=True))
         if clean.var(dim=0, correction=0).mean() <= SMALLEST_SHARE * clean.square().mean():

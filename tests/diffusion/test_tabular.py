@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from data.pairs.numbers import NumberCode, code_of, read_numbers
+from data.pairs.tables import Row
 from data.volumes import VolumeFile
+from diffusion.conditioning.tabular import NumberCode, code_of, read_values
 from settings import DataError
 from settings.conditioning import TabularSettings
 
@@ -25,6 +26,11 @@ def files(*names: str) -> list[VolumeFile]:
     return [VolumeFile(Path(name), name) for name in names]
 
 
+def read_numbers(s: TabularSettings, files: list[VolumeFile]) -> tuple[list[Row], list[str]]:
+    problems: list[str] = []
+    return list(read_values(s, files, problems).values()), problems
+
+
 def test_values_are_standardised_by_the_training_volumes_and_words_have_places(tmp_path):
     Path("people.csv").write_text("file,sex,age,other\nb.nii,M,70,x\nsub/a.nii,F,50,y\nc.nii,X,1000,z\n")
     s = settings()
@@ -35,7 +41,7 @@ def test_values_are_standardised_by_the_training_volumes_and_words_have_places(t
     assert code.encode(rows[0]) == [-1.0, 1.0, 1.0, *[0.0] * 15]
     assert code.encode(rows[1]) == [1.0, 1.0, 0.0, 1.0, *[0.0] * 14]
     assert code.encode({"sex": "X"}) == [0.0, 0.0, 0.0, 0.0, 1.0, *[0.0] * 13]
-    assert code.encode({}) == [0.0] * sum(s.widths)
+    assert code.encode({}) == [0.0] * sum(s.embedded_numbers.values())
     with pytest.raises(ValueError, match="sex=Y is none of F, M, X"):
         code.encode({"sex": "Y"})
     with pytest.raises(ValueError, match="Age=old is not a number"):
@@ -71,3 +77,13 @@ def test_a_table_without_the_columns_is_refused(tmp_path):
     Path("people.csv").write_text("file,age\na,1\n")
     with pytest.raises(DataError, match="has the columns file, age; file, Age, sex are needed, once each; add sex"):
         read_numbers(settings(), files("a"))
+
+
+def test_a_row_with_more_fields_than_columns_is_refused(tmp_path):
+    """A decimal comma would cut a number short, or move the columns after it."""
+    Path("people.csv").write_text("file,age\na.nii.gz,63,5\n")
+    s = settings(categorical=[], continuous=["age"])
+    with pytest.raises(DataError, match=r"tabular\.table: .* line 2 has 3 fields for 2 columns; quote its commas"):
+        read_numbers(s, files("a.nii.gz"))
+    Path("people.csv").write_text('\ufefffile,age\na.nii.gz,"63.5",,\n')
+    assert read_numbers(s, files("a.nii.gz")) == ([{"age": "63.5"}], [])
