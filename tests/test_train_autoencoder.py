@@ -52,7 +52,8 @@ def test_without_a_named_card_the_dry_run_says_which_one_it_took(command, tiny_c
     done = command("train_autoencoder.py", "--config", tiny_config, "--dry-run", "device.type=auto")
     assert done.returncode == 0, done.stderr
     if not torch.cuda.is_available():
-        assert "Time on A100 80GB SXM (--gpu NAME for another): at least" in done.stderr
+        assert "Time on A100 80GB SXM: at least" in done.stderr
+        assert "--gpu NAME predicts the time on another GPU" in done.stderr
         assert "on this CPU, memory and time are not predicted for so small a run" in done.stderr
 
 

@@ -13,19 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from models.lean import native
 from runtime.observer import memory_observer
 
 MIN_OFFLOAD_BYTES = 1 << 20
 """Smaller tensors stay on the device: copying them costs more time than the memory is worth."""
-
-
-ATTENTION = (
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-)
-"""The operators whose results an attention block keeps: most of the compute of many networks, for few bytes."""
 
 
 def empty_on_host(tensor: Tensor) -> Tensor:
@@ -163,7 +155,7 @@ def _computed_again(module: nn.Module, source: Tensor, autocast: tuple[str, torc
 
 
 def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in native.ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def draws_random_numbers(module: Callable[..., Any]) -> bool:

@@ -18,6 +18,14 @@ from torch.nn import functional as F
 
 aten = torch.ops.aten
 
+ATTENTION = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+"""The operators whose results an attention block keeps: most of the compute of many networks, for few bytes."""
+
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 

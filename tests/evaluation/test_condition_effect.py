@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -143,8 +144,8 @@ def test_only_the_hole_counts_among_occupied_voxels(tiny_values, cases, monkeypa
 
 
 def test_an_inverted_condition_is_as_bad_as_that_of_another_volume(tiny_values, cases):
-    volume = {"encoding": "resample", "source": "images"}
-    found, _ = effect(tiny_values, volume, is_right=False)
+    shutil.copytree("images", "conditions")
+    found, _ = effect(tiny_values, {"encoding": "resample", "source": "conditions"}, is_right=False)
     assert found["region"] == "volume"
     assert found["right"]["l1"] > 0.05
     assert "interpolated" not in found

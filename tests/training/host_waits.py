@@ -120,6 +120,7 @@ def waits(step: Any, number: int, also: Callable[[dict[str, Tensor]], None] = la
     batches = [step.example_batch(step.training.batch_size) for _ in range(2)]
     also(step(batches, number))
     tensors = [value for batch in batches for value in vars(batch).values() if isinstance(value, Tensor)]
+    tensors += [part for batch in batches if hasattr(batch, "condition") for part in batch.condition.parts.values()]
     with WaitRecord(tensors) as record:
         also(step(batches, number + 1))
     return record.found

@@ -42,6 +42,7 @@ def started(folder, *arguments: str, **options) -> subprocess.Popen:
 
 
 def own_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

@@ -94,7 +94,7 @@ def test_offload_moves_bytes_from_the_device_to_the_host():
     assert moved.peak_allocated_bytes < kept.peak_allocated_bytes
     assert moved.flops["backward"] == kept.flops["backward"]
     # Volumes that upsampling made are computed again rather than copied.
-    assert kept.flops["recompute"] < moved.flops["recompute"] < 1.01 * kept.flops["recompute"]
+    assert 0 < moved.flops["recompute"] - kept.flops["recompute"] < 0.01 * kept.flops["forward"]
 
 
 def test_checkpointing_trades_compute_for_memory():

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import gradient_checkpoint_forward
-from models.lean import checkpointing
+from models.lean import checkpointing, native
 from models.lean.attention import AttentionBlock
 from models.lean.checkpointing import HostOffload, recomputed
 
@@ -172,7 +172,7 @@ class CountAttention(TorchDispatchMode):
         self.forwards = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.forwards += func in checkpointing.ATTENTION
+        self.forwards += func in native.ATTENTION
         return func(*args, **(kwargs or {}))
 
 

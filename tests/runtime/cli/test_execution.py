@@ -87,7 +87,7 @@ def test_a_rank_keeps_the_systems_handling_of_signals(monkeypatch):
 
 LOGGED_BAR = """
 import argparse, logging, sys, time
-from command_line.execution import run
+from runtime.cli.execution import run
 
 def main(_):
     from tqdm import tqdm
