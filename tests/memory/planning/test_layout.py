@@ -54,7 +54,14 @@ def test_thick_slices_are_halved_later():
 
 @pytest.mark.parametrize(
     ("size", "depth"),
-    [((35, 50, 36), 1), ((64, 64, 64), 2), ((176, 240, 256), 2), ((512, 512, 300), 3), ((8, 8, 8), 1)],
+    [
+        ((24, 30, 24), 1),
+        ((35, 50, 36), 2),
+        ((64, 64, 64), 2),
+        ((176, 240, 256), 2),
+        ((512, 512, 300), 3),
+        ((8, 8, 8), 1),
+    ],
 )
 def test_depth_follows_the_size(size, depth):
     assert strides_of(size, (1.0, 1.0, 1.0)) == ((2, 2, 2),) * depth
