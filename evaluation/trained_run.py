@@ -121,7 +121,7 @@ class TrainedRun:
         newest = checkpoints.newest()
         assert newest is not None, f"stage {stage} has no checkpoint"
         state = checkpoints.read(newest)
-        if not {"networks", "average", "settings", "metadata"} <= state.keys():
+        if not {"networks", "average", "settings", "metadata"} <= state.keys() or stage not in state["networks"]:
             raise CheckpointError(f"{newest}: not a checkpoint of this version; finish the run, then use its weights")
         log.warning(
             "%s: stage %s is not finished; using its %s weights after step %d",

@@ -107,7 +107,7 @@ def _check_out(out: str, data: str) -> None:
     """Raise `UserError` for an output among the volumes, or not a YAML file, or a config that is not a plan."""
     check_output_file(out, "--out", [data])
     path, source = Path(out), Path(os.path.realpath(os.path.expanduser(data)))
-    if Path(os.path.realpath(out)).is_relative_to(source if source.is_dir() else source.parent):
+    if source.exists() and Path(os.path.realpath(out)).is_relative_to(source if source.is_dir() else source.parent):
         raise UserError(f"--out: {out} lies in the folder of the volumes; any other place is allowed; choose one")
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out: {out} is not the name of a config; .yaml and .yml are allowed; choose one of them")

@@ -65,8 +65,8 @@ class ResumableRun:
                 raise _other_version(path, f"{name} is missing")
         before, samples_before = restored(state["settings"], path), state["samples_per_update"]
         check_resumable(self.step.stage, before, self.step.settings, samples_before, self.step.samples_per_update)
-        _check_volumes(state["volumes"], _identity(self.volumes))
         try:
+            _check_volumes(state["volumes"], _identity(self.volumes))
             self.step.load_state_dict(state)
         except torch.OutOfMemoryError:
             raise

@@ -64,6 +64,12 @@ class LabelMap(ConditionKind):
         """Make the shares of all volumes."""
         data, grid = run.settings.data, run.settings.latent_shape[1:]
         number, values, maps = self.s.label_map.num_classes, partners.label_values, partners.files["labels"]
+        if run.learned is not None and values != run.learned[self.name]:
+            # The maps changed since training; a value keeps the class that the network knows it by.
+            values = run.learned[self.name]
+            found = (unknown_values(file.path, number, values) for file in maps)
+            if (problem := next((text for text in found if text is not None), None)) is not None:
+                raise DataError(problem)
 
         def shares(index: int, variant: int, pose: Pose | None) -> Tensor:
             return label_shares(maps[index].path, number, data, grid, values, pose)
@@ -92,7 +98,7 @@ class LabelMap(ConditionKind):
             return None
         data, number, values = asked.settings.data, self.s.label_map.num_classes, asked.learned[self.name]
         _, facts = measure(path, label_reading(data))
-        problem = label_problem(path, facts) or unknown_values(path, facts, number, values)
+        problem = label_problem(path, facts) or unknown_values(path, number, values)
         if problem is not None:
             raise DataError(problem)
         shares = label_shares(path, number, data, asked.settings.latent_shape[1:], values)
@@ -194,11 +200,9 @@ def _values_in(path: Path) -> list[int]:
     return np.unique(stored.values(stored.array)).astype(int).tolist()
 
 
-def unknown_values(path: Path, facts: VolumeFacts, num_classes: int, values: Sequence[int]) -> str | None:
+def unknown_values(path: Path, num_classes: int, values: Sequence[int]) -> str | None:
     """Return which label values of a file are not those of a class, or None if all are."""
     known = values or range(num_classes)
-    if not values and facts.maximum < num_classes:
-        return None
     unknown = sorted({*_values_in(path)} - {*known})
     if not unknown:
         return None

@@ -96,9 +96,6 @@ _mixed_precision = _always(
 _compressed_checkpoints = _always(
     "block inputs in 8 bits", {f"{STAGE_1}.checkpoint_dtype": "int8"}, False, "block inputs, on the device or the host"
 )
-_eight_bit_moments = _always(
-    "Adam's moments in 8 bits", {"device.optimizer_states": "8bit"}, False, "optimizer state, seven tenths of it"
-)
 _no_perceptual = _always(
     "no perceptual loss", {f"{STAGE_1}.use_perceptual_loss": False}, False, "the perceptual network and its activations"
 )

@@ -164,7 +164,7 @@ class VolumeSettings(ConditionSection):
         asked = {"downsample": degrade.is_coarser, "hole": degrade.hole is not None}
         takes = [name for name, is_asked in asked.items() if is_asked]
         sources = (f"{VOLUME}.source", *(f"{VOLUME}.degrade.{name}" for name in takes))
-        if takes and not self.is_from_target:
+        if takes and self.source != TARGET:
             found = f"{', '.join(takes)} without source: target, so there is nothing to take it from"
             yield (
                 Problem(f"{VOLUME}.degrade", found, "", "set source: target with an encoding, or take it out"),
