@@ -112,6 +112,14 @@ def test_volumes_that_are_nearly_all_background_are_counted():
     assert taken().num_flat == 1
 
 
+def test_the_background_is_the_median_over_the_volumes():
+    for number, share in enumerate((0.1, 0.2, 0.9)):
+        values = np.random.default_rng(number).uniform(500, 800, (10, 10, 10)).astype(np.float32)
+        values[: round(10 * share)] = 0
+        write(f"{number}.nii", values)
+    assert taken().background == pytest.approx(0.2, abs=0.03)
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_too_few_volumes_are_refused_in_one_sentence(number):
     for one in range(number):
