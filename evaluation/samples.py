@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from data import VolumeFile, load_file, to_unit
 from diffusion.sampling import ConditionOf, VolumeSampler
-from evaluation.fid import PLANES, frechet_distance, slice_features
 from evaluation.sharpness import compare_sharpness, gradient_magnitude, laplacian_kurtosis
 from evaluation.trained_run import check_finite
 from models.volume_codec import VolumeCodec
@@ -130,25 +129,16 @@ def draw_samples(sampler: VolumeSampler, num: int, condition_of: ConditionOf | N
         return [to_unit(check_finite(volume, f"sample {n}")).cpu() for n, volume in enumerate(volumes)]
 
 
-def evaluate_samples(
-    samples: Sequence[Tensor], reference: Reference, features: Callable[[Tensor], Tensor] | None = None
-) -> dict[str, Any]:
-    """Return precision and recall, sharpness, diversity and nearest training volumes of the samples.
-
-    Also their FID if `features` is given.
-    """
+def evaluate_samples(samples: Sequence[Tensor], reference: Reference) -> dict[str, Any]:
+    """Return precision and recall, sharpness, diversity and nearest training volumes of the samples."""
     vectors = torch.stack([summary_vector(sample) for sample in samples])
-    result: dict[str, Any] = {
+    return {
         "num": len(samples),
         **_compared(samples, reference),
         "pairwise_ms_ssim": mean_pairwise_ms_ssim(samples),
         "held_out_pairwise_ms_ssim": mean_pairwise_ms_ssim(reference.held_out),
+        **_memorisation(vectors, reference),
     }
-    if features is not None:
-        planes = zip(slice_features(samples, features), slice_features(reference.held_out, features), strict=True)
-        result["fid"] = dict(zip(PLANES, (frechet_distance(*pair) for pair in planes), strict=True))
-        result["fid"]["mean"] = statistics.fmean(result["fid"].values())
-    return result | _memorisation(vectors, reference)
 
 
 def _memorisation(vectors: Tensor, reference: Reference) -> dict[str, Any]:

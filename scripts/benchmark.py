@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cli import check_output_file, parser, run, write_output
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 PEAK_GRIDS = ((64, 64, 64), (128, 128, 64), (256, 256, 64), (512, 512, 128))
 STEP_GRID, STEP_ROUNDS = (96, 96, 32), 3
 
@@ -25,12 +24,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         [
             "python scripts/benchmark.py",
             "python scripts/benchmark.py --only peaks --json benchmark.json",
-            "python scripts/benchmark.py --docs",
         ],
     )
     result.add_argument("--only", choices=("peaks", "steps"), help="measure only memory, or only whole steps")
     result.add_argument("--json", metavar="FILE", help="also write the figures to this file")
-    result.add_argument("--docs", action="store_true", help="also write docs/benchmarks.md and its picture")
     return result.parse_args(arguments)
 
 
@@ -41,12 +38,14 @@ def main(options: argparse.Namespace) -> int:
     import torch
     from tqdm import tqdm
 
-    from evaluation.benchmarks.document import document_text, plot_peaks
+    from evaluation.benchmarks.document import document_text
     from evaluation.benchmarks.measurements import measure_peaks, measure_steps
 
     # CPU seconds of several threads include the time that they wait for each other.
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"machine": _machine(torch.__version__)}
+    processor = platform.processor() or platform.machine()
+    machine = {"processor": processor, "torch": torch.__version__, "python": platform.python_version()}
+    results: dict[str, Any] = {"machine": machine}
     with tqdm(unit="", leave=False, disable=options.quiet) as bar:
 
         def progress(what: str) -> None:
@@ -59,19 +58,8 @@ def main(options: argparse.Namespace) -> int:
             results["steps"] = measure_steps(STEP_GRID, STEP_ROUNDS, progress)
     if options.json is not None:
         write_output(Path(options.json), json.dumps(results, indent=1) + "\n")
-    print(document_text(results))
-    if options.docs:
-        stored = DOCS / "benchmarks.json"
-        results = {**json.loads(stored.read_text()), **results}
-        stored.write_text(json.dumps(results, indent=1) + "\n")
-        (DOCS / "benchmarks.md").write_text(document_text(results), encoding="utf-8")
-        plot_peaks(results["peaks"], DOCS / "images" / "benchmark_memory.png")
+    print(document_text(results), end="")
     return 0
-
-
-def _machine(torch_version: str) -> dict[str, str]:
-    processor = platform.processor() or platform.machine()
-    return {"processor": processor, "torch": torch_version, "python": platform.python_version()}
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from runtime.cli import at_least, check_output_file, parser, run, write_output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor, nn
+    from torch import nn
 
     from data import DataSplit
     from evaluation.trained_run import SampleFrame
@@ -45,8 +43,6 @@ COLUMNS = (
 )
 """Measures of reconstructions: key, title and format. The last two are of mostly empty volumes, in voxels."""
 
-FID_NETWORKS = ("squeezenet1_1", "alexnet", "vgg16", "resnet18", "resnet50")
-
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
@@ -54,7 +50,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         __doc__ or "",
         [
             "python scripts/evaluate.py --run runs/quickstart --json evaluation.json",
-            "python scripts/evaluate.py --run runs/ct --num 64 --fid-network resnet50 --fid-weights resnet50.pth",
+            "python scripts/evaluate.py --run runs/ct --num 64 --guidance-scale 2",
         ],
     )
     result.add_argument("--run", required=True, metavar="DIR", help="folder of a run, finished or not")
@@ -68,15 +64,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument(
         "--batch-size", type=at_least(1), default=4, help="samples to draw at once; does not change them (default: 4)"
     )
-    result.add_argument(
-        "--fid-network",
-        choices=FID_NETWORKS,
-        default="resnet50",
-        help="network whose features FID compares (default: resnet50)",
-    )
-    result.add_argument(
-        "--fid-weights", metavar="FILE", help="torchvision weights of that network; FID is left out without them"
-    )
     return result.parse_args(arguments)
 
 
@@ -84,7 +71,6 @@ def main(options: argparse.Namespace) -> int:
     """Evaluate both stages, or only the first if stage 2 is not trained; print a table and write JSON."""
     from data import prepare_volumes
     from diffusion.latents import stage_two_data
-    from evaluation.fid import load_features
     from evaluation.reconstructions import evaluate_reconstructions
     from evaluation.report import write_report
     from evaluation.trained_run import TrainedRun
@@ -97,7 +83,6 @@ def main(options: argparse.Namespace) -> int:
     if has_stage_two:
         network, frame = trained.unet()
     codec = trained.codec()
-    features = load_features(options.fid_network, options.fid_weights) if options.fid_weights is not None else None
     asked = {
         "ldm.sampling.num_inference_steps": options.steps,
         "ldm.sampling.guidance_scale": options.guidance_scale,
@@ -111,7 +96,7 @@ def main(options: argparse.Namespace) -> int:
         "reconstruction": evaluate_reconstructions(codec, volumes.val, data, threshold),
     }
     if has_stage_two:
-        results |= _evaluate_stage_two(network, frame, codec, settings, volumes, features, options)
+        results |= _evaluate_stage_two(network, frame, codec, settings, volumes, options)
     else:
         log.warning("%s: no such file, so only reconstructions are evaluated", trained.folder.weights("ldm"))
     print(_table(results))
@@ -135,7 +120,6 @@ def _evaluate_stage_two(
     codec: VolumeCodec,
     settings: Settings,
     volumes: DataSplit,
-    features: Callable[[Tensor], Tensor] | None,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return what samples are worth: metrics, skill, the effect of conditions, and what to compare them with."""
@@ -169,7 +153,7 @@ def _evaluate_stage_two(
         results["conditions"] = condition_effect(sampler, latents, held_out)
     condition_of = latents.held_out_condition if conditioning.comes_from_volumes else None
     samples = draw_samples(sampler, options.num, condition_of)
-    results["samples"] = evaluate_samples(samples, reference, features)
+    results["samples"] = evaluate_samples(samples, reference)
     skill = Skill(latents, codec, frame.normalisation, settings, process)
     results["skill"] = skill(network)
     silent_network = SilentNetwork(settings.autoencoder.latent_channels)
@@ -248,9 +232,6 @@ def _sample_lines(values: dict[str, Any]) -> list[str]:
         f"  MS-SSIM between samples       {values['pairwise_ms_ssim']:.4f}"
         f" (between held-out volumes {values['held_out_pairwise_ms_ssim']:.4f})",
     ]
-    if "fid" in values:
-        by_plane = ", ".join(f"{name} {value:.3f}" for name, value in values["fid"].items())
-        lines.append(f"  2.5D FID                      {by_plane}")
     lines.append(
         f"  with the network switched off correlation {values['correlation_with_silent_network']:.3f} with the same "
         "seeds; near 1, the network does nothing"

@@ -1,8 +1,7 @@
-"""The benchmark's results as Markdown tables with a verdict for each row, and a plot of the peaks."""
+"""The benchmark's results as Markdown tables with a verdict for each row."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from evaluation.benchmarks.variants import OUR_OBJECTIVE, STOCK, STOCK_CHECKPOINTED, TUTORIAL_OBJECTIVE
@@ -24,8 +23,8 @@ def document_text(results: dict[str, Any]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Written by `python scripts/benchmark.py --docs`; do not edit by hand. The figures are in "
-        "`docs/benchmarks.json`. Memory is predicted, tensor by tensor, for a GPU; no GPU was used. " + times,
+        "Written by `python scripts/benchmark.py`; `docs/benchmarks.json` has the figures that its `--json` writes. "
+        "Memory is predicted, tensor by tensor, for a GPU; no GPU was used. " + times,
         "",
         "Each name means the same setting in every table. All rows but the 3d_ldm-style loops make the same step and "
         f"optimise the same objective: {OUR_OBJECTIVE}. The tutorial that those loops follow optimises "
@@ -65,8 +64,6 @@ def _peaks(rows: list[dict[str, Any]]) -> list[str]:
         "",
         f"At {shown} our leanest step needs {peaks[rival] / ours:.1f} times less than the leanest of the others "
         f"({rival}) and {peaks[STOCK] / ours:.1f} times less than {STOCK}.",
-        "",
-        "![Peak memory by grid](images/benchmark_memory.png)",
     ]
 
 
@@ -92,28 +89,6 @@ def _steps(rows: list[dict[str, Any]]) -> list[str]:
 def _verdict(ratio: float, rival: str) -> str:
     word = "as fast as" if 1 / CLOSE <= ratio <= CLOSE else "ahead of" if ratio < 1 else "behind"
     return f"{word} {rival}"
-
-
-def plot_peaks(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the picture of the document."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8.5, 4.6), layout="constrained")
-    axes.spines[["top", "right"]].set_visible(False)
-    for name, by_grid in _by_variant(rows).items():
-        values = [row["peak_allocated_bytes"] / GIB for row in by_grid.values()]
-        width, style = (2.2, "-") if name.startswith("ours") else (1.4, "--")
-        axes.plot(list(by_grid), values, marker="o", linewidth=width, linestyle=style, label=name)
-    axes.set_yscale("log")
-    axes.set_ylabel("peak, GiB (log)")
-    for budget in (8, 24, 80):
-        axes.axhline(budget, color="0.75", linewidth=0.8)
-        axes.annotate(f"{budget} GiB", (0, budget), fontsize=8, color="0.45", va="bottom")
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
-    figure.savefig(path, dpi=120)
 
 
 def _by_variant(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:

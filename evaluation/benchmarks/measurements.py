@@ -97,12 +97,6 @@ def _predicted(settings: Settings, progress: Progress, has_reference: bool = Fal
     return rows
 
 
-def default_attention_peak(settings: Settings) -> Row:
-    """Return peak and FLOPs of the step with MONAI's default attention, the N x N matrix."""
-    with _fresh_processes() as processes:
-        return processes.submit(_track_matrix, settings).result()
-
-
 def _fresh_processes() -> ProcessPoolExecutor:
     """Return processes for what no config can express: a prediction installs autocast rules that stay."""
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1)

@@ -161,8 +161,6 @@ def _scores(evaluation: dict[str, Any]) -> list[list[str]]:
     rows.append(["MS-SSIM between samples", _number(samples, "pairwise_ms_ssim"), real])
     copies = _number(samples, "num_memorised", form="{:.0f}")
     rows.append(["near-duplicates of training volumes", copies, _closest(samples)])
-    if samples.get("fid"):
-        rows.append(["2.5D FID", _number(samples, "fid", "mean"), "mean of three planes"])
     return rows
 
 

@@ -6,14 +6,10 @@ import math
 
 import pytest
 import torch
-from scipy.linalg import sqrtm
 
-from evaluation.fid import frechet_distance, load_features, slice_features
 from evaluation.reconstructions import mean_interval
 from evaluation.samples import Reference, SilentNetwork, evaluate_anchors, evaluate_samples, similarity
 from evaluation.sharpness import compare_sharpness, gradient_magnitude, laplacian_kurtosis
-from losses.torchvision_import import import_torchvision
-from settings import CheckpointError
 from training.validation.pair_metrics import ms_ssim
 from training.validation.set_metrics import (
     mean_pairwise_ms_ssim,
@@ -75,65 +71,6 @@ def test_samples_that_copy_training_volumes_are_counted_and_named():
     assert result["num_memorised"] == 1
     assert result["nearest_training"][3]["training_volume"] == "t7"
     assert result["nearest_training"][3]["ratio"] < 0.1
-    assert "fid" not in result
-
-
-def test_the_frechet_distance_is_the_formula_and_exact_for_gaussians():
-    generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randn((300, 6), generator=generator).double() for _ in range(2))
-    second = second * 2 + 1
-    root = sqrtm((torch.cov(first.T) @ torch.cov(second.T)).numpy()).real
-    both = torch.cov(first.T).trace() + torch.cov(second.T).trace() - 2 * root.trace()
-    expected = float((first.mean(dim=0) - second.mean(dim=0)).square().sum() + both)
-    assert frechet_distance(first, second) == pytest.approx(expected, rel=1e-5)
-    assert frechet_distance(first, first) == pytest.approx(0, abs=1e-8)
-    assert frechet_distance(first, first + 3) == pytest.approx(9 * 6, rel=1e-9)
-    few = torch.randn((5, 64), generator=generator).double()  # rounding alone would take these below zero
-    assert 0 <= frechet_distance(few, few) < 1e-4
-
-
-@pytest.fixture(scope="module")
-def squeezenet(tmp_path_factory):
-    torch.manual_seed(0)
-    model = import_torchvision().models.squeezenet1_1(weights=None)
-    path = tmp_path_factory.mktemp("weights") / "squeezenet.pth"
-    torch.save(model.state_dict(), path)
-    return path
-
-
-def test_fid_over_three_planes_grows_with_the_difference(squeezenet):
-    features = load_features("squeezenet1_1", squeezenet)
-    reference, _ = make_reference()
-    same = evaluate_samples(blobs(5, 3), reference, features)["fid"]
-    other = evaluate_samples(blobs(5, 3, offset=0.5), reference, features)["fid"]
-    assert set(same) == {"first axis", "second axis", "third axis", "mean"}
-    assert other["mean"] > 3 * same["mean"]
-    assert same["mean"] == pytest.approx(sum(v for n, v in same.items() if n != "mean") / 3)
-
-
-def test_weights_without_the_counters_of_batch_norms_are_taken(tmp_path):
-    state = import_torchvision().models.get_model("resnet18", weights=None).state_dict()
-    torch.save({name: value for name, value in state.items() if "tracked" not in name}, tmp_path / "w.pth")
-    assert load_features("resnet18", tmp_path / "w.pth")(torch.rand(2, 70, 70)).shape == (2, 512)
-
-
-def test_each_plane_is_cut_across_its_own_axis(squeezenet):
-    seen = []
-
-    def features(slices):
-        seen.append(tuple(slices.shape))
-        return torch.zeros(len(slices), 2)
-
-    found = slice_features([torch.zeros(1, 10, 20, 30)], features)
-    assert seen == [(6, 20, 30), (12, 10, 30), (18, 10, 20)]
-    assert [len(f) for f in found] == [6, 12, 18]
-
-
-def test_weights_of_another_network_are_refused(squeezenet, tmp_path):
-    with pytest.raises(CheckpointError, match="does not hold the weights of resnet18"):
-        load_features("resnet18", squeezenet)
-    with pytest.raises(CheckpointError, match="there is no file"):
-        load_features("resnet18", tmp_path / "gone.pth")
 
 
 def test_precision_falls_with_strange_samples_and_recall_with_missing_ones():

@@ -270,12 +270,6 @@ def test_identical_held_out_volumes_and_a_thin_axis_give_valid_json(tmp_path, mo
     assert "nan: the held-out volumes are identical" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_files_that_are_not_feature_weights_are_refused(run, suffix, capsys):
-    Path(f"features{suffix}").write_text("not weights\n" * 20)
-    refused(capsys, [*COMMANDS["evaluate"], "--fid-weights", f"features{suffix}"], "cannot be read as a state dict")
-
-
 def test_more_steps_than_the_schedule_has_are_refused_by_the_name_of_the_option(run, capsys):
     refused(capsys, [*COMMANDS["sample"], "--steps", "100000"], "error: --steps: 100,000 is more than", "1 to 1,000")
 

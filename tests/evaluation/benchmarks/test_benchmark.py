@@ -6,74 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from data import Batch
 from evaluation.benchmarks import measurements
 from evaluation.benchmarks.document import document_text
-from evaluation.benchmarks.reference_loop import KL_WEIGHT, ReferenceLoop
 from evaluation.benchmarks.variants import STOCK, STOCK_CHECKPOINTED, VARIANTS, base_settings
 from memory.predict import Predictor
-from runtime.processes import Process
 from settings import Settings
-from training.autoencoder_step import AutoencoderStep
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-
-
-def loop_settings(size: int, batch_size: int) -> Settings:
-    """The settings with which our step optimises what the loop with our objective does."""
-    training = {
-        "batch_size": batch_size,
-        # Ours is per voxel: the same objective as a sum with KL_WEIGHT.
-        "kl_weight": KL_WEIGHT * size**3,
-        "adversarial_weight": 0.01,
-        "adversarial_start_step": 1,
-        "use_gradient_checkpointing": False,
-    }
-    changes = {f"autoencoder.training.{name}": value for name, value in training.items()}
-    settings = base_settings((size,) * 3, mixed_precision=False, channels=(8, 16))
-    return settings.with_overrides({**changes, "device.type": "cpu"})
-
-
-def gradients_of_one_step():
-    """Gradients of our step and of a loop's, same weights, batch and noise, without an optimizer's sign steps."""
-    settings = loop_settings(size=12, batch_size=2)
-    loop = ReferenceLoop(settings, has_our_objective=True)
-    ours = AutoencoderStep(settings, Process(torch.device("cpu")))
-    assert ours.discriminator is not None
-    ours.autoencoder.load_state_dict(loop.autoencoder.state_dict())
-    ours.discriminator.load_state_dict(loop.discriminator.state_dict())
-    image = torch.rand(2, 1, 12, 12, 12, generator=torch.Generator().manual_seed(3)) * 2 - 1
-    batch = Batch(image, (0, 1), None, ("", ""))
-    ours.backward([batch], step=1)
-    s = settings.autoencoder
-    noise = ours.noise.normal("latent", batch.positions, (s.latent_channels, *s.latent_grid(image.shape[2:])))
-    reconstruction = loop.generator_pass(image, noise)
-    loop.discriminator.zero_grad(set_to_none=True)
-    loop.discriminator_pass(image, reconstruction)
-    for network in ("autoencoder", "discriminator"):
-        theirs = dict(getattr(loop, network).named_parameters())
-        for name, parameter in getattr(ours, network).named_parameters():
-            yield network, name, parameter.grad, theirs[name].grad
-
-
-def test_the_loop_with_our_objective_has_our_gradients():
-    compared = list(gradients_of_one_step())
-    assert len(compared) > 40
-    # Against the network's largest: biases in front of a norm have no gradient but rounding.
-    for wanted in ("autoencoder", "discriminator"):
-        largest = max(float(theirs.abs().max()) for network, _, _, theirs in compared if network == wanted)
-        for network, name, ours, theirs in compared:
-            if network == wanted:
-                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5 * largest, msg=f"{name} differs")
-
-
-def test_default_attention_needs_its_matrix():
-    """4,096 positions: one matrix in bf16 is 32 MiB, and every attention block keeps at least one for backward."""
-    settings = base_settings((32, 32, 32), mixed_precision=True, channels=(8, 16))
-    peak = measurements.default_attention_peak(settings.with_overrides(VARIANTS[0].changes))["peak_allocated_bytes"]
-    assert peak > 4 * 4096**2 * 2
 
 
 def test_steps_are_timed_in_turn_and_predicted_on_the_same_settings(monkeypatch):
