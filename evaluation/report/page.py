@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from evaluation.report import sections
 from evaluation.report.charts import curve_charts, memory_charts
 from evaluation.report.run_data import VOLUME_BUDGET_BYTES, read_run
-from evaluation.report.sections import (
-    config_section,
-    environment_section,
-    escaped,
-    evaluation_section,
-    facts_table,
-    header_section,
-    memory_section,
-    tiles_section,
-)
 from runtime.files.atomic import write_text
 from runtime.files.run_folder import RunFolder
 from runtime.processes import Process
+
+log = logging.getLogger(__name__)
 
 _TEMPLATE = Path(__file__).resolve().parent / "template"
 
 
 def publish(run: RunFolder, process: Process) -> None:
-    """Write the report of a running training, from its first process only."""
+    """Write the report of a running training from rank zero; an error is logged and does not end the training."""
     if process.is_rank_zero:
-        write_report(run.path)
+        try:
+            write_report(run.path)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            log.warning("%s: not written (%s); training goes on, and the next validation tries again", run.report, why)
 
 
 def write_report(run_folder: Path) -> Path:
@@ -56,17 +54,17 @@ def page_of(run_folders: Sequence[Path], version: str = "") -> str:
         run["label"] = run["name"] if names.count(run["name"]) == 1 else run["folder"]
     written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     parts = {
-        "title": escaped(" vs. ".join(run["label"] for run in runs)),
+        "title": sections.escaped(" vs. ".join(run["label"] for run in runs)),
         "connect": "'self'" if version else "'none'",
         "style": _part("style.css"),
         "script": _part("charts.js") + _part("viewer.js") + (_part("live.js") if version else ""),
-        "header": header_section(runs, written, is_live=bool(version)),
-        "tiles": tiles_section(runs),
-        "evaluation": evaluation_section(runs),
-        "memory": memory_section(runs),
-        "data_summary": facts_table(runs, [run["data"] for run in runs]),
-        "config": config_section(runs),
-        "environment": environment_section(runs),
+        "header": sections.header_section(runs, written, is_live=bool(version)),
+        "tiles": sections.tiles_section(runs),
+        "evaluation": sections.evaluation_section(runs),
+        "memory": sections.memory_section(runs),
+        "data_summary": sections.facts_table(runs, [run["data"] for run in runs]),
+        "config": sections.config_section(runs),
+        "environment": sections.environment_section(runs),
         "data": _embedded({**_page_data(runs), "live": version}),
     }
     pieces = _part("page.html").split("[[")

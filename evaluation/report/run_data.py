@@ -1,8 +1,12 @@
-"""Read the files of a run into plain values for the page. A run that has only just started is not an error."""
+"""Read the files of a run into plain values for the page.
+
+A run that has only just started is not an error. Damaged files are logged and left out, so that the rest can be shown.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -10,23 +14,78 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from evaluation.report.records import (
-    Environment,
-    Evaluation,
-    MemoryRecord,
-    OutOfMemoryReport,
-    read_metrics,
-    read_record,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from evaluation.report.volumes import viewer_data
+from runtime.files.names import counted
+from runtime.files.reading import check_regular, read_text, reason
 from runtime.files.run_folder import STAGES, RunFolder
 from settings import Settings, UserError, known_keys, load_settings, look_up
 from settings.section import is_section
 from training.recording.progress import ELAPSED
 
+log = logging.getLogger(__name__)
+
 MAX_POINTS = 600
 VOLUME_BUDGET_BYTES = 3_200_000
 """Encoded images per page, over all runs; with everything else the page stays below 5 MB."""
+
+# Browsers represent larger integers inexactly.
+LARGEST_STEP = 2**53
+
+
+class _Record(BaseModel):
+    """The fields that the page needs; other fields of the file are kept."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+
+class _Environment(_Record):
+    """environment.json."""
+
+    device: str | None = None
+    command: list[str] = Field(default_factory=list)
+    packages: dict[str, str] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class _Prediction(_Record):
+    peak_allocated_bytes: float = Field(ge=0)
+    required_bytes: float = Field(ge=0)
+    host_bytes: float = Field(ge=0)
+    phase: str
+    margin: float
+    breakdown: dict[str, float]
+
+
+class _MemoryRecord(_Record):
+    """memory_<stage>.json."""
+
+    prediction: _Prediction | None
+
+
+class _NextRung(_Record):
+    name: str
+    promise: str
+
+
+class _OutOfMemoryReport(_Record):
+    """oom_report.json."""
+
+    stage: str
+    step: int = Field(ge=0, le=LARGEST_STEP)
+    phase: str = ""
+    next_rung: _NextRung | None = None
+
+
+class _Evaluation(_Record):
+    """evaluation.json; the page shows a dash for what is missing inside."""
+
+    reconstruction: dict[str, Any]
+    conditions: dict[str, Any] | None = None
+    samples: dict[str, Any] | None = None
+    skill: dict[str, Any] = Field(default_factory=dict)
+    anchors: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
 def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, Any]:
@@ -35,10 +94,10 @@ def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, 
     if not os.path.isfile(run.config):
         raise UserError(f"{path}: no config.yaml; give the folder of a run, such as runs/quickstart")
     settings = load_settings(run.config)
-    environment = read_record(run.environment, Environment) or {}
-    lines = read_metrics(run.metrics)
+    environment = _read_record(run.environment, _Environment) or {}
+    lines = _read_metrics(run.metrics)
     stages = [stage for stage in (_stage(run, settings, name, lines) for name in STAGES) if stage is not None]
-    failure = read_record(path / "oom_report.json", OutOfMemoryReport) or {}
+    failure = _read_record(path / "oom_report.json", _OutOfMemoryReport) or {}
     is_past = any(stage["name"] == failure.get("stage") and stage["step"] > failure["step"] for stage in stages)
     return {
         "name": settings.name,
@@ -48,14 +107,14 @@ def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, 
         "viewer": viewer_data(run, volume_budget),
         "config": _config(settings),
         "environment": environment,
-        "evaluation": read_record(run.evaluation, Evaluation),
+        "evaluation": _read_record(run.evaluation, _Evaluation),
         "out_of_memory": None if is_past else failure,
     }
 
 
 def _stage(run: RunFolder, settings: Settings, stage: str, metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
     lines = [line for line in metrics if line.get("stage") == stage]
-    memory = read_record(run.path / f"memory_{stage}.json", MemoryRecord)
+    memory = _read_record(run.path / f"memory_{stage}.json", _MemoryRecord)
     if not lines and memory is None:
         return None
     training = settings.training_of(stage)
@@ -102,30 +161,17 @@ def _thin(points: list[list[float | None]]) -> list[list[float | None]]:
     kept: list[list[float | None]] = []
     for first in range(0, len(points), interval):
         part = points[first : first + interval]
-        finite = [point for point in part if point[1] is not None]
-        extremes = [min(finite, key=_value), max(finite, key=_value)] if finite else part[:1]
-        kept += sorted({id(point): point for point in extremes}.values(), key=lambda point: point[0] or 0)
-    if kept[-1] is not points[-1]:
-        kept.append(points[-1])
+        by_value = sorted((point for point in part if point[1] is not None), key=lambda point: point[1] or 0.0)
+        extremes = by_value[:1] + by_value[-1:] or part[:1]
+        kept += [point for point in part if point in extremes or point is points[-1]]
     return kept
 
 
-def _value(point: list[float | None]) -> float:
-    return point[1] or 0.0
-
-
 def _data(settings: Settings, recorded: dict[str, Any]) -> dict[str, str]:
-    """Return what the config says about the data, and the numbers that training has recorded, in words."""
-    data = settings.data
-    rules = [data.intensity.of_channel(number) for number in range(data.intensity.num_rules)]
-    units = {"percentile": " %", "window": ""}
+    """Return where the volumes come from, and the numbers that training has recorded, in words."""
     facts = {
-        "source": data.source,
-        "grid": " x ".join(map(str, data.voxel_size)),
-        "resampled to": "" if data.spacing is None else " x ".join(f"{mm:g}" for mm in data.spacing) + " mm",
-        "patches": "" if data.patch_size is None else " x ".join(map(str, data.patch_size)),
-        "intensities": ", ".join(f"{mode} {low:g}{units[mode]} to {high:g}{units[mode]}" for mode, low, high in rules),
-        "augmentation": "on" if data.use_augmentation else "off",
+        "source": settings.data.source,
+        "grid": " x ".join(map(str, settings.data.voxel_size)),
         "training volumes": str(recorded.get("training", "")),
         "held-out volumes": str(recorded.get("held_out", "")),
         "classes": ", ".join(map(str, recorded["classes"])) if isinstance(recorded.get("classes"), list) else "",
@@ -142,3 +188,47 @@ def _config(settings: Settings) -> list[dict[str, str]]:
 
 def _plain(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
+
+
+def _read_record(path: Path, kind: type[_Record]) -> dict[str, Any] | None:
+    """Return the content of a file; None if it does not exist or is damaged, which is logged."""
+    try:
+        return kind.model_validate(json.loads(read_text(path))).model_dump()
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        why = f"{'.'.join(map(str, first['loc'])) or 'its content'}: {first['msg']}"
+    except OSError as error:
+        why = reason(error)
+    except (ValueError, RecursionError) as error:
+        why = f"not JSON: {error}"
+    log.warning("%s: damaged (%s); left out of the report", path, why)
+    return None
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl; skip damaged ones, such as the last line of a killed run."""
+    try:
+        check_regular(path)
+        texts = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        log.warning("%s: damaged (%s); left out of the report", path, reason(error))
+        return []
+    lines = [_metrics_line(text) for text in texts]
+    num_damaged = sum(text.strip() != b"" and line is None for text, line in zip(texts[:-1], lines, strict=False))
+    if num_damaged:
+        log.warning("%s: %s; left out of the report", path, counted(num_damaged, "damaged line"))
+    return [line for line in lines if line is not None]
+
+
+def _metrics_line(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or type(line.get("step")) is not int or not 0 <= line["step"] <= LARGEST_STEP:
+        return None
+    return line

@@ -21,7 +21,6 @@ _METRICS = (
 )
 # On a GPU both are bytes allocated by tensors. On a CPU the reading is the memory of the whole process.
 _PEAKS = (("memory_peak_gib", "peak allocated"), ("host_memory_peak_gib", "peak of the process"))
-_BREAKDOWN = ("activations", "parameters", "gradients", "optimizer", "ema", "inputs", "other")
 _RECONSTRUCTION = (("psnr", "PSNR", "{:.2f} dB"), ("ssim", "SSIM", "{:.4f}"), ("ms_ssim", "MS-SSIM", "{:.4f}"))
 _PAIRED = (("l1", "L1", "{:.4f}"), ("psnr", "PSNR", "{:.2f} dB"))
 _OCCUPANCY = (("iou", "IoU of occupied voxels", "{:.3f}"), ("chamfer", "Chamfer distance", "{:.3f} voxels"))
@@ -198,14 +197,13 @@ def _number(values: Any, *keys: str, form: str = "{:.4f}") -> str:
 
 
 def memory_section(runs: Sequence[Run]) -> str:
-    """Return the predicted breakdown and the position on the ladder, by run and stage."""
+    """Return the predicted peak and its parts, by run and stage."""
     blocks = []
     for run in runs:
         for stage in run["stages"]:
             name = STAGE_TITLES[stage["name"]] if len(runs) == 1 else f"{run['label']}: {STAGE_TITLES[stage['name']]}"
-            memory = stage["memory"] or {}
-            parts = _breakdown(memory.get("prediction")) + _ladder(memory.get("ladder"))
-            blocks.append(f'<div class="card"><h3>{escaped(name)}</h3>{parts}</div>')
+            predicted = _breakdown((stage["memory"] or {}).get("prediction"))
+            blocks.append(f'<div class="card"><h3>{escaped(name)}</h3>{predicted}</div>')
     on_cpu = any("host_memory_gib" in stage["curves"] for run in runs for stage in run["stages"])
     note = (
         '<p class="quiet">On a CPU the readings cover the whole process, including Python, libraries and cached '
@@ -217,44 +215,16 @@ def memory_section(runs: Sequence[Run]) -> str:
 def _breakdown(prediction: dict[str, Any] | None) -> str:
     if not prediction:
         return '<p class="quiet">This run has no prediction; scripts/estimate_memory.py makes one.</p>'
-    total = max(1, prediction["peak_allocated_bytes"])
-    parts = [(f"c{n}", name, prediction["breakdown"].get(name, 0)) for n, name in enumerate(_BREAKDOWN)]
-    shown = sorted((part for part in parts if part[2] > 0), key=lambda part: -part[2])
-    bar = "".join(
-        f'<i class="{colour}" style="flex:{size / total:.5f}" title="{name} {_gib(size)}"></i>'
-        for colour, name, size in shown
-    )
-    legend = "".join(
-        f'<li><i class="swatch {colour}"></i>{name}<b>{_gib(size)}</b></li>' for colour, name, size in shown
-    )
+    by_size = sorted(prediction["breakdown"].items(), key=lambda part: -part[1])
     facts = [
         ["phase of the peak", prediction["phase"]],
         ["allocated by tensors", _gib(prediction["peak_allocated_bytes"])],
+        *([f"of which {name}", _gib(size)] for name, size in by_size if size > 0),
         ["needed on the device", _gib(prediction["required_bytes"])],
         ["needed on the host", _gib(prediction["host_bytes"])],
         ["a real step may need", f"{prediction['margin']:.0%} more"],
     ]
-    return (
-        f'<h4>Predicted peak by category</h4><div class="bar">{bar}</div><ul class="legend">{legend}</ul>'
-        f"{table([], facts)}"
-    )
-
-
-def _ladder(ladder: list[dict[str, Any]] | None) -> str:
-    if not ladder:
-        return ""
-    left = [rung for rung in ladder if rung["state"] == "left"]
-    same = sum(rung["same_mathematics"] for rung in left)
-    marks = {"taken": "✓", "here": "●", "left": "○"}
-    rungs = "".join(
-        f'<li class="{escaped(rung["state"])}{"" if rung["same_mathematics"] else " other"}">'
-        f"<span>{marks.get(rung['state'], '')}</span>{escaped(rung['name'])}</li>"
-        for rung in ladder
-    )
-    return (
-        f'<h4>Position on the ladder</h4><p class="quiet">Rungs left: {same} with the same mathematics, '
-        f'{len(left) - same} with different mathematics</p><ol class="ladder">{rungs}</ol>'
-    )
+    return f"<h4>Predicted peak</h4>{table([], facts)}"
 
 
 def config_section(runs: Sequence[Run]) -> str:

@@ -11,20 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 
 from evaluation.report import write_comparison, write_report
 from evaluation.report.page import page_of
 from evaluation.report.run_data import MAX_POINTS, read_run
-from evaluation.report.volumes import stored_volumes, viewer_data
+from evaluation.report.volumes import viewer_data
 from memory.watch.run_record import ladder_position, write_memory_record
 from runtime.files.run_folder import RunFolder
 from settings import Settings, UserError
 from tests.report_run import make_run, volume_with_gradient
 from tests.support.tiny_config import TINY
 from training.recording.progress import ELAPSED
-from training.validation.previews import FACTS, MAX_VOXELS, ViewerVolume, save_viewer_volumes, shown_grid
+from training.validation.previews import FACTS, MAX_VOXELS, ViewerVolume, save_viewer_volumes, shown_grid, viewer_folder
 
 
 def page_data(page: str) -> dict:
@@ -37,8 +36,8 @@ def test_viewer_volume_survives_the_file_exactly(tmp_path):
     voxels = np.random.default_rng(0).integers(0, 256, (5, 7, 9), dtype=np.uint8)
     run = RunFolder(tmp_path)
     save_viewer_volumes(run, "autoencoder", 3, {"input_0": ViewerVolume(voxels, (5, 7, 9))})
-    (stored,) = stored_volumes(run)
-    with Image.open(stored.path) as picture:
+    (path,) = viewer_folder(run).glob("*.png")
+    with Image.open(path) as picture:
         facts, tiles = json.loads(picture.info[FACTS]), np.asarray(picture)
     for number in range(5):
         row, column = divmod(number, facts["columns"])
@@ -67,7 +66,7 @@ def test_report_shows_figures_curves_memory_and_differences(tmp_path):
     assert "1 of" in page
     assert "<td>seed</td><td>42</td><td>7</td>" in page
     assert "generator backward" in page
-    assert "checkpointing, 1 of 2 levels" in page
+    assert "<td>of which activations</td><td>0.78 GiB</td>" in page
     assert len(data["pictures"]) == 2 + 4 + 3 + 3 + 2, "the inputs are embedded once for both steps"
 
 
@@ -278,13 +277,3 @@ def test_data_are_summarised(tmp_path):
     assert "<td>grid</td><td>16 x 16 x 16</td>" in page
     assert "<td>training volumes</td><td>12</td>" in page
     assert "<td>classes</td><td>a, b</td>" in page
-
-
-def test_a_rule_for_each_channel_is_summarised(tmp_path):
-    folder = make_run(tmp_path, with_volumes=False)
-    rules = {"mode": ["window", "percentile"], "lower": [-15, 0], "upper": 100}
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    config["data"]["intensity"], config["autoencoder"]["in_channels"] = rules, 2
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    page = write_report(folder).read_text()
-    assert "<td>intensities</td><td>window -15 to 100, percentile 0 % to 100 %</td>" in page
