@@ -5,28 +5,28 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import VolumeFile, load_file, to_unit
+from data import DataSplit, VolumeFile, load_file, to_unit
+from diffusion.conditioning import check_conditions
+from diffusion.conditioning.volume import held_out_with_hole
+from diffusion.latents import prepare_latents, stage_two_data
 from diffusion.sampling import ConditionOf, VolumeSampler
+from evaluation.conditional.effect import condition_effect
 from evaluation.sharpness import compare_sharpness, gradient_magnitude, laplacian_kurtosis
-from evaluation.trained_run import check_finite
+from evaluation.trained_run import SampleFrame, check_finite
 from models.volume_codec import VolumeCodec
 from runtime.files.names import printable
+from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import DataSettings
-from training.validation.set_metrics import (
-    mean_pairwise_ms_ssim,
-    nearest,
-    precision_and_recall,
-    summary_vector,
-)
-from training.validation.skill import LinearDenoiser
+from training.validation.set_metrics import mean_pairwise_ms_ssim, nearest, precision_and_recall, summary_vector
+from training.validation.skill import LinearDenoiser, Skill
 
 MEMORISED_RATIO = 0.5
 """A sample counts as memorised when its distance to the nearest training volume is below this share of the median
@@ -57,6 +57,33 @@ def load_reference(train: Sequence[VolumeFile], val: Sequence[VolumeFile], data:
         torch.stack(training),
         tuple(file.name for file in train),
     )
+
+
+def evaluate_stage_two(sampler: VolumeSampler, frame: SampleFrame, volumes: DataSplit, num: int) -> dict[str, Any]:
+    """Return what samples are worth: metrics, skill, the effect of conditions, and what to compare them with."""
+    settings, codec = sampler.settings, sampler.codec
+    data, process = stage_two_data(settings.data), Process(codec.precision.device)
+    reference = load_reference(volumes.train, volumes.val, data)
+    pairs = check_conditions(settings, volumes)
+    latents = prepare_latents(codec, volumes, settings, process, pairs, frame.conditions)
+    results: dict[str, Any] = {}
+    if settings.ldm.conditioning.describes_volumes:
+        held_out = held_out_with_hole(pairs.get("volume"), volumes.val, settings.data)[:num]
+        results["conditions"] = condition_effect(sampler, latents, held_out)
+    condition_of = latents.held_out_condition if settings.ldm.conditioning.comes_from_volumes else None
+    samples = draw_samples(sampler, num, condition_of)
+    results["samples"] = evaluate_samples(samples, reference)
+    skill = Skill(latents, codec, frame.normalisation, settings, process)
+    results["skill"] = skill(sampler.network)
+    silent_network = SilentNetwork(settings.autoencoder.latent_channels)
+    silent = draw_samples(replace(sampler, network=silent_network), num, condition_of)
+    results["samples"]["correlation_with_silent_network"] = similarity(samples, silent)
+    training, reconstructed = training_volumes(codec, volumes.train, data, num)
+    sets = {"training volumes": training, "reconstructed training volumes": reconstructed}
+    if skill.denoiser is not None:
+        sets["Gaussian with their covariance"] = gaussian_volumes(skill.denoiser, sampler, num)
+    results["anchors"] = evaluate_anchors({**sets, "network switched off": silent}, reference)
+    return results
 
 
 class SilentNetwork(nn.Module):

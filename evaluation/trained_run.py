@@ -21,7 +21,7 @@ from models.weight_files import load_state, load_weights
 from runtime.files.run_folder import RunFolder
 from runtime.precision import Precision
 from runtime.processes import choose_device
-from settings import CheckpointError, Settings, load_settings, restored
+from settings import CheckpointError, Settings, UserError, load_settings, restored
 from training.checkpoints import Checkpoints
 from training.resume import changed_settings
 
@@ -132,6 +132,16 @@ class TrainedRun:
         )
         metadata = {"stage": stage, "settings": state["settings"], **state["metadata"]}
         return state["networks"][stage] | state["average"], metadata, newest
+
+    def sampling_settings(self, steps: int | None, guidance_scale: float | None) -> Settings:
+        """Return the settings with other steps and guidance in sampling, if given."""
+        most = self.settings.ldm.scheduler.num_train_timesteps
+        if steps is not None and steps > most:
+            raise UserError(
+                f"--steps: {steps:,} is more than the run was trained with; allowed: 1 to {most:,}; give fewer"
+            )
+        asked = {"num_inference_steps": steps, "guidance_scale": guidance_scale}
+        return self.settings.with_overrides({f"ldm.sampling.{k}": v for k, v in asked.items() if v is not None})
 
     def codec(self) -> VolumeCodec:
         """Return the frozen autoencoder on the device, ready to encode and decode single volumes."""

@@ -7,21 +7,12 @@ import json
 import logging
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cli import at_least, check_output_file, parser, run, write_output
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from data import DataSplit
-    from evaluation.trained_run import SampleFrame
-    from models.volume_codec import VolumeCodec
-    from settings import Settings
 
 log = logging.getLogger("evaluate")
 
@@ -71,8 +62,10 @@ def main(options: argparse.Namespace) -> int:
     """Evaluate both stages, or only the first if stage 2 is not trained; print a table and write JSON."""
     from data import prepare_volumes
     from diffusion.latents import stage_two_data
+    from diffusion.sampling import VolumeSampler
     from evaluation.reconstructions import evaluate_reconstructions
     from evaluation.report import write_report
+    from evaluation.samples import evaluate_stage_two
     from evaluation.trained_run import TrainedRun
     from runtime.files.atomic import write_text
 
@@ -83,11 +76,7 @@ def main(options: argparse.Namespace) -> int:
     if has_stage_two:
         network, frame = trained.unet()
     codec = trained.codec()
-    asked = {
-        "ldm.sampling.num_inference_steps": options.steps,
-        "ldm.sampling.guidance_scale": options.guidance_scale,
-    }
-    settings = trained.settings.with_overrides({key: value for key, value in asked.items() if value is not None})
+    settings = trained.sampling_settings(options.steps, options.guidance_scale)
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
     data = stage_two_data(settings.data)
     threshold = settings.autoencoder.training.occupancy_threshold
@@ -96,7 +85,8 @@ def main(options: argparse.Namespace) -> int:
         "reconstruction": evaluate_reconstructions(codec, volumes.val, data, threshold),
     }
     if has_stage_two:
-        results |= _evaluate_stage_two(network, frame, codec, settings, volumes, options)
+        sampler = VolumeSampler(network, codec, settings, frame.normalisation, options.seed, options.batch_size)
+        results |= evaluate_stage_two(sampler, frame, volumes, options.num)
     else:
         log.warning("%s: no such file, so only reconstructions are evaluated", trained.folder.weights("ldm"))
     print(_table(results))
@@ -112,59 +102,6 @@ def main(options: argparse.Namespace) -> int:
     except OSError as error:
         log.warning("%s: cannot be written (%s), so the report lacks this evaluation", error.filename, error.strerror)
     return 0
-
-
-def _evaluate_stage_two(
-    network: nn.Module,
-    frame: SampleFrame,
-    codec: VolumeCodec,
-    settings: Settings,
-    volumes: DataSplit,
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """Return what samples are worth: metrics, skill, the effect of conditions, and what to compare them with."""
-    from diffusion.conditioning import check_conditions
-    from diffusion.conditioning.volume import held_out_with_hole
-    from diffusion.latents import prepare_latents, stage_two_data
-    from diffusion.sampling import VolumeSampler
-    from evaluation.conditional.effect import condition_effect
-    from evaluation.samples import (
-        SilentNetwork,
-        draw_samples,
-        evaluate_anchors,
-        evaluate_samples,
-        gaussian_volumes,
-        load_reference,
-        similarity,
-        training_volumes,
-    )
-    from runtime.processes import Process
-    from training.validation.skill import Skill
-
-    data = stage_two_data(settings.data)
-    reference = load_reference(volumes.train, volumes.val, data)
-    process, conditioning = Process(codec.precision.device), settings.ldm.conditioning
-    pairs = check_conditions(settings, volumes)
-    latents = prepare_latents(codec, volumes, settings, process, pairs, frame.conditions)
-    sampler = VolumeSampler(network, codec, settings, frame.normalisation, options.seed, options.batch_size)
-    results: dict[str, Any] = {}
-    if conditioning.describes_volumes:
-        held_out = held_out_with_hole(pairs.get("volume"), volumes.val, settings.data)[: options.num]
-        results["conditions"] = condition_effect(sampler, latents, held_out)
-    condition_of = latents.held_out_condition if conditioning.comes_from_volumes else None
-    samples = draw_samples(sampler, options.num, condition_of)
-    results["samples"] = evaluate_samples(samples, reference)
-    skill = Skill(latents, codec, frame.normalisation, settings, process)
-    results["skill"] = skill(network)
-    silent_network = SilentNetwork(settings.autoencoder.latent_channels)
-    silent = draw_samples(replace(sampler, network=silent_network), options.num, condition_of)
-    results["samples"]["correlation_with_silent_network"] = similarity(samples, silent)
-    training, reconstructed = training_volumes(codec, volumes.train, data, options.num)
-    sets = {"training volumes": training, "reconstructed training volumes": reconstructed}
-    if skill.denoiser is not None:
-        sets["Gaussian with their covariance"] = gaussian_volumes(skill.denoiser, sampler, options.num)
-    results["anchors"] = evaluate_anchors({**sets, "network switched off": silent}, reference)
-    return results
 
 
 def _without_nan(results: dict[str, Any]) -> dict[str, Any]:

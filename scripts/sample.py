@@ -18,7 +18,6 @@ from runtime.files.names import counted, printable
 from settings import Settings, UserError
 
 if TYPE_CHECKING:
-    from diffusion.conditioning.kind import Case
     from models.volume_codec import VolumeCodec
 
 MOST_AT_ONCE = 16
@@ -26,7 +25,11 @@ MOST_AT_ONCE = 16
 MOST_SHOWN = 64
 """Samples in the montage, which is one picture in memory."""
 
-FILE_OPTIONS = ("--labels", "--condition", "--mask")
+FILE_OPTIONS = {
+    "--labels": "label maps; each sample lies in the space of its map",
+    "--condition": "condition volumes; each sample lies in the space of its volume",
+    "--mask": "masks, above 0 where the condition volumes are to be filled",
+}
 
 log = logging.getLogger("sample")
 
@@ -56,24 +59,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME",
         help="class of all volumes (default: each class in turn, or none with --labels or --condition)",
     )
-    result.add_argument(
-        "--labels",
-        action="append",
-        metavar="FILE_OR_FOLDER",
-        help="label maps; each sample lies in the space of its map",
-    )
-    result.add_argument(
-        "--condition",
-        action="append",
-        metavar="FILE_OR_FOLDER",
-        help="condition volumes; each sample lies in the space of its volume",
-    )
-    result.add_argument(
-        "--mask",
-        action="append",
-        metavar="FILE_OR_FOLDER",
-        help="masks, above 0 where the condition volumes are to be filled",
-    )
+    for option, words in FILE_OPTIONS.items():
+        result.add_argument(option, action="append", metavar="FILE_OR_FOLDER", help=words)
     result.add_argument(
         "--number",
         action="append",
@@ -113,16 +100,7 @@ def main(options: argparse.Namespace) -> int:
     trained = TrainedRun(options.run, options.budget_gb, best="ldm" if options.best else None)
     out = trained.folder.path / "samples" if options.out is None else Path(options.out)
     check_output_folder(out if options.out is None else options.out)
-    changes = {
-        "ldm.sampling.num_inference_steps": options.steps,
-        "ldm.sampling.guidance_scale": options.guidance_scale,
-    }
-    most = trained.settings.ldm.scheduler.num_train_timesteps
-    if options.steps is not None and options.steps > most:
-        raise UserError(
-            f"--steps: {options.steps:,} is more than the run was trained with; allowed: 1 to {most:,}; give fewer"
-        )
-    settings = trained.settings.with_overrides({key: value for key, value in changes.items() if value is not None})
+    settings = trained.sampling_settings(options.steps, options.guidance_scale)
     network, frame = trained.unet()
     codec = trained.codec()
     files = {option: _only(getattr(options, option[2:]), option) for option in FILE_OPTIONS}
@@ -132,7 +110,8 @@ def main(options: argparse.Namespace) -> int:
     cases = conditions.cases
     num = options.num or (1 if cases else 8)
     total = num * max(1, len(cases))
-    paths = [out / name for name in _names(_title(options), cases, num)]
+    names = [case.name for case in cases] or ["sample"]
+    paths = [out / f"{name}_{_title(options)}_{number:04d}.nii.gz" for name in names for number in range(num)]
     notes = [f"condition {cases[number // num].digest[:32]}" if cases else "" for number in range(total)]
     _check_paths(paths, notes)
 
@@ -156,14 +135,11 @@ def main(options: argparse.Namespace) -> int:
             if number < MOST_SHOWN:
                 rows.append(row)
     picture = out / f"montage_{_title(options, title_of(given))}.png"
-    save_picture(picture, picture_of(rows), f"{trained.settings.name}, {_shown(total)}")
+    shown = counted(total, "sample") if total <= MOST_SHOWN else f"the first {MOST_SHOWN} of {total:,} samples"
+    save_picture(picture, picture_of(rows), f"{trained.settings.name}, {shown}")
     log.info("%s written to %s, montage %s", counted(total, "volume"), out, picture)
     log.info("next: python scripts/evaluate.py --run %s", shlex.quote(options.run))
     return 0
-
-
-def _shown(total: int) -> str:
-    return counted(total, "sample") if total <= MOST_SHOWN else f"the first {MOST_SHOWN} of {total:,} samples"
 
 
 def _only(places: Sequence[str] | None, option: str) -> str | None:
@@ -195,12 +171,6 @@ def _batch_size(settings: Settings, codec: VolumeCodec, total: int) -> int:
     number = sampling_batch(settings, is_cuda, codec.available_bytes(), min(total, MOST_AT_ONCE))
     log.info("sampling in batches of %d", number)
     return number
-
-
-def _names(title: str, cases: Sequence[Case], num: int) -> list[str]:
-    """Return the file names of the samples: `num` of each case, or of all if there are none."""
-    first_parts = [case.name for case in cases] or ["sample"]
-    return [f"{first}_{title}_{number:04d}.nii.gz" for first in first_parts for number in range(num)]
 
 
 def _title(options: argparse.Namespace, conditions: str | None = None) -> str:
