@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import logging
+import os
+import pickle
 from pathlib import Path
+
+import pytest
+import torch
 
 from runtime.cli.execution import _set_up_logging
 from runtime.files.names import printable
+from settings import CheckpointError
+from training.checkpoints import Checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(
@@ -55,3 +63,24 @@ def test_control_characters_are_escaped_in_messages_and_logs(capsys):
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def test_pickled_code_in_a_checkpoint_is_not_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    temporary = tmp_path / "payload.pt"
+    torch.save({"step": 1, "payload": Payload()}, temporary)
+    digest = hashlib.sha256(temporary.read_bytes()).hexdigest()[:16]
+    path = temporary.rename(tmp_path / f"autoencoder_step_00000001_{digest}.pt")
+    found = Checkpoints(tmp_path, "autoencoder", 2)
+    assert found.newest() == path
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        found.read(path)
+    path.write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        found.read(path)
+    assert not (tmp_path / "executed").exists()

@@ -21,14 +21,6 @@ def test_workspaces_are_small_in_place_of_monais(monkeypatch, found):
     assert os.environ[NAME] == workspace_config() == SMALL
 
 
-def test_importing_monai_asks_for_more_unless_the_variable_is_set():
-    import monai.utils.misc as misc
-
-    assert misc.__file__ is not None
-    with open(misc.__file__) as source:
-        assert f'os.environ.get("{NAME}", "{MONAIS}")' in source.read()
-
-
 @pytest.mark.parametrize(("chosen", "kib"), [(":16:8", 128), (":4096:1", 4096), (":4096:2:16:4", 8256), (":0:0", 0)])
 def test_workspaces_that_the_user_chose_stay(monkeypatch, chosen, kib):
     monkeypatch.setenv(NAME, chosen)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import stat
 from pathlib import Path
 
 import pytest
@@ -83,25 +82,6 @@ def test_an_interrupted_save_leaves_nothing_that_looks_like_a_checkpoint(tmp_pat
     (tmp_path / ".autoencoder_step_00000002.123.tmp").write_bytes(b"left by a killed process")
     found.save(3, {})
     assert not list(tmp_path.glob(".*"))
-
-
-def test_a_checkpoint_is_flushed_before_its_rename_and_the_folder_after_it(tmp_path, monkeypatch):
-    calls = []
-    real_fsync, real_replace = os.fsync, os.replace
-
-    def fsync(descriptor):
-        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        calls.append("folder" if is_folder else f"{os.fstat(descriptor).st_size} bytes")
-        real_fsync(descriptor)
-
-    def replace(source, target):
-        calls.append("rename")
-        real_replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", replace)
-    found = saved(tmp_path, 1)
-    assert calls == [f"{newest(found).stat().st_size} bytes", "rename", "folder"]
 
 
 def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(tmp_path, monkeypatch):

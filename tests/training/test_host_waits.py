@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from runtime.files.run_folder import RunFolder
 from runtime.processes import Process
 from settings import Settings
 from tests.training.host_waits import DEVICE, build, waits, without_values
-from training import optimization
-from training.guard import Guard
 from training.recording.progress import RunClock
 from training.recording.recorder import Recorder
 
@@ -84,28 +81,3 @@ def test_recorder_never_waits_between_log_lines(tiny_values, tmp_path):
     run = RunFolder(tmp_path)
     with Recorder(run, "autoencoder", Process(DEVICE), RunClock(0, 8)) as recorder:
         assert waits(step, 0, lambda terms: recorder.add(terms, 1)) == []
-
-
-def _reads_the_norm(self, network, norm):
-    return norm.item() > 1
-
-
-def _branches_on_the_norm(self, network, norm):
-    return 1 if torch.isfinite(norm) else 0
-
-
-@pytest.mark.parametrize("fault", [_reads_the_norm, _branches_on_the_norm])
-def test_a_read_in_the_step_is_noticed(tiny_values, fault, monkeypatch):
-    step = step_of(tiny_values, "ldm", {})
-    monkeypatch.setattr(Guard, "check_gradient", fault)
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)meta"):
-        waits(step, 0)
-
-
-def test_a_copy_of_anything_but_the_batch_is_noticed(tiny_values, monkeypatch):
-    step = step_of(tiny_values, "ldm", {})
-    monkeypatch.setattr(
-        optimization.AveragedWeights, "update", lambda self, number: torch.tensor([1.0, 2.0]).to(DEVICE)
-    )
-    (found,) = waits(step, 0)
-    assert found.startswith("aten::_to_copy copies from pageable memory in training/step.py:")

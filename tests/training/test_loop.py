@@ -136,26 +136,6 @@ def test_run_that_died_in_its_last_validation_is_finished_by_the_same_command(tr
     torch.testing.assert_close(load_file(weights), exported, rtol=0, atol=0)
 
 
-def test_killed_in_validation_and_resumed_equals_undisturbed(train, made, monkeypatch):
-    assert train("autoencoder", "name=undisturbed") == 0
-    made.clear()
-    with monkeypatch.context() as patch:
-        fail_in_validation(patch, "autoencoder", (1,), KeyboardInterrupt())
-        assert train("autoencoder") == INTERRUPTED
-    assert train("autoencoder") == 0
-    assert made == [1, 2, 3, 4, 5, 6]
-    here, there = (Path("runs") / name for name in ("tiny", "undisturbed"))
-    torch.testing.assert_close(
-        load_file(here / "autoencoder.safetensors"), load_file(there / "autoencoder.safetensors"), rtol=0, atol=0
-    )
-
-    def results(run: Path) -> list[Any]:
-        found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        return [(line["step"], line.get("reconstruction"), line.get("val_psnr")) for line in found]
-
-    assert results(here) == results(there)
-
-
 def test_run_asked_to_stop_saves_and_postpones_its_validation(train, made, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, 3)

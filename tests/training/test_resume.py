@@ -98,11 +98,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_in_everything_it_holds(settin
     assert_same_state(resumed.state_dict(), whole.state_dict())
 
 
-def test_without_a_checkpoint_a_run_begins_at_step_0(settings, tmp_path):
-    volumes = prepare_volumes(settings.data, settings.seed, 1)
-    assert ResumableRun(build(settings, "autoencoder"), RunFolder(tmp_path), volumes).resume() == 0
-
-
 def test_other_volumes_or_another_mathematics_are_refused(settings, tmp_path):
     volumes = prepare_volumes(settings.data, settings.seed, 1)
     run = ResumableRun(build(settings, "autoencoder"), RunFolder(tmp_path), volumes)
@@ -157,8 +152,3 @@ def test_latents_come_in_the_order_in_which_their_volumes_would(settings):
             assert one.positions == other.positions
             indices = [[file.name for file in volumes.train].index(name) for name in one.files]
             torch.testing.assert_close(other.mean, torch.stack([read(index) for index in indices]))
-
-
-def test_the_plan_is_that_of_the_training_section(settings):
-    training = settings.ldm.training.model_copy(update={"batch_size": 3, "gradient_accumulation_steps": 5})
-    assert BatchPlan.of(training, 9, 1, 2) == BatchPlan(seed=9, batch_size=3, accumulation=5, rank=1, world_size=2)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evaluation.report import write_comparison, write_report
+from evaluation.report import write_report
 from tests.browser import Browser
 from tests.report_run import make_run, volume_with_gradient
 from training.validation.previews import ViewerVolume
@@ -166,38 +165,3 @@ def test_plane_pixels_sets_and_other_choices_draw_without_an_error(tmp_path, scr
     )
     assert all(abs(scale - 1) < 0.1 for scale in scales)
     assert browser.errors() == []
-
-
-@pytest.mark.parametrize("width", [1280, 390])
-def test_comparison_of_one_and_two_stages_has_no_empty_half(tmp_path, screen, width):
-    both, first = make_run(tmp_path, "both"), make_run(tmp_path, "first")
-    _drop_stage_two(first)
-    browser = screen(width)
-    browser.open(write_comparison([both, first], tmp_path / "comparison.html"))
-    browser.wait_for("document.querySelectorAll('#sample-gallery canvas').length === 8")
-    table = browser.run(
-        "return Array.from(document.querySelectorAll('#figures tbody tr'))"
-        ".map(r => Array.from(r.cells).map(c => c.textContent))"
-    )
-    filled = [row for row in table if all(cell not in ("", "-") for cell in row)]
-    assert len(filled) >= 3
-    titles = browser.run("return Array.from(document.querySelectorAll('#sample-gallery h3')).map(e => e.textContent)")
-    assert titles == ["both, step 5", "Real, held out"]
-    for column in (1, 2):
-        empty = sum(row[column] in ("", "-") for row in table)
-        assert empty <= len(table) / 3
-    # No column of the gallery or of the charts is without content.
-    sizes = browser.run(
-        "return Array.from(document.querySelectorAll('.gallery .group, .chart'))"
-        ".filter(e => e.offsetParent).map(e => e.querySelectorAll('canvas, path, circle').length)"
-    )
-    assert min(sizes) > 0
-    assert browser.run("return document.documentElement.scrollWidth") <= width
-    assert browser.errors() == []
-
-
-def _drop_stage_two(run: Path) -> None:
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(line for line in lines if '"ldm"' not in line))
-    for path in (run / "previews" / "volumes").glob("ldm_*"):
-        path.unlink()

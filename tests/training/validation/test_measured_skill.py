@@ -241,6 +241,10 @@ def test_classes_are_features_and_a_kind_that_is_the_same_for_all_is_ignored():
         (0.9991, "skill 0.999: the network's held-out error is on average 0.1% below"),
         (0.9997, "skill 1.000: the network is no better yet"),
         (1.3, "skill 1.300: the network is no better yet than the best linear denoiser"),
+        (
+            25.2,
+            "skill 25.200: the network's held-out error is 25 times that of the best linear denoiser; it has hardly",
+        ),
     ],
 )
 def test_skill_is_said_in_words(skill, words):

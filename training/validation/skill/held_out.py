@@ -44,6 +44,11 @@ def skill_in_words(skill: float) -> str:
     if skill < 1:
         below = f"on average {1 - skill:.1%} below that of the best linear denoiser"
         return f"skill {skill:.3f}: the network's held-out error is {below}"
+    if skill > 10:
+        return (
+            f"skill {skill:.3f}: the network's held-out error is {skill:.0f} times that of the best linear denoiser; "
+            "it has hardly learned yet, or the volumes are so alike that a linear denoiser is nearly exact"
+        )
     return (
         f"skill {skill:.3f}: the network is no better yet than the best linear denoiser, which has 1 and knows only "
         "means and covariances; train longer, or compress more"
