@@ -84,16 +84,6 @@ def test_ranks_with_another_number_of_threads_are_refused(tmp_path):
     assert sum("number of threads: 1 on rank 0 and 2 on rank 1; start all ranks alike" in text for text in said) == 1
 
 
-def test_another_effective_batch_is_refused_once_by_all(start_two, start, tmp_path):
-    alone = start("autoencoder", "autoencoder.training.max_steps=2")
-    assert alone.wait() == 0, alone.output
-    commands = start_two("autoencoder", "autoencoder.training.batch_size=2")
-    assert [command.wait() for command in commands] == [2, 2]
-    output = commands[0].output + commands[1].output
-    assert output.count("volumes per update (batch_size x gradient_accumulation_steps x processes): 2 -> 4") == 1
-    assert "Traceback" not in output
-
-
 def test_signal_to_one_process_stops_both_after_the_same_step(start_two, tmp_path):
     commands = start_two("autoencoder", "autoencoder.training.max_steps=500")
     wait_for(lambda: num_lines(tmp_path) >= 3, *commands)
@@ -101,25 +91,6 @@ def test_signal_to_one_process_stops_both_after_the_same_step(start_two, tmp_pat
     assert [command.wait() for command in commands] == [130, 130], commands[0].output
     saved = int(checkpoints(tmp_path, "autoencoder")[-1].name.split("_")[2])
     assert all(f"stopped after step {saved};" in command.output for command in commands)
-
-
-def test_file_that_one_process_cannot_read_is_reported_once_and_ends_both(start_two, tmp_path, undisturbed):
-    source = tmp_path / "volumes"
-    phantoms = sorted((undisturbed / "runs" / "phantoms").rglob("*.nii.gz"))
-    source.mkdir()
-    for number, path in enumerate(phantoms):
-        (source / f"case_{number}.nii.gz").write_bytes(path.read_bytes())
-    commands = start_two(
-        "autoencoder", f"data.source={source}", "data.prepared=none", "autoencoder.training.max_steps=500"
-    )
-    wait_for(lambda: num_lines(tmp_path) >= 3, *commands)
-    for path in source.iterdir():
-        path.write_bytes(b"")
-    assert [command.wait() for command in commands] == [2, 2]
-    output = commands[0].output + commands[1].output
-    assert "case_" in output
-    assert "Traceback" not in output
-    assert checkpoints(tmp_path, "autoencoder")
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -72,9 +72,19 @@ def command(module, *arguments: object) -> int:
     return run(module.main, options)
 
 
-def test_generative_autoencoder_goes_through_a_run_into_stock_monai(tmp_path, config, generative_file, capsys):
-    origin = ["--from", "monai-generative", "--weights", generative_file]
-    assert command(import_checkpoint, *origin, "--config", config, "--out", tmp_path / "run") == 0
+@pytest.fixture
+def take(tmp_path, config):
+    """Import weights into the folder `run`; return the exit code."""
+
+    def start(origin: str, weights: Path, *more: object) -> int:
+        where = ["--weights", weights, "--config", config, "--out", tmp_path / "run"]
+        return command(import_checkpoint, "--from", origin, *where, *more)
+
+    return start
+
+
+def test_generative_autoencoder_goes_through_a_run_into_stock_monai(tmp_path, config, take, generative_file, capsys):
+    assert take("monai-generative", generative_file) == 0
     state, metadata = load_weights(tmp_path / "run" / "autoencoder.safetensors")
     assert metadata["stage"] == "autoencoder"
     settings = load_settings(config)
@@ -106,20 +116,16 @@ def test_generative_autoencoder_goes_through_a_run_into_stock_monai(tmp_path, co
             torch.testing.assert_close(network.decode(mean), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_maisi_weights_need_the_settings_of_its_network_and_then_run(tmp_path, config, capsys):
+def test_maisi_weights_need_the_settings_of_its_network_and_then_run(tmp_path, take, capsys):
     from monai.apps.generation.maisi.networks.autoencoderkl_maisi import AutoencoderKlMaisi
 
     theirs = AutoencoderKlMaisi(num_channels=(8, 16), include_fc=True, num_splits=1, **SHAPE)
     torch.save(theirs.state_dict(), tmp_path / "maisi.pt")
-    origin = ["--from", "maisi", "--weights", tmp_path / "maisi.pt", "--config", config, "--out", tmp_path / "run"]
-    assert command(import_checkpoint, *origin) == 2
+    assert take("maisi", tmp_path / "maisi.pt") == 2
     said = capsys.readouterr().err
-    wanted = [
-        "autoencoder.use_nonlocal_attention=false",
-        "autoencoder.variant=maisi",
-    ]
+    wanted = ["autoencoder.use_nonlocal_attention=false", "autoencoder.variant=maisi"]
     assert all(f"set {override}" in said for override in wanted)
-    assert command(import_checkpoint, *origin, *wanted) == 0
+    assert take("maisi", tmp_path / "maisi.pt", *wanted) == 0
     ours = build_autoencoder(load_settings(tmp_path / "run" / "config.yaml").autoencoder)
     ours.load_state_dict(load_weights(tmp_path / "run" / "autoencoder.safetensors")[0], strict=True)
     volume = torch.rand(1, 1, 16, 16, 16)
@@ -141,11 +147,10 @@ def test_maisi_weights_need_the_settings_of_its_network_and_then_run(tmp_path, c
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_monai_weights_come_back_bit_identical(tmp_path, config, suffix, capsys):
+def test_monai_weights_come_back_bit_identical(tmp_path, take, suffix):
     torch.save(AutoencoderKL(channels=(8, 16), **SHAPE).state_dict(), tmp_path / "stock.pt")
     before = torch.load(tmp_path / "stock.pt", weights_only=True)
-    origin = ["--from", "monai", "--weights", tmp_path / "stock.pt"]
-    assert command(import_checkpoint, *origin, "--config", config, "--out", tmp_path / "run") == 0
+    assert take("monai", tmp_path / "stock.pt") == 0
     exported = tmp_path / f"exported{suffix}"
     source = tmp_path / "run" / "autoencoder.safetensors"
     assert command(export_checkpoint, "--weights", source, "--out", exported) == 0
@@ -170,11 +175,10 @@ def unet_state() -> dict[str, torch.Tensor]:
     return unet.state_dict()
 
 
-def test_imported_unet_opens_as_a_trained_run_with_its_scale(tmp_path, config, unet_state):
+def test_imported_unet_opens_as_a_trained_run_with_its_scale(tmp_path, take, unet_state):
     torch.save({"unet_state_dict": unet_state, "scale_factor": torch.tensor(0.75)}, tmp_path / "unet.pt")
-    origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config, "--out", tmp_path / "run"]
     for given, expected in (([], 0.75), (["--latent-scale", 0.5], 0.5)):
-        assert command(import_checkpoint, *origin, *given) == 0
+        assert take("monai", tmp_path / "unet.pt", *given) == 0
         network, frame = TrainedRun(tmp_path / "run").unet()
         assert torch.equal(frame.normalisation.scale, torch.full((3, 1, 1, 1), expected))
         assert not frame.normalisation.mean.any()
@@ -182,10 +186,9 @@ def test_imported_unet_opens_as_a_trained_run_with_its_scale(tmp_path, config, u
             assert torch.equal(value.cpu(), unet_state[key])
 
 
-def test_an_exported_unet_says_which_latents_it_takes(tmp_path, config, unet_state, capsys):
+def test_an_exported_unet_says_which_latents_it_takes(tmp_path, take, unet_state, capsys):
     torch.save({"unet_state_dict": unet_state, "scale_factor": torch.tensor(0.75)}, tmp_path / "unet.pt")
-    origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config, "--out", tmp_path / "run"]
-    assert command(import_checkpoint, *origin) == 0
+    assert take("monai", tmp_path / "unet.pt") == 0
     source = tmp_path / "run" / "ldm.safetensors"
     export = ["--weights", source, "--out", tmp_path / "monai.pt"]
     capsys.readouterr()
@@ -202,28 +205,25 @@ def test_an_exported_unet_says_which_latents_it_takes(tmp_path, config, unet_sta
     assert type(scope["network"]) is DiffusionModelUNet
 
 
-def test_unet_without_its_latent_scale_is_refused(tmp_path, config, unet_state, capsys):
+def test_unet_without_its_latent_scale_is_refused(tmp_path, take, unet_state, capsys):
     torch.save(unet_state, tmp_path / "unet.pt")
-    origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config, "--out", tmp_path / "run"]
-    assert command(import_checkpoint, *origin) == 2
+    assert take("monai", tmp_path / "unet.pt") == 2
     assert "give it as --latent-scale" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-def test_run_folder_of_another_config_is_refused(tmp_path, config, unet_state, generative_file, capsys):
+def test_run_folder_of_another_config_is_refused(tmp_path, take, unet_state, generative_file, capsys):
     torch.save(unet_state, tmp_path / "unet.pt")
-    out = ["--config", config, "--out", tmp_path / "run"]
-    assert command(import_checkpoint, "--from", "monai-generative", "--weights", generative_file, *out) == 0
-    unet = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--latent-scale", 1]
-    assert command(import_checkpoint, *unet, *out, "seed=7") == 2
+    assert take("monai-generative", generative_file) == 0
+    unet = ["monai", tmp_path / "unet.pt", "--latent-scale", 1]
+    assert take(*unet, "seed=7") == 2
     assert "all weights in a run folder share one config" in capsys.readouterr().err
-    assert command(import_checkpoint, *unet, *out) == 0
+    assert take(*unet) == 0
 
 
-def test_every_key_to_change_is_named_and_then_it_fits(tmp_path, config, generative_file, capsys):
-    origin = ["--from", "monai-generative", "--weights", generative_file, "--config", config, "--out", tmp_path / "run"]
+def test_every_key_to_change_is_named_and_then_it_fits(tmp_path, take, generative_file, capsys):
     wrong = ["autoencoder.num_channels=[16,16]", "autoencoder.latent_channels=4", "autoencoder.num_res_blocks=2"]
-    assert command(import_checkpoint, *origin, *wrong) == 2
+    assert take("monai-generative", generative_file, *wrong) == 2
     error = capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     remedies = [line.split("; set ")[1] for line in error.splitlines() if "; set " in line]
@@ -232,13 +232,11 @@ def test_every_key_to_change_is_named_and_then_it_fits(tmp_path, config, generat
         "autoencoder.num_channels=[8,16]",
         "autoencoder.num_res_blocks=[1,1]",
     ]
-    assert command(import_checkpoint, *origin, *wrong, *remedies) == 0
+    assert take("monai-generative", generative_file, *wrong, *remedies) == 0
 
 
-def test_pickled_network_is_refused(tmp_path, config, generative_file, capsys):
-    whole = generative_file.with_name("whole_network.pt")
-    origin = ["--from", "monai-generative", "--weights", whole, "--config", config]
-    assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 2
+def test_pickled_network_is_refused(take, generative_file, capsys):
+    assert take("monai-generative", generative_file.with_name("whole_network.pt")) == 2
     assert "save the network's state_dict() by itself" in capsys.readouterr().err
 
 
@@ -253,32 +251,29 @@ def test_pickled_network_is_refused(tmp_path, config, generative_file, capsys):
         lambda weight: torch.nested.nested_tensor([weight.flatten()]),
     ],
 )
-def test_weights_that_are_no_finite_numbers_are_refused(change, tmp_path, config, generative_file, capsys):
+def test_weights_that_are_no_finite_numbers_are_refused(change, tmp_path, take, generative_file, capsys):
     state = torch.load(generative_file, weights_only=True)["state_dict"]
     first = next(iter(state))
     state[first] = change(state[first])
     torch.save(state, tmp_path / "strange.pt")
-    origin = ["--from", "monai-generative", "--weights", tmp_path / "strange.pt", "--config", config]
-    assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 2
+    assert take("monai-generative", tmp_path / "strange.pt") == 2
     assert f"{first} is not a dense tensor of finite real numbers" in capsys.readouterr().err
 
 
-def test_a_dict_inside_itself_is_searched_once(tmp_path, config, generative_file):
+def test_a_dict_inside_itself_is_searched_once(tmp_path, take, generative_file):
     content = torch.load(generative_file, weights_only=True)
     content |= {"again": content, "best": content["state_dict"]}
     torch.save(content, tmp_path / "round.pt")
-    origin = ["--from", "monai-generative", "--weights", tmp_path / "round.pt", "--config", config]
-    assert command(import_checkpoint, *origin, "--out", tmp_path / "run") == 0
+    assert take("monai-generative", tmp_path / "round.pt") == 0
 
 
 @pytest.mark.parametrize("broken", ["down_blocks.", "time_emb_proj.weight", "attn.to_q.weight"])
-def test_a_unet_with_missing_or_reshaped_weights_is_refused(broken, tmp_path, config, unet_state, capsys):
+def test_a_unet_with_missing_or_reshaped_weights_is_refused(broken, tmp_path, take, unet_state, capsys):
     state = {
         key: value.flatten() if broken in key else value
         for key, value in unet_state.items()
         if not key.startswith(broken)
     }
     torch.save(state, tmp_path / "unet.pt")
-    origin = ["--from", "monai", "--weights", tmp_path / "unet.pt", "--config", config, "--out", tmp_path / "run"]
-    assert command(import_checkpoint, *origin, "--latent-scale", 1) == 2
+    assert take("monai", tmp_path / "unet.pt", "--latent-scale", 1) == 2
     assert "the weights are not those of the network in the config" in capsys.readouterr().err

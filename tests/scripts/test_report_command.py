@@ -26,13 +26,6 @@ def test_report_is_rebuilt_and_runs_are_compared(command, tmp_path):
     assert "first vs. second" in page
 
 
-def test_folder_without_a_run_is_refused(command, tmp_path):
-    done = command("scripts/report.py", "--run", tmp_path)
-    assert done.returncode == 2
-    assert "no config.yaml; give the folder of a run" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 FILES = ("metrics.jsonl", "environment.json", "memory_autoencoder.json", "oom_report.json")
 CONTENTS: tuple[bytes, ...] = (
     *(b"", b"{", b"\xff\xfe\0", b"null", b"[]", b"3", b'"x"', b"[" * 100_000, b"1" * 5000, b"\xef\xbb\xbf{}"),

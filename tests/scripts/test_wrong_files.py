@@ -131,6 +131,7 @@ def test_wrong_weights_are_not_exported(run, how, sentence, capsys):
     spoil(run / "autoencoder.safetensors", how)
     command = ["scripts/export_checkpoint.py", "--weights", run / "autoencoder.safetensors", "--out", "out.pt"]
     refused(capsys, command, sentence)
+    refused(capsys, [*command[:-1], "out.bin"], "allowed: .safetensors, .pt, .pth")
     assert not Path("out.pt").exists()
 
 
