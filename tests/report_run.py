@@ -72,7 +72,7 @@ def _save_volumes(run: RunFolder, spacing_mm: tuple[float, ...]) -> None:
     image = volume_with_gradient((16, 20, 24))
 
     def shown(volume: torch.Tensor, name: str, note: str = "") -> ViewerVolume:
-        return ViewerVolume.of(volume).described(spacing_mm, name, note)
+        return ViewerVolume.of(volume, spacing_mm, name, note)
 
     for step in (10, 20):
         pairs: dict[str, ViewerVolume] = {}

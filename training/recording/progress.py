@@ -47,9 +47,10 @@ class RunClock:
         """Return the seconds since the start, pauses included."""
         return self._now() - self._start
 
-    def first_step_done(self) -> None:
+    def step_done(self) -> None:
         """Start timing after the first step."""
-        self._marked_step, self._marked_at = self._marked_step + 1, self._now()
+        if self._marked_step == self.first_step:
+            self._marked_step, self._marked_at = self.first_step + 1, self._now()
 
     def mark(self, step: int) -> None:
         """Record that the device has finished all steps up to `step`."""

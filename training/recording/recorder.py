@@ -70,7 +70,6 @@ class Recorder:
         self, run: RunFolder, stage: str, process: Process, clock: RunClock, trackers: Sequence[Tracker] = ()
     ) -> None:
         self.run, self.stage, self.process, self.clock, self._trackers = run, stage, process, clock, trackers
-        self._is_first_add = True
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._since = time.perf_counter()
@@ -111,13 +110,11 @@ class Recorder:
             self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
             self._counts[name] = self._counts.get(name, 0) + 1
         self._samples += num_samples
-        if self._is_first_add:
-            self.clock.first_step_done()
-            self._is_first_add = False
+        self.clock.step_done()
         if self._bar is not None:
             self._bar.update(1)
 
-    def log(self, step: int, **extra: float) -> dict[str, float]:
+    def log(self, step: int, **extra: float) -> None:
         """Write the means since the last call, and the values in `extra` as they are; wait for the device."""
         names = list(self._sums)
         means = torch.stack([self._sums[name].float() / self._counts[name] for name in names]).double().cpu()
@@ -132,18 +129,15 @@ class Recorder:
         self._sums, self._counts, self._samples, self._since = {}, {}, 0, now
         self.write(step, line)
         if self._bar is not None:
-            shown = {"loss": line.get("reconstruction", line.get("diffusion", float("nan")))}
-            shown["vol/s"] = line[_THROUGHPUT]
-            if line[_WAITING] > LARGEST_WAIT:
-                shown["waiting for data"] = line[_WAITING]
-            peak = line.get("memory_peak_gib", line.get("host_memory_peak_gib"))
-            if peak is not None:
-                shown["peak GiB"] = peak
-            words = {name: f"{value:.4g}" for name, value in shown.items()}
-            left = self.clock.text(step)
-            shown_too = {"left": left, **words} if left and step != self.clock.last_step else words
-            self._bar.set_postfix(shown_too, refresh=sys.stderr.isatty())
-        return line
+            shown = {
+                "loss": line.get("reconstruction", line.get("diffusion", float("nan"))),
+                "vol/s": line[_THROUGHPUT],
+                "waiting for data": line[_WAITING] if line[_WAITING] > LARGEST_WAIT else None,
+                "peak GiB": line.get("memory_peak_gib", line.get("host_memory_peak_gib")),
+            }
+            left = self.clock.text(step) if step != self.clock.last_step else ""
+            words = {name: f"{value:.4g}" for name, value in shown.items() if value is not None}
+            self._bar.set_postfix({"left": left, **words} if left else words, refresh=sys.stderr.isatty())
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write the values of one step to metrics.jsonl and TensorBoard, and when that was.
@@ -161,15 +155,11 @@ class Recorder:
 
     def timed(self, batches: Iterable[Batches]) -> Iterator[Batches]:
         """Yield the batches, and add up how long the loop waited for them."""
-        remaining = iter(batches)
-        while True:
-            began = time.perf_counter()
-            try:
-                batch = next(remaining)
-            except StopIteration:
-                return
+        began = time.perf_counter()
+        for batch in batches:
             self._waited += time.perf_counter() - began
             yield batch
+            began = time.perf_counter()
 
     def has_validation(self, step: int) -> bool:
         """Return whether metrics.jsonl has the validation of a step; always False except in the first process."""

@@ -69,12 +69,11 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
             rows += [Row.of(name, one, spacing_mm) for _, name, one, spacing_mm in accompanying]
             if place < MAX_COPIES:
                 shown |= {
-                    f"{role}_{place}": ViewerVolume.of(from_unit(one[None]), place).described(spacing_mm, name)
+                    f"{role}_{place}": ViewerVolume.of(from_unit(one[None]), spacing_mm, name, place=place)
                     for role, name, one, spacing_mm in accompanying
                 }
         if place < MAX_COPIES:
-            kept = ViewerVolume.of(volume, place)
-            shown[f"sample_{place}"] = kept.described(latents.spacing_mm, name, condition)
+            shown[f"sample_{place}"] = ViewerVolume.of(volume, latents.spacing_mm, name, condition, place)
             samples.append(to_unit(volume).cpu())
     if real is not None:
         shown |= {f"nearest_{place}": volume for place, volume in enumerate(real.nearest_to(samples))}

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -41,21 +41,22 @@ ROLE = re.compile(r"(?P<kind>input|reconstruction|sample|nearest|real|labelmap|v
 
 @dataclass(frozen=True)
 class ViewerVolume:
-    """One channel as bytes (D, H, W), downsampled from `grid` if that is too large.
+    """One channel as bytes (D, H, W), downsampled from `grid` if that is too large; its axes point to RAS.
 
-    `spacing_mm` is the distance between neighbouring voxels of `grid`, and `orientation` says where its axes point.
-    `name` says which volume this is, and `note` adds to it, for example its class.
+    `spacing_mm` is the distance between neighbouring voxels of `grid`. `name` says which volume this is, and `note`
+    adds to it, for example its class.
     """
 
     voxels: np.ndarray
     grid: tuple[int, ...]
-    spacing_mm: tuple[float, ...] = (1.0, 1.0, 1.0)
-    orientation: str = "RAS"
-    name: str = ""
+    spacing_mm: tuple[float, ...]
+    name: str
     note: str = ""
 
     @classmethod
-    def of(cls, volume: Tensor, place: int = 0) -> ViewerVolume:
+    def of(
+        cls, volume: Tensor, spacing_mm: tuple[float, ...], name: str, note: str = "", place: int = 0
+    ) -> ViewerVolume:
         """Downsample the first channel of a (C, D, H, W) volume in [-1, 1] on its device and copy it to the host.
 
         `place` counts the volumes of one kind; only the first is kept in its full size.
@@ -63,24 +64,8 @@ class ViewerVolume:
         channel = (volume[0].detach().float() / 2 + 0.5).clamp(0, 1)
         size = shown_grid(tuple(channel.shape), MAX_VOXELS_OF_OTHERS if place else MAX_VOXELS)
         shown = F.interpolate(channel[None, None], size=size, mode="area")[0, 0]
-        return cls((shown * 255).round().to(torch.uint8).cpu().numpy(), tuple(channel.shape))
-
-    def described(self, spacing_mm: tuple[float, ...], name: str, note: str = "") -> ViewerVolume:
-        """Return the volume with its spacing, the name it is shown under and a note."""
-        return replace(self, spacing_mm=spacing_mm, name=printable(name), note=printable(note))
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """Return what the page needs besides the pixels."""
-        return {
-            "shape": self.voxels.shape,
-            "grid": self.grid,
-            "columns": _columns(self.voxels.shape),
-            "spacing_mm": self.spacing_mm,
-            "orientation": self.orientation,
-            "name": self.name,
-            "note": self.note,
-        }
+        voxels = (shown * 255).round().to(torch.uint8).cpu().numpy()
+        return cls(voxels, tuple(channel.shape), spacing_mm, printable(name), printable(note))
 
 
 @dataclass(frozen=True)
@@ -99,21 +84,19 @@ def shown_grid(grid: tuple[int, ...], max_voxels: int = MAX_VOXELS) -> tuple[int
     return tuple(min(axis, longest) for axis in grid)
 
 
-def save_viewer_volumes(run: RunFolder, stage: str, step: int, volumes: Mapping[str, ViewerVolume]) -> list[Path]:
-    """Write volumes by role (input_0, reconstruction_0, sample_0, nearest_0, real_0, ...); return the paths."""
+def save_viewer_volumes(run: RunFolder, stage: str, step: int, volumes: Mapping[str, ViewerVolume]) -> None:
+    """Write volumes by role (input_0, reconstruction_0, sample_0, nearest_0, real_0, ...)."""
     folder = viewer_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
     for role, volume in volumes.items():
         assert ROLE.fullmatch(role), f"{role} is not a role of a volume"
+        columns = _columns(volume.voxels.shape)
+        layout = {"shape": volume.voxels.shape, "grid": volume.grid, "columns": columns}
+        names = {"orientation": "RAS", "name": volume.name, "note": volume.note}
         facts = PngInfo()
-        facts.add_text(FACTS, json.dumps(volume.facts))
-        path = folder / f"{stage}_{step:08d}_{role}.png"
-        tiles = _tiles(volume.voxels, _columns(volume.voxels.shape))
-        with replacing(path) as temporary:
-            Image.fromarray(tiles).save(temporary, "PNG", pnginfo=facts, compress_level=6)
-        paths.append(path)
-    return paths
+        facts.add_text(FACTS, json.dumps({**layout, "spacing_mm": volume.spacing_mm, **names}))
+        with replacing(folder / f"{stage}_{step:08d}_{role}.png") as temporary:
+            Image.fromarray(_tiles(volume.voxels, columns)).save(temporary, "PNG", pnginfo=facts, compress_level=6)
 
 
 def viewer_folder(run: RunFolder) -> Path:

@@ -67,4 +67,4 @@ class RealVolumes:
         if self._class_names and file.label is not None:
             note = ", ".join(part for part in (f"class {self._class_names[file.label]}", note) if part)
         spacing_mm = tuple(map(float, loaded.geometry.spacing_mm))
-        return ViewerVolume.of(loaded.image, place).described(spacing_mm, file.name, note)
+        return ViewerVolume.of(loaded.image, spacing_mm, file.name, note, place)

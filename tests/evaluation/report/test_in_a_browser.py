@@ -110,7 +110,7 @@ def test_pixels_are_the_voxels_and_follow_the_window(tmp_path, screen):
         "const c = document.querySelector('#reconstruction-gallery canvas[data-role=input]');"
         "return Array.from(c.getContext('2d').getImageData(0, 19, 1, 1).data)"
     )
-    expected = ViewerVolume.of(volume_with_gradient((16, 20, 24))).voxels
+    expected = ViewerVolume.of(volume_with_gradient((16, 20, 24)), (1.0, 1.0, 1.0), "").voxels
     browser = screen()
     browser.open(path)
     browser.wait_for(ALL_TILES)

@@ -20,7 +20,7 @@ from evaluation.report.volumes import viewer_data
 from memory.watch.run_record import ladder_position, write_memory_record
 from runtime.files.run_folder import RunFolder
 from settings import Settings
-from tests.report_run import make_run, volume_with_gradient
+from tests.report_run import SPACING, make_run, volume_with_gradient
 from tests.support.tiny_config import TINY
 from training.recording.progress import ELAPSED
 from training.validation.previews import FACTS, MAX_VOXELS, ViewerVolume, save_viewer_volumes, shown_grid, viewer_folder
@@ -35,7 +35,7 @@ def page_data(page: str) -> dict:
 def test_viewer_volume_survives_the_file_exactly(tmp_path):
     voxels = np.random.default_rng(0).integers(0, 256, (5, 7, 9), dtype=np.uint8)
     run = RunFolder(tmp_path)
-    save_viewer_volumes(run, "autoencoder", 3, {"input_0": ViewerVolume(voxels, (5, 7, 9))})
+    save_viewer_volumes(run, "autoencoder", 3, {"input_0": ViewerVolume(voxels, (5, 7, 9), SPACING, "")})
     (path,) = viewer_folder(run).glob("*.png")
     with Image.open(path) as picture:
         facts, tiles = json.loads(picture.info[FACTS]), np.asarray(picture)
@@ -49,7 +49,7 @@ def test_large_volumes_are_shown_smaller_with_all_their_range(grid):
     shown = shown_grid(grid)
     assert math.prod(shown) <= MAX_VOXELS
     assert shown == grid or math.prod(shown) > MAX_VOXELS * 0.95
-    volume = ViewerVolume.of(volume_with_gradient((80, 80, 90)))
+    volume = ViewerVolume.of(volume_with_gradient((80, 80, 90)), SPACING, "")
     assert volume.grid == (80, 80, 90)
     assert volume.voxels.max() > 250
     assert volume.voxels.min() < 5
@@ -136,8 +136,8 @@ def test_report_is_small_and_quick(tmp_path):
     noise = torch.rand(1, 96, 96, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
     volumes = {}
     for place in range(4):
-        volumes[f"input_{place}"] = ViewerVolume.of(noise.roll(place, 2), place)
-        volumes[f"reconstruction_{place}"] = ViewerVolume.of(noise.roll(10 + place, 1), place)
+        volumes[f"input_{place}"] = ViewerVolume.of(noise.roll(place, 2), SPACING, "", place=place)
+        volumes[f"reconstruction_{place}"] = ViewerVolume.of(noise.roll(10 + place, 1), SPACING, "", place=place)
     for step in (100, 500, 900):
         save_viewer_volumes(run, "autoencoder", step, volumes)
     start = time.process_time()

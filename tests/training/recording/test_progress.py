@@ -21,7 +21,7 @@ def follow(clock: RunClock, time: FakeTime, last_step: int, step_seconds, valida
     for done in range(1, last_step + 1):
         time.now += step_seconds(done)
         if done == 1:
-            clock.first_step_done()
+            clock.step_done()
         if done % log_every == 0 or done == last_step:
             clock.mark(done)
             predicted[done] = clock.elapsed + (clock.seconds_left(done) or 0)
@@ -65,7 +65,7 @@ def test_resumed_run_counts_from_its_first_step():
     time = FakeTime()
     clock = RunClock(50, 100, validate_every=100, save_every=100, now=time)
     time.now += 7
-    clock.first_step_done()
+    clock.step_done()
     time.now += 4.5
     clock.mark(60)
     assert clock.seconds_per_step == pytest.approx(0.5)
@@ -76,7 +76,7 @@ def test_time_left_is_announced_when_steps_and_when_a_validation_were_timed():
     time = FakeTime()
     clock = RunClock(0, 20, validate_every=10, save_every=10, now=time)
     assert clock.announcement(0) == ""
-    clock.first_step_done()
+    clock.step_done()
     time.now += 8
     clock.mark(9)
     assert clock.announcement(9).startswith("time left: 11 s + 2 validations at 1 s per step")
