@@ -11,12 +11,12 @@ from scipy.special import stdtrit
 from tqdm import tqdm
 
 from data import VolumeFile, load_file, to_unit
-from evaluation.sharpness import compare_sharpness, gradient_magnitude
 from evaluation.trained_run import check_finite
 from models.volume_codec import VolumeCodec
 from runtime.files.names import printable
 from settings import DataSettings
 from training.validation.pair_metrics import ms_ssim, occupancy, psnr, ssim
+from training.validation.set_metrics import compare_sharpness, gradient_magnitude
 
 
 def evaluate_reconstructions(

@@ -18,14 +18,21 @@ from diffusion.conditioning.volume import held_out_with_hole
 from diffusion.latents import prepare_latents, stage_two_data
 from diffusion.sampling import ConditionOf, VolumeSampler
 from evaluation.conditional.effect import condition_effect
-from evaluation.sharpness import compare_sharpness, gradient_magnitude, laplacian_kurtosis
 from evaluation.trained_run import SampleFrame, check_finite
 from models.volume_codec import VolumeCodec
 from runtime.files.names import printable
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import DataSettings
-from training.validation.set_metrics import mean_pairwise_ms_ssim, nearest, precision_and_recall, summary_vector
+from training.validation.set_metrics import (
+    compare_sharpness,
+    gradient_magnitude,
+    laplacian_kurtosis,
+    mean_pairwise_ms_ssim,
+    nearest,
+    precision_and_recall,
+    summary_vector,
+)
 from training.validation.skill import LinearDenoiser, Skill
 
 MEMORISED_RATIO = 0.5

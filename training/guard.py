@@ -38,11 +38,7 @@ class Guard:
     """
 
     def __init__(
-        self,
-        process: Process,
-        terms: Sequence[str],
-        skips_overflows: bool,
-        files_of: FilesOf = no_names,
+        self, process: Process, terms: Sequence[str], skips_overflows: bool, files_of: FilesOf = no_names
     ) -> None:
         device = process.device
         self.process = process

@@ -21,7 +21,7 @@ from runtime import cublas
 from runtime.files.atomic import write_text
 from runtime.files.names import printable
 from runtime.files.reading import check_regular, reason
-from runtime.files.run_folder import RUNS, STAGES, RunFolder
+from runtime.files.run_folder import RUNS, RunFolder
 from runtime.processes import Process, device_name
 from settings import Settings, UserError, dump_yaml
 from training.recording.trackers import check_trackers
@@ -89,10 +89,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
 
 def _remove_leftovers(folder: RunFolder) -> None:
     """Remove temporary files of a killed process; `Checkpoints.save` removes those of checkpoints."""
-    weights = [path(stage) for path in (folder.weights, folder.best_weights) for stage in STAGES]
-    targets = (folder.config, folder.environment, folder.metrics, *weights)
-    leftovers = [path for target in targets for path in folder.path.glob(f".{target.name}.*.tmp")]
-    for path in (*leftovers, *folder.previews.rglob(".*.png.*.tmp")):
+    for path in (*folder.path.glob(".*.tmp"), *folder.previews.rglob(".*.png.*.tmp")):
         path.unlink(missing_ok=True)
 
 

@@ -3,7 +3,6 @@
 Called by the train scripts after each validation, and by `scripts/report.py`.
 """
 
-from evaluation.report.page import publish, write_comparison, write_report
-from evaluation.report.validation import show_validation
+from evaluation.report.page import publish, show_validation, write_comparison, write_report
 
 __all__ = ["publish", "show_validation", "write_comparison", "write_report"]

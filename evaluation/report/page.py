@@ -1,4 +1,4 @@
-"""Write one run, or a comparison of several, as a single self-contained HTML file."""
+"""Write one run, or a comparison of several, as a single self-contained HTML file; after a validation, its previews."""
 
 from __future__ import annotations
 
@@ -10,15 +10,35 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.report import sections
-from evaluation.report.charts import curve_charts, memory_charts
+from evaluation.report.charts import STAGE_TITLES, curve_charts, memory_charts
 from evaluation.report.run_data import VOLUME_BUDGET_BYTES, read_run
 from runtime.files.atomic import write_text
 from runtime.files.run_folder import RunFolder
 from runtime.processes import Process
+from training.recording.recorder import Recorder
+from training.validation.pictures import save_picture
+from training.validation.previews import Preview, save_viewer_volumes
 
 log = logging.getLogger(__name__)
 
 _TEMPLATE = Path(__file__).resolve().parent / "template"
+PICTURES = {"autoencoder": "reconstruction", "ldm": "samples"}
+"""The names of the stages' pictures in TensorBoard."""
+
+
+def show_validation(recorder: Recorder, step: int, metrics: dict[str, float], preview: Preview | None) -> None:
+    """Save the preview as PNG, to TensorBoard and for the report, log the metrics, and write the report.
+
+    The metrics are written after the preview, because their line marks the validation of this step as complete.
+    """
+    if preview is not None and recorder.process.is_rank_zero:
+        path = recorder.run.previews / f"{recorder.stage}_{step:08d}.png"
+        title = f"{recorder.run.path.name}, {STAGE_TITLES[recorder.stage].lower()}, step {step:,}"
+        recorder.image(step, PICTURES[recorder.stage], save_picture(path, preview.picture, title))
+        save_viewer_volumes(recorder.run, recorder.stage, step, preview.volumes)
+        log.info("step %d: %s; preview %s", step, ", ".join(f"{n} {v:.4g}" for n, v in metrics.items()), path)
+    recorder.write(step, metrics)
+    publish(recorder.run, recorder.process)
 
 
 def publish(run: RunFolder, process: Process) -> None:

@@ -9,9 +9,11 @@ import torch
 
 from evaluation.reconstructions import mean_interval
 from evaluation.samples import Reference, SilentNetwork, evaluate_anchors, evaluate_samples, similarity
-from evaluation.sharpness import compare_sharpness, gradient_magnitude, laplacian_kurtosis
 from training.validation.pair_metrics import ms_ssim
 from training.validation.set_metrics import (
+    compare_sharpness,
+    gradient_magnitude,
+    laplacian_kurtosis,
     mean_pairwise_ms_ssim,
     nearest,
     precision_and_recall,

@@ -6,25 +6,12 @@ import importlib
 import importlib.util
 import math
 import os
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from runtime.files.run_folder import RunFolder
 from settings import LoggingSettings, Settings, UserError
-
-
-class Tracker(Protocol):
-    """Receives what a run logs."""
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Take the values of one step."""
-
-    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Take a picture (H, W) of bytes."""
-
-    def close(self, is_complete: bool) -> None:
-        """Finish the record; `is_complete` is False if the run ended with an error."""
 
 
 def check_trackers(settings: LoggingSettings) -> None:
@@ -114,3 +101,7 @@ class _MLflow:
 
     def close(self, is_complete: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if is_complete else "FAILED")
+
+
+Tracker = _Wandb | _MLflow
+"""Receives what a run logs."""

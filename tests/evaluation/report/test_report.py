@@ -13,12 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
-from evaluation.report import write_comparison, write_report
+from evaluation.report import publish, write_comparison, write_report
 from evaluation.report.page import page_of
 from evaluation.report.run_data import MAX_POINTS, read_run
 from evaluation.report.volumes import viewer_data
 from memory.watch.run_record import ladder_position, write_memory_record
 from runtime.files.run_folder import RunFolder
+from runtime.processes import Process
 from settings import Settings
 from tests.report_run import SPACING, make_run, volume_with_gradient
 from tests.support.tiny_config import TINY
@@ -116,6 +117,17 @@ def test_a_run_with_a_time_limit_has_no_last_step(tmp_path):
     training = {**TINY["autoencoder"]["training"], "max_hours": 2.5}
     run = make_run(tmp_path, with_volumes=False, autoencoder={**TINY["autoencoder"], "training": training})
     assert "stage 1: step 30, to train for 2 h 30 min" in page_of([run])
+
+
+def test_a_report_that_cannot_be_written_does_not_end_training_and_is_tried_again(tmp_path, caplog):
+    run = RunFolder(make_run(tmp_path, with_volumes=False))
+    run.report.mkdir()
+    publish(run, Process(torch.device("cpu")))
+    assert "report.html: not written (IsADirectoryError: " in caplog.text
+    assert "training goes on, and the next validation tries again" in caplog.text
+    run.report.rmdir()
+    publish(run, Process(torch.device("cpu")))
+    assert run.report.is_file()
 
 
 def test_text_from_outside_never_becomes_markup(tmp_path):
