@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import socket
@@ -113,12 +112,6 @@ class Browser:
         messages = [json.loads(entry["message"])["message"] for entry in entries]
         sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
         return [params["request"]["url"] for params in sent]
-
-    def screenshot(self, path: Path) -> Path:
-        """Write the whole page as a PNG."""
-        picture = self.protocol("Page.captureScreenshot", {"captureBeyondViewport": True, "format": "png"})
-        path.write_bytes(base64.b64decode(picture["data"]))
-        return path
 
     def protocol(self, command: str, parameters: dict[str, Any]) -> Any:
         """Send a command of the browser's own protocol."""

@@ -219,40 +219,6 @@ def test_a_hole_is_filled_and_every_other_voxel_stays(tmp_path, monkeypatch, cap
     assert "--labels: the run was trained without label maps; leave it out" in capsys.readouterr().err
 
 
-def test_a_coarse_volume_and_a_label_map_together_give_a_finer_volume(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    finer = {"encoding": "resample", "source": "target", "degrade": {"downsample": [1, 2, 1]}}
-    config = conditional_config(tmp_path, {"volume": finer, **LABEL_MAPS})
-    assert train_ldm(config, "ldm.training.max_steps=2") == 0
-    source = nib.load("images/case_3.nii.gz").get_fdata().astype(np.float32)
-    # The second axis of the network's grid is the first of the file.
-    coarse = source.reshape(10, 2, 16, 14).mean(axis=1)
-    affine = AFFINE @ np.array([[2.0, 0, 0, 0.5], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
-    write_nifti(Path("coarse.nii.gz"), coarse[None], affine)
-    arguments = ("--run", "runs/tiny", "--steps", "2", "--condition", "coarse.nii.gz")
-    assert run_here("scripts/sample.py", *arguments, "--labels", "maps/case_3.nii.gz", "--out", "finer") == 0
-    image = nib.load(next(Path("finer").glob("coarse_*.nii.gz")))
-    assert image.shape == source.shape
-    np.testing.assert_allclose(image.affine, AFFINE)
-    np.testing.assert_allclose(image.get_fdata().reshape(10, 2, 16, 14).mean(axis=1), coarse, rtol=1e-4, atol=1e-2)
-    assert_montage_shows(Path("finer/montage_coarse_seed0_steps2.png"), image)
-
-
-def test_other_volumes_of_the_cases_have_intensities_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    window = {"mode": "window", "lower": 0, "upper": 2}
-    config = conditional_config(
-        tmp_path, {"volume": {"encoding": "autoencoder", "source": "maps", "intensity": window}}
-    )
-    assert train_ldm(config, "ldm.training.max_steps=2") == 0
-    assert load_file("runs/tiny/ldm.safetensors")["conv_in.conv.weight"].shape[1] == 3 + 3 + 1 + 3  # the mean map last
-    arguments = ("--run", "runs/tiny", "--steps", "2", "--condition", "maps/case_3.nii.gz", "--out", "translated")
-    assert run_here("scripts/sample.py", *arguments) == 0
-    image = nib.load(next(Path("translated").glob("case_3_*.nii.gz")))
-    assert image.shape == (20, 16, 14)
-    np.testing.assert_allclose(image.affine, AFFINE)
-
-
 class Averaging(VolumeCodec):
     """Encodes a volume as the means of blocks, in each channel."""
 

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import shutil
+from pathlib import Path
 
 import nibabel as nib
 import numpy as np
@@ -32,6 +33,12 @@ from training.finished_weights import BestWeights, export
 from training.ldm_step import LatentDiffusionStep
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def run(tmp_path, tmp_path_factory) -> Path:
+    """A finished run that the test may change."""
+    return shutil.copytree(finished_run(tmp_path_factory), tmp_path / "run")
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
@@ -106,11 +113,7 @@ def test_a_written_sample_is_the_decoded_unscaled_latent_in_the_datas_intensitie
         np.testing.assert_allclose(found, lower + share * (upper - lower), atol=1e-3 * (upper - lower))
 
 
-def test_an_unfinished_run_is_used_with_the_averaged_weights_of_its_newest_checkpoint(
-    tmp_path_factory, tmp_path, caplog
-):
-    run = tmp_path / "unfinished"
-    shutil.copytree(finished_run(tmp_path_factory), run)
+def test_an_unfinished_run_is_used_with_the_averaged_weights_of_its_newest_checkpoint(run, tmp_path_factory, caplog):
     expected = {stage: load_weights(run / f"{stage}.safetensors")[0] for stage in ("autoencoder", "ldm")}
     content = {
         "networks": {"autoencoder": expected["autoencoder"]},
@@ -138,9 +141,7 @@ def test_an_unfinished_run_is_used_with_the_averaged_weights_of_its_newest_check
         TrainedRun(run).unet()
 
 
-def test_a_run_that_goes_on_after_its_end_is_used_with_its_newest_checkpoint(tmp_path_factory, tmp_path, caplog):
-    run = tmp_path / "goes_on"
-    shutil.copytree(finished_run(tmp_path_factory), run)
+def test_a_run_that_goes_on_after_its_end_is_used_with_its_newest_checkpoint(run, caplog):
     checkpoints = Checkpoints(run / "checkpoints", "ldm", 2)
     path = checkpoints.newest()
     assert path is not None
@@ -164,9 +165,7 @@ def test_a_run_that_goes_on_after_its_end_is_used_with_its_newest_checkpoint(tmp
     assert TrainedRun(run).unet()[0].state_dict()[first].unique().tolist() == [7.0]
 
 
-def test_the_best_weights_are_those_of_the_best_validation(tmp_path_factory, tmp_path):
-    run = tmp_path / "copy"
-    shutil.copytree(finished_run(tmp_path_factory), run)
+def test_the_best_weights_are_those_of_the_best_validation(run):
     # The only validation is that of the last step.
     best, _ = TrainedRun(run, best="ldm").unet()
     torch.testing.assert_close(dict(best.state_dict()), load_weights(run / "ldm.safetensors")[0], rtol=0, atol=0)
@@ -183,9 +182,7 @@ def test_the_best_weights_are_those_of_the_best_validation(tmp_path_factory, tmp
         TrainedRun(run, best="ldm").unet()
 
 
-def test_the_best_autoencoder_is_refused_where_the_config_names_another(tmp_path_factory, tmp_path):
-    run = tmp_path / "copy"
-    shutil.copytree(finished_run(tmp_path_factory), run)
+def test_the_best_autoencoder_is_refused_where_the_config_names_another(run):
     shutil.copy(run / "autoencoder.safetensors", run / "autoencoder_best.safetensors")
     TrainedRun(run, best="autoencoder").codec()
     config = (run / "config.yaml").read_text()
