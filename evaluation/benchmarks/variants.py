@@ -19,13 +19,6 @@ class Variant:
 
 
 STOCK, STOCK_CHECKPOINTED = "stock MONAI, SDPA", "stock MONAI, SDPA, use_checkpoint"
-OUR_OBJECTIVE = (
-    "L1 + KL + 0.01 times the least-squares adversarial loss of the raw logits for the autoencoder, the mean of the "
-    "two least-squares losses for the discriminator"
-)
-TUTORIAL_OBJECTIVE = (
-    "the same terms with MONAI's LeakyReLU between logits and squares, and the discriminator's loss times 0.01"
-)
 _TRAINING = "autoencoder.training"
 _STOCK = {"autoencoder.implementation": "monai", f"{_TRAINING}.use_gradient_checkpointing": False}
 _LEAN = {**_STOCK, "autoencoder.implementation": "lean"}
@@ -42,10 +35,9 @@ VARIANTS = (
     Variant("ours, nested, slabs of 8", True, _SLABS),
     Variant("ours, offload, slabs of 8", True, {**_SLABS, **_OFFLOAD}),
 )
-"""A name stands for the same setting in every table."""
 
 
-def base_settings(grid: tuple[int, ...], mixed_precision: bool, channels: tuple[int, ...] = (16, 32, 64)) -> Settings:
+def base_settings(grid: tuple[int, ...]) -> Settings:
     """Return the step that all variants make: combination A of the memory guide, on a given grid."""
     training = {
         "batch_size": 1,
@@ -54,18 +46,13 @@ def base_settings(grid: tuple[int, ...], mixed_precision: bool, channels: tuple[
         "adversarial_start_step": 0,
         "discriminator": {"num_layers_d": 2, "num_channels": 16},
     }
-    autoencoder = {
-        "num_channels": channels,
-        "norm_num_groups": 8,
-        "attention_levels": [False] * (len(channels) - 1) + [True],
-        "training": training,
-    }
+    autoencoder = {"num_channels": (16, 32, 64), "norm_num_groups": 8, "attention_levels": [False, False, True]}
     return Settings.model_validate(
         {
             "name": "benchmark",
             "data": {"voxel_size": grid},
-            "autoencoder": autoencoder,
-            "device": {"mixed_precision": mixed_precision},
+            "autoencoder": {**autoencoder, "training": training},
+            "device": {"mixed_precision": True},
         }
     )
 

@@ -82,7 +82,6 @@ def page_of(run_folders: Sequence[Path], version: str = "") -> str:
         "tiles": sections.tiles_section(runs),
         "evaluation": sections.evaluation_section(runs),
         "memory": sections.memory_section(runs),
-        "data_summary": sections.facts_table(runs, [run["data"] for run in runs]),
         "config": sections.config_section(runs),
         "environment": sections.environment_section(runs),
         "data": _embedded({**_page_data(runs), "live": version}),

@@ -103,7 +103,6 @@ def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, 
         "name": settings.name,
         "folder": str(path),
         "stages": stages,
-        "data": _data(settings, environment.get("data", {})),
         "viewer": viewer_data(run, volume_budget),
         "config": _config(settings),
         "environment": environment,
@@ -165,18 +164,6 @@ def _thin(points: list[list[float | None]]) -> list[list[float | None]]:
         extremes = by_value[:1] + by_value[-1:] or part[:1]
         kept += [point for point in part if point in extremes or point is points[-1]]
     return kept
-
-
-def _data(settings: Settings, recorded: dict[str, Any]) -> dict[str, str]:
-    """Return where the volumes come from, and the numbers that training has recorded, in words."""
-    facts = {
-        "source": settings.data.source,
-        "grid": " x ".join(map(str, settings.data.voxel_size)),
-        "training volumes": str(recorded.get("training", "")),
-        "held-out volumes": str(recorded.get("held_out", "")),
-        "classes": ", ".join(map(str, recorded["classes"])) if isinstance(recorded.get("classes"), list) else "",
-    }
-    return {name: value for name, value in facts.items() if value}
 
 
 def _config(settings: Settings) -> list[dict[str, str]]:

@@ -40,13 +40,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
 
 
-def facts_table(runs: Sequence[Run], facts: Sequence[dict[str, str]]) -> str:
-    """Return one row per fact and one column per run."""
-    names = dict.fromkeys(name for one in facts for name in one)
-    head = [] if len(runs) == 1 else ["", *(run["label"] for run in runs)]
-    return table(head, [[name, *(one.get(name, "-") for one in facts)] for name in names])
-
-
 def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.1f} MiB"
 
@@ -247,11 +240,14 @@ def config_section(runs: Sequence[Run]) -> str:
 
 
 def environment_section(runs: Sequence[Run]) -> str:
-    """Return the command, machine and packages of each run."""
+    """Return the command, machine and packages of each run, and how many volumes it has; a column for each run."""
     facts = []
     for run in runs:
-        known = {"packages": {}, "command": [], **run["environment"]}
+        known = {"packages": {}, "command": [], "data": {}, **run["environment"]}
         rest = {name: value for name, value in known.items() if name not in ("packages", "command", "data")}
-        flat = {"folder": run["folder"], "command": " ".join(known["command"]), **rest, **known["packages"]}
+        volumes = {f"{name.replace('_', '-')} volumes": known["data"].get(name) for name in ("training", "held_out")}
+        flat = {"folder": run["folder"], "command": " ".join(known["command"]), **volumes, **rest, **known["packages"]}
         facts.append({name: str(value) for name, value in flat.items() if value not in (None, "")})
-    return facts_table(runs, facts)
+    names = dict.fromkeys(name for one in facts for name in one)
+    head = [] if len(runs) == 1 else ["", *(run["label"] for run in runs)]
+    return table(head, [[name, *(one.get(name, "-") for one in facts)] for name in names])

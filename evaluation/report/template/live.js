@@ -1,5 +1,5 @@
 // A served page asks for its version every two seconds and updates what has changed; the user's choices are kept.
-const PARTS = ["header", "figures", "evaluation", "memory-tables", "data-summary", "config", "environment"];
+const PARTS = ["header", "figures", "evaluation", "memory-tables", "config", "environment"];
 let version = data.live;
 
 async function refresh() {
