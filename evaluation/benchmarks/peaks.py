@@ -95,8 +95,8 @@ def document_text(rows: Sequence[Row]) -> str:
         "Written by `python scripts/benchmark.py`; `docs/benchmarks.json` has the figures that its `--json` writes. "
         "Memory is predicted, tensor by tensor, for a GPU; no GPU was used. All rows but the 3d_ldm-style loop make "
         "the same step and optimise the same objective: L1 + KL + 0.01 times the least-squares adversarial loss of the "
-        "raw logits for the autoencoder, the mean of the two least-squares losses for the discriminator. The tutorial that "
-        "the loop follows optimises the same terms with MONAI's LeakyReLU between logits and squares, and the "
+        "raw logits for the autoencoder, the mean of the two least-squares losses for the discriminator. The tutorial "
+        "that the loop follows optimises the same terms with MONAI's LeakyReLU between logits and squares, and the "
         "discriminator's loss times 0.01. Neither side has a perceptual term.",
         "",
         "## Peak memory of one training step, GiB",

@@ -1,4 +1,4 @@
-"""Group a run's metrics into charts, and pick single values from them."""
+"""Group a run's metrics into charts."""
 
 from __future__ import annotations
 
@@ -90,14 +90,3 @@ def _series(runs: Sequence[dict[str, Any]], stage: str, members: Sequence[str]) 
                 colour, dash = (number, 0) if len(runs) == 1 else (runs.index(run), number)
                 lines.append({"label": label, "colour": colour, "dash": dash, "points": entry["curves"][name]})
     return lines
-
-
-def last(entry: dict[str, Any], name: str) -> float | None:
-    """Return the newest finite value of a metric; None if there is none."""
-    values = [value for _, value in entry["curves"].get(name, []) if value is not None]
-    return values[-1] if values else None
-
-
-def highest(entry: dict[str, Any], name: str) -> float | None:
-    """Return the highest value that the run has logged of a metric."""
-    return max((value for _, value in entry["curves"].get(name, []) if value is not None), default=None)

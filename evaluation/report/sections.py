@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from evaluation.report.charts import STAGE_TITLES, highest, last
+from evaluation.report.charts import STAGE_TITLES
 from memory.predict.prediction import GIB
 from runtime.files.names import counted, printable
 from training.recording.progress import duration_text
@@ -20,7 +20,10 @@ _METRICS = (
     ("volumes_per_second", "volumes per second", "{:.3g}"),
 )
 # On a GPU both are bytes allocated by tensors. On a CPU the reading is the memory of the whole process.
-_PEAKS = (("memory_peak_gib", "peak allocated"), ("host_memory_peak_gib", "peak of the process"))
+_PEAKS = (
+    ("memory_peak_gib", "peak allocated", "{:.2f} GiB"),
+    ("host_memory_peak_gib", "peak of the process", "{:.2f} GiB"),
+)
 _RECONSTRUCTION = (("psnr", "PSNR", "{:.2f} dB"), ("ssim", "SSIM", "{:.4f}"), ("ms_ssim", "MS-SSIM", "{:.4f}"))
 _PAIRED = (("l1", "L1", "{:.4f}"), ("psnr", "PSNR", "{:.2f} dB"))
 _OCCUPANCY = (("iou", "IoU of occupied voxels", "{:.3f}"), ("chamfer", "Chamfer distance", "{:.3f} voxels"))
@@ -91,31 +94,31 @@ def tiles_section(runs: Sequence[Run]) -> str:
 
     Every name has its stage if there are two, so that runs of one and of two stages share rows.
     """
-    facts = [
-        {(stage["name"], *fact): value for stage in run["stages"] for fact, value in _facts(stage)} for run in runs
-    ]
-    names = sorted({name for one in facts for name in one}, key=lambda name: (list(STAGE_TITLES).index(name[0]), name))
-    has_stages = len({stage for stage, *_ in names}) > 1
-    rows = [
-        [words + (f", {_short(stage)}" if has_stages else ""), *(one.get((stage, place, words), "-") for one in facts)]
-        for stage, place, words in names
-    ]
+    found: list[tuple[str, str, list[str]]] = []
+    for stage in STAGE_TITLES:
+        facts = [next((_facts(entry) for entry in run["stages"] if entry["name"] == stage), {}) for run in runs]
+        for words in dict.fromkeys(words for one in facts for words in one):
+            values = [one.get(words) or "-" for one in facts]
+            found += [(stage, words, values)] if values != ["-"] * len(runs) else []
+    has_stages = len({stage for stage, *_ in found}) > 1
+    rows = [[words + (f", {_short(stage)}" if has_stages else ""), *values] for stage, words, values in found]
     if len(runs) > 1:
         return table(["", *(run["label"] for run in runs)], rows)
     tiles = [f'<div class="tile"><b>{escaped(value)}</b><span>{escaped(name)}</span></div>' for name, value in rows]
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else '<p class="quiet">no metrics yet</p>'
 
 
-def _facts(stage: dict[str, Any]) -> list[tuple[tuple[int, str], str]]:
-    """Return the newest metrics, peaks and duration of a stage; each has its place in the order and its name."""
-    values = [(words, last(stage, name), form) for name, words, form in _METRICS]
-    values += [(words, highest(stage, name), "{:.2f} GiB") for name, words in _PEAKS]
-    texts = [(words, None if value is None else form.format(value)) for words, value, form in values]
+def _facts(stage: dict[str, Any]) -> dict[str, str | None]:
+    """Return the newest metrics, the peaks and the duration of a stage by their names; None for what is missing."""
+    facts: dict[str, str | None] = {}
+    for choose, names in ((lambda values: values[-1], _METRICS), (max, _PEAKS)):
+        for name, words, form in names:
+            values = [value for _, value in stage["curves"].get(name, []) if value is not None]
+            facts[words] = form.format(choose(values)) if values else None
     prediction = (stage["memory"] or {}).get("prediction")
-    peak = _gib(prediction["peak_allocated_bytes"]) if prediction else None
-    duration = None if stage["seconds"] is None else duration_text(stage["seconds"])
-    texts += [("predicted peak of the step's tensors", peak), ("duration", duration)]
-    return [((place, words), text) for place, (words, text) in enumerate(texts) if text is not None]
+    facts["predicted peak of the step's tensors"] = _gib(prediction["peak_allocated_bytes"]) if prediction else None
+    facts["duration"] = None if stage["seconds"] is None else duration_text(stage["seconds"])
+    return facts
 
 
 def evaluation_section(runs: Sequence[Run]) -> str:
