@@ -85,22 +85,3 @@ def test_run_writes_all_its_files_and_the_same_command_finds_it_finished(command
     assert again.returncode == 0, again.stderr
     assert "resuming autoencoder after step 4" in again.stderr
     torch.testing.assert_close(weights(tmp_path), before, rtol=0, atol=0)
-
-
-def test_stopped_run_saves_exits_130_and_resumes_to_the_same_weights(command, tiny_config, tmp_path):
-    long = "autoencoder.training.max_steps=12"
-    whole = command("train_autoencoder.py", "--config", tiny_config, long)
-    assert whole.returncode == 0, whole.stderr
-    expected = weights(tmp_path)
-    (tmp_path / "runs" / "tiny").rename(tmp_path / "runs" / "whole")
-
-    training = ROOT / "train_autoencoder.py"
-    stopped = command("tests/faults/train_and_signal.py", "SIGTERM", "2", training, "--config", tiny_config, long)
-    assert stopped.returncode == 130, stopped.stderr
-    assert "stopped after step 3; run the same command again to continue" in stopped.stderr
-    resumed = command("train_autoencoder.py", "--config", tiny_config, long)
-    assert resumed.returncode == 0, resumed.stderr
-    torch.testing.assert_close(weights(tmp_path), expected, rtol=0, atol=0)
-    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines() if "gradient" in line]
-    assert steps == list(range(1, 13))

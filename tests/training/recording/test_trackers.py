@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
@@ -17,113 +21,75 @@ from tests.conftest import TINY
 from tests.finished_run import run_here
 from training.recording.trackers import check_trackers, open_trackers
 
-# Stands in for both packages: it writes each call to calls.jsonl of the current folder.
-FAKE = """
-import json
-
-def note(*call):
-    with open("calls.jsonl", "a") as lines:
-        lines.write(json.dumps(call, default=str) + "\\n")
-
-class Settings:
-    def __init__(self, **options): self.options = options
-    def __str__(self): return str(self.options)
-
-class Image:
-    def __init__(self, pixels): self.shape = pixels.shape
-    def __str__(self): return f"image {len(self.shape)}D"
-
-class Run:
-    info = type("Info", (), {"run_id": "7"})
-    def log(self, values, step): note("log", step, values)
-    def finish(self, exit_code): note("finish", exit_code)
-
-def init(**options):
-    note("init", options)
-    return Run()
-
-class MlflowClient:
-    def __init__(self, tracking_uri): note("client", tracking_uri)
-    def get_experiment_by_name(self, name): return None
-    def create_experiment(self, name, artifacts): note("experiment", name, artifacts); return "3"
-    def create_run(self, experiment, run_name): note("run", experiment, run_name); return Run()
-    def log_dict(self, run, values, name): note("dict", run, name)
-    def log_metric(self, run, name, value, step): note("metric", run, name, value, step)
-    def log_image(self, run, pixels, name): note("image", run, name, pixels.ndim)
-    def set_terminated(self, run, status): note("end", run, status)
-"""
-
 
 @pytest.fixture
-def calls(tmp_path, monkeypatch):
-    """Put fake packages on the path; return a function that reads the calls made so far."""
-    packages = tmp_path / "packages"
-    (packages / "mlflow").mkdir(parents=True)
-    (packages / "wandb.py").write_text(FAKE)
-    (packages / "mlflow" / "__init__.py").write_text("")
-    (packages / "mlflow" / "tracking.py").write_text(FAKE)
+def package(tmp_path, monkeypatch) -> Callable[[str], MagicMock]:
+    """Put a stand-in in the place of a tracker's package and return it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(packages)
-    for name in ("wandb", "mlflow", "mlflow.tracking"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield lambda: [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
-    for name in ("wandb", "mlflow", "mlflow.tracking"):
-        sys.modules.pop(name, None)
+
+    def put(name: str) -> MagicMock:
+        fake = MagicMock(__spec__=ModuleSpec(name, None, origin="here"))
+        fake.MlflowClient.return_value.get_experiment_by_name.return_value = None
+        for part in (name, f"{name}.tracking"):
+            monkeypatch.setitem(sys.modules, part, fake)
+        return fake
+
+    return put
 
 
-def settings_with(tracker: str) -> Settings:
-    return Settings.model_validate({**TINY, "logging": {"tracker": tracker}})
+def feed(tracker: str, is_complete: bool = True) -> None:
+    settings = Settings.model_validate({**TINY, "logging": {"tracker": tracker}})
+    for opened in open_trackers(settings, RunFolder(Path("run")), "autoencoder", 0):
+        opened.log(3, {"kl": 0.5, "loss": math.inf})
+        opened.image(3, "reconstruction", np.zeros((4, 5), np.uint8))
+        opened.close(is_complete)
 
 
-def feed(settings: Settings, folder: Path, is_complete: bool = True) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for tracker in open_trackers(settings, RunFolder(folder), "autoencoder", 0):
-        tracker.log(3, {"kl": 0.5, "loss": float("nan")})
-        tracker.image(3, "reconstruction", np.zeros((4, 5), np.uint8))
-        tracker.close(is_complete)
-
-
-def test_wandb_gets_config_values_and_pictures(calls, tmp_path):
-    feed(settings_with("wandb-offline"), tmp_path / "run")
-    (_, options), first, picture, end = calls()
-    assert options["mode"] == "offline"
-    assert options["dir"] == str(tmp_path / "run")
-    assert options["name"] == "tiny autoencoder"
-    assert options["group"] == "tiny"
-    assert options["job_type"] == "autoencoder"
+def test_wandb_gets_config_values_and_pictures(package):
+    wandb = package("wandb")
+    feed("wandb-offline")
+    options = wandb.init.call_args.kwargs
+    names = {"mode": "offline", "dir": "run", "name": "tiny autoencoder", "group": "tiny", "job_type": "autoencoder"}
+    assert {name: options[name] for name in names} == names
     assert options["config"]["seed"] == 7
-    assert first[:2] == ["log", 3]
-    assert first[2]["kl"] == 0.5
-    assert picture == ["log", 3, {"reconstruction": "image 2D"}]
-    assert end == ["finish", 0]
-
-
-def test_mlflow_gets_config_finite_values_and_pictures(calls, tmp_path):
-    feed(settings_with("mlflow-offline"), tmp_path / "run", is_complete=False)
-    assert calls() == [
-        ["client", f"sqlite:///{tmp_path}/run/mlflow.db"],
-        ["experiment", "tiny", f"file://{tmp_path}/run/mlflow"],
-        ["run", "3", "autoencoder"],
-        ["dict", "7", "config.json"],
-        ["metric", "7", "kl", 0.5, 3],
-        ["image", "7", "reconstruction_00000003.png", 2],
-        ["end", "7", "FAILED"],
+    assert wandb.init.return_value.method_calls == [
+        call.log({"kl": 0.5, "loss": math.inf}, step=3),
+        call.log({"reconstruction": wandb.Image.return_value}, step=3),
+        call.finish(exit_code=0),
     ]
 
 
-def test_mlflow_online_goes_to_the_server_of_the_environment(calls, tmp_path, monkeypatch):
+def test_mlflow_gets_config_finite_values_and_pictures(package, tmp_path):
+    mlflow = package("mlflow")
+    feed("mlflow-offline", is_complete=False)
+    mlflow.MlflowClient.assert_called_once_with(tracking_uri=f"sqlite:///{tmp_path}/run/mlflow.db")
+    client = mlflow.MlflowClient.return_value
+    client.create_experiment.assert_called_once_with("tiny", f"file://{tmp_path}/run/mlflow")
+    client.create_run.assert_called_once_with(client.create_experiment.return_value, run_name="autoencoder")
+    number = client.create_run.return_value.info.run_id
+    assert client.log_dict.call_args.args[2] == "config.json"
+    assert client.log_metric.call_args_list == [call(number, "kl", 0.5, step=3)]
+    assert client.log_image.call_args.args[2] == "reconstruction_00000003.png"
+    client.set_terminated.assert_called_once_with(number, "FAILED")
+
+
+def test_mlflow_online_goes_to_the_server_of_the_environment(package, monkeypatch):
+    mlflow = package("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(UserError, match=r"logging\.tracker: mlflow needs the address .+ set MLFLOW_TRACKING_URI"):
-        check_trackers(settings_with("mlflow").logging)
+        check_trackers(LoggingSettings(tracker="mlflow"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
-    feed(settings_with("mlflow"), tmp_path / "run")
-    assert calls()[:2] == [["client", "http://127.0.0.1:5000"], ["experiment", "tiny", None]]
+    feed("mlflow")
+    mlflow.MlflowClient.assert_called_once_with(tracking_uri="http://127.0.0.1:5000")
+    mlflow.MlflowClient.return_value.create_experiment.assert_called_once_with("tiny", None)
 
 
-def test_training_tells_a_tracker_each_logged_step_and_the_validation(calls, tiny_values):
+def test_training_tells_a_tracker_each_logged_step_and_the_validation(package, tiny_values):
+    wandb = package("wandb")
     Path("tiny.yaml").write_text(yaml.safe_dump(tiny_values))
     assert run_here("train_autoencoder.py", "--config", "tiny.yaml", "logging.tracker=wandb-offline") == 0
-    logged = [(call[1], set(call[2])) for call in calls() if call[0] == "log"]
+    run = wandb.init.return_value
+    logged = [(each.kwargs["step"], set(each.args[0])) for each in run.log.call_args_list]
     assert [step for step, names in logged if "reconstruction" in names and "kl" in names] == [1, 2, 3, 4]
     assert [step for step, names in logged if "val_psnr" in names] == [4]
     assert [step for step, names in logged if names == {"reconstruction"}] == [4], "the picture"
@@ -131,7 +97,7 @@ def test_training_tells_a_tracker_each_logged_step_and_the_validation(calls, tin
     *_, step, validation = map(json.loads, Path("runs/tiny/metrics.jsonl").read_text().splitlines())
     assert "val_psnr" in validation
     assert validation["elapsed_seconds"] > step["elapsed_seconds"], "the duration of a run has its last validation"
-    assert calls()[-1] == ["finish", 0]
+    run.finish.assert_called_once_with(exit_code=0)
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
