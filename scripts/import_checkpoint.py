@@ -49,11 +49,8 @@ def main(options: argparse.Namespace) -> None:
             " give this file as --config, or another folder as --out"
         )
     state = {key: value.float() for key, value in state.items()}
-    metadata: dict[str, Any] = {
-        "stage": network,
-        "settings": stored(settings),
-        "imported_from": f"{options.origin}: {path.name}",
-    }
+    metadata: dict[str, Any] = {"stage": network, "settings": stored(settings)}
+    metadata["imported_from"] = f"{options.origin}: {path.name}"
     if network == "ldm":
         scale = _latent_scale(options, content, path)
         normalisation = Normalisation.uniform(settings.autoencoder.latent_channels, scale)
@@ -63,24 +60,23 @@ def main(options: argparse.Namespace) -> None:
         save_weights(folder.weights(network), state, metadata)
         if not folder.config.exists():
             write_text(folder.config, dump_yaml(settings))
-    num_parameters = sum(value.numel() for value in state.values())
-    log.info("%s: %d parameters in %d tensors", folder.weights(network), num_parameters, len(state))
+    number = sum(value.numel() for value in state.values())
+    log.info("%s: %d parameters in %d tensors", folder.weights(network), number, len(state))
     for line in [*_not_in_the_weights(network, settings), *_next_commands(network, folder)]:
         log.info(line)
 
 
 def _next_commands(network: str, folder: RunFolder) -> list[str]:
-    config, run = (shlex.quote(str(path)) for path in (folder.config, folder.path))
-    autoencoder, ldm = (shlex.quote(str(folder.weights(stage))) for stage in ("autoencoder", "ldm"))
+    config, run, autoencoder, ldm = (
+        shlex.quote(str(path))
+        for path in (folder.config, folder.path, folder.weights("autoencoder"), folder.weights("ldm"))
+    )
     finetuned = f"--config {config} name=finetuned"
-    commands = {
-        "autoencoder": [f"next: python train_autoencoder.py {finetuned} autoencoder.pretrained={autoencoder}"],
-        "ldm": [
-            f"next: python scripts/sample.py --run {run}",
-            f"or fine-tune: python train_ldm.py {finetuned} ldm.autoencoder={autoencoder} ldm.pretrained={ldm}",
-        ],
-    }
-    return commands.get(network, [])
+    if network == "autoencoder":
+        return [f"next: python train_autoencoder.py {finetuned} autoencoder.pretrained={autoencoder}"]
+    sample = f"next: python scripts/sample.py --run {run}"
+    again = f"or fine-tune: python train_ldm.py {finetuned} ldm.autoencoder={autoencoder} ldm.pretrained={ldm}"
+    return [sample, again] if network == "ldm" else []
 
 
 def _check_replaced(folder: RunFolder, network: str) -> None:
@@ -119,19 +115,18 @@ def _check(network: str, state: dict[str, Tensor], settings: Settings, path: Pat
 
 def _not_in_the_weights(network: str, settings: Settings) -> list[str]:
     """Return a line for each setting that the weights cannot confirm, and that gives wrong results if it is wrong."""
-    autoencoder, unet = settings.autoencoder, settings.ldm.unet
-    unseen: dict[str, list[tuple[str, Any]]] = {
-        "autoencoder": [("autoencoder.norm_num_groups", autoencoder.num_groups)],
-        "discriminator": [],
-        "ldm": [
-            ("ldm.unet.norm_num_groups", unet.num_groups),
-            ("ldm.unet.num_head_channels", unet.head_channels),
-            ("ldm.scheduler.type", settings.ldm.scheduler.type),
-        ],
+    unet = settings.ldm.unet
+    unseen: dict[str, dict[str, Any]] = {
+        "autoencoder": {"autoencoder.norm_num_groups": settings.autoencoder.num_groups},
+        "ldm": {
+            "ldm.unet.norm_num_groups": unet.num_groups,
+            "ldm.unet.num_head_channels": unet.head_channels,
+            "ldm.scheduler.type": settings.ldm.scheduler.type,
+        },
     }
     lines = [
         f"{key} is {value}; the weights cannot confirm this, so check that they were trained with it"
-        for key, value in unseen[network]
+        for key, value in unseen.get(network, {}).items()
     ]
     if network != "ldm" and settings.autoencoder.value_range == "symmetric":
         lines.append("volumes are scaled to [-1, 1]; for weights trained on [0, 1] set autoencoder.variant=monai_unit")
