@@ -26,15 +26,12 @@ def evaluate_reconstructions(
 
     With the threshold above which a voxel is occupied, also IoU and Chamfer distance.
     """
-    names: list[str] = []
+    rows: list[dict[str, float]] = []
     found: list[float] = []
     wanted: list[float] = []
-    rows: list[dict[str, float]] = []
     for file in tqdm(files, desc="reconstructions", unit="volume"):
         image = load_file(file, data).image[None].to(codec.precision.device)
-        mean = codec.encode(image[0])
-        reconstruction = check_finite(codec.decode(mean), printable(file.name))[None]
-        names.append(file.name)
+        reconstruction = check_finite(codec.decode(codec.encode(image[0])), printable(file.name))[None]
         found.append(gradient_magnitude(to_unit(reconstruction[0])))
         wanted.append(gradient_magnitude(to_unit(image[0])))
         rows.append(
@@ -45,13 +42,12 @@ def evaluate_reconstructions(
                 **occupancy(reconstruction[0], image[0], threshold),
             }
         )
-    means = {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
-    intervals = {name: mean_interval([row[name] for row in rows]) for name in rows[0]}
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
     return {
-        "mean": means,
-        "interval": intervals,
+        "mean": {name: statistics.fmean(values) for name, values in columns.items()},
+        "interval": {name: mean_interval(values) for name, values in columns.items()},
         "sharpness": compare_sharpness(found, wanted),
-        "volumes": [{"volume": name, **row} for name, row in zip(names, rows, strict=True)],
+        "volumes": [{"volume": file.name, **row} for file, row in zip(files, rows, strict=True)],
     }
 
 

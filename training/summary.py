@@ -12,7 +12,7 @@ from diffusion.conditioning import check_conditions
 from models import build_autoencoder, build_discriminator, build_unet
 from runtime.files.names import counted
 from runtime.processes import Process
-from settings import Settings, TrainingSettings, UserError
+from settings import Settings, UserError
 from settings.ldm import SchedulerSettings
 from training.recording.progress import duration_text
 
@@ -28,16 +28,19 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
             networks["unet"] = build_unet(settings.ldm, settings.autoencoder.latent_channels, settings.mean_map_shape)
         elif settings.autoencoder.training.uses_discriminator:
             networks["discriminator"] = build_discriminator(settings.autoencoder)
+    parameters = {name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()}
     training = settings.training_of(stage)
+    hours = training.max_hours
+    length = counted(training.max_steps, "step") if hours is None else duration_text(3600 * hours)
     samples = training.samples_per_rank * world_size
     grid = settings.training_grid if is_first else settings.data.voxel_size
     latent = settings.autoencoder.latent_grid(grid)
     channels = settings.autoencoder.latent_channels
     shapes = "patch -> latent" if grid != settings.data.voxel_size else "grid -> latent"
     lines = {
-        "run": f"runs/{settings.name}, stage {stage}, {_length(training)}",
+        "run": f"runs/{settings.name}, stage {stage}, {length}",
         shapes: f"{settings.autoencoder.in_channels} x {_axes(grid)} -> {channels} x {_axes(latent)}",
-        "parameters": ", ".join(f"{name} {_count(network):,}" for name, network in networks.items()),
+        "parameters": ", ".join(f"{name} {count:,}" for name, count in parameters.items()),
         "effective batch": f"{training.batch_size} x {training.gradient_accumulation_steps} accumulated"
         f" x {counted(world_size, 'process')} = {samples}",
         "steps per pass": f"{math.ceil(num_volumes / samples)} over {counted(num_volumes, 'training volume')}",
@@ -57,12 +60,6 @@ def warn_of_stage_two(settings: Settings, volumes: DataSplit, process: Process) 
         log.warning("stage 2 will refuse this config: %s", error)
 
 
-def _length(training: TrainingSettings) -> str:
-    return (
-        counted(training.max_steps, "step") if training.max_hours is None else duration_text(3600 * training.max_hours)
-    )
-
-
 def _noise_process(scheduler: SchedulerSettings) -> str:
     """Return what the U-Net predicts, and which keys have no effect on that."""
     if scheduler.type == "rflow":
@@ -72,7 +69,3 @@ def _noise_process(scheduler: SchedulerSettings) -> str:
 
 def _axes(grid: tuple[int, ...]) -> str:
     return "x".join(str(axis) for axis in grid)
-
-
-def _count(network: torch.nn.Module) -> int:
-    return sum(p.numel() for p in network.parameters())

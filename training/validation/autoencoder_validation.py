@@ -48,7 +48,7 @@ def validate_autoencoder(
             if (place := len(shown) // 2) < MAX_COPIES:
                 name, pair = batch.files[0], {"input": image[0], "reconstruction": reconstruction[0]}
                 spacing = spacing_of(files[batch.positions[0]], step.settings.data) if files else (1.0, 1.0, 1.0)
-                rows = rows or reconstruction_rows(name, *pair.values(), spacing)
+                rows = rows or reconstruction_rows(name, image[0], reconstruction[0], spacing)
                 shown |= {f"{r}_{place}": ViewerVolume.of(v, spacing, name, place=place) for r, v in pair.items()}
     network.train()
     sums = dict(zip(names, step.process.sum(totals).tolist(), strict=True))
