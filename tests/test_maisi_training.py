@@ -93,9 +93,7 @@ def test_a_unet_of_other_settings_or_of_another_autoencoder_is_refused(config):
         train_ldm(config, "ldm.pretrained=other.safetensors")
 
 
-def test_a_checkpoint_of_other_timesteps_or_inputs_is_refused(config, capsys):
-    assert imported(config, "ldm.scheduler.num_train_timesteps=100") == 2
-    assert "set ldm.scheduler.num_train_timesteps=1000" in capsys.readouterr().err
+def test_a_checkpoint_of_other_inputs_is_refused(config, capsys):
     assert imported(config, "ldm.conditioning.scan.modality=null") == 2
     said = capsys.readouterr().err
     assert "ldm.conditioning.scan.modality: null in the config, an input of the weights; set such as 1" in said

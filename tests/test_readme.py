@@ -43,23 +43,6 @@ def test_every_command_is_read_by_its_script():
         read_by_its_script(words)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "python scripts/oom_ladder.py --config configs/quality.yaml --budget-gigabytes 8",
-        "python scripts/oom_ladder.py --config configs/quality.yaml",
-        "python scripts/sample.py --run runs/high_res --num eight",
-        "python train_autoencoder.py --config configs/high_res.yaml --on-oom give-up",
-        "python train_ldm.py --config configs/high_res.yaml ldm.latents.cache=tape",
-        "python train_ldm.py --config configs/no_such_preset.yaml",
-        "python scripts/no_such_script.py",
-    ],
-)
-def test_a_wrong_command_is_noticed(line, capsys):
-    with pytest.raises((SystemExit, ConfigError, AssertionError)):
-        read_by_its_script(tuple(shlex.split(line)))
-
-
 @pytest.mark.parametrize("name", READMES)
 def test_every_option_in_the_text_exists(name):
     known = "".join(help_of(script) for script in sorted({script_of(words) for words in ALL}) if script.endswith(".py"))

@@ -152,7 +152,7 @@ def test_an_impossible_latent_scale_is_refused(run, scale, capsys):
 
 
 BESIDE: dict[str, dict[str, Any]] = {
-    "was trained with 7 timesteps": {"num_train_timesteps": torch.tensor(7)},
+    "set ldm.scheduler.num_train_timesteps=7": {"num_train_timesteps": torch.tensor(7)},
     "was trained with 7.0 timesteps": {"num_train_timesteps": 7.0},
     "(it holds numpy.": {"loss": np.float64(0.5)},
 }
