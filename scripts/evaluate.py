@@ -89,15 +89,15 @@ def main(options: argparse.Namespace) -> int:
         results |= evaluate_stage_two(sampler, frame, volumes, options.num)
     else:
         log.warning("%s: no such file, so only reconstructions are evaluated", trained.folder.weights("ldm"))
-    print(_table(results))
+    table = _table(results)
+    print(table)
     valid = _without_nan(results)
     for reason in sorted(set(valid.get("undefined", {}).values())):
         log.warning("nan: %s", reason)
-    text = json.dumps(valid, indent=2, allow_nan=False) + "\n"
     if options.json is not None:
-        write_output(options.json, text)
+        write_output(options.json, json.dumps(valid, indent=2, allow_nan=False) + "\n")
     try:
-        write_text(trained.folder.evaluation, text)
+        write_text(trained.folder.evaluation, json.dumps({**valid, "table": table}, indent=2, allow_nan=False) + "\n")
         log.info("next: open %s", write_report(trained.folder.path))
     except OSError as error:
         log.warning("%s: cannot be written (%s), so the report lacks this evaluation", error.filename, error.strerror)

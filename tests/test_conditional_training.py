@@ -106,7 +106,7 @@ def test_a_run_with_label_maps_trains_resumes_and_samples_in_their_space(config,
     assert {"right", "shuffled", "hidden"} < errors.keys()
     assert "L1 with the right condition is" in capsys.readouterr().out
     page = Path("runs/tiny/report.html").read_text()
-    assert "L1 of 2 samples to their own volumes" in page
+    assert "2 samples against their held-out volumes" in page
     for role in ("labelmap_0", "sample_0", "target_0"):
         assert f'"{role}"' in page
     write_nifti(Path("more.nii.gz"), np.full((1, 20, 16, 14), 3.0, np.float32), AFFINE)

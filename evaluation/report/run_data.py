@@ -79,13 +79,9 @@ class _OutOfMemoryReport(_Record):
 
 
 class _Evaluation(_Record):
-    """evaluation.json; the page shows a dash for what is missing inside."""
+    """evaluation.json."""
 
-    reconstruction: dict[str, Any]
-    conditions: dict[str, Any] | None = None
-    samples: dict[str, Any] | None = None
-    skill: dict[str, Any] = Field(default_factory=dict)
-    anchors: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    table: str = ""
 
 
 def read_run(path: Path, volume_budget: int = VOLUME_BUDGET_BYTES) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from evaluation.report.charts import STAGE_TITLES
-from memory.predict.prediction import GIB
-from runtime.files.names import counted, printable
+from runtime.files.names import counted, printable, size_text
 from training.recording.progress import duration_text
 
 Run = dict[str, Any]
@@ -24,10 +23,6 @@ _PEAKS = (
     ("memory_peak_gib", "peak allocated", "{:.2f} GiB"),
     ("host_memory_peak_gib", "peak of the process", "{:.2f} GiB"),
 )
-_RECONSTRUCTION = (("psnr", "PSNR", "{:.2f} dB"), ("ssim", "SSIM", "{:.4f}"), ("ms_ssim", "MS-SSIM", "{:.4f}"))
-_PAIRED = (("l1", "L1", "{:.4f}"), ("psnr", "PSNR", "{:.2f} dB"))
-_OCCUPANCY = (("iou", "IoU of occupied voxels", "{:.3f}"), ("chamfer", "Chamfer distance", "{:.3f} voxels"))
-"""Only in evaluations of mostly empty volumes."""
 
 
 def escaped(value: object) -> str:
@@ -41,10 +36,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = f"<thead><tr>{''.join(f'<th>{escaped(cell)}</th>' for cell in head)}</tr></thead>" if head else ""
     body = "".join(f"<tr>{''.join(f'<td>{escaped(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.1f} MiB"
 
 
 def header_section(runs: Sequence[Run], written: str, is_live: bool = False) -> str:
@@ -116,80 +107,23 @@ def _facts(stage: dict[str, Any]) -> dict[str, str | None]:
             values = [value for _, value in stage["curves"].get(name, []) if value is not None]
             facts[words] = form.format(choose(values)) if values else None
     prediction = (stage["memory"] or {}).get("prediction")
-    facts["predicted peak of the step's tensors"] = _gib(prediction["peak_allocated_bytes"]) if prediction else None
+    facts["predicted peak of the step's tensors"] = (
+        size_text(round(prediction["peak_allocated_bytes"])) if prediction else None
+    )
     facts["duration"] = None if stage["seconds"] is None else duration_text(stage["seconds"])
     return facts
 
 
 def evaluation_section(runs: Sequence[Run]) -> str:
-    """Return what scripts/evaluate.py found, each figure beside its anchors; empty if it never ran."""
+    """Return the tables that scripts/evaluate.py printed; empty if it never ran."""
     cards = []
     for run in runs:
-        if run["evaluation"]:
+        if run["evaluation"] and run["evaluation"]["table"]:
             name = "" if len(runs) == 1 else f"<h3>{escaped(run['label'])}</h3>"
-            scores = table(["", "this run", "compare with"], _scores(run["evaluation"]))
-            cards.append(f'<div class="card">{name}{scores}</div>')
-    if not cards:
-        return ""
-    return f'<section><h2>Evaluation</h2><div class="pair">{"".join(cards)}</div></section>'
-
-
-def _scores(evaluation: dict[str, Any]) -> list[list[str]]:
-    reconstruction, samples = evaluation["reconstruction"], evaluation["samples"]
-    held_out = f"mean of {counted(len(reconstruction.get('volumes', [])), 'held-out volume')}"
-    rows = [
-        [f"{words} of reconstructions", _number(reconstruction, "mean", key, form=form), held_out]
-        for key, words, form in (*_RECONSTRUCTION, *_measured(_OCCUPANCY, reconstruction.get("mean", {})))
-    ]
-    rows += _condition_rows(evaluation["conditions"])
-    if not samples:
-        return rows
-    skill = "best linear denoiser 1; below 1 the network knows more than mean and covariance"
-    rows.append(["skill", _number(evaluation, "skill", "val_skill", form="{:.3f}"), skill])
-    silent = _number(samples, "correlation_with_silent_network", form="{:.3f}")
-    rows.append(["correlation with samples of a silent network", silent, "1 if the network did nothing"])
-    who = f"{counted(samples.get('num', 0), 'sample')}, held-out volumes 1"
-    for words, keys in (("sharpness", ("sharpness", "gradient_magnitude")), ("edge kurtosis", ("laplacian_kurtosis",))):
-        anchors = [f"{name} {_number(one, *keys, form='{:.2f}')}" for name, one in evaluation["anchors"].items()]
-        rows.append([f"{words} of {who}", _number(samples, *keys, form="{:.2f}"), "; ".join(anchors)])
-    real = f"between held-out volumes {_number(samples, 'held_out_pairwise_ms_ssim')}"
-    rows.append(["MS-SSIM between samples", _number(samples, "pairwise_ms_ssim"), real])
-    copies = _number(samples, "num_memorised", form="{:.0f}")
-    rows.append(["near-duplicates of training volumes", copies, _closest(samples)])
-    return rows
-
-
-def _condition_rows(values: dict[str, Any] | None) -> list[list[str]]:
-    """Return the errors of samples against the volumes whose conditions they have."""
-    if not values:
-        return []
-    whose = "its own volume" if values["num"] == 1 else "their own volumes"
-    what = f"{counted(values['num'], 'sample')} to {whose}" + (" in the hole" if values.get("region") == "hole" else "")
-    others = {"shuffled": "another volume's condition", "hidden": "no condition", "interpolated": "interpolation"}
-    rows = []
-    for key, name, form in (*_PAIRED, *_measured(_OCCUPANCY, values["right"])):
-        compared = [
-            f"{text} {_number(values, other, key, form=form)}" for other, text in others.items() if values.get(other)
-        ]
-        rows.append([f"{name} of {what}", _number(values, "right", key, form=form), "; ".join(compared)])
-    return rows
-
-
-def _measured(figures: Sequence[tuple[str, str, str]], values: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return [figure for figure in figures if values.get(figure[0]) is not None]
-
-
-def _closest(samples: dict[str, Any]) -> str:
-    """Return how near the nearest sample comes to a training volume."""
-    ratios = [row["ratio"] for row in samples.get("nearest_training", []) if isinstance(row.get("ratio"), int | float)]
-    return f"the nearest is at {min(ratios):.2f} of a held-out volume's distance" if ratios else ""
-
-
-def _number(values: Any, *keys: str, form: str = "{:.4f}") -> str:
-    """Return a number of a nested record; a dash if it is missing."""
-    for key in keys:
-        values = values.get(key) if isinstance(values, dict) else None
-    return form.format(values) if isinstance(values, int | float) else "-"
+            cards.append(
+                f'<div class="card">{name}<pre class="scroll">{escaped(run["evaluation"]["table"])}</pre></div>'
+            )
+    return f"<section><h2>Evaluation</h2>{''.join(cards)}</section>" if cards else ""
 
 
 def memory_section(runs: Sequence[Run]) -> str:
@@ -214,10 +148,10 @@ def _breakdown(prediction: dict[str, Any] | None) -> str:
     by_size = sorted(prediction["breakdown"].items(), key=lambda part: -part[1])
     facts = [
         ["phase of the peak", prediction["phase"]],
-        ["allocated by tensors", _gib(prediction["peak_allocated_bytes"])],
-        *([f"of which {name}", _gib(size)] for name, size in by_size if size > 0),
-        ["needed on the device", _gib(prediction["required_bytes"])],
-        ["needed on the host", _gib(prediction["host_bytes"])],
+        ["allocated by tensors", size_text(round(prediction["peak_allocated_bytes"]))],
+        *([f"of which {name}", size_text(round(size))] for name, size in by_size if size > 0),
+        ["needed on the device", size_text(round(prediction["required_bytes"]))],
+        ["needed on the host", size_text(round(prediction["host_bytes"]))],
         ["a real step may need", f"{prediction['margin']:.0%} more"],
     ]
     return f"<h4>Predicted peak</h4>{table([], facts)}"

@@ -63,6 +63,4 @@ def test_without_stage_two_only_reconstructions_are_measured(tmp_path, tmp_path_
     head, first = printed.out.splitlines()[:2]
     assert head.index("Chamfer") + len("Chamfer") == len(first)
     assert f"{mean['ms_ssim']:8.4f} {mean['iou']:8.3f} {mean['chamfer']:8.3f}" in printed.out
-    page = (run / "report.html").read_text()
-    for text in ("IoU of occupied voxels of reconstructions", f"{mean['chamfer']:.3f} voxels"):
-        assert text in page
+    assert head in (run / "report.html").read_text()
