@@ -12,7 +12,7 @@ from diffusion.sampling import VolumeSampler
 from settings.ldm import NUM_PREVIEWS
 from training.ldm_step import LatentDiffusionStep
 from training.validation.pictures import Row, picture_of
-from training.validation.previews import MAX_COPIES, Preview, ViewerVolume
+from training.validation.previews import Preview, ViewerVolume
 from training.validation.real_volumes import RealVolumes
 from training.validation.skill import Skill, skill_in_words
 
@@ -67,14 +67,12 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
         if settings.ldm.conditioning.describes_volumes:
             accompanying = _condition_and_target(latents, place)
             rows += [Row.of(name, one, spacing_mm) for _, name, one, spacing_mm in accompanying]
-            if place < MAX_COPIES:
-                shown |= {
-                    f"{role}_{place}": ViewerVolume.of(from_unit(one[None]), spacing_mm, name, place=place)
-                    for role, name, one, spacing_mm in accompanying
-                }
-        if place < MAX_COPIES:
-            shown[f"sample_{place}"] = ViewerVolume.of(volume, latents.spacing_mm, name, condition, place)
-            samples.append(to_unit(volume).cpu())
+            shown |= {
+                f"{role}_{place}": ViewerVolume.of(from_unit(one[None]), spacing_mm, name, place=place)
+                for role, name, one, spacing_mm in accompanying
+            }
+        shown[f"sample_{place}"] = ViewerVolume.of(volume, latents.spacing_mm, name, condition, place)
+        samples.append(to_unit(volume).cpu())
     if real is not None:
         shown |= {f"nearest_{place}": volume for place, volume in enumerate(real.nearest_to(samples))}
         shown |= {f"real_{place}": volume for place, volume in enumerate(real.held_out())}
