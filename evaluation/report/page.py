@@ -48,7 +48,7 @@ def publish(run: RunFolder, process: Process) -> None:
             write_report(run.path)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            log.warning("%s: not written (%s); training goes on, and the next validation tries again", run.report, why)
+            log.warning("%s: not written (%s); the next validation, or scripts/report.py, tries again", run.report, why)
 
 
 def write_report(run_folder: Path) -> Path:
