@@ -1,4 +1,4 @@
-"""What a run says first: its summary, and in stage 1 a warning of a config that stage 2 would refuse."""
+"""What a run says first and last: its summary, a warning if stage 2 would refuse the config, and the next command."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from data import DataSplit, VolumeFile
+from runtime.files.run_folder import RunFolder
 from runtime.processes import Process
 from settings import Settings
+from training.ldm_step import LatentDiffusionStep
 from training.summary import summarise, warn_of_stage_two
 
 FILES = tuple(VolumeFile(Path(f"{name}.nii"), name, label) for label, name in enumerate(("a", "b")))
@@ -39,3 +41,25 @@ def test_stage_two_says_what_its_network_predicts_and_which_keys_rectified_flow_
     flow = {"ldm.scheduler.type": "rflow", "ldm.scheduler.prediction": "v", "ldm.sampling.sampler": "rflow"}
     said = summarise(settings.with_overrides(flow), "ldm", 4)
     assert "rflow, predicts the flow; prediction and schedule are for ddpm" in said
+
+
+CPU = Process(torch.device("cpu"))
+TARGET = {"encoding": "resample", "source": "target"}
+
+
+@pytest.mark.parametrize(
+    ("conditioning", "expected"),
+    [
+        ({}, ""),
+        ({"label_map": {"source": "maps", "num_classes": 3}}, " --labels FILE_OR_FOLDER"),
+        ({"volume": TARGET | {"degrade": {"downsample": [1, 1, 2]}}}, " --condition FILE_OR_FOLDER"),
+        (
+            {"volume": TARGET | {"degrade": {"hole": [4, 4, 4]}}},
+            " --condition FILE_OR_FOLDER --mask FILE_OR_FOLDER",
+        ),
+    ],
+)
+def test_the_next_command_names_the_conditions_of_the_run(tiny_values, conditioning, expected):
+    tiny_values["ldm"]["conditioning"] = conditioning
+    step = LatentDiffusionStep(Settings.model_validate(tiny_values), CPU, load_weights=False)
+    assert step.next_command(RunFolder(Path("runs/a b"))) == f"python scripts/sample.py --run 'runs/a b'{expected}"
