@@ -23,7 +23,6 @@ from tests.conftest import ROOT
 from tests.finished_run import finished_run, run_here
 from training.checkpoints import Checkpoints
 
-REPOSITORY = Path(__file__).parents[2]
 SHAPE = {
     "spatial_dims": 3,
     "in_channels": 1,
