@@ -159,21 +159,20 @@ def _breakdown(prediction: dict[str, Any] | None) -> str:
 
 def config_section(runs: Sequence[Run]) -> str:
     """Return the keys that differ from the defaults or between runs; for one run, also all keys, collapsed."""
-    if len(runs) == 1:
-        keys = runs[0]["config"]
-        changed = [[key["key"], key["default"], key["value"]] for key in keys if key["default"] != key["value"]]
-        verb = "differs" if len(changed) == 1 else "differ"
-        head = f"<h3>{len(changed)} of {len(keys)} keys {verb} from the defaults</h3>"
-        differences = table(["key", "default", "this run"], changed) if changed else ""
-        every = table(["key", "value"], [[key["key"], key["value"]] for key in keys])
-        return f"{head}{differences}<details><summary>All keys</summary>{every}</details>"
+    is_one = len(runs) == 1
+    labels = ["default", "this run"] if is_one else [run["label"] for run in runs]
     rows = [
-        [keys[0]["key"], *(key["value"] for key in keys)] for keys in zip(*(run["config"] for run in runs), strict=True)
+        [keys[0]["key"], *([keys[0]["default"]] if is_one else []), *(key["value"] for key in keys)]
+        for keys in zip(*(run["config"] for run in runs), strict=True)
     ]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     verb = "differs" if len(differing) == 1 else "differ"
-    labels = [run["label"] for run in runs]
-    return f"<h3>{counted(len(differing), 'key')} {verb}</h3>{table(['key', *labels], differing)}"
+    differences = table(["key", *labels], differing) if differing else ""
+    if not is_one:
+        return f"<h3>{counted(len(differing), 'key')} {verb}</h3>{differences}"
+    every = table(["key", "value"], [[row[0], row[-1]] for row in rows])
+    head = f"<h3>{len(differing)} of {len(rows)} keys {verb} from the defaults</h3>"
+    return f"{head}{differences}<details><summary>All keys</summary>{every}</details>"
 
 
 def environment_section(runs: Sequence[Run]) -> str:

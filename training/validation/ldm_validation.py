@@ -75,7 +75,7 @@ def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolume
         samples.append(to_unit(volume).cpu())
     if real is not None:
         shown |= {f"nearest_{place}": volume for place, volume in enumerate(real.nearest_to(samples))}
-        shown |= {f"real_{place}": volume for place, volume in enumerate(real.held_out())}
+        shown |= {f"real_{place}": volume for place, volume in enumerate(real.held_out)}
     return Preview(picture_of(rows), shown)
 
 

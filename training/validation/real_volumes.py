@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -35,19 +36,19 @@ class RealVolumes:
         self._train = [train[number * len(train) // chosen] for number in range(chosen)]
         self._num_training = len(train)
         self._val, self._data, self._class_names = volumes.val[:MAX_SHOWN], data, volumes.class_names
-        self._vectors: Tensor | None = None
-        self._held_out: list[ViewerVolume] = []
 
+    @functools.cached_property
     def held_out(self) -> list[ViewerVolume]:
         """Return the first held-out volumes, as the report shows them."""
-        if not self._held_out:
-            self._held_out = [self._shown(file, place) for place, file in enumerate(self._val)]
-        return self._held_out
+        return [self._shown(file, place) for place, file in enumerate(self._val)]
+
+    @functools.cached_property
+    def _vectors(self) -> Tensor:
+        images = (load_volume(file.path, self._data, file.num_channels).image for file in self._train)
+        return torch.stack([summary_vector(to_unit(image)) for image in images])
 
     def nearest_to(self, samples: Sequence[Tensor]) -> list[ViewerVolume]:
         """Return the training volume nearest to each (C, D, H, W) sample in [0, 1]."""
-        if self._vectors is None:
-            self._vectors = torch.stack([summary_vector(to_unit(self._read(file))) for file in self._train])
         vectors = torch.stack([summary_vector(sample) for sample in samples])
         distances, indices = nearest(vectors, self._vectors)
         among = f"nearest of {len(self._train)}"
@@ -58,9 +59,6 @@ class RealVolumes:
             self._shown(self._train[index], place, note)
             for place, (index, note) in enumerate(zip(indices.tolist(), notes, strict=True))
         ]
-
-    def _read(self, file: VolumeFile) -> Tensor:
-        return load_volume(file.path, self._data, file.num_channels).image
 
     def _shown(self, file: VolumeFile, place: int, note: str = "") -> ViewerVolume:
         loaded = load_volume(file.path, self._data, file.num_channels)
