@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from losses.torchvision_import import import_torchvision
+from losses.lpips_slices import import_torchvision
 from losses.weights import read_state_dict
 from settings import CheckpointError
 

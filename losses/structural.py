@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from losses.pieces import FrozenTerm, Index, mean_over_pieces
+from losses.pieces import FrozenTerm, mean_over_volumes
 
 NUM_SCALES = 4
 # An axis is halved only while at least this many voxels remain.
@@ -34,9 +34,7 @@ class StructuralDistance(FrozenTerm):
 
     def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
         """Return the mean distance. `step` has no effect, because the whole volume is compared."""
-        volumes, channels = reconstruction.shape[:2]
-        chunks: list[list[Index]] = [[(volume, channel)] for volume in range(volumes) for channel in range(channels)]
-        return mean_over_pieces(reconstruction, target, chunks, structural_distance)
+        return mean_over_volumes(reconstruction, target, structural_distance)
 
 
 def structural_distance(volumes: Tensor, wanted: Tensor) -> Tensor:

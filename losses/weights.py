@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.files.atomic import replacing
 from runtime.files.reading import check_regular
@@ -95,11 +95,20 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     return {str(key).removeprefix("module."): value for key, value in content.items() if isinstance(value, Tensor)}
 
 
-def weights_mismatch(path: Path, network: str, missing: str) -> ConfigError:
-    """Return the error for a file with another network's weights."""
-    file = FILES[network]
-    found = f"{path} does not hold the weights of {network} ({missing} is missing or has another shape)"
-    return _error(found, f"it takes {file.description}, {file.name}", _remedy(file))
+def take_weights(
+    module: nn.Module, names: dict[str, str], network: str, path: Path, shipped: dict[str, Tensor]
+) -> None:
+    """Fill a module, built on the meta device, from a file that has its parameters under other `names`.
+
+    `shipped` are those that the file does not have. Raise ConfigError for a file with another network's weights.
+    """
+    found, expected = read_state_dict(path), module.state_dict()
+    for key, name in names.items():
+        if name not in found or found[name].shape != expected[key].shape:
+            file = FILES[network]
+            text = f"{path} does not hold the weights of {network} ({name} is missing or has another shape)"
+            raise _error(text, f"it takes {file.description}, {file.name}", _remedy(file))
+    module.load_state_dict({key: found[name].float() for key, name in names.items()} | shipped, assign=True)
 
 
 def _error(found: str, allowed: str = "", remedy: str = "") -> ConfigError:

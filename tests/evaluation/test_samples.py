@@ -12,7 +12,7 @@ from evaluation.fid import frechet_distance, load_features, slice_features
 from evaluation.reconstructions import mean_interval
 from evaluation.samples import Reference, SilentNetwork, evaluate_anchors, evaluate_samples, similarity
 from evaluation.sharpness import compare_sharpness, gradient_magnitude, laplacian_kurtosis
-from losses.torchvision_import import import_torchvision
+from losses.lpips_slices import import_torchvision
 from settings import CheckpointError
 from training.validation.pair_metrics import ms_ssim
 from training.validation.set_metrics import (
