@@ -52,6 +52,11 @@ def suffix_of(name: str) -> str | None:
     return next((suffix for suffix in SUFFIXES if lower.endswith(suffix)), None)
 
 
+def stem(name: str) -> str:
+    """Return the name of a volume without the ending of its type."""
+    return name[: len(name) - len(suffix_of(name) or "")]
+
+
 def read_header(path: Path) -> Header:
     """Read shape, channels and geometry without the voxels; raise DataError, naming the file, if that fails."""
     try:

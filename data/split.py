@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from data.discovery import DiscoveredVolume, columns_of
-from data.names import PATIENTS
+from data.discovery import PATIENTS, DiscoveredVolume
+from data.tables import by_volume, read_table
 from runtime.files.names import counted, printable
 from settings import DataError
 from settings.data import LEAST_HELD_OUT, DataSettings
@@ -39,10 +36,6 @@ _NUMBERED = (
 )
 # With more scans each on average, what these patterns find are sets and not patients.
 MOST_SCANS = 12
-
-MOST_SECONDS = 10
-"""What searching all names for `data.group_by` may take."""
-_SEARCH = "import json, re, sys; pattern, names = json.load(sys.stdin); [re.search(pattern, name) for name in names]"
 
 Groups = dict[DiscoveredVolume, str]
 
@@ -99,7 +92,6 @@ def groups_of(volumes: Sequence[DiscoveredVolume], s: DataSettings) -> Groups | 
             f"data.group_by: {printable(s.group_by)} is not a pattern ({error}); folder, column:NAME or a regular "
             "expression is allowed; correct it"
         ) from error
-    _require_quick(s.group_by, [volume.name for volume in volumes])
     groups = {volume: group for volume in volumes if (group := _group(pattern, volume.name)) is not None}
     unmatched = [volume for volume in volumes if volume not in groups]
     if not groups:
@@ -118,27 +110,16 @@ def groups_of(volumes: Sequence[DiscoveredVolume], s: DataSettings) -> Groups | 
     return groups | {volume: f"{volume.name}/" for volume in unmatched}
 
 
-def _require_quick(pattern: str, names: Sequence[str]) -> None:
-    """Raise DataError if a search takes too long, as with (a+)+$; tried in a process that can be stopped."""
-    command = [sys.executable, "-I", "-c", _SEARCH]
-    try:
-        subprocess.run(command, input=json.dumps([pattern, names]).encode(), check=False, timeout=MOST_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise DataError(
-            f"data.group_by: {printable(pattern)} takes more than {MOST_SECONDS} seconds to search "
-            f"{counted(len(names), 'name')}; a pattern without repetitions inside repetitions is allowed; simplify it"
-        ) from error
-
-
 def _by_column(volumes: Sequence[DiscoveredVolume], column: str, table: str | None) -> Groups:
     if table is None:
         raise DataError(
             f"data.group_by: {COLUMN}{printable(column)} without data.class_labels; it names a column of that table; "
             "set it"
         )
-    rows = columns_of(table, column.strip().lower(), "data.group_by", "change one of the two")
-    values = {name: value for _, name, value in rows}
-    groups = {v: values.get(v.name) or values.get(PurePosixPath(v.name).name) or "" for v in volumes}
+    column = column.strip().lower()
+    rows = read_table(table, [column], "data.group_by", "change one of the two")
+    found = by_volume({name: [row[column]] for _, name, row in rows}, [volume.name for volume in volumes])
+    groups = {volume: next(iter(own), "") for volume, own in zip(volumes, found, strict=True)}
     missing = [volume.name for volume, group in groups.items() if not group]
     if missing:
         raise DataError(

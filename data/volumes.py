@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.checking import Checked, check_files
-from data.discovery import DiscoveredVolume, class_names_of, find, is_plain_folder, with_folders, with_labels
+from data.discovery import DiscoveredVolume, class_folder, class_names_of, find, is_plain_folder, with_folders
 from data.files import dicom
-from data.names import class_folder
 from data.notes import Note, grouped, left_out, problem_lines
 from data.overview import looks_like_labels
 from data.phantoms import phantom_files, phantom_paths, phantom_root
 from data.reading import VolumeFacts
 from data.split import parted_patients, split
+from data.tables import with_labels
 from runtime.files import run_folder
 from runtime.files.names import counted, printable
 from settings import DataError

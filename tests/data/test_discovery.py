@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.discovery import class_names_of, find, with_folders, with_labels
+from data.discovery import class_names_of, find, with_folders
+from data.tables import with_labels
 from data.volumes import prepare_volumes
 from settings import DataError
 from tests.data.small_volumes import build_settings

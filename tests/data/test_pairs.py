@@ -11,9 +11,8 @@ import pytest
 
 from data.files.header import Header
 from data.formats import write_nifti
-from data.geometry import geometry_of, in_planes
-from data.pairs.geometry import mismatch
-from data.pairs.partners import PartnerSource, find_partners
+from data.geometry import geometry_of, in_planes, mismatch
+from data.partners import PartnerSource, find_partners
 from data.reading import measure
 from data.volumes import DataSplit, VolumeFile, prepare_volumes
 from diffusion.conditioning import check_conditions, find_partners_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from data.formats import write_nifti
-from data.pairs.partners import PartnerSource, find_partners
+from data.partners import PartnerSource, find_partners
 from diffusion.conditioning import store
 from settings import DataError
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels

@@ -9,7 +9,7 @@ import pytest
 
 from data.files.header import Stored
 from data.formats import COPIES_WHILE_READING, write_nifti
-from data.ranking import Ranking
+from data.intensity import Ranking
 from data.reading import measure, on_grid
 from tests.data.small_volumes import build_settings
 

@@ -15,11 +15,9 @@ import torch
 from scipy.ndimage import gaussian_filter
 from scipy.spatial import cKDTree
 
-import data.split
 from data import load_volume, prepare_volumes
-from data.discovery import DiscoveredVolume
+from data.discovery import DiscoveredVolume, class_folder, label_files
 from data.formats import write_nifti
-from data.names import class_folder, label_files
 from data.overview import looks_like_labels, outlier_lines, range_lines
 from data.reading import VolumeFacts, measure
 from data.split import groups_of, parted_patients, suspected_patients
@@ -124,12 +122,6 @@ def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path):
     ):
         with pytest.raises(DataError, match=text):
             groups(**values)
-
-
-def test_a_pattern_that_never_ends_is_refused(monkeypatch):
-    monkeypatch.setattr(data.split, "MOST_SECONDS", 1)
-    with pytest.raises(DataError, match=r"takes more than 1 seconds to search 2 names; .* simplify it"):
-        groups_of(found("a" * 60 + ".nii", "b.nii"), build_settings(group_by="(a+)+$"))
 
 
 @pytest.mark.parametrize("val_fraction", [0.01, 0.3, 0.99])

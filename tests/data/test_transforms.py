@@ -12,8 +12,7 @@ import torch
 from scipy import ndimage
 
 from data import loading
-from data.loading import NETWORK_RANGE, from_unit, in_pose, load_volume, random_part, restore, to_unit
-from data.poses import random_pose
+from data.loading import NETWORK_RANGE, from_unit, in_pose, load_volume, random_part, random_pose, restore, to_unit
 from settings import DataError
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
