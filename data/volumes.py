@@ -112,24 +112,22 @@ def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
     if s.class_labels is not None:
         volumes, unlabelled = with_labels(volumes, s.class_labels)
     checked = check_files([volume.path for volume in volumes], s, in_channels)
-    parts = dicom.parted(item.path for item in checked if dicom.is_dicom(item.path))
-    checked = [
-        Checked(c.path, None, (*c.problems, Note(printable(c.path), parts[c.path]))) if c.path in parts else c
-        for c in checked
-    ]
+    for path, text in dicom.parted(item.path for item in checked if dicom.is_dicom(item.path)).items():
+        place = next(place for place, item in enumerate(checked) if item.path == path)
+        checked[place] = Checked(path, None, (*checked[place].problems, Note(printable(path), text)))
     if not s.include_label_maps:
-        are_maps = [item.facts is not None and looks_like_labels(item.facts) for item in checked]
-        if all(are_maps):
+        maps = {c.path for c in checked if c.facts is not None and looks_like_labels(c.facts)}
+        if len(maps) == len(checked):
             log.warning(
                 "data: every volume looks like a label map, so they are trained on as intensities; set "
                 "data.include_label_maps: true if that is meant"
             )
         else:
             why = "it looks like a label map (whole numbers in regions of equal ones); set data.include_label_maps: "
-            maps = [volume for volume, is_map in zip(volumes, are_maps, strict=True) if is_map]
-            notes += [left_out(volume.name, f"{why}true to train on it", is_label_map=True) for volume in maps]
-            volumes = [volume for volume, is_map in zip(volumes, are_maps, strict=True) if not is_map]
-            checked = [item for item, is_map in zip(checked, are_maps, strict=True) if not is_map]
+            names = [volume.name for volume in volumes if volume.path in maps]
+            notes += [left_out(name, f"{why}true to train on it", is_label_map=True) for name in names]
+            volumes = [volume for volume in volumes if volume.path not in maps]
+            checked = [item for item in checked if item.path not in maps]
     if s.num_phantoms is None and s.class_labels is None and is_plain_folder(s.source):
         # Only now, because folders of label maps that are left out say nothing about classes.
         volumes = with_folders(volumes)

@@ -9,8 +9,6 @@ import pytest
 
 from data import load_volume, prepare_volumes
 from data.formats import write_nifti
-from data.store import PreparedFolder
-from diffusion.latent_files import latent_key
 from settings import ConfigError, DataError, validate
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
@@ -45,9 +43,3 @@ def test_rules_are_checked_and_a_window_that_holds_nothing_is_named(tmp_path):
     far = build_settings(source=str(tmp_path), intensity=by_channel([*RULES[:2], ["window", 9000, 9001]]))
     with pytest.raises(DataError, match="lie outside the window 9000 to 9001"):
         prepare_volumes(far, 0, 3)
-
-
-def test_other_rules_are_prepared_in_another_place():
-    plain, ruled = build_settings(), build_settings(intensity=by_channel(RULES))
-    assert PreparedFolder(ruled).folder != PreparedFolder(plain).folder
-    assert latent_key(ruled, "weights", "fp32") != latent_key(plain, "weights", "fp32")

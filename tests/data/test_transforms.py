@@ -47,12 +47,6 @@ def test_percentiles_and_windows_map_to_the_networks_range(make_volume):
     torch.testing.assert_close(loaded.image, torch.from_numpy(voxels / 1000), atol=1e-6, rtol=0)
 
 
-def test_channels_are_scaled_each_by_its_own_percentiles(make_volume):
-    voxels = np.concatenate([smooth((12, 10, 8)), 1000 + 5 * smooth((12, 10, 8))])
-    image = load_volume(make_volume("v.nii.gz", voxels), build_settings(intensity=WIDE), num_channels=2).image
-    torch.testing.assert_close(image[0], image[1], atol=1e-4, rtol=0)
-
-
 def test_resampling_follows_a_smooth_function(make_volume):
     path = make_volume("v.nii.gz", smooth((40, 30, 24)))
     settings = build_settings(voxel_size=[20, 15, 12], intensity={"mode": "window", "lower": -200.0, "upper": 200.0})

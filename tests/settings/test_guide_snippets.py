@@ -98,9 +98,3 @@ def test_preset_has_the_mathematics_of_its_combination(preset, text):
     assert found["batch_size"] * found["gradient_accumulation_steps"] == 4
     for dotted, value in leaves(yaml.safe_load(text)):
         assert look_up(values, dotted) == value or promises[dotted] == "same mathematics", dotted
-
-
-def test_disabling_attention_on_every_level_disables_the_middle_attention(tmp_path):
-    path = tmp_path / "none.yaml"
-    path.write_text("autoencoder:\n  attention_levels: [false, false, false]")
-    assert not load_settings(path).autoencoder.has_middle_attention

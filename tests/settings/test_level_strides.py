@@ -24,12 +24,6 @@ def test_the_latent_grid_follows_from_the_strides():
     assert settings_of([[2, 2, 2], [2, 2, 2]]).latent_shape == settings_of(2).latent_shape == (3, 16, 16, 6)
 
 
-@pytest.mark.parametrize("levels", [1, 2, 4])
-def test_the_default_is_two_for_any_number_of_levels(levels):
-    autoencoder = {"num_channels": [16] * levels, "attention_levels": [False] * levels}
-    assert validate({"autoencoder": autoencoder}).autoencoder.downsampling == (2 ** (levels - 1),) * 3
-
-
 @pytest.mark.parametrize(
     ("strides", "expected"),
     [
