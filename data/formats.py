@@ -139,7 +139,7 @@ def note_of(path: Path) -> str:
     """Return the note that `write_nifti` put into a file; raise DataError, naming the file, if it cannot be read."""
     try:
         check_regular(path)
-        return nifti.read_note(path)
+        return bytes(nifti.load(path).header["descrip"].item()).decode("utf-8", "replace").strip("\0 ")
     except (OSError, UnsuitableError, DamagedError) as error:
         raise FileError(path, _reason(path, error)) from error
 

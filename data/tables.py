@@ -49,7 +49,7 @@ def read_table(table: str, columns: Sequence[str], key: str, remedy: str) -> lis
             f"{where} has the columns {shortened(printable(', '.join(header))) or '(none)'}; {printable(needed)} are "
             f"needed, once each; {remedy}"
         )
-    result = []
+    result: list[tuple[int, str, Row]] = []
     for number, row in rows:
         cells = dict(zip(header, (cell.strip() for cell in row), strict=False))
         name = normal(cells["file"]) if cells.get("file") else ""

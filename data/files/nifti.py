@@ -23,7 +23,7 @@ MM_PER_UNIT = {1: 1e3, 3: 1e-3}
 
 def read_header(path: Path) -> Header:
     """Read the header; volumes along the fourth axis are channels."""
-    image = _image(path)
+    image = load(path)
     axes = tuple(int(n) for n in image.shape)
     # NIfTI stores vector components on the fifth axis, after a time axis of length 1.
     axes = (*axes[:3], axes[4]) if len(axes) == 5 and axes[3] == 1 else axes
@@ -33,7 +33,7 @@ def read_header(path: Path) -> Header:
 
 def read_voxels(path: Path, header: Header) -> Stored:
     """Read the voxels without a second copy of them."""
-    image = _image(path)
+    image = load(path)
     proxy = image.dataobj
     dtype = proxy.dtype
     count = header.num_channels * math.prod(header.shape)
@@ -48,12 +48,8 @@ def read_voxels(path: Path, header: Header) -> Stored:
     return Stored(array, float(proxy.slope), float(proxy.inter))
 
 
-def read_note(path: Path) -> str:
-    """Return the description in the header."""
-    return bytes(_image(path).header["descrip"].item()).decode("utf-8", "replace").strip("\0 ")
-
-
-def _image(path: Path) -> Any:
+def load(path: Path) -> Any:
+    """Return the image without its voxels; raise UnsuitableError if the file is of another format."""
     with library("nifti"):
         image = nib.load(path)
     if not isinstance(image, nib.Nifti1Image):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 import torch
 from scipy import ndimage
 
-from data import loading
+from data import loading, prepare_volumes
+from data.formats import write_nifti
 from data.loading import NETWORK_RANGE, from_unit, in_pose, load_volume, random_part, random_pose, restore, to_unit
-from settings import DataError
+from settings import ConfigError, DataError, validate
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
 Make = Callable[..., Path]
@@ -218,3 +220,36 @@ def test_a_new_pose_moves_a_volume_a_little_and_keeps_its_detail():
         place = np.array(np.unravel_index(int(pose.argmax()), image.shape)[1:])
         assert np.abs(place - (np.array([24, 20, 28]) - 1) / 2).max() < 3
     assert len({float(pose.sum()) for pose in poses}) == 8
+
+
+RULES: list[list[Any]] = [["window", 0, 80], ["percentile", 5, 95], ["window", -30, 30]]
+
+
+def by_channel(rules: list[list[Any]]) -> dict[str, list[Any]]:
+    return dict(zip(("mode", "lower", "upper"), map(list, zip(*rules, strict=True)), strict=True))
+
+
+def test_each_channel_is_scaled_by_its_rule(tmp_path):
+    voxels = random_voxels(0, (3, 12, 10, 8)) * np.array([0.5, 1, 0.1], np.float32)[:, None, None, None]
+    write_nifti(tmp_path / "a.nii.gz", voxels, np.eye(4))
+    found = load_volume(tmp_path / "a.nii.gz", build_settings(intensity=by_channel(RULES)), 3).image.numpy()
+    for mine, values, (mode, lower, upper) in zip(found, voxels, RULES, strict=True):
+        ends = np.percentile(values, [lower, upper]) if mode == "percentile" else (lower, upper)
+        expected = 2 * (np.clip(values, *ends) - ends[0]) / (ends[1] - ends[0]) - 1
+        np.testing.assert_allclose(mine, expected, atol=1e-5)
+
+
+def test_rules_are_checked_and_a_window_that_holds_nothing_is_named(tmp_path):
+    for channels, said in (
+        ([*RULES, ["window", 0, 1]], "4 entries for 3 channels"),
+        ([["window", 5, 5], *RULES[1:]], r"5 is not below upper \(5\)"),
+        ([["percentile", -1, 50], *RULES[1:]], "are not percentiles"),
+    ):
+        values = {"data": {"intensity": by_channel(channels)}, "autoencoder": {"in_channels": 3}}
+        with pytest.raises(ConfigError, match=said):
+            validate(values)
+    for name in "ab":
+        write_nifti(tmp_path / f"{name}.nii", random_voxels(1, (3, 12, 10, 8)), AFFINE)
+    far = build_settings(source=str(tmp_path), intensity=by_channel([*RULES[:2], ["window", 9000, 9001]]))
+    with pytest.raises(DataError, match="lie outside the window 9000 to 9001"):
+        prepare_volumes(far, 0, 3)

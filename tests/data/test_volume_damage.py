@@ -67,7 +67,6 @@ def npy(header: bytes) -> bytes:
 @pytest.mark.parametrize(
     "header",
     [
-        b"{'descr': '<f4', 3: False, 'shape': (4, 4, 4)}",
         b"{'descr': '<f4', [1]: False, 'shape': (4, 4, 4)}",
         b"{'descr': '<i4,<q,', 'fortran_order': False, 'shape': (4, 4, 4)}",
         b"{'descr': '<f4', 'fortran_order': False, 'shape': (4, 4, " + b"(" * 500,
@@ -76,7 +75,6 @@ def npy(header: bytes) -> bytes:
         b"{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (4, 4, 4)}",
         b"{'descr': '|O', 'fortran_order': False, 'shape': (4, 4, 4)}",
         b"{'descr'",
-        b"",
     ],
 )
 def test_invalid_numpy_headers_are_refused(tmp_path, header):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from settings import known_keys, load_settings, look_up
-from settings.dotted import assign
+from settings import Settings, known_keys, load_settings, look_up
+from settings.section import assign
 from tests.nested_values import leaves
 
 COMBINATION = """
@@ -85,6 +85,12 @@ def test_the_six_steps_of_the_diagnosis_go_together_and_after_each_combination(t
         if start:
             merged["autoencoder"]["norm_num_groups"] = "auto"
         assert resolved(tmp_path, yaml.safe_dump(merged)) == expected(yaml.safe_dump(merged))
+
+
+def test_disabling_attention_on_every_level_disables_the_middle_attention():
+    assert not Settings.model_validate(
+        {"autoencoder": {"attention_levels": [False] * 3}}
+    ).autoencoder.has_middle_attention
 
 
 @pytest.mark.parametrize(("preset", "text"), [("high_res", A), ("balanced", B), ("quality", C)])
