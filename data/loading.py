@@ -82,12 +82,11 @@ def load_file(file: VolumeFile, s: DataSettings) -> LoadedVolume:
     if s.prepared == "disk" and file.digest:
         folder = PreparedFolder(s)
         try:
-            prepared = folder.read(file.digest, file.num_channels)
+            return _loaded(*folder.read(file.digest, file.num_channels), s)
         except PreparedError as error:
             text = f"the prepared volume of {printable(file.name)} cannot be used, {error}"
             remedy = "run the same command again to prepare it anew"
             raise FileError(folder.path_of(file.digest), f"{text}; {remedy}") from None
-        return _loaded(prepared.image, prepared.facts, s)
     loaded = load_volume(file.path, s, file.num_channels)
     if file.digest and loaded.digest != file.digest:
         raise FileError(file.path, "changed since it was checked; run the same command again")

@@ -15,7 +15,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -46,14 +46,6 @@ DECISIVE = {"spacing", "voxel_size", "resize", "intensity", "frame"}
 
 class PreparedError(Exception):
     """A prepared file that is missing, damaged or of another volume; the text says which."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A prepared volume: a view of its voxels (float32, C, D, H, W) and what was measured in its source."""
-
-    image: np.ndarray
-    facts: VolumeFacts
 
 
 class PreparedFolder:
@@ -87,10 +79,11 @@ class PreparedFolder:
             file.write(text.ljust(-(-(len(text) + 1) // PAGE) * PAGE - 1) + b"\n")
             file.write(voxels.data.cast("B"))
 
-    def read(self, digest: str, num_channels: int, is_checked: bool = False) -> Prepared:
-        """Map one prepared volume; raise `PreparedError` unless it is complete and what it claims to be.
+    def read(self, digest: str, num_channels: int, is_checked: bool = False) -> tuple[np.ndarray, VolumeFacts]:
+        """Map one prepared volume (float32, C, D, H, W); return it with what was measured in its source.
 
-        With `is_checked` its voxels are compared with their checksum too, which reads all of them.
+        Raises `PreparedError` unless it is complete and what it claims to be. With `is_checked` its voxels are compared
+        with their checksum too, which reads all of them.
         """
         path = self.path_of(digest)
         shape = (num_channels, *self.grid)
@@ -115,7 +108,7 @@ class PreparedFolder:
             raise PreparedError("its header is damaged") from None
         if is_checked and _checksum(image) != header.get("checksum"):
             raise PreparedError("its voxels are not the ones that were written")
-        return Prepared(image, facts)
+        return image, facts
 
     def tidy(self) -> None:
         """Remove files that killed processes left half-written."""

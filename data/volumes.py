@@ -13,7 +13,7 @@ from data.discovery import DiscoveredVolume, class_folder, class_names_of, find,
 from data.files import dicom
 from data.notes import Note, grouped, left_out, problem_lines
 from data.overview import looks_like_labels
-from data.phantoms import phantom_files, phantom_paths, phantom_root
+from data.phantoms import phantom_files, phantom_paths
 from data.reading import VolumeFacts
 from data.split import parted_patients, split
 from data.tables import with_labels
@@ -95,9 +95,8 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int, is_dry_run: bo
 def _phantoms(s: DataSettings, seed: int, in_channels: int) -> list[DiscoveredVolume]:
     """Return the phantoms, which need not exist yet."""
     assert s.num_phantoms is not None, "the source is not phantoms"
-    root = phantom_root(run_folder.PHANTOMS, s.voxel_size, in_channels, seed)
-    paths = phantom_paths(root, s.num_phantoms)
-    return [DiscoveredVolume(path, path.relative_to(root).as_posix(), path.parent.name) for path in paths]
+    paths = phantom_paths(run_folder.PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
+    return [DiscoveredVolume(path, f"{path.parent.name}/{path.name}", path.parent.name) for path in paths]
 
 
 def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from data import Batch, BatchPlan, DataSplit, prepare_volumes, training_batches, validation_batches
+from data import Batch, BatchPlan, DataSplit, ValidationBatches, prepare_volumes, training_batches
 from data.batches import VolumeOrder
 from data.loading import load_volume
 from data.workers import one_ahead
@@ -133,7 +133,7 @@ def test_labels_travel_with_their_volumes():
 @pytest.mark.parametrize("values", [{}, {"prepared": "memory"}, {"num_workers": 2, "persistent_workers": True}])
 def test_validation_sees_whole_volumes_in_a_fixed_order_as_often_as_asked(folder, values):
     volumes, settings = prepared(folder, **{**PATCHES, **values})
-    batches = validation_batches(volumes.train, settings)
+    batches = ValidationBatches(volumes.train, settings)
     first, second = list(batches), list(batches)
     assert_equal(first, second)
     assert len(batches) == len(first) == len(volumes.train)
@@ -143,11 +143,11 @@ def test_validation_sees_whole_volumes_in_a_fixed_order_as_often_as_asked(folder
 
 def test_validation_is_shared_among_ranks(folder):
     volumes, settings = prepared(folder)
-    shares = [list(validation_batches(volumes.train, settings, rank, 3)) for rank in range(3)]
+    shares = [list(ValidationBatches(volumes.train, settings, rank, 3)) for rank in range(3)]
     places = sorted(batch.positions[0] for share in shares for batch in share)
     assert places == list(range(len(volumes.train)))
-    assert len(validation_batches(volumes.val[:1], settings, 2, 3)) == 0
-    assert list(validation_batches(volumes.val[:1], settings, 2, 3)) == []
+    assert len(ValidationBatches(volumes.val[:1], settings, 2, 3)) == 0
+    assert list(ValidationBatches(volumes.val[:1], settings, 2, 3)) == []
 
 
 @pytest.mark.parametrize("kept", ["disk", "memory"])
