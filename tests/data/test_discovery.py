@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,6 @@ from data.tables import with_labels
 from data.volumes import prepare_volumes
 from settings import DataError
 from tests.data.small_volumes import build_settings
-
-Make = Callable[..., Path]
 
 
 def write_listing(folder: Path, training: object, **more: object) -> str:

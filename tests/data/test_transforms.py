@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import nibabel as nib
@@ -18,7 +16,6 @@ from data.loading import NETWORK_RANGE, from_unit, in_pose, load_volume, random_
 from settings import ConfigError, DataError, validate
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
-Make = Callable[..., Path]
 WIDE = {"mode": "percentile", "lower": 0.0, "upper": 100.0}
 TURNED = np.array([[0, 0, -3.0, 40], [2.0, 0, 0, -12], [0, -2.5, 0, 30], [0, 0, 0, 1]])
 
