@@ -85,9 +85,8 @@ def find_partners(
         found = _by_name(path, files, where, place.key)
     elif path.suffix.lower() == ".csv" and os.path.isfile(path):
         listed: dict[str, list[Path]] = {}
-        for _, name, row in read_table(
-            place.source, [place.column], place.key, f"make file,{place.column} its first line"
-        ):
+        remedy = f"make file,{place.column} its first line"
+        for _, name, row in read_table(place.source, [place.column], place.key, remedy):
             if name and row[place.column]:
                 listed.setdefault(name, []).append(path.parent / row[place.column])
         found = by_volume(listed, names)

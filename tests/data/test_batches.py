@@ -231,17 +231,6 @@ def test_items_ahead_come_in_order_and_the_next_is_made_during_the_current():
     assert next(items, "end") == "end"
 
 
-def test_an_error_ahead_arrives_where_the_item_would_have():
-    def numbers():
-        yield 1
-        raise DataError("scan.nii: it is gone")
-
-    items = one_ahead(numbers())
-    assert next(items) == 1
-    with pytest.raises(DataError, match="it is gone"):
-        next(items)
-
-
 def test_stopping_early_ends_the_thread():
     before = threading.active_count()
     items = one_ahead(iter(range(9)))
