@@ -48,7 +48,7 @@ def structural_distance(volumes: Tensor, wanted: Tensor) -> Tensor:
         similarities.append(_contrast_similarity(x, y, factor))
         x, y = F.avg_pool3d(x, factor), F.avg_pool3d(y, factor)
         if is_last:
-            similarities.append(_luminance_similarity(x, y))
+            similarities.append(_mean(LUMINANCE_FLOOR / ((x - y).square() + LUMINANCE_FLOOR)))
             break
     return 1 - torch.stack(similarities).mean(dim=0)
 
@@ -76,10 +76,6 @@ def _gradient_similarity(x: Tensor, y: Tensor, factor: Sequence[int]) -> Tensor:
         energy = energy + slope_x.square() + slope_y.square()
     product, energy = F.avg_pool3d(product, tuple(factor)), F.avg_pool3d(energy, tuple(factor))
     return _mean((2 * product + CONTRAST_FLOOR) / (energy + CONTRAST_FLOOR))
-
-
-def _luminance_similarity(x: Tensor, y: Tensor) -> Tensor:
-    return _mean(LUMINANCE_FLOOR / ((x - y).square() + LUMINANCE_FLOOR))
 
 
 def _window(x: Tensor, factor: Sequence[int]) -> Tensor:

@@ -1,6 +1,7 @@
 """Find the weights of perceptual networks: where the config says, else in the torch cache, else by a download."""
 
 import hashlib
+import re
 import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -28,7 +29,6 @@ class WeightsFile:
 
     url: str
     description: str
-    has_hash_in_name: bool = True
 
     @property
     def name(self) -> str:
@@ -45,7 +45,6 @@ FILES = {
     "medicalnet-resnet10": WeightsFile(
         "https://huggingface.co/TencentMedicalNet/MedicalNet-Resnet10/resolve/main/resnet_10_23dataset.pth",
         "MedicalNet's ResNet-10 of 23 datasets",
-        has_hash_in_name=False,
     ),
 }
 
@@ -143,9 +142,10 @@ def _download(network: str, file: WeightsFile, destination: Path) -> None:
                     bar.update(len(block))
             if total is not None and bar.n != total:
                 raise OSError(f"{bar.n} of {total} bytes arrived")
-            published = file.name.rsplit(".", 1)[0].rsplit("-", 1)[-1]
-            if file.has_hash_in_name and not digest.hexdigest().startswith(published):
-                raise OSError(f"the download has the SHA-256 {digest.hexdigest()[:8]}, not {published}")
+            # torchvision publishes the beginning of the hash in the name.
+            published = re.search(r"-([0-9a-f]{8})\.pth$", file.name)
+            if published is not None and not digest.hexdigest().startswith(published[1]):
+                raise OSError(f"the download has the SHA-256 {digest.hexdigest()[:8]}, not {published[1]}")
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         found = (
