@@ -26,7 +26,7 @@ def main(options: argparse.Namespace) -> int:
 
 def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     """Train, resuming from the newest checkpoint if there is one; return the exit code."""
-    from data import BatchPlan, prepare_volumes, training_batches, validation_batches
+    from data import BatchPlan, ValidationBatches, prepare_volumes, training_batches
     from evaluation.report import publish, show_validation
     from losses import ensure_perceptual_weights
     from memory.watch.memory_watch import MemoryWatch
@@ -63,7 +63,7 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
 
             # The volumes of step n depend on the seed and n alone, so a resumed run sees the same batches.
             batches = training_batches(volumes.train, settings.data, plan, first_step, step.training.last_step)
-            held_out = validation_batches(volumes.val, settings.data, process.rank, process.world_size)
+            held_out = ValidationBatches(volumes.val, settings.data, process.rank, process.world_size)
             validate = partial(validate_autoencoder, step, held_out, volumes.val)
             if not run_loop(resumable, batches, watch, validate, show_validation):
                 return INTERRUPTED

@@ -12,7 +12,7 @@ from data.intensity import NETWORK_RANGE
 from data.volumes import DataSplit, VolumeFile, prepare_volumes
 
 if TYPE_CHECKING:
-    from data.batches import Batch, BatchPlan, training_batches, validation_batches
+    from data.batches import Batch, BatchPlan, ValidationBatches, training_batches
     from data.loading import LoadedVolume, from_unit, in_pose, load_file, load_volume, restore, to_unit
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "BatchPlan",
     "DataSplit",
     "LoadedVolume",
+    "ValidationBatches",
     "VolumeFile",
     "from_unit",
     "in_pose",
@@ -30,12 +31,11 @@ __all__ = [
     "restore",
     "to_unit",
     "training_batches",
-    "validation_batches",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Batch", "BatchPlan", "training_batches", "validation_batches"):
+    if name in ("Batch", "BatchPlan", "training_batches", "ValidationBatches"):
         return getattr(import_module("data.batches"), name)
     if name in __all__:
         return getattr(import_module("data.loading"), name)

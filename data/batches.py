@@ -159,13 +159,6 @@ class ValidationBatches:
         return start(self._loader)
 
 
-def validation_batches(
-    files: Sequence[VolumeFile], s: DataSettings, rank: int = 0, world_size: int = 1
-) -> ValidationBatches:
-    """Return one rank's share of the volumes, one at a time and in a fixed order."""
-    return ValidationBatches(files, s, rank, world_size)
-
-
 class VolumeMemory:
     """Slots for `number` volumes of one shape, each filled when its volume is first loaded.
 

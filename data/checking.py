@@ -9,11 +9,10 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 from tqdm import tqdm
@@ -36,9 +35,6 @@ MOST_THREADS = 8
 
 # Part of the name of the file that holds results: change it whenever `VolumeFacts` changes.
 VERSION = 5
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def check_files(
         num_others = 0
         if folder is not None:
             good = {f.digest for path, f in known.items() if not any(problems_of(path, f, s, in_channels))}
-            intact = _intact(folder, good, in_channels)
+            intact = folder.intact(good, in_channels)
             lacking = good - intact
             # Those of other files; a folder that was moved needs no space.
             num_others = len(folder) - len(intact)
@@ -162,30 +158,6 @@ def outside_windows(facts: VolumeFacts, s: DataSettings, section: str = INTENSIT
             )
 
 
-def _intact(folder: PreparedFolder, digests: Iterable[str], num_channels: int) -> set[str]:
-    """Return the volumes whose prepared files are complete; compare each file with its checksum once.
-
-    A file that was right is not read again until it changes.
-    """
-    seals = folder.seals()
-    present = {digest: path for digest in digests if os.path.lexists(path := folder.path_of(digest))}
-    sealed = {digest for digest, path in present.items() if seals.get(path.name) == signature(path)}
-
-    def check(digest: str) -> str | None:
-        try:
-            folder.read(digest, num_channels, is_checked=digest not in sealed)
-        except PreparedError as error:
-            log.warning("data: %s: %s; it is prepared anew", folder.path_of(digest), error)
-            return None
-        return digest
-
-    num_threads = len(os.sched_getaffinity(0))
-    unsealed = sorted(present.keys() - sealed)
-    right = {*_in_threads(check, unsealed, num_threads, "checking prepared volumes")} - {None}
-    folder.seal(digest for digest in right if digest is not None)
-    return {digest for digest in (*right, *map(check, sealed)) if digest is not None}
-
-
 def _read_all(
     sizes: Mapping[Path, int], s: DataSettings, in_channels: int, folder: PreparedFolder | None
 ) -> Iterator[tuple[Path, VolumeFacts | Note]]:
@@ -214,7 +186,14 @@ def _read_all(
     fitting = psutil.virtual_memory().available // largest
     num_threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), fitting))
     title = "checking volumes" if folder is None else "preparing volumes"
-    yield from _in_threads(read, list(sizes), num_threads, title)
+    pool = ThreadPoolExecutor(num_threads)
+    try:
+        done = as_completed([pool.submit(read, path) for path in sizes])
+        for future in tqdm(done, total=len(sizes), desc=title, unit="volume", leave=False) if sizes else ():
+            yield future.result()
+    finally:
+        # An error or a signal stops what has not begun.
+        pool.shutdown(cancel_futures=True)
 
 
 def _require_space(folder: PreparedFolder, number: int, num_others: int, num_channels: int) -> None:
@@ -232,21 +211,6 @@ def _require_space(folder: PreparedFolder, number: int, num_others: int, num_cha
         )
     sizes = f"{size_text(needed)} of {size_text(free)} free"
     log.info("data: preparing %s once, in %s (%s)", counted(number, "volume"), folder.folder, sizes)
-
-
-def _in_threads(
-    work: Callable[[Item], Result], items: Sequence[Item], num_threads: int, title: str
-) -> Iterator[Result]:
-    """Yield results as they come; an error or a signal stops what has not begun."""
-    if not items:
-        return
-    pool = ThreadPoolExecutor(num_threads)
-    try:
-        done = as_completed([pool.submit(work, item) for item in items])
-        for future in tqdm(done, total=len(items), desc=title, unit="volume", leave=False):
-            yield future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _num_bytes(path: Path) -> int:

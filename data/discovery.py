@@ -1,21 +1,19 @@
-"""Finds the volumes of a folder or of a dataset.json, and their class labels."""
+"""Finds the volumes of a folder or of a dataset.json, and what their names and entries say about classes."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import logging
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data.files import dicom
-from data.formats import SUFFIXES, suffix_of
-from data.names import folder_classes, label_files
+from data.formats import SUFFIXES, stem, suffix_of
 from data.notes import FileError, Note, left_out
 from runtime.files.names import counted, printable, shortened
 from runtime.files.reading import read_text, reason
@@ -26,6 +24,23 @@ log = logging.getLogger(__name__)
 
 # A longer run of digits is a name, not a number; Python refuses to convert thousands of digits.
 LONGEST_NUMBER = 20
+
+IMAGE_FOLDERS = {"images", "image", "imagestr", "imagests", "images_tr", "images_ts", "imgs", "img", "scans"}
+LABEL_FOLDERS = {
+    *("labels", "label", "labelstr", "labelsts", "labels_tr", "labels_ts", "labelmaps", "masks", "mask"),
+    *("segmentations", "segmentation", "segs", "seg", "annotations", "rois"),
+}
+LABEL_ENDINGS = (
+    *("seg", "segmentation", "mask", "label", "labels", "labelmap", "gt", "roi"),
+    *("dseg", "aseg", "aparc", "aparc+aseg"),  # as BIDS and FreeSurfer name them
+)
+LABEL_ENDING = re.compile(rf"[-_.](?:{'|'.join(map(re.escape, LABEL_ENDINGS))})$", re.IGNORECASE)
+"""Ends the name of a label map before the ending of its type."""
+PATIENTS = (r"sub-[A-Za-z0-9]+", r"(?i)(?:patient|subject|subj|pat)[-_ ]?\d+")
+"""Patterns that people name patients by, the most telling first."""
+CASES = (*PATIENTS, r"(?i)(?:case|id|p|s)[-_ ]?\d+")
+"""Patterns that say as much only if a folder has no other name."""
+FEWEST_CASES = 2  # two folders with one volume each may still be two classes
 
 
 @dataclass(frozen=True)
@@ -83,27 +98,6 @@ def expanded(path: str) -> Path:
         return Path(path)
 
 
-def with_labels(volumes: Sequence[DiscoveredVolume], table: str) -> tuple[list[DiscoveredVolume], list[Note]]:
-    """Return the volumes with classes from a CSV (columns file and label), and a note on each one without."""
-    classes = _read_label_table(table)
-    file_names = Counter(Path(volume.name).name for volume in volumes)
-    labelled, notes = [], []
-    for volume in volumes:
-        file_name = Path(volume.name).name
-        label = classes.get(volume.name) or (classes.get(file_name) if file_names[file_name] == 1 else None)
-        if label is None:
-            text = f"no label in {printable(table)}; each volume needs one; add a row"
-            notes.append(Note(printable(volume.name), text))
-        labelled.append(replace(volume, class_name=label))
-    return labelled, notes
-
-
-def with_folders(volumes: Sequence[DiscoveredVolume]) -> list[DiscoveredVolume]:
-    """Return the volumes of a folder with its subfolders as classes, if that is what they are."""
-    classes = folder_classes([volume.name for volume in volumes]) or {}
-    return [replace(volume, class_name=classes.get(volume.name)) for volume in volumes]
-
-
 def class_names_of(volumes: Sequence[DiscoveredVolume]) -> tuple[str, ...]:
     """Return the class names, indexed by label number; empty unless every volume has a class.
 
@@ -116,26 +110,61 @@ def class_names_of(volumes: Sequence[DiscoveredVolume]) -> tuple[str, ...]:
     return tuple(sorted(names, key=(lambda name: (int(name), name)) if is_number else None))
 
 
+def with_folders(volumes: Sequence[DiscoveredVolume]) -> list[DiscoveredVolume]:
+    """Return the volumes of a folder with its subfolders as classes, if that is what they are.
+
+    That takes every volume to lie in one. Folders are cases if they are named after patients, hold one volume each, or
+    give their names to the volumes in them.
+    """
+    tops = [class_folder(volume.name) for volume in volumes]
+    folders = {top for top in tops if top is not None}
+    are_cases = (
+        all(any(re.fullmatch(pattern, folder) for pattern in CASES) for folder in folders)
+        or len(folders) == len(volumes) > FEWEST_CASES
+        or (len(folders) > 1 and all(Path(v.name).name.startswith(str(t)) for v, t in zip(volumes, tops, strict=True)))
+    )
+    are_classes = None not in tops and not are_cases
+    return [replace(v, class_name=top if are_classes else None) for v, top in zip(volumes, tops, strict=True)]
+
+
+def class_folder(name: str) -> str | None:
+    """Return the top folder of a name as its class; folders such as images/ say nothing about a class."""
+    parents = [part for part in PurePosixPath(name).parts[:-1] if part.lower() not in IMAGE_FOLDERS]
+    return parents[0] if parents else None
+
+
+def label_files(names: Sequence[str]) -> dict[str, str]:
+    """Return the files that are labels of other files, each with the reason.
+
+    A folder such as labels/ counts only beside one such as images/, and a name such as a_seg.nii.gz only beside another
+    file whose name begins with a.
+    """
+    folders = sorted({parent for name in names for parent in PurePosixPath(name).parents})
+    images = {folder.parent: folder.name for folder in reversed(folders) if folder.name.lower() in IMAGE_FOLDERS}
+    # The starts of names that are not those of label maps themselves.
+    starts: dict[PurePosixPath, list[str]] = {}
+    for path in map(PurePosixPath, names):
+        if not LABEL_ENDING.search(stem(path.name)):
+            starts.setdefault(path.parent, []).append(stem(path.name).lower())
+    result = {}
+    for name in names:
+        path = PurePosixPath(name)
+        labels = next((parent for parent in path.parents if parent.name.lower() in LABEL_FOLDERS), None)
+        start, is_ending = LABEL_ENDING.subn("", stem(path.name).lower())
+        if labels is not None and labels.parent in images:
+            result[name] = f"labels of {images[labels.parent]}/ by the name of the folder"
+        elif start and is_ending and any(other.startswith(start) for other in starts.get(path.parent, ())):
+            result[name] = "a label map by its name"
+    return result
+
+
 def _in_folder(root: Path) -> tuple[list[DiscoveredVolume], list[Note]]:
-    paths: dict[str, Path] = {}
-    dicom_folders, notes = set(), []
-    for path in _walk(root):
-        name = path.relative_to(root).as_posix()
-        if dicom.is_dicom(path):
-            dicom_folders.add(path.parent)
-        elif suffix_of(path.name):
-            paths[name] = path
-        elif path.is_symlink() and not os.path.exists(path):
-            notes.append(left_out(name, "a link to nothing"))
+    paths, notes = volumes_under(root, "data.source")
     if RUNS.is_dir() and root.resolve() in RUNS.resolve().parents:
         notes.append(left_out(RUNS, "it holds what runs wrote"))
-    for name, why in label_files(list(paths)).items():
+    for name, why in label_files([name for name, path in paths.items() if not dicom.is_dicom(path)]).items():
         notes.append(left_out(name, why, is_label_map=True))
         del paths[name]
-    for folder in sorted(dicom_folders):
-        series, unused = series_in(root, folder)
-        paths |= series
-        notes += unused
     if not paths:
         raise DataError(
             f"data.source: {printable(root)} holds no volume; {' '.join(SUFFIXES)} are read, subfolders too; check it"
@@ -143,7 +172,38 @@ def _in_folder(root: Path) -> tuple[list[DiscoveredVolume], list[Note]]:
     return [DiscoveredVolume(paths[name], name) for name in sorted(paths)], notes
 
 
-def series_in(root: Path, folder: Path, key: str = "data.source") -> tuple[dict[str, Path], list[Note]]:
+def volumes_under(root: Path, key: str) -> tuple[dict[str, Path], list[Note]]:
+    """Return the volumes under a folder of the setting `key` by name, and what is none.
+
+    A DICOM series is its first file, with the name of its folder. What runs wrote is skipped, unless the folder is
+    there. Each link is followed once, and names with a leading dot are skipped (macOS creates them).
+    """
+    paths: dict[str, Path] = {}
+    notes, dicom_folders = [], []
+    seen = {os.path.realpath(RUNS)} if not root.resolve().is_relative_to(RUNS.resolve()) else set()
+    for folder, folders, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (Path(folder) / name for name in files if not name.startswith(".")):
+            name = path.relative_to(root).as_posix()
+            if dicom.is_dicom(path):
+                dicom_folders.append(path.parent)
+            elif suffix_of(path.name):
+                paths[name] = path
+            elif path.is_symlink() and not os.path.exists(path):
+                notes.append(left_out(name, "a link to nothing"))
+    for place in sorted({*dicom_folders}):
+        series, unused = series_in(root, place, key)
+        paths |= series
+        notes += unused
+    return paths, notes
+
+
+def series_in(root: Path, folder: Path, key: str) -> tuple[dict[str, Path], list[Note]]:
     """Return the DICOM series in a folder of the setting `key` by name, each as its first file, and what is none."""
     try:
         scanned = dicom.scan(folder)
@@ -168,24 +228,8 @@ def series_in(root: Path, folder: Path, key: str = "data.source") -> tuple[dict[
     return names, notes
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    """Yield the files under a folder, without those that runs wrote unless the folder is there.
-
-    Follow each link once, skip names with a leading dot (macOS creates them).
-    """
-    seen = {os.path.realpath(RUNS)} if not root.resolve().is_relative_to(RUNS.resolve()) else set()
-    for folder, folders, files in os.walk(root, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(folder) / name for name in files if not name.startswith("."))
-
-
-def _in_dataset_json(listing: Path) -> tuple[list[DiscoveredVolume], list[Note]]:
-    where = printable(listing)
+def listed_entries(listing: Path) -> tuple[dict[str, Any], list[tuple[str | None, Any]]]:
+    """Return the content of a dataset.json, and its entries, each with its side of the split if that is decided."""
     try:
         content = json.loads(read_text(listing))
     except OSError as error:
@@ -202,34 +246,40 @@ def _in_dataset_json(listing: Path) -> tuple[list[DiscoveredVolume], list[Note]]
     if not isinstance(explicit, list):
         raise FileError(listing, '"validation" is not a list; it is written like "training"; repair it')
     entries = [("training" if explicit else None, entry) for entry in content["training"]]
-    entries += [("validation", entry) for entry in explicit]
+    return content, [*entries, *(("validation", entry) for entry in explicit)]
+
+
+def _in_dataset_json(listing: Path) -> tuple[list[DiscoveredVolume], list[Note]]:
+    content, entries = listed_entries(listing)
+    # The numbers and names in the table "labels", in whichever order it has them.
+    table = content.get("labels")
+    parts = [*table, *table.values()] if isinstance(table, dict) else []
+    label_names = {str(name) for part in parts for name in (part if isinstance(part, list) else [part])}
     volumes, problems = [], []
     for number, (split, entry) in enumerate(entries):
         try:
-            volume = _entry(listing, entry, split)
-            volumes.append(replace(volume, class_name=_class_of(entry, listing.parent, _label_names(content))))
+            path, name = _image_of(entry, listing.parent)
+            volumes.append(DiscoveredVolume(path, name, _class_of(entry, listing.parent, label_names), split))
         except ValueError as error:
             problems.append(f"  entry {number}: {error}")
     twice = [name for name, count in Counter(volume.name for volume in volumes).items() if count > 1]
     problems += [f"  {printable(name)}: listed more than once; remove all but one" for name in twice]
     if problems:
-        raise DataError("\n".join([f"{where}: {counted(len(problems), 'problem')}:", *problems]))
+        raise DataError("\n".join([f"{printable(listing)}: {counted(len(problems), 'problem')}:", *problems]))
     without = [volume.name for volume in volumes if volume.class_name is None]
     notes = []
     if 0 < len(without) < len(volumes):
         share = f"{len(without)} of {len(volumes)} volumes have none, for example {printable(without[0])}"
-        notes.append(Note(where, f"classes left out, {share}"))
+        notes.append(Note(printable(listing), f"classes left out, {share}"))
     return sorted(volumes, key=lambda volume: volume.name), notes
 
 
-def _entry(listing: Path, entry: Any, split: str | None) -> DiscoveredVolume:
-    """Read one entry; raise ValueError with what is wrong with it."""
+def _image_of(entry: Any, root: Path) -> tuple[Path, str]:
+    """Return the path and the name of an entry's image; raise ValueError with what is wrong with it."""
     image = entry.get("image") if isinstance(entry, dict) else entry
     # A list of files, one per channel, is refused: only one of them would be read.
     if not isinstance(image, str) or not image or "\0" in image:
         raise ValueError(f'its image is {_shown(image)}; one path is allowed; write {{"image": "imagesTr/a.nii.gz"}}')
-    root = listing.parent
-    path = root / image
     name = os.path.normpath(image).replace(os.sep, "/")
     os.fsencode(image)  # raises ValueError for what no file can be called
     if os.path.isabs(image) or name.split("/")[0] == "..":
@@ -237,14 +287,7 @@ def _entry(listing: Path, entry: Any, split: str | None) -> DiscoveredVolume:
             f"{printable(image)} leads out of {printable(root)}; only files inside it are allowed; "
             "move it there, or put a link to it there"
         )
-    return DiscoveredVolume(path, name, split=split)
-
-
-def _label_names(content: dict[str, Any]) -> set[str]:
-    """Return the numbers and names in the table "labels", in whichever order it has them."""
-    table = content.get("labels")
-    parts = [*table, *table.values()] if isinstance(table, dict) else []
-    return {str(name) for part in parts for name in (part if isinstance(part, list) else [part])}
+    return root / image, name
 
 
 def _class_of(entry: Any, root: Path, names: set[str]) -> str | None:
@@ -279,45 +322,3 @@ def _class_of(entry: Any, root: Path, names: set[str]) -> str | None:
 
 def _shown(value: Any) -> str:
     return shortened(printable(json.dumps(value, ensure_ascii=False)))
-
-
-def columns_of(table: str, wanted: str, key: str, remedy: str) -> Iterator[tuple[int, str, str]]:
-    """Yield the line numbers, names and values of a CSV from its column file and another; `key` is the setting."""
-    columns, rows = read_table(expanded(table), key)
-    if columns.count("file") != 1 or columns.count(wanted) != 1:
-        raise DataError(
-            f"{key}: {printable(table)} has the columns {shortened(printable(', '.join(columns))) or '(none)'}; file "
-            f"and {printable(wanted)} are needed, once each; {remedy}"
-        )
-    for number, row in rows:
-        name, value = (row[n].strip() if n < len(row) else "" for n in (columns.index("file"), columns.index(wanted)))
-        yield number, os.path.normpath(name).replace(os.sep, "/") if name else "", value
-
-
-def read_table(table: Path, key: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Return the column names of a CSV in lower case, and its other rows with their line numbers."""
-    where = f"{key}: {printable(table)}"
-    try:
-        reader = csv.reader(io.StringIO(read_text(table), newline=""), strict=True)
-        columns = [name.strip().lower() for name in next(reader, [])]
-        rows = [(reader.line_num, row) for row in reader if row]
-    except OSError as error:
-        raise DataError(f"{where} cannot be read ({reason(error)}); give a CSV file") from error
-    except csv.Error as error:
-        raise DataError(f"{where} line {reader.line_num} cannot be read ({error}); repair it") from error
-    for number, row in rows:
-        if any(cell.strip() for cell in row[len(columns) :]):
-            raise DataError(f"{where} line {number} has {len(row)} fields for {len(columns)} columns; quote its commas")
-    return columns, rows
-
-
-def _read_label_table(table: str) -> dict[str, str]:
-    key = "data.class_labels"
-    where = f"{key}: {printable(table)}"
-    classes: dict[str, str] = {}
-    for number, name, label in columns_of(table, "label", key, "make file,label its first line"):
-        if not name or not label:
-            raise DataError(f"{where} line {number} has no file or no label; both are needed; complete it")
-        if classes.setdefault(name, label) != label:
-            raise DataError(f"{where} gives {printable(name)} two labels; one is allowed; remove the other")
-    return classes

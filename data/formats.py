@@ -52,6 +52,11 @@ def suffix_of(name: str) -> str | None:
     return next((suffix for suffix in SUFFIXES if lower.endswith(suffix)), None)
 
 
+def stem(name: str) -> str:
+    """Return the name of a volume without the ending of its type."""
+    return name[: len(name) - len(suffix_of(name) or "")]
+
+
 def read_header(path: Path) -> Header:
     """Read shape, channels and geometry without the voxels; raise DataError, naming the file, if that fails."""
     try:
@@ -134,7 +139,7 @@ def note_of(path: Path) -> str:
     """Return the note that `write_nifti` put into a file; raise DataError, naming the file, if it cannot be read."""
     try:
         check_regular(path)
-        return nifti.read_note(path)
+        return bytes(nifti.load(path).header["descrip"].item()).decode("utf-8", "replace").strip("\0 ")
     except (OSError, UnsuitableError, DamagedError) as error:
         raise FileError(path, _reason(path, error)) from error
 

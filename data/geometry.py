@@ -1,7 +1,8 @@
-"""Moves volumes between the grid stored in their file and the network's grid: orientation, spacing, size."""
+"""Moves volumes between the grid stored in their file and the network's grid, and compares the space of two files."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from scipy import sparse
 
 from data.files.header import Header
 from data.intensity import NETWORK_RANGE
+from runtime.files.names import printable
 from settings.data import DataSettings
 
 Grid = tuple[int, ...]
@@ -73,13 +75,7 @@ class Geometry:
 
 def geometry_of(header: Header, s: DataSettings) -> Geometry:
     """Work out how a volume gets from its own grid to the network's."""
-    turns = nib.orientations.ornt_transform(
-        nib.orientations.io_orientation(header.affine), nib.orientations.axcodes2ornt("RAS")
-    )
-    axes = tuple(int(axis) for axis in np.argsort(turns[:, 0]))
-    flips = tuple(bool(turns[axis, 1] < 0) for axis in axes)
-    turned = tuple(header.shape[axis] for axis in axes)
-    affine = header.affine @ nib.orientations.inv_ornt_aff(turns, header.shape)
+    axes, flips, turned, affine = _turned_to_ras(header)
     spaced = turned
     if s.spacing is not None:
         own = np.linalg.norm(affine[:3, :3], axis=0)
@@ -90,6 +86,17 @@ def geometry_of(header: Header, s: DataSettings) -> Geometry:
     crops_or_pads = s.resize == "crop_or_pad"
     affine = affine @ _regridding(spaced, s.voxel_size, crops_or_pads)
     return Geometry(header.shape, header.affine, axes, flips, spaced, s.voxel_size, crops_or_pads, affine)
+
+
+def _turned_to_ras(header: Header) -> tuple[tuple[int, ...], tuple[bool, ...], Grid, np.ndarray]:
+    """Return the stored axis of each axis of RAS, whether it is reversed, and the shape and affine after turning."""
+    turns = nib.orientations.ornt_transform(
+        nib.orientations.io_orientation(header.affine), nib.orientations.axcodes2ornt("RAS")
+    )
+    axes = tuple(int(axis) for axis in np.argsort(turns[:, 0]))
+    flips = tuple(bool(turns[axis, 1] < 0) for axis in axes)
+    affine = header.affine @ nib.orientations.inv_ornt_aff(turns, header.shape)
+    return axes, flips, tuple(header.shape[axis] for axis in axes), affine
 
 
 def _crop_or_pad(image: np.ndarray, grid: Grid) -> np.ndarray:
@@ -165,3 +172,57 @@ def _interpolation(old: int, new: int) -> sparse.csr_array:
     matrix = sparse.coo_array(entries, shape=(new, old)).tocsr()
     matrix.eliminate_zeros()
     return matrix
+
+
+def mismatch(path: object, partner: Header, volume: object, header: Header, s: DataSettings) -> str | None:
+    """Return why a partner does not cover the space of its volume, or None if it does to within a voxel.
+
+    Their grids may differ, unless voxels are cropped or padded without being resampled. If one of the files stores
+    neither spacing nor orientation, their voxels must correspond one by one: the same shape, axes in the same order and
+    direction, and no `data.spacing`.
+    """
+    what = ""
+    if partner.has_spacing and header.has_spacing:
+        if np.abs(_corners(partner) - _corners(header)).max() > max(*partner.spacing_mm, *header.spacing_mm):
+            what = "both must cover the same space to within a voxel; resample it to the volume's grid"
+        elif s.resize == "crop_or_pad" and not _have_one_grid(partner, header, s):
+            what = "data.resize: crop_or_pad needs both on one grid; set data.spacing, or resample it to the volume's"
+    elif partner.shape != header.shape:
+        what = "without a stored spacing both need the same shape; resample it to the volume's grid"
+    elif partner.has_spacing != header.has_spacing:
+        first, second = ("".join(nib.orientations.aff2axcodes(h.affine)) for h in (partner, header))
+        if first != second:
+            what = (
+                f"an array without orientation is read as RAS, so one of them would be turned ({first} and {second}); "
+                "convert the array to NIfTI with the affine of the other"
+            )
+        elif s.spacing is not None:
+            what = "data.spacing is set, and one of them stores no spacing; convert it to NIfTI, or set null"
+    if not what:
+        return None
+    return f"{printable(path)}: {_text(partner)}, and its volume {printable(volume)} has {_text(header)}; {what}"
+
+
+def _have_one_grid(partner: Header, header: Header, s: DataSettings) -> bool:
+    """Return whether two files that cover the same space have as many voxels before they are cropped or padded.
+
+    After resampling to `data.spacing` the numbers may differ by one, because the space is the same to within a voxel.
+    """
+    shapes = (geometry_of(one, s).spaced_shape for one in (partner, header))
+    return all(abs(a - b) <= (s.spacing is not None) for a, b in zip(*shapes, strict=True))
+
+
+def _corners(header: Header) -> np.ndarray:
+    """Return the positions of the eight corners of a volume in mm (8, 3), in the order that they have as RAS."""
+    _, _, shape, affine = _turned_to_ras(header)
+    corners = itertools.product(*((-0.5, n - 0.5) for n in shape))
+    return np.array([(affine @ [*corner, 1.0])[:3] for corner in corners])
+
+
+def _text(header: Header) -> str:
+    shape = " x ".join(map(str, header.shape))
+    if not header.has_spacing:
+        return f"{shape} voxels"
+    spacing = " x ".join(f"{mm:.3g}" for mm in header.spacing_mm)
+    x, y, z = _corners(header)[0]
+    return f"{shape} voxels of {spacing} mm from ({x:.1f}, {y:.1f}, {z:.1f})"

@@ -1,4 +1,4 @@
-"""Maps intensities to the network's range and back.
+"""Finds percentiles of a volume's intensities, and maps intensities to the network's range and back.
 
 The network sees intensities in [-1, 1] (`NETWORK_RANGE`): LPIPS expects that range, and it is symmetric about the zeros
 that pad convolutions. A volume's lower and upper intensity are found on the whole volume, before any cropping, and map
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from data.files.header import Stored
 from settings.data import IntensitySettings
 
 NETWORK_RANGE = (-1.0, 1.0)
@@ -20,6 +21,12 @@ INTENSITY = "data.intensity"
 
 # With fewer float32 steps than this between the two ends, no usable contrast is left.
 FEWEST_STEPS = 64
+
+# Voxels converted at a time, so that scaling needs no second copy of the volume.
+PART = 1 << 18
+
+# Planes whose neighbouring voxels are compared.
+MOST_PLANES = 16
 
 
 def scale_to_network(voxels: np.ndarray, lower: Sequence[float], upper: Sequence[float]) -> np.ndarray:
@@ -65,3 +72,67 @@ def flat_text(lower: Sequence[float], upper: Sequence[float], s: IntensitySettin
         f"percentile scaling needs contrast; for mostly empty volumes set {section}.lower=0 "
         f"{section}.upper=100, or mode: window; otherwise remove the file"
     )
+
+
+class Ranking:
+    """The intensities of one channel in ascending order.
+
+    `values` are the finite ones as float32, `count` is their number, `num_not_finite` that of the others. `is_whole`
+    says whether all finite values are whole numbers.
+    """
+
+    def __init__(self, channel: Stored) -> None:
+        # In memory order this is a view unless channels are interleaved.
+        flat = channel.array.ravel(order="K")
+        values = np.empty(flat.size, np.float32)
+        self.is_whole = True
+        for start in range(0, flat.size, PART):
+            part = channel.values(flat[start : start + PART])
+            values[start : start + PART] = part
+            self.is_whole = self.is_whole and _is_whole(part)
+        values.sort()
+        # In float32, because another type would copy all values.
+        infinity = np.float32(np.inf)
+        first, last = np.searchsorted(values, -infinity, side="right"), np.searchsorted(values, infinity, side="left")
+        self.values = values[first:last]
+        self.count = len(self.values)
+        self.num_not_finite = len(values) - self.count
+        self._is_coarse = flat.dtype.kind == "f" or flat.dtype.itemsize > 2
+
+    def percentiles(self, percents: Sequence[float]) -> list[float]:
+        """Return percentiles with linear interpolation."""
+        # In place, because a copy would be another volume. Adding zero turns -0.0 into 0.0.
+        found: list[float] = (np.percentile(self.values, percents, overwrite_input=True) + 0.0).tolist()
+        return found
+
+    def share_up_to(self, value: float) -> float:
+        """Return the share of finite voxels up to this intensity; for floats, to about a hundredth of the intensity."""
+        bits = np.array(value + 0.0, np.float32).view(np.uint32)
+        if self._is_coarse:
+            # The farthest number from zero, or for a negative one the nearest, with the same upper 16 bits.
+            bits = bits | np.uint32(0xFFFF) if bits >> 31 == 0 else bits & np.uint32(0xFFFF0000)
+        return float(np.searchsorted(self.values, bits.view(np.float32), side="right") / self.count)
+
+
+def equal_neighbours(channel: Stored) -> float:
+    """Return the share of neighbouring voxels that are equal, in some planes of a single-channel volume.
+
+    Voxels of the lowest, the highest and the commonest value do not count, since images have background and clipped
+    values. It is 1 if no other voxels are neighbours.
+    """
+    volume = channel.array[0]
+    planes = volume[:, :, :: -(-volume.shape[2] // MOST_PLANES)]
+    values, counts = np.unique(planes, return_counts=True)
+    counts_too = ~np.isin(planes, [values[0], values[-1], values[counts.argmax()]])
+    num_pairs = num_equal = 0
+    for axis in (0, 1):
+        voxels, wanted = np.moveaxis(planes, axis, 0), np.moveaxis(counts_too, axis, 0)
+        is_pair = wanted[1:] & wanted[:-1]
+        num_pairs += int(is_pair.sum())
+        num_equal += int((is_pair & (voxels[1:] == voxels[:-1])).sum())
+    return num_equal / num_pairs if num_pairs else 1.0
+
+
+def _is_whole(values: np.ndarray) -> bool:
+    with np.errstate(invalid="ignore"):
+        return bool(((values == np.round(values)) | ~np.isfinite(values)).all())

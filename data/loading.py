@@ -1,4 +1,4 @@
-"""Loads volumes as tensors on the network's grid and in its range, undoes that, and draws random patches."""
+"""Loads volumes as tensors on the network's grid and in its range, undoes that, and draws patches and poses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from scipy.ndimage import affine_transform
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,7 +15,6 @@ from data.formats import channels_text
 from data.geometry import Geometry, geometry_of
 from data.intensity import NETWORK_RANGE, to_intensities
 from data.notes import FileError
-from data.poses import Pose, random_rotation
 from data.reading import VolumeFacts, measure, on_grid, unusable
 from data.store import PreparedError, PreparedFolder
 from data.volumes import VolumeFile
@@ -24,6 +24,10 @@ from settings.data import DataSettings
 # Augmentation of intensities, in stage 1 only.
 LARGEST_GAIN = 0.1
 LARGEST_SHIFT = 0.1
+# Large enough to matter, small enough to keep anatomy plausible.
+LARGEST_ROTATION_DEGREES = 8.0
+LARGEST_SCALING = 0.1
+LARGEST_TRANSLATION = 0.04
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,11 @@ def load_file(file: VolumeFile, s: DataSettings) -> LoadedVolume:
     if s.prepared == "disk" and file.digest:
         folder = PreparedFolder(s)
         try:
-            prepared = folder.read(file.digest, file.num_channels)
+            return _loaded(*folder.read(file.digest, file.num_channels), s)
         except PreparedError as error:
             text = f"the prepared volume of {printable(file.name)} cannot be used, {error}"
             remedy = "run the same command again to prepare it anew"
             raise FileError(folder.path_of(file.digest), f"{text}; {remedy}") from None
-        return _loaded(prepared.image, prepared.facts, s)
     loaded = load_volume(file.path, s, file.num_channels)
     if file.digest and loaded.digest != file.digest:
         raise FileError(file.path, "changed since it was checked; run the same command again")
@@ -127,6 +130,44 @@ def random_part(image: Tensor, spacing_mm: np.ndarray, s: DataSettings, rng: np.
     gain, shift = rng.uniform(1 - LARGEST_GAIN, 1 + LARGEST_GAIN), rng.uniform(-LARGEST_SHIFT, LARGEST_SHIFT)
     patch = _sampled(image, grid, corner - room / 2, matrix)
     return patch.mul_(gain).add_(shift).clamp_(*NETWORK_RANGE)
+
+
+@dataclass(frozen=True)
+class Pose:
+    """An affine map about the centre of a grid: a matrix on voxel offsets, and a translation in shares of the grid."""
+
+    matrix: np.ndarray
+    translation: np.ndarray
+
+    def apply(self, image: np.ndarray, order: int = 3) -> np.ndarray:
+        """Return (D, H, W) in this pose by splines of the given order; points outside take the nearest voxel.
+
+        Cubic splines keep detail that linear interpolation smooths away; linear interpolation keeps the range.
+        """
+        size = np.array(image.shape)
+        centre = (size - 1) / 2
+        offset = centre - self.matrix @ centre + self.translation * size
+        posed: np.ndarray = affine_transform(image, self.matrix, offset, order=order, mode="nearest")
+        return posed
+
+
+def random_pose(spacing_mm: np.ndarray, rng: np.random.Generator) -> Pose:
+    """Draw a pose; without flips, because samples would show them, and bodies are not symmetric."""
+    return Pose(random_rotation(spacing_mm, rng), rng.uniform(-LARGEST_TRANSLATION, LARGEST_TRANSLATION, size=3))
+
+
+def random_rotation(spacing_mm: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Draw a rotation, rigid in millimetres, and a scaling as a matrix on voxel offsets."""
+    angles = np.deg2rad(rng.uniform(-LARGEST_ROTATION_DEGREES, LARGEST_ROTATION_DEGREES, size=3))
+    scaling = rng.uniform(1 - LARGEST_SCALING, 1 + LARGEST_SCALING)
+    rotation = np.eye(3)
+    for axis, angle in enumerate(angles):
+        a, b = [other for other in range(3) if other != axis]
+        turn = np.eye(3)
+        turn[a, a] = turn[b, b] = np.cos(angle)
+        turn[a, b], turn[b, a] = -np.sin(angle), np.sin(angle)
+        rotation = rotation @ turn
+    return np.diag(1 / spacing_mm) @ rotation @ np.diag(spacing_mm) * scaling
 
 
 def in_pose(image: Tensor, pose: Pose) -> Tensor:

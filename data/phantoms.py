@@ -32,8 +32,8 @@ def phantom_files(folder: Path, number: int, grid: tuple[int, ...], num_channels
     Files are written atomically, so a killed process can simply be run again. If several processes call this, one
     generates and the others wait.
     """
-    root = phantom_root(folder, grid, num_channels, seed)
-    paths = phantom_paths(root, number)
+    paths = phantom_paths(folder, number, grid, num_channels, seed)
+    root = paths[0].parent.parent
     if all(path.exists() for path in paths):
         return paths
     with exclusive_lock(root / ".lock"):
@@ -50,14 +50,10 @@ def phantom_files(folder: Path, number: int, grid: tuple[int, ...], num_channels
     return paths
 
 
-def phantom_paths(root: Path, number: int) -> list[Path]:
-    """Return where the phantoms are, or will be."""
+def phantom_paths(folder: Path, number: int, grid: tuple[int, ...], num_channels: int, seed: int) -> list[Path]:
+    """Return where the phantoms of one grid, number of channels and seed are, or will be."""
+    root = folder / f"{'x'.join(map(str, grid))}_channels{num_channels}_seed{seed}_v{VERSION}"
     return [root / CLASS_NAMES[i % len(CLASS_NAMES)] / f"phantom_{i:04d}.nii.gz" for i in range(number)]
-
-
-def phantom_root(folder: Path, grid: tuple[int, ...], num_channels: int, seed: int) -> Path:
-    """Return the folder for the phantoms of one grid, number of channels and seed."""
-    return folder / f"{'x'.join(map(str, grid))}_channels{num_channels}_seed{seed}_v{VERSION}"
 
 
 def affine_of(grid: tuple[int, ...]) -> np.ndarray:

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from data.discovery import DiscoveredVolume, columns_of
-from data.names import PATIENTS
+from data.discovery import PATIENTS, DiscoveredVolume
+from data.tables import by_volume, read_table
 from runtime.files.names import counted, printable
 from settings import DataError
 from settings.data import LEAST_HELD_OUT, DataSettings
@@ -136,9 +136,10 @@ def _by_column(volumes: Sequence[DiscoveredVolume], column: str, table: str | No
             f"data.group_by: {COLUMN}{printable(column)} without data.class_labels; it names a column of that table; "
             "set it"
         )
-    rows = columns_of(table, column.strip().lower(), "data.group_by", "change one of the two")
-    values = {name: value for _, name, value in rows}
-    groups = {v: values.get(v.name) or values.get(PurePosixPath(v.name).name) or "" for v in volumes}
+    column = column.strip().lower()
+    rows = read_table(table, [column], "data.group_by", "change one of the two")
+    found = by_volume({name: [row[column]] for _, name, row in rows}, [volume.name for volume in volumes])
+    groups = {volume: next(iter(own), "") for volume, own in zip(volumes, found, strict=True)}
     missing = [volume.name for volume, group in groups.items() if not group]
     if missing:
         raise DataError(

@@ -11,10 +11,11 @@ import hashlib
 import json
 import logging
 import math
+import os
 import time
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -47,14 +48,6 @@ class PreparedError(Exception):
     """A prepared file that is missing, damaged or of another volume; the text says which."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A prepared volume: a view of its voxels (float32, C, D, H, W) and what was measured in its source."""
-
-    image: np.ndarray
-    facts: VolumeFacts
-
-
 class PreparedFolder:
     """The prepared volumes of one way of preparing them."""
 
@@ -62,7 +55,7 @@ class PreparedFolder:
         decisive = json.dumps([VERSION, s.model_dump(mode="json", include=DECISIVE)], sort_keys=True)
         self.folder = root / hashlib.sha256(decisive.encode()).hexdigest()[:24]
         self.grid = tuple(s.voxel_size)
-        self._seals = self.folder / "checked.json"
+        self._sealed = self.folder / "checked.json"
 
     def path_of(self, digest: str) -> Path:
         """Return the path of a volume's prepared file."""
@@ -82,13 +75,15 @@ class PreparedFolder:
         text = json.dumps(header).encode()
         self.folder.mkdir(parents=True, exist_ok=True)
         with replacing(self.path_of(facts.digest)) as temporary, temporary.open("wb") as file:
-            file.write(text.ljust(_pages(len(text) + 1) - 1) + b"\n")
+            # Padded to whole pages, so that the voxels start at one.
+            file.write(text.ljust(-(-(len(text) + 1) // PAGE) * PAGE - 1) + b"\n")
             file.write(voxels.data.cast("B"))
 
-    def read(self, digest: str, num_channels: int, is_checked: bool = False) -> Prepared:
-        """Map one prepared volume; raise `PreparedError` unless it is complete and what it claims to be.
+    def read(self, digest: str, num_channels: int, is_checked: bool = False) -> tuple[np.ndarray, VolumeFacts]:
+        """Map one prepared volume (float32, C, D, H, W); return it with what was measured in its source.
 
-        With `is_checked` its voxels are compared with their checksum too, which reads all of them.
+        Raises `PreparedError` unless it is complete and what it claims to be. With `is_checked` its voxels are compared
+        with their checksum too, which reads all of them.
         """
         path = self.path_of(digest)
         shape = (num_channels, *self.grid)
@@ -113,7 +108,7 @@ class PreparedFolder:
             raise PreparedError("its header is damaged") from None
         if is_checked and _checksum(image) != header.get("checksum"):
             raise PreparedError("its voxels are not the ones that were written")
-        return Prepared(image, facts)
+        return image, facts
 
     def tidy(self) -> None:
         """Remove files that killed processes left half-written."""
@@ -122,33 +117,40 @@ class PreparedFolder:
                 if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
                     path.unlink()
 
-    def seals(self) -> dict[str, str]:
-        """Return the signatures of the files whose checksums were right, by name; a changed file has another one."""
-        try:
-            content = json.loads(self._seals.read_text(encoding="utf-8"))
-            return {str(name): str(value) for name, value in content.items()}
-        except (OSError, ValueError, AttributeError):
-            return {}
+    def intact(self, digests: Iterable[str], num_channels: int) -> set[str]:
+        """Return which of these volumes are there and complete; each file is read once until it changes."""
+        seals, result = self._seals(), set()
+        for digest in digests:
+            path = self.path_of(digest)
+            if os.path.lexists(path):
+                try:
+                    self.read(digest, num_channels, is_checked=seals.get(path.name) != signature(path))
+                    result.add(digest)
+                except PreparedError as error:
+                    log.warning("data: %s: %s; it is prepared anew", path, error)
+        self.seal(result)
+        return result
 
     def seal(self, digests: Iterable[str]) -> None:
         """Note that the checksums of these files were right just now; warn if that cannot be written."""
-        paths = [path for digest in digests if (path := self.path_of(digest)).exists()]
-        if not paths:
-            return
-        known = {name: value for name, value in self.seals().items() if (self.folder / name).exists()}
+        seals = self._seals()
+        known = {name: value for name, value in seals.items() if (self.folder / name).exists()}
+        paths = (self.path_of(digest) for digest in digests)
+        known |= {path.name: signature(path) for path in paths if path.exists()}
         try:
-            write_text(self._seals, json.dumps(known | {path.name: signature(path) for path in paths}))
+            if known != seals:
+                write_text(self._sealed, json.dumps(known))
         except OSError as error:
-            log.warning(
-                "data: %s cannot be written (%s); the prepared volumes will be compared with their checksums again",
-                self._seals,
-                reason(error),
-            )
+            text = "data: %s cannot be written (%s); the prepared volumes will be compared with their checksums again"
+            log.warning(text, self._sealed, reason(error))
 
-
-def _pages(num_bytes: int) -> int:
-    """Round up to whole pages, so that the voxels start at one."""
-    return -(-num_bytes // PAGE) * PAGE
+    def _seals(self) -> dict[str, str]:
+        """Return the signatures of the files whose checksums were right, by name; a changed file has another one."""
+        try:
+            content = json.loads(self._sealed.read_text(encoding="utf-8"))
+            return {str(name): str(value) for name, value in content.items()}
+        except (OSError, ValueError, AttributeError):
+            return {}
 
 
 def _checksum(voxels: np.ndarray) -> int:

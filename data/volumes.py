@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.checking import Checked, check_files
-from data.discovery import DiscoveredVolume, class_names_of, find, is_plain_folder, with_folders, with_labels
+from data.discovery import DiscoveredVolume, class_folder, class_names_of, find, is_plain_folder, with_folders
 from data.files import dicom
-from data.names import class_folder
 from data.notes import Note, grouped, left_out, problem_lines
 from data.overview import looks_like_labels
-from data.phantoms import phantom_files, phantom_paths, phantom_root
+from data.phantoms import phantom_files, phantom_paths
 from data.reading import VolumeFacts
 from data.split import parted_patients, split
+from data.tables import with_labels
 from runtime.files import run_folder
 from runtime.files.names import counted, printable
 from settings import DataError
@@ -95,9 +95,8 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int, is_dry_run: bo
 def _phantoms(s: DataSettings, seed: int, in_channels: int) -> list[DiscoveredVolume]:
     """Return the phantoms, which need not exist yet."""
     assert s.num_phantoms is not None, "the source is not phantoms"
-    root = phantom_root(run_folder.PHANTOMS, s.voxel_size, in_channels, seed)
-    paths = phantom_paths(root, s.num_phantoms)
-    return [DiscoveredVolume(path, path.relative_to(root).as_posix(), path.parent.name) for path in paths]
+    paths = phantom_paths(run_folder.PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
+    return [DiscoveredVolume(path, f"{path.parent.name}/{path.name}", path.parent.name) for path in paths]
 
 
 def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
@@ -112,24 +111,22 @@ def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
     if s.class_labels is not None:
         volumes, unlabelled = with_labels(volumes, s.class_labels)
     checked = check_files([volume.path for volume in volumes], s, in_channels)
-    parts = dicom.parted(item.path for item in checked if dicom.is_dicom(item.path))
-    checked = [
-        Checked(c.path, None, (*c.problems, Note(printable(c.path), parts[c.path]))) if c.path in parts else c
-        for c in checked
-    ]
+    for path, text in dicom.parted(item.path for item in checked if dicom.is_dicom(item.path)).items():
+        place = next(place for place, item in enumerate(checked) if item.path == path)
+        checked[place] = Checked(path, None, (*checked[place].problems, Note(printable(path), text)))
     if not s.include_label_maps:
-        are_maps = [item.facts is not None and looks_like_labels(item.facts) for item in checked]
-        if all(are_maps):
+        maps = {c.path for c in checked if c.facts is not None and looks_like_labels(c.facts)}
+        if len(maps) == len(checked):
             log.warning(
                 "data: every volume looks like a label map, so they are trained on as intensities; set "
                 "data.include_label_maps: true if that is meant"
             )
         else:
             why = "it looks like a label map (whole numbers in regions of equal ones); set data.include_label_maps: "
-            maps = [volume for volume, is_map in zip(volumes, are_maps, strict=True) if is_map]
-            notes += [left_out(volume.name, f"{why}true to train on it", is_label_map=True) for volume in maps]
-            volumes = [volume for volume, is_map in zip(volumes, are_maps, strict=True) if not is_map]
-            checked = [item for item, is_map in zip(checked, are_maps, strict=True) if not is_map]
+            names = [volume.name for volume in volumes if volume.path in maps]
+            notes += [left_out(name, f"{why}true to train on it", is_label_map=True) for name in names]
+            volumes = [volume for volume in volumes if volume.path not in maps]
+            checked = [item for item in checked if item.path not in maps]
     if s.num_phantoms is None and s.class_labels is None and is_plain_folder(s.source):
         # Only now, because folders of label maps that are left out say nothing about classes.
         volumes = with_folders(volumes)

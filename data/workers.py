@@ -156,12 +156,12 @@ def _worker_error(error: Exception, workers: Sequence[BaseProcess]) -> Exception
     dead = [worker for worker in workers if worker.exitcode]
     if not dead and "DataLoader worker" not in str(error):
         return error
-    ends = ", ".join(f"process {worker.pid} {_how_it_ended(worker.exitcode or 0)}" for worker in dead) or str(error)
+    codes = {worker.pid: worker.exitcode or 0 for worker in dead}
+    ends = [
+        f"process {pid} " + (f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}")
+        for pid, code in codes.items()
+    ]
     return TrainingError(
-        f"data.num_workers: a DataLoader worker died ({ends}), most likely because memory ran out; "
+        f"data.num_workers: a DataLoader worker died ({', '.join(ends) or error}), most likely because memory ran out; "
         "lower data.num_workers, set data.prepared: disk, or raise --shm-size in a container"
     )
-
-
-def _how_it_ended(exit_code: int) -> str:
-    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, in_pose, load_file, training_batches
-from data.poses import Pose, random_pose
+from data.loading import Pose, random_pose
 from diffusion.conditioning import (
     NOTHING,
     ConditionBatch,

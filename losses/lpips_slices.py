@@ -1,11 +1,14 @@
 """2.5D LPIPS: the learned 2D distance of Zhang et al. 2018 over slices of all three axes of a volume."""
 
+import importlib
 import logging
 import math
 import random
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,13 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from losses.pieces import FrozenTerm, Index, mean_over_pieces
-from losses.torchvision_import import import_torchvision
-from losses.weights import find_weights, read_state_dict, weights_mismatch
+from losses.weights import find_weights, take_weights
 
 log = logging.getLogger(__name__)
 
 # The shortest side that each trunk accepts. Thinner slices are enlarged to it along that side.
 SHORTEST_SIDE = {"squeeze": 17, "alex": 31, "vgg": 16}
+# torchvision's operators, if they had to be declared; they exist only as long as the library object.
+_declarations: list[torch.library.Library] = []
 
 
 class LpipsSlices(FrozenTerm):
@@ -75,11 +79,10 @@ class LpipsSlices(FrozenTerm):
 
     def _report_thin_slices(self, grid: Sequence[int]) -> None:
         if min(grid) < self.shortest_side and not self._has_reported_thin_slices:
-            log.info(
-                "perceptual loss: slices thinner than %d voxels are enlarged to %d, the smallest this network accepts",
-                self.shortest_side,
-                self.shortest_side,
+            text = (
+                "perceptual loss: slices thinner than %d voxels are enlarged to %d, the smallest this network accepts"
             )
+            log.info(text, self.shortest_side, self.shortest_side)
             self._has_reported_thin_slices = True
 
 
@@ -121,6 +124,26 @@ def _chunks(shape: torch.Size, drawn: Sequence[Sequence[int]], chunk_size: int) 
     return chunks
 
 
+def import_torchvision() -> ModuleType:
+    """Return torchvision, even if its compiled operators were built for another torch.
+
+    A wheel built for CUDA next to a CPU build of torch fails with "operator torchvision::nms does not exist". The image
+    networks need none of the compiled operators, so declaring the two that the import looks up is enough.
+    """
+    try:
+        return importlib.import_module("torchvision")
+    except RuntimeError as error:
+        if "operator torchvision::nms does not exist" not in str(error):
+            raise
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _declarations.append(library)
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    return importlib.import_module("torchvision")
+
+
 def _empty_network(trunk: str) -> Any:
     import_torchvision()
     import lpips
@@ -137,15 +160,9 @@ def _load_network(trunk: str, weights: str | None) -> Any:
     # The meta device skips initialisation, which would take time and draw random numbers.
     with torch.device("meta"):
         network = _empty_network(trunk)
-    found = read_state_dict(path)
     # torchvision's features.3.weight is net.slice2.3.weight here; the layer keeps its number.
     names = {f"net.{key}": f"features.{key.split('.', 1)[1]}" for key in network.net.state_dict()}
-    wrong = [
-        name for key, name in names.items() if name not in found or found[name].shape != network.state_dict()[key].shape
-    ]
-    if wrong:
-        raise weights_mismatch(path, f"lpips-{trunk}", wrong[0])
-    network.load_state_dict({**{key: found[name].float() for key, name in names.items()}, **_heads(trunk)}, assign=True)
+    take_weights(network, names, f"lpips-{trunk}", path, _heads(trunk))
     return network
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from losses.lpips_slices import unit_length
-from losses.pieces import FrozenTerm, Index, mean_over_pieces
-from losses.weights import find_weights, read_state_dict, weights_mismatch
+from losses.pieces import FrozenTerm, mean_over_volumes
+from losses.weights import find_weights, take_weights
 
 NETWORK = "medicalnet-resnet10"
 # The smallest standard deviation that a target is divided by, for constant backgrounds. Intensities span 2.
@@ -29,9 +29,7 @@ class MedicalNetDistance(FrozenTerm):
 
     def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
         """Return the mean distance. `step` has no effect, because the whole volume is compared."""
-        volumes, channels = reconstruction.shape[:2]
-        chunks: list[list[Index]] = [[(volume, channel)] for volume in range(volumes) for channel in range(channels)]
-        return mean_over_pieces(reconstruction, target, chunks, self.distance)
+        return mean_over_volumes(reconstruction, target, self.distance)
 
     def distance(self, volumes: Tensor, wanted: Tensor) -> Tensor:
         """Return the distance of each pair of one-channel volumes (n, depth, height, width)."""
@@ -68,12 +66,8 @@ def _load_network(weights: str | None) -> Any:
     # The meta device skips initialisation, which would take time and draw random numbers.
     with torch.device("meta"):
         network = _empty_network()
-    found = read_state_dict(path)
-    expected = network.state_dict()
     # Files from old versions of torch lack the batch counts, which eval mode does not use.
-    found.update({key: torch.zeros((), dtype=torch.long) for key in expected if key.endswith("num_batches_tracked")})
-    wrong = [key for key, value in expected.items() if key not in found or found[key].shape != value.shape]
-    if wrong:
-        raise weights_mismatch(path, NETWORK, wrong[0])
-    network.load_state_dict({key: found[key].to(value.dtype) for key, value in expected.items()}, assign=True)
+    keys = network.state_dict().keys()
+    counts = {key: torch.zeros((), dtype=torch.long) for key in keys if key.endswith("num_batches_tracked")}
+    take_weights(network, {key: key for key in keys if key not in counts}, NETWORK, path, counts)
     return network

@@ -17,9 +17,7 @@ def ensure_perceptual_weights(training: AutoencoderTraining) -> None:
         find_weights(training.perceptual.network, training.perceptual.weights)
 
 
-def build_perceptual_loss(
-    training: AutoencoderTraining, in_channels: int, seed: int, load_weights: bool = True
-) -> FrozenTerm | None:
+def build_perceptual_loss(training: AutoencoderTraining, seed: int, load_weights: bool = True) -> FrozenTerm | None:
     """Return the frozen perceptual term, called as `term(reconstruction, target, step)`, or None if it is off.
 
     Volumes are in [-1, 1] with any number of channels, each compared on its own; the result is an fp32 scalar. With

@@ -51,6 +51,13 @@ def mean_over_pieces(
         return total / _count(chunks)
 
 
+def mean_over_volumes(reconstruction: Tensor, target: Tensor, distance: Distance) -> Tensor:
+    """Return the mean distance over all volumes and channels, one channel of one volume at a time."""
+    volumes, channels = reconstruction.shape[:2]
+    chunks: list[list[Index]] = [[(volume, channel)] for volume in range(volumes) for channel in range(channels)]
+    return mean_over_pieces(reconstruction, target, chunks, distance)
+
+
 class _GradientInForward(torch.autograd.Function):
     """Computes the mean and its gradient in one pass; backward only scales the stored gradient."""
 

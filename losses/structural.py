@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from losses.pieces import FrozenTerm, Index, mean_over_pieces
+from losses.pieces import FrozenTerm, mean_over_volumes
 
 NUM_SCALES = 4
 # An axis is halved only while at least this many voxels remain.
@@ -34,9 +34,7 @@ class StructuralDistance(FrozenTerm):
 
     def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
         """Return the mean distance. `step` has no effect, because the whole volume is compared."""
-        volumes, channels = reconstruction.shape[:2]
-        chunks: list[list[Index]] = [[(volume, channel)] for volume in range(volumes) for channel in range(channels)]
-        return mean_over_pieces(reconstruction, target, chunks, structural_distance)
+        return mean_over_volumes(reconstruction, target, structural_distance)
 
 
 def structural_distance(volumes: Tensor, wanted: Tensor) -> Tensor:
@@ -50,7 +48,7 @@ def structural_distance(volumes: Tensor, wanted: Tensor) -> Tensor:
         similarities.append(_contrast_similarity(x, y, factor))
         x, y = F.avg_pool3d(x, factor), F.avg_pool3d(y, factor)
         if is_last:
-            similarities.append(_luminance_similarity(x, y))
+            similarities.append(_mean(LUMINANCE_FLOOR / ((x - y).square() + LUMINANCE_FLOOR)))
             break
     return 1 - torch.stack(similarities).mean(dim=0)
 
@@ -78,10 +76,6 @@ def _gradient_similarity(x: Tensor, y: Tensor, factor: Sequence[int]) -> Tensor:
         energy = energy + slope_x.square() + slope_y.square()
     product, energy = F.avg_pool3d(product, tuple(factor)), F.avg_pool3d(energy, tuple(factor))
     return _mean((2 * product + CONTRAST_FLOOR) / (energy + CONTRAST_FLOOR))
-
-
-def _luminance_similarity(x: Tensor, y: Tensor) -> Tensor:
-    return _mean(LUMINANCE_FLOOR / ((x - y).square() + LUMINANCE_FLOOR))
 
 
 def _window(x: Tensor, factor: Sequence[int]) -> Tensor:

@@ -1,6 +1,7 @@
 """Find the weights of perceptual networks: where the config says, else in the torch cache, else by a download."""
 
 import hashlib
+import re
 import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.files.atomic import replacing
 from runtime.files.reading import check_regular
@@ -28,7 +29,6 @@ class WeightsFile:
 
     url: str
     description: str
-    has_hash_in_name: bool = True
 
     @property
     def name(self) -> str:
@@ -45,7 +45,6 @@ FILES = {
     "medicalnet-resnet10": WeightsFile(
         "https://huggingface.co/TencentMedicalNet/MedicalNet-Resnet10/resolve/main/resnet_10_23dataset.pth",
         "MedicalNet's ResNet-10 of 23 datasets",
-        has_hash_in_name=False,
     ),
 }
 
@@ -95,11 +94,20 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     return {str(key).removeprefix("module."): value for key, value in content.items() if isinstance(value, Tensor)}
 
 
-def weights_mismatch(path: Path, network: str, missing: str) -> ConfigError:
-    """Return the error for a file with another network's weights."""
-    file = FILES[network]
-    found = f"{path} does not hold the weights of {network} ({missing} is missing or has another shape)"
-    return _error(found, f"it takes {file.description}, {file.name}", _remedy(file))
+def take_weights(
+    module: nn.Module, names: dict[str, str], network: str, path: Path, shipped: dict[str, Tensor]
+) -> None:
+    """Fill a module, built on the meta device, from a file that has its parameters under other `names`.
+
+    `shipped` are those that the file does not have. Raise ConfigError for a file with another network's weights.
+    """
+    found, expected = read_state_dict(path), module.state_dict()
+    for key, name in names.items():
+        if name not in found or found[name].shape != expected[key].shape:
+            file = FILES[network]
+            text = f"{path} does not hold the weights of {network} ({name} is missing or has another shape)"
+            raise _error(text, f"it takes {file.description}, {file.name}", _remedy(file))
+    module.load_state_dict({key: found[name].float() for key, name in names.items()} | shipped, assign=True)
 
 
 def _error(found: str, allowed: str = "", remedy: str = "") -> ConfigError:
@@ -134,9 +142,10 @@ def _download(network: str, file: WeightsFile, destination: Path) -> None:
                     bar.update(len(block))
             if total is not None and bar.n != total:
                 raise OSError(f"{bar.n} of {total} bytes arrived")
-            published = file.name.rsplit(".", 1)[0].rsplit("-", 1)[-1]
-            if file.has_hash_in_name and not digest.hexdigest().startswith(published):
-                raise OSError(f"the download has the SHA-256 {digest.hexdigest()[:8]}, not {published}")
+            # torchvision publishes the beginning of the hash in the name.
+            published = re.search(r"-([0-9a-f]{8})\.pth$", file.name)
+            if published is not None and not digest.hexdigest().startswith(published[1]):
+                raise OSError(f"the download has the SHA-256 {digest.hexdigest()[:8]}, not {published[1]}")
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         found = (

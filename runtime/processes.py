@@ -23,7 +23,7 @@ from runtime import cublas
 from runtime.cli import OUT_OF_MEMORY
 from runtime.precision import ONEDNN_LIMIT, Precision, computes_bfloat16, onednn_limit
 from settings import ConfigError, DeviceSettings, Problem, Settings, TrainingError, UserError, known_keys
-from settings.dotted import look_up
+from settings.section import look_up
 
 log = logging.getLogger(__name__)
 

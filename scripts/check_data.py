@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from runtime.cli import add_config, check_output_file, parser, run, write_output
 from runtime.files.names import counted, printable, size_text
 from settings import UserError, load_settings, look_up
+from settings.writing import value_text
 
 # Unusual volumes, and volumes without a partner, that are shown; --json has all of them.
 MOST_SHOWN = 10
@@ -166,10 +168,9 @@ def _summary(source, volumes, settings) -> str:
         + (str(data.intensity.mode) if data.intensity.num_rules == 1 else "a rule for each channel"),
     ]
     if volumes is not None and volumes.class_names:
-        files = (*volumes.train, *volumes.val)
-        counts = [sum(file.label == label for file in files) for label in range(len(volumes.class_names))]
-        named = zip(volumes.class_names, counts, strict=True)
-        lines.append("classes: " + ", ".join(f"{name} ({count})" for name, count in named))
+        counts = Counter(file.label for file in (*volumes.train, *volumes.val))
+        named = (f"{name} ({counts[label]})" for label, name in enumerate(volumes.class_names))
+        lines.append(f"classes: {', '.join(named)}")
     unusual = outlier_lines(names, facts, data)
     if unusual:
         lines += ["", f"unusual, worth a look ({len(unusual)}):", *_first(unusual)]
@@ -181,7 +182,8 @@ def _summary(source, volumes, settings) -> str:
     lines += [f"data.voxel_size {_times(data.voxel_size)} is refused by {problem}" for problem in refused]
     suggested = _suggested(source, settings)
     if suggested is not None:
-        changed = {key: value for key, value in suggested.items() if look_up(settings, key) != _as_stored(value)}
+        current = {key: look_up(settings, key) for key in suggested}
+        changed = {key: value for key, value in suggested.items() if value_text(value) != value_text(current[key])}
         if not changed:
             lines.append(f"data.voxel_size {_times(data.voxel_size)} suits these volumes and both stages")
         else:
@@ -207,10 +209,6 @@ def _cost_text(grid: list[int], settings, number: int) -> str:
         f"{ratio:.3g} times the voxels of data.voxel_size, and about that much of its memory and time; "
         f"{size_text(disk)} of prepared volumes"
     )
-
-
-def _as_stored(value):
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _overrides(values: dict) -> str:

@@ -2,12 +2,11 @@
 
 from settings.autoencoder import AutoencoderSettings, AutoencoderTraining, PerceptualSettings
 from settings.data import DataSettings
-from settings.dotted import has_key, look_up
 from settings.errors import CheckpointError, ConfigError, DataError, Problem, TrainingError, UserError
 from settings.ldm import LdmSettings, LdmTraining
 from settings.load import known_keys, load_settings, read_overrides, restored, stored, validate
 from settings.root import DeviceSettings, LoggingSettings, Settings
-from settings.section import TrainingSettings
+from settings.section import TrainingSettings, has_key, look_up
 from settings.writing import dump_short, dump_with_origins, dump_yaml
 
 __all__ = [

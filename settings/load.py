@@ -16,11 +16,10 @@ from pydantic_core import ErrorDetails
 
 from runtime.files.names import counted, shortened
 from settings import migrations
-from settings.dotted import assign, has_key, look_up, overlap, remove
 from settings.errors import CheckpointError, ConfigError, Problem
 from settings.migrations import upgraded
 from settings.root import Settings
-from settings.section import FOLDER_NAME, WITHOUT_NUL, is_section, takes_list
+from settings.section import FOLDER_NAME, WITHOUT_NUL, assign, has_key, is_section, look_up, overlap, remove, takes_list
 from settings.yaml_reader import parse_value, read_document, value_text
 
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?")

@@ -9,11 +9,10 @@ from pydantic import ValidationInfo, model_validator
 
 from settings.autoencoder import AutoencoderSettings
 from settings.data import DataSettings
-from settings.dotted import assign, overlap
 from settings.errors import ConfigError
 from settings.ldm import LdmSettings
 from settings.rules import find_problems
-from settings.section import FOLDER_NAME, FREE, SAME, Section, TrainingSettings, key, section
+from settings.section import FOLDER_NAME, FREE, SAME, Section, TrainingSettings, assign, key, overlap, section
 
 
 class DeviceSettings(Section):

@@ -201,10 +201,8 @@ def _heads(settings: Settings) -> Problems:
         if attends and (head == 0 or channels % head):
             fits = [n for n in range(1, channels + 1) if channels % n == 0]
             found = f"{head} does not divide the {channels} channels of a level with attention"
-            allowed, remedy = (
-                f"allowed: {', '.join(map(str, fits))}",
-                f"set {max(n for n in fits if n <= max(head, 1))}",
-            )
+            allowed = f"allowed: {', '.join(map(str, fits))}"
+            remedy = f"set {max(n for n in fits if n <= max(head, 1))}"
             sources = ("ldm.unet.num_channels", "ldm.unet.attention_levels")
             yield Problem("ldm.unet.num_head_channels", found, allowed, remedy), sources
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from settings import migrations
-from settings.dotted import assign, look_up, overlap
 from settings.load import known_keys, load_settings
 from settings.root import Settings
-from settings.section import is_section
+from settings.section import assign, is_section, look_up, overlap
 from settings.yaml_reader import read_document, value_text
 
 _TRAINING = "autoencoder.training"

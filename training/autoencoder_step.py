@@ -79,9 +79,7 @@ class AutoencoderStep(TrainingStep):
             load_pretrained(self.networks, Path(settings.autoencoder.pretrained))
             if self.average is not None:
                 self.average.start()
-        self.perceptual = build_perceptual_loss(
-            training, settings.autoencoder.in_channels, settings.seed, load_weights=load_weights
-        )
+        self.perceptual = build_perceptual_loss(training, settings.seed, load_weights)
         if self.perceptual is not None:
             move(self.perceptual, process.device)
         self.weights = {

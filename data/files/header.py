@@ -114,14 +114,14 @@ class Stored:
         return replace(self, array=self.array[number : number + 1])
 
 
-def spatial(axes: tuple[int, ...], channel_axis: int | None) -> tuple[tuple[int, int, int], int]:
+def spatial(axes: tuple[int, ...], channel_axis: int) -> tuple[tuple[int, int, int], int]:
     """Split an array's shape into its three spatial axes and the number of channels."""
     if any(n < 1 for n in axes):
         raise UnsuitableError(
             f"an axis without voxels ({' x '.join(map(str, axes))}); every axis needs some; write it again"
         )
     num_channels = 1
-    if len(axes) == 4 and channel_axis is not None:
+    if len(axes) == 4:
         num_channels = axes[channel_axis]
         axes = axes[1:] if channel_axis == 0 else axes[:3]
     if len(axes) == 2 or (len(axes) == 3 and 1 in axes):

@@ -26,22 +26,8 @@ MOST_CHANNELS = 1024
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 # Each key holds (number of axes) ** power numbers; the value here is the power.
-POWERS = {
-    "DimSize": 1,
-    "ElementSpacing": 1,
-    "ElementSize": 1,
-    "Offset": 1,
-    "Position": 1,
-    "Origin": 1,
-    "CenterOfRotation": 1,
-    "TransformMatrix": 2,
-    "Rotation": 2,
-    "Orientation": 2,
-}
-
-
-def _is_utf8(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+_VECTORS = ("DimSize", "ElementSpacing", "ElementSize", "Offset", "Position", "Origin", "CenterOfRotation")
+POWERS = dict.fromkeys(_VECTORS, 1) | dict.fromkeys(("TransformMatrix", "Rotation", "Orientation"), 2)
 
 
 def _reader(path: Path) -> SimpleITK.ImageFileReader:
@@ -55,7 +41,7 @@ def _reader(path: Path) -> SimpleITK.ImageFileReader:
 def read_header(path: Path) -> Header:
     """Read the header, after checks that keep ITK from writing past its arrays."""
     # SimpleITK terminates the process if a path is not UTF-8.
-    if not _is_utf8(str(path)):
+    if str(path).encode("utf-8", "replace").decode() != str(path):
         raise UnsuitableError("its path is not UTF-8, which this format's reader needs; rename it")
     reader = _reader(path)
     with library("itk"):

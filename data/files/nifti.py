@@ -20,17 +20,11 @@ nibabel.imageglobals.logger.setLevel("CRITICAL")
 # Codes of the header for metres and micrometres; all others mean millimetres or nothing.
 MM_PER_UNIT = {1: 1e3, 3: 1e-3}
 
-COLOURS = (("R", "G", "B"), ("R", "G", "B", "A"))
-
 
 def read_header(path: Path) -> Header:
-    """Read the header; colours (RGB) are channels."""
-    image = _image(path)
+    """Read the header; volumes along the fourth axis are channels."""
+    image = load(path)
     axes = tuple(int(n) for n in image.shape)
-    colours = _num_colours(image.get_data_dtype())
-    if colours and len(axes) == 3:
-        shape, _ = spatial(axes, channel_axis=None)
-        return Header(shape, colours, _affine(image), np.dtype(np.uint8).str, True, (*axes, colours))
     # NIfTI stores vector components on the fifth axis, after a time axis of length 1.
     axes = (*axes[:3], axes[4]) if len(axes) == 5 and axes[3] == 1 else axes
     shape, num_channels = spatial(axes, channel_axis=-1)
@@ -39,12 +33,9 @@ def read_header(path: Path) -> Header:
 
 def read_voxels(path: Path, header: Header) -> Stored:
     """Read the voxels without a second copy of them."""
-    image = _image(path)
+    image = load(path)
     proxy = image.dataobj
     dtype = proxy.dtype
-    is_colour = bool(_num_colours(dtype))
-    if is_colour:
-        dtype = np.dtype(np.uint8)
     count = header.num_channels * math.prod(header.shape)
     with library("nifti"):
         size = proxy.offset + count * dtype.itemsize
@@ -53,18 +44,12 @@ def read_voxels(path: Path, header: Header) -> Stored:
         if raw.size < size:
             raise OSError(f"Expected {size} bytes, got {raw.size} bytes from the file")
         flat = raw[proxy.offset : size].view(dtype)
-    if is_colour:
-        return Stored(flat.reshape((header.num_channels, *header.shape), order="F"))
     array = np.moveaxis(flat.reshape((*header.shape, header.num_channels), order="F"), -1, 0)
     return Stored(array, float(proxy.slope), float(proxy.inter))
 
 
-def read_note(path: Path) -> str:
-    """Return the description in the header."""
-    return bytes(_image(path).header["descrip"].item()).decode("utf-8", "replace").strip("\0 ")
-
-
-def _image(path: Path) -> Any:
+def load(path: Path) -> Any:
+    """Return the image without its voxels; raise UnsuitableError if the file is of another format."""
     with library("nifti"):
         image = nib.load(path)
     if not isinstance(image, nib.Nifti1Image):
@@ -76,10 +61,6 @@ def _affine(image: Any) -> np.ndarray:
     affine = np.array(image.affine, dtype=np.float64)
     affine[:3] *= MM_PER_UNIT.get(int(image.header["xyzt_units"]) % 8, 1.0)
     return affine
-
-
-def _num_colours(dtype: np.dtype) -> int:
-    return len(dtype.names) if dtype.names in COLOURS else 0
 
 
 def _inflated(path: Path, size: int) -> np.ndarray:

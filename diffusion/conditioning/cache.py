@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data.poses import Pose
+from data.loading import Pose
 from diffusion.conditioning.kind import Preparation, Read
 from diffusion.latent_files import TensorCache, digest_of
 from runtime.files.run_folder import LATENTS

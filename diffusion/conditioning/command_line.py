@@ -12,9 +12,9 @@ import torch
 
 from data.discovery import expanded, series_in
 from data.files import dicom
-from data.formats import SUFFIXES, content_digest, read_header, suffix_of
-from data.pairs.geometry import mismatch
-from data.pairs.partners import named_after, stem
+from data.formats import SUFFIXES, content_digest, read_header, stem, suffix_of
+from data.geometry import mismatch
+from data.partners import named_after
 from diffusion.conditioning.batch import ConditionBatch
 from diffusion.conditioning.class_label import class_number
 from diffusion.conditioning.kind import Asked, Case, Sample

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from data import DataSplit, VolumeFile
-from data.pairs.tables import Row
-from data.poses import Pose
+from data.loading import Pose
+from data.tables import Row
 from diffusion.conditioning.known_voxels import KnownVoxels
 from diffusion.conditioning.space import Space
 from models.volume_codec import VolumeCodec

@@ -15,8 +15,8 @@ from data import VolumeFile
 from data.files.header import Stored
 from data.formats import read_stored
 from data.geometry import Geometry, geometry_of, in_planes
-from data.pairs.partners import PartnerSource, checked_partners
-from data.poses import Pose
+from data.loading import Pose
+from data.partners import PartnerSource, checked_partners
 from data.reading import VolumeFacts, measure
 from diffusion.conditioning.cache import cached
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared

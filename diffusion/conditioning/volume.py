@@ -18,11 +18,10 @@ from data import NETWORK_RANGE, VolumeFile, in_pose, load_file, to_unit
 from data.checking import outside_windows
 from data.files.header import Header
 from data.formats import read_header, read_stored
-from data.geometry import Geometry, geometry_of, in_planes, regridded
+from data.geometry import Geometry, geometry_of, in_planes, mismatch, regridded
 from data.intensity import INTENSITY, scale_to_network
-from data.pairs.geometry import mismatch
-from data.pairs.partners import PartnerSource, checked_partners
-from data.poses import Pose
+from data.loading import Pose
+from data.partners import PartnerSource, checked_partners
 from data.reading import VolumeFacts, measure, unusable
 from diffusion.conditioning.cache import cached
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared

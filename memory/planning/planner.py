@@ -27,7 +27,7 @@ from memory.planning.sizing import LEAST_WIDTH, sizing_of
 from memory.predict.prediction import CONTEXT_BYTES, GIB, TRAINING_STEP, Stage
 from runtime.cli import OUT_OF_MEMORY
 from settings import DataSettings, Settings, UserError, validate
-from settings.dotted import assign
+from settings.section import assign
 
 SMALLEST_PATCH, LARGEST_PATCH, PATCH_STEP = 64, 256, 16
 PLAIN_PATCH, CHECKPOINTED_PATCH = 96, 128

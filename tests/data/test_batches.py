@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +14,11 @@ import psutil
 import pytest
 import torch
 
-from data import Batch, BatchPlan, DataSplit, prepare_volumes, training_batches, validation_batches
+from data import Batch, BatchPlan, DataSplit, ValidationBatches, prepare_volumes, training_batches
 from data.batches import VolumeOrder
 from data.loading import load_volume
-from settings import DataError, DataSettings, TrainingError
+from data.workers import one_ahead
+from settings import DataError, DataSettings
 from tests.data.small_volumes import build_settings
 
 PATCHES = {"patch_size": [8, 8, 4], "use_augmentation": True}
@@ -131,7 +132,7 @@ def test_labels_travel_with_their_volumes():
 @pytest.mark.parametrize("values", [{}, {"prepared": "memory"}, {"num_workers": 2, "persistent_workers": True}])
 def test_validation_sees_whole_volumes_in_a_fixed_order_as_often_as_asked(folder, values):
     volumes, settings = prepared(folder, **{**PATCHES, **values})
-    batches = validation_batches(volumes.train, settings)
+    batches = ValidationBatches(volumes.train, settings)
     first, second = list(batches), list(batches)
     assert_equal(first, second)
     assert len(batches) == len(first) == len(volumes.train)
@@ -141,11 +142,11 @@ def test_validation_sees_whole_volumes_in_a_fixed_order_as_often_as_asked(folder
 
 def test_validation_is_shared_among_ranks(folder):
     volumes, settings = prepared(folder)
-    shares = [list(validation_batches(volumes.train, settings, rank, 3)) for rank in range(3)]
+    shares = [list(ValidationBatches(volumes.train, settings, rank, 3)) for rank in range(3)]
     places = sorted(batch.positions[0] for share in shares for batch in share)
     assert places == list(range(len(volumes.train)))
-    assert len(validation_batches(volumes.val[:1], settings, 2, 3)) == 0
-    assert list(validation_batches(volumes.val[:1], settings, 2, 3)) == []
+    assert len(ValidationBatches(volumes.val[:1], settings, 2, 3)) == 0
+    assert list(ValidationBatches(volumes.val[:1], settings, 2, 3)) == []
 
 
 @pytest.mark.parametrize("kept", ["disk", "memory"])
@@ -185,18 +186,6 @@ def test_a_file_that_disappears_stops_training_and_is_named(folder, num_workers)
     assert children() <= before
 
 
-def test_a_killed_worker_is_reported_as_such(folder):
-    volumes, settings = prepared(folder, num_workers=2)
-    before = children()
-    steps = training_batches(volumes.train, settings, BatchPlan(0, 1, 1), 0, 10_000)
-    next(steps)
-    victim = min(children() - before)
-    os.kill(victim, signal.SIGKILL)
-    time.sleep(0.3)  # its death does not interrupt the training step
-    with pytest.raises(TrainingError, match=rf"a DataLoader worker died \(process {victim} was killed by SIGKILL\)"):
-        list(steps)
-
-
 def test_workers_outlive_the_signals_that_ask_training_to_stop(folder):
     volumes, settings = prepared(folder, num_workers=1)
     before = children()
@@ -224,3 +213,44 @@ raise SystemExit(5)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     result = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
     assert result.returncode == 5
+
+
+def test_items_ahead_come_in_order_and_the_next_is_made_during_the_current():
+    made = [threading.Event() for _ in range(4)]
+
+    def numbers():
+        for number, event in enumerate(made):
+            event.set()
+            yield number
+
+    items = one_ahead(numbers())
+    assert not made[0].is_set()
+    for number in range(4):
+        assert next(items) == number
+        assert number == 3 or made[number + 1].wait(timeout=60)
+    assert next(items, "end") == "end"
+
+
+def test_stopping_early_ends_the_thread():
+    before = threading.active_count()
+    items = one_ahead(iter(range(9)))
+    next(items)
+    items.close()
+    assert threading.active_count() == before
+
+
+def test_items_are_let_go_by_the_thread_and_not_by_the_caller():
+    freed: list[tuple[int, str]] = []
+
+    class Batch:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __del__(self) -> None:
+            freed.append((self.number, threading.current_thread().name))
+
+    for number, batch in enumerate(one_ahead(map(Batch, range(8)))):
+        assert batch.number == number
+        assert [done for done, _ in freed] == list(range(len(freed)))
+        assert number - 3 <= len(freed) <= number
+    assert [name.startswith("data") for _, name in freed[:6]] == [True] * 6

@@ -11,12 +11,11 @@ import pytest
 
 from data.files.header import Header
 from data.formats import write_nifti
-from data.geometry import geometry_of, in_planes
-from data.pairs.geometry import mismatch
-from data.pairs.partners import PartnerSource, find_partners
+from data.geometry import geometry_of, in_planes, mismatch
+from data.partners import PartnerSource, find_partners
 from data.reading import measure
 from data.volumes import DataSplit, VolumeFile, prepare_volumes
-from diffusion.conditioning import check_conditions, find_partners_of
+from diffusion.conditioning import check_conditions, find_partners_of, store
 from diffusion.conditioning.kind import Partners
 from diffusion.conditioning.label_map import label_problem, label_shares
 from settings import DataError, DataSettings, Settings
@@ -55,19 +54,20 @@ def partner_names(source: str | Path, volumes: DataSplit) -> dict[str, str]:
     return {file.name: partner.path.name for file, partner in zip(files, pairs.files["labels"], strict=True)}
 
 
-@pytest.mark.parametrize("form", ["v{}.nii.gz", "v{}.nii", "v{}_seg.nii.gz"])
-def test_partners_have_the_names_of_their_volumes(folder, tmp_path, form):
-    write_maps(tmp_path / "maps", [form.format(place) for place in range(8)])
-    found = partner_names(tmp_path / "maps", volumes_of(folder))
-    assert found == {f"v{place}.nii.gz": form.format(place) for place in range(8)}
-
-
-def test_a_numbered_channel_is_no_part_of_the_name(tmp_path):
-    for place in range(3):
-        write_nifti(tmp_path / "volumes" / f"case{place}_0000.nii.gz", random_voxels(place), AFFINE)
-    write_maps(tmp_path / "maps", [f"case{place}.nii.gz" for place in range(3)])
-    found = partner_names(tmp_path / "maps", volumes_of(tmp_path / "volumes"))
-    assert found == {f"case{place}_0000.nii.gz": f"case{place}.nii.gz" for place in range(3)}
+@pytest.mark.parametrize(
+    ("name", "form", "place"),
+    [
+        *(("v{}.nii.gz", form, "maps") for form in ("v{}.nii.gz", "v{}.nii", "v{}_seg.nii.gz")),
+        ("case{}_0000.nii.gz", "case{}.nii.gz", "maps"),
+        *(("v{}_x.nii.gz", f"v{{}}_{end}.nii.gz", "volumes") for end in ("x_seg", "mask", "dseg", "aparc+aseg")),
+    ],
+)
+def test_partners_have_the_names_of_their_volumes_or_begin_them_and_may_lie_beside_them(tmp_path, name, form, place):
+    for number in range(4):
+        write_nifti(tmp_path / "volumes" / name.format(number), random_voxels(number), AFFINE)
+    write_maps(tmp_path / place, [form.format(number) for number in range(4)])
+    found = partner_names(tmp_path / place, volumes_of(tmp_path / "volumes"))
+    assert found == {name.format(number): form.format(number) for number in range(4)}
 
 
 def test_dicom_series_are_partners_by_the_names_of_their_folders(tmp_path):
@@ -244,19 +244,6 @@ def test_a_folder_of_slices_that_cannot_be_read_is_named_with_its_setting(tmp_pa
         find_partners(place, files, build_settings(), [])
 
 
-def test_partners_are_found_in_folders_that_are_links(tmp_path):
-    write_maps(tmp_path / "elsewhere", ["a.nii.gz"])
-    (tmp_path / "maps").mkdir()
-    (tmp_path / "maps" / "deep").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere" / "again").symlink_to(tmp_path / "maps")
-    files = [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]
-    place = PartnerSource(str(tmp_path / "maps"), "x.source", "label_map")
-    problems: list[str] = []
-    found = find_partners(place, files, build_settings(), problems)
-    assert not problems
-    assert found["a.nii.gz"] == tmp_path / "maps" / "deep" / "a.nii.gz"
-
-
 def test_a_partner_outside_its_window_is_refused_with_the_name_of_the_window(folder, tmp_path):
     volumes = volumes_of(folder)
     for place in range(8):
@@ -280,14 +267,6 @@ def test_a_map_may_have_many_values_of_any_type_if_they_are_whole(tmp_path):
         texts.append(label_problem(tmp_path / f"{name}.nii.gz", facts))
     assert "a.nii.gz: values that are not whole numbers" in str(texts[0])
     assert texts[1] is None
-
-
-def test_a_negative_label_is_not_mended_by_more_classes(tmp_path):
-    write_nifti(tmp_path / "a.nii.gz", label_map(0) - 1, AFFINE)
-    _, facts = measure(tmp_path / "a.nii.gz", build_settings())
-    text = label_problem(tmp_path / "a.nii.gz", facts)
-    assert text is not None
-    assert text.endswith("a label value of -1; 0 and above is allowed; change the map")
 
 
 def with_gaps(seed: int) -> np.ndarray:
@@ -327,3 +306,22 @@ def test_values_without_gaps_are_the_numbers_of_their_classes(folder, tmp_path):
     write_maps(tmp_path / "maps", [f"v{place}.nii.gz" for place in range(8)])
     settings = build_settings(source=str(folder))
     assert checked(conditioning(tmp_path / "maps", 5), settings, volumes_of(folder)).label_values == ()
+
+
+def test_a_volume_is_never_its_own_partner(folder):
+    volumes = volumes_of(folder)
+    problems: list[str] = []
+    place = PartnerSource(str(folder), "ldm.conditioning.volume.source", "volume")
+    assert not find_partners(place, volumes.train, build_settings(), problems)
+    assert len(problems) == len(volumes.train)
+    assert all("no partner in ldm.conditioning.volume.source" in line for line in problems)
+    assert all(line.endswith("add it, list the pairs in a CSV file, or remove the volume") for line in problems)
+
+
+def test_of_many_problems_the_first_ten_are_named(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MOST_LINES", 3)
+    write_maps(tmp_path / "maps", ["other.nii.gz"])
+    with pytest.raises(DataError) as error:
+        partner_names(tmp_path / "maps", volumes_of(folder))
+    assert str(error.value).count("no partner in ") == 3
+    assert str(error.value).endswith("\n  and 5 more")

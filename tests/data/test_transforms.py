@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -11,13 +10,12 @@ import pytest
 import torch
 from scipy import ndimage
 
-from data import loading
-from data.loading import NETWORK_RANGE, from_unit, in_pose, load_volume, random_part, restore, to_unit
-from data.poses import random_pose
-from settings import DataError
+from data import loading, prepare_volumes
+from data.formats import write_nifti
+from data.loading import NETWORK_RANGE, from_unit, in_pose, load_volume, random_part, random_pose, restore, to_unit
+from settings import ConfigError, DataError, validate
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
-Make = Callable[..., Path]
 WIDE = {"mode": "percentile", "lower": 0.0, "upper": 100.0}
 TURNED = np.array([[0, 0, -3.0, 40], [2.0, 0, 0, -12], [0, -2.5, 0, 30], [0, 0, 0, 1]])
 
@@ -46,12 +44,6 @@ def test_percentiles_and_windows_map_to_the_networks_range(make_volume):
     assert (float(loaded.image.min()), float(loaded.image.max())) == pytest.approx(NETWORK_RANGE, abs=1e-6)
     loaded = load_volume(path, build_settings(intensity={"mode": "window", "lower": -1000.0, "upper": 1000.0}))
     torch.testing.assert_close(loaded.image, torch.from_numpy(voxels / 1000), atol=1e-6, rtol=0)
-
-
-def test_channels_are_scaled_each_by_its_own_percentiles(make_volume):
-    voxels = np.concatenate([smooth((12, 10, 8)), 1000 + 5 * smooth((12, 10, 8))])
-    image = load_volume(make_volume("v.nii.gz", voxels), build_settings(intensity=WIDE), num_channels=2).image
-    torch.testing.assert_close(image[0], image[1], atol=1e-4, rtol=0)
 
 
 def test_resampling_follows_a_smooth_function(make_volume):
@@ -225,3 +217,36 @@ def test_a_new_pose_moves_a_volume_a_little_and_keeps_its_detail():
         place = np.array(np.unravel_index(int(pose.argmax()), image.shape)[1:])
         assert np.abs(place - (np.array([24, 20, 28]) - 1) / 2).max() < 3
     assert len({float(pose.sum()) for pose in poses}) == 8
+
+
+RULES: list[list[Any]] = [["window", 0, 80], ["percentile", 5, 95], ["window", -30, 30]]
+
+
+def by_channel(rules: list[list[Any]]) -> dict[str, list[Any]]:
+    return dict(zip(("mode", "lower", "upper"), map(list, zip(*rules, strict=True)), strict=True))
+
+
+def test_each_channel_is_scaled_by_its_rule(tmp_path):
+    voxels = random_voxels(0, (3, 12, 10, 8)) * np.array([0.5, 1, 0.1], np.float32)[:, None, None, None]
+    write_nifti(tmp_path / "a.nii.gz", voxels, np.eye(4))
+    found = load_volume(tmp_path / "a.nii.gz", build_settings(intensity=by_channel(RULES)), 3).image.numpy()
+    for mine, values, (mode, lower, upper) in zip(found, voxels, RULES, strict=True):
+        ends = np.percentile(values, [lower, upper]) if mode == "percentile" else (lower, upper)
+        expected = 2 * (np.clip(values, *ends) - ends[0]) / (ends[1] - ends[0]) - 1
+        np.testing.assert_allclose(mine, expected, atol=1e-5)
+
+
+def test_rules_are_checked_and_a_window_that_holds_nothing_is_named(tmp_path):
+    for channels, said in (
+        ([*RULES, ["window", 0, 1]], "4 entries for 3 channels"),
+        ([["window", 5, 5], *RULES[1:]], r"5 is not below upper \(5\)"),
+        ([["percentile", -1, 50], *RULES[1:]], "are not percentiles"),
+    ):
+        values = {"data": {"intensity": by_channel(channels)}, "autoencoder": {"in_channels": 3}}
+        with pytest.raises(ConfigError, match=said):
+            validate(values)
+    for name in "ab":
+        write_nifti(tmp_path / f"{name}.nii", random_voxels(1, (3, 12, 10, 8)), AFFINE)
+    far = build_settings(source=str(tmp_path), intensity=by_channel([*RULES[:2], ["window", 9000, 9001]]))
+    with pytest.raises(DataError, match="lie outside the window 9000 to 9001"):
+        prepare_volumes(far, 0, 3)

@@ -10,7 +10,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import nibabel as nib
 import numpy as np
 import pytest
 
@@ -61,21 +60,6 @@ def test_file_with_foreign_pieces_is_read_or_refused(tmp_path, suffix):
         read_or_refuse(tmp_path / f"v{suffix}")
 
 
-@pytest.mark.parametrize("kind", [nib.Nifti1Image, nib.Nifti2Image])
-def test_every_nifti_field_may_hold_any_number(tmp_path, kind):
-    image = kind(np.arange(960, dtype=np.int16).reshape(12, 10, 8), np.diag([1.0, 2.0, 3.0, 1.0]))
-    content, fields = image.to_bytes(), image.header.template_dtype
-    for name in fields.names:
-        field, offset = fields.fields[name][:2]
-        base = field.base
-        for value in FLOATS if base.kind == "f" else INTEGERS if base.kind in "iu" else ():
-            new = np.array(value).astype(base).tobytes()
-            for place in {offset, offset + field.itemsize - base.itemsize}:
-                damaged = content[:place] + new + content[place + len(new) :]
-                (tmp_path / "v.nii").write_bytes(damaged)
-                read_or_refuse(tmp_path / "v.nii")
-
-
 def npy(header: bytes) -> bytes:
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(960)
 
@@ -83,7 +67,6 @@ def npy(header: bytes) -> bytes:
 @pytest.mark.parametrize(
     "header",
     [
-        b"{'descr': '<f4', 3: False, 'shape': (4, 4, 4)}",
         b"{'descr': '<f4', [1]: False, 'shape': (4, 4, 4)}",
         b"{'descr': '<i4,<q,', 'fortran_order': False, 'shape': (4, 4, 4)}",
         b"{'descr': '<f4', 'fortran_order': False, 'shape': (4, 4, " + b"(" * 500,
@@ -92,7 +75,6 @@ def npy(header: bytes) -> bytes:
         b"{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (4, 4, 4)}",
         b"{'descr': '|O', 'fortran_order': False, 'shape': (4, 4, 4)}",
         b"{'descr'",
-        b"",
     ],
 )
 def test_invalid_numpy_headers_are_refused(tmp_path, header):

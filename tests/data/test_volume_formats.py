@@ -101,13 +101,6 @@ def test_missing_truncated_and_foreign_files_are_named(tmp_path, suffix):
     path.write_text("these are my notes, not a volume\n" * 30)
     with pytest.raises(DataError, match=rf"v{suffix}: (not a|cannot be read as) .*again"):
         read_volume(path)
-    path.write_bytes(b"")
-    with pytest.raises(DataError, match=f"v{suffix}: "):
-        read_volume(path)
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(DataError, match=f"v{suffix}: "):
-        read_volume(path)
 
 
 def nifti_with_dims(dims: tuple[int, ...], num_voxel_bytes: int) -> bytes:

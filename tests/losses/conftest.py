@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from losses.torchvision_import import import_torchvision
+from losses.lpips_slices import import_torchvision
 
 TRUNKS = {"squeeze": "squeezenet1_1", "alex": "alexnet", "vgg": "vgg16"}
 

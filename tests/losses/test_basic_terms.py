@@ -25,12 +25,6 @@ def test_kl_is_the_textbook_divergence_per_voxel():
     torch.testing.assert_close(kl_divergence(mu, sigma, 1000), expected, rtol=1e-6, atol=0)
 
 
-def test_kl_does_not_change_when_the_same_content_fills_a_larger_grid():
-    mu, sigma = latent()
-    larger = mu.repeat(1, 1, 2, 2, 2), sigma.repeat(1, 1, 2, 2, 2)
-    torch.testing.assert_close(kl_divergence(*larger, 8 * 1000), kl_divergence(mu, sigma, 1000), rtol=1e-5, atol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_kl_is_finite_at_the_ends_of_the_encoders_range(dtype):
     mu = torch.full((1, 1, 2, 2, 2), 300.0, dtype=dtype, requires_grad=True)
@@ -72,17 +66,14 @@ def test_reconstruction_refuses_to_broadcast():
         reconstruction_loss(torch.zeros(2, 1, 4, 4, 4), torch.zeros(1, 1, 4, 4, 4), "l1")
 
 
-def test_adversarial_terms_are_least_squares_on_raw_logits():
+def test_adversarial_terms_are_least_squares_on_raw_logits_in_fp32():
     logits = torch.tensor([-3.0, 0.0, 1.0, 2.0])
     assert generator_adversarial_loss(logits).item() == pytest.approx((16 + 1 + 0 + 1) / 4)
     assert discriminator_loss_real(logits).item() == pytest.approx((16 + 1 + 0 + 1) / 4)
     assert discriminator_loss_fake(logits).item() == pytest.approx((9 + 0 + 1 + 4) / 4)
-
-
-def test_adversarial_terms_do_not_overflow_on_fp16_logits():
-    logits = torch.full((4,), 1000.0, dtype=torch.float16)
+    large = torch.full((4,), 1000.0, dtype=torch.float16)
     for term in (generator_adversarial_loss, discriminator_loss_real, discriminator_loss_fake):
-        assert torch.isfinite(term(logits))
+        assert torch.isfinite(term(large))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def build(trunk_files, medicalnet_file):
         weights = {"lpips": trunk_files.get(trunk), "medicalnet": medicalnet_file}.get(family)
         perceptual = {"network": network, "weights": weights and str(weights), "slice_fraction": 0.1, **changes}
         training = AutoencoderTraining.model_validate({"use_perceptual_loss": True, "perceptual": perceptual})
-        return build_perceptual_loss(training, in_channels=1, seed=0)
+        return build_perceptual_loss(training, seed=0)
 
     return build
 
@@ -97,7 +97,7 @@ def test_lpips_gets_the_seed_fraction_and_chunk_of_the_config(trunk_files, monke
         "chunk_size": 5,
     }
     training = AutoencoderTraining.model_validate({"use_perceptual_loss": True, "perceptual": perceptual})
-    term = build_perceptual_loss(training, in_channels=1, seed=11)
+    term = build_perceptual_loss(training, seed=11)
     assert isinstance(term, LpipsSlices)
     compared: list[tuple[int, ...]] = []
 
@@ -119,7 +119,7 @@ def test_lpips_gets_the_seed_fraction_and_chunk_of_the_config(trunk_files, monke
 
 
 def test_switched_off_means_none():
-    assert build_perceptual_loss(AutoencoderTraining(use_perceptual_loss=False), in_channels=1, seed=0) is None
+    assert build_perceptual_loss(AutoencoderTraining(use_perceptual_loss=False), seed=0) is None
 
 
 def peak_bytes(network: str, chunk_size: int, slice_fraction: float = 0.0625) -> int:
@@ -128,7 +128,7 @@ def peak_bytes(network: str, chunk_size: int, slice_fraction: float = 0.0625) ->
     def run(tracker):
         perceptual = {"network": network, "chunk_size": chunk_size, "slice_fraction": slice_fraction}
         training = AutoencoderTraining.model_validate({"use_perceptual_loss": True, "perceptual": perceptual})
-        term = build_perceptual_loss(training, in_channels=1, seed=0, load_weights=False)
+        term = build_perceptual_loss(training, seed=0, load_weights=False)
         volume, target = torch.zeros(1, 1, 64, 64, 64, requires_grad=True), torch.zeros(1, 1, 64, 64, 64)
         tracker.reset()
         assert term is not None

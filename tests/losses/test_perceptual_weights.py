@@ -52,7 +52,7 @@ def serve(server, monkeypatch, content: bytes, name: str | None = None) -> Weigh
 
 
 def test_addresses_are_torchvisions_own():
-    from losses.torchvision_import import import_torchvision
+    from losses.lpips_slices import import_torchvision
 
     import_torchvision()
     from torchvision import models
@@ -65,23 +65,14 @@ def test_addresses_are_torchvisions_own():
     assert published == {network: FILES[network].url for network in published}
 
 
-def test_config_path_comes_before_the_cache(cache, tmp_path):
+def test_config_path_of_a_file_or_its_folder_comes_before_the_cache(cache, tmp_path):
+    name = FILES["lpips-squeeze"].name
     cache.mkdir(parents=True)
-    (cache / FILES["lpips-squeeze"].name).touch()
-    own = tmp_path / "mine.pth"
-    own.touch()
-    assert find_weights("lpips-squeeze", str(own)) == own
-    assert find_weights("lpips-squeeze", None) == cache / "squeezenet1_1-b8a52dc0.pth"
-
-
-def test_config_may_name_the_folder(tmp_path):
-    (tmp_path / "vgg16-397923af.pth").touch()
-    assert find_weights("lpips-vgg", str(tmp_path)) == tmp_path / "vgg16-397923af.pth"
-
-
-def test_wrong_config_path_is_an_error_even_when_the_cache_has_the_file(cache, tmp_path):
-    cache.mkdir(parents=True)
-    (cache / FILES["lpips-squeeze"].name).touch()
+    for path in (cache / name, tmp_path / name, tmp_path / "mine.pth"):
+        path.touch()
+    assert find_weights("lpips-squeeze", str(tmp_path / "mine.pth")) == tmp_path / "mine.pth"
+    assert find_weights("lpips-squeeze", str(tmp_path)) == tmp_path / "squeezenet1_1-b8a52dc0.pth"
+    assert find_weights("lpips-squeeze", None) == cache / name
     with pytest.raises(ConfigError, match=r"perceptual.weights: there is no file .*gone.pth; .*SqueezeNet"):
         find_weights("lpips-squeeze", str(tmp_path / "gone.pth"))
 
@@ -96,16 +87,12 @@ def test_download_goes_to_the_cache_once(cache, server, monkeypatch, capfd):
     assert find_weights("lpips-squeeze", None) == cache / file.name
 
 
-def test_damaged_download_leaves_nothing_behind(cache, server, monkeypatch):
+def test_damaged_or_missing_download_is_reported_and_leaves_nothing_behind(cache, server, monkeypatch):
     serve(server, monkeypatch, b"not what was published", name="net-01234567.pth")
     with pytest.raises(ConfigError, match=r"SHA-256 .*, not 01234567"):
         find_weights("lpips-squeeze", None)
     assert list(cache.iterdir()) == []
-
-
-def test_missing_on_the_server_is_reported(cache, server, monkeypatch):
-    file = serve(server, monkeypatch, b"")
-    (server[0] / file.name).unlink()
+    (server[0] / "net-01234567.pth").unlink()
     with pytest.raises(ConfigError, match="could not be downloaded"):
         find_weights("lpips-squeeze", None)
 
@@ -120,7 +107,7 @@ from losses import build_perceptual_loss
 training = Settings().with_overrides({{"autoencoder.training.use_perceptual_loss": True,
     "autoencoder.training.perceptual.network": {network!r}}}).autoencoder.training
 try:
-    build_perceptual_loss(training, 1, 0)
+    build_perceptual_loss(training, 0)
 except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -164,19 +151,12 @@ def test_safetensors_are_read_too(trunk_files, tmp_path):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_weights_of_another_network_are_refused(trunk_files):
+def test_other_files_are_refused_and_pickled_code_is_not_run(trunk_files, tmp_path):
     with pytest.raises(ConfigError, match=r"does not hold the weights of lpips-squeeze \(features.0.weight"):
         LpipsSlices("squeeze", seed=0, slice_fraction=0.1, chunk_size=8, weights=str(trunk_files["alex"]))
-
-
-def test_file_that_is_not_a_state_dict_is_refused(tmp_path):
-    path = tmp_path / "page.pth"
-    path.write_text("<html>404</html>")
+    (tmp_path / "page.pth").write_text("<html>404</html>")
     with pytest.raises(ConfigError, match=r"page.pth cannot be read as a state dict"):
-        read_state_dict(path)
-
-
-def test_pickled_code_is_refused_and_not_run(tmp_path):
+        read_state_dict(tmp_path / "page.pth")
     marker = tmp_path / "executed"
 
     class Attack:
@@ -187,3 +167,30 @@ def test_pickled_code_is_refused_and_not_run(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read as a state dict"):
         read_state_dict(tmp_path / "evil.pth")
     assert not marker.exists()
+
+
+def test_torchvision_models_work_also_after_a_failed_import():
+    script = """
+try:
+    import torchvision
+except RuntimeError:
+    pass
+from losses.lpips_slices import import_torchvision
+torchvision = import_torchvision()
+assert import_torchvision() is torchvision
+import torch, lpips
+assert torchvision.models.squeezenet1_1().features(torch.zeros(1, 3, 32, 32)).shape[1] == 512
+"""
+    result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_other_failures_are_not_swallowed(tmp_path):
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('something else')")
+    script = "from losses.lpips_slices import import_torchvision; import_torchvision()"
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(REPOSITORY)!r}]; {script}"],
+        capture_output=True,
+        text=True,
+    )
+    assert "RuntimeError: something else" in result.stderr

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from data import BatchPlan, DataSplit, prepare_volumes, training_batches, validation_batches
+from data import BatchPlan, DataSplit, ValidationBatches, prepare_volumes, training_batches
 from diffusion.conditioning import check_conditions
 from diffusion.latents import prepare_latents
 from models.volume_codec import frozen_codec
@@ -56,7 +56,7 @@ def stage_one(settings: Settings, process: Process, volumes: DataSplit, found: d
     found["autoencoder"] = gradients(step)
     # 3 volumes: two for one process, one for the other; 1 volume: none for the other.
     for number in (3, 1):
-        held_out = validation_batches(volumes.train[:number], settings.data, process.rank, process.world_size)
+        held_out = ValidationBatches(volumes.train[:number], settings.data, process.rank, process.world_size)
         found[f"validation of {number}"], _ = validate_autoencoder(step, held_out)
     found["validation of 0"], _ = validate_autoencoder(step, [])
     export(step, RunFolder(Path("runs") / settings.name))

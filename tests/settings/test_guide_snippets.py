@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from settings import known_keys, load_settings, look_up
-from settings.dotted import assign
+from settings import Settings, known_keys, load_settings, look_up
+from settings.section import assign
 from tests.nested_values import leaves
 
 COMBINATION = """
@@ -87,6 +87,12 @@ def test_the_six_steps_of_the_diagnosis_go_together_and_after_each_combination(t
         assert resolved(tmp_path, yaml.safe_dump(merged)) == expected(yaml.safe_dump(merged))
 
 
+def test_disabling_attention_on_every_level_disables_the_middle_attention():
+    assert not Settings.model_validate(
+        {"autoencoder": {"attention_levels": [False] * 3}}
+    ).autoencoder.has_middle_attention
+
+
 @pytest.mark.parametrize(("preset", "text"), [("high_res", A), ("balanced", B), ("quality", C)])
 def test_preset_has_the_mathematics_of_its_combination(preset, text):
     promises = {name: (field.json_schema_extra or {}).get("promise") for name, field in known_keys()}
@@ -98,9 +104,3 @@ def test_preset_has_the_mathematics_of_its_combination(preset, text):
     assert found["batch_size"] * found["gradient_accumulation_steps"] == 4
     for dotted, value in leaves(yaml.safe_load(text)):
         assert look_up(values, dotted) == value or promises[dotted] == "same mathematics", dotted
-
-
-def test_disabling_attention_on_every_level_disables_the_middle_attention(tmp_path):
-    path = tmp_path / "none.yaml"
-    path.write_text("autoencoder:\n  attention_levels: [false, false, false]")
-    assert not load_settings(path).autoencoder.has_middle_attention

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from settings import ConfigError, Settings, load_settings, read_overrides
+from settings import ConfigError, Settings, load_settings, read_overrides, validate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,12 +83,6 @@ def test_scientific_notation_is_a_number_and_no_is_text(tmp_path):
     assert settings.name == "no"
 
 
-def test_a_key_given_twice_is_an_error_with_both_lines(tmp_path):
-    assert problems(tmp_path, "seed: 1\nname: a\nseed: 2\n") == [
-        "seed: given twice, on lines 1 and 3; allowed: once; remove one"
-    ]
-
-
 def test_for_a_key_in_the_wrong_section_the_right_ones_are_suggested(tmp_path):
     (problem,) = problems(tmp_path, "batch_size: 2\n")
     assert "did you mean autoencoder.training.batch_size or ldm.training.batch_size?" in problem
@@ -98,6 +92,7 @@ def test_for_a_key_in_the_wrong_section_the_right_ones_are_suggested(tmp_path):
     ("text", "expected"),
     [
         ("- a\n- b\n", "holds a list"),
+        ("seed: 1\nname: a\nseed: 2\n", "seed: given twice, on lines 1 and 3; allowed: once; remove one"),
         ("data: 3\n", "3 is not a section"),
         ("a: [1, 2\n", "not valid YAML"),
         ("autoencoder: {training: {batch_size: true}}", "found true; allowed: a whole number"),
@@ -121,7 +116,7 @@ def test_for_a_key_in_the_wrong_section_the_right_ones_are_suggested(tmp_path):
         ),
         ("ldm: {conditioning: {type: class}}", "allowed: 2 or more"),
         ("ldm: {unet: {num_head_channels: 48}}", "48 does not divide the 128 channels"),
-        ("name: ../escape", "allowed: letters, digits, _, - and dots"),
+        ("name: ../escape", "allowed: letters, digits, _, - and dots, the first of them"),
         ("seed: -1", "at least 0"),
     ],
 )
@@ -154,11 +149,6 @@ def test_overrides_are_parsed_and_checked_like_the_file(tmp_path):
 def test_settings_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         Settings().seed = 3
-
-
-def test_group_count_auto_divides_every_level():
-    settings = Settings.model_validate({"autoencoder": {"num_channels": [12, 24, 48]}})
-    assert settings.autoencoder.num_groups == 6
 
 
 def answer(tmp_path, text, *overrides):
@@ -228,6 +218,65 @@ def test_overrides_alone_are_read_and_their_mistakes_are_reported_together():
     assert "not an override" in text
 
 
-def test_a_name_that_is_no_folder_name_is_refused_in_words(tmp_path):
-    expected = "allowed: letters, digits, _, - and dots, the first of them a letter, digit or _"
-    assert expected in answer(tmp_path, "", "name=../x")
+THICK = [[2, 2, 1], [2, 2, 2]]
+
+
+def settings_of(strides, **more):
+    values = {"data": {"voxel_size": [64, 64, 24]}, "autoencoder": {"strides": strides}, **more}
+    return validate(values)
+
+
+def test_the_latent_grid_follows_from_the_strides():
+    settings = settings_of(THICK)
+    assert settings.autoencoder.downsampling == (4, 4, 2)
+    assert settings.latent_shape == (3, 16, 16, 12)
+    assert settings.autoencoder.level_grids((64, 64, 24)) == [(64, 64, 24), (32, 32, 24), (16, 16, 12)]
+    assert Settings().autoencoder.downsampling == (4, 4, 4)
+    assert settings_of([[2, 2, 2], [2, 2, 2]]).latent_shape == settings_of(2).latent_shape == (3, 16, 16, 6)
+
+
+@pytest.mark.parametrize(
+    ("strides", "expected"),
+    [
+        ([[2, 2, 1]], "1 entry for 3 levels; allowed: 2, or 2, one for each downsampling"),
+        ([[2, 2, 1]] * 3, "3 entries for 3 levels"),
+        ([[2, 2, 1], [1, 1, 1]], "[1, 1, 1] shrinks no axis; allowed: a 2 along at least one axis"),
+        ([[2, 2, 3], [2, 2, 2]], "each at most 2"),
+        ([[2, 2, 0], [2, 2, 2]], "each at least 1"),
+        ([[2, 2], [2, 2, 2]], "at least 3 entries"),
+        ([2, 2, 1], "each a list"),
+        (4, "allowed: 2 or a list"),
+        ("auto", "allowed: 2 or a list"),
+    ],
+    ids=str,
+)
+def test_other_strides_are_refused_in_words(strides, expected):
+    with pytest.raises(ConfigError) as caught:
+        settings_of(strides)
+    (problem,) = caught.value.problems
+    assert str(problem).startswith("autoencoder.strides: ")
+    assert expected in str(problem)
+
+
+def test_stock_blocks_are_refused_in_one_sentence():
+    with pytest.raises(ConfigError) as caught:
+        validate({"autoencoder": {"strides": THICK, "implementation": "monai"}})
+    assert [str(problem) for problem in caught.value.problems] == [
+        "autoencoder.strides: [2, 2, 1], [2, 2, 2] with implementation: monai, whose strides are all 2; "
+        "set 2, or implementation: lean"
+    ]
+    same = {"strides": [[2, 2, 2], [2, 2, 2]], "implementation": "monai"}
+    assert validate({"autoencoder": same}).autoencoder.downsampling == (4, 4, 4)
+
+
+def test_grids_are_checked_axis_by_axis():
+    with pytest.raises(ConfigError) as caught:
+        settings_of(THICK, data={"voxel_size": [62, 64, 25]})
+    (problem,) = caught.value.problems
+    assert "[62, 64, 25] is not divisible by [4, 4, 2]" in str(problem)
+    assert "the nearest is [64, 64, 24]" in str(problem) or "the nearest is [60, 64, 24]" in str(problem)
+
+
+def test_latents_are_padded_axis_by_axis():
+    settings = settings_of(THICK, data={"voxel_size": [64, 64, 28]})
+    assert (settings.latent_shape[1:], settings.unet_grid) == ((16, 16, 14), (16, 16, 16))

@@ -9,8 +9,7 @@ import pytest
 
 from scripts.dev.documents.reference import json_schema
 from settings import Settings, known_keys, load_settings
-from settings.dotted import overlap
-from settings.section import is_section
+from settings.section import is_section, overlap
 from settings.writing import SHOWN
 from settings.yaml_reader import read_document
 

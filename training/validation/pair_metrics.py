@@ -19,7 +19,7 @@ from monai.metrics.regression import SSIMMetric, compute_ms_ssim
 from scipy.ndimage import distance_transform_edt
 from torch import Tensor
 
-from losses.occupancy import occupied
+from losses.terms import occupied
 
 DATA_RANGE = 2.0  # volumes lie in [-1, 1]
 

@@ -1,13 +1,20 @@
-"""The terms of an autoencoder: errors of voxels and edges, and what keeps the latent near N(0, 1) or its codes."""
+"""The terms of stage 1 besides the perceptual one: errors of voxels and edges, KL, commitment, adversarial terms.
+
+The last are least squares on raw patch logits (LSGAN, Mao et al. 2017, with targets 1 for real and 0 for fake). MONAI's
+`PatchAdversarialLoss` applies a LeakyReLU first, which shrinks the gradient of negative logits.
+"""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from losses.occupancy import occupied
-
 # Far below the smallest sigma the encoder can produce (3e-7: its log-variance is clamped at -30), far above underflow.
 SMALLEST_SIGMA = 2e-9
+
+LOWER_END = -1.0
+SAME = 1e-3
+"""Values that differ by less are equal: background that was resampled is rounded."""
+MOST_SAMPLES = 1 << 16
 
 
 def reconstruction_loss(
@@ -68,3 +75,49 @@ def kl_divergence(mu: Tensor, sigma: Tensor, num_voxels: int) -> Tensor:
         # Over the axes rather than flattened, which would copy latents with channels last.
         axes = tuple(range(1, per_element.dim()))
         return per_element.sum(axes).mean() / num_voxels
+
+
+def occupied(volumes: Tensor, true: Tensor, threshold: float) -> Tensor:
+    """Return which voxels of (B, C, D, H, W) in [-1, 1] differ from the background of `true` by more than `threshold`.
+
+    The threshold is a share of the intensity range.
+    """
+    return (volumes - background(true)).abs() > 2 * threshold
+
+
+def background(volumes: Tensor) -> Tensor:
+    """Return the background of each channel (B, C, 1, 1, 1): what at least half of its voxels equal.
+
+    A channel without such a value, as in a patch full of tissue, has the lower end of the range as its background. A
+    signed channel has it inside its range: a velocity is 0 where nothing was seen.
+    """
+    voxels = volumes.detach().flatten(2)
+    # Some voxels tell it. An odd stride does not fall on the same columns of a grid again and again.
+    some = voxels[..., :: (voxels.shape[-1] // MOST_SAMPLES) | 1]
+    middle = some.sort(dim=-1).values[..., some.shape[-1] // 2 :][..., :1]
+    is_common = ((some - middle).abs() < SAME).float().mean(dim=-1, keepdim=True) >= 0.5
+    return torch.where(is_common, middle, LOWER_END)[..., None, None]
+
+
+def generator_adversarial_loss(logits: Tensor) -> Tensor:
+    """Return the generator's loss, which pulls the logits of reconstructions to 1."""
+    return _mean_squared_distance(logits, 1.0)
+
+
+def discriminator_loss_real(logits: Tensor) -> Tensor:
+    """Return the real half of the discriminator's loss, which pulls the logits of real volumes to 1.
+
+    The discriminator's loss is the average of both halves. They are separate so that each can run backward before the
+    other is computed.
+    """
+    return _mean_squared_distance(logits, 1.0)
+
+
+def discriminator_loss_fake(logits: Tensor) -> Tensor:
+    """Return the fake half of the discriminator's loss, which pulls the logits of reconstructions to 0."""
+    return _mean_squared_distance(logits, 0.0)
+
+
+def _mean_squared_distance(logits: Tensor, value: float) -> Tensor:
+    with torch.autocast(logits.device.type, enabled=False):
+        return (logits.float() - value).square().mean()
