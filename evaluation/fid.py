@@ -37,10 +37,12 @@ def load_features(network: str, weights: str | Path) -> Callable[[Tensor], Tenso
     # Published files from before torch 1.0 lack the counters of batch norms.
     needed = {name: tensor for name, tensor in expected.items() if not name.endswith("num_batches_tracked")}
     wrong = [name for name, tensor in needed.items() if name not in state or state[name].shape != tensor.shape]
+    wrong += [name for name in state if name not in expected]  # a deeper network has all layers of a shallower one
     if wrong:
         raise CheckpointError(
-            f"--fid-weights: {path} does not hold the weights of {network} ({wrong[0]} is missing or has another shape)"
-            f"; allowed networks: {', '.join(NETWORKS)}; choose the one that matches the file with --fid-network"
+            f"--fid-weights: {path} does not hold the weights of {network} ({wrong[0]} is missing, unknown or has "
+            f"another shape); allowed networks: {', '.join(NETWORKS)}; choose the one that matches the file with "
+            "--fid-network"
         )
     model.load_state_dict(state, strict=False)
     trunk = _trunk(model).eval().requires_grad_(False)

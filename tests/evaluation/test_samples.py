@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from scipy.linalg import sqrtm
 
 from evaluation.fid import frechet_distance, load_features, slice_features
 from evaluation.reconstructions import mean_interval
-from evaluation.samples import Reference, SilentNetwork, evaluate_anchors, evaluate_samples, similarity
+from evaluation.samples import (
+    Reference,
+    SilentNetwork,
+    evaluate_anchors,
+    evaluate_samples,
+    similarity,
+    training_volumes,
+)
 from evaluation.sharpness import compare_sharpness, gradient_magnitude, laplacian_kurtosis
 from losses.torchvision_import import import_torchvision
 from settings import CheckpointError
@@ -130,6 +138,10 @@ def test_each_plane_is_cut_across_its_own_axis(squeezenet):
 
 
 def test_weights_of_another_network_are_refused(squeezenet, tmp_path):
+    for sibling in ("resnet34", "resnet50"):
+        torch.save(import_torchvision().models.get_model(sibling, weights=None).state_dict(), tmp_path / "sibling.pth")
+        with pytest.raises(CheckpointError, match="does not hold the weights of resnet18"):
+            load_features("resnet18", tmp_path / "sibling.pth")
     with pytest.raises(CheckpointError, match="does not hold the weights of resnet18"):
         load_features("resnet18", squeezenet)
     with pytest.raises(CheckpointError, match="there is no file"):
@@ -197,6 +209,13 @@ def test_a_silent_network_leaves_samples_as_they_start():
     volumes = blobs(3, seed=1, offset=0.3)
     assert similarity(volumes, [2 * volume + 1 for volume in volumes]) == pytest.approx(1)
     assert abs(similarity(volumes, [torch.rand_like(volume) for volume in volumes])) < 0.5
+
+
+def test_training_volumes_whose_reconstructions_are_not_finite_are_an_error(monkeypatch):
+    monkeypatch.setattr("evaluation.samples.load_file", lambda *file: SimpleNamespace(image=torch.ones(1, 2, 2, 2)))
+    codec = SimpleNamespace(encode=lambda image: image, decode=lambda mean: mean * torch.nan)
+    with pytest.raises(CheckpointError, match=r"a\.nii: the networks gave values that are not finite"):
+        training_volumes(codec, [SimpleNamespace(name="a.nii")], None, 1)
 
 
 def test_the_laplacian_of_noise_is_gaussian_and_that_of_a_box_is_not():
