@@ -82,6 +82,11 @@ def test_a_label_map_needs_no_background(make_volume):
     assert looks_like_labels(facts)
 
 
+def test_regions_of_fractions_are_no_label_map(make_volume):
+    _, facts = measure(make_volume("map.nii.gz", parcels(140) * np.float32(0.37)), build_settings())
+    assert not looks_like_labels(facts)
+
+
 def test_images_of_whole_numbers_are_not_label_maps(make_volume):
     rng = np.random.default_rng(0)
     smooth = gaussian_filter(rng.normal(0, 1, (1, 30, 36, 32)), 1.5)
@@ -141,6 +146,13 @@ def test_volumes_of_one_group_stay_together(val_fraction):
     train, val = split(volumes, s, 1)
     assert not {groups[item] for item in train} & {groups[item] for item in val}
     assert len(val) / 2 == {0.01: 2, 0.3: 6, 0.99: 19}[val_fraction]
+
+
+@pytest.mark.parametrize(("number", "share", "held_out"), [(102, 0.1, 10), (28, 0.1, 3), (11, 0.2, 2), (5, 0.1, 2)])
+def test_the_nearest_number_to_the_fraction_is_held_out_and_at_least_two(number, share, held_out):
+    volumes = found(*(f"{place}.nii" for place in range(number)))
+    train, val = split(volumes, build_settings(val_fraction=share), 0)
+    assert (len(train), len(val)) == (number - held_out, held_out)
 
 
 def test_one_group_alone_is_refused(folder):
