@@ -148,13 +148,6 @@ def test_volumes_of_one_group_stay_together(val_fraction):
     assert len(val) / 2 == {0.01: 2, 0.3: 6, 0.99: 19}[val_fraction]
 
 
-@pytest.mark.parametrize(("number", "share", "held_out"), [(102, 0.1, 10), (28, 0.1, 3), (11, 0.2, 2), (5, 0.1, 2)])
-def test_the_nearest_number_to_the_fraction_is_held_out_and_at_least_two(number, share, held_out):
-    volumes = found(*(f"{place}.nii" for place in range(number)))
-    train, val = split(volumes, build_settings(val_fraction=share), 0)
-    assert (len(train), len(val)) == (number - held_out, held_out)
-
-
 def test_one_group_alone_is_refused(folder):
     with pytest.raises(DataError, match=r"data\.group_by: 1 group: .* 8 volumes, 8 to train on and 0 held out"):
         prepare_volumes(build_settings(source=str(folder), group_by="v"), 0, 1)
