@@ -138,8 +138,9 @@ def test_each_plane_is_cut_across_its_own_axis(squeezenet):
 
 
 def test_weights_of_another_network_are_refused(squeezenet, tmp_path):
-    for sibling in ("resnet34", "resnet50"):
-        torch.save(import_torchvision().models.get_model(sibling, weights=None).state_dict(), tmp_path / "sibling.pth")
+    own, deeper = (import_torchvision().models.get_model(f"resnet{n}", weights=None).state_dict() for n in (18, 34))
+    for sibling in (deeper, own | {"conv1.weight": torch.zeros(64, 1, 7, 7)}):
+        torch.save(sibling, tmp_path / "sibling.pth")
         with pytest.raises(CheckpointError, match="does not hold the weights of resnet18"):
             load_features("resnet18", tmp_path / "sibling.pth")
     with pytest.raises(CheckpointError, match="does not hold the weights of resnet18"):
