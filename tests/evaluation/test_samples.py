@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from evaluation.samples import (
 )
 from evaluation.sharpness import compare_sharpness, gradient_magnitude, laplacian_kurtosis
 from losses.torchvision_import import import_torchvision
-from settings import CheckpointError
+from settings import CheckpointError, DataSettings
 from training.validation.pair_metrics import ms_ssim
 from training.validation.set_metrics import (
     mean_pairwise_ms_ssim,
@@ -214,9 +215,10 @@ def test_a_silent_network_leaves_samples_as_they_start():
 
 def test_training_volumes_whose_reconstructions_are_not_finite_are_an_error(monkeypatch):
     monkeypatch.setattr("evaluation.samples.load_file", lambda *file: SimpleNamespace(image=torch.ones(1, 2, 2, 2)))
-    codec = SimpleNamespace(encode=lambda image: image, decode=lambda mean: mean * torch.nan)
+    codec: Any = SimpleNamespace(encode=lambda image: image, decode=lambda mean: mean * torch.nan)
+    file: Any = SimpleNamespace(name="a.nii")
     with pytest.raises(CheckpointError, match=r"a\.nii: the networks gave values that are not finite"):
-        training_volumes(codec, [SimpleNamespace(name="a.nii")], None, 1)
+        training_volumes(codec, [file], DataSettings(), 1)
 
 
 def test_the_laplacian_of_noise_is_gaussian_and_that_of_a_box_is_not():
