@@ -74,6 +74,11 @@ def test_label_maps_are_recognised_by_their_regions_however_many_values_they_hav
         assert looks_like_labels(facts) or number == 2
 
 
+def test_regions_of_fractions_are_no_label_map(make_volume):
+    _, facts = measure(make_volume("map.nii.gz", parcels(140) * np.float32(0.37)), build_settings())
+    assert not looks_like_labels(facts)
+
+
 def test_images_of_whole_numbers_are_not_label_maps(make_volume):
     rng = np.random.default_rng(0)
     smooth = gaussian_filter(rng.normal(0, 1, (1, 30, 36, 32)), 1.5)

@@ -26,7 +26,7 @@ from evaluation.conditional.effect import condition_effect, effect_lines
 from models.volume_codec import VolumeCodec
 from runtime.precision import Precision
 from runtime.processes import Process
-from settings import DataError, Settings
+from settings import CheckpointError, DataError, Settings
 from settings.conditioning import ConditioningSettings
 
 TARGET = {"encoding": "resample", "source": "target"}
@@ -110,6 +110,12 @@ def test_the_right_condition_has_no_error_and_another_has_one(tiny_values, cases
         # What is known as means of blocks is kept, so that a wrong sample errs within blocks only.
         spread = (blocks - blocks.mean(dim=3, keepdim=True)).abs().mean()
         assert found["hidden"]["l1"] == pytest.approx(float(spread), rel=1e-3)
+
+
+def test_samples_that_are_not_finite_are_an_error_and_not_an_effect(tiny_values, cases, monkeypatch):
+    monkeypatch.setattr(Codec, "decode", lambda self, latent: latent[:1] * torch.nan)
+    with pytest.raises(CheckpointError, match="sample 0, right: the networks gave values that are not finite"):
+        effect(tiny_values, TARGET | {"degrade": {"hole": [4, 4, 4]}}, is_right=True)
 
 
 @pytest.mark.parametrize("degrade", [{"hole": [4, 4, 4]}, {"downsample": [1, 2, 1]}])

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from evaluation.reconstructions import mean_interval
-from evaluation.samples import Reference, SilentNetwork, evaluate_anchors, evaluate_samples, similarity
+from evaluation.samples import (
+    Reference,
+    SilentNetwork,
+    evaluate_anchors,
+    evaluate_samples,
+    similarity,
+    training_volumes,
+)
+from settings import CheckpointError, DataSettings
 from training.validation.pair_metrics import ms_ssim
 from training.validation.set_metrics import (
     compare_sharpness,
@@ -136,6 +146,14 @@ def test_a_silent_network_leaves_samples_as_they_start():
     volumes = blobs(3, seed=1, offset=0.3)
     assert similarity(volumes, [2 * volume + 1 for volume in volumes]) == pytest.approx(1)
     assert abs(similarity(volumes, [torch.rand_like(volume) for volume in volumes])) < 0.5
+
+
+def test_training_volumes_whose_reconstructions_are_not_finite_are_an_error(monkeypatch):
+    monkeypatch.setattr("evaluation.samples.load_file", lambda *file: SimpleNamespace(image=torch.ones(1, 2, 2, 2)))
+    codec: Any = SimpleNamespace(encode=lambda image: image, decode=lambda mean: mean * torch.nan)
+    file: Any = SimpleNamespace(name="a.nii")
+    with pytest.raises(CheckpointError, match=r"a\.nii: the networks gave values that are not finite"):
+        training_volumes(codec, [file], DataSettings(), 1)
 
 
 def test_the_laplacian_of_noise_is_gaussian_and_that_of_a_box_is_not():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -103,7 +104,11 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(arguments, message, tmp_pat
     )
 
 
-def test_a_folder_without_volumes_is_refused(tmp_path, monkeypatch, capsys):
+def test_volumes_that_do_not_fit_are_refused(tmp_path, volumes, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    command = ["--data", str(volumes), "--budget-gb", "8", *SMALL, "autoencoder.in_channels=3"]
+    assert run(plan.main, plan.parse(command)) == 2
+    assert "1 channel (18 x 16 x 17); autoencoder.in_channels is 3; change one of the two" in capsys.readouterr().err
+    shutil.rmtree(volumes)
     assert run(plan.main, plan.parse(["--data", str(tmp_path), "--budget-gb", "8"])) == 2
     assert "holds no volume" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from PIL import Image
 
 from data.formats import write_nifti
 from models.weight_files import load_weights, save_weights
+from scripts import sample
 from tests.finished_run import finished_run, run_here
 from training.validation.pictures import GAP, LINE, PLANE_PIXELS
 
@@ -23,7 +24,7 @@ def run(tmp_path_factory):
     return finished_run(tmp_path_factory)
 
 
-def test_samples_are_nifti_files_with_spacing_and_intensities_of_the_data(command, run, tmp_path):
+def test_samples_are_nifti_files_with_spacing_and_intensities_of_the_data(command, run, tmp_path, monkeypatch):
     result = command("scripts/sample.py", "--run", run, "--num", "3", "--batch-size", "2", "--out", "drawn")
     assert result.returncode == 0, result.stderr
     assert result.stderr.rstrip().endswith(f"next: python scripts/evaluate.py --run {run}")
@@ -43,7 +44,9 @@ def test_samples_are_nifti_files_with_spacing_and_intensities_of_the_data(comman
     # A title, the names of the planes, and for each sample its name and its planes; the volume is 200 x 240 x 200 mm.
     assert montage.shape[0] == 2 * LINE + 3 * (LINE + PLANE_PIXELS + GAP) - GAP
 
-    assert run_here("scripts/sample.py", "--run", run, "--num", "2", "--out", tmp_path / "again") == 0
+    monkeypatch.setattr(sample, "MOST_SHOWN", 1)
+    assert sample.main(sample.parse(["--run", str(run), "--num", "2", "--out", str(tmp_path / "again")])) == 0
+    assert Image.open(tmp_path / "again" / "montage_seed0.png").height == 3 * LINE + PLANE_PIXELS
     for path in sorted((tmp_path / "again").glob("*.nii.gz")):
         other = nib.load(tmp_path / "drawn" / path.name).get_fdata()
         np.testing.assert_allclose(nib.load(path).get_fdata(), other, atol=1e-5 * 1000)

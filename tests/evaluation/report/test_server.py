@@ -138,6 +138,7 @@ def test_new_step_appears_in_the_browser_without_losing_what_was_chosen(server, 
 
 
 def test_clients_that_send_nothing_are_dropped(server, monkeypatch):
+    assert 0 < evaluation.report.server._Handler.timeout <= 30
     monkeypatch.setattr(evaluation.report.server._Handler, "timeout", 0.5)
     silent = [socket.create_connection(("127.0.0.1", server.server_port), timeout=30) for _ in range(3)]
     silent[0].sendall(b"GET / HT")

@@ -16,7 +16,10 @@ from memory.planning.text import as_yaml, describe_plan
 from scripts.plan import PLANNED
 from settings import ConfigError, load_settings, look_up, validate
 from settings.yaml_reader import read_document
+from tests.conftest import ROOT
 from tests.memory.planning.pretended import SETS, PretendedPredictor, planned, pretended
+
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 
 def of(plan, key):
@@ -88,6 +91,24 @@ def test_folders_of_few_volumes_are_patients():
     choice = of(plan, "ldm.conditioning.type")
     assert (choice.value, choice.is_weak) == ("none", True)
     assert of(plan, "data.group_by").value == "folder"
+
+
+def test_patients_that_names_suggest_stay_together():
+    plan = planned(dataclasses.replace(SETS["MR"], group_by=r"\d"))
+    assert plan.settings.data.group_by == r"\d"
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_recipe_of_stage_one_is_that_of_quickstart(name):
+    recipe, found = (settings.autoencoder for settings in (load_settings(QUICKSTART), planned(SETS[name]).settings))
+    assert found.initialisation == recipe.initialisation == "haar"
+    assert found.training.reconstruction_loss == recipe.training.reconstruction_loss == "l2"
+    assert found.training.edge_weight == recipe.training.edge_weight == 1
+
+
+def test_few_voxels_are_counted_in_full():
+    plan = planned(pretended(8, (20, 20, 20)))
+    assert "the set has 64,000 voxels on this grid" in of(plan, "autoencoder.num_channels").reason
 
 
 @pytest.mark.parametrize("hours", [0.15, 0.5, 5])

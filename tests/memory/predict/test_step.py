@@ -110,12 +110,14 @@ def test_checkpointing_trades_compute_for_memory():
     assert plain.flops["backward"] == checkpointed.flops["backward"]
 
 
-def test_compute_counts_all_micro_batches_of_an_update():
+def test_compute_counts_all_micro_batches_of_an_update_and_memory_their_gradients():
     one, four = (
-        predict_step(make({f"{TRAINING}.gradient_accumulation_steps": number}), "autoencoder").flops["total"]
+        predict_step(make({f"{TRAINING}.gradient_accumulation_steps": number}), "autoencoder", whole_run=False)
         for number in (1, 4)
     )
-    assert four == 4 * one
+    assert four.flops["total"] == 4 * one.flops["total"]
+    assert one.breakdown["gradients"] < 0.1 * one.breakdown["parameters"]
+    assert four.breakdown["gradients"] == pytest.approx(four.breakdown["parameters"], rel=0.01)
 
 
 @pytest.mark.parametrize(
