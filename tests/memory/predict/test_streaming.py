@@ -14,7 +14,7 @@ from runtime.processes import Process
 from settings import Settings, load_settings
 
 GIB = 1 << 30
-CUBE = ("data.voxel_size=[512,512,512]", "data.patch_size=[128,128,128]")
+CUBE = ("data.voxel_size=[512,512,512]", "data.patch_size=[128,128,128]", "autoencoder.training.slab_rows=0")
 
 
 @pytest.fixture(scope="module")
