@@ -16,8 +16,10 @@ from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, 
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward, recomputed
 from models.lean.compression import Compression
 from models.lean.layout import CHANNELS_LAST, arranged, layout_of
+from models.lean.norm import compute_dtype
 from models.lean.resampling import Strides
-from models.lean.slabs import Volume
+from models.lean.slabs import ConvolvedRows, HostSpace, Volume, volume_bytes
+from models.lean.streaming import stored
 from models.stock import StockAutoencoder
 from settings import AutoencoderSettings
 
@@ -39,6 +41,8 @@ class LeanCoder(nn.Module):
         assert next(left, None) is None, "there are more strides than resampling blocks"
         self.levels = _level_of_each(self.blocks, first_level)
         self.checkpointed_levels = 0
+        self.slab_rows = 0
+        self.host: HostSpace | None = None
         self.offload = False
         self.nested = False
         self.checkpoint_dtype = "same"
@@ -52,27 +56,49 @@ class LeanCoder(nn.Module):
         offload = HostOffload() if self.offload else None
         keep = offload if self.checkpoint_dtype == "same" else Compression(offload)
         first, *middle = self.blocks[:-2]
-        # On a CPU, convolutions of few channels return contiguous volumes whatever they are given.
-        h: Volume = arranged(first(x), layout_of(x))
+        h = self._begin(first, x)
         upsampling: tuple[nn.Module, Tensor] | None = None  # what `h` is computed from again, if it is
         for block, level in zip(middle, self.levels[1:-2], strict=True):
             if isinstance(block, LeanBlock) and block.slab_rows and not torch.is_grad_enabled():
                 h = block.consume(h)
             else:
-                assert isinstance(h, Tensor), "the block after an upsampling in slabs runs in slabs, too"
+                h = self._whole(h)
                 hooks = keep if upsampling is None else recomputed(h, *upsampling)
                 upsampling = None
                 if self._recomputes_upsampled and isinstance(block, UpsampleBlock):
                     upsampling, hooks = (block, h), None  # its input stays on the device
                 h = self._run(block, h, level, hooks)
         (head,) = self._head
+        h = h if head.slab_rows else self._whole(h)
         return self._run(head.train(self.training), h, self.levels[-1], keep)
 
-    def set_slab_rows(self, rows: int) -> None:
-        """Run the blocks of the highest resolution in slabs of `rows` rows; 0: whole."""
+    def _begin(self, conv: nn.Module, x: Tensor) -> Volume:
+        """Return the first convolution of a volume; as rows computed on demand where the result is for the host."""
+        if self.host is not None and not torch.is_grad_enabled():
+            rows = ConvolvedRows(x, *(parameter.to(compute_dtype(x)) for parameter in conv.conv.parameters()))
+            if volume_bytes(rows) > self.host.above:
+                return rows
+        # On a CPU, convolutions of few channels return contiguous volumes whatever they are given.
+        return arranged(conv(x), layout_of(x))
+
+    def _whole(self, h: Volume) -> Tensor:
+        """Return a volume on the device, for a block that does not run in slabs."""
+        if isinstance(h, Tensor):
+            return h
+        on_device = stored(h, self.slab_rows, host=None)
+        assert isinstance(on_device, Tensor), "without a place on the host it is on the device"
+        return on_device
+
+    def set_slab_rows(self, rows: int, num_levels: int = 1, host: HostSpace | None = None) -> None:
+        """Run the blocks of the `num_levels` highest resolutions in slabs of `rows` rows; 0: whole.
+
+        Without gradients, large volumes lie in the memory of `host`, if it is given.
+        """
+        self.slab_rows, self.host = rows, host
         for block, level in zip([*self.blocks[:-2], *self._head], self.levels[:-1], strict=True):
             if isinstance(block, LeanBlock):
-                block.slab_rows = rows if level == 0 else 0
+                block.slab_rows = rows if level < num_levels else 0
+                block.host = host
 
     @property
     def _recomputes_upsampled(self) -> bool:
@@ -193,14 +219,15 @@ class LeanAutoencoder(StockAutoencoder):
             coder.checkpointed_levels, coder.offload, coder.checkpoint_dtype = count, offload, dtype
             coder.nested = nested
 
-    def set_slab_rows(self, rows: int) -> None:
-        """Run the highest-resolution blocks in slabs of `rows` rows along the first spatial axis; 0: whole.
+    def set_slab_rows(self, rows: int, num_levels: int = 1, host: HostSpace | None = None) -> None:
+        """Run the blocks of the highest resolutions in slabs of `rows` rows along the first spatial axis; 0: whole.
 
-        Forward and backward stay exact. Slabs too thin for a fast convolution are made thicker.
+        Forward and backward stay exact. Slabs too thin for a fast convolution are made thicker. Without gradients,
+        large volumes lie in the memory of `host`, if it is given.
         """
         assert rows == 0 or rows >= 2, f"slab_rows is {rows}; allowed: 0 or at least 2, for a row and its halo"
         for coder in (self.encoder, self.decoder):
-            coder.set_slab_rows(rows)
+            coder.set_slab_rows(rows, num_levels, host)
 
 
 def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:

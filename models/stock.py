@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from models.bottleneck import VectorQuantiser
 from models.lean.layout import CONTIGUOUS, LaidOut, arranged
 from models.lean.norm import full_precision
+from models.lean.slabs import HostSpace
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +90,9 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
         self.use_checkpoint = False
         log.info("gradient checkpointing off: MONAI's encoder and decoder keep all activations")
 
-    def set_slab_rows(self, rows: int) -> None:
+    def set_slab_rows(self, rows: int, num_levels: int = 1, host: HostSpace | None = None) -> None:
         """Accept only 0, because stock blocks cannot run in slabs."""
-        assert rows == 0, "the stock autoencoder has no slabs"
+        assert (rows, host) == (0, None), "the stock autoencoder has no slabs"
 
 
 def interpolate_linearly(blocks: nn.ModuleList) -> None:

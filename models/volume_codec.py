@@ -1,6 +1,6 @@
-"""Encodes and decodes whole volumes, one at a time, in slabs if memory is short.
+"""Encodes and decodes whole volumes, one at a time, in slabs if memory is short, and through host memory if it must.
 
-Slabs are exact: decoding in slabs leaves no seams and gives the same volume as decoding without them.
+Both are exact: they leave no seams and give the same volume as decoding it whole.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from models import StockAutoencoder, build_autoencoder
 from models.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder
+from models.lean.slabs import HostSpace
+from runtime.observer import memory_observer
 from runtime.placement import move
 from runtime.precision import Precision
 from runtime.processes import Process
@@ -22,10 +24,17 @@ from settings import AutoencoderSettings, Settings
 
 log = logging.getLogger(__name__)
 
+GIB = 1 << 30
+
 # Full-resolution tensors alive at once in a block without slabs: input, normalised input, two outputs, one in fp32.
 _TENSORS_WITHOUT_SLABS = 5
 _SLAB_ROWS = 16
 _SMALLEST_SLAB_ROWS = 4
+
+_HOST_ABOVE = GIB
+"""Where memory is short even in slabs, volumes of more bytes than this lie in host memory."""
+_SLAB_BYTES = 2 * GIB
+"""The most bytes of a slab there, in full precision; a quarter of the free memory, if that is less."""
 
 
 class VolumeCodec:
@@ -46,6 +55,7 @@ class VolumeCodec:
         self.precision = precision
         self.budget_bytes = budget_bytes
         self.slab_rows = s.training.slab_rows
+        self.host: HostSpace | None = None
         self.has_slabs = s.implementation == "lean"
 
     @torch.no_grad()
@@ -64,7 +74,8 @@ class VolumeCodec:
 
     def _run(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         while True:
-            self.autoencoder.set_slab_rows(self.slab_rows)
+            levels = 1 if self.host is None else len(self.settings.num_channels)
+            self.autoencoder.set_slab_rows(self.slab_rows, levels, self.host)
             try:
                 with self.precision.autocast():
                     return function(tensor[None].to(self.precision.device, non_blocking=True))
@@ -79,11 +90,45 @@ class VolumeCodec:
             self.slab_rows = rows - rows % 2
 
     def _choose_slabs(self, grid: Sequence[int]) -> None:
-        """Turn slabs on if a block at full resolution would not fit into the budget or the free memory."""
-        if self.slab_rows or not self.has_slabs:
+        """Turn slabs on if a block at full resolution would not fit into the budget or the free memory.
+
+        If its input and output would not fit either, they are to lie in host memory.
+        """
+        self.host = None
+        if not self.has_slabs:
             return
-        if block_bytes(self.settings, self.precision, grid) > self.available_bytes():
+        free = self.available_bytes()
+        if not self.slab_rows and block_bytes(self.settings, self.precision, grid) > free:
             self.slab_rows = _SLAB_ROWS
+        largest, below = self._level_bytes(grid, 0), self._level_bytes(grid, 1)
+        if not self.slab_rows or largest <= _HOST_ABOVE or largest + below <= free:
+            return
+        host = memory_observer().free_host_bytes()
+        needed, size = largest + (below if below > _HOST_ABOVE else 0), "x".join(map(str, grid))
+        if needed > host:
+            raise MemoryError(
+                f"a volume of {size} takes {needed / GIB:.1f} GiB of host memory besides the {free / GIB:.1f} GiB that "
+                f"are free on the device, and the host has {host / GIB:.1f} GiB free"
+            )
+        row, slab = (
+            4 * max(self.settings.num_channels[:2]) * grid[1] * grid[2],
+            min(_SLAB_BYTES, free // 4 or _SLAB_BYTES),
+        )
+        self.slab_rows = max(_SMALLEST_SLAB_ROWS, min(self.slab_rows, slab // row // 2 * 2))
+        self.host = HostSpace(_HOST_ABOVE, host)
+        log.info(
+            "%s: in slabs of %d rows, through at least %.1f GiB of host memory", size, self.slab_rows, needed / GIB
+        )
+
+    def _level_bytes(self, grid: Sequence[int], level: int) -> int:
+        """Return the bytes of one volume of a level; 0 if there is no such level."""
+        if level >= len(self.settings.num_channels):
+            return 0
+        shrunk = grid
+        for strides in self.settings.level_strides[:level]:
+            shrunk = [size // stride for size, stride in zip(shrunk, strides, strict=True)]
+        width = 4 if self.precision.dtype is None else 2
+        return self.settings.num_channels[level] * width * torch.Size(shrunk).numel()
 
     def available_bytes(self) -> int:
         """Return the budget, or without one the free memory of the device."""

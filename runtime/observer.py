@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import psutil
 from torch import Tensor
 
 Chunk = TypeVar("Chunk", bound=Sequence[Any])
@@ -21,6 +22,10 @@ class MemoryObserver:
     def host_allocation(self) -> AbstractContextManager[None]:
         """Return a context for allocating host memory, into which a tensor of the device will be moved."""
         return nullcontext()
+
+    def free_host_bytes(self) -> int:
+        """Return how much host memory is free."""
+        return psutil.virtual_memory().available
 
     def weights_copied(self, weights: Sequence[Tensor]) -> None:
         """Take note of weights that were copied into another memory format, on their device."""

@@ -5,6 +5,8 @@ Each lean block holds the layers of one stock block under the same names, so the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from monai.networks.blocks import Convolution, SpatialAttentionBlock, Upsample
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
@@ -12,18 +14,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.lean.attention import AttentionBlock
-from models.lean.interpolation import InterpolatedRows, interpolated_conv
+from models.lean.interpolation import interpolated_conv, interpolated_rows
 from models.lean.layout import CHANNELS_LAST, layout_of
 from models.lean.norm import compute_dtype, group_norm
-from models.lean.resampling import Strides, UpsampledRows, downsample_conv, upsample_conv
+from models.lean.resampling import DownsampledRows, Strides, UpsampledRows, downsample_conv, upsample_conv
 from models.lean.slab_blocks import norm_conv, residual
-from models.lean.slabs import RowSource, Volume
+from models.lean.slabs import HostSpace, RowSource, Volume
+from models.lean.streaming import Residual, residual_on_host, stored
 
 
 class LeanBlock(nn.Module):
-    """A block that runs whole, or in slabs of `slab_rows` rows if that is not 0."""
+    """A block that runs whole, or in slabs of `slab_rows` rows if that is not 0.
+
+    Without gradients, large volumes lie in the memory of `host`, if it is given.
+    """
 
     slab_rows = 0
+    host: HostSpace | None = None
 
     @property
     def keeps_only_input(self) -> bool:
@@ -66,14 +73,21 @@ class ResidualBlock(LeanBlock):
             x = pointwise_conv(x, self.nin_shortcut.conv)
         return x + self.conv2(h)
 
-    def consume(self, x: Volume) -> Tensor:
+    def consume(self, x: Volume) -> Volume:
         """Return the block's output, in the memory of its input if it fits."""
-        return self._in_slabs(x, overwrite=True)
+        dtype, channels = compute_dtype(x), self.conv2.conv.out_channels
+        size = x.shape.numel() // x.shape[1] * channels * dtype.itemsize
+        if self.host is None or size <= self.host.above:
+            return self._in_slabs(x, overwrite=True)
+        return residual_on_host(x, Residual.of(*self._layers, dtype), self.slab_rows, self.host)
+
+    @property
+    def _layers(self) -> tuple[Any, ...]:
+        convs = (self.conv1.conv, self.conv2.conv)
+        return (self.norm1, self.norm2), convs, getattr(self.nin_shortcut, "conv", None)
 
     def _in_slabs(self, x: Volume, overwrite: bool) -> Tensor:
-        shortcut = getattr(self.nin_shortcut, "conv", None)
-        convs = (self.conv1.conv, self.conv2.conv)
-        return residual(x, (self.norm1, self.norm2), convs, shortcut, self.slab_rows, overwrite)
+        return residual(x, *self._layers, self.slab_rows, overwrite)
 
 
 class UpsampleBlock(LeanBlock):
@@ -89,7 +103,6 @@ class UpsampleBlock(LeanBlock):
 
     def consume(self, x: Volume) -> RowSource:
         """Return the upsampled volume as rows computed on demand, which the next block reads in slabs."""
-        assert isinstance(x, Tensor), "two upsamplings never follow each other"
         conv = self.postconv.conv
         return UpsampledRows(x, conv.weight, conv.bias, self.strides, compute_dtype(x))
 
@@ -108,9 +121,8 @@ class InterpolationBlock(UpsampleBlock):
 
     def consume(self, x: Volume) -> RowSource:
         """Return the enlarged volume as rows computed on demand, which the next block reads in slabs."""
-        assert isinstance(x, Tensor), "two upsamplings never follow each other"
         conv = self.postconv.conv
-        return InterpolatedRows(x, conv.weight, conv.bias, self.strides, compute_dtype(x))
+        return interpolated_rows(x, conv.weight, conv.bias, self.strides, compute_dtype(x))
 
 
 class DownsampleBlock(LeanBlock):
@@ -126,6 +138,14 @@ class DownsampleBlock(LeanBlock):
     def forward(self, x: Tensor) -> Tensor:
         """Return the shrunk volume."""
         return downsample_conv(x, self.conv.conv, self.strides)
+
+    def consume(self, x: Volume) -> Volume:
+        """Return the shrunk volume, computed from rows if `x` is not on the device."""
+        if isinstance(x, Tensor):
+            return self(x)
+        conv = self.conv.conv
+        rows = DownsampledRows(x, conv.weight, conv.bias, self.strides, compute_dtype(x))
+        return stored(rows, max(1, self.slab_rows // self.strides[0]), self.host)
 
     @property
     def keeps_only_input(self) -> bool:

@@ -14,7 +14,18 @@ from models.lean import native
 from models.lean.layout import layout_of
 from models.lean.norm import compute_dtype, full_precision
 from models.lean.resampling import Strides
-from models.lean.slabs import RowSource, bias_grad, convolve, convolve_backward, empty, rows_of, slabs
+from models.lean.slabs import (
+    ConvolvedRows,
+    RowSource,
+    Volume,
+    bias_grad,
+    convolve_backward,
+    empty,
+    layout_of_volume,
+    read,
+    rows_of,
+    slabs,
+)
 
 ROWS = 16
 """Rows of the enlarged volume that are computed at a time where the settings do not say."""
@@ -53,8 +64,9 @@ def _doubled_backward(grad: Tensor, axis: int) -> Tensor:
 class Enlarged(RowSource):
     """The interpolated volume in `dtype`, computed row by row from the small one in full precision."""
 
-    def __init__(self, x: Tensor, strides: Strides, dtype: torch.dtype) -> None:
-        self.x, self.strides, self.dtype, self.device, self.layout = x, tuple(strides), dtype, x.device, layout_of(x)
+    def __init__(self, x: Volume, strides: Strides, dtype: torch.dtype) -> None:
+        self.x, self.strides, self.dtype, self.device = x, tuple(strides), dtype, x.device
+        self.layout = layout_of_volume(x)
         grid = (size * stride for size, stride in zip(x.shape[2:], strides, strict=True))
         self.shape = torch.Size((*x.shape[:2], *grid))
         self._axes = [axis for axis, stride in zip((2, 3, 4), strides, strict=True) if stride == 2]
@@ -62,7 +74,7 @@ class Enlarged(RowSource):
     def rows(self, start: int, end: int) -> Tensor:
         """Compute the rows from `start` to `end`."""
         first, last = self._needed(start, end)
-        rows = full_precision(self.x[:, :, first:last])
+        rows = full_precision(read(self.x, first, last))
         for axis in self._axes:
             rows = _doubled(rows, axis)
         start, end = start - self.strides[0] * first, end - self.strides[0] * first
@@ -86,19 +98,9 @@ class Enlarged(RowSource):
         return max(start // stride - stride + 1, 0), min(-(-end // stride) + stride - 1, self.x.shape[2])
 
 
-class InterpolatedRows(RowSource):
-    """The interpolated and convolved volume, computed row by row from the small one."""
-
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, strides: Strides, dtype: torch.dtype) -> None:
-        self.source = Enlarged(x, strides, dtype)
-        self.weight, self.bias, self.dtype, self.device = weight.to(dtype), bias.to(dtype), dtype, x.device
-        self.layout = self.source.layout
-        self.shape = torch.Size((x.shape[0], weight.shape[0], *self.source.shape[2:]))
-
-    def rows(self, start: int, end: int) -> Tensor:
-        """Compute the rows from `start` to `end`."""
-        with torch.autocast(self.device.type, enabled=False):
-            return convolve(rows_of(self.source, start - 1, end + 1), self.weight, self.bias)
+def interpolated_rows(x: Volume, weight: Tensor, bias: Tensor, strides: Strides, dtype: torch.dtype) -> ConvolvedRows:
+    """Return the interpolated and convolved volume as rows computed from the small one."""
+    return ConvolvedRows(Enlarged(x, strides, dtype), weight.to(dtype), bias.to(dtype))
 
 
 class _InterpolatedConv(torch.autograd.Function):
@@ -106,7 +108,7 @@ class _InterpolatedConv(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, strides: Strides, dtype: torch.dtype, rows: int
     ) -> Tensor:
-        source = InterpolatedRows(x, weight, bias, strides, dtype)
+        source = interpolated_rows(x, weight, bias, strides, dtype)
         out = empty(source)
         for start, end in slabs(source, rows, min(weight.shape[:2]), dtype):
             out[:, :, start:end] = source.rows(start, end)

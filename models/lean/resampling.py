@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from models.lean import native
 from models.lean.layout import CONTIGUOUS, arranged, layout_of
 from models.lean.norm import compute_dtype, full_precision
-from models.lean.slabs import RowSource, bias_grad, rows_of
+from models.lean.slabs import RowSource, Volume, bias_grad, layout_of_volume, rows_of
 
 Strides = Sequence[int]
 """The factors, 1 or 2, by which the three axes are shrunk or enlarged."""
@@ -47,10 +47,10 @@ class UpsampledRows(RowSource):
     At inference, the largest tensor of a decoder then never exists as a whole.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, strides: Strides, dtype: torch.dtype) -> None:
+    def __init__(self, x: Volume, weight: Tensor, bias: Tensor, strides: Strides, dtype: torch.dtype) -> None:
         self.strides = tuple(strides)
         self.x, self.dtype, self.device, self._bias = x, dtype, x.device, bias.to(dtype)
-        self.layout = layout_of(x)
+        self.layout = layout_of_volume(x)
         grid = (size * stride for size, stride in zip(x.shape[2:], strides, strict=True))
         self.shape = torch.Size((x.shape[0], weight.shape[0], *grid))
         # Folded in full precision, so that each tap is rounded once.
@@ -60,7 +60,7 @@ class UpsampledRows(RowSource):
         """Compute the rows from `start` to `end`."""
         stride = self.strides[0]
         first, last = start // stride, -(-end // stride)
-        if (first, last) == (0, self.x.shape[2]):
+        if isinstance(self.x, Tensor) and (first, last) == (0, self.x.shape[2]):
             small, padding = self.x, 1
         else:
             # The halo is one small row on each side; the wider padding crops the output rows that belong to it.
@@ -98,6 +98,27 @@ class _UpsampleConv(torch.autograd.Function):
             grad_weight = _unfold(full_precision(grad_kernel), ctx.strides) if needs_weight else None
             grad_bias = bias_grad(grad) if needs_bias else None
         return grad_x.to(x.dtype) if needs_x else None, grad_weight, grad_bias, None, None
+
+
+class DownsampledRows(RowSource):
+    """What `_DownsampleConv` returns, computed row by row."""
+
+    def __init__(self, x: Volume, weight: Tensor, bias: Tensor, strides: Strides, dtype: torch.dtype) -> None:
+        self.x, self.strides, self._weight, self._bias = x, tuple(strides), weight.to(dtype), bias.to(dtype)
+        self.dtype, self.device, self.layout = dtype, x.device, layout_of_volume(x)
+        grid = (size // stride for size, stride in zip(x.shape[2:], strides, strict=True))
+        self.shape = torch.Size((x.shape[0], weight.shape[0], *grid))
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Compute the rows from `start` to `end`."""
+        stride, *others = self.strides
+        # Along an axis with stride one there is a row of padding before the first, along others none.
+        before = 1 if stride == 1 else 0
+        haloed = rows_of(self.x, stride * start - before, stride * end - before + (2 if stride == 1 else 1))
+        with torch.autocast(self.device.type, enabled=False):
+            out = F.conv3d(haloed.to(self.dtype), self._weight, self._bias, self.strides, (0, *others))
+        wanted = [slice(s - 1, s - 1 + size) for s, size in zip(others, self.shape[3:], strict=True)]
+        return out[:, :, :, *wanted].contiguous(memory_format=self.layout)
 
 
 class _DownsampleConv(torch.autograd.Function):

@@ -18,7 +18,9 @@ from models.lean.norm import compute_dtype, full_precision, operators
 from models.lean.norm.affine import Norm
 from models.lean.slabs import (
     ConvolvedRows,
+    HostVolume,
     NormedRows,
+    Remembered,
     RowSource,
     Statistics,
     Volume,
@@ -45,10 +47,12 @@ def _add(total: Tensor | None, part: Tensor) -> Tensor:
     return full_precision(part) if total is None else total.add_(part)
 
 
-def _statistics(x: Volume, groups: int, eps: float, rows: int) -> tuple[Tensor, Tensor]:
+def statistics_of(x: Volume, groups: int, eps: float, rows: int) -> tuple[Tensor, Tensor]:
     """Return mean and rstd of each group, (batch, groups); rows that are computed on demand are read in slabs."""
     if isinstance(x, Tensor):
         return operators.statistics(x, groups, eps)
+    if isinstance(x, HostVolume) and (groups, eps) in x.statistics:
+        return x.statistics[groups, eps]
     all_slabs = slabs(x, rows, x.shape[1], x.dtype)
     result = Statistics(x, all_slabs, groups, eps)
     for start, end in all_slabs:
@@ -62,8 +66,9 @@ def _norm_conv(
     """Return the norm and convolution of `x`, and the statistics of its groups."""
     norm_weight, norm_bias, weight, bias = parameters
     with torch.autocast(x.device.type, enabled=False):
-        mean, rstd = _statistics(x, groups, eps, rows)
-        normed = NormedRows(x, Norm(mean, rstd, norm_weight, norm_bias, silu=False), dtype)
+        mean, rstd = statistics_of(x, groups, eps, rows)
+        source = Remembered(x) if isinstance(x, RowSource) else x
+        normed = NormedRows(source, Norm(mean, rstd, norm_weight, norm_bias, silu=False), dtype)
         low_weight, low_bias = weight.to(dtype), bias.to(dtype)
         out = empty(x, weight.shape[0], dtype)
         for start, end in slabs(x, rows, x.shape[1], dtype):
@@ -119,7 +124,7 @@ def _residual(
     shortcut, shortcut_bias = (None if part is None else part.to(dtype) for part in parameters[8:])
     all_slabs = slabs(x, rows, min(weight1.shape[:2]), dtype)
     with torch.autocast(x.device.type, enabled=False):
-        first = NormedRows(x, Norm(*_statistics(x, groups, eps, rows), scale1, shift1, silu=True), dtype)
+        first = NormedRows(x, Norm(*statistics_of(x, groups, eps, rows), scale1, shift1, silu=True), dtype)
         convolved = ConvolvedRows(first, weight1, bias1)
         h: Volume = convolved
         if overwrite:

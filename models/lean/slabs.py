@@ -7,6 +7,7 @@ height, width).
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 
 import torch
@@ -17,6 +18,7 @@ from models.lean import native
 from models.lean.layout import layout_of
 from models.lean.norm import operators
 from models.lean.norm.affine import Norm
+from runtime.observer import memory_observer
 
 MIN_SLAB_VALUES = 20480
 """Smallest channels x rows x height for which torch uses its fast CPU kernel for an fp32 convolution of one volume.
@@ -37,8 +39,81 @@ class RowSource(ABC):
     def rows(self, start: int, end: int) -> Tensor:
         """Compute the rows from `start` to `end`, which must lie inside the volume."""
 
+    def fill(self, target: Tensor, start: int, end: int) -> None:
+        """Write the rows from `start` to `end` into `target`."""
+        target.copy_(self.rows(start, end))
+
 
 Volume = Tensor | RowSource
+
+
+class HostSpace:
+    """The host memory that volumes of more than `above` bytes may take, `free` bytes in all."""
+
+    def __init__(self, above: int, free: int) -> None:
+        self.above, self.free = above, free
+
+    def volume(self, like: Volume) -> HostVolume:
+        """Return an uninitialised volume of the shape and dtype of `like`; its bytes are free again when it goes."""
+        size = volume_bytes(like)
+        self.free -= size
+        volume = HostVolume(like)
+        weakref.finalize(volume, self._give_back, size)
+        return volume
+
+    def _give_back(self, size: int) -> None:
+        self.free += size
+
+
+class HostVolume(RowSource):
+    """A volume in host memory whose rows are computed on a device: a place for what does not fit there as a whole.
+
+    Rows follow one another in memory, so that each slab is one copy; the copies run on the stream of the computation.
+    """
+
+    def __init__(self, like: Volume) -> None:
+        batch, channels, rows, *plane = like.shape
+        self.shape, self.dtype, self.device, self.layout = like.shape, like.dtype, like.device, layout_of_volume(like)
+        self.statistics: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
+        is_pinned = like.device.type == "cuda"
+        with memory_observer().host_allocation():
+            self._rows = torch.empty((rows, batch, *plane, channels), dtype=like.dtype, pin_memory=is_pinned)
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Copy the rows from `start` to `end` to the device."""
+        out = empty(self, rows=end - start)
+        self.fill(out, start, end)
+        return out
+
+    def fill(self, target: Tensor, start: int, end: int) -> None:
+        """Copy the rows from `start` to `end` into `target`, on the device."""
+        target.movedim((2, 1), (0, -1)).copy_(self._rows[start:end], non_blocking=True)
+
+    def write(self, start: int, rows: Tensor) -> None:
+        """Copy rows from the device to their place, the first of them to row `start`."""
+        self._rows[start : start + rows.shape[2]].copy_(rows.movedim((2, 1), (0, -1)), non_blocking=True)
+
+
+class Remembered(RowSource):
+    """The rows of another volume, of which the last ones asked for are kept, so that no halo is computed twice."""
+
+    def __init__(self, source: RowSource) -> None:
+        self._source = source
+        self.shape, self.dtype, self.device, self.layout = source.shape, source.dtype, source.device, source.layout
+        self._start = self._end = 0
+        self._kept: Tensor | None = None
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """Return the rows from `start` to `end`; compute those that are not kept."""
+        if self._kept is None or not self._start <= start <= self._end:
+            self._kept, self._start, self._end = self._source.rows(start, end), start, end
+        elif end > self._end:
+            before, known = self._kept[:, :, start - self._start :], self._end - start
+            self._kept = empty(self, rows=end - start)
+            self._kept[:, :, :known] = before
+            self._source.fill(self._kept[:, :, known:], self._end, end)
+            self._start, self._end = start, end
+        return self._kept[:, :, start - self._start : end - self._start]
 
 
 def slabs(x: Volume, rows: int, channels: int, dtype: torch.dtype) -> list[tuple[int, int]]:
@@ -55,12 +130,21 @@ def read(x: Volume, start: int, end: int) -> Tensor:
     return x[:, :, start:end] if isinstance(x, Tensor) else x.rows(start, end)
 
 
-def empty(x: Volume, channels: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an uninitialised volume on the grid and in the layout of `x`."""
-    batch, own_channels, *grid = x.shape
-    shape = (batch, own_channels if channels is None else channels, *grid)
-    layout = layout_of(x) if isinstance(x, Tensor) else x.layout
-    return torch.empty(shape, dtype=dtype or x.dtype, device=x.device, memory_format=layout)
+def volume_bytes(x: Volume) -> int:
+    """Return the bytes of a whole volume."""
+    return x.shape.numel() * x.dtype.itemsize
+
+
+def layout_of_volume(x: Volume) -> torch.memory_format:
+    """Return the layout of a volume or of its rows."""
+    return layout_of(x) if isinstance(x, Tensor) else x.layout
+
+
+def empty(x: Volume, channels: int | None = None, dtype: torch.dtype | None = None, rows: int | None = None) -> Tensor:
+    """Return an uninitialised volume on the grid and in the layout of `x`, or some rows of one."""
+    batch, own_channels, own_rows, *plane = x.shape
+    shape = (batch, channels or own_channels, rows or own_rows, *plane)
+    return torch.empty(shape, dtype=dtype or x.dtype, device=x.device, memory_format=layout_of_volume(x))
 
 
 def rows_of(x: Volume, start: int, end: int) -> Tensor:
@@ -174,14 +258,17 @@ class NormedRows:
 
 
 class ConvolvedRows(RowSource):
-    """A 3x3x3 convolution of normed rows, computed on demand."""
+    """A 3x3x3 convolution of a volume, or of its normed rows, computed on demand."""
 
-    def __init__(self, source: NormedRows, weight: Tensor, bias: Tensor) -> None:
+    def __init__(self, source: NormedRows | Volume, weight: Tensor, bias: Tensor) -> None:
+        x = source.x if isinstance(source, NormedRows) else source
         self.source, self.weight, self.bias = source, weight, bias
-        self.dtype, self.device = weight.dtype, weight.device
-        self.layout = layout_of(source.x) if isinstance(source.x, Tensor) else source.x.layout
-        self.shape = torch.Size((source.x.shape[0], weight.shape[0], *source.x.shape[2:]))
+        self.dtype, self.device, self.layout = weight.dtype, weight.device, layout_of_volume(x)
+        self.shape = torch.Size((x.shape[0], weight.shape[0], *x.shape[2:]))
 
     def rows(self, start: int, end: int) -> Tensor:
         """Compute the rows from `start` to `end`."""
-        return convolve(self.source.rows(start - 1, end + 1), self.weight, self.bias)
+        if isinstance(self.source, NormedRows):
+            return convolve(self.source.rows(start - 1, end + 1), self.weight, self.bias)
+        with torch.autocast(self.device.type, enabled=False):
+            return convolve(rows_of(self.source, start - 1, end + 1).to(self.dtype), self.weight, self.bias)

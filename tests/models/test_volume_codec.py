@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models import build_autoencoder
+from models import build_autoencoder, volume_codec
 from models.volume_codec import VolumeCodec
+from runtime.observer import MemoryObserver, observed_by
 from runtime.precision import Precision
 from settings import Settings
 
@@ -26,9 +27,9 @@ def codec_of(tiny_values, monkeypatch):
         used: list[int] = []
         set_slab_rows = autoencoder.set_slab_rows
 
-        def noted(rows: int) -> None:
+        def noted(rows: int, *others) -> None:
             used.append(rows)
-            set_slab_rows(rows)
+            set_slab_rows(rows, *others)
 
         monkeypatch.setattr(autoencoder, "set_slab_rows", noted)
         return VolumeCodec(autoencoder, settings.autoencoder, Precision(settings.device, CPU), budget_bytes), used
@@ -70,3 +71,34 @@ def test_a_block_that_just_fits_is_not_cut(codec_of):
         codec, used = codec_of(budget)
         codec.encode(torch.rand(1, *GRID))
         assert used == [expected, 0]
+
+
+@pytest.fixture
+def small_volumes_count(monkeypatch):
+    monkeypatch.setattr(volume_codec, "_HOST_ABOVE", 1 << 12)
+
+
+def test_what_does_not_fit_in_slabs_passes_through_host_memory(codec_of, small_volumes_count, caplog):
+    largest = 4 * 8 * torch.Size(GRID).numel()
+    whole, _ = codec_of(1 << 50)
+    image = torch.rand(1, *GRID, generator=torch.Generator().manual_seed(1))
+    for budget, is_on_host in ((2 * largest, False), (largest, True), (0, True)):
+        codec, used = codec_of(budget)
+        with caplog.at_level("INFO", logger="models"):
+            mean = codec.encode(image)
+        assert (codec.host is not None) == is_on_host
+        assert ("32x16x16: in slabs of" in caplog.text) == is_on_host
+        torch.testing.assert_close(mean, whole.encode(image), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(codec.decode(mean), whole.decode(mean), rtol=1e-4, atol=1e-5)
+        assert used[-1] == 0
+        assert codec.autoencoder.decoder.host is None, "training goes on without it"
+
+
+def test_too_little_host_memory_is_said_before_it_is_taken(codec_of, small_volumes_count):
+    class Full(MemoryObserver):
+        def free_host_bytes(self) -> int:
+            return 1 << 13
+
+    codec, _ = codec_of(0)
+    with observed_by(Full()), pytest.raises(MemoryError, match=r"a volume of 32x16x16 takes .* GiB of host memory"):
+        codec.decode(torch.zeros(3, 16, 8, 8))

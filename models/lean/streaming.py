@@ -1,0 +1,122 @@
+"""Inference past the memory of the device: blocks whose volumes lie in host memory and pass through it in slabs.
+
+A norm needs statistics of all rows before the first one can be normalised. So each block visits its rows twice: once to
+compute what the second norm sees, once to produce the output. The rows between the two visits, and the output, stay in
+host memory; nothing but an upsampling in front of the block is computed twice.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.lean.norm.affine import Norm
+from models.lean.slab_blocks import statistics_of
+from models.lean.slabs import (
+    ConvolvedRows,
+    HostSpace,
+    HostVolume,
+    NormedRows,
+    Remembered,
+    RowSource,
+    Statistics,
+    Volume,
+    convolve,
+    empty,
+    read,
+    slabs,
+    volume_bytes,
+)
+
+
+class Residual(NamedTuple):
+    """The parameters of a residual block, those of its convolutions in the dtype that they compute in."""
+
+    scale1: Tensor
+    shift1: Tensor
+    weight1: Tensor
+    bias1: Tensor
+    scale2: Tensor
+    shift2: Tensor
+    weight2: Tensor
+    bias2: Tensor
+    shortcut: Tensor | None
+    shortcut_bias: Tensor | None
+    groups: int
+    eps: float
+
+    @classmethod
+    def of(
+        cls,
+        norms: tuple[nn.GroupNorm, nn.GroupNorm],
+        convs: tuple[nn.Conv3d, nn.Conv3d],
+        shortcut: nn.Conv3d | None,
+        dtype: torch.dtype,
+    ) -> Residual:
+        """Return the parameters of a block with these layers."""
+        parts: list[Tensor | None] = []
+        for norm, conv in zip(norms, convs, strict=True):
+            parts += [norm.weight, norm.bias, *(part.to(dtype) for part in conv.parameters())]
+        parts += [None, None] if shortcut is None else [part.to(dtype) for part in shortcut.parameters()]
+        return cls(*parts, norms[0].num_groups, norms[0].eps)  # type: ignore[arg-type]
+
+
+def stored(x: RowSource, rows: int, host: HostSpace | None) -> Volume:
+    """Compute all rows of a volume; put them into host memory if they are to lie there, else on the device."""
+    out: Volume = host.volume(x) if host is not None and volume_bytes(x) > host.above else empty(x)
+    for start, end in slabs(x, rows, x.shape[1], x.dtype):
+        part = x.rows(start, end)
+        if isinstance(out, HostVolume):
+            out.write(start, part)
+        else:
+            out[:, :, start:end] = part
+    return out
+
+
+def residual_on_host(x: Volume, block: Residual, rows: int, host: HostSpace) -> HostVolume:
+    """Apply a residual block in slabs of `rows` rows and return its output in host memory.
+
+    The less of that is free, the more is computed twice: first the shortcut of an input that is computed on demand is
+    kept in place of the input, then neither, and the output overwrites the input, if it fits there, in place of what
+    the second norm sees.
+    """
+    dtype = block.weight1.dtype
+    with torch.autocast(x.device.type, enabled=False):
+        all_slabs = slabs(x, rows, min(block.weight1.shape[:2]), dtype)
+        size = x.shape.numel() // x.shape[1] * block.weight1.shape[0] * dtype.itemsize
+        is_computed = isinstance(x, RowSource) and not isinstance(x, HostVolume)
+        if is_computed and block.shortcut is not None and host.free >= volume_bytes(x) + size:
+            x, is_computed = stored(x, rows, host), False
+        overwrites = isinstance(x, HostVolume) and x.dtype == dtype and block.shortcut is None and host.free < size
+        source = Remembered(x) if isinstance(x, RowSource) else x
+        norm1 = Norm(*statistics_of(x, block.groups, block.eps, rows), block.scale1, block.shift1, silu=True)
+        convolved = ConvolvedRows(NormedRows(source, norm1, dtype), block.weight1, block.bias1)
+        out = x if isinstance(x, HostVolume) and overwrites else host.volume(convolved)
+        beside = host.volume(convolved) if block.shortcut is not None and is_computed and host.free >= size else None
+        inner = Statistics(convolved, all_slabs, block.groups, block.eps)
+        for start, end in all_slabs:
+            part = convolved.rows(start, end)
+            inner.add(part)
+            if not overwrites:
+                out.write(start, part)
+            if beside is not None:
+                beside.write(start, _shortcut(source, block, start, end))
+        norm2 = Norm(*inner.result(), block.scale2, block.shift2, silu=True)
+        second = NormedRows(Remembered(convolved if overwrites else out), norm2, dtype)
+        outer = Statistics(convolved, all_slabs, block.groups, block.eps)
+        for start, end in all_slabs:
+            part = convolve(second.rows(start - 1, end + 1), block.weight2, block.bias2)
+            # The rows that the next slab needs of what is overwritten here are remembered.
+            part += _shortcut(source, block, start, end) if beside is None else beside.rows(start, end)
+            outer.add(part)
+            out.write(start, part)
+        out.statistics = {(block.groups, block.eps): outer.result()}
+    return out
+
+
+def _shortcut(x: Volume, block: Residual, start: int, end: int) -> Tensor:
+    rows = read(x, start, end).to(block.weight1.dtype)
+    return rows if block.shortcut is None else F.conv3d(rows, block.shortcut, block.shortcut_bias)
