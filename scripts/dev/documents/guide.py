@@ -6,8 +6,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from memory.predict.prediction import Stage
-from scripts.dev.documents.predictions import Figures, Predictions, gib
+from memory.predict.prediction import Prediction, Stage
+from scripts.dev.documents.predictions import Predictions, gib, hours, markdown
 from settings import Settings, load_settings
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -215,59 +215,36 @@ PLAIN: Changes = {f"{TRAINING}.use_gradient_checkpointing": False, **perceptual(
 def guide_tables(ask: Predictions) -> dict[str, str]:
     """Return the tables of the guide by the names of their markers."""
     base = base_settings()
-    asked: dict[str, dict[str, Future[Figures]]] = {}
+    asked: dict[str, dict[str, Future[Prediction]]] = {}
     for name, points in LADDERS.items():
         changes: Changes = {}
-        asked[name] = {}
-        for row, change in points.items():
-            changes = changes | change
-            asked[name][row] = ask(base.with_overrides(changes))
+        asked[name] = {row: ask(base.with_overrides(changes := changes | change)) for row, change in points.items()}
     for name, points in TECHNIQUES.items():
         stage: Stage = "ldm" if name in OF_STAGE_2 else "autoencoder"
         asked[name] = {row: ask(base.with_overrides(change), stage) for row, change in points.items()}
     combinations = _combinations(ask)
-    found = {name: {row: answer.result() for row, answer in rows.items()} for name, rows in asked.items()}
-    tables = {name: _ladder_table(rows) if name in LADDERS else _table(rows) for name, rows in found.items()}
-    return {**tables, "combinations": combinations}
+    return {"combinations": combinations, **{name: _table(rows, name in LADDERS) for name, rows in asked.items()}}
 
 
-def markdown(columns: list[str], rows: list[list[str]]) -> str:
-    """Return a table; columns whose names end in a colon hold numbers."""
-    head = [f"| {' | '.join(column.removesuffix(':') for column in columns)} |"]
-    head += ["|" + "".join("---:|" if column.endswith(":") else "---|" for column in columns)]
-    return "".join(f"{line}\n" for line in [*head, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def _ladder_table(rows: dict[str, Figures]) -> str:
+def _table(rows: dict[str, Future[Prediction]], is_ladder: bool) -> str:
+    """Return a table of peaks, each beside the row above on a ladder and beside the first row elsewhere."""
     lines = []
-    base = above = next(iter(rows.values()))
-    for name, found in rows.items():
-        change = "" if found is base else f"{found.allocated / above.allocated - 1:+.0%}"
-        reserved = f"{gib(found.reserved_default, 2)} / {gib(found.reserved_expandable, 2)}"
-        sizes = [gib(found.allocated, 2), change, reserved, gib(found.host, 2)]
-        lines.append([name, *sizes, f"{found.flops / base.flops:.2f}x", found.phase])
-        above = found
-    columns = [
-        "knob",
-        "peak GiB:",
-        "change:",
-        "reserved GiB, default / expandable:",
-        "host GiB:",
-        "compute:",
-        "peak in",
-    ]
-    return markdown(columns, lines)
-
-
-def _table(rows: dict[str, Figures]) -> str:
-    lines = []
-    base = next(iter(rows.values()))
-    for name, found in rows.items():
-        change = "" if found is base else f"{found.allocated / base.allocated - 1:+.0%}"
-        lines.append(
-            [name, gib(found.allocated, 2), change, gib(found.host, 2), f"{found.flops / base.flops:.2f}x"],
-        )
-    return markdown(["config", "peak GiB:", "against the first row:", "host GiB:", "compute:"], lines)
+    base = above = next(iter(rows.values())).result()
+    for name, answer in rows.items():
+        found = answer.result()
+        peak = found.peak_allocated_bytes
+        change = "" if found is base else f"{peak / above.peak_allocated_bytes - 1:+.0%}"
+        compute = f"{found.flops['total'] / base.flops['total']:.2f}x"
+        reserved = (found.peak_reserved_default_bytes, found.peak_reserved_expandable_bytes)
+        both = [" / ".join(gib(nbytes, 2) for nbytes in reserved)] if is_ladder else []
+        phase = [found.phase] if is_ladder else []
+        lines.append([name, gib(peak, 2), change, *both, gib(found.host_bytes, 2), compute, *phase])
+        above = found if is_ladder else base
+    if is_ladder:
+        first, last = ["knob", "peak GiB:", "change:", "reserved GiB, default / expandable:"], ["peak in"]
+    else:
+        first, last = ["config", "peak GiB:", "against the first row:"], []
+    return markdown([*first, "host GiB:", "compute:", *last], lines)
 
 
 def _combinations(ask: Predictions) -> str:
@@ -284,8 +261,7 @@ def _combinations(ask: Predictions) -> str:
     lines = []
     for name, title, rule, where, first, second in asked:
         one, two = first.result(), second.result()
-        sizes = [gib(one.allocated, 2), gib(one.required, 2), gib(two.required, 2)]
-        lines.append([name, title, rule, where, *sizes, f"{one.hours:.1f} + {two.hours:.1f}"])
-    sizes = ["peak GiB, stage 1:", "needed GiB, stage 1:", "needed GiB, stage 2:"]
-    columns = ["config", "combination", "rule of thumb", "grid or patch", *sizes, "hours, stage 1 + stage 2:"]
-    return markdown(columns, lines)
+        sizes = [gib(nbytes, 2) for nbytes in (one.peak_allocated_bytes, one.required_bytes, two.required_bytes)]
+        lines.append([name, title, rule, where, *sizes, f"{hours(one)} + {hours(two)}"])
+    columns = ["config", "combination", "rule of thumb", "grid or patch", "peak GiB, stage 1:", "needed GiB, stage 1:"]
+    return markdown([*columns, "needed GiB, stage 2:", "hours, stage 1 + stage 2:"], lines)
