@@ -140,4 +140,7 @@ def _track_reference(settings: Settings) -> Row:
 
 
 def _row(tracker: Any) -> Row:
-    return {"peak_allocated_bytes": tracker.peak["device"], "host_bytes": 0, "flops": {"total": tracker.flops.total}}
+    from memory.predict.records import total_flops
+
+    total = total_flops(tracker.flops)
+    return {"peak_allocated_bytes": tracker.peak["device"], "host_bytes": 0, "flops": {"total": total}}
