@@ -220,7 +220,7 @@ class Planner:
         grid, limit = top.context.layout.grid, self.predictions.budget_bytes
 
         def need(network: Network) -> float:
-            return self.assess(top.with_network(stage, network), stage).needed_bytes
+            return self.assess(top.with_network(stage, network), stage).prediction.required_with_margin
 
         costs = [network.cost(grid) for network in networks]
         slope = (need(top.networks[stage]) - CONTEXT_BYTES) / top.networks[stage].cost(grid)
@@ -254,7 +254,7 @@ class Planner:
         )
 
     def _needed_bytes(self, candidate: Candidate) -> int:
-        return max(assessment.needed_bytes for assessment in self.assess_all(candidate).values())
+        return max(assessment.prediction.required_with_margin for assessment in self.assess_all(candidate).values())
 
     def settled(self, candidate: Candidate) -> Candidate:
         """Return the candidate with a second stage that fits beside its autoencoder, which the search did not know."""

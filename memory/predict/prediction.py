@@ -125,29 +125,25 @@ class Prediction:
 
     def seconds_beside(self, gpu: Gpu) -> dict[str, float]:
         """Return the least times of what a run does besides its updates; of one volume if their number is unknown."""
-        return {
-            name: times * least_seconds([WorkPart(**part) for part in self.beside[name]], gpu) * self.time_correction
-            for name, times in self.times_beside.items()
-        }
-
-    @property
-    def times_beside(self) -> dict[str, int]:
-        """Return how often a run does what it does besides its updates; for one volume if their number is unknown."""
         num_train, num_held_out = self.num_volumes
         times = {
             VALIDATED_VOLUME: self.num_validations * max(1, num_held_out),
             PREVIEWS: self.num_validations,
             ENCODED_VOLUME: max(1, num_train + num_held_out),
         }
-        return {name: times[name] for name in self.beside}
+        return {
+            name: times[name] * least_seconds([WorkPart(**part) for part in work], gpu) * self.time_correction
+            for name, work in self.beside.items()
+        }
 
     def dominant(self, gpu: Gpu) -> Dominant | None:
         """Return what takes most of an update's time on a GPU."""
         return dominant_part(self.work_parts, gpu)
 
-    def fits(self, budget_bytes: float) -> bool:
-        """Return whether the step fits into `budget_bytes`, ignoring the margin."""
-        return self.required_bytes <= budget_bytes
+    @property
+    def required_with_margin(self) -> int:
+        """Return the memory a device must have if steps exceed their prediction by their whole margin."""
+        return self.required_bytes + round(self.margin * self.peak_reserved_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""

@@ -30,7 +30,7 @@ def test_plan_fits_with_its_margin_and_uses_the_budget_or_says_why_not(name, bud
     plan = planned(SETS[name], budget, predictor=predictor)
     assert validate(plan.settings.model_dump()) == plan.settings
     for number, assessment in enumerate(plan.assessments.values(), start=1):
-        assert assessment.needed_bytes <= budget * 2**30
+        assert assessment.prediction.required_with_margin <= budget * 2**30
         explained = any(line.startswith(f"Stage {number} uses") for line in plan.notes)
         assert (LEAST_SHARE <= assessment.share <= 0.95) is not explained
     assert len(predictor.asked) <= 16
@@ -110,7 +110,7 @@ def test_hours_that_are_given_for_a_stage_are_its_hours():
 def test_held_out_volumes_are_counted_as_training_splits_them():
     found = SETS["two channels"]
     plan = planned(found, data__val_fraction=0.3)
-    assert plan.assessments["autoencoder"].num_volumes == (42, 18)
+    assert plan.assessments["autoencoder"].prediction.num_volumes == [42, 18]
     assert of(planned(found), "data.val_fraction").reason == "6 of 60 to validate with"
 
 
