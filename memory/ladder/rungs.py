@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from memory.ladder.acting_values import acting_values
@@ -125,20 +126,17 @@ def _latent_cache(settings: Settings) -> Iterator[Proposal]:
         yield Proposal("latents from the cache", {"ldm.latents.cache": "disk"}, True, "the memory for encoding volumes")
 
 
-def _micro_batch(where: str) -> Proposer:
-    def propose(settings: Settings) -> Iterator[Proposal]:
-        training = look_up(settings, where)
-        size, accumulation = training.batch_size, training.gradient_accumulation_steps
-        for divisor in range(2, size + 1):
-            if size % divisor == 0:
-                changes = {
-                    f"{where}.batch_size": size // divisor,
-                    f"{where}.gradient_accumulation_steps": accumulation * divisor,
-                }
-                lowers = "the activations of a micro-batch"
-                yield Proposal(f"micro-batch {size // divisor}", changes, True, lowers, "micro-batch")
-
-    return propose
+def _micro_batch(where: str, settings: Settings) -> Iterator[Proposal]:
+    training = look_up(settings, where)
+    size, accumulation = training.batch_size, training.gradient_accumulation_steps
+    for divisor in range(2, size + 1):
+        if size % divisor == 0:
+            changes = {
+                f"{where}.batch_size": size // divisor,
+                f"{where}.gradient_accumulation_steps": accumulation * divisor,
+            }
+            lowers = "the activations of a micro-batch"
+            yield Proposal(f"micro-batch {size // divisor}", changes, True, lowers, "micro-batch")
 
 
 def _checkpoint_levels(settings: Settings) -> Iterator[Proposal]:
@@ -200,33 +198,27 @@ def _discriminator(settings: Settings) -> Iterator[Proposal]:
         yield Proposal("smaller discriminator", smaller, False, "the discriminator and its activations")
 
 
-def _attention(where: str) -> Proposer:
-    def propose(settings: Settings) -> Iterator[Proposal]:
-        levels = list(look_up(settings, where).attention_levels)
-        # The U-Net's middle block always has attention; the autoencoder's only if a level has it or the config asks.
-        keeps_middle = where == "ldm.unet" or settings.autoencoder.use_nonlocal_attention is True
-        for number, attends in enumerate(tuple(levels)):
-            if attends:
-                levels[number] = False
-                is_last = not any(levels) and not keeps_middle
-                name = "no attention" if is_last else f"no attention at level {number}"
-                changes = {f"{where}.attention_levels": tuple(levels)}
-                lowers = "the activations of attention, and above all its compute"
-                yield Proposal(name, changes, False, lowers, "attention")
-
-    return propose
+def _attention(where: str, settings: Settings) -> Iterator[Proposal]:
+    levels = list(look_up(settings, where).attention_levels)
+    # The U-Net's middle block always has attention; the autoencoder's only if a level has it or the config asks.
+    keeps_middle = where == "ldm.unet" or settings.autoencoder.use_nonlocal_attention is True
+    for number, attends in enumerate(tuple(levels)):
+        if attends:
+            levels[number] = False
+            is_last = not any(levels) and not keeps_middle
+            name = "no attention" if is_last else f"no attention at level {number}"
+            changes = {f"{where}.attention_levels": tuple(levels)}
+            lowers = "the activations of attention, and above all its compute"
+            yield Proposal(name, changes, False, lowers, "attention")
 
 
-def _channels(where: str) -> Proposer:
-    def propose(settings: Settings) -> Iterator[Proposal]:
-        channels = look_up(settings, where).num_channels
-        for numerator, divisor in ((3, 4), (1, 2), (1, 4)):
-            fewer = tuple(_fewer(count, numerator, divisor, multiple=4) for count in channels)
-            if fewer != channels:
-                changes = {f"{where}.num_channels": fewer, f"{where}.norm_num_groups": "auto"}
-                yield Proposal(f"channels {list(fewer)}", changes, False, "activations and weights", "channels")
-
-    return propose
+def _channels(where: str, settings: Settings) -> Iterator[Proposal]:
+    channels = look_up(settings, where).num_channels
+    for numerator, divisor in ((3, 4), (1, 2), (1, 4)):
+        fewer = tuple(_fewer(count, numerator, divisor, multiple=4) for count in channels)
+        if fewer != channels:
+            changes = {f"{where}.num_channels": fewer, f"{where}.norm_num_groups": "auto"}
+            yield Proposal(f"channels {list(fewer)}", changes, False, "activations and weights", "channels")
 
 
 def _fewer(count: int, numerator: int, divisor: int, multiple: int = 1) -> int:
@@ -234,18 +226,15 @@ def _fewer(count: int, numerator: int, divisor: int, multiple: int = 1) -> int:
     return min(count, max(MIN_CHANNELS, count * numerator // divisor // multiple * multiple))
 
 
-def _grid(stage: Stage) -> Proposer:
-    def propose(settings: Settings) -> Iterator[Proposal]:
-        """Halve the longest axes four times; `build_rungs` drops grids that the settings refuse as too small."""
-        has_patches = stage == "autoencoder" and settings.data.patch_size is not None
-        key = "data.patch_size" if has_patches else "data.voxel_size"
-        grid = tuple(settings.training_grid if has_patches else settings.data.voxel_size)
-        for _ in range(4):
-            longest = max(grid)
-            grid = tuple(axis // 2 if axis == longest else axis for axis in grid)
-            yield Proposal(f"grid {'x'.join(map(str, grid))}", {key: grid}, False, "everything but the weights", "grid")
-
-    return propose
+def _grid(stage: Stage, settings: Settings) -> Iterator[Proposal]:
+    """Halve the longest axes four times; `build_rungs` drops grids that the settings refuse as too small."""
+    has_patches = stage == "autoencoder" and settings.data.patch_size is not None
+    key = "data.patch_size" if has_patches else "data.voxel_size"
+    grid = tuple(settings.training_grid if has_patches else settings.data.voxel_size)
+    for _ in range(4):
+        longest = max(grid)
+        grid = tuple(axis // 2 if axis == longest else axis for axis in grid)
+        yield Proposal(f"grid {'x'.join(map(str, grid))}", {key: grid}, False, "everything but the weights", "grid")
 
 
 def _pixel_decoder(settings: Settings) -> Iterator[Proposal]:
@@ -259,7 +248,7 @@ def _pixel_decoder(settings: Settings) -> Iterator[Proposal]:
 PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
     ("autoencoder", "lossless-first"): (
         _lean,
-        _micro_batch(STAGE_1),
+        partial(_micro_batch, STAGE_1),
         _checkpoint_levels,
         _nested,
         _slabs,
@@ -269,44 +258,44 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
         _compressed_checkpoints,
         _no_perceptual,
         _discriminator,
-        _attention("autoencoder"),
-        _channels("autoencoder"),
-        _grid("autoencoder"),
+        partial(_attention, "autoencoder"),
+        partial(_channels, "autoencoder"),
+        partial(_grid, "autoencoder"),
     ),
     # The steps of the guide's out-of-memory scenario, then its advice for when they are not enough.
     ("autoencoder", "guide"): (
         _mixed_precision,
-        _micro_batch(STAGE_1),
+        partial(_micro_batch, STAGE_1),
         _no_perceptual,
-        _channels("autoencoder"),
+        partial(_channels, "autoencoder"),
         _checkpoint_all,
         _discriminator,
-        _attention("autoencoder"),
-        _grid("autoencoder"),
+        partial(_attention, "autoencoder"),
+        partial(_grid, "autoencoder"),
         _lean,
         _offload,
     ),
     ("ldm", "lossless-first"): (
         _latent_cache,
         _pixel_chunk,
-        _micro_batch(STAGE_2),
+        partial(_micro_batch, STAGE_2),
         _pixel_decoder,
         _ldm_checkpointing,
         _ldm_offload,
         _mixed_precision,
         _no_pixel_loss,
-        _attention("ldm.unet"),
-        _channels("ldm.unet"),
-        _grid("ldm"),
+        partial(_attention, "ldm.unet"),
+        partial(_channels, "ldm.unet"),
+        partial(_grid, "ldm"),
     ),
     ("ldm", "guide"): (
         _mixed_precision,
-        _micro_batch(STAGE_2),
+        partial(_micro_batch, STAGE_2),
         _no_pixel_loss,
-        _channels("ldm.unet"),
+        partial(_channels, "ldm.unet"),
         _ldm_checkpointing,
-        _attention("ldm.unet"),
-        _grid("ldm"),
+        partial(_attention, "ldm.unet"),
+        partial(_grid, "ldm"),
         _ldm_offload,
     ),
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 from memory.predict.allocator import AllocatorLimits, replay_pinned
 from memory.predict.emulation import CopiedWeights, emulated, place, tracked
 from memory.predict.history import replay_training
-from memory.predict.known_results import CPU, KnownResultsMode
+from memory.predict.known_results import CPU
 from memory.predict.prediction import (
     ENCODED_VOLUME,
     MARGINS,
@@ -77,7 +77,7 @@ def track_step(
     training = settings.training_of(stage)
     with emulated(fake, cuda) as mode:
         copied = CopiedWeights()
-        with KnownResultsMode(mode, cuda) if mode is not None else nullcontext(), observed_by(copied):
+        with MemoryTracker(cuda, mode) if fake else nullcontext(), observed_by(copied):
             step = build(settings, stage)
             batch = step.example_batch(training.batch_size)
         with tracked(mode, cuda, without_triton) as tracker:
