@@ -114,7 +114,7 @@ def _narrower(planner: Planner, candidate: Candidate, stage: Stage, share: float
     if given & {f"{stage}.training.max_hours", CHANNELS[stage]}:
         return candidate
     own = candidate.networks[stage]
-    widths = candidate.context.limits(stage).widths
+    widths = candidate.context.limits[stage].widths
     networks = [replace(own, width=width) for width in widths if width <= own.width]
     limit = planner.assess(candidate, stage).expected_hours * share
     part = 1.0 if f"{stage}.training.max_steps" in given else 0.5
@@ -128,7 +128,7 @@ def _narrower(planner: Planner, candidate: Candidate, stage: Stage, share: float
 
 def _unused(planner: Planner, candidate: Candidate, stage: Stage) -> str:
     """Return why a stage leaves much of the budget."""
-    limits, network, layout = candidate.context.limits(stage), candidate.networks[stage], candidate.context.layout
+    limits, network, layout = candidate.context.limits[stage], candidate.networks[stage], candidate.context.layout
     text = ""
     if layout.voxels < SMALL_VOXELS:
         text = f"the volumes are small ({'x'.join(map(str, layout.grid))}), and "

@@ -21,9 +21,16 @@ from memory.planning.choices import (
 )
 from memory.planning.fingerprint import Fingerprint
 from memory.planning.layout import FieldOfView, Grid, Layout, covered_field_of_view, fixed_layout, layouts
-from memory.planning.networks import Network, SearchContext, Values, autoencoder_choices, unet_choices
+from memory.planning.networks import (
+    LEAST_WIDTH,
+    Network,
+    SearchContext,
+    Values,
+    autoencoder_choices,
+    search_context,
+    unet_choices,
+)
 from memory.planning.search import Assessment, PredictionCache, last_that_fits
-from memory.planning.sizing import LEAST_WIDTH, sizing_of
 from memory.predict.prediction import CONTEXT_BYTES, GIB, TRAINING_STEP, Stage
 from runtime.cli import OUT_OF_MEMORY
 from settings import DataSettings, Settings, UserError, validate
@@ -106,13 +113,12 @@ class Planner:
 
     def context(self, layout: Layout) -> SearchContext:
         """Return what networks on a grid have in common."""
-        channels = self.given.get("autoencoder.in_channels") or self.fingerprint.num_channels
-        return SearchContext(layout, sizing_of(self.fingerprint, layout), self.num_volumes[0], channels, self.given)
+        return search_context(self.fingerprint, layout, self.num_volumes[0], self.given)
 
     def choices(self, candidate: Candidate) -> list[Choice]:
         """Return every value that the plan sets, with its reason; what the user gave is taken."""
         found, context = self.fingerprint, candidate.context
-        precision = "small volumes need little memory" if context.sizing.full_precision else "half the memory"
+        precision = "small volumes need little memory" if context.full_precision else "half the memory"
         chosen = [
             Choice("name", self.name, "outputs go to runs/<name>"),
             Choice("data.source", found.source, "given as --data"),
@@ -123,7 +129,7 @@ class Planner:
             *autoencoder_choices(candidate.networks["autoencoder"], context),
             *occupancy_choices(found),
             *unet_choices(candidate.networks["ldm"], context),
-            Choice("device.mixed_precision", not context.sizing.full_precision, precision),
+            Choice("device.mixed_precision", not context.full_precision, precision),
         ]
         by_key = {choice.key: choice for choice in chosen}
         for key, value in self.given.items():
@@ -149,7 +155,7 @@ class Planner:
 
     def best(self, context: SearchContext) -> Candidate | None:
         """Return the most capable networks on a grid that fit, None if none does; searches both stages at once."""
-        limits = context.sizing.stages
+        limits = context.limits
         top = Candidate(context, {stage: Network(s.width, s.batch, False) for stage, s in limits.items()})
         # Sampling decodes, so the second stage needs an autoencoder before the first has found one.
         narrow = top.with_network("autoencoder", self.least(context).networks["autoencoder"])
@@ -162,7 +168,7 @@ class Planner:
         best = top.networks[stage]
         if self.assess(top, stage).fits:
             return best
-        widths = top.context.limits(stage).searched_widths
+        widths = top.context.limits[stage].searched_widths
         steps = [replace(best, width=width, batch=1, checkpoints=True) for width in widths]
         found = self._last(top, stage, steps)
         if found is not None and found.width == best.width:
@@ -263,9 +269,9 @@ class Planner:
             limits = candidate.context.limits
             if assessment.prediction.needing_phase == TRAINING_STEP and unet.batch > 1:
                 candidate = candidate.changed("ldm", batch=unet.batch - 1)
-            elif width := limits("ldm").narrower(unet.width):
+            elif width := limits["ldm"].narrower(unet.width):
                 candidate = candidate.changed("ldm", width=width)
-            elif width := limits("autoencoder").narrower(first.width):
+            elif width := limits["autoencoder"].narrower(first.width):
                 candidate = candidate.changed("autoencoder", width=width)
             else:
                 break
@@ -275,5 +281,5 @@ class Planner:
         """Return the smallest networks that are worth training on a grid."""
         patch = self._patch_grids(context.layout)[0]
         is_whole = patch == context.layout.grid or self.given.get("data.patch_size")
-        first = Network(min(LEAST_WIDTH, context.limits("autoencoder").width), patch=None if is_whole else patch)
-        return Candidate(context, {"autoencoder": first, "ldm": Network(min(64, context.limits("ldm").width))})
+        first = Network(min(LEAST_WIDTH, context.limits["autoencoder"].width), patch=None if is_whole else patch)
+        return Candidate(context, {"autoencoder": first, "ldm": Network(min(64, context.limits["ldm"].width))})

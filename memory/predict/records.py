@@ -14,7 +14,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from memory.kernels import operators
-from memory.kernels.flops import count_flops
 from memory.kernels.timing import WorkPart
 
 Place = Literal["device", "host"]
@@ -108,7 +107,7 @@ class WorkCounter:
         """Count one operator."""
         if not operators.is_kernel(func):
             return
-        flops = count_flops(func, args, out)
+        flops = operators.count_flops(func, args, out)
         first = next(operators.tensors_in((*args, out)), None)
         if first is not None:
             moved = operators.traffic_bytes(func, args, kwargs, out)
