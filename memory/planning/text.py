@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memory.planning.fingerprint import Fingerprint, Spread
-from memory.planning.plan import Plan
+from memory.planning.planner import Plan
 from memory.predict.prediction import GIB
 from memory.predict.text import hours_text
 from models import build_autoencoder, build_unet

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from memory.kernels.gpus import Gpu
 from memory.kernels.timing import Dominant, WorkPart, dominant_part, least_seconds
-from settings import DataSettings, Settings
+from settings import Settings
 
 Stage = Literal["autoencoder", "ldm"]
 MIB, GIB = 1 << 20, 1 << 30
@@ -175,14 +175,6 @@ def fingerprint(settings: Settings, stage: Stage) -> str:
     data = {name: values["data"][name] for name in ("voxel_size", "patch_size")}
     parts = [stage, data, values["autoencoder"], values["ldm"] if stage == "ldm" else None, values["device"]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def num_volumes(data: DataSettings) -> tuple[int, int]:
-    """Return how many volumes train and how many are held out, about; zeros if only the data can tell."""
-    if data.num_phantoms is None:
-        return 0, 0
-    held_out = data.num_held_out(data.num_phantoms)
-    return data.num_phantoms - held_out, held_out
 
 
 def fullest_step(settings: Settings, stage: Stage) -> int:

@@ -26,7 +26,6 @@ from memory.predict.prediction import (
     Stage,
     fingerprint,
     fullest_step,
-    num_volumes,
     tier_of,
 )
 from memory.predict.records import WORKSPACE, Allocation, Done, StepEvents, total_flops, work_parts
@@ -158,6 +157,8 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, witho
     grid = settings.training_grid if stage == "autoencoder" else settings.unet_grid
     training = settings.training_of(stage)
     updates = training.gradient_accumulation_steps
+    num_phantoms = settings.data.num_phantoms or 0
+    held_out = settings.data.num_held_out(num_phantoms) if num_phantoms else 0
     tier, alive = tier_of(settings, stage), end.alive
     flops = {name: end.flops[name] * updates for name in ("forward", "backward", "recompute", "attention")}
     return Prediction(
@@ -182,7 +183,7 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, witho
         work=work_parts(end.work, lambda shape: level_of(shape, grid), updates),
         beside={name: work_parts(done) for name, done in beside.items()},
         num_validations=math.ceil(training.max_steps / training.validate_every),
-        num_volumes=list(num_volumes(settings.data)),
+        num_volumes=[num_phantoms - held_out, held_out],  # zeros if only the data can tell
         run_peaks=run_peaks,
         warnings=_warnings(tracker),
         max_steps=training.max_steps,

@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from memory.planning.fingerprint import CT
-from memory.planning.plan import LEAST_SHARE
-from memory.planning.planner import NothingFitsError
+from memory.planning.planner import LEAST_SHARE, NothingFitsError
 from memory.planning.text import as_yaml, describe_plan
 from scripts.plan import PLANNED
 from settings import ConfigError, load_settings, look_up, validate
