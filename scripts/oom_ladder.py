@@ -85,8 +85,9 @@ def main(options: argparse.Namespace) -> int:
         measured = _measure(ladder, advance) if options.measure else None
     if options.json is not None:
         values = ladder.to_json()
-        for rung in values["rungs"] if measured is not None else []:
-            rung["measured_bytes"] = measured.get(rung["name"]) if measured is not None else None
+        if measured is not None:
+            for rung in values["rungs"]:
+                rung["measured_bytes"] = measured.get(rung["name"])
         write_output(options.json, json.dumps(values, indent=2) + "\n")
     print(describe_ladder(ladder, measured))
     if ladder.recommended is None:
@@ -121,9 +122,9 @@ def _measure(ladder: Ladder, advance: Callable[[int, int, str], None]) -> dict[s
     measured = {}
     for number, predicted in enumerate(ladder.rungs, start=1):
         rung = predicted.rung
-        peaks = measure_in_process(rung.settings, ladder.stage)
-        if peaks is not None:
-            measured[rung.name] = peaks.peak_reserved_bytes
+        peak = measure_in_process(rung.settings, ladder.stage)
+        if peak is not None:
+            measured[rung.name] = peak
         advance(number, len(ladder.rungs), f"measured {rung.name}")
     return measured
 

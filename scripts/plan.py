@@ -62,7 +62,6 @@ def main(options: argparse.Namespace) -> int:
     # The workers import what they need while the volumes are read.
     with Predictor(NUM_WORKERS, gpu.without_triton) as predictor:
         from memory.planning.fingerprint import take_fingerprint
-        from memory.planning.plan import make_plan
         from memory.planning.planner import Planner
         from memory.planning.search import PredictionCache
         from memory.watch.calibration import corrected
@@ -74,7 +73,7 @@ def main(options: argparse.Namespace) -> int:
             budget = round(options.budget_gb * GIB)
             correct = partial(corrected, gpu_name=options.gpu)
             predictions = PredictionCache(predictor, budget, gpu, correct, bar.update)
-            plan = make_plan(Planner(fingerprint, given, predictions, _name(options)), options.hours)
+            plan = Planner(fingerprint, given, predictions, _name(options)).plan(options.hours)
     from memory.planning.text import as_yaml, describe_plan
 
     print(describe_plan(plan))

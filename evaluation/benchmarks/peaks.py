@@ -64,6 +64,7 @@ def track_reference(settings: Settings) -> Row:
 
     from evaluation.benchmarks.reference_loop import ReferenceLoop
     from memory.predict.emulation import measure_peak
+    from memory.predict.records import total_flops
 
     def run(tracker: Any) -> None:
         loop = ReferenceLoop(settings)
@@ -78,7 +79,8 @@ def track_reference(settings: Settings) -> Row:
 
 
 def _tracked(tracker: Any) -> Row:
-    return {"peak_allocated_bytes": tracker.peak["device"], "host_bytes": 0, "flops": {"total": tracker.flops.total}}
+    total = total_flops(tracker.flops)
+    return {"peak_allocated_bytes": tracker.peak["device"], "host_bytes": 0, "flops": {"total": total}}
 
 
 def document_text(rows: Sequence[Row]) -> str:

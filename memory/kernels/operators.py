@@ -1,4 +1,4 @@
-"""What an operator does to its tensors: which ones it reads and writes, how often, and whether it is a kernel at all.
+"""What an operator does: which tensors it reads and writes, how often, its FLOPs, and whether it is a kernel at all.
 
 Counted as if every kernel read its arguments and wrote its results once. Views and allocations are no kernels, and
 `copy_` does not read what it overwrites. The norms of `models/lean` read a volume more than once.
@@ -7,18 +7,22 @@ Counted as if every kernel read its arguments and wrote its results once. Views 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+aten = torch.ops.aten
 Kind = Literal["convolution", "attention", "matrix product", "norm", "copy", "other"]
 
 _NO_KERNELS = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
     *("_local_scalar_dense", "resize_", "set_", "lift_fresh"),
 }
+_FIRST_FACTOR = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
+"""Where the first factor of a matrix product is among its arguments; the second follows it."""
 _MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv"}
 _COPIES = {"copy_", "_to_copy", "clone", "cat", "stack", "constant_pad_nd"}
 # Arguments that a norm reads a second time: once for the statistics or the sums, once for the result.
@@ -73,7 +77,7 @@ def _writes_arguments(func: torch._ops.OpOverload) -> tuple[int, ...]:
 
 def traffic_bytes(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Return the bytes that the kernels of one call read and write."""
-    read = args[1:] if func._overloadpacket is torch.ops.aten.copy_ else args
+    read = args[1:] if func._overloadpacket is aten.copy_ else args
     total = sum(_nbytes(tensor) for tensor in tensors_in(read))
     if kwargs:
         total += sum(_nbytes(tensor) for tensor in tensors_in(kwargs.values()))
@@ -94,3 +98,37 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], out: Any) -> int:
+    """Return the floating-point operations of one call; 0 for other operators.
+
+    torch's own counter gives the same, but importing it takes a third of a second.
+    """
+    packet = func._overloadpacket
+    # On CPU and fake tensors attention uses these two. Backward computes the weights again and four products.
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return 2 * _attention_flops(*args[:3])
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return 5 * _attention_flops(*args[1:4])
+    if packet is aten.convolution:
+        return _convolution_flops(args[0], args[1], out, is_transposed=args[6])
+    if packet is aten.convolution_backward:
+        grad, x, weight = args[:3]
+        return sum(args[-1][:2]) * _convolution_flops(x, weight, grad, is_transposed=args[7])
+    if packet in _FIRST_FACTOR:
+        first, second = args[_FIRST_FACTOR[packet] :][:2]
+        return 2 * first.numel() * second.shape[-1]
+    return 0
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Return the operations of one of attention's matrix products: of the queries with the keys."""
+    batch, heads, tokens, channels = query.shape
+    assert value.shape[-1] == channels, "keys and values have as many channels"
+    return 2 * batch * heads * tokens * key.shape[-2] * channels
+
+
+def _convolution_flops(x: Tensor, weight: Tensor, y: Tensor, is_transposed: bool) -> int:
+    """Return the operations of a convolution from `x` to `y`; each of its two gradients takes as many."""
+    return 2 * weight.numel() * y.shape[0] * math.prod((x if is_transposed else y).shape[2:])

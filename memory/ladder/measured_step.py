@@ -1,15 +1,15 @@
-"""Run the real step of a config on the GPU, in a separate process, and return what the allocators held.
+"""Run the real step of a config on the GPU, in a separate process, and return what the allocator reserved.
 
 As a program (`python -m memory.ladder.measured_step`), it reads one JSON request from standard input and prints the
-answer.
+bytes.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from memory.predict.prediction import Stage
@@ -18,34 +18,29 @@ from settings import Settings
 TIMEOUT_SECONDS = 600
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """The peaks of torch's allocators: memory of the GPU in use and reserved, and pinned memory of the host."""
-
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    host_bytes: int
-
-
-def measure_in_process(settings: Settings, stage: Stage) -> MeasuredStep | None:
-    """Return the peaks of two real steps; None if they fail, for example because they do not fit."""
-    request = json.dumps({"stage": stage, "settings": settings.model_dump(mode="json")})
+def measure_in_process(settings: Settings, stage: Stage) -> int | None:
+    """Return the peak of two real steps in bytes; None if they fail, for example because they do not fit."""
     done = subprocess.run(
         [sys.executable, "-m", "memory.ladder.measured_step"],
         cwd=Path(__file__).resolve().parents[2],
-        input=request,
+        input=json.dumps({"stage": stage, "settings": settings.model_dump(mode="json")}),
         stdout=subprocess.PIPE,
         text=True,
         timeout=TIMEOUT_SECONDS,
         check=False,
     )
-    if done.returncode != 0:
-        return None
-    return MeasuredStep(**json.loads(done.stdout.splitlines()[-1]))
+    return int(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
-def measure_step(settings: Settings, stage: Stage) -> MeasuredStep:
-    """Run two updates on zeros on the GPU, the second with optimizer states, and return the peaks."""
+def main() -> None:
+    """Make two updates on zeros on the GPU, the second with optimizer states, and print the peak."""
+    from runtime import cublas
+
+    request = json.loads(sys.stdin.read())
+    settings, stage = Settings.model_validate(request["settings"]), request["stage"]
+    if settings.device.allocator:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.device.allocator
+    cublas.limit_workspaces()
     import torch
 
     from memory.predict.step import build_step, fullest_step
@@ -58,22 +53,7 @@ def measure_step(settings: Settings, stage: Stage) -> MeasuredStep:
     for number in (first, first + 1):
         step(batches, number)
     torch.cuda.synchronize()
-    host = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
-    return MeasuredStep(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), host)
-
-
-def main() -> None:
-    """Answer the request on standard input."""
-    import os
-
-    from runtime import cublas
-
-    request = json.loads(sys.stdin.read())
-    settings = Settings.model_validate(request["settings"])
-    if settings.device.allocator:
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings.device.allocator
-    cublas.limit_workspaces()
-    print(json.dumps(asdict(measure_step(settings, request["stage"]))))
+    print(torch.cuda.max_memory_reserved(device))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from memory.ladder.acting_values import acting_values
 from memory.predict.prediction import Stage
 from settings import ConfigError, Settings, look_up
 
@@ -69,6 +69,63 @@ def build_rungs(settings: Settings, stage: Stage, order: Order) -> list[Rung]:
     return rungs
 
 
+def acting_values(settings: Settings, stage: Stage) -> dict[str, Any]:
+    """Return all settings as the stage's step uses them, with those it ignores set to None.
+
+    Two configs for which this returns the same values run the same step.
+    """
+    values = settings.model_dump()
+    if stage == "autoencoder":
+        values["ldm"] = None
+        _resolve_autoencoder(values["autoencoder"], settings)
+        return values
+    pixel_loss, training = settings.ldm.training.pixel_loss, settings.autoencoder.training
+    values["data"]["patch_size"] = None  # stage 2 trains on whole volumes
+    knobs: dict[str, Any] = {}
+    if not pixel_loss.weight:
+        values["ldm"]["training"]["pixel_loss"] = None
+        # The autoencoder only encodes, without a backward pass.
+        knobs["slab_rows"] = training.slab_rows if settings.ldm.latents.cache == "none" else None
+    else:
+        chunk = min(pixel_loss.chunk_size, settings.ldm.training.batch_size)
+        values["ldm"]["training"]["pixel_loss"]["chunk_size"] = chunk
+        # The frozen decoder is always checkpointed.
+        levels = training.checkpoint_levels if training.checkpoints_blocks else "all"
+        offload = training.use_gradient_checkpointing_offload
+        knobs = {"slab_rows": training.slab_rows, "levels": levels, "offload": offload}
+        knobs["checkpoint_dtype"] = training.checkpoint_dtype
+    values["autoencoder"] = {**values["autoencoder"], "training": knobs, "norm_num_groups": None}
+    if not pixel_loss.weight and settings.ldm.latents.cache != "none":
+        values["autoencoder"]["implementation"] = None
+    return values
+
+
+def _resolve_autoencoder(values: dict[str, Any], settings: Settings) -> None:
+    training, acting = settings.autoencoder.training, values["training"]
+    values["norm_num_groups"] = settings.autoencoder.num_groups
+    values["use_nonlocal_attention"] = settings.autoencoder.has_middle_attention
+    acting["use_gradient_checkpointing"] = training.checkpoints_blocks
+    acting["use_nested_checkpointing"] = training.nests_checkpoints
+    levels = len(settings.autoencoder.num_channels)
+    count = levels if training.checkpoint_levels == "all" else training.checkpoint_levels
+    acting["checkpoint_levels"] = count if training.checkpoints_blocks else None
+    if not training.uses_discriminator:
+        acting["discriminator"] = None
+    if not training.use_perceptual_loss:
+        acting["perceptual"] = None
+    else:
+        acting["perceptual"]["chunk_size"] = _slices_at_once(settings)
+
+
+def _slices_at_once(settings: Settings) -> int | None:
+    """Return how many slices pass through the perceptual network at once; None if it takes no slices."""
+    training = settings.autoencoder.training
+    if not training.perceptual.network.startswith("lpips-"):
+        return None
+    per_volume = max(max(1, round(training.perceptual.slice_fraction * axis)) for axis in settings.training_grid)
+    return min(training.perceptual.chunk_size, per_volume * training.batch_size * settings.autoencoder.in_channels)
+
+
 def _always(name: str, changes: Changes, same: bool, lowers: str, on_cpu: bool = True) -> Proposer:
     """Return a proposer of one change, which `build_rungs` drops where it has no effect; on_cpu: also on a CPU."""
     proposal = Proposal(name, changes, same, lowers)
@@ -125,20 +182,17 @@ def _latent_cache(settings: Settings) -> Iterator[Proposal]:
         yield Proposal("latents from the cache", {"ldm.latents.cache": "disk"}, True, "the memory for encoding volumes")
 
 
-def _micro_batch(where: str) -> Proposer:
-    def propose(settings: Settings) -> Iterator[Proposal]:
-        training = look_up(settings, where)
-        size, accumulation = training.batch_size, training.gradient_accumulation_steps
-        for divisor in range(2, size + 1):
-            if size % divisor == 0:
-                changes = {
-                    f"{where}.batch_size": size // divisor,
-                    f"{where}.gradient_accumulation_steps": accumulation * divisor,
-                }
-                lowers = "the activations of a micro-batch"
-                yield Proposal(f"micro-batch {size // divisor}", changes, True, lowers, "micro-batch")
-
-    return propose
+def _micro_batch(where: str, settings: Settings) -> Iterator[Proposal]:
+    training = look_up(settings, where)
+    size, accumulation = training.batch_size, training.gradient_accumulation_steps
+    for divisor in range(2, size + 1):
+        if size % divisor == 0:
+            changes = {
+                f"{where}.batch_size": size // divisor,
+                f"{where}.gradient_accumulation_steps": accumulation * divisor,
+            }
+            lowers = "the activations of a micro-batch"
+            yield Proposal(f"micro-batch {size // divisor}", changes, True, lowers, "micro-batch")
 
 
 def _checkpoint_levels(settings: Settings) -> Iterator[Proposal]:
@@ -200,33 +254,27 @@ def _discriminator(settings: Settings) -> Iterator[Proposal]:
         yield Proposal("smaller discriminator", smaller, False, "the discriminator and its activations")
 
 
-def _attention(where: str) -> Proposer:
-    def propose(settings: Settings) -> Iterator[Proposal]:
-        levels = list(look_up(settings, where).attention_levels)
-        # The U-Net's middle block always has attention; the autoencoder's only if a level has it or the config asks.
-        keeps_middle = where == "ldm.unet" or settings.autoencoder.use_nonlocal_attention is True
-        for number, attends in enumerate(tuple(levels)):
-            if attends:
-                levels[number] = False
-                is_last = not any(levels) and not keeps_middle
-                name = "no attention" if is_last else f"no attention at level {number}"
-                changes = {f"{where}.attention_levels": tuple(levels)}
-                lowers = "the activations of attention, and above all its compute"
-                yield Proposal(name, changes, False, lowers, "attention")
-
-    return propose
+def _attention(where: str, settings: Settings) -> Iterator[Proposal]:
+    levels = list(look_up(settings, where).attention_levels)
+    # The U-Net's middle block always has attention; the autoencoder's only if a level has it or the config asks.
+    keeps_middle = where == "ldm.unet" or settings.autoencoder.use_nonlocal_attention is True
+    for number, attends in enumerate(tuple(levels)):
+        if attends:
+            levels[number] = False
+            is_last = not any(levels) and not keeps_middle
+            name = "no attention" if is_last else f"no attention at level {number}"
+            changes = {f"{where}.attention_levels": tuple(levels)}
+            lowers = "the activations of attention, and above all its compute"
+            yield Proposal(name, changes, False, lowers, "attention")
 
 
-def _channels(where: str) -> Proposer:
-    def propose(settings: Settings) -> Iterator[Proposal]:
-        channels = look_up(settings, where).num_channels
-        for numerator, divisor in ((3, 4), (1, 2), (1, 4)):
-            fewer = tuple(_fewer(count, numerator, divisor, multiple=4) for count in channels)
-            if fewer != channels:
-                changes = {f"{where}.num_channels": fewer, f"{where}.norm_num_groups": "auto"}
-                yield Proposal(f"channels {list(fewer)}", changes, False, "activations and weights", "channels")
-
-    return propose
+def _channels(where: str, settings: Settings) -> Iterator[Proposal]:
+    channels = look_up(settings, where).num_channels
+    for numerator, divisor in ((3, 4), (1, 2), (1, 4)):
+        fewer = tuple(_fewer(count, numerator, divisor, multiple=4) for count in channels)
+        if fewer != channels:
+            changes = {f"{where}.num_channels": fewer, f"{where}.norm_num_groups": "auto"}
+            yield Proposal(f"channels {list(fewer)}", changes, False, "activations and weights", "channels")
 
 
 def _fewer(count: int, numerator: int, divisor: int, multiple: int = 1) -> int:
@@ -234,18 +282,15 @@ def _fewer(count: int, numerator: int, divisor: int, multiple: int = 1) -> int:
     return min(count, max(MIN_CHANNELS, count * numerator // divisor // multiple * multiple))
 
 
-def _grid(stage: Stage) -> Proposer:
-    def propose(settings: Settings) -> Iterator[Proposal]:
-        """Halve the longest axes four times; `build_rungs` drops grids that the settings refuse as too small."""
-        has_patches = stage == "autoencoder" and settings.data.patch_size is not None
-        key = "data.patch_size" if has_patches else "data.voxel_size"
-        grid = tuple(settings.training_grid if has_patches else settings.data.voxel_size)
-        for _ in range(4):
-            longest = max(grid)
-            grid = tuple(axis // 2 if axis == longest else axis for axis in grid)
-            yield Proposal(f"grid {'x'.join(map(str, grid))}", {key: grid}, False, "everything but the weights", "grid")
-
-    return propose
+def _grid(stage: Stage, settings: Settings) -> Iterator[Proposal]:
+    """Halve the longest axes four times; `build_rungs` drops grids that the settings refuse as too small."""
+    has_patches = stage == "autoencoder" and settings.data.patch_size is not None
+    key = "data.patch_size" if has_patches else "data.voxel_size"
+    grid = tuple(settings.training_grid if has_patches else settings.data.voxel_size)
+    for _ in range(4):
+        longest = max(grid)
+        grid = tuple(axis // 2 if axis == longest else axis for axis in grid)
+        yield Proposal(f"grid {'x'.join(map(str, grid))}", {key: grid}, False, "everything but the weights", "grid")
 
 
 def _pixel_decoder(settings: Settings) -> Iterator[Proposal]:
@@ -259,7 +304,7 @@ def _pixel_decoder(settings: Settings) -> Iterator[Proposal]:
 PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
     ("autoencoder", "lossless-first"): (
         _lean,
-        _micro_batch(STAGE_1),
+        partial(_micro_batch, STAGE_1),
         _checkpoint_levels,
         _nested,
         _slabs,
@@ -269,44 +314,44 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
         _compressed_checkpoints,
         _no_perceptual,
         _discriminator,
-        _attention("autoencoder"),
-        _channels("autoencoder"),
-        _grid("autoencoder"),
+        partial(_attention, "autoencoder"),
+        partial(_channels, "autoencoder"),
+        partial(_grid, "autoencoder"),
     ),
     # The steps of the guide's out-of-memory scenario, then its advice for when they are not enough.
     ("autoencoder", "guide"): (
         _mixed_precision,
-        _micro_batch(STAGE_1),
+        partial(_micro_batch, STAGE_1),
         _no_perceptual,
-        _channels("autoencoder"),
+        partial(_channels, "autoencoder"),
         _checkpoint_all,
         _discriminator,
-        _attention("autoencoder"),
-        _grid("autoencoder"),
+        partial(_attention, "autoencoder"),
+        partial(_grid, "autoencoder"),
         _lean,
         _offload,
     ),
     ("ldm", "lossless-first"): (
         _latent_cache,
         _pixel_chunk,
-        _micro_batch(STAGE_2),
+        partial(_micro_batch, STAGE_2),
         _pixel_decoder,
         _ldm_checkpointing,
         _ldm_offload,
         _mixed_precision,
         _no_pixel_loss,
-        _attention("ldm.unet"),
-        _channels("ldm.unet"),
-        _grid("ldm"),
+        partial(_attention, "ldm.unet"),
+        partial(_channels, "ldm.unet"),
+        partial(_grid, "ldm"),
     ),
     ("ldm", "guide"): (
         _mixed_precision,
-        _micro_batch(STAGE_2),
+        partial(_micro_batch, STAGE_2),
         _no_pixel_loss,
-        _channels("ldm.unet"),
+        partial(_channels, "ldm.unet"),
         _ldm_checkpointing,
-        _attention("ldm.unet"),
-        _grid("ldm"),
+        partial(_attention, "ldm.unet"),
+        partial(_grid, "ldm"),
         _ldm_offload,
     ),
 }

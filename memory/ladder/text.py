@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memory.ladder.rungs import Rung
-from memory.ladder.walk import Ladder, PredictedRung
+from memory.ladder.walk import Ladder
 from memory.predict.prediction import GIB
 from memory.predict.text import CPU_TIME, dominant_text, gib, hours_text, table
 from settings import dump_short, known_keys, look_up
@@ -23,6 +23,7 @@ def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> s
     rows = [head + (["measured"] if measured is not None else [])]
     for predicted in ladder.rungs:
         rung, prediction = predicted.rung, predicted.prediction
+        is_roomy = predicted.fits_with_margin(ladder.budget_bytes)
         row = [
             rung.name,
             promise(rung.same_mathematics),
@@ -31,13 +32,18 @@ def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> s
             gib(prediction.host_bytes),
             f"{prediction.traffic_bytes / GIB:.0f} GiB",
             hours_text(prediction.hours(predicted.gpu)) if prediction.is_for_gpu else "?",
-            _fits(predicted, ladder.budget_bytes),
+            "no" if not predicted.fits else "yes" if is_roomy else "yes, without margin",
         ]
         if measured is not None:
             row.append(gib(measured[rung.name]) if rung.name in measured else "failed")
         rows.append(row)
-    parts = [table(rows, right=(2, 3, 4, 5, 6)), _time_note(ladder), *_without_effect(ladder), _verdict(ladder)]
-    return "\n\n".join(parts)
+    without_effect = [
+        f"{predicted.rung.name}: same peak as the rung above. It lowers {predicted.rung.lowers}, but the peak is in "
+        f"{predicted.prediction.phase}."
+        for predicted in ladder.without_effect
+    ]
+    parts = [table(rows, right=(2, 3, 4, 5, 6)), _time_note(ladder), "\n".join(without_effect), _verdict(ladder)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _time_note(ladder: Ladder) -> str:
@@ -48,22 +54,6 @@ def _time_note(ladder: Ladder) -> str:
         f"Time: a lower bound for the whole run of {given.max_steps:,} updates on {ladder.gpu.name}, from bytes moved "
         "and operations." + dominant_text(given, ladder.gpu)
     )
-
-
-def _without_effect(ladder: Ladder) -> list[str]:
-    """Return one paragraph that explains why some rungs do not lower the peak; empty if all of them do."""
-    lines = [
-        f"{predicted.rung.name}: same peak as the rung above. It lowers {predicted.rung.lowers}, but the peak is in "
-        f"{predicted.prediction.phase}."
-        for predicted in ladder.without_effect
-    ]
-    return ["\n".join(lines)] if lines else []
-
-
-def _fits(predicted: PredictedRung, budget_bytes: int) -> str:
-    if not predicted.fits:
-        return "no"
-    return "yes" if predicted.fits_with_margin(budget_bytes) else "yes, without margin"
 
 
 def _verdict(ladder: Ladder) -> str:

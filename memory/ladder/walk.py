@@ -31,14 +31,9 @@ class PredictedRung:
         """Return the least time of an update."""
         return self.prediction.seconds_per_step(self.gpu)
 
-    @property
-    def margin_bytes(self) -> int:
-        """Return by how much steps of this tier may exceed their prediction."""
-        return round(self.prediction.margin * self.prediction.peak_reserved_bytes)
-
     def fits_with_margin(self, budget_bytes: int) -> bool:
         """Return whether the rung fits the budget even if it needs its whole margin."""
-        return self.prediction.required_bytes + self.margin_bytes <= budget_bytes
+        return self.prediction.required_with_margin <= budget_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""
@@ -141,7 +136,7 @@ def walk(
     def collect() -> None:
         rung, future = waiting.pop(0)
         prediction = correct(future.result())
-        predicted.append(PredictedRung(rung, prediction, prediction.fits(budget_bytes), card))
+        predicted.append(PredictedRung(rung, prediction, prediction.required_bytes <= budget_bytes, card))
         if progress is not None:
             progress(len(predicted), len(rungs), rung.name)
 

@@ -160,8 +160,9 @@ def fingerprint_of(
     problems: Sequence[Note] = (),
 ) -> Fingerprint:
     """Return what volumes of the same number of channels are like; `problems` are those of volumes not among them."""
-    names = [item.name for item in found]
+    counts = Counter(item.class_name for item in found)
     shapes = [turned(fact, s) for fact in facts]
+    lower, upper = [fact.lower for fact in facts], [fact.upper for fact in facts]
     are_maps = all(looks_like_labels(fact) for fact in facts)
     return Fingerprint(
         source=s.source,
@@ -180,18 +181,11 @@ def fingerprint_of(
         largest=max(fact.maximum for fact in facts),
         background=float(np.median([fact.background for fact in facts])),
         num_flat=sum(_is_flat(fact) for fact in facts),
-        ranges=tuple(
-            (float(np.median(lower)), float(np.median(upper)))
-            for lower, upper in zip(
-                zip(*(fact.lower for fact in facts), strict=True),
-                zip(*(fact.upper for fact in facts), strict=True),
-                strict=True,
-            )
-        ),
-        classes=_classes(found),
+        ranges=tuple(zip(*(np.median(ends, axis=0).tolist() for ends in (lower, upper)), strict=True)),
+        classes={name: counts[name] for name in class_names_of(found)},
         group_by=next((group_by for _, group_by in suspected_groups(found)), None),
         num_left_out=num_left_out,
-        unusual=tuple(outlier_lines(names, facts, s)),
+        unusual=tuple(outlier_lines([item.name for item in found], facts, s)),
         problems=tuple(problems),
     )
 
@@ -210,9 +204,3 @@ def _problems(checked: Checked, s: DataSettings, num_channels: int) -> list[Note
 
 def _is_flat(facts: VolumeFacts) -> bool:
     return not facts.num_not_finite and any(a >= b for a, b in zip(facts.lower, facts.upper, strict=True))
-
-
-def _classes(found: Sequence[DiscoveredVolume]) -> dict[str, int]:
-    names = class_names_of(found)
-    counts = Counter(item.class_name for item in found)
-    return {name: counts[name] for name in names}

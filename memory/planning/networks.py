@@ -1,4 +1,7 @@
-"""Both networks and their training as values of a config, each with its reason. Never imports torch."""
+"""Both networks and their training as values of a config, each with its reason. Never imports torch.
+
+What the number and the size of the volumes allow are rules of thumb; what was measured is in docs/recipe.md.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memory.planning.choices import Choice
+from memory.planning.fingerprint import SMALL_SET, Fingerprint
 from memory.planning.layout import Grid, Layout
-from memory.planning.sizing import Sizing, StageSizing, learning_rate
 from memory.predict.prediction import Stage
 from runtime.files.names import counted
 
@@ -25,6 +28,22 @@ LEAST_RATE = 1e-4
 ITEMS: dict[Stage, str] = {"autoencoder": "volume", "ldm": "latent"}
 
 Values = dict[str, Any]
+
+FULL_PRECISION_VOXELS = 400_000
+"""Volumes up to this size train in full precision: they need little memory anyway."""
+
+WIDTHS = (8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 56, 64)
+"""Channels of the autoencoder's highest resolution."""
+UNET_WIDTHS = (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
+LEAST_WIDTH = 16
+"""Narrower networks are chosen only for sets that support no more, or to keep to the hours."""
+
+FEW_VOXELS = 2e7
+"""Sets with fewer voxels in all volumes together get the smallest networks, and small batches for more updates."""
+
+_BY_VOXELS = ((FEW_VOXELS, 16), (5e7, 32), (3e8, 48), (math.inf, 64))
+_UNET_BY_NUMBER = ((SMALL_SET, 48), (200, 128), (1000, 160), (5000, 192), (math.inf, 256))
+_UNET_BY_LATENTS = ((2e6, 32), (4e6, 64), (1e7, 96), (math.inf, 256))
 
 
 @dataclass(frozen=True)
@@ -42,27 +61,84 @@ class Network:
 
 
 @dataclass(frozen=True)
+class StageSizing:
+    """Limits for the network of a stage, and its length: passes over the set, and the range of its steps.
+
+    `why_width` says what sets the limit, in words that follow "because"; `widths`: those to choose from.
+    """
+
+    width: int
+    why_width: str
+    batch: int
+    passes: int
+    steps_range: tuple[int, int]
+    widths: tuple[int, ...]
+
+    @property
+    def searched_widths(self) -> list[int]:
+        """Return the widths to choose from by memory."""
+        return [width for width in self.widths if min(LEAST_WIDTH, self.width) <= width <= self.width]
+
+    def narrower(self, width: int) -> int | None:
+        """Return the next width below another, None if there is none."""
+        return max((other for other in self.widths if other < width), default=None)
+
+    def steps(self, number: int, per_update: int, parts: float = 1.0) -> int:
+        """Return the updates for so many volumes; `parts`: how many patches make a volume."""
+        least, most = self.steps_range
+        steps = min(most, max(least, self.passes * min(parts, 8.0) * number / per_update))
+        return round(steps / 1000) * 1000
+
+
+@dataclass(frozen=True)
 class SearchContext:
     """What the networks of a plan have in common: grid, limits, number of training volumes, and what the user gave."""
 
     layout: Layout
-    sizing: Sizing
+    limits: dict[Stage, StageSizing]
+    res_blocks: int
+    full_precision: bool
     num_training: int
     in_channels: int
     given: Values
     steps_share: float = 1.0
     """By how much the steps are cut to keep to the hours."""
 
-    def limits(self, stage: Stage) -> StageSizing:
-        """Return the limits of a stage."""
-        return self.sizing.stages[stage]
+
+def search_context(fingerprint: Fingerprint, layout: Layout, num_training: int, given: Values) -> SearchContext:
+    """Return what a set on a grid allows."""
+    number = fingerprint.number
+    is_small = fingerprint.is_small
+    voxels, latents = number * layout.voxels, number * math.prod(layout.latent)
+    width = _limit(_BY_VOXELS, voxels)
+    why = f"the set has {_count(voxels)} voxels on this grid ({counted(number, 'volume')})"
+    if is_small and width > 24:
+        width, why = 24, f"the set is small ({counted(number, 'volume')})"
+    by_number, by_latents = _limit(_UNET_BY_NUMBER, number), _limit(_UNET_BY_LATENTS, latents)
+    why_unet = f"the set has {counted(number, 'volume')}"
+    if by_latents < by_number:
+        why_unet = f"the latents of the set have {_count(latents)} voxels"
+    batch = 2 if is_small or voxels < FEW_VOXELS else 4
+    unet_width, unet_batch = min(by_number, by_latents), 4 if is_small else 8 if number < 2000 else 16
+    return SearchContext(
+        layout,
+        {
+            "autoencoder": StageSizing(width, why, batch, 200, (4_000, 60_000), WIDTHS),
+            "ldm": StageSizing(unet_width, why_unet, unet_batch, 500, (10_000, 150_000), UNET_WIDTHS),
+        },
+        res_blocks=1 if voxels < FEW_VOXELS else 2,
+        full_precision=layout.voxels <= FULL_PRECISION_VOXELS,
+        num_training=num_training,
+        in_channels=given.get("autoencoder.in_channels") or fingerprint.num_channels,
+        given=given,
+    )
 
 
 def autoencoder_choices(network: Network, context: SearchContext) -> Iterator[Choice]:
     """Yield the values of stage 1."""
     layout, given = context.layout, context.given
     channels = _channels("autoencoder.num_channels", network, len(layout.strides) + 1, given)
-    yield Choice("autoencoder.num_channels", channels, _width_text(network, context.limits("autoencoder")))
+    yield Choice("autoencoder.num_channels", channels, _width_text(network, context.limits["autoencoder"]))
     ratio = max(layout.spacing_mm) / min(layout.spacing_mm)
     reason = f"axes with long or few voxels are halved later or not at all (spacing {ratio:.1f} to 1)"
     even = f"voxels are about as long as wide ({ratio:.1f} to 1)"
@@ -73,7 +149,7 @@ def autoencoder_choices(network: Network, context: SearchContext) -> Iterator[Ch
     latent = "x".join(map(str, layout.latent))
     reason = f"a latent of {latent}, {shrinks * context.in_channels / latent_channels:.0f} times fewer values"
     yield Choice("autoencoder.latent_channels", latent_channels, reason)
-    yield Choice("autoencoder.num_res_blocks", context.sizing.res_blocks, "1 for sets of few voxels, else 2")
+    yield Choice("autoencoder.num_res_blocks", context.res_blocks, "1 for sets of few voxels, else 2")
     tokens = math.prod(layout.latent)
     attends = tokens <= MOST_TOKENS and network.patch is None and not given.get("data.patch_size")
     reason = f"the lowest level has {tokens:,} voxels; above {MOST_TOKENS:,} attention takes most of the time"
@@ -110,7 +186,7 @@ def unet_choices(network: Network, context: SearchContext) -> Iterator[Choice]:
     """Yield the values of stage 2."""
     layout = context.layout
     channels = _channels("ldm.unet.num_channels", network, layout.unet_levels, context.given)
-    yield Choice("ldm.unet.num_channels", channels, _width_text(network, context.limits("ldm")))
+    yield Choice("ldm.unet.num_channels", channels, _width_text(network, context.limits["ldm"]))
     attends = [math.prod(layout.latent) // 8**level <= MOST_TOKENS for level in range(len(channels))]
     yield Choice("ldm.unet.attention_levels", attends, f"levels of at most {MOST_TOKENS:,} voxels")
     heads = math.gcd(32, *channels)
@@ -122,7 +198,7 @@ def _training(
     stage: Stage, network: Network, context: SearchContext, width: int, parts: float = 1.0
 ) -> Iterator[Choice]:
     """Yield what both stages have: batches, steps, checkpointing and learning rate; `parts`: patches of a volume."""
-    where, wanted, item = f"{stage}.training", context.limits(stage).batch, ITEMS[stage]
+    where, wanted, item = f"{stage}.training", context.limits[stage].batch, ITEMS[stage]
     batch, accumulation = _batches(stage, network, context)
     whole = "a whole update at once, which fits"
     yield Choice(
@@ -161,7 +237,7 @@ def _batches(stage: Stage, network: Network, context: SearchContext) -> tuple[in
     """Return the size of a micro-batch and how many make an update."""
     where = f"{stage}.training"
     batch = context.given.get(f"{where}.batch_size") or network.batch
-    wanted = max(1, round(context.limits(stage).batch / batch))
+    wanted = max(1, round(context.limits[stage].batch / batch))
     return batch, context.given.get(f"{where}.gradient_accumulation_steps") or wanted
 
 
@@ -169,6 +245,23 @@ def _num_steps(stage: Stage, network: Network, context: SearchContext, parts: fl
     """Return the steps that the user gave, else those that the set asks for, cut to keep to the hours."""
     if given := context.given.get(f"{stage}.training.max_steps"):
         return int(given)
-    steps = context.limits(stage).steps(context.num_training, math.prod(_batches(stage, network, context)), parts)
+    steps = context.limits[stage].steps(context.num_training, math.prod(_batches(stage, network, context)), parts)
     share = context.steps_share
     return steps if share == 1.0 else max(LEAST_STEPS, int(steps * share / 100) * 100)
+
+
+def learning_rate(width: int, first: float, least: float) -> float:
+    """Return a rate inversely proportional to the width, to one digit; `first` is that of 16 channels."""
+    rate = max(least, min(first, first * 16 / width))
+    digits = -math.floor(math.log10(rate))
+    return round(rate, digits + 1)
+
+
+def _limit(table: tuple[tuple[float, int], ...], value: float) -> int:
+    return next(limit for below, limit in table if value < below)
+
+
+def _count(number: int) -> str:
+    if number < 1e6:
+        return f"{number:,}"
+    return f"{number / 1e6:.1f} million" if number < 1e7 else f"{number / 1e6:,.0f} million"

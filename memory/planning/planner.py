@@ -1,10 +1,10 @@
-"""Searches upward: the finest grid and the most capable networks that fit a budget. Never imports torch."""
+"""Makes a plan: the finest grid and the most capable networks that fit the memory and, if limited, the hours."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,17 +16,26 @@ from memory.planning.choices import (
     class_choices,
     data_choices,
     intensity_choices,
+    notes,
     occupancy_choices,
     val_fraction,
 )
 from memory.planning.fingerprint import Fingerprint
 from memory.planning.layout import FieldOfView, Grid, Layout, covered_field_of_view, fixed_layout, layouts
-from memory.planning.networks import Network, SearchContext, Values, autoencoder_choices, unet_choices
+from memory.planning.networks import (
+    LEAST_STEPS,
+    LEAST_WIDTH,
+    Network,
+    SearchContext,
+    Values,
+    autoencoder_choices,
+    search_context,
+    unet_choices,
+)
 from memory.planning.search import Assessment, PredictionCache, last_that_fits
-from memory.planning.sizing import LEAST_WIDTH, sizing_of
 from memory.predict.prediction import CONTEXT_BYTES, GIB, TRAINING_STEP, Stage
 from runtime.cli import OUT_OF_MEMORY
-from settings import DataSettings, Settings, UserError, validate
+from settings import ConfigError, DataSettings, Problem, Settings, UserError, validate
 from settings.section import assign
 
 SMALLEST_PATCH, LARGEST_PATCH, PATCH_STEP = 64, 256, 16
@@ -34,6 +43,13 @@ PLAIN_PATCH, CHECKPOINTED_PATCH = 96, 128
 """Patches of the first size without checkpoints are better than larger ones with; the second size is large enough."""
 DEFAULT_SEED: int = Settings.model_fields["seed"].default
 STAGES: tuple[Stage, Stage] = ("autoencoder", "ldm")
+LEAST_SHARE = 0.75
+"""A plan that uses less of the budget says why."""
+HALVINGS = 12
+"""How often the range of the steps is halved when they are cut to keep to the hours."""
+SMALL_VOXELS = 1_000_000
+"""Volumes below this size do not fill a GPU."""
+CHANNELS: dict[Stage, str] = {"autoencoder": "autoencoder.num_channels", "ldm": "ldm.unet.num_channels"}
 
 
 class NothingFitsError(UserError):
@@ -56,6 +72,18 @@ class Candidate:
     def with_network(self, stage: Stage, network: Network) -> Candidate:
         """Return a candidate with another network for a stage."""
         return replace(self, networks={**self.networks, stage: network})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config with the reason for each value, what its stages need, and what else the user should know."""
+
+    settings: Settings
+    choices: tuple[Choice, ...]
+    assessments: dict[Stage, Assessment]
+    fingerprint: Fingerprint
+    notes: tuple[str, ...]
+    budget_bytes: int
 
 
 class Planner:
@@ -106,13 +134,12 @@ class Planner:
 
     def context(self, layout: Layout) -> SearchContext:
         """Return what networks on a grid have in common."""
-        channels = self.given.get("autoencoder.in_channels") or self.fingerprint.num_channels
-        return SearchContext(layout, sizing_of(self.fingerprint, layout), self.num_volumes[0], channels, self.given)
+        return search_context(self.fingerprint, layout, self.num_volumes[0], self.given)
 
     def choices(self, candidate: Candidate) -> list[Choice]:
         """Return every value that the plan sets, with its reason; what the user gave is taken."""
         found, context = self.fingerprint, candidate.context
-        precision = "small volumes need little memory" if context.sizing.full_precision else "half the memory"
+        precision = "small volumes need little memory" if context.full_precision else "half the memory"
         chosen = [
             Choice("name", self.name, "outputs go to runs/<name>"),
             Choice("data.source", found.source, "given as --data"),
@@ -123,7 +150,7 @@ class Planner:
             *autoencoder_choices(candidate.networks["autoencoder"], context),
             *occupancy_choices(found),
             *unet_choices(candidate.networks["ldm"], context),
-            Choice("device.mixed_precision", not context.sizing.full_precision, precision),
+            Choice("device.mixed_precision", not context.full_precision, precision),
         ]
         by_key = {choice.key: choice for choice in chosen}
         for key, value in self.given.items():
@@ -149,7 +176,7 @@ class Planner:
 
     def best(self, context: SearchContext) -> Candidate | None:
         """Return the most capable networks on a grid that fit, None if none does; searches both stages at once."""
-        limits = context.sizing.stages
+        limits = context.limits
         top = Candidate(context, {stage: Network(s.width, s.batch, False) for stage, s in limits.items()})
         # Sampling decodes, so the second stage needs an autoencoder before the first has found one.
         narrow = top.with_network("autoencoder", self.least(context).networks["autoencoder"])
@@ -162,7 +189,7 @@ class Planner:
         best = top.networks[stage]
         if self.assess(top, stage).fits:
             return best
-        widths = top.context.limits(stage).searched_widths
+        widths = top.context.limits[stage].searched_widths
         steps = [replace(best, width=width, batch=1, checkpoints=True) for width in widths]
         found = self._last(top, stage, steps)
         if found is not None and found.width == best.width:
@@ -220,7 +247,7 @@ class Planner:
         grid, limit = top.context.layout.grid, self.predictions.budget_bytes
 
         def need(network: Network) -> float:
-            return self.assess(top.with_network(stage, network), stage).needed_bytes
+            return self.assess(top.with_network(stage, network), stage).prediction.required_with_margin
 
         costs = [network.cost(grid) for network in networks]
         slope = (need(top.networks[stage]) - CONTEXT_BYTES) / top.networks[stage].cost(grid)
@@ -254,7 +281,7 @@ class Planner:
         )
 
     def _needed_bytes(self, candidate: Candidate) -> int:
-        return max(assessment.needed_bytes for assessment in self.assess_all(candidate).values())
+        return max(assessment.prediction.required_with_margin for assessment in self.assess_all(candidate).values())
 
     def settled(self, candidate: Candidate) -> Candidate:
         """Return the candidate with a second stage that fits beside its autoencoder, which the search did not know."""
@@ -263,9 +290,9 @@ class Planner:
             limits = candidate.context.limits
             if assessment.prediction.needing_phase == TRAINING_STEP and unet.batch > 1:
                 candidate = candidate.changed("ldm", batch=unet.batch - 1)
-            elif width := limits("ldm").narrower(unet.width):
+            elif width := limits["ldm"].narrower(unet.width):
                 candidate = candidate.changed("ldm", width=width)
-            elif width := limits("autoencoder").narrower(first.width):
+            elif width := limits["autoencoder"].narrower(first.width):
                 candidate = candidate.changed("autoencoder", width=width)
             else:
                 break
@@ -275,5 +302,108 @@ class Planner:
         """Return the smallest networks that are worth training on a grid."""
         patch = self._patch_grids(context.layout)[0]
         is_whole = patch == context.layout.grid or self.given.get("data.patch_size")
-        first = Network(min(LEAST_WIDTH, context.limits("autoencoder").width), patch=None if is_whole else patch)
-        return Candidate(context, {"autoencoder": first, "ldm": Network(min(64, context.limits("ldm").width))})
+        first = Network(min(LEAST_WIDTH, context.limits["autoencoder"].width), patch=None if is_whole else patch)
+        return Candidate(context, {"autoencoder": first, "ldm": Network(min(64, context.limits["ldm"].width))})
+
+    def plan(self, hours: float | None = None) -> Plan:
+        """Search for the most capable config; raise `NothingFitsError` if there is none."""
+        candidate = self.settled(self.best_of_all())
+        lines = notes(self.fingerprint)
+        is_cut = False
+        if hours is not None:
+            candidate, cuts = self._within_hours(candidate, hours)
+            is_cut = bool(cuts)
+            lines += cuts
+        assessments = self.assess_all(candidate)
+        if not all(assessment.fits for assessment in assessments.values()):
+            raise self.nothing_fits(candidate)
+        for stage, assessment in assessments.items():
+            if assessment.share < LEAST_SHARE:
+                why = f"more would not keep to {hours:g} hours" if is_cut else self._unused(candidate, stage)
+                used, budget = assessment.prediction.required_bytes / GIB, assessment.budget_bytes / GIB
+                number = 1 + STAGES.index(stage)
+                lines.append(f"Stage {number} uses {used:.1f} of {budget:g} GiB ({assessment.share:.0%}): {why}.")
+        return Plan(
+            self.settings(candidate),
+            tuple(self.choices(candidate)),
+            assessments,
+            self.fingerprint,
+            tuple(lines),
+            self.predictions.budget_bytes,
+        )
+
+    def _within_hours(self, candidate: Candidate, hours: float) -> tuple[Candidate, list[str]]:
+        """Cut the steps by up to a half, then the widths, then the steps as far as it takes; raise `ConfigError`."""
+
+        def total(candidate: Candidate) -> float:
+            return sum(assessment.expected_hours for assessment in self.assess_all(candidate).values())
+
+        needed = total(candidate)
+        if needed <= hours:
+            return candidate, []
+        before = candidate.networks
+        if hours / needed < 0.5:
+            for stage in STAGES:
+                candidate = self._narrower(candidate, stage, hours / needed)
+        if total(candidate) > hours:
+            candidate = _shorter(candidate, total, hours)
+        narrower = [
+            f"{stage} {candidate.networks[stage].width} instead of {before[stage].width}"
+            for stage in STAGES
+            if candidate.networks[stage] != before[stage]
+        ]
+        share = candidate.context.steps_share
+        cuts = [f"steps are cut to {share:.2g} of what suits the set"] if share < 1 else []
+        cuts += [f"channels are fewer ({', '.join(narrower)})"] if narrower else []
+        return candidate, [f"To keep to {hours:g} hours, at twice the least time of an update, {' and '.join(cuts)}."]
+
+    def _narrower(self, candidate: Candidate, stage: Stage, share: float) -> Candidate:
+        """Return the candidate with the widest network whose half number of steps takes this share of the time."""
+        given = {key for key in self.given if key.startswith(f"{stage}.")}
+        if given & {f"{stage}.training.max_hours", CHANNELS[stage]}:
+            return candidate
+        own = candidate.networks[stage]
+        widths = candidate.context.limits[stage].widths
+        networks = [replace(own, width=width) for width in widths if width <= own.width]
+        limit = self.assess(candidate, stage).expected_hours * share
+        part = 1.0 if f"{stage}.training.max_steps" in given else 0.5
+
+        def need(network: Network) -> float:
+            return part * self.assess(candidate.with_network(stage, network), stage).expected_hours
+
+        position = last_that_fits(networks, lambda network: network.width, need, limit, len(networks) // 2)
+        return candidate.with_network(stage, networks[max(0, position)])
+
+    def _unused(self, candidate: Candidate, stage: Stage) -> str:
+        """Return why a stage leaves much of the budget."""
+        limits, network, layout = candidate.context.limits[stage], candidate.networks[stage], candidate.context.layout
+        text = ""
+        if layout.voxels < SMALL_VOXELS:
+            text = f"the volumes are small ({'x'.join(map(str, layout.grid))}), and "
+        is_most = network.batch >= limits.batch
+        fits = "no larger batch" if is_most else "a larger micro-batch does not fit with its margin"
+        if CHANNELS[stage] in self.given:
+            return f"{text}the channels were given, and {'the set asks for ' if is_most else ''}{fits}"
+        if network.width < limits.width:
+            return f"{text}the next wider network does not fit with its margin"
+        return f"{text}{limits.why_width}, which asks for no wider network, and {fits}"
+
+
+def _shorter(candidate: Candidate, total: Callable[[Candidate], float], hours: float) -> Candidate:
+    """Return the candidate with the most steps that keep to the hours.
+
+    Validations do not become fewer in proportion to the steps, so their share is searched.
+    """
+
+    def cut(share: float) -> Candidate:
+        return replace(candidate, context=replace(candidate.context, steps_share=share))
+
+    least = total(cut(0.0))
+    if least > hours:
+        allowed = f"allowed: at least {1.1 * least:.2g}, what {LEAST_STEPS} updates or given steps take in both stages"
+        raise ConfigError([Problem("--hours", f"found {hours:g}", allowed, "give more, or a coarser data.voxel_size")])
+    low, high = 0.0, 1.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if total(cut(middle)) <= hours else (low, middle)
+    return cut(low)

@@ -35,23 +35,17 @@ class StepPredictor(Protocol):
 
 @dataclass(frozen=True)
 class Assessment:
-    """What a config needs, measured against the budget; `num_volumes`: how many train and how many are held out."""
+    """What a stage of a config needs, beside the budget; `max_hours`: how long the user lets it train, if limited."""
 
-    settings: Settings
     prediction: Prediction
     budget_bytes: int
     gpu: Gpu
-    num_volumes: tuple[int, int] = (0, 0)
-
-    @property
-    def needed_bytes(self) -> int:
-        """Return what the run needs if its steps take their whole margin."""
-        return self.prediction.required_bytes + round(self.prediction.margin * self.prediction.peak_reserved_bytes)
+    max_hours: float | None = None
 
     @property
     def fits(self) -> bool:
         """Return whether the run fits the budget with its margin."""
-        return self.needed_bytes <= self.budget_bytes
+        return self.prediction.required_with_margin <= self.budget_bytes
 
     @property
     def share(self) -> float:
@@ -60,29 +54,18 @@ class Assessment:
 
     @property
     def hours(self) -> float:
-        """Return the least time of the stage; `max_hours` if the user set it."""
-        training = self.settings.training_of(self.prediction.stage)
-        if training.max_hours is not None:
-            return training.max_hours
-        # Candidates that differ only in these share a prediction.
-        own = replace(
-            self.prediction,
-            max_steps=training.max_steps,
-            num_validations=math.ceil(training.max_steps / training.validate_every),
-            num_volumes=list(self.num_volumes),
-        )
-        return own.hours(self.gpu)
+        """Return the least time of the stage."""
+        return self.prediction.hours(self.gpu) if self.max_hours is None else self.max_hours
 
     @property
     def expected_hours(self) -> float:
         """Return the expected hours: twice the least, or what measured steps or `max_hours` make of it."""
-        training = self.settings.training_of(self.prediction.stage)
-        is_known = self.prediction.time_correction != 1.0 or training.max_hours is not None
+        is_known = self.prediction.time_correction != 1.0 or self.max_hours is not None
         return self.hours * (1.0 if is_known else TIME_SAFETY_FACTOR)
 
 
 class PredictionCache:
-    """StepPredictor configs, each once; several threads may ask at the same time."""
+    """Predicts configs, each once; several threads may ask at the same time."""
 
     def __init__(
         self,
@@ -107,9 +90,16 @@ class PredictionCache:
             return self._futures[key]
 
     def assess(self, settings: Settings, stage: Stage, num_volumes: tuple[int, int] = (0, 0)) -> Assessment:
-        """Return what a stage of a config needs."""
-        prediction = self._correct(self.start(settings, stage).result())
-        return Assessment(settings, prediction, self.budget_bytes, self.gpu, num_volumes)
+        """Return what a stage of a config needs; `num_volumes`: how many train and how many are held out."""
+        training = settings.training_of(stage)
+        # Candidates that differ only in these share a prediction.
+        own = replace(
+            self._correct(self.start(settings, stage).result()),
+            max_steps=training.max_steps,
+            num_validations=math.ceil(training.max_steps / training.validate_every),
+            num_volumes=list(num_volumes),
+        )
+        return Assessment(own, self.budget_bytes, self.gpu, training.max_hours)
 
 
 def _decisive(settings: Settings, stage: Stage) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memory.planning.fingerprint import Fingerprint, Spread
-from memory.planning.plan import Plan
+from memory.planning.planner import Plan
 from memory.predict.prediction import GIB
 from memory.predict.text import hours_text
 from models import build_autoencoder, build_unet
@@ -53,7 +53,7 @@ def _paragraphs(plan: Plan) -> list[str]:
     first, second = plan.assessments["autoencoder"], plan.assessments["ldm"]
     needs = [
         f"stage {number} {_gib(stage.prediction.required_bytes)} ({stage.share:.0%} of the budget), with its margin "
-        f"{_gib(stage.needed_bytes)}"
+        f"{_gib(stage.prediction.required_with_margin)}"
         for number, stage in enumerate((first, second), start=1)
     ]
     in_autoencoder, in_unet = _num_parameters(plan.settings)

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 from memory.predict.prediction import MIB
@@ -21,6 +21,7 @@ SMALL_SEGMENT = 2 * MIB
 MEDIUM_REQUEST = 10 * MIB  # below this size: a shared segment of LARGE_SEGMENT; from this size: its own segment
 LARGE_SEGMENT = 20 * MIB
 LARGE_ROUNDING = 2 * MIB
+_ENDLESS = 1 << 62
 
 
 def round_up(nbytes: int, unit: int) -> int:
@@ -55,31 +56,42 @@ class _Block:
     """A piece of a segment, which has a number; `address` counts from its start; `is_mapped`: memory is behind it."""
 
     size: int
-    segment: int
-    is_free: bool = False
+    segment: int = 0
+    address: int = 0
     before: _Block | None = None
     after: _Block | None = None
-    address: int = 0
+    is_free: bool = False
     is_mapped: bool = True
 
+    def cut(self, size: int) -> _Block:
+        """Shorten the block to `size` and return the rest as a block of its own."""
+        rest = _Block(self.size - size, self.segment, self.address + size, self, self.after)
+        if self.after is not None:
+            self.after.before = rest
+        self.after, self.size = rest, size
+        return rest
 
-@dataclass(slots=True)
+    def take_next(self) -> None:
+        """Merge the block with the one after it."""
+        assert self.after is not None, "only neighbours are merged"
+        self.size += self.after.size
+        self.after = self.after.after
+        if self.after is not None:
+            self.after.before = self
+
+
 class _Pool:
-    """The free blocks of one pool, ordered by size for best fit, and the last block of its expandable segment.
+    """The free blocks of one pool, ordered by size for best fit, and the holes of its expandable segment by address.
 
-    Among blocks of one size the oldest segment comes first, and in it the lowest address.
+    Among blocks of one size the oldest segment comes first, and in it the lowest address. The last hole is endless: the
+    segment can grow.
     """
 
-    is_small: bool
-    is_expandable: bool
-    free: list[tuple[int, int, int, _Block]] = field(default_factory=list)
-    last: _Block | None = None
-    unmapped: list[_Block] = field(default_factory=list)
-
-    @property
-    def page(self) -> int:
-        """Return in which steps an expandable segment grows and shrinks."""
-        return SMALL_SEGMENT if self.is_small else LARGE_SEGMENT
+    def __init__(self, is_small: bool, is_expandable: bool) -> None:
+        self.is_small = is_small
+        self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT  # in which an expandable segment grows and shrinks
+        self.free: list[tuple[int, int, int, _Block]] = []
+        self.holes = [_Block(_ENDLESS, is_mapped=False)] if is_expandable else []
 
     def add(self, block: _Block) -> None:
         block.is_free = True
@@ -94,17 +106,16 @@ class _Pool:
         if position == len(self.free):
             return None
         found = self.free[position][-1]
-        for *_, larger in self.free[position + 1 :] if self.is_expandable else ():
-            if self._possible_size(larger) >= self._possible_size(found):
+        for *_, larger in self.free[position + 1 :] if self.holes else ():
+            if _possible_size(larger) >= _possible_size(found):
                 break
             found = larger
         return found if limits.allow(size, found.size) else None
 
-    def _possible_size(self, block: _Block) -> float:
-        """Return what a block counts as: all that it can become by mapping what follows it."""
-        if block is self.last:
-            return math.inf
-        return block.size + (block.after.size if block.after is not None and not block.after.is_mapped else 0)
+
+def _possible_size(block: _Block) -> int:
+    """Return what a block counts as: all that it can become by mapping what follows it."""
+    return block.size + (block.after.size if block.after is not None and not block.after.is_mapped else 0)
 
 
 class CachingAllocator:
@@ -127,7 +138,8 @@ class CachingAllocator:
             pool.remove(block)
         else:
             block = self._extend(pool, size) if self.expandable_segments else self._new_segment(size)
-        self._split(pool, block, size)
+        if self._is_split(pool, block, size):
+            pool.add(block.cut(size))
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
@@ -138,15 +150,13 @@ class CachingAllocator:
             return
         pool = self._pools[round_up(nbytes, ALIGNMENT) <= SMALL_REQUEST]
         self.allocated -= block.size
-        self._free(pool, block)
-
-    def _free(self, pool: _Pool, block: _Block) -> None:
         if block.before is not None and block.before.is_free:
-            pool.remove(block.before)
-            block = self._merge(pool, block.before, block)
+            block = block.before
+            pool.remove(block)
+            block.take_next()
         if block.after is not None and block.after.is_free:
             pool.remove(block.after)
-            block = self._merge(pool, block, block.after)
+            block.take_next()
         pool.add(block)
 
     def empty_cache(self) -> None:
@@ -160,47 +170,27 @@ class CachingAllocator:
                     self.reserved -= block.size
 
     def _unmap(self, pool: _Pool, block: _Block) -> None:
+        """Turn the whole pages of a free block into a hole, which merges with those beside it."""
         start = round_up(block.address, pool.page)
         end = (block.address + block.size) // pool.page * pool.page
         if end <= start:
             return
         pool.remove(block)
-        middle = block
+        hole = block
         if start > block.address:
-            middle = self._cut(pool, block, start - block.address)
+            hole = block.cut(start - block.address)
             pool.add(block)
-        if end < middle.address + middle.size:
-            pool.add(self._cut(pool, middle, end - middle.address))
-        middle.is_mapped = False
-        self.reserved -= middle.size
-        self._add_hole(pool, middle)
-
-    def _add_hole(self, pool: _Pool, hole: _Block) -> None:
-        """Merge a hole with those beside it; at the end of the segment it becomes part of what was never mapped."""
-        before, after = hole.before, hole.after
-        if before is not None and not before.is_mapped:
-            pool.unmapped.remove(before)
-            hole = self._merge(pool, before, hole)
-        if after is not None and not after.is_mapped:
-            pool.unmapped.remove(after)
-            hole = self._merge(pool, hole, after)
-        if pool.last is hole:
-            pool.last = hole.before
-            if hole.before is not None:
-                hole.before.after = None
+        if end < hole.address + hole.size:
+            pool.add(hole.cut(end - hole.address))
+        hole.is_mapped = False
+        self.reserved -= hole.size
+        if hole.after is not None and not hole.after.is_mapped:
+            pool.holes.remove(hole.after)
+            hole.take_next()
+        if hole.before is not None and not hole.before.is_mapped:
+            hole.before.take_next()
         else:
-            pool.unmapped = sorted([*pool.unmapped, hole], key=lambda other: other.address)
-
-    def _cut(self, pool: _Pool, block: _Block, size: int) -> _Block:
-        """Shorten a block to `size` and return the rest as a block of its own."""
-        rest = _Block(block.size - size, block.segment, before=block, after=block.after)
-        rest.address = block.address + size
-        if block.after is not None:
-            block.after.before = rest
-        if pool.last is block:
-            pool.last = rest
-        block.after, block.size = rest, size
-        return rest
+            insort(pool.holes, hole, key=lambda other: other.address)
 
     def _reserve(self, nbytes: int) -> None:
         self.reserved += nbytes
@@ -215,90 +205,50 @@ class CachingAllocator:
         return _Block(segment, next(self._segments))
 
     def _extend(self, pool: _Pool, size: int) -> _Block:
-        """Map memory at the first address with enough room: in a hole and what is free around it, or at the end."""
-        for hole in pool.unmapped:
+        """Map memory at the first address with enough room: in a hole and what is free around it."""
+        for hole in pool.holes:
             first = hole.before if hole.before is not None and hole.before.is_free else hole
             room, block = first.size, first.after
             while room < size and block is not None and (block.is_free or not block.is_mapped):
                 room, block = room + block.size, block.after
-            if room >= size or block is None:
+            if room >= size:
                 return self._grown(pool, first, size)
-        end = pool.last if pool.last is not None and pool.last.is_free else None
-        return self._grown(pool, end, size)
+        raise AssertionError("the last hole is endless")
 
-    def _grown(self, pool: _Pool, block: _Block | None, size: int) -> _Block:
+    def _grown(self, pool: _Pool, block: _Block, size: int) -> _Block:
         """Map what follows a free block, or what a hole is, until there is one block of at least `size`."""
-        if block is not None and block.is_mapped:
+        if block.is_mapped:
             pool.remove(block)
-        while block is None or not block.is_mapped or block.size < size:
-            missing = size - (block.size if block is not None and block.is_mapped else 0)
-            hole = block if block is not None and not block.is_mapped else block.after if block is not None else None
-            mapped = self._map(pool, hole, missing)
-            block = mapped if block is None or block is hole else self._merge(pool, block, mapped)
-            if block.after is not None and block.after.is_free:
-                pool.remove(block.after)
-                block = self._merge(pool, block, block.after)
-        return block
-
-    def _map(self, pool: _Pool, hole: _Block | None, nbytes: int) -> _Block:
-        """Map the first pages of a hole, or new ones at the end of the segment."""
-        grown = round_up(nbytes, pool.page)
-        if hole is None:
-            end = pool.last
-            block = _Block(grown, 0, before=end)
-            if end is not None:
-                block.address, end.after = end.address + end.size, block
-            pool.last = block
         else:
-            block, grown = hole, min(grown, hole.size)
-            pool.unmapped.remove(hole)
-            hole.is_mapped = True
-            if grown < hole.size:
-                rest = self._cut(pool, hole, grown)
-                rest.is_mapped = False
-                self._add_hole(pool, rest)
-        self._reserve(grown)
-        return block
+            self._map(pool, block, size)
+        while True:
+            assert block.after is not None, "the last hole is endless"
+            if block.after.is_free:
+                pool.remove(block.after)
+                block.take_next()
+            elif block.size < size:
+                self._map(pool, block.after, size - block.size)
+                block.take_next()
+            else:
+                return block
 
-    def _split(self, pool: _Pool, block: _Block, size: int) -> None:
+    def _map(self, pool: _Pool, hole: _Block, nbytes: int) -> None:
+        """Put memory behind the first pages of a hole."""
+        grown = min(round_up(nbytes, pool.page), hole.size)
+        position = pool.holes.index(hole)
+        rest = [hole.cut(grown)] if grown < hole.size else []
+        for part in rest:
+            part.is_mapped = False
+        pool.holes[position : position + 1] = rest
+        hole.is_mapped = True
+        self._reserve(grown)
+
+    def _is_split(self, pool: _Pool, block: _Block, size: int) -> bool:
+        """Return whether what a request leaves of its block becomes a block of its own."""
         rest = block.size - size
         if pool.is_small or self.expandable_segments:
-            is_worth_it = rest >= ALIGNMENT
-        else:
-            is_worth_it = rest > SMALL_REQUEST and size < self.limits.max_split_bytes
-        if not is_worth_it:
-            return
-        pool.add(self._cut(pool, block, size))
-
-    def _merge(self, pool: _Pool, first: _Block, second: _Block) -> _Block:
-        first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-        if pool.last is second:
-            pool.last = first
-        return first
-
-
-class PinnedAllocator:
-    """Pinned host memory as torch hands it out: blocks of powers of two, kept for the next request of their size."""
-
-    def __init__(self) -> None:
-        self.reserved = 0
-        self._free: Counter[int] = Counter()
-
-    def allocate(self, nbytes: int) -> int:
-        """Return the size of the block for `nbytes`."""
-        size = 1 << max(0, nbytes - 1).bit_length()
-        if self._free[size]:
-            self._free[size] -= 1
-        else:
-            self.reserved += size
-        return size
-
-    def release(self, size: int) -> None:
-        """Keep a block for later."""
-        self._free[size] += 1
+            return rest >= ALIGNMENT
+        return rest > SMALL_REQUEST and size < self.limits.max_split_bytes
 
 
 def replay(
@@ -322,12 +272,20 @@ def replay(
 
 
 def replay_pinned(trace: Iterable[int], sizes: Sequence[int]) -> int:
-    """Run a trace through the allocator of pinned memory and return the bytes that it takes from the host."""
-    allocator = PinnedAllocator()
+    """Return the bytes of pinned memory that a trace takes from the host, where sizes of 0 are skipped.
+
+    torch hands it out in blocks of powers of two, which it keeps for the next request of their size.
+    """
+    reserved = 0
+    free: Counter[int] = Counter()
     blocks: dict[int, int] = {}
     for event in trace:
         if event >= 0 and sizes[event]:
-            blocks[event] = allocator.allocate(sizes[event])
+            size = blocks[event] = 1 << (sizes[event] - 1).bit_length()
+            if free[size]:
+                free[size] -= 1
+            else:
+                reserved += size
         elif event < 0 and ~event in blocks:
-            allocator.release(blocks.pop(~event))
-    return allocator.reserved
+            free[blocks.pop(~event)] += 1
+    return reserved

@@ -52,13 +52,8 @@ def _overload(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            return function(*args, **kwargs)
-
-    return kernel
+def _without_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
@@ -71,12 +66,12 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(torch.Tensor, convert, tree)
 
 
-def _fp32_kernel(name: str) -> Callable[..., Any]:
+def _casting_kernel(name: str, dtype_of: Callable[[], torch.dtype]) -> Callable[..., Any]:
     op = _overload(name)
 
-    @_without_autocast
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return op(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+        with _without_autocast():
+            return op(*_cast(args, dtype_of()), **_cast(kwargs, dtype_of()))
 
     return kernel
 
@@ -85,23 +80,12 @@ def _fp32_result_kernel(name: str) -> Callable[..., Any]:
     op = _overload(name)
     position = [argument.name for argument in op._schema.arguments].index("dtype")
 
-    @_without_autocast
     def kernel(*args: Any, **kwargs: Any) -> Any:
         chosen = args[position] if len(args) > position else kwargs.get("dtype")
         if chosen is None and args[0].dtype in (torch.float16, torch.bfloat16, torch.float32):
             args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
-        return op(*args, **kwargs)
-
-    return kernel
-
-
-def _low_precision_kernel(name: str) -> Callable[..., Any]:
-    op = _overload(name)
-
-    @_without_autocast
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype("cpu")
-        return op(*_cast(args, dtype), **_cast(kwargs, dtype))
+        with _without_autocast():
+            return op(*args, **kwargs)
 
     return kernel
 
@@ -125,9 +109,10 @@ def cuda_autocast_rules() -> Iterator[None]:
 
     This does not turn autocast on. It affects the whole process, so never use it in a process that trains.
     """
-    kernels: dict[str, Any] = {name: _fp32_kernel(name) for name in FP32_OPS}
+    kernels: dict[str, Any] = {name: _casting_kernel(name, lambda: torch.float32) for name in FP32_OPS}
     kernels |= {name: _fp32_result_kernel(name) for name in FP32_RESULT_OPS}
-    kernels |= {name: _low_precision_kernel(name) for name in LOW_PRECISION_OPS}
+    low = functools.partial(torch.get_autocast_dtype, "cpu")
+    kernels |= {name: _casting_kernel(name, low) for name in LOW_PRECISION_OPS}
     kernels |= dict.fromkeys(UNTOUCHED_OPS, torch.library.fallthrough_kernel)
     library = torch.library.Library("aten", "IMPL")
     try:

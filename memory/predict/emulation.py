@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memory.predict.cuda_autocast import cuda_autocast_rules
-from memory.predict.records import Flops, combined
+from memory.predict.records import combined
 from memory.predict.tracker import MemoryTracker
 from runtime.observer import Chunk, MemoryObserver, observed_by
 
@@ -109,7 +109,7 @@ class _Segment:
         self.start, self.first = len(tracker.trace), len(tracker.allocations)
         self.once = len(tracker.kept), len(tracker.benchmarked)
         self.counts = tracker.flops, tracker.work
-        tracker.flops, tracker.work = Flops(), {}
+        tracker.start_counting()
 
     def repeat(self, copies: int) -> bool:
         """Record the segment so many times more; return False if it cannot be repeated.
@@ -136,15 +136,11 @@ class _Segment:
             predecessor = {old: copy[new] for old, new in zip(taken_over, left, strict=True)}
         trace += [event if event >= 0 else ~predecessor.get(~event, ~event) for event in events]
         tracker.trace[:] = trace
-        self._add_counts(copies + 1)
-        return bool(copies)
-
-    def _add_counts(self, times: int) -> None:
-        tracker = self.tracker
         flops, work = self.counts
-        flops.add(tracker.flops, times)
-        tracker.flops = flops
-        tracker.work = combined([(1, work), (times, tracker.work)])
+        for purpose, number in tracker.flops.items():
+            flops[purpose] += (copies + 1) * number
+        tracker.flops, tracker.work = flops, combined([(1, work), (copies + 1, tracker.work)])
+        return bool(copies)
 
 
 def measure_peak(

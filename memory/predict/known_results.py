@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory.kernels.convolutions import convolution_layout
 from memory.kernels.reductions import held_elements
@@ -81,19 +80,6 @@ class KnownResults:
 
     def _wrap(self, view: Tensor) -> Tensor:
         return view if isinstance(view, FakeTensor) else FakeTensor(self.mode, view, CPU)
-
-
-class KnownResultsMode(TorchDispatchMode):
-    """Uses known results while nothing is tracked, as when a network is built; enter it inside `mode`."""
-
-    def __init__(self, mode: FakeTensorMode, cuda: bool) -> None:
-        super().__init__()
-        self._known = KnownResults(mode, cuda)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return CPU if func is torch.ops.prim.device.default else self._known(func, args, kwargs or {})
 
 
 def _layout(func: Any, args: tuple[Any, ...], cuda: bool) -> torch.memory_format | None:

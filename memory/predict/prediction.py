@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from memory.kernels.gpus import Gpu
 from memory.kernels.timing import Dominant, WorkPart, dominant_part, least_seconds
-from settings import DataSettings, Settings
+from settings import Settings
 
 Stage = Literal["autoencoder", "ldm"]
 MIB, GIB = 1 << 20, 1 << 30
@@ -125,29 +125,25 @@ class Prediction:
 
     def seconds_beside(self, gpu: Gpu) -> dict[str, float]:
         """Return the least times of what a run does besides its updates; of one volume if their number is unknown."""
-        return {
-            name: times * least_seconds([WorkPart(**part) for part in self.beside[name]], gpu) * self.time_correction
-            for name, times in self.times_beside.items()
-        }
-
-    @property
-    def times_beside(self) -> dict[str, int]:
-        """Return how often a run does what it does besides its updates; for one volume if their number is unknown."""
         num_train, num_held_out = self.num_volumes
         times = {
             VALIDATED_VOLUME: self.num_validations * max(1, num_held_out),
             PREVIEWS: self.num_validations,
             ENCODED_VOLUME: max(1, num_train + num_held_out),
         }
-        return {name: times[name] for name in self.beside}
+        return {
+            name: times[name] * least_seconds([WorkPart(**part) for part in work], gpu) * self.time_correction
+            for name, work in self.beside.items()
+        }
 
     def dominant(self, gpu: Gpu) -> Dominant | None:
         """Return what takes most of an update's time on a GPU."""
         return dominant_part(self.work_parts, gpu)
 
-    def fits(self, budget_bytes: float) -> bool:
-        """Return whether the step fits into `budget_bytes`, ignoring the margin."""
-        return self.required_bytes <= budget_bytes
+    @property
+    def required_with_margin(self) -> int:
+        """Return the memory a device must have if steps exceed their prediction by their whole margin."""
+        return self.required_bytes + round(self.margin * self.peak_reserved_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""
@@ -179,14 +175,6 @@ def fingerprint(settings: Settings, stage: Stage) -> str:
     data = {name: values["data"][name] for name in ("voxel_size", "patch_size")}
     parts = [stage, data, values["autoencoder"], values["ldm"] if stage == "ldm" else None, values["device"]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def num_volumes(data: DataSettings) -> tuple[int, int]:
-    """Return how many volumes train and how many are held out, about; zeros if only the data can tell."""
-    if data.num_phantoms is None:
-        return 0, 0
-    held_out = data.num_held_out(data.num_phantoms)
-    return data.num_phantoms - held_out, held_out
 
 
 def fullest_step(settings: Settings, stage: Stage) -> int:

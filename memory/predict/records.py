@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +14,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from memory.kernels import operators
-from memory.kernels.flops import count_flops
 from memory.kernels.timing import WorkPart
 
 Place = Literal["device", "host"]
@@ -54,6 +54,12 @@ class Work:
     flops: int = 0
     kernels: int = 0
 
+    def add(self, other: Work, times: float = 1) -> None:
+        """Add other work, so many times."""
+        self.nbytes += round(times * other.nbytes)
+        self.flops += round(times * other.flops)
+        self.kernels += round(times * other.kernels)
+
 
 Purpose = Literal["forward", "backward", "recompute"]
 WorkKey = tuple[str, tuple[int, ...], str]
@@ -62,59 +68,37 @@ Done = dict[WorkKey, Work]
 """The work of one part of a run."""
 
 
-@dataclass(slots=True)
-class Flops:
-    """Floating-point operations of a step by purpose."""
-
-    forward: int = 0
-    backward: int = 0
-    recompute: int = 0
-    attention: int = 0  # attention's part of the three above
-
-    @property
-    def total(self) -> int:
-        """Return the sum of forward, backward and recomputation."""
-        return self.forward + self.backward + self.recompute
-
-    def add(self, other: Flops, times: int) -> None:
-        """Add those of another part, so many times."""
-        self.forward += times * other.forward
-        self.backward += times * other.backward
-        self.recompute += times * other.recompute
-        self.attention += times * other.attention
-
-
 def combined(parts: Iterable[tuple[float, Done]]) -> Done:
     """Return the sum of several amounts of work, each so many times."""
     total: Done = {}
     for times, work in parts:
         for key, done in work.items():
-            known = total.setdefault(key, Work())
-            known.nbytes += round(times * done.nbytes)
-            known.flops += round(times * done.flops)
-            known.kernels += round(times * done.kernels)
+            total.setdefault(key, Work()).add(done, times)
     return total
 
 
 def work_parts(
     work: Done, level_of: Callable[[tuple[int, ...]], int | None] = lambda _: None, times: int = 1
-) -> list[WorkPart]:
+) -> list[dict[str, Any]]:
     """Return work by kind, level and precision, all of it `times` times; `level_of` gives the level of a shape."""
     sums: dict[tuple[str, int | None, bool], Work] = {}
     for (kind, shape, dtype), done in work.items():
-        total = sums.setdefault((kind, level_of(shape), dtype in ("torch.bfloat16", "torch.float16")), Work())
-        total.nbytes += done.nbytes * times
-        total.flops += done.flops * times
-        total.kernels += done.kernels * times
-    return [WorkPart(*key, total.nbytes, total.flops, total.kernels) for key, total in sums.items()]
+        key = (kind, level_of(shape), dtype in ("torch.bfloat16", "torch.float16"))
+        sums.setdefault(key, Work()).add(done, times)
+    return [WorkPart(*key, total.nbytes, total.flops, total.kernels).to_json() for key, total in sums.items()]
+
+
+def total_flops(flops: Mapping[str, int]) -> int:
+    """Return the sum of all purposes, which attention's part is in."""
+    return flops["forward"] + flops["backward"] + flops["recompute"]
 
 
 class WorkCounter:
-    """Counts what operators do: floating-point operations and work of kernels."""
+    """Counts what operators do: the work of kernels, and FLOPs by purpose, attention's part of them also alone."""
 
     def start_counting(self) -> None:
         """Set all counts to zero."""
-        self.flops = Flops()
+        self.flops: Counter[str] = Counter()
         self.work: Done = {}
 
     def count(
@@ -123,23 +107,20 @@ class WorkCounter:
         """Count one operator."""
         if not operators.is_kernel(func):
             return
-        flops = count_flops(func, args, out)
+        flops = operators.count_flops(func, args, out)
         first = next(operators.tensors_in((*args, out)), None)
         if first is not None:
             moved = operators.traffic_bytes(func, args, kwargs, out)
             shape, dtype = tuple(first.shape), str(first.dtype)
             self.add_work(operators.kind_of(func), shape, dtype, Work(moved, flops, operators.passes(func)))
         if flops:
-            setattr(self.flops, purpose, getattr(self.flops, purpose) + flops)
+            self.flops[purpose] += flops
             if "scaled_dot_product" in func._overloadpacket.__name__:
-                self.flops.attention += flops
+                self.flops["attention"] += flops
 
     def add_work(self, kind: str, shape: tuple[int, ...], dtype: str, more: Work) -> None:
         """Add work of one kind on tensors of one shape."""
-        done = self.work.setdefault((kind, shape, dtype), Work())
-        done.nbytes += more.nbytes
-        done.flops += more.flops
-        done.kernels += more.kernels
+        self.work.setdefault((kind, shape, dtype), Work()).add(more)
 
 
 class ModuleNames:

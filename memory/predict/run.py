@@ -84,8 +84,9 @@ def other_programs(settings: Settings, stage: Stage, cuda: bool, without_triton:
             program()
         return tracker
 
-    if stage == "autoencoder":
-        return {RECONSTRUCTION: track(lambda: _reconstruct(_codec(settings), settings))}
+    def reconstruct() -> None:
+        codec = _codec(settings)
+        codec.decode(codec.encode(_volume(settings)))
 
     def sample() -> None:
         unet, codec = _unet(settings), _codec(settings)
@@ -93,6 +94,8 @@ def other_programs(settings: Settings, stage: Stage, cuda: bool, without_triton:
             codec.encode(_volume(settings))
         _sample(unet, codec, settings)
 
+    if stage == "autoencoder":
+        return {RECONSTRUCTION: track(reconstruct)}
     programs = {SAMPLING: track(sample)}
     if encodings_per_volume(settings):
         programs[ENCODING] = track(lambda: _codec(settings).encode(_volume(settings)))
@@ -133,10 +136,6 @@ def _volume(settings: Settings) -> torch.Tensor:
     return torch.zeros(settings.autoencoder.in_channels, *settings.data.voxel_size)
 
 
-def _reconstruct(codec: VolumeCodec, settings: Settings) -> None:
-    codec.decode(codec.encode(_volume(settings)))
-
-
 def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> None:
     """Draw one batch of samples in few steps and decode the first of them; samples are decoded one by one."""
     short = _shortened(settings)
@@ -162,8 +161,7 @@ def _denoising_bytes(settings: Settings, cuda: bool, number: int) -> int:
     with emulated(cuda=cuda) as mode, tracked(mode, cuda) as tracker, torch.no_grad():
         unet = _unet(settings).eval()
         latents, times = torch.zeros(number, *settings.latent_shape), torch.zeros(number, dtype=torch.long)
-        ldm, nothing = settings.ldm, empty_condition(settings, number)
-        predict = guided(unet, ldm, nothing)
+        predict = guided(unet, settings.ldm, empty_condition(settings, number))
         tracker.reset()
         there = tracker.live["device"]
         predict(latents, times)

@@ -16,7 +16,7 @@ from torch import Tensor
 from memory.predict.allocator import AllocatorLimits, replay_pinned
 from memory.predict.emulation import CopiedWeights, emulated, place, tracked
 from memory.predict.history import replay_training
-from memory.predict.known_results import CPU, KnownResultsMode
+from memory.predict.known_results import CPU
 from memory.predict.prediction import (
     ENCODED_VOLUME,
     MARGINS,
@@ -26,10 +26,9 @@ from memory.predict.prediction import (
     Stage,
     fingerprint,
     fullest_step,
-    num_volumes,
     tier_of,
 )
-from memory.predict.records import WORKSPACE, Allocation, Done, Flops, StepEvents, work_parts
+from memory.predict.records import WORKSPACE, Allocation, Done, StepEvents, total_flops, work_parts
 from memory.predict.run import VALIDATION, encoded_volume, other_programs, peaks, run_validation
 from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
 from runtime.observer import observed_by
@@ -77,7 +76,7 @@ def track_step(
     training = settings.training_of(stage)
     with emulated(fake, cuda) as mode:
         copied = CopiedWeights()
-        with KnownResultsMode(mode, cuda) if mode is not None else nullcontext(), observed_by(copied):
+        with MemoryTracker(cuda, mode) if fake else nullcontext(), observed_by(copied):
             step = build(settings, stage)
             batch = step.example_batch(training.batch_size)
         with tracked(mode, cuda, without_triton) as tracker:
@@ -85,30 +84,25 @@ def track_step(
             _adopt_step(tracker, step, copied.weights)
             for updater in step.updaters.values():
                 make_optimizer_state(updater)
-                tracker.adopt(_tensors(updater.optimizer.state.values()), "optimizer")
+                tracker.adopt(_tensors(updater.optimizer.state), "optimizer")
                 if training.gradient_accumulation_steps > 1:
                     for parameter in updater.parameters:
                         parameter.grad = torch.zeros_like(parameter)
                         tracker.adopt([parameter.grad], "gradients")
                 tracker.updaters.append((len(tracker.allocations), {id(part) for part in updater.parameters}))
             if not (fake and cuda):
-                tracker.adopt(_tensors(_fields(batch)), "inputs")
+                tracker.adopt(_tensors(batch), "inputs")
             tracker.reset()
-            with tracker.waiting_on_host(_tensors(_fields(batch)) if fake and cuda else ()):
-                tracker.step = _run(step, batch, fullest_step(settings, stage), tracker)
+            number, start = fullest_step(settings, stage), len(tracker.trace)
+            with tracker.waiting_on_host(_tensors(batch) if fake and cuda else ()):
+                step.backward([batch], number)
+                update = len(tracker.trace)
+                step.update(number)
+            tracker.step = StepEvents(start, update, len(tracker.trace))
             if after is not None:
                 del batch
                 after(step, tracker)
     return tracker
-
-
-def _run(step: TrainingStep, batch: Any, number: int, tracker: MemoryTracker) -> StepEvents:
-    """Make one update and return where it is in the trace."""
-    start = len(tracker.trace)
-    step.backward([batch], number)
-    update = len(tracker.trace)
-    step.update(number)
-    return StepEvents(start, update, len(tracker.trace))
 
 
 @dataclass(frozen=True)
@@ -120,23 +114,9 @@ class _StepEnd:
     host: int
     phase_peaks: dict[str, int]
     alive: list[Allocation]
-    flops: Flops
+    flops: Counter[str]
     work: Done
-    trained: int  # bytes of the weights that train
-
-    @classmethod
-    def of(cls, tracker: MemoryTracker, step: TrainingStep) -> _StepEnd:
-        """Copy the counts."""
-        return cls(
-            len(tracker.trace),
-            tracker.peak["device"],
-            tracker.peak["host"],
-            dict(tracker.phase_peaks),
-            tracker.alive_at_peak(),
-            tracker.flops,
-            tracker.work,
-            sum(weight.nbytes for updater in step.updaters.values() for weight in updater.parameters),
-        )
+    bucket_bytes: int  # what the buckets of several processes add
 
 
 def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, without_triton: int = 0) -> Prediction:
@@ -150,7 +130,12 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, witho
     beside: dict[str, Done] = {}
 
     def after(step: TrainingStep, tracker: MemoryTracker) -> None:
-        ends.append(_StepEnd.of(tracker, step))
+        peak, alive = tracker.peak, tracker.alive_at_peak()
+        # The buckets of several processes have room for all gradients; those at the peak live in them.
+        trained = sum(weight.nbytes for updater in step.updaters.values() for weight in updater.parameters)
+        bucket_bytes = max(0, trained - _breakdown(alive)["gradients"])
+        counts = (alive, tracker.flops, tracker.work, bucket_bytes)
+        ends.append(_StepEnd(len(tracker.trace), peak["device"], peak["host"], tracker.phase_peaks, *counts))
         tracker.reset()
         if whole_run:
             beside.update(run_validation(step, settings, stage, tracker))
@@ -172,7 +157,10 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, witho
     grid = settings.training_grid if stage == "autoencoder" else settings.unet_grid
     training = settings.training_of(stage)
     updates = training.gradient_accumulation_steps
-    tier, flops, alive = tier_of(settings, stage), end.flops, end.alive
+    num_phantoms = settings.data.num_phantoms or 0
+    held_out = settings.data.num_held_out(num_phantoms) if num_phantoms else 0
+    tier, alive = tier_of(settings, stage), end.alive
+    flops = {name: end.flops[name] * updates for name in ("forward", "backward", "recompute", "attention")}
     return Prediction(
         stage=stage,
         tier=tier,
@@ -186,34 +174,24 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, witho
         breakdown=_breakdown(alive),
         activations=_by_module_and_level(alive, grid),
         largest=[_describe(record) for record in sorted(alive, key=lambda record: -record.nbytes)[:NUM_LARGEST]],
-        flops=_flops_of(flops, updates),
+        flops={**flops, "total": total_flops(flops)},
         margin=MARGINS[tier],
         seconds=round(time.perf_counter() - start, 2),
         workspace_bytes=tracker.workspace,
         traffic_bytes=sum(work.nbytes for key, work in end.work.items() if key[2] != WORKSPACE) * updates,
         kernels=sum(work.kernels for work in end.work.values()) * updates,
-        work=[part.to_json() for part in work_parts(end.work, lambda shape: level_of(shape, grid), updates)],
-        beside={name: [part.to_json() for part in work_parts(done)] for name, done in beside.items()},
+        work=work_parts(end.work, lambda shape: level_of(shape, grid), updates),
+        beside={name: work_parts(done) for name, done in beside.items()},
         num_validations=math.ceil(training.max_steps / training.validate_every),
-        num_volumes=list(num_volumes(settings.data)),
+        num_volumes=[num_phantoms - held_out, held_out],  # zeros if only the data can tell
         run_peaks=run_peaks,
         warnings=_warnings(tracker),
         max_steps=training.max_steps,
-        bucket_bytes=_bucket_bytes(end),
+        bucket_bytes=end.bucket_bytes,
         config=fingerprint(settings, stage),
         context_bytes=Prediction.context_bytes if is_cuda else 0,
         not_predicted=NOT_PREDICTED if is_cuda else NOT_PREDICTED_ON_CPU,
     )
-
-
-def _flops_of(flops: Flops, updates: int) -> dict[str, int]:
-    parts = {name: getattr(flops, name) * updates for name in ("forward", "backward", "recompute", "attention")}
-    return {**parts, "total": flops.total * updates}
-
-
-def _bucket_bytes(end: _StepEnd) -> int:
-    """Return what the buckets of several processes add: room for all gradients; those at the peak live in them."""
-    return max(0, end.trained - sum(record.nbytes for record in end.alive if record.category == "gradients"))
 
 
 def _warnings(tracker: MemoryTracker) -> list[str]:
@@ -261,18 +239,13 @@ def make_optimizer_state(updater: Updater) -> None:
     updater.optimizer.zero_grad(set_to_none=True)
 
 
-def _fields(batch: Any) -> list[Any]:
-    return [getattr(batch, name) for name in getattr(batch, "__dataclass_fields__", None) or batch._fields]
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
-        elif is_dataclass(value):
-            yield from _tensors(vars(value).values())
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch, or of the states of an optimizer."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict) or is_dataclass(value):
+        for part in value.values() if isinstance(value, dict) else vars(value).values():
+            yield from _tensors(part)
 
 
 def _breakdown(alive: list[Allocation]) -> dict[str, int]:

@@ -83,6 +83,7 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         self.updaters: list[tuple[int, set[int]]] = []  # where the allocations of each end, and its parameters
         self._waiting: set[int] = set()
         self._place: Place = "device"
+        self._op, self._in_backward = "", False  # the operator that runs
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._modules = ModuleNames()
 
@@ -117,7 +118,8 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive:
-                self._allocate(tensor, storage, "adopted")
+                self._op, self._in_backward = "adopted", False
+                self._allocate(tensor, storage)
             self.allocations[self._alive[storage._cdata][0]].category = category
 
     def adopt_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -182,36 +184,36 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return plausible_value(args[0].dtype)
         in_backward = torch._C._current_graph_task_id() != -1
+        self._op, self._in_backward = str(func), in_backward
         has_tiles = self.cuda and func.namespace == "lean" and not self.without_triton
         tiles = partial_sum_bytes(func, args) if has_tiles else 0
         sums_first = func not in _RESULT_FIRST
-        self._pass_through(tiles if sums_first else 0, str(func), in_backward, LIBRARY_WORKSPACES)
+        self._pass_through(tiles if sums_first else 0)
         if in_backward and self.fake is not None and is_added_in_place(func, args, kwargs):
             out = args[0]
         else:
             out = self._execute(func, args, kwargs)
         if not in_backward:
             self._modules.note_operator()
-        self.count(func, args, kwargs, out, self._purpose(in_backward))
+        self.count(func, args, kwargs, out, self._purpose())
         memory = convolution_memory(func, args, out, self.cudnn) if self.cuda else None
         if memory is not None:
-            self._convolve(memory, func, args, out, in_backward)
+            self._convolve(memory, func, args, out)
         else:
-            self._allocate_results(out, str(func), in_backward)
+            self._allocate_results(out)
         if func is aten._to_copy.default and self._waits_on_host(args[0]):
             self.adopt([out], "inputs")
         if self.cuda and operators.kind_of(func) == "matrix product" and in_backward not in self._threads_with_cublas:
             self._threads_with_cublas.add(in_backward)  # forward and backward run in threads of their own
-            self._keep_from_the_start(cublas.workspace_bytes(), "cuBLAS", in_backward)
+            self._keep_from_the_start(cublas.workspace_bytes(), "cuBLAS")
         if self.cuda:
-            held = (*attention_workspaces(func, args), sum_bytes(func, args), 0 if sums_first else tiles)
-            self._pass_through(held, str(func), in_backward, LIBRARY_WORKSPACES)
+            self._pass_through(*attention_workspaces(func, args), sum_bytes(func, args), 0 if sums_first else tiles)
         elif (memory := cpu_convolution_memory(func, args, out)) is not None:
             for nbytes in memory.passes:
-                self._pass_through(nbytes, str(func), in_backward, CONVOLUTION_WORKSPACES)
+                self._pass_through(nbytes, category=CONVOLUTION_WORKSPACES)
             self.workspace = max(self.workspace, *memory.passes, 0)
         if func.namespace == "lean" and self.fake is not None and (not self.cuda or self.without_triton):
-            self._pass_through(self._held_inside(func, args, kwargs), str(func), in_backward, LIBRARY_WORKSPACES)
+            self._pass_through(self._held_inside(func, args, kwargs))
         return out
 
     def _held_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -233,66 +235,62 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
             self._inside[key] = inner.peak["device"] - kept
         return self._inside[key]
 
-    def _convolve(
-        self, memory: ConvolutionMemory, func: Any, args: tuple[Any, ...], out: Any, in_backward: bool
-    ) -> None:
+    def _convolve(self, memory: ConvolutionMemory, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Count a convolution on a GPU: copies of its arguments, then a result and a workspace in each of its passes.
 
         The pass for the gradient of a weight makes its own copies before its result, the others after it. cuDNN tries
         its algorithms at the first pass of its kind in each thread.
         """
-        op, passes = str(func), zip(memory.passes, memory.pass_copies or (0, 0), strict=False)
+        passes = zip(memory.passes, memory.pass_copies or (0, 0), strict=False)
         results = out if isinstance(out, tuple) else (out,)
-        copies = self._hold(memory.copies, op, in_backward, LIBRARY_WORKSPACES)
+        copies = self._hold(*memory.copies)
         for number, result in enumerate(results[:2]):
             if result is not None:
                 workspace, copied = next(passes)
-                held = self._hold((copied if number else 0,), op, in_backward, LIBRARY_WORKSPACES)
-                self._allocate_results(result, op, in_backward)
-                held += self._hold((0 if number else copied,), op, in_backward, LIBRARY_WORKSPACES)
-                key = (number, in_backward, trial_key(func, args))
+                held = self._hold(copied if number else 0)
+                self._allocate_results(result)
+                held += self._hold(0 if number else copied)
+                key = (number, self._in_backward, trial_key(func, args))
                 if self.benchmarks and key not in self._tried:
                     self._tried.add(key)
                     self.benchmarked.append(len(self.trace))
-                self._pass_through(workspace, op, in_backward, CONVOLUTION_WORKSPACES)
+                self._pass_through(workspace, category=CONVOLUTION_WORKSPACES)
                 self._let_go(held)
         self._let_go(copies)
         if any(result is not None for result in results[2:]):
-            self._allocate_results(results[2], op, in_backward)
-            self._pass_through(channel_sum_bytes(args[0]), op, in_backward, LIBRARY_WORKSPACES)
+            self._allocate_results(results[2])
+            self._pass_through(channel_sum_bytes(args[0]))
         copied = sum(memory.copies) + max(memory.pass_copies, default=0)
         self.workspace = max(self.workspace, copied + max(memory.passes, default=0))
         self.unfolded[memory.is_unfolded] = max(self.unfolded[memory.is_unfolded], memory.unfolded)
 
-    def _allocate_results(self, out: Any, op: str, in_backward: bool) -> None:
+    def _allocate_results(self, out: Any) -> None:
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 if storage._cdata not in self._alive:
-                    self._allocate(leaf, storage, op, in_backward)
+                    self._allocate(leaf, storage)
 
-    def _allocate(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, op: str, in_backward: bool = False
-    ) -> None:
-        index = self._record(storage.nbytes(), tuple(tensor.shape), str(tensor.dtype), op, in_backward)
+    def _allocate(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        index = self._record(storage.nbytes(), tuple(tensor.shape), str(tensor.dtype))
         key = storage._cdata
         self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
 
-    def _pass_through(self, nbytes: int | tuple[int, ...], op: str, in_backward: bool, category: str) -> None:
+    def _pass_through(self, *sizes: int, category: str = LIBRARY_WORKSPACES) -> None:
         """Count memory that a kernel allocates and frees before it returns; ~n stands where it frees the nth of it."""
         held: list[int] = []
-        for size in (nbytes,) if isinstance(nbytes, int) else nbytes:
+        for size in sizes:
             if size < 0:
                 self._let_go([held[~size]])
-            held += self._hold((max(0, size),), op, in_backward, category)
+            held += self._hold(max(0, size), category=category)
         self._let_go([index for index in held if not self.allocations[index].released])
 
-    def _hold(self, sizes: tuple[int, ...], op: str, in_backward: bool, category: str) -> list[int]:
+    def _hold(self, *sizes: int, category: str = LIBRARY_WORKSPACES) -> list[int]:
         """Count memory that a kernel allocates for itself, which costs a write and a read."""
         held = []
         for size in sizes:
             if size:
-                held.append(self._record(size, (size,), WORKSPACE, op, in_backward))
+                held.append(self._record(size, (size,), WORKSPACE))
                 self.allocations[held[-1]].category = category
                 self.add_work("copy", (size,), WORKSPACE, Work(2 * size, 0, 0))
         return held
@@ -301,10 +299,10 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         for index in held:
             self._record_release(index)
 
-    def _keep_from_the_start(self, nbytes: int, op: str, in_backward: bool) -> None:
+    def _keep_from_the_start(self, nbytes: int, library: str) -> None:
         """Count memory that a library takes once and keeps, as if an earlier step had taken it."""
-        index, here = len(self.allocations), current_phase()
-        record = Allocation(nbytes, (nbytes,), WORKSPACE, op, here, "", in_backward, "device", LIBRARY_WORKSPACES)
+        index, here = len(self.allocations), (current_phase(), "", self._in_backward)
+        record = Allocation(nbytes, (nbytes,), WORKSPACE, library, *here, "device", LIBRARY_WORKSPACES)
         self.allocations.append(record)
         self.trace.append(index)
         self.kept.add(index)
@@ -312,16 +310,16 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         self.peak["device"] += nbytes
         self.phase_peaks = {name: peak + nbytes for name, peak in self.phase_peaks.items()}
 
-    def _record(self, nbytes: int, shape: tuple[int, ...], dtype: str, op: str, in_backward: bool) -> int:
+    def _record(self, nbytes: int, shape: tuple[int, ...], dtype: str) -> int:
         index = len(self.allocations)
         record = Allocation(
             nbytes=nbytes,
             shape=shape,
             dtype=dtype.removeprefix("torch."),
-            op=op.removeprefix("aten."),
+            op=self._op.removeprefix("aten."),
             phase=current_phase(),
-            module=self._modules.current(in_backward),
-            in_backward=in_backward,
+            module=self._modules.current(self._in_backward),
+            in_backward=self._in_backward,
             place=self._place,
         )
         self.allocations.append(record)
@@ -349,12 +347,12 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         if level > self.phase_peaks.get(phase, 0):
             self.phase_peaks[phase] = level
 
-    def _purpose(self, in_backward: bool) -> Purpose:
-        """Return what an operator runs for now.
+    def _purpose(self) -> Purpose:
+        """Return what the operator runs for.
 
         Backward itself runs with gradients disabled; only a checkpoint enables them, to recompute its forward.
         """
-        if not in_backward:
+        if not self._in_backward:
             return "forward"
         return "recompute" if torch.is_grad_enabled() or self._modules.running else "backward"
 

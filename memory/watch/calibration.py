@@ -7,12 +7,13 @@ measurement and never vanishes, and no prediction falls below the tensors that t
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+
+from pydantic import BaseModel, TypeAdapter
 
 from memory.kernels.gpus import find_gpu
 from memory.predict.prediction import Prediction
@@ -26,6 +27,19 @@ SLOWEST = 100.0
 """A step that takes longer than so many times its lower bound waits for something else, such as data."""
 MOST_KEPT = 20
 """How many measurements of one config are kept."""
+
+
+class Measured(BaseModel):
+    """How many times their predictions the steps of one config took."""
+
+    stage: str
+    tier: str
+    memory: list[float] = []
+    time: list[float] = []
+
+
+_FILE = TypeAdapter(dict[str, dict[str, Measured]])
+"""By device and versions, then by config."""
 
 
 def calibration_file() -> Path:
@@ -60,21 +74,20 @@ def corrected(prediction: Prediction, gpu_name: str | None = None) -> Prediction
     if gpu_name is not None and prediction.is_for_gpu and not _is_here(gpu_name):
         return prediction
     key = _key(prediction)
-    measured = [entry for entry in known.get(key, []) if _is_alike(entry, prediction)]
-    own = [entry for entry in measured if entry["config"] == prediction.config]
+    configs, tier = known.get(key, {}), (prediction.stage, prediction.tier)
+    alike = [measured for measured in configs.values() if (measured.stage, measured.tier) == tier]
+    own = configs.get(prediction.config, Measured(stage=prediction.stage, tier=prediction.tier))
     result = prediction
-    if times := [entry["ratio"] for entry in own or measured if entry["what"] == "time"]:
-        result = replace(result, time_correction=sum(times) / len(times))
-    ratios = [entry["ratio"] for entry in own if entry["what"] == "memory"]
-    floor = prediction.peak_allocated_bytes / max(1, prediction.peak_reserved_bytes)
-    if ratios:
-        margin = prediction.margin / (1 + len(ratios))
-        source = f"{key}, this config"
+    if times := own.time or [ratio for measured in alike for ratio in measured.time]:
+        result = replace(result, time_correction=fmean(times))
+    if ratios := own.memory:
+        floor = prediction.peak_allocated_bytes / max(1, prediction.peak_reserved_bytes)
+        margin, source = prediction.margin / (1 + len(ratios)), f"{key}, this config"
         return replace(result, correction=max(floor, *ratios), correction_source=source, margin=margin)
-    others = [entry["ratio"] for entry in measured if entry["what"] == "memory"]
-    if others and max(others) > 1:
+    highest = max((ratio for measured in alike for ratio in measured.memory), default=1.0)
+    if highest > 1:
         source = f"{key}, other configs of tier {prediction.tier}"
-        return replace(result, correction=max(others), correction_source=source)
+        return replace(result, correction=highest, correction_source=source)
     return result
 
 
@@ -84,45 +97,25 @@ def _is_here(gpu_name: str) -> bool:
     return torch.cuda.is_available() and find_gpu(torch.cuda.get_device_name()) == find_gpu(gpu_name)
 
 
-def _is_alike(entry: Any, prediction: Prediction) -> bool:
-    """Return whether a kept measurement says something about a prediction."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("ratio"), int | float) or "what" not in entry:
-        return False
-    return (entry.get("stage"), entry.get("tier")) == (prediction.stage, prediction.tier) and "config" in entry
-
-
 def _save(prediction: Prediction, what: str, ratio: float) -> float | None:
-    key, known = _key(prediction), _read()
-    entry = {
-        "config": prediction.config,
-        "stage": prediction.stage,
-        "tier": prediction.tier,
-        "what": what,
-        "ratio": round(ratio, 4),
-    }
-    entries = [*known.get(key, []), entry]
-    same = [other for other in entries if {**other, "ratio": 0} == {**entry, "ratio": 0}]
-    for old in same[:-MOST_KEPT]:
-        entries.remove(old)
-    known[key] = entries
+    known, empty = _read(), Measured(stage=prediction.stage, tier=prediction.tier)
+    measured = known.setdefault(_key(prediction), {}).setdefault(prediction.config, empty)
+    setattr(measured, what, [*getattr(measured, what), round(ratio, 4)][-MOST_KEPT:])
     try:
         path = calibration_file()
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(known, indent=2) + "\n")
+        write_text(path, _FILE.dump_json(known, indent=2).decode() + "\n")
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
         log.warning("memory: a measured step cannot be saved for later predictions (%s)", error)
         return None
     return ratio
 
 
-def _read() -> dict[str, list[Any]]:
+def _read() -> dict[str, dict[str, Measured]]:
     try:
-        values = json.loads(calibration_file().read_text())
+        return _FILE.validate_json(calibration_file().read_text())
     except (OSError, RuntimeError, ValueError):
         return {}
-    if not isinstance(values, dict):
-        return {}
-    return {key: entries for key, entries in values.items() if isinstance(entries, list)}
 
 
 def _key(prediction: Prediction) -> str:

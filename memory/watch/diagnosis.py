@@ -81,7 +81,7 @@ def report_out_of_memory(
     """Write `oom_report.json` and return the error to raise; both give phase, step, breakdown and next rung."""
     rung = next_same_mathematics_rung(settings, stage)
     error = failure.error
-    report = {
+    report: dict[str, Any] = {
         "stage": stage,
         "phase": failure.phase,
         "step": failure.step,
@@ -91,8 +91,11 @@ def report_out_of_memory(
         "largest": prediction.largest if prediction is not None else None,
         "predicted_peak_bytes": prediction.required_bytes if prediction is not None else None,
         "readings": MemoryReadings(torch.device("cuda" if torch.cuda.is_available() else "cpu")).read(),
-        "next_rung": _rung_to_json(rung, settings),
+        "next_rung": None,
     }
+    if rung is not None:
+        changed = {"changes": rung.changes, "yaml_diff": yaml_diff(settings, rung.settings)}
+        report["next_rung"] = {"name": rung.name, "promise": promise(rung.same_mathematics), **changed}
     path = folder / REPORT
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,17 +124,6 @@ def yaml_diff(before: Settings, after: Settings) -> str:
         dump_yaml(before).splitlines(), dump_yaml(after).splitlines(), "config.yaml", "next rung", lineterm="", n=1
     )
     return "\n".join(lines)
-
-
-def _rung_to_json(rung: Rung | None, settings: Settings) -> dict[str, Any] | None:
-    if rung is None:
-        return None
-    return {
-        "name": rung.name,
-        "promise": promise(rung.same_mathematics),
-        "changes": rung.changes,
-        "yaml_diff": yaml_diff(settings, rung.settings),
-    }
 
 
 def _explain(

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from runtime.cli import parser, run
-from scripts.dev.documents.predictions import (
-    NUM_WORKERS,
-    PATH,
-    Predictions,
-    StoredLadder,
-    question,
-    stored_text,
-)
+from scripts.dev.documents.predictions import NUM_WORKERS, Predictions
 from settings import UserError, load_settings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,26 +21,21 @@ OUTPUT = re.compile(r"(<!-- output of: (?P<command>.+?) -->\n```text\n)(?P<outpu
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    result = parser(__doc__ or "", ["python -m scripts.dev.documents", "python -m scripts.dev.documents --stored"])
-    result.add_argument("--stored", action="store_true", help=f"reuse {PATH.name}, if nothing new is predicted")
+    result = parser(__doc__ or "", ["python -m scripts.dev.documents", "python -m scripts.dev.documents --settings"])
+    result.add_argument(
+        "--settings", action="store_true", help="only schema and reference, which nothing is predicted for"
+    )
     return result.parse_args(arguments)
 
 
 def main(options: argparse.Namespace) -> int:
-    """Predict, write every document whose text changes, and keep the predictions."""
+    """Write every document whose text changes."""
     from memory.predict import Predictor
 
-    if options.stored:
-        texts = documents(Predictions())
-    else:
+    texts = of_settings()
+    if not options.settings:
         with Predictor(NUM_WORKERS) as predictor:
-            ask = Predictions(predictor)
-            texts = documents(ask)
-        outputs, ladder = ladders("".join(texts[ROOT / name] for name in READMES))
-        for name in READMES:
-            shown = OUTPUT.sub(lambda block: block[1] + outputs[block["command"]] + block[4], texts[ROOT / name])
-            texts[ROOT / name] = shown
-        texts[PATH] = stored_text(ask.figures(), ladder)
+            texts |= of_predictions(Predictions(predictor))
     for path, text in texts.items():
         if path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
@@ -55,44 +43,44 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def documents(ask: Predictions) -> dict[Path, str]:
-    """Return the current text of every document that is generated, or has generated tables."""
-    from scripts.dev.documents.guide import guide_tables
-    from scripts.dev.documents.presets import preset_table, preset_texts
+def of_settings() -> dict[Path, str]:
+    """Return the current text of the documents that follow from the settings."""
     from scripts.dev.documents.reference import configuration_reference, json_schema
 
+    schema, reference = ROOT / "configs" / "schema.json", ROOT / "docs" / "configuration.md"
+    return {schema: json_schema(), reference: configuration_reference()}
+
+
+def of_predictions(ask: Predictions) -> dict[Path, str]:
+    """Return the current text of the documents that show predictions."""
+    from scripts.dev.documents.guide import guide_tables
+    from scripts.dev.documents.presets import preset_table, preset_texts
+
+    texts = preset_texts(ask)
     tables = {"presets": preset_table(ask), **guide_tables(ask)}
-    texts = {
-        ROOT / "configs" / "schema.json": json_schema(),
-        ROOT / "docs" / "configuration.md": configuration_reference(),
-        **preset_texts(ask),
-    }
     for name in (*READMES, "docs/memory_guide.md"):
         text = (ROOT / name).read_text(encoding="utf-8")
-        texts[ROOT / name] = TABLE.sub(lambda block: block[1] + tables[block["name"]], text)
+        text = TABLE.sub(lambda block: block[1] + tables[block["name"]], text)
+        texts[ROOT / name] = OUTPUT.sub(lambda block: block[1] + output_of(block["command"]) + block[4], text)
     return texts
 
 
-def ladders(text: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return what each ladder shown in a text prints now, and its predictions."""
+@functools.cache
+def output_of(command: str) -> str:
+    """Return what a ladder prints now."""
     from memory.kernels.gpus import chosen_gpu
     from memory.ladder.text import describe_ladder
     from memory.ladder.walk import walk
     from memory.predict.prediction import GIB
     from scripts import oom_ladder
 
-    outputs, answers = {}, {}
-    for command in {block["command"] for block in OUTPUT.finditer(text)}:
-        python, script, *words = shlex.split(command)
-        if (python, script) != ("python", "scripts/oom_ladder.py"):
-            raise UserError(f"{command}: not the command of a ladder; only the output of those is kept up to date")
-        given = oom_ladder.parse(words)
-        settings = load_settings(ROOT / given.config, given.overrides, stage=given.stage)
-        ladder = walk(settings, given.stage, round(given.budget_gb * GIB), given.order, gpu=chosen_gpu(given.gpu))
-        outputs[command] = describe_ladder(ladder, None).rstrip() + "\n"
-        for rung in ladder.rungs:
-            answers[question(rung.rung.settings, given.stage)] = StoredLadder.kept(rung.prediction)
-    return outputs, answers
+    python, script, *words = shlex.split(command)
+    if (python, script) != ("python", "scripts/oom_ladder.py"):
+        raise UserError(f"{command}: not the command of a ladder; only the output of those is kept up to date")
+    given = oom_ladder.parse(words)
+    settings = load_settings(ROOT / given.config, given.overrides, stage=given.stage)
+    ladder = walk(settings, given.stage, round(given.budget_gb * GIB), given.order, gpu=chosen_gpu(given.gpu))
+    return describe_ladder(ladder, None).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -6,34 +6,44 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from memory.predict.prediction import Stage
-from scripts.dev.documents.predictions import Figures, Predictions, gib
+from memory.predict.prediction import Prediction, Stage
+from scripts.dev.documents.predictions import Predictions, gib, hours, markdown
 from settings import Settings, load_settings
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-TRAINING = "autoencoder.training"
 Changes = dict[str, Any]
 Points = dict[str, Changes]
 """Configs by the name that a table gives them, each as its changes to the base."""
 
+
+def training(**changes: Any) -> Changes:
+    """Return changes to the training of the autoencoder."""
+    return {f"autoencoder.training.{name}": value for name, value in changes.items()}
+
+
+def perceptual(**changes: Any) -> Changes:
+    """Return changes to the perceptual loss."""
+    return training(**{f"perceptual.{name}": value for name, value in changes.items()})
+
+
+def channels(*count: int) -> Changes:
+    """Return the channels of the autoencoder's levels."""
+    return {"autoencoder.num_channels": count}
+
+
 AMP: Changes = {"device.mixed_precision": True}
 LEAN: Changes = {"autoencoder.implementation": "lean"}
 USUAL = AMP | LEAN
-CHECKPOINTED: Changes = {f"{TRAINING}.use_gradient_checkpointing": True}
+CHECKPOINTED = training(use_gradient_checkpointing=True)
 SPARING = USUAL | CHECKPOINTED
-NESTED: Changes = {f"{TRAINING}.use_nested_checkpointing": True}
-OFFLOAD: Changes = {
-    f"{TRAINING}.use_gradient_checkpointing_offload": True,
-    f"{TRAINING}.use_nested_checkpointing": False,
-}
-INT8: Changes = {f"{TRAINING}.checkpoint_dtype": "int8"}
-NO_PERCEPTUAL: Changes = {f"{TRAINING}.use_perceptual_loss": False}
-SMALL_DISCRIMINATOR: Changes = {
-    f"{TRAINING}.discriminator.num_layers_d": 2,
-    f"{TRAINING}.discriminator.num_channels": 16,
-}
+NESTED = training(use_nested_checkpointing=True)
+OFFLOAD = training(use_gradient_checkpointing_offload=True, use_nested_checkpointing=False)
+INT8 = training(checkpoint_dtype="int8")
+NO_PERCEPTUAL = training(use_perceptual_loss=False)
+SMALL_DISCRIMINATOR = training(**{"discriminator.num_layers_d": 2, "discriminator.num_channels": 16})
 NO_ATTENTION: Changes = {"autoencoder.attention_levels": (False, False, False)}
 PIXEL: Changes = {"ldm.training.pixel_loss.weight": 0.1}
+IN_SLABS = SPARING | training(slab_rows=8)
 
 
 def base_settings() -> Settings:
@@ -61,43 +71,17 @@ def base_settings() -> Settings:
     )
 
 
-def batch(size: int, steps: int) -> Changes:
-    """Return a batch size and how often it is accumulated."""
-    return {f"{TRAINING}.batch_size": size, f"{TRAINING}.gradient_accumulation_steps": steps}
-
-
-def slabs(rows: int) -> Changes:
-    """Return the change to slabs of so many rows."""
-    return {f"{TRAINING}.slab_rows": rows}
-
-
-def levels(count: int | str) -> Changes:
-    """Return checkpointing of the highest-resolution levels only."""
-    return {**CHECKPOINTED, f"{TRAINING}.checkpoint_levels": count}
-
-
-def perceptual(**changes: Any) -> Changes:
-    """Return changes to the perceptual loss."""
-    return {f"{TRAINING}.perceptual.{name}": value for name, value in changes.items()}
-
-
-def channels(*count: int) -> Changes:
-    """Return the channels of the autoencoder's levels."""
-    return {"autoencoder.num_channels": count}
-
-
-IN_SLABS = SPARING | slabs(8)
 LADDERS: dict[str, Points] = {
     "ladder": {
         "stock MONAI with SDPA, fp32": {},
         "+ mixed precision (bf16)": AMP,
         "+ lean blocks": LEAN,
-        "+ checkpointing, highest level": levels(1),
-        "+ checkpointing, all levels": levels("all"),
+        "+ checkpointing, highest level": CHECKPOINTED | training(checkpoint_levels=1),
+        "+ checkpointing, all levels": CHECKPOINTED | training(checkpoint_levels="all"),
         "+ nested checkpointing": NESTED,
-        "+ slabs of 32 rows": slabs(32),
-        "+ slabs of 16 rows": slabs(16),
-        "+ slabs of 8 rows": slabs(8),
+        "+ slabs of 32 rows": training(slab_rows=32),
+        "+ slabs of 16 rows": training(slab_rows=16),
+        "+ slabs of 8 rows": training(slab_rows=8),
         "+ offload instead of nesting": OFFLOAD,
         "+ perceptual loss one slice at a time": perceptual(chunk_size=1),
         "+ no perceptual loss": NO_PERCEPTUAL,
@@ -105,9 +89,9 @@ LADDERS: dict[str, Points] = {
         "+ channels [16, 32, 64]": channels(16, 32, 64),
     },
     "rules of thumb": {
-        "stock MONAI with SDPA, fp32, batch 2": batch(2, 1),
+        "stock MONAI with SDPA, fp32, batch 2": training(batch_size=2, gradient_accumulation_steps=1),
         "+ mixed precision (bf16)": AMP,
-        "+ batch 1, accumulated twice": batch(1, 2),
+        "+ batch 1, accumulated twice": training(batch_size=1, gradient_accumulation_steps=2),
         "+ no perceptual loss": NO_PERCEPTUAL,
         "+ channels [16, 32, 64]": channels(16, 32, 64),
         "+ MONAI's own checkpointing": CHECKPOINTED,
@@ -127,25 +111,25 @@ TECHNIQUES: dict[str, Points] = {
     },
     "lean blocks": {"stock blocks with SDPA": AMP, "lean blocks": USUAL},
     "batch size": {
-        "batch 4": USUAL | batch(4, 1),
-        "batch 2, accumulated 2": USUAL | batch(2, 2),
-        "batch 1, accumulated 4": USUAL | batch(1, 4),
+        "batch 4": USUAL | training(batch_size=4, gradient_accumulation_steps=1),
+        "batch 2, accumulated 2": USUAL | training(batch_size=2, gradient_accumulation_steps=2),
+        "batch 1, accumulated 4": USUAL | training(batch_size=1, gradient_accumulation_steps=4),
     },
     "checkpointing": {
         "lean, none": USUAL,
         "MONAI's own, stock blocks": AMP | CHECKPOINTED,
-        "lean, highest level": USUAL | levels(1),
-        "lean, two highest levels": USUAL | levels(2),
+        "lean, highest level": USUAL | CHECKPOINTED | training(checkpoint_levels=1),
+        "lean, two highest levels": USUAL | CHECKPOINTED | training(checkpoint_levels=2),
         "lean, all levels": SPARING,
         "lean, all levels, nested": SPARING | NESTED,
     },
     "slabs": {
         "checkpointing, nested": SPARING | NESTED,
-        "slabs of 32 rows": SPARING | slabs(32),
-        "slabs of 16 rows": SPARING | slabs(16),
+        "slabs of 32 rows": SPARING | training(slab_rows=32),
+        "slabs of 16 rows": SPARING | training(slab_rows=16),
         "slabs of 8 rows": IN_SLABS,
         "slabs of 8 rows, offload": IN_SLABS | OFFLOAD,
-        "slabs of 8 rows, no checkpointing": USUAL | slabs(8),
+        "slabs of 8 rows, no checkpointing": USUAL | training(slab_rows=8),
     },
     "offload": {
         "checkpointing": SPARING,
@@ -194,7 +178,7 @@ TECHNIQUES: dict[str, Points] = {
         "one volume at a time, stock decoder": AMP | PIXEL,
         "4 volumes at once": USUAL | PIXEL | {"ldm.training.pixel_loss.chunk_size": 4},
         "one volume at a time": USUAL | PIXEL,
-        "+ only the two highest levels": USUAL | PIXEL | levels(2),
+        "+ only the two highest levels": USUAL | PIXEL | CHECKPOINTED | training(checkpoint_levels=2),
         "+ slabs of 8 rows": IN_SLABS | PIXEL,
     },
 }
@@ -208,66 +192,43 @@ COMBINATIONS = {
     "ultra_light": ("ultra light", "6 to 9 GB"),
     "maisi": ("MAISI's networks", "none"),
 }
-PLAIN: Changes = {f"{TRAINING}.use_gradient_checkpointing": False, **perceptual(chunk_size=8)}
+PLAIN = training(use_gradient_checkpointing=False) | perceptual(chunk_size=8)
 """What turns `quality` into combination C as the rules of thumb have it."""
 
 
 def guide_tables(ask: Predictions) -> dict[str, str]:
     """Return the tables of the guide by the names of their markers."""
     base = base_settings()
-    asked: dict[str, dict[str, Future[Figures]]] = {}
+    asked: dict[str, dict[str, Future[Prediction]]] = {}
     for name, points in LADDERS.items():
         changes: Changes = {}
-        asked[name] = {}
-        for row, change in points.items():
-            changes = changes | change
-            asked[name][row] = ask(base.with_overrides(changes))
+        asked[name] = {row: ask(base.with_overrides(changes := changes | change)) for row, change in points.items()}
     for name, points in TECHNIQUES.items():
         stage: Stage = "ldm" if name in OF_STAGE_2 else "autoencoder"
         asked[name] = {row: ask(base.with_overrides(change), stage) for row, change in points.items()}
     combinations = _combinations(ask)
-    found = {name: {row: answer.result() for row, answer in rows.items()} for name, rows in asked.items()}
-    tables = {name: _ladder_table(rows) if name in LADDERS else _table(rows) for name, rows in found.items()}
-    return {**tables, "combinations": combinations}
+    return {"combinations": combinations, **{name: _table(rows, name in LADDERS) for name, rows in asked.items()}}
 
 
-def markdown(columns: list[str], rows: list[list[str]]) -> str:
-    """Return a table; columns whose names end in a colon hold numbers."""
-    head = [f"| {' | '.join(column.removesuffix(':') for column in columns)} |"]
-    head += ["|" + "".join("---:|" if column.endswith(":") else "---|" for column in columns)]
-    return "".join(f"{line}\n" for line in [*head, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def _ladder_table(rows: dict[str, Figures]) -> str:
+def _table(rows: dict[str, Future[Prediction]], is_ladder: bool) -> str:
+    """Return a table of peaks, each beside the row above on a ladder and beside the first row elsewhere."""
     lines = []
-    base = above = next(iter(rows.values()))
-    for name, found in rows.items():
-        change = "" if found is base else f"{found.allocated / above.allocated - 1:+.0%}"
-        reserved = f"{gib(found.reserved_default, 2)} / {gib(found.reserved_expandable, 2)}"
-        sizes = [gib(found.allocated, 2), change, reserved, gib(found.host, 2)]
-        lines.append([name, *sizes, f"{found.flops / base.flops:.2f}x", found.phase])
-        above = found
-    columns = [
-        "knob",
-        "peak GiB:",
-        "change:",
-        "reserved GiB, default / expandable:",
-        "host GiB:",
-        "compute:",
-        "peak in",
-    ]
-    return markdown(columns, lines)
-
-
-def _table(rows: dict[str, Figures]) -> str:
-    lines = []
-    base = next(iter(rows.values()))
-    for name, found in rows.items():
-        change = "" if found is base else f"{found.allocated / base.allocated - 1:+.0%}"
-        lines.append(
-            [name, gib(found.allocated, 2), change, gib(found.host, 2), f"{found.flops / base.flops:.2f}x"],
-        )
-    return markdown(["config", "peak GiB:", "against the first row:", "host GiB:", "compute:"], lines)
+    base = above = next(iter(rows.values())).result()
+    for name, answer in rows.items():
+        found = answer.result()
+        peak = found.peak_allocated_bytes
+        change = "" if found is base else f"{peak / above.peak_allocated_bytes - 1:+.0%}"
+        compute = f"{found.flops['total'] / base.flops['total']:.2f}x"
+        reserved = (found.peak_reserved_default_bytes, found.peak_reserved_expandable_bytes)
+        both = [" / ".join(gib(nbytes, 2) for nbytes in reserved)] if is_ladder else []
+        phase = [found.phase] if is_ladder else []
+        lines.append([name, gib(peak, 2), change, *both, gib(found.host_bytes, 2), compute, *phase])
+        above = found if is_ladder else base
+    if is_ladder:
+        first, last = ["knob", "peak GiB:", "change:", "reserved GiB, default / expandable:"], ["peak in"]
+    else:
+        first, last = ["config", "peak GiB:", "against the first row:"], []
+    return markdown([*first, "host GiB:", "compute:", *last], lines)
 
 
 def _combinations(ask: Predictions) -> str:
@@ -284,8 +245,7 @@ def _combinations(ask: Predictions) -> str:
     lines = []
     for name, title, rule, where, first, second in asked:
         one, two = first.result(), second.result()
-        sizes = [gib(one.allocated, 2), gib(one.required, 2), gib(two.required, 2)]
-        lines.append([name, title, rule, where, *sizes, f"{one.hours:.1f} + {two.hours:.1f}"])
-    sizes = ["peak GiB, stage 1:", "needed GiB, stage 1:", "needed GiB, stage 2:"]
-    columns = ["config", "combination", "rule of thumb", "grid or patch", *sizes, "hours, stage 1 + stage 2:"]
-    return markdown(columns, lines)
+        sizes = [gib(nbytes, 2) for nbytes in (one.peak_allocated_bytes, one.required_bytes, two.required_bytes)]
+        lines.append([name, title, rule, where, *sizes, f"{hours(one)} + {hours(two)}"])
+    columns = ["config", "combination", "rule of thumb", "grid or patch", "peak GiB, stage 1:", "needed GiB, stage 1:"]
+    return markdown([*columns, "needed GiB, stage 2:", "hours, stage 1 + stage 2:"], lines)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from memory.ladder.acting_values import acting_values
-from memory.ladder.rungs import build_rungs
+from memory.ladder.rungs import acting_values, build_rungs
 from memory.predict.prediction import Stage
 from settings import load_settings
 from tests.memory.ladder.test_walk import TRAINING, heavy

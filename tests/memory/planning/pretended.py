@@ -12,8 +12,7 @@ import numpy as np
 from data.discovery import DiscoveredVolume
 from memory.kernels.gpus import check_gpu
 from memory.planning.fingerprint import CT, Fingerprint, Spread
-from memory.planning.plan import Plan, make_plan
-from memory.planning.planner import Planner
+from memory.planning.planner import Plan, Planner
 from memory.planning.search import PredictionCache
 from memory.predict.prediction import GIB, MARGINS, VALIDATED_VOLUME, Prediction, Stage, tier_of
 from settings import Settings
@@ -121,4 +120,4 @@ def planned(
     """Return the plan for a fingerprint; `given` are overrides with __ for the dots."""
     predictions = PredictionCache(predictor or PretendedPredictor(), round(budget_gb * GIB), check_gpu("RTX 4090"))
     overrides = {key.replace("__", "."): value for key, value in given.items()}
-    return make_plan(Planner(fingerprint, overrides, predictions, "pretended"), hours)
+    return Planner(fingerprint, overrides, predictions, "pretended").plan(hours)

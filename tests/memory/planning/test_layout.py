@@ -111,21 +111,16 @@ def test_tight_crops_are_not_padded():
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_with_the_networks_of_a_plan_its_grid_is_suggested(name):
+def test_with_the_networks_of_a_plan_its_grid_is_suggested_and_with_others_one_that_both_stages_accept(name):
     plan = planned(SETS[name], 1000)
-    settings = plan.settings
-    values = suggested_values(plan.fingerprint, settings)
+    values = suggested_values(plan.fingerprint, plan.settings)
     assert values is not None
     # Without its spacing a volume that is cropped would lose another part.
-    assert ("data.spacing" in values) == (settings.data.resize == "crop_or_pad")
+    assert ("data.spacing" in values) == (plan.settings.data.resize == "crop_or_pad")
     for key, value in values.items():
-        assert look_up(settings, key) == (tuple(value) if isinstance(value, list) else value), key
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_a_suggested_grid_is_accepted_by_both_stages(name):
-    settings = Settings()
-    assert stage_problems(settings, (37, 36, 36))
-    values = suggested_values(planned(SETS[name], 1000).fingerprint, settings)
+        assert look_up(plan.settings, key) == (tuple(value) if isinstance(value, list) else value), key
+    others = Settings()
+    assert stage_problems(others, (37, 36, 36))
+    values = suggested_values(plan.fingerprint, others)
     assert values is not None
-    assert stage_problems(settings.with_overrides(values), values["data.voxel_size"]) == []
+    assert stage_problems(others.with_overrides(values), values["data.voxel_size"]) == []

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from memory.kernels.gpus import check_gpu
-from memory.planning.search import Assessment, last_that_fits
-from memory.predict.prediction import VALIDATED_VOLUME
+from memory.planning.search import PredictionCache, last_that_fits
 from settings import Settings
 from tests.memory.planning.pretended import PretendedPredictor
 
@@ -40,12 +37,12 @@ def test_few_items_are_asked_for():
     assert max(searched(needs, limit, 6)[1] for limit in range(1, 70)) <= 4
 
 
-def test_hours_are_those_of_the_drafts_own_steps_and_of_the_volumes_it_holds_out():
-    """A prediction is shared by candidates, so its own numbers of steps and validations may be another candidate's."""
+def test_hours_are_those_of_a_candidates_own_steps_and_of_the_volumes_it_holds_out():
+    """Candidates share a prediction, so its own numbers of steps and validations may be another candidate's."""
     values = {"data": {"val_fraction": 0.1}, "autoencoder": {"training": {"max_steps": 1000, "validate_every": 300}}}
     settings, gpu = Settings.model_validate(values), check_gpu("RTX 4090")
-    shared = PretendedPredictor().submit(settings, "autoencoder").result()
-    shared = replace(shared, max_steps=7, num_validations=7, beside={VALIDATED_VOLUME: shared.work})
-    update = shared.seconds_per_step(gpu)
-    assessment = Assessment(settings, shared, 1, gpu, num_volumes=(45, 5))
+    cache = PredictionCache(PretendedPredictor(), 1, gpu)
+    cache.start(settings.with_overrides({"autoencoder.training.max_steps": 7}), "autoencoder")
+    assessment = cache.assess(settings, "autoencoder", num_volumes=(45, 5))
+    update = assessment.prediction.seconds_per_step(gpu)
     assert assessment.hours * 3600 == pytest.approx(1000 * update + 4 * 5 * update)

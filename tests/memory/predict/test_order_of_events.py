@@ -80,6 +80,6 @@ def test_a_weights_gradient_copies_before_its_result_and_an_inputs_after_it():
 
 def test_a_kernel_frees_what_it_names_before_its_end():
     with MemoryTracker() as tracker:
-        tracker._pass_through((8, 4, ~0, 2), "attention", False, "library workspaces")
+        tracker._pass_through(8, 4, ~0, 2)
     assert tracker.trace == [0, 1, ~0, 2, ~1, ~2]
     assert (tracker.peak["device"], tracker.live["device"]) == (12, 0)

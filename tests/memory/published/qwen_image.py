@@ -16,15 +16,12 @@ from torch.nn import functional as F
 CHANNELS, LATENT_CHANNELS, MULTIPLIERS = 96, 16, (1, 2, 4, 4)
 
 
-class Cache:
-    """Keeps a copy of the features in front of each convolution until the image is done."""
+Cache = list[Tensor]
+"""Copies of the features in front of each convolution, kept until the image is done."""
 
-    def __init__(self) -> None:
-        self.kept: list[Tensor] = []
 
-    def keep(self, x: Tensor) -> None:
-        """Copy `x` and keep the copy."""
-        self.kept.append(x[:, :, -2:].clone())
+def keep(x: Tensor, cache: Cache) -> None:
+    cache.append(x[:, :, -2:].clone())
 
 
 class CausalConvolution(nn.Conv3d):
@@ -35,7 +32,6 @@ class CausalConvolution(nn.Conv3d):
         self._around = size // 2
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pad in front of the first frame and around the image; convolve."""
         around = self._around
         return super().forward(F.pad(x, (around, around, around, around, 2 * around, 0)))
 
@@ -49,7 +45,6 @@ class RmsNorm(nn.Module):
         self.scale = nn.Parameter(torch.ones(channels, *(1,) * num_axes))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
         return F.normalize(x, dim=1) * self.factor * self.scale + 0.0
 
 
@@ -63,12 +58,11 @@ class ResidualBlock(nn.Module):
         self.shortcut = CausalConvolution(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        """Return the block's output."""
         shortcut = self.shortcut(x)
         for norm, convolution in ((self.norm1, self.conv1), (self.norm2, self.conv2)):
             x = norm(x)
             x = F.silu(x)
-            cache.keep(x)
+            keep(x, cache)
             x = convolution(x)
         return x + shortcut
 
@@ -81,8 +75,7 @@ class Attention(nn.Module):
         self.norm = RmsNorm(channels, 2)
         self.to_qkv, self.proj = nn.Conv2d(channels, 3 * channels, 1), nn.Conv2d(channels, channels, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the image plus what attention adds to it."""
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
         batch, channels, _, height, width = x.shape
         image = self.norm(x.permute(0, 2, 1, 3, 4).reshape(batch, channels, height, width))
         qkv = self.to_qkv(image).reshape(batch, 1, 3 * channels, -1).permute(0, 1, 3, 2).contiguous()
@@ -102,7 +95,6 @@ class Resample(nn.Module):
         self.conv = nn.Conv2d(channels, channels // 2, 3, padding=1) if is_up else nn.Conv2d(channels, channels, 3, 2)
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        """Return the image at its new size."""
         batch, channels, frames, height, width = x.shape
         image = x.permute(0, 2, 1, 3, 4).reshape(batch * frames, channels, height, width)
         if self.is_up:
@@ -112,34 +104,18 @@ class Resample(nn.Module):
         image = self.conv(image)
         video = image.view(batch, frames, *image.shape[1:]).permute(0, 2, 1, 3, 4)
         if self.has_time and not self.is_up:
-            cache.keep(video)
+            keep(video, cache)
         return video
 
 
-class Middle(nn.Module):
-    """Two residual blocks with attention between them."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.before, self.after = ResidualBlock(channels, channels), ResidualBlock(channels, channels)
-        self.attention = Attention(channels)
-
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        """Return the features."""
-        x = self.before(x, cache)
-        x = self.attention(x)
-        return self.after(x, cache)
-
-
 class Level(nn.Module):
-    """The blocks of one level of the decoder; its input stays alive until the level is done."""
+    """Some blocks, such as those of one level of the decoder; their input stays alive until they are done."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        """Run all blocks."""
         for block in self.blocks:
             x = block(x, cache)
         return x
@@ -154,15 +130,19 @@ class Half(nn.Module):
         self.blocks, self.norm = nn.ModuleList(blocks), RmsNorm(last, 3)
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        """Run all blocks."""
-        cache.keep(x)
+        keep(x, cache)
         x = self.conv_in(x)
         for block in self.blocks:
             x = block(x, cache)
         x = self.norm(x)
         x = F.silu(x)
-        cache.keep(x)
+        keep(x, cache)
         return self.conv_out(x)
+
+
+def middle(channels: int) -> Level:
+    """Return two residual blocks with attention between them."""
+    return Level([ResidualBlock(channels, channels), Attention(channels), ResidualBlock(channels, channels)])
 
 
 class QwenImageVae(nn.Module):
@@ -175,11 +155,11 @@ class QwenImageVae(nn.Module):
         for level, (inputs, outputs) in enumerate(pairwise(widths)):
             down += [ResidualBlock(inputs, outputs), ResidualBlock(outputs, outputs)]
             down += [Resample(outputs, is_up=False, has_time=level > 0)] if level < len(MULTIPLIERS) - 1 else []
-        self.encoder = Half(3, widths[0], [*down, Middle(widths[-1])], widths[-1], 2 * LATENT_CHANNELS)
+        self.encoder = Half(3, widths[0], [*down, middle(widths[-1])], widths[-1], 2 * LATENT_CHANNELS)
         self.quant = CausalConvolution(2 * LATENT_CHANNELS, 2 * LATENT_CHANNELS, 1)
         self.post_quant = CausalConvolution(LATENT_CHANNELS, LATENT_CHANNELS, 1)
         widths = [CHANNELS * factor for factor in (MULTIPLIERS[-1], *reversed(MULTIPLIERS))]
-        up: list[nn.Module] = [Middle(widths[0])]
+        up: list[nn.Module] = [middle(widths[0])]
         for level, (inputs, outputs) in enumerate(pairwise(widths)):
             first = inputs // 2 if level else inputs
             blocks: list[nn.Module] = [ResidualBlock(first, outputs)]
@@ -189,13 +169,9 @@ class QwenImageVae(nn.Module):
         self.decoder = Half(LATENT_CHANNELS, widths[0], up, widths[-1], 3)
 
     def decode(self, latent: Tensor) -> Tensor:
-        """Return the image of a latent, both with one frame."""
-        cache = Cache()
         latent = self.post_quant(latent)
-        return self.decoder(latent, cache).clamp(-1.0, 1.0)
+        return self.decoder(latent, []).clamp(-1.0, 1.0)
 
     def encode(self, image: Tensor) -> Tensor:
-        """Return mean and logarithm of the variance of a latent."""
-        cache = Cache()
-        encoded = self.encoder(image, cache)
+        encoded = self.encoder(image, [])
         return self.quant(encoded)

@@ -11,12 +11,8 @@ from memory.predict.prediction import GIB, fullest_step
 from memory.watch import calibration
 from memory.watch.memory_watch import MemoryWatch
 from runtime.processes import Process
-from settings import load_settings
-from tests.conftest import ROOT
+from settings import Settings
 from tests.memory.ladder.test_walk import BLANK
-
-HIGH_RES = load_settings(ROOT / "configs" / "high_res.yaml")
-TRAINING = "autoencoder.training"
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +63,10 @@ def test_what_a_gpu_measured_says_nothing_about_a_cpu():
 
 def test_steps_measured_here_say_nothing_about_another_card(monkeypatch):
     calibration.record(made(), 5 * GIB)
+    with monkeypatch.context() as hidden:  # a machine whose GPUs are hidden has no name for them
+        hidden.setattr("torch.cuda.is_available", lambda: True)
+        hidden.setattr("torch.cuda.device_count", lambda: 0)
+        assert calibration.corrected(made()).correction == pytest.approx(1.25)
     monkeypatch.setattr(calibration, "_key", lambda prediction: next(iter(calibration._read())))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA GeForce RTX 4090")
@@ -75,13 +75,10 @@ def test_steps_measured_here_say_nothing_about_another_card(monkeypatch):
         assert calibration.corrected(made(), name).correction == pytest.approx(1.25)
 
 
-def test_no_measurement_takes_a_prediction_below_its_tensors():
-    prediction = made(peak_allocated_bytes=4 * GIB, peak_reserved_bytes=5 * GIB)
-    calibration.record(prediction, 3 * GIB)
-    assert calibration.corrected(prediction).required_bytes == 4 * GIB + prediction.context_bytes
-
-
-def test_the_phase_that_is_named_is_the_one_whose_corrected_peak_is_needed():
+def test_no_measurement_takes_a_prediction_below_its_tensors_and_the_phase_that_needs_the_most_is_named():
+    lower = made(peak_reserved_bytes=5 * GIB, config="lower")
+    calibration.record(lower, 3 * GIB)
+    assert calibration.corrected(lower).required_bytes == 4 * GIB + lower.context_bytes
     prediction = made(run_peaks={"validation": {"allocated_bytes": 4 * GIB, "reserved_bytes": 5 * GIB}})
     assert prediction.needing_phase == "validation"
     calibration.record(prediction, 6 * GIB)
@@ -105,7 +102,7 @@ def test_what_is_implausible_cannot_be_saved_or_is_damaged_corrects_nothing(tmp_
     # Another program's memory on the same GPU is no measurement of ours.
     assert calibration.record(prediction, 40 * GIB) is None
     calibration.record(prediction, 5 * GIB)
-    for damage in ("{damaged", "[]", '{"cpu": 3}', '{"cpu": [{"ratio": "much"}]}'):
+    for damage in ("{damaged", "[]", '{"cpu": 3}', '{"cpu": {"this": {"memory": "much"}}}'):
         calibration.calibration_file().write_text(damage)
         assert calibration.corrected(prediction) == prediction
     # A folder that cannot be written costs the correction, not the run.
@@ -116,19 +113,10 @@ def test_what_is_implausible_cannot_be_saved_or_is_damaged_corrects_nothing(tmp_
     assert "cannot be saved for later predictions" in warning
 
 
-SMALL = {
-    "data.voxel_size": (16, 16, 16),
-    "autoencoder.num_channels": (8, 16),
-    "autoencoder.attention_levels": (False, True),
-    "autoencoder.num_res_blocks": 1,
-    "device.type": "cpu",
-    "device.mixed_precision": False,
-}
-
-
-def test_only_the_second_full_step_is_recorded(tmp_path, monkeypatch):
+def test_only_the_second_full_step_is_recorded(tiny_values, tmp_path, monkeypatch):
     """The first has no optimizer states before it ends; steps before the adversarial term lack that term."""
-    settings = HIGH_RES.with_overrides({**SMALL, f"{TRAINING}.adversarial_start_step": 3})
+    tiny_values["autoencoder"]["training"]["adversarial_start_step"] = 3
+    settings = Settings.model_validate(tiny_values)
     assert fullest_step(settings, "autoencoder") == 3
     recorded: list[int] = []
     step = 0
@@ -140,9 +128,3 @@ def test_only_the_second_full_step_is_recorded(tmp_path, monkeypatch):
             with watch.guard(tmp_path, step):
                 pass
     assert recorded == [4]
-
-
-def test_hidden_gpus_do_not_keep_a_prediction_from_being_corrected(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert calibration.corrected(made()) == made()
