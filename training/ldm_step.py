@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data import Batch
-from diffusion.conditioning import NOTHING, ConditionBatch, empty_condition, kinds_of, some_hidden
+from diffusion.conditioning import NOTHING, ConditionBatch, empty_condition, error_weights, kinds_of, some_hidden
 from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict
@@ -132,7 +132,12 @@ class LatentDiffusionStep(TrainingStep):
         with phase("forward"), self.precision.autocast():
             multiple = self.settings.ldm.unet.downsampling
             prediction = predict(self._parallel_unet, noisy, times, condition, multiple).float()
-            terms = {"diffusion": F.mse_loss(prediction, target)}
+            weights = error_weights(condition, self.settings.ldm.conditioning)
+            terms = {
+                "diffusion": F.mse_loss(prediction, target)
+                if weights is None
+                else (weights * (prediction - target).square()).mean()
+            }
         outputs = [self.precision.scaler.scale(share * terms["diffusion"])]
         gradients: list[Tensor | None] = [None]
         norm = None

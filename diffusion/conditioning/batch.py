@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from diffusion.conditioning.kinds import KINDS, kinds_of
+from diffusion.conditioning.volume import ConditionVolume
 from settings import Settings
 from settings.conditioning import ConditioningSettings
 
 # Share of the samples in which all conditions are hidden by one draw. Were all draws independent, the network would
 # hardly ever see none of several conditions, which is what guidance compares with.
 TOGETHER = 0.5
+
+# What errors in all that is known count in training, beside 1 for the hole. The decoder sees both sides of the border.
+OF_KNOWN = 0.5
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,25 @@ def some_hidden(condition: ConditionBatch, s: ConditioningSettings, draw: Callab
 
     changed = {kind.name: kind.some_hidden(condition.parts[kind.name], is_hidden) for kind in kinds}
     return ConditionBatch({**condition.parts, **changed})
+
+
+def error_weights(condition: ConditionBatch, s: ConditioningSettings, of_known: float = OF_KNOWN) -> Tensor | None:
+    """Return the weights (B, 1, D, H, W) of errors in the latents, with mean 1 for each sample; None: all are 1.
+
+    Of a volume with a hole most is known and only has to be copied. So errors count by the share that is unknown, and
+    all that is known counts `of_known` times as much as the hole, however large it is. Of a sample whose condition is
+    hidden nothing is known.
+    """
+    if not s.volume.has_hole:
+        return None
+    unknown = 1 - condition.parts[ConditionVolume.name][:, -1:]
+    weights = unknown / _positive_mean(unknown) + of_known
+    return weights / _positive_mean(weights)
+
+
+def _positive_mean(weights: Tensor) -> Tensor:
+    """Return the mean of each sample's weights, or a tiny number if they are all 0, as those of an empty mask are."""
+    return weights.mean(dim=(1, 2, 3, 4), keepdim=True).clamp_min(torch.finfo().tiny)
 
 
 def empty_condition(settings: Settings, batch_size: int) -> ConditionBatch:

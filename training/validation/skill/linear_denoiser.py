@@ -104,20 +104,54 @@ class LinearDenoiser:
         return list(itertools.product(SHRINKAGES, CONDITION_VARIANCES if self.has_features else [math.inf]))
 
     def errors(
-        self, clean: Tensor, noise: Tensor, signal: float, level: float, features: Sequence[Tensor] = ()
+        self,
+        clean: Tensor,
+        noise: Tensor,
+        signal: float,
+        level: float,
+        features: Sequence[Tensor] = (),
+        weights: Tensor | None = None,
     ) -> Tensor:
-        """Return the sum over the batch of each latent's mean squared error, for `choices` and `MEAN_SHARES`."""
+        """Return the sum over the batch of each latent's mean squared error, for `choices` and `MEAN_SHARES`.
+
+        With `weights` (B, 1, ...) of the errors, a latent is known where they are 0, and `SHRINKAGES` given that part
+        follow.
+        """
         noisy = signal * clean + level * noise
-        flat = noisy.flatten(1)
+        flat, target = noisy.flatten(1), clean.flatten(1)
         estimates = [*self.denoise(flat, signal, level, self.choices, features)]
         estimates += [self.stationary.denoise(noisy, signal, level, share).flatten(1) for share in MEAN_SHARES]
-        target = clean.flatten(1)
-        return torch.stack([(estimate - target).square().mean(dim=1).sum().double() for estimate in estimates])
+        if weights is None:
+            return torch.stack([(estimate - target).square().mean(dim=1).sum().double() for estimate in estimates])
+        of_values = weights.expand_as(clean).flatten(1)
+        estimates += [*self.fill(target, flat, signal, level, of_values == 0)]
+        squares = ((estimate - target).square() * of_values for estimate in estimates)
+        return torch.stack([square.mean(dim=1).sum().double() for square in squares])
 
-    @property
-    def num_errors(self) -> int:
+    def fill(self, clean: Tensor, noisy: Tensor, signal: float, level: float, known: Tensor) -> Tensor:
+        """Return the expected clean latents (shrinkages, B, D) of noisy ones (B, D), whose `known` values are given."""
+        results = clean.repeat(len(SHRINKAGES), 1, 1)
+        prior = (len(self.gram) - 1) * torch.eye(len(self.gram), dtype=torch.float64)
+        for row, is_known in enumerate(known):
+            examples = self.centred[:, ~is_known]
+            gram = (examples @ examples.T).double()
+            observed = (noisy[row] - signal * self.mean)[~is_known]
+            along = (examples @ observed).double()
+            along_known = (self.centred[:, is_known] @ (clean[row] - self.mean)[is_known]).double()
+            for place, shrinkage in enumerate(SHRINKAGES):
+                rest, kept = shrinkage * self.variance, math.sqrt(1 - shrinkage)
+                variance = signal**2 * rest + level**2
+                precision = prior + kept**2 * ((self.gram - gram) / rest + signal**2 / variance * gram)
+                right = kept * (along_known / rest + signal / variance * along)
+                found = torch.cholesky_solve(right[:, None], torch.linalg.cholesky(precision))[:, 0]
+                expected = kept * found.to(noisy.dtype) @ examples
+                filled = expected + signal * rest / variance * (observed - signal * expected)
+                results[place, row, ~is_known] = self.mean[~is_known] + filled
+        return results
+
+    def num_errors(self, has_holes: bool) -> int:
         """Return how many errors `errors` returns."""
-        return len(self.choices) + len(MEAN_SHARES)
+        return len(self.choices) + len(MEAN_SHARES) + has_holes * len(SHRINKAGES)
 
     def denoise(
         self,
