@@ -117,6 +117,19 @@ class Latents:
         file = (*self.volumes.train, *self.volumes.val)[index]
         return encode(load_file(file, self.settings).image)
 
+    def voxel_effects(self, codec: VolumeCodec) -> Tensor:
+        """Return how much an error in each channel of a normalised latent changes voxels, (C, 1, 1, 1), with mean 1.
+
+        It is the mean squared change when noise is added to that channel of the mean latent.
+        """
+        mean = self.normalisation.undo(self.mean_map)
+        noise = torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(0))
+        deviations = torch.diag(1 / self.normalisation.scale.flatten())
+        decoded = codec.decode(mean)
+        changes = [codec.decode(mean + one.view(-1, 1, 1, 1) * noise) - decoded for one in deviations]
+        effects = torch.stack([change.square().mean() for change in changes])
+        return (effects / effects.mean()).view(-1, 1, 1, 1)
+
     @property
     def metadata(self) -> dict[str, Any]:
         """Return what is stored with the trained weights because sampling needs it."""

@@ -82,18 +82,25 @@ def some_hidden(condition: ConditionBatch, s: ConditioningSettings, draw: Callab
     return ConditionBatch({**condition.parts, **changed})
 
 
-def error_weights(condition: ConditionBatch, s: ConditioningSettings, of_known: float = OF_KNOWN) -> Tensor | None:
-    """Return the weights (B, 1, D, H, W) of errors in the latents, with mean 1 for each sample; None: all are 1.
+def error_weights(
+    condition: ConditionBatch,
+    s: ConditioningSettings,
+    channel_weights: Tensor | None = None,
+    of_known: float = OF_KNOWN,
+) -> Tensor | None:
+    """Return the weights (B, 1 or C, D, H, W) of errors in latents, with mean 1 for each sample; None: all are 1.
 
     Of a volume with a hole most is known and only has to be copied. So errors count by the share that is unknown, and
     all that is known counts `of_known` times as much as the hole, however large it is. Of a sample whose condition is
-    hidden nothing is known.
+    hidden nothing is known. What surrounds a hole says little of most channels, and those that it tells most of may be
+    few, so errors count by what they change in voxels too: `channel_weights` (C, 1, 1, 1) are `Latents.voxel_effects`.
     """
     if not s.volume.has_hole:
         return None
     unknown = 1 - condition.parts[ConditionVolume.name][:, -1:]
     weights = unknown / _positive_mean(unknown) + of_known
-    return weights / _positive_mean(weights)
+    weights = weights / _positive_mean(weights)
+    return weights if channel_weights is None else weights * channel_weights.to(weights.device)
 
 
 def _positive_mean(weights: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from data.poses import Pose
 from data.reading import VolumeFacts, measure, unusable
 from diffusion.conditioning.cache import cached
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared
-from diffusion.conditioning.known_voxels import KnownVoxels, block_means
+from diffusion.conditioning.known_voxels import KnownVoxels, block_means, filled
 from diffusion.conditioning.label_map import label_reading, mask_on_grid, reading_of
 from diffusion.conditioning.space import Space
 from diffusion.normalisation import Normalisation, Statistics
@@ -155,6 +155,8 @@ class ConditionVolume(ConditionKind):
         if mask is not None:
             on_grid, in_file = read_mask(mask, path, data)
         image, space = read_condition(path, data, s, in_file)
+        if on_grid is not None:
+            space = replace(space, on_grid=(KnownVoxels(on_grid), to_unit(image)))
         codec = None if s.encoding == "resample" else codec
         channels = on_latent_grid(image, on_grid, codec, asked.settings.latent_shape[1:])
         return normalised(channels, asked.learned[self.name]), space
@@ -206,25 +208,10 @@ def hole_mask(grid: Sequence[int], size: Sequence[int], seed: int, digest: str, 
     return mask
 
 
-def filled(image: Tensor, unknown: Tensor) -> Tensor:
-    """Return a volume (C, D, H, W) whose known voxels go on smoothly where it is `unknown`, bool (D, H, W).
-
-    There it has means of known voxels, interpolated from the finest grid that has any: a sharp border would change what
-    the autoencoder says of the voxels around the hole. If nothing is known, everything is 0.
-    """
-    if not unknown.any() or unknown.all():
-        return image.masked_fill(unknown, 0.0)
-    size = [(n + 1) // 2 for n in unknown.shape]
-    share = F.adaptive_avg_pool3d((~unknown)[None].float(), size)
-    means = F.adaptive_avg_pool3d(image.masked_fill(unknown, 0.0), size) / share.clamp_min(torch.finfo().tiny)
-    coarse = filled(means, share[0] == 0)
-    finer = F.interpolate(coarse[None], size=image.shape[1:], mode="trilinear", align_corners=False)[0]
-    return image.where(~unknown, finer)
-
-
 def on_latent_grid(image: Tensor, unknown: Tensor | None, codec: VolumeCodec | None, grid: Sequence[int]) -> Tensor:
     """Return the channels of a condition volume, encoded or averaged with its hole filled; the last: what is known."""
     factors = [n // m for n, m in zip(image.shape[1:], grid, strict=True)]
+    # A sharp border would change what the autoencoder says of the voxels around the hole.
     image = image if unknown is None else filled(image, unknown)
     channels = block_means(image, factors) if codec is None else codec.encode(image).cpu()
     known = torch.ones(1, *grid) if unknown is None else block_means((~unknown)[None].float(), factors)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from data.formats import write_nifti
-from diffusion.conditioning.volume import filled, hole_mask, lowered, on_latent_grid, read_condition, read_mask
+from diffusion.conditioning.known_voxels import KnownVoxels, filled
+from diffusion.conditioning.volume import hole_mask, lowered, on_latent_grid, read_condition, read_mask
 from settings import DataError
 from settings.conditioning import VolumeSettings
 from tests.data.small_volumes import build_settings, random_voxels, read_volume
@@ -50,6 +51,16 @@ def test_a_hole_has_nothing_of_the_target_and_no_cliff_at_its_border():
     # What is filled in lies between its surroundings; black would be up to 1.2 away from the next voxel.
     assert found.diff(dim=1).abs().max() < 0.35
     assert torch.equal(filled(ramp, torch.ones_like(unknown)), torch.zeros_like(ramp))
+
+
+def test_what_a_sample_lacks_around_a_hole_goes_on_in_it():
+    generator = torch.Generator().manual_seed(0)
+    target, detail = torch.rand(1, 12, 12, 12, generator=generator), torch.rand(1, 12, 12, 12, generator=generator)
+    unknown = hole_mask(target.shape[1:], (5, 5, 5), 0, "a", 0)
+    sample = (target + 0.3 + detail).where(unknown, target + 0.3)
+    found = KnownVoxels(unknown).kept_in(sample, target)
+    assert torch.equal(found[:, ~unknown], target[:, ~unknown])
+    torch.testing.assert_close(found[:, unknown], (target + detail)[:, unknown])
 
 
 @pytest.mark.parametrize("is_encoded", [False, True])

@@ -69,6 +69,10 @@ def test_errors_count_by_what_is_unknown_and_all_that_is_known_counts_half_as_mu
     known, part, hole = weights[0, 0, 0, 0, 0], weights[0, 0, 3, 1, 1], weights[0, 0, 1, 1, 1]
     torch.testing.assert_close(known, torch.tensor(1 / 3))
     torch.testing.assert_close(part - known, 0.75 * (hole - known))
+    by_channel = torch.tensor([0.5, 1.0, 1.5]).view(3, 1, 1, 1)
+    weighted = error_weights(batch.condition, s, by_channel)
+    assert weighted is not None
+    torch.testing.assert_close(weighted, weights * by_channel)
     hidden_weights = error_weights(hidden(batch.condition, s), s)
     assert hidden_weights is not None
     assert torch.equal(hidden_weights, torch.ones_like(weights))

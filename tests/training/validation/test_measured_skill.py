@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,6 +231,16 @@ def test_classes_are_features_and_a_kind_that_is_the_same_for_all_is_ignored():
     assert informed.linear_errors[-1] < 0.9 * plain.linear_errors[-1]
     same = skill_of(settings_of(), values, conditions=conditions_of(scan=torch.full((len(values), 3), 1.1)))
     torch.testing.assert_close(same.linear_errors, plain.linear_errors, rtol=1e-12, atol=0)
+
+
+def test_the_effect_of_a_channel_is_what_its_errors_change_in_voxels():
+    latents = skill_of(settings_of(), examples(settings_of().latent_shape)).latents
+    scale = torch.tensor([0.5, 1.0, 2.0]).view(3, 1, 1, 1)
+    latents = replace(latents, normalisation=Normalisation(scale, torch.ones(3, 1, 1, 1)))
+    weights = torch.tensor([1.0, 3.0, 4.0]).view(3, 1, 1, 1)
+    codec: Any = SimpleNamespace(decode=lambda latent: (weights * latent).sum(dim=0, keepdim=True))
+    expected = (weights / scale).square()
+    torch.testing.assert_close(latents.voxel_effects(codec), expected / expected.mean(), rtol=1e-4, atol=0)
 
 
 def test_in_runs_that_fill_holes_only_the_hole_counts_and_the_opponent_is_given_the_rest():

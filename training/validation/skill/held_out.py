@@ -35,8 +35,12 @@ LARGEST_BATCH = 16
 """Held-out latents are denoised in batches like those of training, whose memory is enough, but of at most so many."""
 
 MOST_EXAMPLES = 1536
+MOST_EXAMPLES_WITH_HOLES = 512
 MOST_VALUES = 2**26
-"""The linear denoiser is fitted to at most this many training latents, and to fewer if they have more values in all."""
+"""The linear denoiser is fitted to at most this many training latents, and to fewer if they have more values in all.
+
+Each hole takes equations of its own, with as many unknowns as there are examples.
+"""
 
 
 def skill_in_words(skill: float, has_holes: bool = False) -> str:
@@ -59,6 +63,7 @@ class HeldOut:
     settings: Settings
     normalisation: Normalisation
     precision: Precision
+    channel_weights: Tensor | None = None
 
     @functools.cached_property
     def noise_process(self) -> NoiseProcess:
@@ -99,8 +104,8 @@ class HeldOut:
         return [part.flatten(1).cpu() for part in inputs.values()]
 
     def weights(self, batch: LatentBatch) -> Tensor | None:
-        """Return how much each error counts: in runs that fill holes, only what is unknown."""
-        return error_weights(batch.condition, self.settings.ldm.conditioning, of_known=0.0)
+        """Return how much each error counts: in runs that fill holes, only what is unknown, by its effect on voxels."""
+        return error_weights(batch.condition, self.settings.ldm.conditioning, self.channel_weights, of_known=0.0)
 
     @torch.no_grad()
     def errors(self, network: nn.Module, batch: LatentBatch) -> Tensor:
@@ -126,7 +131,9 @@ class Skill:
         self, latents: Latents, codec: VolumeCodec, normalisation: Normalisation, settings: Settings, process: Process
     ) -> None:
         self.latents, self.encode, self.process = latents, codec.encode, process
-        self.held_out = HeldOut(settings, normalisation, codec.precision)
+        has_holes = settings.ldm.conditioning.volume.has_hole
+        effects = latents.voxel_effects(codec) if has_holes and latents.volumes.val else None
+        self.held_out = HeldOut(settings, normalisation, codec.precision, effects)
         self.num_held_out = len(latents.volumes.val)
 
     def __call__(self, network: nn.Module) -> dict[str, float]:
@@ -169,7 +176,12 @@ class Skill:
 
     @property
     def _most_examples(self) -> int:
-        return min(MOST_EXAMPLES, max(2, MOST_VALUES // math.prod(self.held_out.settings.latent_shape)))
+        most = MOST_EXAMPLES_WITH_HOLES if self._has_holes else MOST_EXAMPLES
+        return min(most, max(2, MOST_VALUES // math.prod(self.held_out.settings.latent_shape)))
+
+    @property
+    def _has_holes(self) -> bool:
+        return self.held_out.settings.ldm.conditioning.volume.has_hole
 
     def _fitted(self, examples: Sequence[tuple[int, int]]) -> LinearDenoiser | None:
         """Fit a linear denoiser to training latents, each the index of a volume and the number of its copy."""
@@ -189,8 +201,7 @@ class Skill:
         """Return the linear denoisers' error at each level, the best of all that they try."""
         if not self.denoisers:
             return None
-        has_holes = self.held_out.settings.ldm.conditioning.volume.has_hole
-        number = sum(opponent.num_errors(has_holes) for opponent in self.denoisers)
+        number = sum(opponent.num_errors(self._has_holes) for opponent in self.denoisers)
         totals = torch.zeros(len(self.held_out.levels), number, dtype=torch.float64)
         for batch in self._batches():
             clean, features = self.held_out.clean(batch).cpu(), self.held_out.features(batch)

@@ -17,6 +17,9 @@ from torch import Tensor
 SHRINKAGES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9)
 """Shares by which the sample covariance is shrunk towards a multiple of the identity."""
 
+FILL_SHRINKAGES = SHRINKAGES[3:]
+"""Those that are tried for holes."""
+
 CONDITION_VARIANCES = (0.01, 0.1, 1.0, math.inf)
 """Variances of what a condition's features leave unexplained; infinite: they are ignored."""
 
@@ -114,8 +117,7 @@ class LinearDenoiser:
     ) -> Tensor:
         """Return the sum over the batch of each latent's mean squared error, for `choices` and `MEAN_SHARES`.
 
-        With `weights` (B, 1, ...) of the errors, a latent is known where they are 0, and `SHRINKAGES` given that part
-        follow.
+        With `weights` (B, 1, ...) of the errors, a latent is known where they are 0; then the errors of `fill` follow.
         """
         noisy = signal * clean + level * noise
         flat, target = noisy.flatten(1), clean.flatten(1)
@@ -129,8 +131,8 @@ class LinearDenoiser:
         return torch.stack([square.mean(dim=1).sum().double() for square in squares])
 
     def fill(self, clean: Tensor, noisy: Tensor, signal: float, level: float, known: Tensor) -> Tensor:
-        """Return the expected clean latents (shrinkages, B, D) of noisy ones (B, D), whose `known` values are given."""
-        results = clean.repeat(len(SHRINKAGES), 1, 1)
+        """Return the expected clean latents of noisy ones (B, D) whose `known` values are given, (shrinkages, B, D)."""
+        results = clean.repeat(len(FILL_SHRINKAGES), 1, 1)
         prior = (len(self.gram) - 1) * torch.eye(len(self.gram), dtype=torch.float64)
         for row, is_known in enumerate(known):
             examples = self.centred[:, ~is_known]
@@ -138,7 +140,7 @@ class LinearDenoiser:
             observed = (noisy[row] - signal * self.mean)[~is_known]
             along = (examples @ observed).double()
             along_known = (self.centred[:, is_known] @ (clean[row] - self.mean)[is_known]).double()
-            for place, shrinkage in enumerate(SHRINKAGES):
+            for place, shrinkage in enumerate(FILL_SHRINKAGES):
                 rest, kept = shrinkage * self.variance, math.sqrt(1 - shrinkage)
                 variance = signal**2 * rest + level**2
                 precision = prior + kept**2 * ((self.gram - gram) / rest + signal**2 / variance * gram)
@@ -151,7 +153,7 @@ class LinearDenoiser:
 
     def num_errors(self, has_holes: bool) -> int:
         """Return how many errors `errors` returns."""
-        return len(self.choices) + len(MEAN_SHARES) + has_holes * len(SHRINKAGES)
+        return len(self.choices) + len(MEAN_SHARES) + has_holes * len(FILL_SHRINKAGES)
 
     def denoise(
         self,
