@@ -74,9 +74,8 @@ class LatentDiffusionStep(TrainingStep):
         self.noise_process = NoiseProcess(settings.ldm.scheduler, process.device)
         plain = Normalisation.uniform(settings.autoencoder.latent_channels)
         self.normalisation = (plain if latents is None else latents.normalisation).to(process.device)
-        self._channel_weights: Tensor | None = None
-        if latents is not None and settings.ldm.conditioning.volume.has_hole:
-            self._channel_weights = latents.voxel_effects(self.codec).to(process.device)
+        effects = None if latents is None else latents.voxel_effects
+        self._voxel_effects = None if effects is None else effects.to(process.device)
         self._facts = {} if latents is None else latents.metadata
         self._partners = None if latents is None or latents.conditions is None else latents.conditions.digest
         self.pixel_loss: PixelLoss | None = None
@@ -135,12 +134,11 @@ class LatentDiffusionStep(TrainingStep):
         with phase("forward"), self.precision.autocast():
             multiple = self.settings.ldm.unet.downsampling
             prediction = predict(self._parallel_unet, noisy, times, condition, multiple).float()
-            weights = error_weights(condition, self.settings.ldm.conditioning, self._channel_weights)
-            terms = {
-                "diffusion": F.mse_loss(prediction, target)
-                if weights is None
-                else (weights * (prediction - target).square()).mean()
-            }
+            if self._voxel_effects is None:
+                terms = {"diffusion": F.mse_loss(prediction, target)}
+            else:
+                weights = error_weights(condition, self._voxel_effects)
+                terms = {"diffusion": (weights * (prediction - target).square()).mean()}
         outputs = [self.precision.scaler.scale(share * terms["diffusion"])]
         gradients: list[Tensor | None] = [None]
         norm = None

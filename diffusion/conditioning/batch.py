@@ -82,30 +82,18 @@ def some_hidden(condition: ConditionBatch, s: ConditioningSettings, draw: Callab
     return ConditionBatch({**condition.parts, **changed})
 
 
-def error_weights(
-    condition: ConditionBatch,
-    s: ConditioningSettings,
-    channel_weights: Tensor | None = None,
-    of_known: float = OF_KNOWN,
-) -> Tensor | None:
-    """Return the weights (B, 1 or C, D, H, W) of errors in latents, with mean 1 for each sample; None: all are 1.
+def error_weights(condition: ConditionBatch, voxel_effects: Tensor, of_known: float = OF_KNOWN) -> Tensor:
+    """Return the weights (B, C, D, H, W) of errors in the latents of volumes with holes.
 
-    Of a volume with a hole most is known and only has to be copied. So errors count by the share that is unknown, and
-    all that is known counts `of_known` times as much as the hole, however large it is. Of a sample whose condition is
-    hidden nothing is known. What surrounds a hole says little of most channels, and those that it tells most of may be
-    few, so errors count by what they change in voxels too: `channel_weights` (C, 1, 1, 1) are `Latents.voxel_effects`.
+    Most of such a volume is known and only has to be copied. So errors count by the share that is unknown, and all that
+    is known counts `of_known` times as much as the hole, whatever its size. Of a sample whose condition is hidden
+    nothing is known. They count by `Latents.voxel_effects` too, because what surrounds a hole says little of most
+    channels, and much of those that decide its voxels.
     """
-    if not s.volume.has_hole:
-        return None
     unknown = 1 - condition.parts[ConditionVolume.name][:, -1:]
-    weights = unknown / _positive_mean(unknown) + of_known
-    weights = weights / _positive_mean(weights)
-    return weights if channel_weights is None else weights * channel_weights.to(weights.device)
-
-
-def _positive_mean(weights: Tensor) -> Tensor:
-    """Return the mean of each sample's weights, or a tiny number if they are all 0, as those of an empty mask are."""
-    return weights.mean(dim=(1, 2, 3, 4), keepdim=True).clamp_min(torch.finfo().tiny)
+    # A mask may be empty.
+    mean = unknown.mean(dim=(1, 2, 3, 4), keepdim=True).clamp_min(torch.finfo().tiny)
+    return (unknown / mean + of_known) / (1 + of_known) * voxel_effects
 
 
 def empty_condition(settings: Settings, batch_size: int) -> ConditionBatch:

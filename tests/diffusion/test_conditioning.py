@@ -60,28 +60,21 @@ def hole_batch(shape: tuple[int, ...], number: int = 3) -> LatentBatch:
 
 
 def test_errors_count_by_what_is_unknown_and_all_that_is_known_counts_half_as_much(tiny_values):
-    step = make_step(tiny_values, HOLES | {"dropout": 0})
-    batch, s = hole_batch(step.settings.latent_shape), step.settings.ldm.conditioning
-    weights = error_weights(batch.condition, s)
-    assert weights is not None
-    torch.testing.assert_close(weights.mean(dim=(1, 2, 3, 4)), torch.ones(3))
-    assert torch.equal(weights[2], torch.ones_like(weights[2]))
-    known, part, hole = weights[0, 0, 0, 0, 0], weights[0, 0, 3, 1, 1], weights[0, 0, 1, 1, 1]
+    step, effects = make_step(tiny_values, HOLES | {"dropout": 0}), torch.tensor([0.5, 1.0, 1.5]).view(3, 1, 1, 1)
+    batch = hole_batch(step.settings.latent_shape)
+    weights = error_weights(batch.condition, effects)
+    torch.testing.assert_close(weights[:2].mean(dim=(1, 2, 3, 4)), torch.ones(2))
+    torch.testing.assert_close(weights / weights[:, 1:2], effects.expand_as(weights))
+    known, part, hole = weights[0, 1, 0, 0, 0], weights[0, 1, 3, 1, 1], weights[0, 1, 1, 1, 1]
     torch.testing.assert_close(known, torch.tensor(1 / 3))
     torch.testing.assert_close(part - known, 0.75 * (hole - known))
-    by_channel = torch.tensor([0.5, 1.0, 1.5]).view(3, 1, 1, 1)
-    weighted = error_weights(batch.condition, s, by_channel)
-    assert weighted is not None
-    torch.testing.assert_close(weighted, weights * by_channel)
-    hidden_weights = error_weights(hidden(batch.condition, s), s)
-    assert hidden_weights is not None
-    assert torch.equal(hidden_weights, torch.ones_like(weights))
-    in_hole = error_weights(batch.condition, s, of_known=0.0)
-    assert in_hole is not None
+    of_hidden = error_weights(hidden(batch.condition, step.settings.ldm.conditioning), effects)
+    torch.testing.assert_close(of_hidden, effects.expand_as(weights))
+    in_hole = error_weights(batch.condition, effects, of_known=0.0)
     assert in_hole[0, 0, 0, 0, 0] == in_hole[2].max() == 0
-    assert error_weights(batch.condition, ConditioningSettings()) is None
     # A network that says nothing has the weighted square of its target as its loss.
     torch.nn.init.zeros_(step.unet.out[2].conv.weight)
+    step._voxel_effects = effects
     loss = step.backward([batch], 0)["diffusion"]
     clean = step.clean_latents(batch)
     noise = step.noise.normal("diffusion", batch.positions, clean.shape[1:])

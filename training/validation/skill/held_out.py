@@ -63,7 +63,7 @@ class HeldOut:
     settings: Settings
     normalisation: Normalisation
     precision: Precision
-    channel_weights: Tensor | None = None
+    voxel_effects: Tensor | None = None
 
     @functools.cached_property
     def noise_process(self) -> NoiseProcess:
@@ -104,8 +104,8 @@ class HeldOut:
         return [part.flatten(1).cpu() for part in inputs.values()]
 
     def weights(self, batch: LatentBatch) -> Tensor | None:
-        """Return how much each error counts: in runs that fill holes, only what is unknown, by its effect on voxels."""
-        return error_weights(batch.condition, self.settings.ldm.conditioning, self.channel_weights, of_known=0.0)
+        """Return how much each error counts, on the CPU: in runs that fill holes, only what is unknown."""
+        return None if self.voxel_effects is None else error_weights(batch.condition, self.voxel_effects, of_known=0.0)
 
     @torch.no_grad()
     def errors(self, network: nn.Module, batch: LatentBatch) -> Tensor:
@@ -131,9 +131,7 @@ class Skill:
         self, latents: Latents, codec: VolumeCodec, normalisation: Normalisation, settings: Settings, process: Process
     ) -> None:
         self.latents, self.encode, self.process = latents, codec.encode, process
-        has_holes = settings.ldm.conditioning.volume.has_hole
-        effects = latents.voxel_effects(codec) if has_holes and latents.volumes.val else None
-        self.held_out = HeldOut(settings, normalisation, codec.precision, effects)
+        self.held_out = HeldOut(settings, normalisation, codec.precision, latents.voxel_effects)
         self.num_held_out = len(latents.volumes.val)
 
     def __call__(self, network: nn.Module) -> dict[str, float]:
@@ -176,12 +174,8 @@ class Skill:
 
     @property
     def _most_examples(self) -> int:
-        most = MOST_EXAMPLES_WITH_HOLES if self._has_holes else MOST_EXAMPLES
+        most = MOST_EXAMPLES if self.latents.voxel_effects is None else MOST_EXAMPLES_WITH_HOLES
         return min(most, max(2, MOST_VALUES // math.prod(self.held_out.settings.latent_shape)))
-
-    @property
-    def _has_holes(self) -> bool:
-        return self.held_out.settings.ldm.conditioning.volume.has_hole
 
     def _fitted(self, examples: Sequence[tuple[int, int]]) -> LinearDenoiser | None:
         """Fit a linear denoiser to training latents, each the index of a volume and the number of its copy."""
@@ -201,7 +195,8 @@ class Skill:
         """Return the linear denoisers' error at each level, the best of all that they try."""
         if not self.denoisers:
             return None
-        number = sum(opponent.num_errors(self._has_holes) for opponent in self.denoisers)
+        has_holes = self.latents.voxel_effects is not None
+        number = sum(opponent.num_errors(has_holes) for opponent in self.denoisers)
         totals = torch.zeros(len(self.held_out.levels), number, dtype=torch.float64)
         for batch in self._batches():
             clean, features = self.held_out.clean(batch).cpu(), self.held_out.features(batch)
