@@ -123,32 +123,27 @@ class LinearDenoiser:
         flat, target = noisy.flatten(1), clean.flatten(1)
         estimates = [*self.denoise(flat, signal, level, self.choices, features)]
         estimates += [self.stationary.denoise(noisy, signal, level, share).flatten(1) for share in MEAN_SHARES]
-        if weights is None:
-            return torch.stack([(estimate - target).square().mean(dim=1).sum().double() for estimate in estimates])
-        of_values = weights.expand_as(clean).flatten(1)
-        estimates += [*self.fill(target, flat, signal, level, of_values == 0)]
-        squares = ((estimate - target).square() * of_values for estimate in estimates)
-        return torch.stack([square.mean(dim=1).sum().double() for square in squares])
+        each = torch.ones(()) if weights is None else weights.expand_as(clean).flatten(1)
+        if weights is not None:
+            estimates += [*self.fill(target, flat, signal, level, each == 0)]
+        return torch.stack([((found - target).square() * each).mean(dim=1).sum().double() for found in estimates])
 
     def fill(self, clean: Tensor, noisy: Tensor, signal: float, level: float, known: Tensor) -> Tensor:
         """Return the expected clean latents of noisy ones (B, D) whose `known` values are given, (shrinkages, B, D)."""
         results = clean.repeat(len(FILL_SHRINKAGES), 1, 1)
         prior = (len(self.gram) - 1) * torch.eye(len(self.gram), dtype=torch.float64)
-        for row, is_known in enumerate(known):
-            examples = self.centred[:, ~is_known]
-            gram = (examples @ examples.T).double()
-            observed = (noisy[row] - signal * self.mean)[~is_known]
-            along = (examples @ observed).double()
-            along_known = (self.centred[:, is_known] @ (clean[row] - self.mean)[is_known]).double()
+        for row, hole in enumerate(~known):
+            examples, observed = self.centred[:, hole], (noisy[row] - signal * self.mean)[hole]
+            gram, along = (examples @ examples.T).double(), (examples @ observed).double()
+            along_known = (self.centred[:, ~hole] @ (clean[row] - self.mean)[~hole]).double()
             for place, shrinkage in enumerate(FILL_SHRINKAGES):
                 rest, kept = shrinkage * self.variance, math.sqrt(1 - shrinkage)
                 variance = signal**2 * rest + level**2
                 precision = prior + kept**2 * ((self.gram - gram) / rest + signal**2 / variance * gram)
                 right = kept * (along_known / rest + signal / variance * along)
-                found = torch.cholesky_solve(right[:, None], torch.linalg.cholesky(precision))[:, 0]
-                expected = kept * found.to(noisy.dtype) @ examples
-                filled = expected + signal * rest / variance * (observed - signal * expected)
-                results[place, row, ~is_known] = self.mean[~is_known] + filled
+                expected = kept * torch.linalg.solve(precision, right).to(noisy.dtype) @ examples
+                expected += signal * rest / variance * (observed - signal * expected)
+                results[place, row, hole] = self.mean[hole] + expected
         return results
 
     def num_errors(self, has_holes: bool) -> int:
