@@ -22,7 +22,8 @@ def filled(image: Tensor, unknown: Tensor) -> Tensor:
     """
     if not unknown.any() or unknown.all():
         return image.masked_fill(unknown, 0.0)
-    size = [(n + 1) // 2 for n in unknown.shape]
+    d, h, w = unknown.shape
+    size = ((d + 1) // 2, (h + 1) // 2, (w + 1) // 2)
     share = F.adaptive_avg_pool3d((~unknown)[None].float(), size)
     means = F.adaptive_avg_pool3d(image.masked_fill(unknown, 0.0), size) / share.clamp_min(torch.finfo().tiny)
     coarse = filled(means, share[0] == 0)
