@@ -54,7 +54,8 @@ class Latents:
     `read` takes the index of a volume and the number of a copy, where 0 is the volume itself. `mean_map` is the
     normalised mean latent of the training volumes; `spacing_mm`, `lower` and `upper` are medians over them.
     `autoencoder` is the hash of the weights that they depend on. With `pin_memory`, training batches are in page-locked
-    memory. `conditions` come from the volumes' partners.
+    memory. `conditions` come from the volumes' partners. In runs that fill holes, `voxel_effects` (C, 1, 1, 1) say how
+    much an error in each channel of a normalised latent changes voxels, with mean 1.
     """
 
     volumes: DataSplit
@@ -69,6 +70,7 @@ class Latents:
     pin_memory: bool = False
     conditions: ConditionStore | None = None
     num_copies: int = 0
+    voxel_effects: Tensor | None = None
 
     def training_batches(
         self, plan: BatchPlan, first_step: int, last_step: int
@@ -170,12 +172,14 @@ def prepare_latents(
 
     spacing_mm, lower, upper = _medians(train)
     preparation = Preparation(settings, volumes, process, codec, learned, num_copies, pose)
+    mean_map = normalisation.apply(encoded.mean_latent.over_all(process))
+    has_holes = settings.ldm.conditioning.volume.has_hole
     return Latents(
         volumes,
         data,
         encoded.read,
         normalisation,
-        mean_map=normalisation.apply(encoded.mean_latent.over_all(process)),
+        mean_map=mean_map,
         spacing_mm=spacing_mm,
         lower=lower,
         upper=upper,
@@ -183,7 +187,17 @@ def prepare_latents(
         pin_memory=bool(data.pin_memory) and process.device.type == "cuda",
         conditions=prepare_conditions(pairs or {}, preparation),
         num_copies=num_copies,
+        voxel_effects=voxel_effects(codec, normalisation, mean_map) if has_holes else None,
     )
+
+
+def voxel_effects(codec: VolumeCodec, normalisation: Normalisation, mean_map: Tensor) -> Tensor:
+    """Return `Latents.voxel_effects`: what noise in each channel of the mean latent changes, as a mean square."""
+    noise = torch.randn(mean_map.shape[1:], generator=torch.Generator().manual_seed(0))
+    mean = codec.decode(normalisation.undo(mean_map))
+    noisy = [mean_map + one.view(-1, 1, 1, 1) * noise for one in torch.eye(len(mean_map))]
+    effects = torch.stack([(codec.decode(normalisation.undo(latent)) - mean).square().mean() for latent in noisy])
+    return (effects / effects.mean()).cpu().view(-1, 1, 1, 1)
 
 
 @dataclass(frozen=True)

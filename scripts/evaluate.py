@@ -146,7 +146,8 @@ def _table(results: dict[str, Any]) -> str:
     if "samples" in results:
         number, *others = _sample_lines(results["samples"])
         skill = results["skill"].get("val_skill")
-        lines += ["", number, *([] if skill is None else [f"  {skill_in_words(skill)}"]), *others]
+        has_holes = results.get("conditions", {}).get("region") == "hole"
+        lines += ["", number, *([] if skill is None else [f"  {skill_in_words(skill, has_holes)}"]), *others]
         lines += ["", "held-out volumes have 1; good samples are near the reconstructions, not near a Gaussian"]
         lines += [f"{'':<33}precision  recall  gradients  edge kurtosis"]
         lines += [

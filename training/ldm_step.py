@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data import Batch
-from diffusion.conditioning import NOTHING, ConditionBatch, empty_condition, kinds_of, some_hidden
+from diffusion.conditioning import NOTHING, ConditionBatch, empty_condition, error_weights, kinds_of, some_hidden
 from diffusion.latent_batches import LatentBatch, VolumeBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict
@@ -74,6 +74,8 @@ class LatentDiffusionStep(TrainingStep):
         self.noise_process = NoiseProcess(settings.ldm.scheduler, process.device)
         plain = Normalisation.uniform(settings.autoencoder.latent_channels)
         self.normalisation = (plain if latents is None else latents.normalisation).to(process.device)
+        effects = None if latents is None else latents.voxel_effects
+        self._voxel_effects = None if effects is None else effects.to(process.device)
         self._facts = {} if latents is None else latents.metadata
         self._partners = None if latents is None or latents.conditions is None else latents.conditions.digest
         self.pixel_loss: PixelLoss | None = None
@@ -132,7 +134,11 @@ class LatentDiffusionStep(TrainingStep):
         with phase("forward"), self.precision.autocast():
             multiple = self.settings.ldm.unet.downsampling
             prediction = predict(self._parallel_unet, noisy, times, condition, multiple).float()
-            terms = {"diffusion": F.mse_loss(prediction, target)}
+            if self._voxel_effects is None:
+                terms = {"diffusion": F.mse_loss(prediction, target)}
+            else:
+                weights = error_weights(condition, self._voxel_effects)
+                terms = {"diffusion": (weights * (prediction - target).square()).mean()}
         outputs = [self.precision.scaler.scale(share * terms["diffusion"])]
         gradients: list[Tensor | None] = [None]
         norm = None

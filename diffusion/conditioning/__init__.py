@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffusion.conditioning.batch import NOTHING, ConditionBatch, empty_condition, hidden, some_hidden
+from diffusion.conditioning.batch import NOTHING, ConditionBatch, empty_condition, error_weights, hidden, some_hidden
 from diffusion.conditioning.kind import Preparation
 from diffusion.conditioning.kinds import KINDS, kinds_of
 from diffusion.conditioning.store import ConditionStore, Pairs, check_conditions, find_partners_of, prepare_conditions
@@ -16,6 +16,7 @@ __all__ = [
     "Preparation",
     "check_conditions",
     "empty_condition",
+    "error_weights",
     "find_partners_of",
     "hidden",
     "kinds_of",

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from diffusion.conditioning.kinds import KINDS, kinds_of
+from diffusion.conditioning.volume import ConditionVolume
 from settings import Settings
 from settings.conditioning import ConditioningSettings
 
 # Share of the samples in which all conditions are hidden by one draw. Were all draws independent, the network would
 # hardly ever see none of several conditions, which is what guidance compares with.
 TOGETHER = 0.5
+
+# What errors in all that is known count in training, beside 1 for the hole. The decoder sees both sides of the border.
+OF_KNOWN = 0.5
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,20 @@ def some_hidden(condition: ConditionBatch, s: ConditioningSettings, draw: Callab
 
     changed = {kind.name: kind.some_hidden(condition.parts[kind.name], is_hidden) for kind in kinds}
     return ConditionBatch({**condition.parts, **changed})
+
+
+def error_weights(condition: ConditionBatch, voxel_effects: Tensor, of_known: float = OF_KNOWN) -> Tensor:
+    """Return the weights (B, C, D, H, W) of errors in the latents of volumes with holes.
+
+    Most of such a volume is known and only has to be copied. So errors count by the share that is unknown, and all that
+    is known counts `of_known` times as much as the hole, whatever its size. Of a sample whose condition is hidden
+    nothing is known. They count by `Latents.voxel_effects` too, because what surrounds a hole says little of most
+    channels, and much of those that decide its voxels.
+    """
+    unknown = 1 - condition.parts[ConditionVolume.name][:, -1:]
+    # A mask may be empty.
+    mean = unknown.mean(dim=(1, 2, 3, 4), keepdim=True).clamp_min(torch.finfo().tiny)
+    return (unknown / mean + of_known) / (1 + of_known) * voxel_effects
 
 
 def empty_condition(settings: Settings, batch_size: int) -> ConditionBatch:

@@ -17,7 +17,7 @@ from diffusion.latent_files import TensorCache, digest_of
 from runtime.files.run_folder import LATENTS
 
 # Part of the key: change it whenever the same file and settings would be stored differently.
-VERSION = 2
+VERSION = 3
 
 Make = Callable[[int, int, Pose | None], Tensor]
 """Returns the condition of a volume by its index and the number of its variant, in a pose: float32 (C, D, H, W)."""

@@ -18,7 +18,8 @@ class Space:
     """Where a condition lies.
 
     `lower` and `upper` are its intensities if its samples have the same, as they have if it is made from its target.
-    Then `voxels` (C, X, Y, Z) are those of its file, and samples keep what is `known`, on the file's axes.
+    Then `voxels` (C, X, Y, Z) are those of its file, and samples keep what is `known`, on the file's axes. With a hole,
+    `on_grid` has what is known on the network's grid, and the condition there in [0, 1].
     """
 
     geometry: Geometry
@@ -26,12 +27,18 @@ class Space:
     upper: tuple[float, ...] | None = None
     voxels: np.ndarray | None = None
     known: KnownVoxels = NOTHING_KNOWN
+    on_grid: tuple[KnownVoxels, Tensor] | None = None
 
     def restored(self, unit: np.ndarray, lower: tuple[float, ...], upper: tuple[float, ...]) -> np.ndarray:
         """Return a sample (C, D, H, W) in [0, 1] on the file's grid; `lower` and `upper` are the training set's."""
+        if self.on_grid is not None:
+            known, image = self.on_grid
+            unit = known.kept_in(torch.from_numpy(unit), image).clamp(0, 1).numpy()
         result = on_file_grid(unit * 2 - 1, self.geometry, self.lower or lower, self.upper or upper)
         if self.voxels is None:
             return result
+        if self.known.unknown is not None:
+            return np.where(self.known.unknown.numpy(), result, self.voxels)
         return self.known.kept_in(torch.from_numpy(result), torch.from_numpy(self.voxels)).numpy()
 
     def shown(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from data import NETWORK_RANGE, VolumeFile, in_pose, load_file, to_unit
+from data import VolumeFile, in_pose, load_file, to_unit
 from data.checking import outside_windows
 from data.files.header import Header
 from data.formats import read_header, read_stored
@@ -25,7 +25,7 @@ from data.partners import PartnerSource, checked_partners
 from data.reading import VolumeFacts, measure, unusable
 from diffusion.conditioning.cache import cached
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared
-from diffusion.conditioning.known_voxels import KnownVoxels, block_means
+from diffusion.conditioning.known_voxels import KnownVoxels, block_means, filled
 from diffusion.conditioning.label_map import label_reading, mask_on_grid, reading_of
 from diffusion.conditioning.space import Space
 from diffusion.normalisation import Normalisation, Statistics
@@ -87,9 +87,7 @@ class ConditionVolume(ConditionKind):
         def image(index: int, variant: int, pose: Pose | None = None) -> Tensor:
             loaded = load_file(volumes[index], data).image
             loaded = loaded if pose is None else in_pose(loaded, pose)
-            if s.is_from_target and s.degrade.is_coarser:
-                return lowered(loaded, s.degrade.downsample)
-            return without(loaded, unknown(index, variant, pose))
+            return lowered(loaded, s.degrade.downsample) if s.is_from_target and s.degrade.is_coarser else loaded
 
         def channels(index: int, variant: int, pose: Pose | None) -> Tensor:
             loaded, hole = image(index, variant, pose), unknown(index, variant, pose)
@@ -114,13 +112,17 @@ class ConditionVolume(ConditionKind):
         else:
             normalisation = run.learned[self.name]
 
+        def picture(index: int) -> Tensor:
+            shown, hole = to_unit(image(index, 0)[0]), unknown(index, 0)
+            return shown if hole is None else shown.masked_fill(hole, 0.0)
+
         def known(index: int) -> KnownVoxels:
             return KnownVoxels(unknown(index, 0), s.degrade.downsample)
 
         return Prepared(
             lambda index, number, copy: normalised(read(index, number, copy), normalisation),
             normalisation.content("condition"),
-            lambda index: to_unit(image(index, 0)[0]),
+            picture,
             known if s.is_from_target else None,
         )
 
@@ -152,8 +154,10 @@ class ConditionVolume(ConditionKind):
         if mask is not None:
             on_grid, in_file = read_mask(mask, path, data)
         image, space = read_condition(path, data, s, in_file)
+        if on_grid is not None:
+            space = replace(space, on_grid=(KnownVoxels(on_grid), to_unit(image)))
         codec = None if s.encoding == "resample" else codec
-        channels = on_latent_grid(without(image, on_grid), on_grid, codec, asked.settings.latent_shape[1:])
+        channels = on_latent_grid(image, on_grid, codec, asked.settings.latent_shape[1:])
         return normalised(channels, asked.learned[self.name]), space
 
 
@@ -203,14 +207,11 @@ def hole_mask(grid: Sequence[int], size: Sequence[int], seed: int, digest: str, 
     return mask
 
 
-def without(image: Tensor, unknown: Tensor | None) -> Tensor:
-    """Return the volume with the lower end of the network's range wherever it is unknown."""
-    return image if unknown is None else image.masked_fill(unknown, NETWORK_RANGE[0])
-
-
 def on_latent_grid(image: Tensor, unknown: Tensor | None, codec: VolumeCodec | None, grid: Sequence[int]) -> Tensor:
-    """Return the channels of a condition volume, encoded or averaged; the last is the share that is known."""
+    """Return the channels of a condition volume, encoded or averaged with its hole filled; the last: what is known."""
     factors = [n // m for n, m in zip(image.shape[1:], grid, strict=True)]
+    # A sharp border would change what the autoencoder says of the voxels around the hole.
+    image = image if unknown is None else filled(image, unknown)
     channels = block_means(image, factors) if codec is None else codec.encode(image).cpu()
     known = torch.ones(1, *grid) if unknown is None else block_means((~unknown)[None].float(), factors)
     return torch.cat([channels, known])

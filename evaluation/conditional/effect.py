@@ -60,14 +60,14 @@ def _errors(
     """Return the mean errors of volumes (C, D, H, W) in [0, 1], only in the hole if there is one."""
     l1, psnr, of_occupied = [], [], []
     for what, volume, target in zip(known, found, targets, strict=True):
-        if what.unknown is None:
-            corrected = what.kept_in(volume, target)
-            difference, grids = corrected - target, (corrected, target)
-        else:
-            difference = volume[:, what.unknown] - target[:, what.unknown]
+        corrected = what.kept_in(volume, target)
+        difference, grids = corrected - target, (corrected, target)
+        if what.unknown is not None:
+            corrected = corrected.clamp(0, 1)
+            difference = (corrected - target)[:, what.unknown]
             places = what.unknown.nonzero(as_tuple=True)
             box = (slice(None), *(slice(int(axis.min()), int(axis.max()) + 1) for axis in places))
-            grids = ((volume * what.unknown)[box], (target * what.unknown)[box])
+            grids = ((corrected * what.unknown)[box], (target * what.unknown)[box])
         l1.append(float(difference.abs().mean()))
         psnr.append(float(-10 * torch.tensor(max(float(difference.square().mean()), 1e-10)).log10()))
         of_occupied.append(occupancy(from_unit(grids[0]), from_unit(grids[1]), threshold))

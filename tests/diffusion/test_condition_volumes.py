@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from data.formats import write_nifti
-from diffusion.conditioning.volume import hole_mask, lowered, on_latent_grid, read_condition, read_mask, without
+from diffusion.conditioning.known_voxels import KnownVoxels, filled
+from diffusion.conditioning.volume import hole_mask, lowered, on_latent_grid, read_condition, read_mask
 from settings import DataError
 from settings.conditioning import VolumeSettings
 from tests.data.small_volumes import build_settings, random_voxels, read_volume
@@ -41,11 +42,25 @@ def test_a_hole_has_its_size_and_depends_on_seed_volume_and_variant():
     assert len(places) > 1
 
 
-def test_nothing_of_the_target_is_left_in_a_hole():
-    image, unknown = torch.rand(1, 8, 8, 8), hole_mask((8, 8, 8), (3, 3, 3), 0, "a", 0)
-    found = without(image, unknown)
-    assert (found[:, unknown] == -1).all()
-    assert torch.equal(found[:, ~unknown], image[:, ~unknown])
+def test_a_hole_has_nothing_of_the_target_and_no_cliff_at_its_border():
+    ramp = torch.linspace(-1, 1, 21).view(1, -1, 1, 1).expand(2, 21, 16, 10)
+    unknown = hole_mask(ramp.shape[1:], (5, 6, 7), 0, "a", 0)
+    found = filled(ramp, unknown)
+    assert torch.equal(found, filled(ramp.masked_fill(unknown, 9.0), unknown))
+    assert torch.equal(found[:, ~unknown], ramp[:, ~unknown])
+    # What is filled in lies between its surroundings; black would be up to 1.2 away from the next voxel.
+    assert found.diff(dim=1).abs().max() < 0.35
+    assert torch.equal(filled(ramp, torch.ones_like(unknown)), torch.zeros_like(ramp))
+
+
+def test_what_a_sample_lacks_around_a_hole_goes_on_in_it():
+    generator = torch.Generator().manual_seed(0)
+    target, detail = torch.rand(1, 12, 12, 12, generator=generator), torch.rand(1, 12, 12, 12, generator=generator)
+    unknown = hole_mask(target.shape[1:], (5, 5, 5), 0, "a", 0)
+    sample = (target + 0.3 + detail).where(unknown, target + 0.3)
+    found = KnownVoxels(unknown).kept_in(sample, target)
+    assert torch.equal(found[:, ~unknown], target[:, ~unknown])
+    torch.testing.assert_close(found[:, unknown], (target + detail)[:, unknown])
 
 
 @pytest.mark.parametrize("is_encoded", [False, True])
@@ -58,6 +73,7 @@ def test_the_last_channel_is_the_share_that_is_known(is_encoded):
     assert found.shape == (3, 4, 4, 4)
     assert found[-1, 0, 0, 0] == 0.5
     assert (found[-1].flatten()[1:] == 1).all()
+    image = filled(image, unknown)
     blocks = image.reshape(2, 4, 2, 4, 2, 4, 2).mean(dim=(2, 4, 6))
     torch.testing.assert_close(found[:-1], image[:, ::2, ::2, ::2] * 3 if is_encoded else blocks)
     assert (on_latent_grid(image, None, codec, (4, 4, 4))[-1] == 1).all()

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from data import DataSplit, VolumeFile
-from diffusion.conditioning import NOTHING, ConditionBatch, Preparation, empty_condition, hidden, some_hidden
+from diffusion.conditioning import (
+    NOTHING,
+    ConditionBatch,
+    Preparation,
+    empty_condition,
+    error_weights,
+    hidden,
+    some_hidden,
+)
 from diffusion.conditioning.cache import cached
 from diffusion.latent_batches import LatentBatch
 from diffusion.sampling import guided
@@ -23,6 +31,7 @@ from training.ldm_step import LatentDiffusionStep
 CPU = Process(torch.device("cpu"))
 LABELS: dict[str, Any] = {"label_map": {"source": "maps", "num_classes": 4}}
 NUMBERS: dict[str, Any] = {"tabular": {"table": "t", "continuous": ["age"], "categorical": ["sex"]}}
+HOLES: dict[str, Any] = {"volume": {"encoding": "autoencoder", "source": "target", "degrade": {"hole": [4, 4, 4]}}}
 BOTH: dict[str, Any] = {"type": "class", "num_classes": 3, "dropout": 0.5, **LABELS}
 
 
@@ -37,6 +46,40 @@ def make_step(values: dict[str, Any], conditioning: dict[str, Any], **ldm: Any) 
 def shares(number: int, *grid: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     return torch.rand((number, 4, *grid), generator=generator).softmax(dim=1)
+
+
+def hole_batch(shape: tuple[int, ...], number: int = 3) -> LatentBatch:
+    """Latents with a hole in all but the last, which has an empty mask."""
+    generator = torch.Generator().manual_seed(3)
+    volume = torch.randn((number, shape[0] + 1, *shape[1:]), generator=generator)
+    volume[:, -1] = 1
+    volume[:-1, -1, 1:3, 1:3, 1:3] = 0
+    volume[:-1, -1, 3, 1:3, 1:3] = 0.25
+    mean = torch.randn((number, *shape), generator=generator)
+    return LatentBatch(mean, tuple(range(number)), ConditionBatch({"volume": volume}))
+
+
+def test_errors_count_by_what_is_unknown_and_all_that_is_known_counts_half_as_much(tiny_values):
+    step, effects = make_step(tiny_values, HOLES | {"dropout": 0}), torch.tensor([0.5, 1.0, 1.5]).view(3, 1, 1, 1)
+    batch = hole_batch(step.settings.latent_shape)
+    weights = error_weights(batch.condition, effects)
+    torch.testing.assert_close(weights[:2].mean(dim=(1, 2, 3, 4)), torch.ones(2))
+    torch.testing.assert_close(weights / weights[:, 1:2], effects.expand_as(weights))
+    known, part, hole = weights[0, 1, 0, 0, 0], weights[0, 1, 3, 1, 1], weights[0, 1, 1, 1, 1]
+    torch.testing.assert_close(known, torch.tensor(1 / 3))
+    torch.testing.assert_close(part - known, 0.75 * (hole - known))
+    of_hidden = error_weights(hidden(batch.condition, step.settings.ldm.conditioning), effects)
+    torch.testing.assert_close(of_hidden, effects.expand_as(weights))
+    in_hole = error_weights(batch.condition, effects, of_known=0.0)
+    assert in_hole[0, 0, 0, 0, 0] == in_hole[2].max() == 0
+    # A network that says nothing has the weighted square of its target as its loss.
+    torch.nn.init.zeros_(step.unet.out[2].conv.weight)
+    step._voxel_effects = effects
+    loss = step.backward([batch], 0)["diffusion"]
+    clean = step.clean_latents(batch)
+    noise = step.noise.normal("diffusion", batch.positions, clean.shape[1:])
+    target = step.noise_process.target(clean, noise, step.noise_process.times(step._spread(batch.positions)))
+    torch.testing.assert_close(loss, (weights * target.square()).mean())
 
 
 def test_concatenated_channels_are_further_inputs_and_all_keys_stay(tiny_values):

@@ -45,7 +45,7 @@ class LdmValidation:
     def log_skill(self) -> None:
         """Log in words what the skill of the last validation says, if it was measured."""
         if self.last_skill is not None:
-            log.info(skill_in_words(self.last_skill))
+            log.info(skill_in_words(self.last_skill, self.step.settings.ldm.conditioning.volume.has_hole))
 
 
 def sample_preview(step: LatentDiffusionStep, latents: Latents, real: RealVolumes | None = None) -> Preview:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from data.volumes import DataSplit, VolumeFile
 from diffusion.conditioning import ConditionStore
 from diffusion.conditioning.kind import Prepared
-from diffusion.latents import Latents
+from diffusion.latents import Latents, voxel_effects
 from diffusion.noise_process import NoiseProcess
 from diffusion.normalisation import Normalisation
 from models import build_unet
@@ -61,14 +62,20 @@ def examples(shape: tuple[int, ...], number: int = NUM_TRAIN + NUM_HELD_OUT) -> 
 
 
 def skill_of(
-    settings: Settings, values: Tensor, num_train: int = NUM_TRAIN, conditions: ConditionStore | None = None
+    settings: Settings,
+    values: Tensor,
+    num_train: int = NUM_TRAIN,
+    conditions: ConditionStore | None = None,
+    effects: Tensor | None = None,
 ) -> Skill:
     files = tuple(VolumeFile(Path(f"{place}.npy"), f"{place}.npy", place % 2) for place in range(len(values)))
     split = DataSplit(files[:num_train], files[num_train:])
     normalisation = Normalisation(torch.full((3, 1, 1, 1), 0.5), torch.full((3, 1, 1, 1), 2.0))
     facts = ((1.0, 1.0, 1.0), (0.0,), (1.0,), "")
     latents = Latents(
-        split, settings.data, lambda index, _: values[index], normalisation, values[0], *facts, False, conditions
+        *(split, settings.data, lambda index, _: values[index], normalisation, values[0], *facts, False),
+        conditions=conditions,
+        voxel_effects=effects,
     )
     codec = frozen_codec(settings, CPU, load_weights=False)
     return Skill(latents, codec, normalisation, settings, CPU)
@@ -84,7 +91,7 @@ class Estimator(nn.Module):
     def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
         signal, level = self.process.coefficients(timesteps)
         clean = self.estimate(x, timesteps[0], float(signal.flatten()[0]), float(level.flatten()[0]))
-        return self.process.target(clean, (x - signal * clean) / level, timesteps)
+        return self.process.target(clean, (x[:, : clean.shape[1]] - signal * clean) / level, timesteps)
 
 
 def best_estimates(skill: Skill) -> Any:
@@ -231,6 +238,37 @@ def test_classes_are_features_and_a_kind_that_is_the_same_for_all_is_ignored():
     torch.testing.assert_close(same.linear_errors, plain.linear_errors, rtol=1e-12, atol=0)
 
 
+def test_the_effect_of_a_channel_is_what_its_errors_change_in_voxels():
+    scale, weights = (torch.tensor(values).view(3, 1, 1, 1) for values in ([0.5, 1.0, 2.0], [1.0, 3.0, 4.0]))
+    codec: Any = SimpleNamespace(decode=lambda latent: (weights * latent).sum(dim=0, keepdim=True))
+    found = voxel_effects(codec, Normalisation(scale, torch.ones(3, 1, 1, 1)), torch.rand(3, 4, 4, 4))
+    expected = (weights / scale).square()
+    torch.testing.assert_close(found, expected / expected.mean(), rtol=1e-4, atol=0)
+
+
+def test_in_runs_that_fill_holes_only_the_hole_counts_and_the_opponent_is_given_the_rest():
+    hole = {"encoding": "autoencoder", "source": "target", "degrade": {"hole": [4, 4, 4]}}
+    settings = settings_of(changes={"ldm.conditioning.volume": hole})
+    values = examples(settings.latent_shape)
+    known = torch.ones(len(values), 1, *values.shape[2:])
+    known[:, :, :3] = 0
+    conditions = conditions_of(volume=torch.cat([(values - 2) / 2, known], dim=1))
+    skill = skill_of(settings, values, conditions=conditions, effects=torch.ones(3, 1, 1, 1))
+
+    def right_where(is_known: float) -> Tensor:
+        """Return the skills of a network that knows the truth in one of the parts and says 0 in the other."""
+        network = Estimator(settings, lambda x, *_: x[:, 3:6] * (x[:, -1:] == is_known))
+        found = skill(network.eval())
+        return torch.tensor([value for name, value in found.items() if name.startswith("val_skill_")])
+
+    assert right_where(0).max() < 1e-6
+    assert right_where(1).min() > 1.5
+    alone = skill_of(settings_of(), values)
+    assert alone.linear_errors is not None
+    assert skill.linear_errors is not None
+    assert skill.linear_errors[-1] < 0.5 * alone.linear_errors[-1]
+
+
 @pytest.mark.parametrize(
     ("skill", "words"),
     [
@@ -249,3 +287,10 @@ def test_classes_are_features_and_a_kind_that_is_the_same_for_all_is_ignored():
 )
 def test_skill_is_said_in_words(skill, words):
     assert skill_in_words(skill).startswith(words)
+
+
+def test_the_words_of_a_run_that_fills_holes_say_where_and_given_what():
+    given = "the best linear denoiser given the rest of the volume"
+    better, worse = (skill_in_words(skill, has_holes=True) for skill in (0.9, 1.1))
+    assert better.endswith(f"held-out error in the hole is on average 10.0% below that of {given}")
+    assert f"no better yet in the hole than {given}" in worse

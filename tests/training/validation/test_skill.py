@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from training.validation.skill.linear_denoiser import MEAN_SHARES, SHRINKAGES, LinearDenoiser, StationaryFilter
+from training.validation.skill.linear_denoiser import (
+    FILL_SHRINKAGES,
+    MEAN_SHARES,
+    SHRINKAGES,
+    LinearDenoiser,
+    StationaryFilter,
+)
 
 SHAPE = (2, 3, 2, 2)
 
@@ -62,11 +68,38 @@ def test_with_features_it_is_the_conditional_mean_of_the_joint_gaussian():
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("level", [0.6, 1 - 1e-9])
+def test_a_hole_is_filled_by_the_gaussian_given_what_is_known_and_only_errors_in_it_count(level):
+    signal, shrinkage = math.sqrt(1 - level**2), FILL_SHRINKAGES[1]
+    latents, clean = examples(30), examples(2, seed=5)
+    denoiser, weights = LinearDenoiser(latents), torch.zeros(2, 1, *clean.shape[2:], dtype=torch.float64)
+    weights[0, :, :2], weights[1, :, 1:, :2] = 3.0, 2.0
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    flat, hole = latents.flatten(1), weights.expand_as(clean).flatten(1) > 0
+    noisy = (signal * clean + level * noise).flatten(1)
+    found = denoiser.fill(clean.flatten(1), noisy, signal, level, ~hole)[1]
+    covariance = flat.T.cov()
+    rest = covariance.trace() / len(covariance) * torch.eye(len(covariance), dtype=torch.float64)
+    covariance = (1 - shrinkage) * covariance + shrinkage * rest
+    mean, errors = flat.mean(dim=0), []
+    for filled, inside, target, seen in zip(found, hole, clean.flatten(1), noisy, strict=True):
+        gain = torch.where(inside, signal, 1.0)
+        observed = gain[:, None] * covariance * gain + torch.diag(inside * level**2)
+        right = torch.linalg.solve(observed, torch.where(inside, seen, target) - gain * mean)
+        expected = mean + covariance * gain @ right
+        torch.testing.assert_close(filled[inside], expected[inside], rtol=1e-6, atol=1e-6)
+        errors.append((expected - target)[inside].square())
+    of_all = denoiser.errors(clean, noise, signal, level, weights=weights)
+    assert len(of_all) == denoiser.num_errors(has_holes=True)
+    expected = (3 * errors[0].sum() + 2 * errors[1].sum()) / flat.shape[1]
+    torch.testing.assert_close(of_all[len(SHRINKAGES) + len(MEAN_SHARES) + 1], expected, rtol=1e-6, atol=0)
+
+
 def test_the_error_is_that_of_denoising_for_each_shrinkage_and_beats_both_the_mean_and_the_noisy_latent():
     denoiser, clean = LinearDenoiser(examples(40)), examples(8, seed=5)
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     errors = denoiser.errors(clean, noise, 0.8, 0.6)
-    assert len(errors) == denoiser.num_errors == len(SHRINKAGES) + len(MEAN_SHARES)
+    assert len(errors) == denoiser.num_errors(has_holes=False) == len(SHRINKAGES) + len(MEAN_SHARES)
     by_mean = (clean.flatten(1) - denoiser.mean).square().mean(dim=1).sum()
     by_scaling = (0.8 * (0.8 * clean + 0.6 * noise) - clean).square().flatten(1).mean(dim=1).sum()
     assert errors.min() < 0.5 * min(by_mean, by_scaling)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diffusion.conditioning import error_weights
 from diffusion.latent_batches import LatentBatch
 from diffusion.latents import Latents
 from diffusion.noise_process import NoiseProcess, predict
@@ -34,24 +35,30 @@ LARGEST_BATCH = 16
 """Held-out latents are denoised in batches like those of training, whose memory is enough, but of at most so many."""
 
 MOST_EXAMPLES = 1536
+MOST_EXAMPLES_WITH_HOLES = 512
 MOST_VALUES = 2**26
-"""The linear denoiser is fitted to at most this many training latents, and to fewer if they have more values in all."""
+"""The linear denoiser is fitted to at most this many training latents, and to fewer if they have more values in all.
+
+Each hole takes equations of its own, with as many unknowns as there are examples.
+"""
 
 
-def skill_in_words(skill: float) -> str:
+def skill_in_words(skill: float, has_holes: bool = False) -> str:
     """Return what a mean skill says about the network; as much as three digits show."""
     skill = round(skill, 3)
+    where, given = (" in the hole", " given the rest of the volume") if has_holes else ("", "")
     if skill < 1:
-        below = f"on average {1 - skill:.1%} below that of the best linear denoiser"
-        return f"skill {skill:.3f}: the network's held-out error is {below}"
+        below = f"on average {1 - skill:.1%} below that of the best linear denoiser{given}"
+        return f"skill {skill:.3f}: the network's held-out error{where} is {below}"
     if skill > 10:
         return (
-            f"skill {skill:.3f}: the network's held-out error is {skill:.0f} times that of the best linear denoiser; "
-            "it has hardly learned yet, or the volumes are so alike that a linear denoiser is nearly exact"
+            f"skill {skill:.3f}: the network's held-out error{where} is {skill:.0f} times that of the best linear "
+            f"denoiser{given}; it has hardly learned yet, or the volumes are so alike that a linear denoiser is nearly "
+            "exact"
         )
     return (
-        f"skill {skill:.3f}: the network is no better yet than the best linear denoiser, which has 1 and knows only "
-        "means and covariances; train longer, or compress more"
+        f"skill {skill:.3f}: the network is no better yet{where} than the best linear denoiser{given}, which has 1 and "
+        "knows only means and covariances; train longer, or compress more"
     )
 
 
@@ -62,6 +69,7 @@ class HeldOut:
     settings: Settings
     normalisation: Normalisation
     precision: Precision
+    voxel_effects: Tensor | None = None
 
     @functools.cached_property
     def noise_process(self) -> NoiseProcess:
@@ -101,10 +109,15 @@ class HeldOut:
             inputs["class_labels"] = F.one_hot(classes, number).float()
         return [part.flatten(1).cpu() for part in inputs.values()]
 
+    def weights(self, batch: LatentBatch) -> Tensor | None:
+        """Return how much each error counts, on the CPU: in runs that fill holes, only what is unknown."""
+        return None if self.voxel_effects is None else error_weights(batch.condition, self.voxel_effects, of_known=0.0)
+
     @torch.no_grad()
     def errors(self, network: nn.Module, batch: LatentBatch) -> Tensor:
         """Return the sums over the batch of the loss and of the squared error in the clean latent (2, levels)."""
         clean, condition, sums = self.clean(batch), batch.condition.to(self.precision.device), []
+        weights = self.weights(batch)
         for place, time in enumerate(self.times):
             times, noise = time.expand(len(clean)), self.noise(place, batch)
             noisy = self.noise_process.add_noise(clean, noise, times)
@@ -112,7 +125,8 @@ class HeldOut:
                 prediction = predict(network, noisy, times, condition, self.settings.ldm.unet.downsampling)
             target = self.noise_process.target(clean, noise, times)
             estimate, _ = self.noise_process.clean_and_noise(prediction.float(), noisy, times)
-            sums.append(torch.stack([_mean_square(prediction.float() - target), _mean_square(estimate - clean)]))
+            errors = (prediction.float() - target, estimate - clean)
+            sums.append(torch.stack([_mean_square(error, weights) for error in errors]))
         return torch.stack(sums, dim=1)
 
 
@@ -123,7 +137,7 @@ class Skill:
         self, latents: Latents, codec: VolumeCodec, normalisation: Normalisation, settings: Settings, process: Process
     ) -> None:
         self.latents, self.encode, self.process = latents, codec.encode, process
-        self.held_out = HeldOut(settings, normalisation, codec.precision)
+        self.held_out = HeldOut(settings, normalisation, codec.precision, latents.voxel_effects)
         self.num_held_out = len(latents.volumes.val)
 
     def __call__(self, network: nn.Module) -> dict[str, float]:
@@ -166,7 +180,8 @@ class Skill:
 
     @property
     def _most_examples(self) -> int:
-        return min(MOST_EXAMPLES, max(2, MOST_VALUES // math.prod(self.held_out.settings.latent_shape)))
+        most = MOST_EXAMPLES if self.latents.voxel_effects is None else MOST_EXAMPLES_WITH_HOLES
+        return min(most, max(2, MOST_VALUES // math.prod(self.held_out.settings.latent_shape)))
 
     def _fitted(self, examples: Sequence[tuple[int, int]]) -> LinearDenoiser | None:
         """Fit a linear denoiser to training latents, each the index of a volume and the number of its copy."""
@@ -186,12 +201,14 @@ class Skill:
         """Return the linear denoisers' error at each level, the best of all that they try."""
         if not self.denoisers:
             return None
-        number = sum(opponent.num_errors for opponent in self.denoisers)
+        has_holes = self.latents.voxel_effects is not None
+        number = sum(opponent.num_errors(has_holes) for opponent in self.denoisers)
         totals = torch.zeros(len(self.held_out.levels), number, dtype=torch.float64)
         for batch in self._batches():
             clean, features = self.held_out.clean(batch).cpu(), self.held_out.features(batch)
             for place in range(len(totals)):
-                noisy = (clean, self.held_out.noise(place, batch).cpu(), *self._level(place), features)
+                noise, weights = self.held_out.noise(place, batch).cpu(), self.held_out.weights(batch)
+                noisy = (clean, noise, *self._level(place), features, weights)
                 totals[place] += torch.cat([opponent.errors(*noisy) for opponent in self.denoisers])
         return self.process.sum(totals).min(dim=1).values / self.num_held_out
 
@@ -205,5 +222,6 @@ class Skill:
         return self.latents.validation_batches(self.encode, self.process, min(size, LARGEST_BATCH))
 
 
-def _mean_square(errors: Tensor) -> Tensor:
-    return errors.square().flatten(1).mean(dim=1, dtype=torch.float64).sum()
+def _mean_square(errors: Tensor, weights: Tensor | None) -> Tensor:
+    squares = errors.square() if weights is None else errors.square() * weights.to(errors.device)
+    return squares.flatten(1).mean(dim=1, dtype=torch.float64).sum()

@@ -17,6 +17,9 @@ from torch import Tensor
 SHRINKAGES = (0.003, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9)
 """Shares by which the sample covariance is shrunk towards a multiple of the identity."""
 
+FILL_SHRINKAGES = SHRINKAGES[3:]
+"""Those that are tried for holes."""
+
 CONDITION_VARIANCES = (0.01, 0.1, 1.0, math.inf)
 """Variances of what a condition's features leave unexplained; infinite: they are ignored."""
 
@@ -104,20 +107,48 @@ class LinearDenoiser:
         return list(itertools.product(SHRINKAGES, CONDITION_VARIANCES if self.has_features else [math.inf]))
 
     def errors(
-        self, clean: Tensor, noise: Tensor, signal: float, level: float, features: Sequence[Tensor] = ()
+        self,
+        clean: Tensor,
+        noise: Tensor,
+        signal: float,
+        level: float,
+        features: Sequence[Tensor] = (),
+        weights: Tensor | None = None,
     ) -> Tensor:
-        """Return the sum over the batch of each latent's mean squared error, for `choices` and `MEAN_SHARES`."""
+        """Return the sum over the batch of each latent's mean squared error, for `choices` and `MEAN_SHARES`.
+
+        With `weights` (B, 1, ...) of the errors, a latent is known where they are 0; then the errors of `fill` follow.
+        """
         noisy = signal * clean + level * noise
-        flat = noisy.flatten(1)
+        flat, target = noisy.flatten(1), clean.flatten(1)
         estimates = [*self.denoise(flat, signal, level, self.choices, features)]
         estimates += [self.stationary.denoise(noisy, signal, level, share).flatten(1) for share in MEAN_SHARES]
-        target = clean.flatten(1)
-        return torch.stack([(estimate - target).square().mean(dim=1).sum().double() for estimate in estimates])
+        each = torch.ones(()) if weights is None else weights.expand_as(clean).flatten(1)
+        if weights is not None:
+            estimates += [*self.fill(target, flat, signal, level, each == 0)]
+        return torch.stack([((found - target).square() * each).mean(dim=1).sum().double() for found in estimates])
 
-    @property
-    def num_errors(self) -> int:
+    def fill(self, clean: Tensor, noisy: Tensor, signal: float, level: float, known: Tensor) -> Tensor:
+        """Return the expected clean latents of noisy ones (B, D) whose `known` values are given, (shrinkages, B, D)."""
+        results = clean.repeat(len(FILL_SHRINKAGES), 1, 1)
+        prior = (len(self.gram) - 1) * torch.eye(len(self.gram), dtype=torch.float64)
+        for row, hole in enumerate(~known):
+            examples, observed = self.centred[:, hole], (noisy[row] - signal * self.mean)[hole]
+            gram, along = (examples @ examples.T).double(), (examples @ observed).double()
+            along_known = (self.centred[:, ~hole] @ (clean[row] - self.mean)[~hole]).double()
+            for place, shrinkage in enumerate(FILL_SHRINKAGES):
+                rest, kept = shrinkage * self.variance, math.sqrt(1 - shrinkage)
+                variance = signal**2 * rest + level**2
+                precision = prior + kept**2 * ((self.gram - gram) / rest + signal**2 / variance * gram)
+                right = kept * (along_known / rest + signal / variance * along)
+                expected = kept * torch.linalg.solve(precision, right).to(noisy.dtype) @ examples
+                expected += signal * rest / variance * (observed - signal * expected)
+                results[place, row, hole] = self.mean[hole] + expected
+        return results
+
+    def num_errors(self, has_holes: bool) -> int:
         """Return how many errors `errors` returns."""
-        return len(self.choices) + len(MEAN_SHARES)
+        return len(self.choices) + len(MEAN_SHARES) + has_holes * len(FILL_SHRINKAGES)
 
     def denoise(
         self,
