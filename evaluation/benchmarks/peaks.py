@@ -64,7 +64,6 @@ def track_reference(settings: Settings) -> Row:
 
     from evaluation.benchmarks.reference_loop import ReferenceLoop
     from memory.predict.emulation import measure_peak
-    from memory.predict.records import total_flops
 
     def run(tracker: Any) -> None:
         loop = ReferenceLoop(settings)
@@ -79,6 +78,8 @@ def track_reference(settings: Settings) -> Row:
 
 
 def _tracked(tracker: Any) -> Row:
+    from memory.predict.records import total_flops
+
     total = total_flops(tracker.flops)
     return {"peak_allocated_bytes": tracker.peak["device"], "host_bytes": 0, "flops": {"total": total}}
 
