@@ -162,6 +162,35 @@ def sums_kernel(
 
 
 @triton.jit
+def group_means_kernel(
+    parts_ptr, sums_ptr, means_ptr, weight_ptr, channels, groups, voxels, num_chunks, plane, block: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of one group's sums, and write the group means that `input_grad_kernel` takes."""
+    group = tl.program_id(0)
+    size = channels // groups
+    first = (group % groups) * size
+    grad_mean, product_mean = 0.0, 0.0
+    for c in range(first, first + size):
+        row = (group // groups).to(tl.int64) * channels + c
+        of_grad = tl.zeros([block], tl.float32)
+        of_product = tl.zeros([block], tl.float32)
+        for start in range(0, num_chunks, block):
+            i = start + tl.arange(0, block)
+            place = parts_ptr + row * num_chunks + i
+            of_grad += tl.load(place, mask=i < num_chunks, other=0.0)
+            of_product += tl.load(place + plane * num_chunks, mask=i < num_chunks, other=0.0)
+        grad_sum, product_sum = tl.sum(of_grad, 0), tl.sum(of_product, 0)
+        tl.store(sums_ptr + row, grad_sum)
+        tl.store(sums_ptr + plane + row, product_sum)
+        weight = tl.load(weight_ptr + c).to(tl.float32)
+        grad_mean += grad_sum * weight
+        product_mean += product_sum * weight
+    total = (voxels * 1.0) * size
+    tl.store(means_ptr + group, grad_mean / total)
+    tl.store(means_ptr + tl.num_programs(0) + group, product_mean / total)
+
+
+@triton.jit
 def input_grad_kernel(
     grad_ptr, x_ptr, plus_ptr, out_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, group_means_ptr, channels, groups,
     voxels, num_chunks, batch, grad_b, grad_c, grad_v, x_b, x_c, x_v, plus_b, plus_c, plus_v, out_b, out_c, out_v,

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]  
 from triton.compiler import ASTSource  # type: ignore[import-untyped]  # noqa: E402
 
 from models.lean.norm import triton_kernels, triton_launch  # noqa: E402
+from models.lean.norm.affine import Norm  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -55,8 +56,9 @@ def test_kernels_compute_what_double_precision_does(interpreted, case):
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=str)
-def test_kernels_of_small_volumes_compute_what_double_precision_does(interpreted, case):
-    found = interpreted[f"whole {case}"]
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_norms_of_whole_volumes_compute_what_double_precision_does(interpreted, size, case):
+    found = interpreted[f"{size} {case}"]
     exact, rounded = (1e-4, 5e-5) if case.wild else (3e-6, ROUNDING[case.dtype])
     assert found["rstd"] < (1e-5 if case.wild else 3e-7)
     assert found["mean"] < 1e-7
@@ -99,6 +101,7 @@ KERNELS = [
     triton_kernels.input_grad_kernel,
     triton_kernels.group_norm_kernel,
     triton_kernels.group_norm_backward_kernel,
+    triton_kernels.group_means_kernel,
 ]
 TARGETS = [(75, "fp16"), (75, "bf16"), (80, "bf16"), (80, "fp32"), (86, "fp16"), (89, "bf16"), (90, "bf16")]
 DENSE_VOXELS = ("x_v", "out_v", "grad_v", "plus_v")
@@ -138,7 +141,7 @@ def test_kernels_compile_for_every_gpu_since_turing(kernel, capability, dtype):
     if "x_ptr" in kernel.arg_names:
         assert "ld.global.v4.b32" in ptx, "rows of voxels are read 16 bytes at a time"
     # The others store copies of what they read, which need no rounding.
-    computes_volume = kernel in (triton_kernels.normalise_kernel, *KERNELS[5:])
+    computes_volume = kernel in (triton_kernels.normalise_kernel, *KERNELS[5:8])
     if computes_volume and capability >= 80 and dtype == "bf16":
         assert "cvt.rn.bf16" in ptx, "results are rounded to nearest"
 
@@ -166,15 +169,17 @@ def test_a_device_without_a_working_driver_is_reported_in_one_line(monkeypatch, 
     assert triton_launch.failure(torch.device("cpu")) == f"{error.__name__}: libcuda.so cannot be found"
 
 
+def strides(x):
+    return triton_launch.strides(x.shape, x.stride())
+
+
 def test_uneven_voxels_are_copied_when_read_and_refused_when_written():
     even = torch.zeros(2, 3, 4, 5, 6)
-    assert triton_launch.strides(even[:, :, 1:3]) == (360, 120, 1)
-    assert triton_launch.strides(even.to(memory_format=torch.channels_last_3d)[:, :, 1:]) == (360, 1, 3)
-    assert triton_launch.strides(torch.zeros(1, 1, 1, 1, 1).expand(2, 3, 4, 5, 6)) == (0, 0, 0)
+    assert strides(even[:, :, 1:3]) == (360, 120, 1)
+    assert strides(even.to(memory_format=torch.channels_last_3d)[:, :, 1:]) == (360, 1, 3)
+    assert strides(torch.zeros(1, 1, 1, 1, 1).expand(2, 3, 4, 5, 6)) == (0, 0, 0)
     for uneven in (even[..., 1:], even[:, :, :, 1:], even.transpose(2, 4), even[:, :, ::2]):
-        assert triton_launch.strides(uneven) is None
-        copy, strides = triton_launch._readable(uneven)
-        assert copy.is_contiguous()
-        assert strides == triton_launch.strides(copy)
+        assert strides(uneven) is None
+        assert triton_launch._readable(uneven).is_contiguous()
         with pytest.raises(AssertionError, match="voxels must be evenly spaced"):
-            triton_launch._writable(uneven)
+            triton_launch.normalise(uneven, uneven.contiguous(), Norm(*[torch.zeros(1, 1)] * 4, False), 0)
