@@ -32,6 +32,7 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from memory.watch.memory_watch import MemoryWatch
     from runtime.processes import processes
     from training.autoencoder_step import AutoencoderStep
+    from training.effective_batch import following_ranks
     from training.finished_weights import ensure_pretrained, export
     from training.loop import run_loop
     from training.resume import ResumableRun
@@ -40,7 +41,13 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from training.validation.autoencoder_validation import validate_autoencoder
 
     check_run(settings, is_dry_run)
-    with processes(settings) as process, MemoryWatch(settings, "autoencoder", process, is_dry_run, gpu) as watch:
+    configured = settings
+    with (
+        processes(settings) as process,
+        MemoryWatch(
+            settings := following_ranks(settings, "autoencoder", process), "autoencoder", process, is_dry_run, gpu
+        ) as watch,
+    ):
         # Check everything that the run needs, and say what it will do.
         if not is_dry_run:  # which needs no weights: a login node may have neither them nor internet
             ensure_perceptual_weights(settings.autoencoder.training)
@@ -56,9 +63,9 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
             # Build the networks and optimizers, and resume where the run stopped.
             plan = BatchPlan.of(settings.autoencoder.training, settings.seed, process.rank, process.world_size)
             step = AutoencoderStep(settings, process, files_of=plan.names(volumes.train))
-            resumable = ResumableRun(step, run_folder, volumes)
+            resumable = ResumableRun(step, run_folder, volumes, configured)
             first_step = resumable.resume()
-            describe_run(run_folder, settings, process, volumes)
+            describe_run(run_folder, configured, process, volumes)
             watch.record(run_folder.path)
 
             # The volumes of step n depend on the seed and n alone, so a resumed run sees the same batches.

@@ -32,6 +32,7 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from memory.watch.memory_watch import MemoryWatch
     from models.volume_codec import frozen_codec
     from runtime.processes import processes
+    from training.effective_batch import following_ranks
     from training.finished_weights import export
     from training.ldm_step import LatentDiffusionStep
     from training.loop import run_loop
@@ -41,7 +42,11 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from training.validation.ldm_validation import LdmValidation, RealVolumes
 
     check_run(settings, is_dry_run)
-    with processes(settings) as process, MemoryWatch(settings, "ldm", process, is_dry_run, gpu) as watch:
+    configured = settings
+    with (
+        processes(settings) as process,
+        MemoryWatch(settings := following_ranks(settings, "ldm", process), "ldm", process, is_dry_run, gpu) as watch,
+    ):
         # Check everything that the run needs, and say what it will do.
         pretrained_unet(settings)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels, is_dry_run)
@@ -57,9 +62,9 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
                 latents = prepare_latents(codec, volumes, settings, process, pairs)
             plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
             step = LatentDiffusionStep(settings, process, True, codec, latents, plan.names(volumes.train))
-            resumable = ResumableRun(step, run_folder, volumes)
+            resumable = ResumableRun(step, run_folder, volumes, configured)
             first_step = resumable.resume()
-            describe_run(run_folder, settings, process, volumes)
+            describe_run(run_folder, configured, process, volumes)
             watch.record(run_folder.path)
 
             # The latents of step n depend on the seed and n alone, so a resumed run sees the same batches.
