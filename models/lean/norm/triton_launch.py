@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+from itertools import chain
 from subprocess import SubprocessError
 from typing import Any, NamedTuple
 
@@ -128,6 +130,15 @@ def _volume(shape: torch.Size, stride: Stride) -> tuple[int, int, int]:
     return found
 
 
+def _multiple(channels: int, *volumes: tuple[int, int, int]) -> int:
+    """Return a power of two of which the channels and all strides of batch items and voxels are multiples.
+
+    Triton finds out 16 by itself, but nothing less: it would read volumes with 24 channels last one by one.
+    """
+    found = math.gcd(16, channels, *[stride for of_batch, _, of_voxel in volumes for stride in (of_batch, of_voxel)])
+    return found if found < 16 else 1
+
+
 def failure(device: torch.device) -> str:
     """Return why the kernels do not run on `device`, or "" if they do; Triton needs a C compiler, for example."""
     try:
@@ -172,9 +183,10 @@ def _statistics_launches(
     (batch, channels), voxels = shape[:2], shape[2:].numel()
     programs, num_chunks, block_c, block_v = _tiles(shape, stride, voxels)
     plane = batch * channels * num_chunks
+    volumes = _volume(shape, stride), _volume(shape, stride_out or stride)
     moments = _Launch(
-        moments_kernel, programs, channels, voxels, num_chunks, plane, *_volume(shape, stride),
-        *_volume(shape, stride_out or stride), stride_out is not None, block_c, block_v, num_warps=NUM_WARPS,
+        moments_kernel, programs, channels, voxels, num_chunks, plane, *volumes[0], *volumes[1], stride_out is not None,
+        _multiple(channels, *volumes), block_c, block_v, num_warps=NUM_WARPS,
     )  # fmt: skip
     num_spans = triton.cdiv(num_chunks, COMBINE_BLOCK)
     spans_plane = batch * channels * num_spans
@@ -296,9 +308,10 @@ def _normalise_launch(
 ) -> _Launch:
     voxels, out_voxels = shape[2:].numel(), shape_out[2:].numel()
     programs, num_chunks, *block = _tiles(shape, stride, out_voxels)
+    volumes = _volume(shape, stride), _volume(shape_out, stride_out)
     return _Launch(
         normalise_kernel, programs, shape[1], groups, voxels, out_voxels, rows_before * shape[3:].numel(), num_chunks,
-        *_volume(shape, stride), *_volume(shape_out, stride_out), silu, *block, num_warps=NUM_WARPS,
+        *volumes[0], *volumes[1], silu, _multiple(shape[1], *volumes), *block, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -340,10 +353,10 @@ def _sums_launch(
     batch, channels = shape[:2]
     voxels = shape[2:].numel()
     programs, num_chunks, *block = _tiles(shape, stride, voxels)
+    volumes = [_volume(shape, each) for each in (stride_grad, stride, stride_out or stride_grad)]
     return num_chunks, _Launch(
-        sums_kernel, programs, channels, groups, voxels, num_chunks, batch * channels * num_chunks,
-        *_volume(shape, stride_grad), *_volume(shape, stride), *_volume(shape, stride_out or stride_grad), silu,
-        stride_out is not None, before_silu, *block, num_warps=NUM_WARPS,
+        sums_kernel, programs, channels, groups, voxels, num_chunks, batch * channels * num_chunks, *chain(*volumes),
+        silu, stride_out is not None, before_silu, _multiple(channels, *volumes), *block, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -372,10 +385,10 @@ def _input_grad_launch(
 ) -> _Launch:
     voxels = shape[2:].numel()
     programs, num_chunks, *block = _tiles(shape, stride, voxels)
+    volumes = [_volume(shape, each) for each in (stride_grad, stride, stride_plus, stride_out)]
     return _Launch(
-        input_grad_kernel, programs, shape[1], groups, voxels, num_chunks, shape[0], *_volume(shape, stride_grad),
-        *_volume(shape, stride), *_volume(shape, stride_plus), *_volume(shape, stride_out), silu, has_plus, *block,
-        num_warps=NUM_WARPS,
+        input_grad_kernel, programs, shape[1], groups, voxels, num_chunks, shape[0], *chain(*volumes), silu, has_plus,
+        _multiple(shape[1], *volumes), *block, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 

@@ -75,8 +75,8 @@ def test_moments_of_many_tiles_do_not_cancel(interpreted):
     assert interpreted["real tiles"]["sums"] < 1e-4
 
 
-def compiled(kernel, capability, dtype, ones=(), **constants):
-    """Compile a kernel as its launch would: arguments that are 1 are constants, the others divisible by 16."""
+def compiled(kernel, capability, dtype, ones=(), others=(), **constants):
+    """Compile a kernel as its launch would: arguments that are 1 are constants, all but `others` divisible by 16."""
     signature, known, attributes = {}, {}, {}
     for number, name in enumerate(kernel.arg_names):
         constants |= {name: 1} if name in ones else {}
@@ -86,7 +86,7 @@ def compiled(kernel, capability, dtype, ones=(), **constants):
         of_volume = name in ("x_ptr", "grad_ptr", "plus_ptr", "out_ptr")
         pointer = f"*{dtype}" if of_volume else "*fp32"
         signature[name] = pointer if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
-        if name != "eps":
+        if name != "eps" and name not in others:
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, known, attributes)
     return triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": triton_launch.NUM_WARPS})
@@ -113,6 +113,7 @@ def constants_of(kernel, block_c, block_v):
     values = {
         "block_c": block_c,
         "block_v": block_v,
+        "multiple": 1,
         "silu": True,
         "has_plus": True,
         "has_out": True,
@@ -151,6 +152,17 @@ def test_kernels_read_channels_last_16_bytes_at_a_time(kernel):
     constants = constants_of(kernel, triton_launch.MAX_TILE_CHANNELS, 64)
     ones = [name for name in DENSE_CHANNELS if name in kernel.arg_names]
     assert "ld.global.v4.b32" in compiled(kernel, 80, "bf16", ones, **constants).asm["ptx"]
+
+
+@pytest.mark.parametrize("kernel", [KERNELS[0], *KERNELS[3:6]], ids=lambda kernel: kernel.__name__)
+def test_kernels_read_24_channels_last_16_bytes_at_a_time(kernel):
+    constants = constants_of(kernel, 32, 64) | {"multiple": 8}
+    ones = [name for name in DENSE_CHANNELS if name in kernel.arg_names]
+    others = ["channels", *DENSE_VOXELS, *(name.replace("_v", "_b") for name in DENSE_VOXELS)]
+    assert "ld.global.v4.b32" in compiled(kernel, 80, "bf16", ones, others, **constants).asm["ptx"]
+    assert (
+        "ld.global.v4.b32" not in compiled(kernel, 80, "bf16", ones, others, **constants | {"multiple": 1}).asm["ptx"]
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
