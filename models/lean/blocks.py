@@ -59,12 +59,12 @@ class ResidualBlock(LeanBlock):
         """Return the block's output."""
         if self.slab_rows:
             return self._in_slabs(x, overwrite=False)
-        h = self.conv1(group_norm(x, self.norm1, silu=True))
+        h = self.conv1.conv(group_norm(x, self.norm1, silu=True))
         h = group_norm(h, self.norm2, silu=True)
         # Ahead of the last convolution, which a checkpoint then skips: it stops once it has what backward needs.
         if isinstance(self.nin_shortcut, Convolution):
             x = pointwise_conv(x, self.nin_shortcut.conv)
-        return x + self.conv2(h)
+        return x + self.conv2.conv(h)
 
     def consume(self, x: Volume) -> Tensor:
         """Return the block's output, in the memory of its input if it fits."""

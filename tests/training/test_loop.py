@@ -16,10 +16,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import evaluation.report
 import training.optimization
 import training.validation.autoencoder_validation
 import training.validation.ldm_validation
 from runtime.cli import INTERRUPTED, OUT_OF_MEMORY
+from runtime.processes import Process
 from tests.finished_run import export_autoencoder, run_here
 from training.step import TrainingStep
 
@@ -154,6 +156,16 @@ def test_killed_in_validation_and_resumed_equals_undisturbed(train, made, monkey
         return [(line["step"], line.get("reconstruction"), line.get("val_psnr")) for line in found]
 
     assert results(here) == results(there)
+
+
+def test_ranks_wait_for_the_preview_before_the_next_step(train, made, monkeypatch):
+    """Rank zero draws and shows it alone; gradients would wait for 30 minutes at most."""
+    events: list[str] = []
+    show = evaluation.report.show_validation
+    monkeypatch.setattr(evaluation.report, "show_validation", lambda *given: (show(*given), events.append("shown"))[0])
+    monkeypatch.setattr(Process, "barrier", lambda self: events.append(f"all wait after step {made[-1]}"))
+    assert train("autoencoder") == 0
+    assert events == ["shown", "all wait after step 3", "shown", "all wait after step 6"]
 
 
 def test_run_asked_to_stop_saves_and_postpones_its_validation(train, made, monkeypatch):

@@ -44,12 +44,18 @@ def group_norm(
 
     The result has the layout of `x` if `layout` is None.
     """
-    return torch.ops.lean.group_norm.default(x, weight, bias, groups, eps, silu, dtype, layout)
+    if _runs_directly(x):
+        return _group_norm(x, weight, bias, groups, eps, silu, dtype, layout)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.ops.lean.group_norm.default(x, weight, bias, groups, eps, silu, dtype, layout)
 
 
 def group_norm_backward(grad: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `x`, weight and bias, the last two in full precision. Four reads, one write."""
-    return torch.ops.lean.group_norm_backward.default(grad, x, *norm)
+    if _runs_directly(x):
+        return _group_norm_backward(grad, x, *norm)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.ops.lean.group_norm_backward.default(grad, x, *norm)
 
 
 def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -137,31 +143,12 @@ def _reason_against_triton(device: torch.device) -> str:
     return f"Triton cannot compile for it ({failure})" if failure else ""
 
 
-def runs_directly(x: Tensor) -> bool:
+def _runs_directly(x: Tensor) -> bool:
     """Return whether the norm of a whole `x` may skip torch's dispatcher, which takes the host as long as a launch.
 
     Dispatch modes and fake tensors need the operator. The Triton kernels take no notice of autocast.
     """
     return x.is_cuda and type(x) is Tensor and _backend(x) is not torch_kernels and not native.in_dispatch_mode()
-
-
-def group_norm_directly(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    silu: bool,
-    groups: int,
-    eps: float,
-    dtype: torch.dtype,
-    layout: torch.memory_format | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `group_norm` returns, for an `x` that `runs_directly`."""
-    return _group_norm(x, weight, bias, groups, eps, silu, dtype, layout)
-
-
-def group_norm_backward_directly(grad: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `group_norm_backward` returns, for an `x` that `runs_directly`."""
-    return _group_norm_backward(grad, x, *norm)
 
 
 def _check(x: Tensor, *others: Tensor | None) -> None:
