@@ -137,8 +137,7 @@ def test_a_lost_host_costs_no_step_and_may_join_again(undisturbed, tmp_path, hos
     second.kill()
     first.ip("link", "set", "cable", "up")
     launchers[1] = second.torchrun(tmp_path, "host_1_again.log", port, stage)
-    for launcher in launchers:
-        _wait(lambda launcher=launcher: launcher.poll() is not None, tmp_path, "the end of the run")
+    _wait(lambda: all(launcher.poll() is not None for launcher in launchers), tmp_path, "the end of the run")
     assert [launcher.returncode for launcher in launchers] == [0, 0], said()
     assert "in use by another process" not in said()
 

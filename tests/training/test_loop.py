@@ -162,7 +162,12 @@ def test_ranks_wait_for_the_preview_before_the_next_step(train, made, monkeypatc
     """Rank zero draws and shows it alone; gradients would wait for 30 minutes at most."""
     events: list[str] = []
     show = evaluation.report.show_validation
-    monkeypatch.setattr(evaluation.report, "show_validation", lambda *given: (show(*given), events.append("shown"))[0])
+
+    def shown(*given: Any) -> None:
+        show(*given)
+        events.append("shown")
+
+    monkeypatch.setattr(evaluation.report, "show_validation", shown)
     monkeypatch.setattr(Process, "barrier", lambda self: events.append(f"all wait after step {made[-1]}"))
     assert train("autoencoder") == 0
     assert events == ["shown", "all wait after step 3", "shown", "all wait after step 6"]

@@ -193,5 +193,6 @@ def test_uneven_voxels_are_copied_when_read_and_refused_when_written():
     for uneven in (even[..., 1:], even[:, :, :, 1:], even.transpose(2, 4), even[:, :, ::2]):
         assert strides(uneven) is None
         assert triton_launch._readable(uneven).is_contiguous()
+        zero = torch.zeros(1, 1)
         with pytest.raises(AssertionError, match="voxels must be evenly spaced"):
-            triton_launch.normalise(uneven, uneven.contiguous(), Norm(*[torch.zeros(1, 1)] * 4, False), 0)
+            triton_launch.normalise(uneven, uneven.contiguous(), Norm(zero, zero, zero, zero, False), 0)
