@@ -23,7 +23,7 @@ def main(options: argparse.Namespace) -> int:
     return train_with_rungs(lambda s: train(s, options.dry_run, options.gpu), settings, "ldm", options.on_oom)
 
 
-def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
+def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     """Train, resuming from the newest checkpoint if there is one; return the exit code."""
     from data import BatchPlan, prepare_volumes
     from diffusion.conditioning import check_conditions
@@ -32,20 +32,18 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from memory.watch.memory_watch import MemoryWatch
     from models.volume_codec import frozen_codec
     from runtime.processes import processes
-    from training.effective_batch import following_ranks
     from training.finished_weights import export
     from training.ldm_step import LatentDiffusionStep
     from training.loop import run_loop
-    from training.resume import ResumableRun
+    from training.resume import ResumableRun, for_ranks
     from training.run_setup import check_run, describe_run, open_run
     from training.summary import summarise
     from training.validation.ldm_validation import LdmValidation, RealVolumes
 
-    check_run(settings, is_dry_run)
-    configured = settings
+    check_run(configured, is_dry_run)
     with (
-        processes(settings) as process,
-        MemoryWatch(settings := following_ranks(settings, "ldm", process), "ldm", process, is_dry_run, gpu) as watch,
+        processes(configured) as process,
+        MemoryWatch(settings := for_ranks(configured, "ldm", process), "ldm", process, is_dry_run, gpu) as watch,
     ):
         # Check everything that the run needs, and say what it will do.
         pretrained_unet(settings)

@@ -16,7 +16,7 @@ from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 log = logging.getLogger(__name__)
 
 
-def following_ranks(settings: Settings, stage: str, process: Process) -> Settings:
+def for_ranks(settings: Settings, stage: str, process: Process) -> Settings:
     """Return the settings with the gradient accumulation that keeps the volumes per update of the run's checkpoint.
 
     Where the config changed since the checkpoint, it is left as it is, and resuming judges it. Raise `CheckpointError`

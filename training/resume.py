@@ -13,7 +13,10 @@ from data import DataSplit
 from runtime.files.run_folder import RunFolder
 from settings import CheckpointError, Settings, known_keys, look_up, restored, stored
 from training.checkpoints import Checkpoints
+from training.effective_batch import for_ranks
 from training.step import TrainingStep
+
+__all__ = ["ResumableRun", "changed_settings", "check_resumable", "for_ranks"]
 
 log = logging.getLogger(__name__)
 

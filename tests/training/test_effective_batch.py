@@ -9,7 +9,7 @@ from runtime.files.run_folder import RUNS
 from runtime.processes import Process
 from settings import CheckpointError, Settings, stored
 from tests.support.tiny_config import TINY
-from training.effective_batch import following_ranks
+from training.effective_batch import for_ranks
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def ranks(number):
     ("before", "now", "steps"), [(1, 2, 3), (1, 3, 2), (1, 6, 1), (2, 1, 12), (4, 3, 8), (2, 2, 6)]
 )
 def test_accumulation_follows_the_ranks(run, before, now, steps):
-    settings = following_ranks(run.saved_on(before), "autoencoder", ranks(now))
+    settings = for_ranks(run.saved_on(before), "autoencoder", ranks(now))
     assert settings.autoencoder.training.gradient_accumulation_steps == steps
     assert settings.autoencoder.training.batch_size == 2
     assert settings.ldm == run.settings.ldm
@@ -64,19 +64,19 @@ def test_ranks_that_cannot_share_an_update_are_told_the_nearest_number_that_can(
     settings = run.saved_on(1)
     said = rf"have 12 volumes, which {now} ranks with batch_size 2 cannot share equally; .* can is {nearest};"
     with pytest.raises(CheckpointError, match=said):
-        following_ranks(settings, "autoencoder", ranks(now))
+        for_ranks(settings, "autoencoder", ranks(now))
 
 
 @pytest.mark.parametrize("changed", [{"batch_size": 1}, {"gradient_accumulation_steps": 5}])
 def test_what_the_user_changed_is_left_to_the_check_on_resuming(run, changed):
     settings = run.saved_on(1).with_overrides({f"autoencoder.training.{key}": v for key, v in changed.items()})
-    assert following_ranks(settings, "autoencoder", ranks(2)) is settings
+    assert for_ranks(settings, "autoencoder", ranks(2)) is settings
 
 
 def test_without_a_readable_checkpoint_of_the_stage_nothing_changes(run):
     settings = run.settings
-    assert following_ranks(settings, "autoencoder", ranks(2)) is settings
-    assert following_ranks(run.saved_on(1), "ldm", ranks(2)) is settings
+    assert for_ranks(settings, "autoencoder", ranks(2)) is settings
+    assert for_ranks(run.saved_on(1), "ldm", ranks(2)) is settings
     (path,) = (RUNS / settings.name / "checkpoints").iterdir()
     path.write_bytes(path.read_bytes()[:-100])
-    assert following_ranks(settings, "autoencoder", ranks(2)) is settings
+    assert for_ranks(settings, "autoencoder", ranks(2)) is settings
