@@ -24,7 +24,7 @@ def main(options: argparse.Namespace) -> int:
     return train_with_rungs(lambda s: train(s, options.dry_run, options.gpu), settings, "autoencoder", options.on_oom)
 
 
-def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
+def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     """Train, resuming from the newest checkpoint if there is one; return the exit code."""
     from data import BatchPlan, ValidationBatches, prepare_volumes, training_batches
     from evaluation.report import publish, show_validation
@@ -34,13 +34,18 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from training.autoencoder_step import AutoencoderStep
     from training.finished_weights import ensure_pretrained, export
     from training.loop import run_loop
-    from training.resume import ResumableRun
+    from training.resume import ResumableRun, for_ranks
     from training.run_setup import check_run, describe_run, open_run
     from training.summary import summarise, warn_of_stage_two
     from training.validation.autoencoder_validation import validate_autoencoder
 
-    check_run(settings, is_dry_run)
-    with processes(settings) as process, MemoryWatch(settings, "autoencoder", process, is_dry_run, gpu) as watch:
+    check_run(configured, is_dry_run)
+    with (
+        processes(configured) as process,
+        MemoryWatch(
+            settings := for_ranks(configured, "autoencoder", process), "autoencoder", process, is_dry_run, gpu
+        ) as watch,
+    ):
         # Check everything that the run needs, and say what it will do.
         if not is_dry_run:  # which needs no weights: a login node may have neither them nor internet
             ensure_perceptual_weights(settings.autoencoder.training)
@@ -51,14 +56,13 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
         watch.announce(len(volumes.train), len(volumes.val))
         if is_dry_run:
             return 0
-
         with open_run(settings, process) as run_folder:
             # Build the networks and optimizers, and resume where the run stopped.
             plan = BatchPlan.of(settings.autoencoder.training, settings.seed, process.rank, process.world_size)
             step = AutoencoderStep(settings, process, files_of=plan.names(volumes.train))
-            resumable = ResumableRun(step, run_folder, volumes)
+            resumable = ResumableRun(step, run_folder, volumes, configured)
             first_step = resumable.resume()
-            describe_run(run_folder, settings, process, volumes)
+            describe_run(run_folder, configured, process, volumes)
             watch.record(run_folder.path)
 
             # The volumes of step n depend on the seed and n alone, so a resumed run sees the same batches.

@@ -23,7 +23,7 @@ def main(options: argparse.Namespace) -> int:
     return train_with_rungs(lambda s: train(s, options.dry_run, options.gpu), settings, "ldm", options.on_oom)
 
 
-def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
+def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     """Train, resuming from the newest checkpoint if there is one; return the exit code."""
     from data import BatchPlan, prepare_volumes
     from diffusion.conditioning import check_conditions
@@ -35,13 +35,16 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
     from training.finished_weights import export
     from training.ldm_step import LatentDiffusionStep
     from training.loop import run_loop
-    from training.resume import ResumableRun
+    from training.resume import ResumableRun, for_ranks
     from training.run_setup import check_run, describe_run, open_run
     from training.summary import summarise
     from training.validation.ldm_validation import LdmValidation, RealVolumes
 
-    check_run(settings, is_dry_run)
-    with processes(settings) as process, MemoryWatch(settings, "ldm", process, is_dry_run, gpu) as watch:
+    check_run(configured, is_dry_run)
+    with (
+        processes(configured) as process,
+        MemoryWatch(settings := for_ranks(configured, "ldm", process), "ldm", process, is_dry_run, gpu) as watch,
+    ):
         # Check everything that the run needs, and say what it will do.
         pretrained_unet(settings)
         volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels, is_dry_run)
@@ -57,9 +60,9 @@ def train(settings: Settings, is_dry_run: bool, gpu: str | None = None) -> int:
                 latents = prepare_latents(codec, volumes, settings, process, pairs)
             plan = BatchPlan.of(settings.ldm.training, settings.seed, process.rank, process.world_size)
             step = LatentDiffusionStep(settings, process, True, codec, latents, plan.names(volumes.train))
-            resumable = ResumableRun(step, run_folder, volumes)
+            resumable = ResumableRun(step, run_folder, volumes, configured)
             first_step = resumable.resume()
-            describe_run(run_folder, settings, process, volumes)
+            describe_run(run_folder, configured, process, volumes)
             watch.record(run_folder.path)
 
             # The latents of step n depend on the seed and n alone, so a resumed run sees the same batches.

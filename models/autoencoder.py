@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from monai.networks.blocks import Convolution
 from torch import Tensor, nn
 
 from models.arguments import autoencoder_arguments
@@ -72,7 +73,7 @@ class LeanCoder(nn.Module):
         h = h if head.slab_rows else self._whole(h)
         return self._run(head.train(self.training), h, self.levels[-1], keep)
 
-    def _begin(self, conv: nn.Module, x: Tensor) -> Volume:
+    def _begin(self, conv: Convolution, x: Tensor) -> Volume:
         """Return the first convolution of a volume; as rows computed on demand where the result is for the host."""
         if self.host is not None and not torch.is_grad_enabled():
             rows = ConvolvedRows(x, *(parameter.to(compute_dtype(x)) for parameter in conv.conv.parameters()))

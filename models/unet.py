@@ -39,16 +39,18 @@ SCAN_LAYERS = {
 """MAISI's names of the layers that embed what it takes of a scan."""
 
 
-class _OwnGradient(torch.autograd.Function):
-    """Identity that copies its gradient: the gradient of a concatenated part is a view that keeps the whole alive."""
+class _Concatenated(torch.autograd.Function):
+    """Channels of `x`, then those of `skip`, whose gradient is copied: a view of it would keep the whole alive."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, skip: Tensor) -> Tensor:
+        ctx.channels = x.shape[1]
+        return torch.cat([x, skip], dim=1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.clone(memory_format=layout_of(grad))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        of_x, of_skip = grad.split_with_sizes((ctx.channels, grad.shape[1] - ctx.channels), dim=1)
+        return of_x, of_skip.clone(memory_format=layout_of(of_skip))
 
 
 class TimeResidualBlock(nn.Module):
@@ -63,13 +65,14 @@ class TimeResidualBlock(nn.Module):
     def forward(self, x: Tensor, embedding: Tensor, skip: Tensor | None = None) -> Tensor:
         """Return the block's output for `x`, or for `x` and `skip` concatenated along the channels."""
         if skip is not None:
-            x = torch.cat([x, _OwnGradient.apply(skip)], dim=1)
+            x = _Concatenated.apply(x, skip)
         h = group_norm(x, self.norm1, silu=True)
         if self.down:
             x, h = halved(x), halved(h)
-        h = upsample_conv(h, self.conv1.conv) if self.up else self.conv1(h)
-        h = h + self.time_emb_proj(F.silu(embedding))[:, :, None, None, None]
-        h = self.conv2(group_norm(h, self.norm2, silu=True))
+        h = upsample_conv(h, self.conv1.conv) if self.up else self.conv1.conv(h)
+        shift = self.time_emb_proj(F.silu(embedding))
+        h = h + shift.view(*shift.shape, 1, 1, 1)
+        h = self.conv2.conv(group_norm(h, self.norm2, silu=True))
         if self.up:
             # The skip connection treats each voxel by itself, so it may come before the upsampling.
             return add_upsampled(h, self.skip_connection(x))

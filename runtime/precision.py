@@ -65,7 +65,10 @@ def onednn_limit(settings: DeviceSettings) -> str:
 
 
 def computes_bfloat16(device: torch.device) -> bool:
-    """Return whether the device computes bfloat16 fast; GPUs before Ampere emulate it slowly."""
+    """Return whether the device computes bfloat16 fast.
+
+    GPUs before Ampere emulate it slowly, and their attention falls back to one that builds its N x N matrix.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 

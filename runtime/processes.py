@@ -7,12 +7,13 @@ import importlib.metadata
 import logging
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,14 @@ from settings.section import look_up
 log = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT = timedelta(minutes=10)
-_GRADIENT_TIMEOUT = timedelta(minutes=30)
-# One process may check or encode volumes for hours while the others wait. A dead process is still noticed at once.
+# Inside a step the ranks wait for each other only, so this is how long a cut network goes unnoticed. A process that
+# ends is noticed at once.
+STEP_TIMEOUT = timedelta(minutes=30)
+# One process may check or encode volumes, or draw a preview, for hours while the others wait.
 _WAIT_TIMEOUT = timedelta(hours=6)
+_STORE_SECONDS = 10
+
+_Answer = TypeVar("_Answer")
 
 
 def _with_strides(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -48,8 +54,9 @@ class Process:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    # A gloo group, so that decisions on the host do not wait for the GPU.
+    # Gloo groups, so that decisions on the host do not wait for the GPU: for every step, and for what takes hours.
     control: Any = field(default=None, repr=False)
+    patient: Any = field(default=None, repr=False)
     # Whether the GPUs of all ranks compute bfloat16 fast; None: this process is alone.
     has_bfloat16: bool | None = None
 
@@ -73,17 +80,20 @@ class Process:
         )
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set in any process."""
+        """Return whether the flag is set in any process; no process may keep the others waiting for long."""
+        return self._any(flag, self.control)
+
+    def _any(self, flag: bool, group: Any) -> bool:
         if self.world_size == 1:
             return flag
         value = torch.tensor(int(flag))
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.control)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
         return bool(value)
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of a host tensor over all processes, in place."""
         if self.world_size > 1:
-            dist.all_reduce(values, group=self.control)
+            dist.all_reduce(values, group=self.patient)
         return values
 
     def sum_on_device(self, values: Tensor) -> Tensor:
@@ -93,16 +103,16 @@ class Process:
         return values
 
     def barrier(self) -> None:
-        """Wait for all processes."""
+        """Wait for all processes, even for what one does alone, for which the gradients' group would not wait."""
         if self.world_size > 1:
-            dist.barrier(group=self.control)
+            dist.barrier(group=self.patient)
 
     def broadcast(self, value: Any) -> Any:
         """Return the first process's value in every process."""
         if self.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        dist.broadcast_object_list(box, src=0, group=self.patient)
         return box[0]
 
     @contextmanager
@@ -121,11 +131,11 @@ class Process:
             if error is not None:
                 raise error
             return
-        if not self.any(error is not None):
+        if not self._any(error is not None, self.patient):
             return
         mine = None if error is None else (urgency, self.rank, str(error), error.exit_code)
         gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, mine, group=self.control)
+        dist.all_gather_object(gathered, mine, group=self.patient)
         _, rank, text, exit_code = min(entry for entry in gathered if entry is not None)
         if rank != self.rank or error is None:
             error = TrainingError(text)
@@ -173,8 +183,12 @@ def choose_device(settings: DeviceSettings, local_rank: int = 0) -> torch.device
         name = torch.cuda.get_device_name(local_rank)
         advice = "install torch and torchvision built for it (pytorch.org has the command), or set device.type=cpu"
         raise ConfigError([Problem("device.type", f"{name}, {problem}", "", advice)])
+    device = torch.device("cuda", local_rank)
+    if settings.mixed_precision and settings.amp_dtype == "bfloat16" and not computes_bfloat16(device):
+        found = f"bfloat16 on {torch.cuda.get_device_name(local_rank)}, which emulates it and has no attention for it"
+        raise ConfigError([Problem("device.amp_dtype", found, "", "set auto, which chooses float16 there")])
     cublas.limit_workspaces()
-    return torch.device("cuda", local_rank)
+    return device
 
 
 def device_name(device: torch.device) -> str:
@@ -233,10 +247,10 @@ def processes(settings: Settings) -> Iterator[Process]:
         _log_device(settings.device, alone := Process(device))
         yield alone
         return
-    store, control = _join(device, rank, world_size)
+    store, control, patient = _join(device, rank, world_size)
     is_clean = False
     try:
-        process = Process(device, rank, local_rank, world_size, control)
+        process = Process(device, rank, local_rank, world_size, control, patient)
         process = replace(process, has_bfloat16=not process.any(not computes_bfloat16(device)))
         _check_equal(process, settings)
         _log_device(settings.device, process)
@@ -253,8 +267,9 @@ def processes(settings: Settings) -> Iterator[Process]:
         if isinstance(error, MemoryError) or not _is_lost_process(error):
             raise
         lost = TrainingError(
-            "another process of this run ended, so this one stops too; if that process logged no error it was killed, "
-            "most likely because memory ran out; run the same command again to resume from the last checkpoint, if any"
+            "another process of this run ended, or the network to it was cut, so this one stops too; if that process "
+            "logged no error it was killed, most likely because memory ran out; run the same command again to resume "
+            "from the last checkpoint, if any"
         )
         # The process that failed first has usually reported why, which is more useful than this message.
         lost.is_reported_by_another_rank = _was_anything_reported(store) or not _is_first_report(store, str(lost))
@@ -284,7 +299,7 @@ def _check_equal(process: Process, settings: Settings) -> None:
         # Another number of threads sums in another order.
         facts["number of threads"] = str(torch.get_num_threads())
     gathered: list[dict[str, str]] = [{} for _ in range(process.world_size)]
-    dist.all_gather_object(gathered, facts, group=process.control)
+    dist.all_gather_object(gathered, facts, group=process.patient)
     problems = []
     for name in sorted(set().union(*gathered)):
         values = [rank_facts.get(name, "unset") for rank_facts in gathered]
@@ -309,13 +324,15 @@ def _number(name: str, default: int) -> int:
     return int(text)
 
 
-def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store, Any]:
-    """Connect to the other processes; return their store and the group for decisions on the host."""
+def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store, Any, Any]:
+    """Connect to the other processes; return their store, and the groups for decisions of a step and for long waits."""
     where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     is_cuda = device.type == "cuda"
     try:
-        # torchrun keeps its store when it restarts the processes; the prefix hides addresses from earlier attempts.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # If torchrun keeps its store when it restarts the processes, the prefix hides addresses from earlier attempts.
+        # Rank zero's own store is new each time, and a machine that joined later counts its attempts from 0.
+        is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_kept else "0"
         shared_store = next(dist.rendezvous("env://", timeout=_JOIN_TIMEOUT))[0]
         store = dist.PrefixStore(f"{attempt} of {world_size}", shared_store)
         dist.init_process_group(
@@ -323,10 +340,11 @@ def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store,
             store=dist.PrefixStore("processes", store),
             rank=rank,
             world_size=world_size,
-            timeout=_GRADIENT_TIMEOUT if is_cuda else _WAIT_TIMEOUT,
+            timeout=STEP_TIMEOUT,
             device_id=device if is_cuda else None,
         )
-        control = dist.new_group(backend="gloo", timeout=_WAIT_TIMEOUT) if is_cuda else dist.group.WORLD
+        control = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if is_cuda else dist.group.WORLD
+        patient = dist.new_group(backend="gloo", timeout=_WAIT_TIMEOUT)
     except (RuntimeError, ValueError) as error:
         unreachable = TrainingError(
             f"process {rank} of {world_size} cannot reach the others at {where} ({str(error).splitlines()[0]}); "
@@ -334,38 +352,46 @@ def _join(device: torch.device, rank: int, world_size: int) -> tuple[dist.Store,
         )
         unreachable.is_reported_by_another_rank = False
         raise unreachable from error
-    return store, control
+    return store, control, patient
 
 
 def _is_lost_process(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
+def _answer(question: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
+    """Return what the store answers; `otherwise` if it is gone, or behind a cut network, where it never answers."""
+    answers: list[_Answer] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            answers.append(question())
+
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_STORE_SECONDS)
+    return answers[0] if answers else otherwise
+
+
 def _is_first_report(store: dist.Store, text: str) -> bool:
     """Return whether no other process has reported this text; True if the store cannot be reached."""
-    try:
+
+    def report() -> bool:
         store.add("reported", 1)
         return store.add(f"reported {hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
-    except RuntimeError:
-        return True
+
+    return _answer(report, True)
 
 
 def _publish_exit_code(store: dist.Store, exit_code: int) -> None:
     """Tell the other processes which exit code this one ends with."""
-    with suppress(RuntimeError):
-        store.set("exit code", str(exit_code))
+    _answer(lambda: store.set("exit code", str(exit_code)), None)
 
 
 def _published_exit_code(store: dist.Store) -> int | None:
     """Return the exit code of the process that failed; None if it published none or the store is gone."""
-    try:
-        return int(store.get("exit code")) if store.check(["exit code"]) else None
-    except RuntimeError:
-        return None
+    return _answer(lambda: int(store.get("exit code")) if store.check(["exit code"]) else None, None)
 
 
 def _was_anything_reported(store: dist.Store) -> bool:
-    try:
-        return bool(store.check(["reported"]))
-    except RuntimeError:
-        return False
+    return _answer(lambda: bool(store.check(["reported"])), False)

@@ -54,6 +54,7 @@ def run_loop(
             metrics, preview = validate()
             keep(done, metrics)
             show(recorder, done, metrics, preview)
+            process.barrier()  # the preview is rank zero's work alone
 
     clock = RunClock(
         run.first_step,

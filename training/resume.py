@@ -13,7 +13,10 @@ from data import DataSplit
 from runtime.files.run_folder import RunFolder
 from settings import CheckpointError, Settings, known_keys, look_up, restored, stored
 from training.checkpoints import Checkpoints
+from training.effective_batch import for_ranks
 from training.step import TrainingStep
+
+__all__ = ["ResumableRun", "changed_settings", "check_resumable", "for_ranks"]
 
 log = logging.getLogger(__name__)
 
@@ -21,10 +24,16 @@ _PARTS = ("settings", "samples_per_update", "volumes", "networks", "optimizers")
 
 
 class ResumableRun:
-    """A stage that trains in a run folder on some volumes; `first_step` is the number of steps finished before."""
+    """A stage that trains in a run folder on some volumes; `first_step` is the number of steps finished before.
 
-    def __init__(self, step: TrainingStep, folder: RunFolder, volumes: DataSplit) -> None:
+    `configured` are the settings of the user where the step's follow the number of ranks.
+    """
+
+    def __init__(
+        self, step: TrainingStep, folder: RunFolder, volumes: DataSplit, configured: Settings | None = None
+    ) -> None:
         self.step, self.folder, self.volumes = step, folder, volumes
+        self.settings = configured or step.settings
         self.checkpoints = Checkpoints(folder.checkpoints, step.stage, step.training.keep_checkpoints)
         self.first_step = 0
 
@@ -52,7 +61,7 @@ class ResumableRun:
         with step.process.raise_on_all_ranks():
             if step.process.is_rank_zero:
                 extra = {
-                    "settings": stored(step.settings),
+                    "settings": stored(self.settings),
                     "samples_per_update": step.samples_per_update,
                     "volumes": _identity(self.volumes),
                     "metadata": step.metadata,
@@ -64,7 +73,7 @@ class ResumableRun:
             if name not in state:
                 raise _other_version(path, f"{name} is missing")
         before, samples_before = restored(state["settings"], path), state["samples_per_update"]
-        check_resumable(self.step.stage, before, self.step.settings, samples_before, self.step.samples_per_update)
+        check_resumable(self.step.stage, before, self.settings, samples_before, self.step.samples_per_update)
         try:
             _check_volumes(state["volumes"], _identity(self.volumes))
             self.step.load_state_dict(state)

@@ -34,10 +34,11 @@ class AttentionBlock(nn.Module):
         else:
             query, key, value = attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens)
         del tokens
-        query, key, value = (part.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2) for part in (query, key, value))
+        heads = (*query.shape[:2], attn.num_heads, -1)
+        query, key, value = (part.view(heads).transpose(1, 2) for part in (query, key, value))
         dropout = attn.dropout_rate if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=attn.scale)
         del query, key, value
         mixed = attn.drop_output(attn.out_proj(mixed.transpose(1, 2).flatten(2)))
         # x comes first because the sum takes the memory layout of its first operand, and convolutions want that of x.
-        return x + mixed.transpose(1, 2).unflatten(2, x.shape[2:])
+        return x + mixed.transpose(1, 2).view(x.shape)

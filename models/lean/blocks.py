@@ -5,8 +5,6 @@ Each lean block holds the layers of one stock block under the same names, so the
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from monai.networks.blocks import Convolution, SpatialAttentionBlock, Upsample
 from monai.networks.nets.autoencoderkl import AEKLDownsample, AEKLResBlock
@@ -20,7 +18,7 @@ from models.lean.norm import compute_dtype, group_norm
 from models.lean.resampling import DownsampledRows, Strides, UpsampledRows, downsample_conv, upsample_conv
 from models.lean.slab_blocks import norm_conv, residual
 from models.lean.slabs import HostSpace, RowSource, Volume
-from models.lean.streaming import Residual, residual_on_host, stored
+from models.lean.streaming import Layers, Residual, residual_on_host, stored
 
 
 class LeanBlock(nn.Module):
@@ -66,12 +64,12 @@ class ResidualBlock(LeanBlock):
         """Return the block's output."""
         if self.slab_rows:
             return self._in_slabs(x, overwrite=False)
-        h = self.conv1(group_norm(x, self.norm1, silu=True))
+        h = self.conv1.conv(group_norm(x, self.norm1, silu=True))
         h = group_norm(h, self.norm2, silu=True)
         # Ahead of the last convolution, which a checkpoint then skips: it stops once it has what backward needs.
         if isinstance(self.nin_shortcut, Convolution):
             x = pointwise_conv(x, self.nin_shortcut.conv)
-        return x + self.conv2(h)
+        return x + self.conv2.conv(h)
 
     def consume(self, x: Volume) -> Volume:
         """Return the block's output, in the memory of its input if it fits."""
@@ -79,10 +77,10 @@ class ResidualBlock(LeanBlock):
         size = x.shape.numel() // x.shape[1] * channels * dtype.itemsize
         if self.host is None or size <= self.host.above:
             return self._in_slabs(x, overwrite=True)
-        return residual_on_host(x, Residual.of(*self._layers, dtype), self.slab_rows, self.host)
+        return residual_on_host(x, Residual.of(self._layers, dtype), self.slab_rows, self.host)
 
     @property
-    def _layers(self) -> tuple[Any, ...]:
+    def _layers(self) -> Layers:
         convs = (self.conv1.conv, self.conv2.conv)
         return (self.norm1, self.norm2), convs, getattr(self.nin_shortcut, "conv", None)
 

@@ -26,19 +26,22 @@ def _fold(weight: Tensor, strides: Strides) -> Tensor:
     stride two applies its odd taps to even output voxels and its even taps to odd ones, four taps in all. Along an axis
     that is not upsampled it applies the three taps in reverse order.
     """
-    for axis, stride in zip((2, 3, 4), strides, strict=True):
-        first, middle, last = weight.split(1, axis)
-        weight = torch.cat((last, middle + last, first + middle, first) if stride == 2 else (last, middle, first), axis)
-    return weight.transpose(0, 1)
+    return _add_neighbours(weight.flip(2, 3, 4), strides, padding=1).transpose(0, 1)
 
 
 def _unfold(grad: Tensor, strides: Strides) -> Tensor:
     """Return the gradient of the 3x3x3 kernel from that of its folded form."""
-    grad = grad.transpose(0, 1)
-    for axis, stride in zip((2, 3, 4), strides, strict=True):
+    return _add_neighbours(grad.transpose(0, 1), strides, padding=0).flip(2, 3, 4)
+
+
+def _add_neighbours(taps: Tensor, strides: Strides, padding: int) -> Tensor:
+    """Add each tap to the next one, along the axes with stride two; pooling without a divisor does it in one go."""
+    for axis, stride in enumerate(strides):
         if stride == 2:
-            grad = grad.narrow(axis, 0, 3) + grad.narrow(axis, 1, 3)
-    return grad.flip(2, 3, 4)
+            window, around = [1, 1, 1], [0, 0, 0]
+            window[axis], around[axis] = 2, padding
+            taps = F.avg_pool3d(taps, window, 1, around, divisor_override=1)
+    return taps
 
 
 class UpsampledRows(RowSource):

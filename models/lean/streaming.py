@@ -7,11 +7,12 @@ host memory; nothing but an upsampling in front of the block is computed twice.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import TypeIs
 
 from models.lean.norm.affine import Norm
 from models.lean.slab_blocks import statistics_of
@@ -31,6 +32,9 @@ from models.lean.slabs import (
     volume_bytes,
 )
 
+Layers = tuple[tuple[nn.GroupNorm, nn.GroupNorm], tuple[nn.Conv3d, nn.Conv3d], nn.Conv3d | None]
+"""The norms, the convolutions and the shortcut of a residual block."""
+
 
 class Residual(NamedTuple):
     """The parameters of a residual block, those of its convolutions in the dtype that they compute in."""
@@ -49,30 +53,27 @@ class Residual(NamedTuple):
     eps: float
 
     @classmethod
-    def of(
-        cls,
-        norms: tuple[nn.GroupNorm, nn.GroupNorm],
-        convs: tuple[nn.Conv3d, nn.Conv3d],
-        shortcut: nn.Conv3d | None,
-        dtype: torch.dtype,
-    ) -> Residual:
+    def of(cls, layers: Layers, dtype: torch.dtype) -> Residual:
         """Return the parameters of a block with these layers."""
-        parts: list[Tensor | None] = []
+        norms, convs, shortcut = layers
+        parts: list[Any] = []
         for norm, conv in zip(norms, convs, strict=True):
             parts += [norm.weight, norm.bias, *(part.to(dtype) for part in conv.parameters())]
         parts += [None, None] if shortcut is None else [part.to(dtype) for part in shortcut.parameters()]
-        return cls(*parts, norms[0].num_groups, norms[0].eps)  # type: ignore[arg-type]
+        parts += [norms[0].num_groups, norms[0].eps]
+        return cls(*parts)
 
 
 def stored(x: RowSource, rows: int, host: HostSpace | None) -> Volume:
     """Compute all rows of a volume; put them into host memory if they are to lie there, else on the device."""
-    out: Volume = host.volume(x) if host is not None and volume_bytes(x) > host.above else empty(x)
+    if host is not None and volume_bytes(x) > host.above:
+        volume = host.volume(x)
+        for start, end in slabs(x, rows, x.shape[1], x.dtype):
+            volume.write(start, x.rows(start, end))
+        return volume
+    out = empty(x)
     for start, end in slabs(x, rows, x.shape[1], x.dtype):
-        part = x.rows(start, end)
-        if isinstance(out, HostVolume):
-            out.write(start, part)
-        else:
-            out[:, :, start:end] = part
+        x.fill(out[:, :, start:end], start, end)
     return out
 
 
@@ -87,15 +88,16 @@ def residual_on_host(x: Volume, block: Residual, rows: int, host: HostSpace) -> 
     with torch.autocast(x.device.type, enabled=False):
         all_slabs = slabs(x, rows, min(block.weight1.shape[:2]), dtype)
         size = x.shape.numel() // x.shape[1] * block.weight1.shape[0] * dtype.itemsize
-        is_computed = isinstance(x, RowSource) and not isinstance(x, HostVolume)
-        if is_computed and block.shortcut is not None and host.free >= volume_bytes(x) + size:
-            x, is_computed = stored(x, rows, host), False
+        if _is_computed(x) and block.shortcut is not None and host.free >= volume_bytes(x) + size:
+            x = stored(x, rows, host)
         overwrites = isinstance(x, HostVolume) and x.dtype == dtype and block.shortcut is None and host.free < size
         source = Remembered(x) if isinstance(x, RowSource) else x
         norm1 = Norm(*statistics_of(x, block.groups, block.eps, rows), block.scale1, block.shift1, silu=True)
         convolved = ConvolvedRows(NormedRows(source, norm1, dtype), block.weight1, block.bias1)
         out = x if isinstance(x, HostVolume) and overwrites else host.volume(convolved)
-        beside = host.volume(convolved) if block.shortcut is not None and is_computed and host.free >= size else None
+        beside = (
+            host.volume(convolved) if block.shortcut is not None and _is_computed(x) and host.free >= size else None
+        )
         inner = Statistics(convolved, all_slabs, block.groups, block.eps)
         for start, end in all_slabs:
             part = convolved.rows(start, end)
@@ -115,6 +117,11 @@ def residual_on_host(x: Volume, block: Residual, rows: int, host: HostSpace) -> 
             out.write(start, part)
         out.statistics = {(block.groups, block.eps): outer.result()}
     return out
+
+
+def _is_computed(x: Volume) -> TypeIs[RowSource]:
+    """Return whether the rows of a volume are computed whenever they are read."""
+    return isinstance(x, RowSource) and not isinstance(x, HostVolume)
 
 
 def _shortcut(x: Volume, block: Residual, start: int, end: int) -> Tensor:

@@ -16,10 +16,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import evaluation.report
 import training.optimization
 import training.validation.autoencoder_validation
 import training.validation.ldm_validation
 from runtime.cli import INTERRUPTED, OUT_OF_MEMORY
+from runtime.processes import Process
 from tests.finished_run import export_autoencoder, run_here
 from training.step import TrainingStep
 
@@ -134,6 +136,41 @@ def test_run_that_died_in_its_last_validation_is_finished_by_the_same_command(tr
     assert train(stage) == 0
     assert steps_of(stage, METRIC[stage]) == [3, 6]
     torch.testing.assert_close(load_file(weights), exported, rtol=0, atol=0)
+
+
+def test_killed_in_validation_and_resumed_equals_undisturbed(train, made, monkeypatch):
+    assert train("autoencoder", "name=undisturbed") == 0
+    made.clear()
+    with monkeypatch.context() as patch:
+        fail_in_validation(patch, "autoencoder", (1,), KeyboardInterrupt())
+        assert train("autoencoder") == INTERRUPTED
+    assert train("autoencoder") == 0
+    assert made == [1, 2, 3, 4, 5, 6]
+    here, there = (Path("runs") / name for name in ("tiny", "undisturbed"))
+    torch.testing.assert_close(
+        load_file(here / "autoencoder.safetensors"), load_file(there / "autoencoder.safetensors"), rtol=0, atol=0
+    )
+
+    def results(run: Path) -> list[Any]:
+        found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        return [(line["step"], line.get("reconstruction"), line.get("val_psnr")) for line in found]
+
+    assert results(here) == results(there)
+
+
+def test_ranks_wait_for_the_preview_before_the_next_step(train, made, monkeypatch):
+    """Rank zero draws and shows it alone; gradients would wait for 30 minutes at most."""
+    events: list[str] = []
+    show = evaluation.report.show_validation
+
+    def shown(*given: Any) -> None:
+        show(*given)
+        events.append("shown")
+
+    monkeypatch.setattr(evaluation.report, "show_validation", shown)
+    monkeypatch.setattr(Process, "barrier", lambda self: events.append(f"all wait after step {made[-1]}"))
+    assert train("autoencoder") == 0
+    assert events == ["shown", "all wait after step 3", "shown", "all wait after step 6"]
 
 
 def test_run_asked_to_stop_saves_and_postpones_its_validation(train, made, monkeypatch):

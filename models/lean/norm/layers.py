@@ -34,12 +34,8 @@ def full_precision(tensor: Tensor) -> Tensor:
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, silu: bool, *options: Any) -> Tensor:
-        if operators.runs_directly(x):
-            y, mean, rstd = operators.group_norm_directly(x, weight, bias, silu, *options)
-        else:
-            groups, eps, dtype, layout = options
-            with torch.autocast(x.device.type, enabled=False):
-                y, mean, rstd = operators.group_norm(x, weight, bias, groups, eps, silu, dtype, layout)
+        groups, eps, dtype, layout = options
+        y, mean, rstd = operators.group_norm(x, weight, bias, groups, eps, silu, dtype, layout)
         ctx.save_for_backward(x, mean, rstd, weight, bias)
         ctx.silu = silu
         return y
@@ -49,11 +45,7 @@ class _GroupNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, bias = ctx.saved_tensors
         norm = Norm(mean, rstd, weight, bias, ctx.silu)
-        if operators.runs_directly(x):
-            grad_x, *grad_affine = operators.group_norm_backward_directly(grad, x, norm)
-        else:
-            with torch.autocast(x.device.type, enabled=False):
-                grad_x, *grad_affine = operators.group_norm_backward(grad, x, norm)
+        grad_x, *grad_affine = operators.group_norm_backward(grad, x, norm)
         if weight.dtype != mean.dtype:
             grad_affine = [part.to(weight.dtype) for part in grad_affine]
         return grad_x, *grad_affine, None, None, None, None, None

@@ -44,12 +44,18 @@ def group_norm(
 
     The result has the layout of `x` if `layout` is None.
     """
-    return torch.ops.lean.group_norm.default(x, weight, bias, groups, eps, silu, dtype, layout)
+    if _runs_directly(x):
+        return _group_norm(x, weight, bias, groups, eps, silu, dtype, layout)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.ops.lean.group_norm.default(x, weight, bias, groups, eps, silu, dtype, layout)
 
 
 def group_norm_backward(grad: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `x`, weight and bias, the last two in full precision. Four reads, one write."""
-    return torch.ops.lean.group_norm_backward.default(grad, x, *norm)
+    if _runs_directly(x):
+        return _group_norm_backward(grad, x, *norm)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.ops.lean.group_norm_backward.default(grad, x, *norm)
 
 
 def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -137,31 +143,12 @@ def _reason_against_triton(device: torch.device) -> str:
     return f"Triton cannot compile for it ({failure})" if failure else ""
 
 
-def runs_directly(x: Tensor) -> bool:
+def _runs_directly(x: Tensor) -> bool:
     """Return whether the norm of a whole `x` may skip torch's dispatcher, which takes the host as long as a launch.
 
     Dispatch modes and fake tensors need the operator. The Triton kernels take no notice of autocast.
     """
     return x.is_cuda and type(x) is Tensor and _backend(x) is not torch_kernels and not native.in_dispatch_mode()
-
-
-def group_norm_directly(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    silu: bool,
-    groups: int,
-    eps: float,
-    dtype: torch.dtype,
-    layout: torch.memory_format | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `group_norm` returns, for an `x` that `runs_directly`."""
-    return _group_norm(x, weight, bias, groups, eps, silu, dtype, layout)
-
-
-def group_norm_backward_directly(grad: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `group_norm_backward` returns, for an `x` that `runs_directly`."""
-    return _group_norm_backward(grad, x, *norm)
 
 
 def _check(x: Tensor, *others: Tensor | None) -> None:
@@ -173,26 +160,34 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
 
 def _empty_rows(x: Tensor, dtype: torch.dtype, more_rows: int, layout: torch.memory_format | None = None) -> Tensor:
     """Return an uninitialised tensor for the rows of `x` and `more_rows` more, in its layout if no other is given."""
+    layout = layout or layout_of(x)
+    if not more_rows:
+        return torch.empty_like(x, dtype=dtype, memory_format=layout)
     batch, channels, rows, height, width = x.shape
     shape = (batch, channels, rows + more_rows, height, width)
-    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout or layout_of(x))
+    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout)
 
 
 def _backend(x: Tensor) -> Any:
     if x.dtype == torch.float64 or not uses_triton(x.device):
         return torch_kernels
+    return _triton_launch()
+
+
+@functools.cache
+def _triton_launch() -> Any:
     from models.lean.norm import triton_launch
 
     return triton_launch
 
 
 def _uses_fused_kernel(x: Tensor, groups: int) -> bool:
-    """Return whether torch's GroupNorm kernels process `x`, which they do unless it is an instance norm.
+    """Return whether, of torch's kernels, those of GroupNorm process `x`: they do unless it is an instance norm.
 
     torch's own instance norm rounds less than they do: for a large mean their statistics are slightly off, and their
     backward does not centre its input.
     """
-    return _backend(x) is torch_kernels and x.is_contiguous() and groups != x.shape[1]
+    return x.is_contiguous() and groups != x.shape[1]
 
 
 def _statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -253,10 +248,10 @@ def _fake_writing(*tensors: Any) -> None:
 def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
     groups, eps, silu, dtype, layout = values
     _check(x)
-    if _uses_fused_kernel(x, groups):
+    backend = _backend(x)
+    if backend is torch_kernels and _uses_fused_kernel(x, groups):
         return torch_kernels.group_norm(x, weight, bias, groups, eps, silu, dtype, layout or torch.contiguous_format)
     out = _empty_rows(x, dtype, 0, layout)
-    backend = _backend(x)
     if backend is not torch_kernels:
         return out, *backend.group_norm(out, x, weight, bias, groups, eps, silu)[:2]
     mean, rstd = backend.statistics(x, groups, eps)
@@ -272,13 +267,14 @@ def _fake_group_norm(x: Tensor, weight: Tensor, bias: Tensor, *values: Any) -> t
 def _group_norm_backward(grad: Tensor, x: Tensor, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
     norm = Norm(*fields)
     _check(x, grad)
-    if _uses_fused_kernel(x, norm.groups):
+    backend = _backend(x)
+    if backend is torch_kernels and _uses_fused_kernel(x, norm.groups):
         return torch_kernels.group_norm_backward(grad, x, norm)
-    grad_x, backend = _empty_rows(x, x.dtype, 0), _backend(x)
-    if backend is not torch_kernels and backend.is_small(x, norm.groups):
+    grad_x = _empty_rows(x, x.dtype, 0)
+    if backend is not torch_kernels:
         grad_bias, grad_weight = backend.group_norm_backward(grad_x, grad, x, norm).sum(1).unbind()
         return grad_x, grad_weight, grad_bias
-    if backend is torch_kernels and stores_before_silu(grad_x):
+    if stores_before_silu(grad_x):
         # Without fused kernels, SiLU computed again would take longer than writing its gradient and reading it.
         sums = norm.mean.new_empty((2, *x.shape[:2]))
         _store_norm_sums(grad_x, sums, grad, x, *norm)

@@ -10,11 +10,13 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 
 @triton.jit
-def _tile(channels, voxels, num_chunks, block_c: tl.constexpr, block_v: tl.constexpr):
+def _tile(channels, voxels, num_chunks, multiple: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr):
     """Return the batch item, channels, voxels and chunk of voxels of this program, and the mask of those that exist.
 
-    Factors of addresses are 64 bits wide, because a volume may have more than 2^31 values.
+    Factors of addresses are 64 bits wide, because a volume may have more than 2^31 values. The number of channels is a
+    multiple of `multiple`, which Triton finds out by itself for 16 only.
     """
+    channels = (channels // multiple) * multiple
     program = tl.program_id(0)
     chunk = program % num_chunks
     block = program // num_chunks
@@ -25,18 +27,22 @@ def _tile(channels, voxels, num_chunks, block_c: tl.constexpr, block_v: tl.const
 
 
 @triton.jit
-def _places(ptr, b, c, v, stride_b, stride_c, stride_v):
-    return ptr + b * stride_b + c[:, None].to(tl.int64) * stride_c + v[None, :] * stride_v
+def _places(ptr, b, c, v, stride_b, stride_c, stride_v, multiple: tl.constexpr):
+    voxels = b * stride_b + v[None, :] * stride_v
+    if multiple > 1:
+        voxels = tl.multiple_of(voxels, (multiple, multiple))
+    return ptr + voxels + c[:, None].to(tl.int64) * stride_c
 
 
 @triton.jit
-def _load(ptr, b, c, v, mask, stride_b, stride_c, stride_v):
-    return tl.load(_places(ptr, b, c, v, stride_b, stride_c, stride_v), mask=mask, other=0.0).to(tl.float32)
+def _load(ptr, b, c, v, mask, stride_b, stride_c, stride_v, multiple: tl.constexpr = 1):
+    return tl.load(_places(ptr, b, c, v, stride_b, stride_c, stride_v, multiple), mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(ptr, values, b, c, v, mask, stride_b, stride_c, stride_v):
-    tl.store(_places(ptr, b, c, v, stride_b, stride_c, stride_v), values.to(ptr.dtype.element_ty), mask=mask)
+def _store(ptr, values, b, c, v, mask, stride_b, stride_c, stride_v, multiple: tl.constexpr = 1):
+    places = _places(ptr, b, c, v, stride_b, stride_c, stride_v, multiple)
+    tl.store(places, values.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -58,13 +64,13 @@ def _before_silu(grad, normed):
 @triton.jit
 def moments_kernel(
     x_ptr, out_ptr, parts_ptr, channels, voxels, num_chunks, plane, x_b, x_c, x_v, out_b, out_c, out_v,
-    has_out: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
+    has_out: tl.constexpr, multiple: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
     """Write each channel's mean over the tile, and the sum of squared distances from it; copy the tile if asked to."""
-    b, c, v, chunk, mask = _tile(channels, voxels, num_chunks, block_c, block_v)
-    x = _load(x_ptr, b, c, v, mask, x_b, x_c, x_v)
+    b, c, v, chunk, mask = _tile(channels, voxels, num_chunks, multiple, block_c, block_v)
+    x = _load(x_ptr, b, c, v, mask, x_b, x_c, x_v, multiple)
     if has_out:
-        _store(out_ptr, x, b, c, v, mask, out_b, out_c, out_v)
+        _store(out_ptr, x, b, c, v, mask, out_b, out_c, out_v, multiple)
     count = tl.minimum(voxels - chunk.to(tl.int64) * block_v, block_v).to(tl.float32)
     mean = tl.sum(x, 1) / count
     centred = tl.where(mask, x - mean[:, None], 0.0)
@@ -122,55 +128,84 @@ def combine_kernel(parts_ptr, mean_ptr, rstd_ptr, size, voxels, num_chunks, eps,
 def normalise_kernel(
     x_ptr, out_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, channels, groups, voxels, out_voxels, voxels_before,
     num_chunks, x_b, x_c, x_v, out_b, out_c, out_v,
-    silu: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
+    silu: tl.constexpr, multiple: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
     """Write the tile after norm and optional SiLU, and zeros where the output has rows that the input lacks."""
-    b, c, v, _, mask = _tile(channels, out_voxels, num_chunks, block_c, block_v)
+    b, c, v, _, mask = _tile(channels, out_voxels, num_chunks, multiple, block_c, block_v)
     inside = (v >= voxels_before) & (v - voxels_before < voxels)  # `v` has 64 bits, their sum may not
-    x = _load(x_ptr, b, c, v - voxels_before, mask & inside[None, :], x_b, x_c, x_v)
+    x = _load(x_ptr, b, c, v - voxels_before, mask & inside[None, :], x_b, x_c, x_v, multiple)
     scale = _of_groups(rstd_ptr, b, c, channels, groups) * _of_channels(weight_ptr, c, channels)
     y = (x - _of_groups(mean_ptr, b, c, channels, groups)) * scale + _of_channels(bias_ptr, c, channels)
     if silu:
         y = y * tl.sigmoid(y)
-    _store(out_ptr, tl.where(inside[None, :], y, 0.0), b, c, v, mask, out_b, out_c, out_v)
+    _store(out_ptr, tl.where(inside[None, :], y, 0.0), b, c, v, mask, out_b, out_c, out_v, multiple)
 
 
 @triton.jit
 def sums_kernel(
     grad_ptr, x_ptr, out_ptr, parts_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, channels, groups, voxels, num_chunks,
     plane, grad_b, grad_c, grad_v, x_b, x_c, x_v, out_b, out_c, out_v, silu: tl.constexpr, has_out: tl.constexpr,
-    before_silu: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
+    before_silu: tl.constexpr, multiple: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
     """Write each channel's sums over the tile of the gradient before SiLU, and of it times the standardised input.
 
     If asked to, store the gradient as well, before or after SiLU.
     """
-    b, c, v, chunk, mask = _tile(channels, voxels, num_chunks, block_c, block_v)
-    x = _load(x_ptr, b, c, v, mask, x_b, x_c, x_v)
-    grad = _load(grad_ptr, b, c, v, mask, grad_b, grad_c, grad_v)
+    b, c, v, chunk, mask = _tile(channels, voxels, num_chunks, multiple, block_c, block_v)
+    x = _load(x_ptr, b, c, v, mask, x_b, x_c, x_v, multiple)
+    grad = _load(grad_ptr, b, c, v, mask, grad_b, grad_c, grad_v, multiple)
     mean, rstd = _of_groups(mean_ptr, b, c, channels, groups), _of_groups(rstd_ptr, b, c, channels, groups)
     x = (x - mean) * rstd
     if has_out and not before_silu:
-        _store(out_ptr, grad, b, c, v, mask, out_b, out_c, out_v)
+        _store(out_ptr, grad, b, c, v, mask, out_b, out_c, out_v, multiple)
     if silu:
         grad = _before_silu(grad, x * _of_channels(weight_ptr, c, channels) + _of_channels(bias_ptr, c, channels))
     if has_out and before_silu:
-        _store(out_ptr, grad, b, c, v, mask, out_b, out_c, out_v)
+        _store(out_ptr, grad, b, c, v, mask, out_b, out_c, out_v, multiple)
     place = parts_ptr + (b * channels + c) * num_chunks + chunk
     tl.store(place, tl.sum(grad, 1), mask=c < channels)
     tl.store(place + plane, tl.sum(grad * x, 1), mask=c < channels)
 
 
 @triton.jit
+def group_means_kernel(
+    parts_ptr, sums_ptr, means_ptr, weight_ptr, channels, groups, voxels, num_chunks, plane, block: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of one group's sums, and write the group means that `input_grad_kernel` takes."""
+    group = tl.program_id(0)
+    size = channels // groups
+    first = (group % groups) * size
+    grad_mean, product_mean = 0.0, 0.0
+    for c in range(first, first + size):
+        row = (group // groups).to(tl.int64) * channels + c
+        of_grad = tl.zeros([block], tl.float32)
+        of_product = tl.zeros([block], tl.float32)
+        for start in range(0, num_chunks, block):
+            i = start + tl.arange(0, block)
+            place = parts_ptr + row * num_chunks + i
+            of_grad += tl.load(place, mask=i < num_chunks, other=0.0)
+            of_product += tl.load(place + plane * num_chunks, mask=i < num_chunks, other=0.0)
+        grad_sum, product_sum = tl.sum(of_grad, 0), tl.sum(of_product, 0)
+        tl.store(sums_ptr + row, grad_sum)
+        tl.store(sums_ptr + plane + row, product_sum)
+        weight = tl.load(weight_ptr + c).to(tl.float32)
+        grad_mean += grad_sum * weight
+        product_mean += product_sum * weight
+    total = (voxels * 1.0) * size
+    tl.store(means_ptr + group, grad_mean / total)
+    tl.store(means_ptr + tl.num_programs(0) + group, product_mean / total)
+
+
+@triton.jit
 def input_grad_kernel(
     grad_ptr, x_ptr, plus_ptr, out_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, group_means_ptr, channels, groups,
     voxels, num_chunks, batch, grad_b, grad_c, grad_v, x_b, x_c, x_v, plus_b, plus_c, plus_v, out_b, out_c, out_v,
-    silu: tl.constexpr, has_plus: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
+    silu: tl.constexpr, has_plus: tl.constexpr, multiple: tl.constexpr, block_c: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the norm's input, from the gradient of its output and the means over each group."""
-    b, c, v, _, mask = _tile(channels, voxels, num_chunks, block_c, block_v)
-    x = _load(x_ptr, b, c, v, mask, x_b, x_c, x_v)
-    grad = _load(grad_ptr, b, c, v, mask, grad_b, grad_c, grad_v)
+    b, c, v, _, mask = _tile(channels, voxels, num_chunks, multiple, block_c, block_v)
+    x = _load(x_ptr, b, c, v, mask, x_b, x_c, x_v, multiple)
+    grad = _load(grad_ptr, b, c, v, mask, grad_b, grad_c, grad_v, multiple)
     rstd, weight = _of_groups(rstd_ptr, b, c, channels, groups), _of_channels(weight_ptr, c, channels)
     x = (x - _of_groups(mean_ptr, b, c, channels, groups)) * rstd
     if silu:
@@ -179,8 +214,8 @@ def input_grad_kernel(
     of_product = _of_groups(group_means_ptr + batch * groups, b, c, channels, groups)
     result = (grad * weight - of_grad - x * of_product) * rstd
     if has_plus:
-        result += _load(plus_ptr, b, c, v, mask, plus_b, plus_c, plus_v)
-    _store(out_ptr, result, b, c, v, mask, out_b, out_c, out_v)
+        result += _load(plus_ptr, b, c, v, mask, plus_b, plus_c, plus_v, multiple)
+    _store(out_ptr, result, b, c, v, mask, out_b, out_c, out_v, multiple)
 
 
 @triton.jit

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import math
 from functools import lru_cache
+from itertools import chain
 from subprocess import SubprocessError
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from triton.errors import TritonError  # type: ignore[import-untyped]
 from models.lean.norm.affine import Norm
 from models.lean.norm.triton_kernels import (
     combine_kernel,
+    group_means_kernel,
     group_norm_backward_kernel,
     group_norm_kernel,
     input_grad_kernel,
@@ -23,6 +25,9 @@ from models.lean.norm.triton_kernels import (
     spans_kernel,
     sums_kernel,
 )
+
+Stride = tuple[int, ...]
+"""The strides of a tensor."""
 
 TILE_VALUES = 4096
 NUM_WARPS = 8
@@ -37,26 +42,42 @@ The kernel reads a group three times, and with channels last it uses a few bytes
 matter as long as the volume stays in the GPU's cache.
 """
 
-_LAUNCHERS: dict[tuple[Any, ...], Any] = {}
 
+class _Launch:
+    """A kernel and its numbers, for tensors of the same dtypes on the same device.
 
-def _launch(kernel: Any, programs: int, tensors: tuple[Tensor, ...], *numbers: float, **options: int) -> None:
-    """Launch a kernel on the current device.
-
-    What Triton compiled for these kinds of arguments is launched directly the next time, because its own way of finding
-    it takes the host five times as long. Kinds are all that it specialises on: dtypes, alignment of addresses, numbers.
+    What Triton compiled is launched directly the next time, and with addresses in place of tensors, because its own way
+    of finding it takes the host five times as long. The alignment of addresses is all that is left to specialise on.
     """
-    kinds = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
-    # By identity, because Triton would hash the source of the kernel.
-    key = (id(kernel), torch.cuda.current_device() if tensors[0].is_cuda else None, programs, numbers, *kinds)
-    launcher = _LAUNCHERS.get(key)
-    if launcher is not None:
-        launcher(*tensors, *numbers)
-        return
-    compiled = kernel[(programs,)](*tensors, *numbers, **options)
-    # The interpreter compiles nothing.
-    if compiled is not None:
-        _LAUNCHERS[key] = compiled[(programs, 1, 1)]
+
+    def __init__(self, kernel: Any, programs: int, *numbers: float, **options: int) -> None:
+        self._kernel, self._programs, self._numbers, self._options = kernel, programs, numbers, options
+        self._compiled: dict[tuple[int, ...], Any] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        device = tensors[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(*tensors)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        kind = tuple([address % 16 for address in addresses])
+        launch = self._compiled.get(kind)
+        if launch is not None:
+            return launch(*addresses, *self._numbers)
+        compiled = self._kernel[(self._programs,)](*tensors, *self._numbers, **self._options)
+        # The interpreter compiles nothing.
+        if compiled is not None:
+            self._compiled[kind] = compiled[(self._programs, 1, 1)]
+        return None
+
+
+_cached = lru_cache(maxsize=4096)
+"""For what depends on shapes, strides and `_kinds` only, and would take the host longer than the launch."""
+
+
+def _kinds(*tensors: Tensor) -> tuple[Any, ...]:
+    """Return what Triton compiles for: the device and the dtypes."""
+    return tensors[0].device, *[tensor.dtype for tensor in tensors]
 
 
 class _Tiles(NamedTuple):
@@ -68,62 +89,54 @@ class _Tiles(NamedTuple):
     block_v: int
 
 
-def _tiles(x: Tensor, voxels: int) -> _Tiles:
+@_cached
+def _tiles(shape: torch.Size, stride: Stride, voxels: int) -> _Tiles:
     """Choose tiles along the dimension that is contiguous in memory: voxels, or channels and voxels."""
-    return _tiles_of(x.shape[0], x.shape[1], voxels, x.stride(1) == 1, TILE_VALUES)
-
-
-@lru_cache(maxsize=4096)
-def _tiles_of(batch: int, channels: int, voxels: int, channels_last: bool, tile_values: int) -> _Tiles:
+    batch, channels = shape[:2]
     whole_c, whole_v = triton.next_power_of_2(channels), triton.next_power_of_2(voxels)
-    if channels_last:
+    if stride[1] == 1:
         block_c = min(whole_c, MAX_TILE_CHANNELS)
-        block_v = min(whole_v, tile_values // block_c)
+        block_v = min(whole_v, TILE_VALUES // block_c)
     else:
-        block_v = min(whole_v, tile_values)
-        block_c = min(whole_c, tile_values // block_v)
+        block_v = min(whole_v, TILE_VALUES)
+        block_c = min(whole_c, TILE_VALUES // block_v)
     num_chunks = triton.cdiv(voxels, block_v)
     return _Tiles(batch * triton.cdiv(channels, block_c) * num_chunks, num_chunks, block_c, block_v)
 
 
-def strides(x: Tensor) -> tuple[int, int, int] | None:
+@_cached
+def strides(shape: torch.Size, stride: Stride) -> tuple[int, int, int] | None:
     """Return the strides of batch items, channels and voxels; None if the voxels are not evenly spaced."""
-    return _strides_of(x.shape, x.stride())
-
-
-@lru_cache(maxsize=4096)
-def _strides_of(shape: tuple[int, ...], all_strides: tuple[int, ...]) -> tuple[int, int, int] | None:
     step, expected = 1, None
-    for size, stride in zip(reversed(shape[2:]), reversed(all_strides[2:]), strict=True):
+    for size, of_axis in zip(reversed(shape[2:]), reversed(stride[2:]), strict=True):
         if size == 1:
             continue
         if expected is None:
-            step = stride
-        elif stride != expected:
+            step = of_axis
+        elif of_axis != expected:
             return None
-        expected = stride * size
-    return all_strides[0], all_strides[1], step
+        expected = of_axis * size
+    return stride[0], stride[1], step
 
 
-def _readable(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """Return the tensor and its strides; make it contiguous if its voxels are not evenly spaced."""
-    found = strides(x)
-    if found is not None:
-        return x, found
-    x = x.contiguous()
-    return x, (x.stride(0), x.stride(1), 1)
+def _readable(x: Tensor) -> Tensor:
+    """Return the tensor, contiguous if its voxels are not evenly spaced."""
+    return x if strides(x.shape, x.stride()) is not None else x.contiguous()
 
 
-def _writable(out: Tensor) -> tuple[int, int, int]:
-    found = strides(out)
-    assert found is not None, f"out: strides {out.stride()} of {tuple(out.shape)}; voxels must be evenly spaced"
+def _volume(shape: torch.Size, stride: Stride) -> tuple[int, int, int]:
+    found = strides(shape, stride)
+    assert found is not None, f"out: strides {stride} of {tuple(shape)}; voxels must be evenly spaced"
     return found
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make Triton launch on `device`; CPU tensors go to its interpreter."""
-    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return nullcontext() if is_current else torch.cuda.device(device)
+def _multiple(channels: int, *volumes: tuple[int, int, int]) -> int:
+    """Return a power of two of which the channels and all strides of batch items and voxels are multiples.
+
+    Triton finds out 16 by itself, but nothing less: it would read volumes with 24 channels last one by one.
+    """
+    found = math.gcd(16, channels, *[stride for of_batch, _, of_voxel in volumes for stride in (of_batch, of_voxel)])
+    return found if found < 16 else 1
 
 
 def failure(device: torch.device) -> str:
@@ -137,138 +150,248 @@ def failure(device: torch.device) -> str:
 
 def statistics(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and 1 / sqrt(variance + eps) of each group, (batch, groups)."""
-    mean, rstd = (x.new_empty((x.shape[0], groups), dtype=torch.float32) for _ in range(2))
+    mean = torch.empty((x.shape[0], groups), dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
     store_statistics(None, mean, rstd, x, eps)
     return mean, rstd
 
 
 def store_statistics(out: Tensor | None, mean: Tensor, rstd: Tensor, x: Tensor, eps: float) -> None:
     """Write the statistics of groups, as many as `mean` has columns, and copy `x` into `out` if given."""
-    x, x_strides = _readable(x)
-    (batch, groups), channels, voxels = mean.shape, x.shape[1], x.shape[2:].numel()
+    x = _readable(x)
+    groups = mean.shape[1]
     assert mean.stride() == rstd.stride() == (groups, 1), "statistics are written in order"
-    programs, num_chunks, *block = _tiles(x, voxels)
-    parts = x.new_empty((2, batch, channels, num_chunks), dtype=torch.float32)
-    target, out_strides = (x, x_strides) if out is None else (out, _writable(out))
-    with _on(x.device):
-        _launch(
-            moments_kernel, programs, (x, target, parts), channels, voxels, num_chunks, parts.stride(0), *x_strides,
-            *out_strides, out is not None, *block, num_warps=NUM_WARPS,
-        )  # fmt: skip
-        block_v = block[1]
-        if num_chunks * channels // groups > COMBINE_BLOCK:
-            # One program for each group would take its many parts one block after the other.
-            chunks, num_chunks = num_chunks, triton.cdiv(num_chunks, COMBINE_BLOCK)
-            spans = parts.new_empty((2, batch, channels, num_chunks))
-            _launch(
-                spans_kernel, batch * channels * num_chunks, (parts, spans), voxels, chunks, num_chunks,
-                parts.stride(0), spans.stride(0), block_v, COMBINE_BLOCK,
-            )  # fmt: skip
-            parts, block_v = spans, block_v * COMBINE_BLOCK
-        _launch(
-            combine_kernel, batch * groups, (parts, mean, rstd), channels // groups, voxels, num_chunks, eps, block_v,
-            COMBINE_BLOCK,
-        )  # fmt: skip
+    target = x if out is None else out
+    stride_out = None if out is None else out.stride()
+    num_parts, num_spans, moments, spans, combine = _statistics_launches(
+        x.shape, x.stride(), stride_out, groups, eps, _kinds(x, target)
+    )
+    parts = torch.empty(num_parts, dtype=torch.float32, device=x.device)
+    moments(x, target, parts)
+    if num_spans:
+        spanned = torch.empty(num_spans, dtype=torch.float32, device=x.device)
+        spans(parts, spanned)
+        parts = spanned
+    combine(parts, mean, rstd)
+
+
+@_cached
+def _statistics_launches(
+    shape: torch.Size, stride: Stride, stride_out: Stride | None, groups: int, eps: float, kinds: Any
+) -> tuple[int, int, _Launch, _Launch, _Launch]:
+    """Return the numbers of values of parts and of spans, 0 if there are none, and the three kernels."""
+    (batch, channels), voxels = shape[:2], shape[2:].numel()
+    programs, num_chunks, block_c, block_v = _tiles(shape, stride, voxels)
+    plane = batch * channels * num_chunks
+    volumes = _volume(shape, stride), _volume(shape, stride_out or stride)
+    moments = _Launch(
+        moments_kernel, programs, channels, voxels, num_chunks, plane, *volumes[0], *volumes[1], stride_out is not None,
+        _multiple(channels, *volumes), block_c, block_v, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    num_spans = triton.cdiv(num_chunks, COMBINE_BLOCK)
+    spans_plane = batch * channels * num_spans
+    spans = _Launch(
+        spans_kernel, spans_plane, voxels, num_chunks, num_spans, plane, spans_plane, block_v, COMBINE_BLOCK
+    )
+    # One program for each group would take its many parts one block after the other.
+    has_spans = num_chunks * channels // groups > COMBINE_BLOCK
+    if has_spans:
+        num_chunks, block_v = num_spans, block_v * COMBINE_BLOCK
+    combine = _Launch(
+        combine_kernel, batch * groups, channels // groups, voxels, num_chunks, eps, block_v, COMBINE_BLOCK
+    )
+    return 2 * plane, 2 * spans_plane if has_spans else 0, moments, spans, combine
+
+
+def is_small(shape: torch.Size, groups: int) -> bool:
+    """Return whether one kernel normalises a volume."""
+    return shape.numel() <= SMALL_VALUES and shape[1] // groups <= TILE_VALUES
 
 
 def group_norm(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool) -> Norm:
     """Write a whole `x`, after norm and optional SiLU, into `out`; return the norm with its statistics."""
-    if not is_small(x, groups):
+    kinds = x.device, x.dtype, out.dtype, weight.dtype
+    launch = _group_norm_launch(x.shape, x.stride(), out.stride(), groups, eps, silu, kinds)
+    if launch is None:
+        x = _readable(x)
         norm = Norm(*statistics(x, groups, eps), weight, bias, silu)
         normalise(out, x, norm, 0)
         return norm
-    x, x_strides = _readable(x)
-    (batch, channels), voxels = x.shape[:2], x.shape[2:].numel()
-    mean, rstd = (x.new_empty((batch, groups), dtype=torch.float32) for _ in range(2))
-    with _on(x.device):
-        _launch(
-            group_norm_kernel, batch * groups, (x, out, mean, rstd, *_dense(weight, bias)), channels, groups, voxels,
-            eps, *x_strides, *_writable(out), silu, *_blocks(channels // groups, voxels, TILE_VALUES),
-            num_warps=NUM_WARPS,
-        )  # fmt: skip
+    mean = torch.empty((x.shape[0], groups), dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
+    launch(x, out, mean, rstd, *_dense(weight, bias))
     return Norm(mean, rstd, weight, bias, silu)
 
 
+@_cached
+def _group_norm_launch(
+    shape: torch.Size, stride: Stride, stride_out: Stride, groups: int, eps: float, silu: bool, kinds: Any
+) -> _Launch | None:
+    """Return the kernel that does it all, or None if the volume needs several."""
+    if strides(shape, stride) is None or not is_small(shape, groups):
+        return None
+    (batch, channels), voxels = shape[:2], shape[2:].numel()
+    return _Launch(
+        group_norm_kernel, batch * groups, channels, groups, voxels, eps, *_volume(shape, stride),
+        *_volume(shape, stride_out), silu, *_blocks(channels // groups, voxels), num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
 def group_norm_backward(out: Tensor, grad: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    """Write the gradient of a small `x` into `out`; return the sums of `norm_sums`."""
-    x, x_strides = _readable(x)
-    grad, grad_strides = _readable(grad)
-    (batch, channels), voxels, groups = x.shape[:2], x.shape[2:].numel(), norm.groups
-    sums = x.new_empty((2, batch, channels), dtype=torch.float32)
-    with _on(x.device):
-        _launch(
-            group_norm_backward_kernel, batch * groups, (grad, x, out, sums, *_dense(*norm.tensors)), channels, groups,
-            voxels, batch * channels, *grad_strides, *x_strides, *_writable(out), norm.silu,
-            *_blocks(channels // groups, voxels, TILE_VALUES), num_warps=NUM_WARPS,
-        )  # fmt: skip
+    """Write the gradient of a whole `x` into `out`; return the sums of `norm_sums`."""
+    mean, rstd, weight, bias, silu = norm
+    groups = mean.shape[1]
+    kinds = x.device, x.dtype, grad.dtype, weight.dtype
+    launch = _group_norm_backward_launch(x.shape, x.stride(), grad.stride(), out.stride(), groups, silu, kinds)
+    sums = torch.empty((2, *x.shape[:2]), dtype=torch.float32, device=x.device)
+    if launch is not None:
+        launch(grad, x, out, sums, *_dense(mean, rstd, weight, bias))
+        return sums
+    x, grad = _readable(x), _readable(grad)
+    parts = _parts_of_sums(None, grad, x, norm, False)
+    if parts.shape[3] > 4 * COMBINE_BLOCK:
+        # One program for each group would take its many parts one block after the other.
+        parts = parts.sum(3, keepdim=True)
+    means = torch.empty((2, *mean.shape), dtype=torch.float32, device=x.device)
+    combine = _group_means_launch(parts.shape, groups, x.shape[2:].numel(), kinds)
+    combine(parts, sums, means, *_dense(weight))
+    norm_input_grad(out, grad, x, norm, means, None)
     return sums
 
 
-def is_small(x: Tensor, groups: int) -> bool:
-    """Return whether one kernel normalises `x`."""
-    return x.numel() <= SMALL_VALUES and x.shape[1] // groups <= TILE_VALUES
+@_cached
+def _group_norm_backward_launch(
+    shape: torch.Size, stride: Stride, stride_grad: Stride, stride_out: Stride, groups: int, silu: bool, kinds: Any
+) -> _Launch | None:
+    """Return the kernel that does it all, or None if the volume needs several."""
+    if strides(shape, stride) is None or strides(shape, stride_grad) is None or not is_small(shape, groups):
+        return None
+    (batch, channels), voxels = shape[:2], shape[2:].numel()
+    return _Launch(
+        group_norm_backward_kernel, batch * groups, channels, groups, voxels, batch * channels,
+        *_volume(shape, stride_grad), *_volume(shape, stride), *_volume(shape, stride_out), silu,
+        *_blocks(channels // groups, voxels), num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
-def _blocks(size: int, voxels: int, tile_values: int) -> tuple[int, int]:
+@_cached
+def _group_means_launch(parts_shape: torch.Size, groups: int, voxels: int, kinds: Any) -> _Launch:
+    _, batch, channels, num_chunks = parts_shape
+    block = min(triton.next_power_of_2(num_chunks), COMBINE_BLOCK)
+    return _Launch(group_means_kernel, batch * groups, channels, groups, voxels, num_chunks, batch * channels, block)
+
+
+def _blocks(size: int, voxels: int) -> tuple[int, int]:
     """Return how many channels and voxels of a group are processed at a time."""
     block_c = triton.next_power_of_2(size)
-    return block_c, min(triton.next_power_of_2(voxels), max(1, tile_values // block_c))
+    return block_c, min(triton.next_power_of_2(voxels), max(1, TILE_VALUES // block_c))
 
 
 def normalise(out: Tensor, x: Tensor, norm: Norm, rows_before: int) -> None:
     """Write the rows of `x`, after norm and optional SiLU, into `out`, and zeros into the rows around them."""
-    x, x_strides = _readable(x)
-    voxels, out_voxels, face = (t.shape[2:].numel() for t in (x, out, x[:, :, :1]))
-    programs, num_chunks, *block = _tiles(x, out_voxels)
-    with _on(x.device):
-        _launch(
-            normalise_kernel, programs, (x, out, *_dense(*norm.tensors)), x.shape[1], norm.groups, voxels, out_voxels,
-            rows_before * face, num_chunks, *x_strides, *_writable(out), norm.silu, *block, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    x = _readable(x)
+    kinds = _kinds(x, out, norm.weight)
+    launch = _normalise_launch(x.shape, x.stride(), out.shape, out.stride(), rows_before, norm.groups, norm.silu, kinds)
+    launch(x, out, *_dense(*norm.tensors))
+
+
+@_cached
+def _normalise_launch(
+    shape: torch.Size,
+    stride: Stride,
+    shape_out: torch.Size,
+    stride_out: Stride,
+    rows_before: int,
+    groups: int,
+    silu: bool,
+    kinds: Any,
+) -> _Launch:
+    voxels, out_voxels = shape[2:].numel(), shape_out[2:].numel()
+    programs, num_chunks, *block = _tiles(shape, stride, out_voxels)
+    volumes = _volume(shape, stride), _volume(shape_out, stride_out)
+    return _Launch(
+        normalise_kernel, programs, shape[1], groups, voxels, out_voxels, rows_before * shape[3:].numel(), num_chunks,
+        *volumes[0], *volumes[1], silu, _multiple(shape[1], *volumes), *block, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 def norm_sums(grad: Tensor, x: Tensor, norm: Norm) -> Tensor:
     """Return the sums of the gradient before SiLU and of its product with the standardised input."""
-    return _sums(None, grad, x, norm, False)
+    return _parts_of_sums(None, grad, x, norm, False).sum(3)
 
 
 def store_norm_sums(out: Tensor, sums: Tensor, grad: Tensor, x: Tensor, norm: Norm, before_silu: bool) -> None:
     """Write the sums of `norm_sums` into `sums`, and the gradient, before or after SiLU, into `out`."""
-    sums.copy_(_sums(out, grad, x, norm, before_silu))
+    torch.sum(_parts_of_sums(out, grad, x, norm, before_silu), 3, out=sums)
 
 
-def _sums(out: Tensor | None, grad: Tensor, x: Tensor, norm: Norm, before_silu: bool) -> Tensor:
-    x, x_strides = _readable(x)
-    grad, grad_strides = _readable(grad)
-    target, out_strides = (grad, grad_strides) if out is None else (out, _writable(out))
-    batch, channels, voxels = x.shape[0], x.shape[1], x.shape[2:].numel()
-    programs, num_chunks, *block = _tiles(x, voxels)
-    parts = x.new_empty((2, batch, channels, num_chunks), dtype=torch.float32)
-    with _on(x.device):
-        _launch(
-            sums_kernel, programs, (grad, x, target, parts, *_dense(*norm.tensors)), channels, norm.groups, voxels,
-            num_chunks, parts.stride(0), *grad_strides, *x_strides, *out_strides, norm.silu, out is not None,
-            before_silu, *block, num_warps=NUM_WARPS,
-        )  # fmt: skip
-    return parts.squeeze(3) if num_chunks == 1 else parts.sum(3)
+def _parts_of_sums(out: Tensor | None, grad: Tensor, x: Tensor, norm: Norm, before_silu: bool) -> Tensor:
+    """Return the sums over each chunk of voxels, (2, batch, channels, chunks)."""
+    x, grad = _readable(x), _readable(grad)
+    target = grad if out is None else out
+    stride_out = None if out is None else out.stride()
+    num_chunks, launch = _sums_launch(
+        x.shape, x.stride(), grad.stride(), stride_out, norm.groups, norm.silu, before_silu,
+        _kinds(x, grad, target, norm.weight),
+    )  # fmt: skip
+    parts = torch.empty((2, *x.shape[:2], num_chunks), dtype=torch.float32, device=x.device)
+    launch(grad, x, target, parts, *_dense(*norm.tensors))
+    return parts
+
+
+@_cached
+def _sums_launch(
+    shape: torch.Size,
+    stride: Stride,
+    stride_grad: Stride,
+    stride_out: Stride | None,
+    groups: int,
+    silu: bool,
+    before_silu: bool,
+    kinds: Any,
+) -> tuple[int, _Launch]:
+    batch, channels = shape[:2]
+    voxels = shape[2:].numel()
+    programs, num_chunks, *block = _tiles(shape, stride, voxels)
+    volumes = [_volume(shape, each) for each in (stride_grad, stride, stride_out or stride_grad)]
+    return num_chunks, _Launch(
+        sums_kernel, programs, channels, groups, voxels, num_chunks, batch * channels * num_chunks, *chain(*volumes),
+        silu, stride_out is not None, before_silu, _multiple(channels, *volumes), *block, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 def norm_input_grad(out: Tensor, grad: Tensor, x: Tensor, norm: Norm, group_means: Tensor, plus: Tensor | None) -> None:
     """Write the gradient of `x`, and `plus` added to it, into `out`, which may be `grad` or `plus` itself."""
-    x, x_strides = _readable(x)
-    grad, grad_strides = _readable(grad)
-    added, plus_strides = (grad, grad_strides) if plus is None else _readable(plus)
-    voxels = x.shape[2:].numel()
-    programs, num_chunks, *block = _tiles(x, voxels)
-    with _on(x.device):
-        _launch(
-            input_grad_kernel, programs, (grad, x, added, out, *_dense(*norm.tensors, group_means)), x.shape[1],
-            norm.groups, voxels, num_chunks, x.shape[0], *grad_strides, *x_strides, *plus_strides, *_writable(out),
-            norm.silu, plus is not None, *block, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    x, grad = _readable(x), _readable(grad)
+    added = grad if plus is None else _readable(plus)
+    launch = _input_grad_launch(
+        x.shape, x.stride(), grad.stride(), added.stride(), out.stride(), norm.groups, norm.silu, plus is not None,
+        _kinds(x, grad, added, out, norm.weight),
+    )  # fmt: skip
+    launch(grad, x, added, out, *_dense(*norm.tensors, group_means))
 
 
-def _dense(*values: Tensor) -> tuple[Tensor, ...]:
+@_cached
+def _input_grad_launch(
+    shape: torch.Size,
+    stride: Stride,
+    stride_grad: Stride,
+    stride_plus: Stride,
+    stride_out: Stride,
+    groups: int,
+    silu: bool,
+    has_plus: bool,
+    kinds: Any,
+) -> _Launch:
+    voxels = shape[2:].numel()
+    programs, num_chunks, *block = _tiles(shape, stride, voxels)
+    volumes = [_volume(shape, each) for each in (stride_grad, stride, stride_plus, stride_out)]
+    return _Launch(
+        input_grad_kernel, programs, shape[1], groups, voxels, num_chunks, shape[0], *chain(*volumes), silu, has_plus,
+        _multiple(shape[1], *volumes), *block, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def _dense(*values: Tensor) -> list[Tensor]:
     """Return the tensors contiguous, as the kernels index them."""
-    return tuple(value if value.is_contiguous() else value.contiguous() for value in values)
+    return [value if value.is_contiguous() else value.contiguous() for value in values]

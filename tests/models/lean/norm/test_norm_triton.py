@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]  
 from triton.compiler import ASTSource  # type: ignore[import-untyped]  # noqa: E402
 
 from models.lean.norm import triton_kernels, triton_launch  # noqa: E402
+from models.lean.norm.affine import Norm  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -55,8 +56,9 @@ def test_kernels_compute_what_double_precision_does(interpreted, case):
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=str)
-def test_kernels_of_small_volumes_compute_what_double_precision_does(interpreted, case):
-    found = interpreted[f"whole {case}"]
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_norms_of_whole_volumes_compute_what_double_precision_does(interpreted, size, case):
+    found = interpreted[f"{size} {case}"]
     exact, rounded = (1e-4, 5e-5) if case.wild else (3e-6, ROUNDING[case.dtype])
     assert found["rstd"] < (1e-5 if case.wild else 3e-7)
     assert found["mean"] < 1e-7
@@ -73,8 +75,8 @@ def test_moments_of_many_tiles_do_not_cancel(interpreted):
     assert interpreted["real tiles"]["sums"] < 1e-4
 
 
-def compiled(kernel, capability, dtype, ones=(), **constants):
-    """Compile a kernel as its launch would: arguments that are 1 are constants, the others divisible by 16."""
+def compiled(kernel, capability, dtype, ones=(), others=(), **constants):
+    """Compile a kernel as its launch would: arguments that are 1 are constants, all but `others` divisible by 16."""
     signature, known, attributes = {}, {}, {}
     for number, name in enumerate(kernel.arg_names):
         constants |= {name: 1} if name in ones else {}
@@ -84,7 +86,7 @@ def compiled(kernel, capability, dtype, ones=(), **constants):
         of_volume = name in ("x_ptr", "grad_ptr", "plus_ptr", "out_ptr")
         pointer = f"*{dtype}" if of_volume else "*fp32"
         signature[name] = pointer if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
-        if name != "eps":
+        if name != "eps" and name not in others:
             attributes[(number,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, known, attributes)
     return triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": triton_launch.NUM_WARPS})
@@ -99,6 +101,7 @@ KERNELS = [
     triton_kernels.input_grad_kernel,
     triton_kernels.group_norm_kernel,
     triton_kernels.group_norm_backward_kernel,
+    triton_kernels.group_means_kernel,
 ]
 TARGETS = [(75, "fp16"), (75, "bf16"), (80, "bf16"), (80, "fp32"), (86, "fp16"), (89, "bf16"), (90, "bf16")]
 DENSE_VOXELS = ("x_v", "out_v", "grad_v", "plus_v")
@@ -110,6 +113,7 @@ def constants_of(kernel, block_c, block_v):
     values = {
         "block_c": block_c,
         "block_v": block_v,
+        "multiple": 1,
         "silu": True,
         "has_plus": True,
         "has_out": True,
@@ -138,7 +142,7 @@ def test_kernels_compile_for_every_gpu_since_turing(kernel, capability, dtype):
     if "x_ptr" in kernel.arg_names:
         assert "ld.global.v4.b32" in ptx, "rows of voxels are read 16 bytes at a time"
     # The others store copies of what they read, which need no rounding.
-    computes_volume = kernel in (triton_kernels.normalise_kernel, *KERNELS[5:])
+    computes_volume = kernel in (triton_kernels.normalise_kernel, *KERNELS[5:8])
     if computes_volume and capability >= 80 and dtype == "bf16":
         assert "cvt.rn.bf16" in ptx, "results are rounded to nearest"
 
@@ -148,6 +152,17 @@ def test_kernels_read_channels_last_16_bytes_at_a_time(kernel):
     constants = constants_of(kernel, triton_launch.MAX_TILE_CHANNELS, 64)
     ones = [name for name in DENSE_CHANNELS if name in kernel.arg_names]
     assert "ld.global.v4.b32" in compiled(kernel, 80, "bf16", ones, **constants).asm["ptx"]
+
+
+@pytest.mark.parametrize("kernel", [KERNELS[0], *KERNELS[3:6]], ids=lambda kernel: kernel.__name__)
+def test_kernels_read_24_channels_last_16_bytes_at_a_time(kernel):
+    constants = constants_of(kernel, 32, 64) | {"multiple": 8}
+    ones = [name for name in DENSE_CHANNELS if name in kernel.arg_names]
+    others = ["channels", *DENSE_VOXELS, *(name.replace("_v", "_b") for name in DENSE_VOXELS)]
+    assert "ld.global.v4.b32" in compiled(kernel, 80, "bf16", ones, others, **constants).asm["ptx"]
+    assert (
+        "ld.global.v4.b32" not in compiled(kernel, 80, "bf16", ones, others, **constants | {"multiple": 1}).asm["ptx"]
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
@@ -166,15 +181,18 @@ def test_a_device_without_a_working_driver_is_reported_in_one_line(monkeypatch, 
     assert triton_launch.failure(torch.device("cpu")) == f"{error.__name__}: libcuda.so cannot be found"
 
 
+def strides(x):
+    return triton_launch.strides(x.shape, x.stride())
+
+
 def test_uneven_voxels_are_copied_when_read_and_refused_when_written():
     even = torch.zeros(2, 3, 4, 5, 6)
-    assert triton_launch.strides(even[:, :, 1:3]) == (360, 120, 1)
-    assert triton_launch.strides(even.to(memory_format=torch.channels_last_3d)[:, :, 1:]) == (360, 1, 3)
-    assert triton_launch.strides(torch.zeros(1, 1, 1, 1, 1).expand(2, 3, 4, 5, 6)) == (0, 0, 0)
+    assert strides(even[:, :, 1:3]) == (360, 120, 1)
+    assert strides(even.to(memory_format=torch.channels_last_3d)[:, :, 1:]) == (360, 1, 3)
+    assert strides(torch.zeros(1, 1, 1, 1, 1).expand(2, 3, 4, 5, 6)) == (0, 0, 0)
     for uneven in (even[..., 1:], even[:, :, :, 1:], even.transpose(2, 4), even[:, :, ::2]):
-        assert triton_launch.strides(uneven) is None
-        copy, strides = triton_launch._readable(uneven)
-        assert copy.is_contiguous()
-        assert strides == triton_launch.strides(copy)
+        assert strides(uneven) is None
+        assert triton_launch._readable(uneven).is_contiguous()
+        zero = torch.zeros(1, 1)
         with pytest.raises(AssertionError, match="voxels must be evenly spaced"):
-            triton_launch._writable(uneven)
+            triton_launch.normalise(uneven, uneven.contiguous(), Norm(zero, zero, zero, zero, False), 0)
