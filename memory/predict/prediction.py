@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from memory.kernels.gpus import Gpu
-from memory.kernels.timing import Dominant, WorkPart, dominant_part, least_seconds
+from memory.kernels.timing import Dominant, WorkPart, dominant_part, predicted_seconds
 from settings import DataSettings, Settings
 
 Stage = Literal["autoencoder", "ldm"]
@@ -116,17 +116,19 @@ class Prediction:
         return [WorkPart(**part) for part in self.work]
 
     def seconds_per_step(self, gpu: Gpu) -> float:
-        """Return the least time of an update on a GPU, or what measured steps make of it."""
-        return least_seconds(self.work_parts, gpu) * self.time_correction
+        """Return the time of an update on a GPU, as predicted or as measured steps make of it."""
+        return predicted_seconds(self.work_parts, gpu) * self.time_correction
 
     def hours(self, gpu: Gpu) -> float:
-        """Return the least time of the whole run on a GPU: its updates, its validations, and encoding the latents."""
+        """Return the time of the whole run on a GPU: its updates, its validations, and encoding the latents."""
         return (self.seconds_per_step(gpu) * self.max_steps + sum(self.seconds_beside(gpu).values())) / 3600
 
     def seconds_beside(self, gpu: Gpu) -> dict[str, float]:
-        """Return the least times of what a run does besides its updates; of one volume if their number is unknown."""
+        """Return the times of what a run does besides its updates; of one volume if their number is unknown."""
         return {
-            name: times * least_seconds([WorkPart(**part) for part in self.beside[name]], gpu) * self.time_correction
+            name: times
+            * predicted_seconds([WorkPart(**part) for part in self.beside[name]], gpu)
+            * self.time_correction
             for name, times in self.times_beside.items()
         }
 

@@ -21,6 +21,7 @@ from memory.kernels.attention import attention_workspaces
 from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version, trial_key
 from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes, sum_bytes
+from memory.kernels.timing import LAYOUT
 from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
 from memory.predict.records import WORKSPACE, Allocation, ModuleNames, Place, Purpose, StepEvents, Work, WorkCounter
 from models.lean.norm.torch_kernels import CPU_PIECE_VALUES, gpu_piece_values
@@ -294,7 +295,8 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
             if size:
                 held.append(self._record(size, (size,), WORKSPACE, op, in_backward))
                 self.allocations[held[-1]].category = category
-                self.add_work("copy", (size,), WORKSPACE, Work(2 * size, 0, 0))
+                kind = LAYOUT if category == CONVOLUTION_WORKSPACES else "copy"
+                self.add_work(kind, (size,), WORKSPACE, Work(2 * size, 0, 0))
         return held
 
     def _let_go(self, held: list[int]) -> None:
