@@ -157,10 +157,12 @@ def test_hours_of_a_run_contain_validation_previews_and_encoding():
     prediction = BLANK.from_json({**BLANK.to_json(), **values, "beside": beside})
     assert prediction.hours(RTX) == pytest.approx((10 + 2 * 3 + 2 + 5) / 3600, rel=1e-3)
     text = describe_time(prediction, RTX)
+    assert "0.8 to 1.5 s an update" in text
     assert "2 validations of 3 held-out volumes" in text
     assert "encoding 5 volumes" in text
+    assert "least" not in text
     limited = describe_time(prediction, RTX, max_hours=0.5)
-    assert re.search(r"at most 1,80\d updates in the 30 min 0 s that the run trains \(", limited)
+    assert re.search(r"1,20\d to 2,25\d updates in the 30 min 0 s that the run trains \(", limited)
 
 
 @pytest.mark.parametrize(
