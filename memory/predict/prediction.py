@@ -115,6 +115,11 @@ class Prediction:
         """Return the work of one update."""
         return [WorkPart(**part) for part in self.work]
 
+    @property
+    def is_time_measured(self) -> bool:
+        """Return whether steps that were measured on the device correct the times."""
+        return self.time_correction != 1.0
+
     def seconds_per_step(self, gpu: Gpu) -> float:
         """Return the time of an update on a GPU, as predicted or as measured steps make of it."""
         return predicted_seconds(self.work_parts, gpu) * self.time_correction

@@ -57,7 +57,7 @@ def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1, max_hours: float |
     """
     if not p.is_for_gpu:
         return CPU_TIME
-    seconds, is_measured = p.seconds_per_step(gpu), p.time_correction != 1.0
+    seconds, is_measured = p.seconds_per_step(gpu), p.is_time_measured
     cards = gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}"
     hours = hours_range_text(p.hours(gpu), is_measured)
     whole = f"{hours} for the whole run of {counted(p.max_steps, 'update')}{_beside_text(p, gpu)}"
@@ -73,15 +73,14 @@ def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1, max_hours: float |
     )
     if num_gpus > 1:
         text += f" Each update sees {num_gpus} times as many volumes; exchanging gradients is not in the time."
-    if p.time_correction != 1.0:
+    if p.is_time_measured:
         text += f" Corrected by measured steps: {p.time_correction:.2f} times."
     return text + dominant_text(p, gpu)
 
 
 def _beside_text(p: Prediction, gpu: Gpu) -> str:
     """Return what is in the time of a run besides its updates."""
-    is_measured = p.time_correction != 1.0
-    times = {n: hours_range_text(seconds / 3600, is_measured) for n, seconds in p.seconds_beside(gpu).items()}
+    times = {n: hours_range_text(seconds / 3600, p.is_time_measured) for n, seconds in p.seconds_beside(gpu).items()}
     if not times:
         return ""
     num_train, num_held_out = p.num_volumes
@@ -108,15 +107,6 @@ def dominant_text(p: Prediction, gpu: Gpu) -> str:
             f"{dominant.times_cheaper:.1f} times cheaper, which is different mathematics"
         )
     return text + "."
-
-
-def hours_text(hours: float) -> str:
-    """Return a duration as people say it."""
-    if hours >= 48:
-        return f"{hours / 24:.1f} days"
-    if hours >= 1:
-        return f"{hours:.1f} h"
-    return f"{60 * hours:.0f} min" if hours >= 1 / 60 else "under 1 min"
 
 
 def _totals(p: Prediction, num_gpus: int) -> str:
