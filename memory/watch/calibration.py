@@ -22,8 +22,11 @@ log = logging.getLogger(__name__)
 
 LOWEST, HIGHEST = 0.5, 3.0
 """A ratio outside this range measures something else, such as a second program on the GPU."""
-SLOWEST = 100.0
-"""A step that takes longer than so many times its lower bound waits for something else, such as data."""
+TIME = "seconds of an update"
+"""What such an entry is of. Older files have entries of "time", of another prediction, which say nothing here."""
+FASTEST = 0.2
+SLOWEST = 20.0
+"""A step that takes longer than so many times its prediction waits for something else, such as data."""
 MOST_KEPT = 20
 """How many measurements of one config are kept."""
 
@@ -43,10 +46,10 @@ def record(prediction: Prediction, measured_bytes: int) -> float | None:
     return _save(prediction, "memory", ratio) if LOWEST <= ratio <= HIGHEST else None
 
 
-def record_time(prediction: Prediction, measured_seconds: float, least_seconds: float) -> float | None:
-    """Save how many times its lower bound an update took and return that; None as for `record`."""
-    ratio = measured_seconds / max(1e-9, least_seconds)
-    return _save(prediction, "time", ratio) if LOWEST <= ratio <= SLOWEST else None
+def record_time(prediction: Prediction, measured_seconds: float, predicted_seconds: float) -> float | None:
+    """Save how many times its predicted time an update took and return that; None as for `record`."""
+    ratio = measured_seconds / max(1e-9, predicted_seconds)
+    return _save(prediction, TIME, ratio) if FASTEST <= ratio <= SLOWEST else None
 
 
 def corrected(prediction: Prediction, gpu_name: str | None = None) -> Prediction:
@@ -63,7 +66,7 @@ def corrected(prediction: Prediction, gpu_name: str | None = None) -> Prediction
     measured = [entry for entry in known.get(key, []) if _is_alike(entry, prediction)]
     own = [entry for entry in measured if entry["config"] == prediction.config]
     result = prediction
-    if times := [entry["ratio"] for entry in own or measured if entry["what"] == "time"]:
+    if times := [entry["ratio"] for entry in own or measured if entry["what"] == TIME]:
         result = replace(result, time_correction=sum(times) / len(times))
     ratios = [entry["ratio"] for entry in own if entry["what"] == "memory"]
     floor = prediction.peak_allocated_bytes / max(1, prediction.peak_reserved_bytes)
