@@ -16,7 +16,7 @@ from memory.kernels.timing import (
     time_range,
 )
 from memory.predict.prediction import ENCODED_VOLUME, PREVIEWS, VALIDATED_VOLUME
-from memory.predict.text import describe_time, dominant_text, hours_text
+from memory.predict.text import describe_time, dominant_text
 from settings import ConfigError
 from tests.memory.ladder.test_walk import BLANK
 
@@ -179,10 +179,3 @@ def test_seconds_are_written_as_a_range():
     assert seconds_range_text(2.0) == "1.6 to 3 s"
     assert seconds_range_text(0.02) == "16 to 30 ms"
     assert seconds_range_text(2.0, is_measured=True) == "1.8 to 2.2 s"
-
-
-@pytest.mark.parametrize(
-    ("hours", "text"), [(0.001, "under 1 min"), (0.25, "15 min"), (1.0, "1.0 h"), (47.9, "47.9 h"), (72.0, "3.0 days")]
-)
-def test_durations_are_written_as_people_say_them(hours, text):
-    assert hours_text(hours) == text
