@@ -1,9 +1,9 @@
 """The time that the work of a step takes on a GPU, and what takes most of it. Never imports torch.
 
-A kernel computes, moves bytes and is started; the three times add up. Each kind of kernel reaches a share of the card's
-published peak and bandwidth, and starting and ending a kernel takes as long on all cards. The shares were fitted to
-published times and checked against others: `docs/prediction.md` has both. Waiting for data and the network between
-GPUs are not in it. A step measured on the user's device corrects it.
+A kernel computes, moves bytes, and starts and ends; the three times add up. Each kind of kernel reaches a share of the
+card's published peak and bandwidth. A step takes no less than the host needs to start its kernels. The shares were
+fitted to published times and checked against others: `docs/prediction.md` has both. Waiting for data and the network
+between GPUs are not in it. A step measured on the user's device corrects it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ LAYOUT, BACKWARD_CONVOLUTION = "layout", "convolution backward"
 """Kinds of work besides those of `memory.kernels.operators`: cuDNN's copies of contiguous 16-bit tensors, and both
 gradients of a convolution."""
 
-HALF_CONVOLUTION = 0.49
+HALF_CONVOLUTION = 0.46
 TF32_CONVOLUTION = 0.32
 FLOAT_CONVOLUTION, FLOAT_CONVOLUTION_BACKWARD = 0.77, 0.40
-"""Shares of the peak that convolutions of volumes reach: in 16 bits, with TF32, and in fp32 where there is no TF32."""
-HALVED_RATE = 0.94
-"""Of the peak of a card that sums in fp32 at half the rate: there, kernels wait less for their operands."""
-LAYOUT_MOVED = 0.25
+"""Shares of the peak that convolutions of volumes reach: in 16 bits, with TF32, and in fp32 where there is no TF32. Of
+tensor cores it is that of the cores themselves: cards that sum at half the rate reach nearly all of what is left."""
+LAYOUT_MOVED = 0.24
 """Share of the bandwidth that copies into cuDNN's layout and back reach."""
 MOVED = 0.7
 """That of all other kernels. Not fitted: the fitted rows hardly tell it from the shares of convolutions. Kernels that
 stream reach 80 to 90 %; some read twice what is counted once."""
 PRODUCT = 0.4
 """Share of the peak that attention and matrix products reach. Not fitted: no fitted row has enough of them."""
-KERNEL_SECONDS = 16e-6
-"""Starting a kernel from Python and waiting for its last threads. Not fitted: between what the host takes to start the
-kernels of this project's steps (14e-6 where it was measured) and what suits published small steps best (18e-6)."""
+KERNEL_SECONDS = 10e-6
+"""What a kernel takes on the device besides its work: its start and its last threads. Not fitted."""
+HOST_SECONDS = 14e-6
+"""What the host takes to start a kernel from Python: measured with steps of this project whose kernels do nothing."""
 
 SPREAD = (0.8, 1.5)
 """What published steps that were not fitted took, as shares of their prediction: the range that is printed."""
@@ -59,7 +59,7 @@ class WorkPart:
 
 
 def seconds_of(part: WorkPart, gpu: Gpu) -> float:
-    """Return the time of one part: computing, moving bytes, and starting kernels."""
+    """Return the time of one part on the device: computing, moving bytes, and starting kernels."""
     if part.kind == LAYOUT and not gpu.has_tensor_cores:
         return 0.0  # only kernels for tensor cores need the other layout
     moved = part.nbytes / ((LAYOUT_MOVED if part.kind == LAYOUT else MOVED) * gpu.bandwidth_gbs * 1e9)
@@ -72,15 +72,16 @@ def _tflops(part: WorkPart, gpu: Gpu) -> float:
     if not is_backward and part.kind != "convolution":
         return PRODUCT * (gpu.half_tflops if part.is_half else gpu.float_tflops)
     if part.is_half and gpu.has_tensor_cores:
-        return min(HALF_CONVOLUTION * gpu.tensor_tflops, HALVED_RATE * gpu.half_tflops)
+        return min(HALF_CONVOLUTION * gpu.tensor_tflops, gpu.half_tflops)
     if gpu.has_tf32:
-        return min(TF32_CONVOLUTION * gpu.tensor_tflops / 2, HALVED_RATE * gpu.tf32_tflops)
+        return min(TF32_CONVOLUTION * gpu.tensor_tflops / 2, gpu.tf32_tflops)
     return gpu.float_tflops * (FLOAT_CONVOLUTION_BACKWARD if is_backward else FLOAT_CONVOLUTION)
 
 
 def predicted_seconds(work: Iterable[WorkPart], gpu: Gpu) -> float:
-    """Return the time of an update."""
-    return sum(seconds_of(part, gpu) for part in work)
+    """Return the time of an update: of the device, or of the host where it is slower."""
+    parts = list(work)
+    return max(sum(seconds_of(part, gpu) for part in parts), HOST_SECONDS * sum(part.kernels for part in parts))
 
 
 def time_range(expected: float, is_measured: bool = False) -> tuple[float, float]:

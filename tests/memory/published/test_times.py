@@ -57,7 +57,6 @@ def test_whole_cards_and_whole_networks_were_not_fitted():
         "TF32_CONVOLUTION",
         "FLOAT_CONVOLUTION",
         "FLOAT_CONVOLUTION_BACKWARD",
-        "HALVED_RATE",
         "LAYOUT_MOVED",
     ],
 )
