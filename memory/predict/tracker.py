@@ -255,7 +255,9 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
                 if self.benchmarks and key not in self._tried:
                     self._tried.add(key)
                     self.benchmarked.append(len(self.trace))
-                self._pass_through(workspace, op, in_backward, CONVOLUTION_WORKSPACES)
+                is_volume = results[number].dim() == 5  # cuDNN copies images as fast as torch does
+                kind = LAYOUT if is_volume else "copy"
+                self._pass_through(workspace, op, in_backward, CONVOLUTION_WORKSPACES, kind)
                 self._let_go(held)
         self._let_go(copies)
         if any(result is not None for result in results[2:]):
@@ -279,23 +281,24 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         key = storage._cdata
         self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
 
-    def _pass_through(self, nbytes: int | tuple[int, ...], op: str, in_backward: bool, category: str) -> None:
+    def _pass_through(
+        self, nbytes: int | tuple[int, ...], op: str, in_backward: bool, category: str, kind: str = "copy"
+    ) -> None:
         """Count memory that a kernel allocates and frees before it returns; ~n stands where it frees the nth of it."""
         held: list[int] = []
         for size in (nbytes,) if isinstance(nbytes, int) else nbytes:
             if size < 0:
                 self._let_go([held[~size]])
-            held += self._hold((max(0, size),), op, in_backward, category)
+            held += self._hold((max(0, size),), op, in_backward, category, kind)
         self._let_go([index for index in held if not self.allocations[index].released])
 
-    def _hold(self, sizes: tuple[int, ...], op: str, in_backward: bool, category: str) -> list[int]:
+    def _hold(self, sizes: tuple[int, ...], op: str, in_backward: bool, category: str, kind: str = "copy") -> list[int]:
         """Count memory that a kernel allocates for itself, which costs a write and a read."""
         held = []
         for size in sizes:
             if size:
                 held.append(self._record(size, (size,), WORKSPACE, op, in_backward))
                 self.allocations[held[-1]].category = category
-                kind = LAYOUT if category == CONVOLUTION_WORKSPACES else "copy"
                 self.add_work(kind, (size,), WORKSPACE, Work(2 * size, 0, 0))
         return held
 

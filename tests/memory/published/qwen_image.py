@@ -17,14 +17,19 @@ CHANNELS, LATENT_CHANNELS, MULTIPLIERS = 96, 16, (1, 2, 4, 4)
 
 
 class Cache:
-    """Keeps a copy of the features in front of each convolution until the image is done."""
+    """Keeps a copy of the last two frames in front of each convolution, which those of a video continue."""
 
     def __init__(self) -> None:
-        self.kept: list[Tensor] = []
+        self.kept: dict[nn.Module, Tensor] = {}
+        self.is_first = True  # whether no frame came before these
 
-    def keep(self, x: Tensor) -> None:
-        """Copy `x` and keep the copy."""
-        self.kept.append(x[:, :, -2:].clone())
+    def keep(self, x: Tensor, convolution: nn.Module) -> Tensor | None:
+        """Copy the last frames of `x` and keep the copy; return the frames before `x`, if there are any."""
+        kept, before = x[:, :, -2:].clone(), self.kept.get(convolution)
+        if before is not None and kept.shape[2] < 2:
+            kept = torch.cat((before[:, :, -1:], kept), dim=2)
+        self.kept[convolution] = kept
+        return before
 
 
 class CausalConvolution(nn.Conv3d):
@@ -34,10 +39,12 @@ class CausalConvolution(nn.Conv3d):
         super().__init__(inputs, outputs, size)
         self._around = size // 2
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, before: Tensor | None = None) -> Tensor:
         """Pad in front of the first frame and around the image; convolve."""
-        around = self._around
-        return super().forward(F.pad(x, (around, around, around, around, 2 * around, 0)))
+        around, missing = self._around, 2 * self._around
+        if before is not None:
+            x, missing = torch.cat((before, x), dim=2), missing - before.shape[2]
+        return super().forward(F.pad(x, (around, around, around, around, missing, 0)))
 
 
 class RmsNorm(nn.Module):
@@ -68,8 +75,7 @@ class ResidualBlock(nn.Module):
         for norm, convolution in ((self.norm1, self.conv1), (self.norm2, self.conv2)):
             x = norm(x)
             x = F.silu(x)
-            cache.keep(x)
-            x = convolution(x)
+            x = convolution(x, cache.keep(x, convolution))
         return x + shortcut
 
 
@@ -83,12 +89,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the image plus what attention adds to it."""
-        batch, channels, _, height, width = x.shape
-        image = self.norm(x.permute(0, 2, 1, 3, 4).reshape(batch, channels, height, width))
-        qkv = self.to_qkv(image).reshape(batch, 1, 3 * channels, -1).permute(0, 1, 3, 2).contiguous()
+        batch, channels, frames, height, width = x.shape
+        image = self.norm(x.permute(0, 2, 1, 3, 4).reshape(batch * frames, channels, height, width))
+        qkv = self.to_qkv(image).reshape(batch * frames, 1, 3 * channels, -1).permute(0, 1, 3, 2).contiguous()
         attended = F.scaled_dot_product_attention(*qkv.chunk(3, dim=-1))
-        image = self.proj(attended.squeeze(1).permute(0, 2, 1).reshape(batch, channels, height, width))
-        return image.view(batch, 1, channels, height, width).permute(0, 2, 1, 3, 4) + x
+        image = self.proj(attended.squeeze(1).permute(0, 2, 1).reshape(batch * frames, channels, height, width))
+        return image.view(batch, frames, channels, height, width).permute(0, 2, 1, 3, 4) + x
 
 
 class Resample(nn.Module):
@@ -103,6 +109,8 @@ class Resample(nn.Module):
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
         """Return the image at its new size."""
+        if self.is_up and self.has_time:
+            x = self._more_frames(x, cache)
         batch, channels, frames, height, width = x.shape
         image = x.permute(0, 2, 1, 3, 4).reshape(batch * frames, channels, height, width)
         if self.is_up:
@@ -112,8 +120,19 @@ class Resample(nn.Module):
         image = self.conv(image)
         video = image.view(batch, frames, *image.shape[1:]).permute(0, 2, 1, 3, 4)
         if self.has_time and not self.is_up:
-            cache.keep(video)
+            cache.keep(video, self)
         return video
+
+    def _more_frames(self, x: Tensor, cache: Cache) -> Tensor:
+        """Return two frames for each one; the first frame of a video stays one."""
+        if cache.is_first:
+            return x
+        batch, channels, frames, height, width = x.shape
+        before = cache.keep(x, self)
+        x = x if before is None else torch.cat((before, x), dim=2)
+        x = F.pad(x, (0, 0, 0, 0, frames + 2 - x.shape[2], 0))
+        x = self.time(x).reshape(batch, 2, channels, frames, height, width)
+        return torch.stack((x[:, 0], x[:, 1]), 3).reshape(batch, channels, 2 * frames, height, width)
 
 
 class Middle(nn.Module):
@@ -155,14 +174,12 @@ class Half(nn.Module):
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
         """Run all blocks."""
-        cache.keep(x)
-        x = self.conv_in(x)
+        x = self.conv_in(x, cache.keep(x, self.conv_in))
         for block in self.blocks:
             x = block(x, cache)
         x = self.norm(x)
         x = F.silu(x)
-        cache.keep(x)
-        return self.conv_out(x)
+        return self.conv_out(x, cache.keep(x, self.conv_out))
 
 
 class QwenImageVae(nn.Module):
@@ -193,6 +210,16 @@ class QwenImageVae(nn.Module):
         cache = Cache()
         latent = self.post_quant(latent)
         return self.decoder(latent, cache).clamp(-1.0, 1.0)
+
+    def decode_video(self, latent: Tensor) -> Tensor:
+        """Return the video of a latent: of its first frame one frame, of each other one four."""
+        latent = self.post_quant(latent)
+        cache, frames = Cache(), latent.split(1, dim=2)
+        video = self.decoder(frames[0], cache)
+        cache.is_first = False
+        for frame in frames[1:]:
+            video = torch.cat((video, self.decoder(frame, cache)), dim=2)
+        return video.clamp(-1.0, 1.0)
 
     def encode(self, image: Tensor) -> Tensor:
         """Return mean and logarithm of the variance of a latent."""

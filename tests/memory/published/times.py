@@ -27,7 +27,10 @@ from tests.memory.published.unets import CUBE, NnUnet, dice_and_entropy, nnunet_
 
 COUNTED = Path(__file__).with_name("times.json")
 A100, V100 = "A100 80GB SXM", "V100 SXM"
-QWEN, CONVOLUTION = "Qwen-Image VAE 1024x1024, decode", "Conv3d 64 to 64 channels, fp32"
+QWEN, WAN = "Qwen-Image VAE 1024x1024, decode", "Wan 2.1 VAE 17x640x384, decode"
+CONVOLUTION = "Conv3d 64 to 64 channels, fp32"
+SIZES = dict.fromkeys((1, 2, 4), "128x128x128") | dict.fromkeys((32, 64, 128), "192x160")
+"""What NVIDIA's network is given, by the batch."""
 FLAT, HALVED, IN_PLANE = (1, 3, 3), (2, 2, 2), (1, 2, 2)
 # Inputs, classes, kernels and strides of the levels, and the patch, as nnU-Net's planner finds them.
 NNUNET_TASKS = {
@@ -74,17 +77,20 @@ def nnunet_rows() -> Iterator[TimeRow]:
 
 
 def nvidia_rows() -> Iterator[TimeRow]:
-    """Yield NVIDIA's nnU-Net: 16 bits with channels last and fused norms, fp32 (on an A100 with TF32) contiguous."""
+    """Yield NVIDIA's nnU-Net for volumes and, in batches of 32 and more, for images.
+
+    16 bits of volumes have channels last and fused norms; all others are contiguous, fp32 on an A100 with TF32.
+    """
     volumes_per_second = {
-        (A100, "16 bits"): {1: 24.61, 2: 27.48, 4: 29.96},
-        (A100, "fp32"): {1: 9.66, 2: 11.27, 4: 12.22},
-        (V100, "16 bits"): {1: 11.38, 2: 12.34},
+        (A100, "16 bits"): {1: 24.61, 2: 27.48, 4: 29.96, 32: 1040.58, 64: 1238.68, 128: 1345.29},
+        (A100, "fp32"): {1: 9.66, 2: 11.27, 4: 12.22, 32: 732.22, 64: 797.37, 128: 838.38},
+        (V100, "16 bits"): {1: 11.38, 2: 12.34, 32: 561.6, 64: 657.91, 128: 706.92},
         (V100, "fp32"): {1: 2.07, 2: 2.51},
     }
     milliseconds = {
-        (A100, "16 bits"): {1: 14.61, 2: 35.15, 4: 52.36},
-        (A100, "fp32"): {1: 28.55, 2: 50.15, 4: 96.8},
-        (V100, "16 bits"): {1: 27.08, 2: 51.47, 4: 102.18},
+        (A100, "16 bits"): {1: 14.61, 2: 35.15, 4: 52.36, 64: 17.56, 128: 33.24},
+        (A100, "fp32"): {1: 28.55, 2: 50.15, 4: 96.8, 32: 17.13, 64: 25.51, 128: 49.05},
+        (V100, "16 bits"): {1: 27.08, 2: 51.47, 4: 102.18, 32: 25.51, 64: 31.62, 128: 59.9},
         (V100, "fp32"): {1: 100.78, 2: 197.33, 4: 390.33},
     }
     took = {
@@ -94,8 +100,8 @@ def nvidia_rows() -> Iterator[TimeRow]:
     for kind, tables in took.items():
         for (gpu, precision), seconds in tables.items():
             for batch, each in seconds.items():
-                name = f"DynUNet 128x128x128, batch {batch}, {precision}, {kind}"
-                yield TimeRow("NVIDIA", name, gpu, ((1, name),), each, is_fitted=True)
+                name = f"DynUNet {SIZES[batch]}, batch {batch}, {precision}, {kind}"
+                yield TimeRow("NVIDIA", name, gpu, ((1, name),), each, is_fitted=batch < 32)
 
 
 def maisi_rows() -> Iterator[TimeRow]:
@@ -119,6 +125,7 @@ TIME_ROWS = (
     *nvidia_rows(),
     *maisi_rows(),
     TimeRow("sglang", QWEN, "H100 SXM", ((1, QWEN),), 0.06848),
+    TimeRow("sglang", WAN, "H100 SXM", ((1, WAN),), 0.244689),
     TimeRow("PyTorch", CONVOLUTION, "RTX 2080 Ti", ((1, CONVOLUTION),), 0.04002),
 )
 
@@ -148,16 +155,18 @@ def count_nvidia(batch: int, is_half: bool, is_update: bool) -> Callable[[], Any
     """Return what builds NVIDIA's network and returns one step of it."""
 
     def build() -> Callable[[], None]:
-        network = nvidia_unet(fused=is_half)
+        size = [int(axis) for axis in SIZES[batch].split("x")]
+        is_fused = is_half and len(size) == 3
+        network = nvidia_unet(len(size), is_fused)
         optimizer = torch.optim.Adam(network.parameters(), fused=True)
-        layout = torch.channels_last_3d if is_half else torch.contiguous_format
+        layout = torch.channels_last_3d if is_fused else torch.contiguous_format
 
         def step() -> None:
-            x = torch.zeros(batch, 4, 128, 128, 128).contiguous(memory_format=layout)
+            x = torch.zeros(batch, 4, *size).contiguous(memory_format=layout)
             with torch.set_grad_enabled(is_update), torch.autocast("cpu", torch.float16, enabled=is_half):
                 y = network(x)
                 if is_update:
-                    loss = dice_and_entropy(y, torch.zeros(batch, 1, 128, 128, 128, dtype=torch.int64))
+                    loss = dice_and_entropy(y, torch.zeros(batch, 1, *size, dtype=torch.int64))
             if is_update:
                 loss.backward()
                 optimizer.step()
@@ -227,6 +236,12 @@ def count_qwen() -> Callable[[], Any]:
     return torch.no_grad()(lambda: vae.decode(half_zeros(1, LATENT_CHANNELS, 1, 128, 128)))
 
 
+def count_wan() -> Callable[[], Any]:
+    """Return the decoding of 17 frames, by the same network."""
+    vae = built_in_half(QwenImageVae)
+    return torch.no_grad()(lambda: vae.decode_video(half_zeros(1, LATENT_CHANNELS, 5, 80, 48)))
+
+
 def count_convolution() -> Callable[[], Any]:
     """Return a single convolution of eight volumes."""
     convolution = nn.Conv3d(64, 64, 3)
@@ -241,13 +256,13 @@ def builders() -> dict[str, Callable[[], Callable[[], Any]]]:
         for task in NNUNET_TASKS:
             found |= {f"nnU-Net {task}, batch {b}, {kind}": count_nnunet(task, b, is_update) for b in (2, 6)}
         for precision, is_half in (("16 bits", True), ("fp32", False)):
-            for batch in (1, 2, 4):
-                name = f"DynUNet 128x128x128, batch {batch}, {precision}, {kind}"
+            for batch, size in SIZES.items():
+                name = f"DynUNet {size}, batch {batch}, {precision}, {kind}"
                 found[name] = count_nvidia(batch, is_half, is_update)
     for latent in ((64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 128), (128, 128, 192)):
         for network in ("ddpm", "rflow"):
             found[f"MAISI {network} {'x'.join(map(str, latent))}, step"] = count_maisi(latent, network == "rflow")
-    found[QWEN] = count_qwen
+    found |= {QWEN: count_qwen, WAN: count_wan}
     found[CONVOLUTION] = count_convolution
     used = {name for row in TIME_ROWS for _, name in row.work}
     return {name: build for name, build in found.items() if name in used}

@@ -89,7 +89,7 @@ def nnunet_loss(outputs: list[Tensor]) -> Tensor:
     return torch.stack(parts).sum()
 
 
-def nvidia_unet(fused: bool) -> nn.Module:
+def nvidia_unet(spatial_dims: int, fused: bool) -> nn.Module:
     """Return MONAI's DynUNet as NVIDIA's benchmark builds it for brain tumours: 4 inputs, 4 classes, 6 levels.
 
     fused: a norm of one kernel in channels-last order; this project's own stands for NVIDIA's.
@@ -98,7 +98,7 @@ def nvidia_unet(fused: bool) -> nn.Module:
 
     steps = [1, 2, 2, 2, 2, 2]
     unet = DynUNet(
-        3,
+        spatial_dims,
         4,
         4,
         kernel_size=[3] * len(steps),
