@@ -69,16 +69,15 @@ _BLACKWELL = "NVIDIA RTX Blackwell GPU architecture white paper"
 _WORKSTATION = "NVIDIA data sheet, half of the figures with sparsity"
 
 
-def _geforce(name: str, memory: int, bandwidth: float, tflops: float, source: str, capability: tuple[int, int]) -> Gpu:
-    """Return a card for games by its fp32 figure: with sums in fp32, its tensor cores run at half of their rate."""
-    half = FULL_RATES[capability] / 2 * tflops
-    return Gpu(name, memory, bandwidth, half, tflops, tflops, source, capability)
-
-
 def _cards(
     rows: tuple[tuple[str, int, float, float], ...], source: str, capability: tuple[int, int]
 ) -> tuple[Gpu, ...]:
-    return tuple(_geforce(f"RTX {name}", *figures, source, capability) for name, *figures in rows)  # type: ignore[arg-type]
+    """Return cards for games by their fp32 figures: with sums in fp32, their tensor cores run at half of their rate."""
+    half = FULL_RATES[capability] / 2
+    return tuple(
+        Gpu(f"RTX {name}", memory, bandwidth, half * tflops, tflops, tflops, source, capability)
+        for name, memory, bandwidth, tflops in rows
+    )
 
 
 # Name, GB, GB/s, fp32 TFLOPS at the boost clock of the reference card. Of a card that is sold with two sizes of memory,

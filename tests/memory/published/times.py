@@ -23,7 +23,7 @@ from memory.predict.tracker import MemoryTracker
 from models import monai_import  # noqa: F401  # first: it keeps MONAI's import short
 from tests.memory.published.figures import built_in_half
 from tests.memory.published.qwen_image import LATENT_CHANNELS, QwenImageVae
-from tests.memory.published.unets import CUBE, NnUnet, dice_and_entropy, nnunet_loss, nvidia_unet
+from tests.memory.published.unets import CUBE, NnUnet, Size, dice_and_entropy, nnunet_loss, nvidia_unet
 
 COUNTED = Path(__file__).with_name("times.json")
 A100, V100 = "A100 80GB SXM", "V100 SXM"
@@ -33,7 +33,7 @@ SIZES = dict.fromkeys((1, 2, 4), "128x128x128") | dict.fromkeys((32, 64, 128), "
 """What NVIDIA's network is given, by the batch."""
 FLAT, HALVED, IN_PLANE = (1, 3, 3), (2, 2, 2), (1, 2, 2)
 # Inputs, classes, kernels and strides of the levels, and the patch, as nnU-Net's planner finds them.
-NNUNET_TASKS = {
+NNUNET_TASKS: dict[str, tuple[int, int, list[Size], list[Size], tuple[int, ...]]] = {
     "Heart": (1, 2, [CUBE] * 6, [HALVED] * 4 + [IN_PLANE], (80, 192, 160)),
     "Liver": (1, 3, [CUBE] * 6, [HALVED] * 5, (128, 128, 128)),
     "Prostate": (2, 3, [FLAT] * 2 + [CUBE] * 5, [IN_PLANE] * 2 + [HALVED] * 2 + [IN_PLANE] * 2, (20, 320, 256)),

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from models.lean.norm import group_norm
 
-Size = tuple[int, ...]
+Size = tuple[int, int, int]
 CUBE = (3, 3, 3)
 
 
@@ -32,7 +32,7 @@ class Block(nn.Sequential):
     def __init__(self, inputs: int, outputs: int, kernel: Size, stride: Size = (1, 1, 1)) -> None:
         layers: list[nn.Module] = []
         for channels, step in ((inputs, stride), (outputs, (1, 1, 1))):
-            padding = tuple(size // 2 for size in kernel)
+            padding = (kernel[0] // 2, kernel[1] // 2, kernel[2] // 2)
             layers += [nn.Conv3d(channels, outputs, kernel, step, padding)]
             layers += [nn.InstanceNorm3d(outputs, affine=True), nn.LeakyReLU(0.01, inplace=True)]
         super().__init__(*layers)
