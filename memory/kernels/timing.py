@@ -1,7 +1,8 @@
-"""The least time that the work of a step takes on a GPU, and what takes most of it. Never imports torch.
+"""The time that the work of a step takes on a GPU, and what takes most of it. Never imports torch.
 
-A kernel takes at least the time of its bytes at the published bandwidth, and at least that of its operations at half of
-the published peak, which convolutions of volumes hardly exceed. Starting kernels, waiting for data and the network
+A kernel computes, moves bytes, and starts and ends; the three times add up. Each kind of kernel reaches a share of the
+card's published peak and bandwidth. A step takes no less than the host needs to start its kernels. The shares were
+fitted to published times and checked against others: `docs/prediction.md` has both. Waiting for data and the network
 between GPUs are not in it. A step measured on the user's device corrects it.
 """
 
@@ -14,8 +15,31 @@ from typing import Any
 
 from memory.kernels.gpus import Gpu
 
-REACHED_PEAK = 0.5
-"""The share of the published peak that is taken for reachable."""
+LAYOUT, BACKWARD_CONVOLUTION = "layout", "convolution backward"
+"""Kinds of work besides those of `memory.kernels.operators`: cuDNN's copies of contiguous 16-bit tensors, and both
+gradients of a convolution."""
+
+HALF_CONVOLUTION = 0.46
+TF32_CONVOLUTION = 0.32
+FLOAT_CONVOLUTION, FLOAT_CONVOLUTION_BACKWARD = 0.77, 0.40
+"""Shares of the peak that convolutions of volumes reach: in 16 bits, with TF32, and in fp32 where there is no TF32. Of
+tensor cores it is that of the cores themselves: cards that sum at half the rate reach nearly all of what is left."""
+LAYOUT_MOVED = 0.24
+"""Share of the bandwidth that copies into cuDNN's layout and back reach."""
+MOVED = 0.7
+"""That of all other kernels. Not fitted: the fitted rows hardly tell it from the shares of convolutions. Kernels that
+stream reach 80 to 90 %; some read twice what is counted once."""
+PRODUCT = 0.4
+"""Share of the peak that attention and matrix products reach. Not fitted: no fitted row has enough of them."""
+KERNEL_SECONDS = 10e-6
+"""What a kernel takes on the device besides its work: its start and its last threads. Not fitted."""
+HOST_SECONDS = 14e-6
+"""What the host takes to start a kernel from Python: measured with steps of this project whose kernels do nothing."""
+
+SPREAD = (0.8, 1.5)
+"""What published steps that were not fitted took, as shares of their prediction: the range that is printed."""
+MEASURED_SPREAD = (0.9, 1.1)
+"""The same where a step that was measured on the device corrects the prediction."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +53,57 @@ class WorkPart:
     flops: int
     kernels: int
 
-    @property
-    def place(self) -> str:
-        """Return kind and level for a text."""
-        return self.kind if self.level is None else f"{self.kind} at level {self.level}"
-
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
         return asdict(self)
 
 
 def seconds_of(part: WorkPart, gpu: Gpu) -> float:
-    """Return the least time of one part."""
-    peak = gpu.half_tflops if part.is_half else gpu.tf32_tflops if part.kind == "convolution" else gpu.float_tflops
-    return max(part.nbytes / (gpu.bandwidth_gbs * 1e9), part.flops / (REACHED_PEAK * peak * 1e12))
+    """Return the time of one part on the device: computing, moving bytes, and starting kernels."""
+    if part.kind == LAYOUT and not gpu.has_tensor_cores:
+        return 0.0  # only kernels for tensor cores need the other layout
+    moved = part.nbytes / ((LAYOUT_MOVED if part.kind == LAYOUT else MOVED) * gpu.bandwidth_gbs * 1e9)
+    return part.flops / (1e12 * _tflops(part, gpu)) + moved + part.kernels * KERNEL_SECONDS
 
 
-def least_seconds(work: Iterable[WorkPart], gpu: Gpu) -> float:
-    """Return the least time of an update."""
-    return sum(seconds_of(part, gpu) for part in work)
+def _tflops(part: WorkPart, gpu: Gpu) -> float:
+    """Return the rate at which the kernels of a part compute."""
+    is_backward = part.kind == BACKWARD_CONVOLUTION
+    if not is_backward and part.kind != "convolution":
+        return PRODUCT * (gpu.half_tflops if part.is_half else gpu.float_tflops)
+    if part.is_half and gpu.has_tensor_cores:
+        return min(HALF_CONVOLUTION * gpu.tensor_tflops, gpu.half_tflops)
+    if gpu.has_tf32:
+        return min(TF32_CONVOLUTION * gpu.tensor_tflops / 2, gpu.tf32_tflops)
+    return gpu.float_tflops * (FLOAT_CONVOLUTION_BACKWARD if is_backward else FLOAT_CONVOLUTION)
+
+
+def predicted_seconds(work: Iterable[WorkPart], gpu: Gpu) -> float:
+    """Return the time of an update: of the device, or of the host where it is slower."""
+    parts = list(work)
+    return max(sum(seconds_of(part, gpu) for part in parts), HOST_SECONDS * sum(part.kernels for part in parts))
+
+
+def time_range(expected: float, is_measured: bool = False) -> tuple[float, float]:
+    """Return from where to where a time lies, by its prediction; `is_measured`: a measured step has corrected it."""
+    low, high = MEASURED_SPREAD if is_measured else SPREAD
+    return low * expected, high * expected
+
+
+def hours_range_text(expected: float, is_measured: bool = False) -> str:
+    """Return predicted hours as a range in a unit that people use: "14 to 22 h"."""
+    low, high = time_range(expected, is_measured)
+    if high >= 48:
+        return f"{low / 24:.1f} to {high / 24:.1f} days"
+    if high >= 1:
+        return f"{low:.1f} to {high:.1f} h"
+    return f"{60 * low:.0f} to {60 * high:.0f} min" if high >= 1 / 30 else "under 2 min"
+
+
+def seconds_range_text(expected: float, is_measured: bool = False) -> str:
+    """Return predicted seconds as a range."""
+    low, high = time_range(expected, is_measured)
+    return f"{low:.2g} to {high:.2g} s" if high >= 1 else f"{1000 * low:.2g} to {1000 * high:.2g} ms"
 
 
 @dataclass(frozen=True)
@@ -70,10 +126,11 @@ class Dominant:
 
 
 def dominant_part(work: Iterable[WorkPart], gpu: Gpu) -> Dominant | None:
-    """Return what takes most of the time; None without work."""
+    """Return what takes most of the time, a convolution with its gradients; None without work."""
     seconds: Counter[tuple[str, int | None]] = Counter()
     for part in work:
-        seconds[part.kind, part.level] += seconds_of(part, gpu)  # type: ignore[assignment]
+        kind = "convolution" if part.kind == BACKWARD_CONVOLUTION else part.kind
+        seconds[kind, part.level] += seconds_of(part, gpu)  # type: ignore[assignment]
     total = sum(seconds.values())
     if not total:
         return None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from memory.kernels.gpus import Gpu
+from memory.kernels.timing import hours_range_text
 from memory.ladder.rungs import Rung
 from memory.ladder.walk import Ladder
-from memory.predict.prediction import GIB
-from memory.predict.text import CPU_TIME, dominant_text, gib, hours_text, table
+from memory.predict.prediction import GIB, Prediction
+from memory.predict.text import CPU_TIME, dominant_text, gib, table
 from settings import dump_short, known_keys, look_up
 from settings.writing import value_text
 
@@ -31,7 +33,7 @@ def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> s
             gib(prediction.required_bytes),
             gib(prediction.host_bytes),
             f"{prediction.traffic_bytes / GIB:.0f} GiB",
-            hours_text(prediction.hours(predicted.gpu)) if prediction.is_for_gpu else "?",
+            _hours(prediction, predicted.gpu) if prediction.is_for_gpu else "?",
             "no" if not predicted.fits else "yes" if is_roomy else "yes, without margin",
         ]
         if measured is not None:
@@ -46,13 +48,17 @@ def describe_ladder(ladder: Ladder, measured: dict[str, int] | None = None) -> s
     return "\n\n".join(part for part in parts if part)
 
 
+def _hours(prediction: Prediction, gpu: Gpu) -> str:
+    return hours_range_text(prediction.hours(gpu), prediction.is_time_measured)
+
+
 def _time_note(ladder: Ladder) -> str:
     given = ladder.rungs[0].prediction
     if not given.is_for_gpu:
         return CPU_TIME
     return (
-        f"Time: a lower bound for the whole run of {given.max_steps:,} updates on {ladder.gpu.name}, from bytes moved "
-        "and operations." + dominant_text(given, ladder.gpu)
+        f"Time: of the whole run of {given.max_steps:,} updates on {ladder.gpu.name}, from operations, bytes moved and "
+        "kernels." + dominant_text(given, ladder.gpu)
     )
 
 

@@ -336,7 +336,7 @@ class Planner:
         """Cut the steps by up to a half, then the widths, then the steps as far as it takes; raise `ConfigError`."""
 
         def total(candidate: Candidate) -> float:
-            return sum(assessment.expected_hours for assessment in self.assess_all(candidate).values())
+            return sum(assessment.longest_hours for assessment in self.assess_all(candidate).values())
 
         needed = total(candidate)
         if needed <= hours:
@@ -355,7 +355,9 @@ class Planner:
         share = candidate.context.steps_share
         cuts = [f"steps are cut to {share:.2g} of what suits the set"] if share < 1 else []
         cuts += [f"channels are fewer ({', '.join(narrower)})"] if narrower else []
-        return candidate, [f"To keep to {hours:g} hours, at twice the least time of an update, {' and '.join(cuts)}."]
+        return candidate, [
+            f"To keep to {hours:g} hours, at the longest that an update should take, {' and '.join(cuts)}."
+        ]
 
     def _narrower(self, candidate: Candidate, stage: Stage, share: float) -> Candidate:
         """Return the candidate with the widest network whose half number of steps takes this share of the time."""
@@ -365,11 +367,11 @@ class Planner:
         own = candidate.networks[stage]
         widths = candidate.context.limits[stage].widths
         networks = [replace(own, width=width) for width in widths if width <= own.width]
-        limit = self.assess(candidate, stage).expected_hours * share
+        limit = self.assess(candidate, stage).longest_hours * share
         part = 1.0 if f"{stage}.training.max_steps" in given else 0.5
 
         def need(network: Network) -> float:
-            return part * self.assess(candidate.with_network(stage, network), stage).expected_hours
+            return part * self.assess(candidate.with_network(stage, network), stage).longest_hours
 
         position = last_that_fits(networks, lambda network: network.width, need, limit, len(networks) // 2)
         return candidate.with_network(stage, networks[max(0, position)])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from memory.kernels.gpus import Gpu
+from memory.kernels.timing import time_range
 from memory.predict.prediction import Prediction, Stage
 from settings import Settings
 
@@ -20,8 +21,6 @@ PRUNE_ABOVE = 1.04
 STOP_ABOVE = 0.95
 """An item that needs this part of the limit is taken, even if a little more might fit."""
 
-TIME_SAFETY_FACTOR = 2.0
-"""How many times their least time updates are taken to need, because nothing real has checked the predicted hours."""
 
 Item = TypeVar("Item")
 
@@ -54,14 +53,13 @@ class Assessment:
 
     @property
     def hours(self) -> float:
-        """Return the least time of the stage."""
+        """Return the predicted time of the stage; `max_hours` if the user set it."""
         return self.prediction.hours(self.gpu) if self.max_hours is None else self.max_hours
 
     @property
-    def expected_hours(self) -> float:
-        """Return the expected hours: twice the least, or what measured steps or `max_hours` make of it."""
-        is_known = self.prediction.time_correction != 1.0 or self.max_hours is not None
-        return self.hours * (1.0 if is_known else TIME_SAFETY_FACTOR)
+    def longest_hours(self) -> float:
+        """Return the upper end of the predicted hours; `max_hours` if the user set it."""
+        return self.hours if self.max_hours is not None else time_range(self.hours, self.prediction.is_time_measured)[1]
 
 
 class PredictionCache:

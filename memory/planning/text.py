@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from memory.kernels.timing import hours_range_text
 from memory.planning.fingerprint import Fingerprint, Spread
 from memory.planning.planner import Plan
+from memory.planning.search import Assessment
 from memory.predict.prediction import GIB
-from memory.predict.text import hours_text
 from models import build_autoencoder, build_unet
 from runtime.files.names import counted, printable
 from settings import Settings, dump_short
@@ -49,6 +50,11 @@ def as_yaml(plan: Plan, command: str, out: Path) -> str:
     return "\n".join([f"# yaml-language-server: $schema={schema}", *lines, "", dump_short(plan.settings, comment)])
 
 
+def _hours(stage: Assessment) -> str:
+    limit = stage.max_hours
+    return f"{limit:g} h" if limit is not None else hours_range_text(stage.hours, stage.prediction.is_time_measured)
+
+
 def _paragraphs(plan: Plan) -> list[str]:
     first, second = plan.assessments["autoencoder"], plan.assessments["ldm"]
     needs = [
@@ -59,8 +65,7 @@ def _paragraphs(plan: Plan) -> list[str]:
     in_autoencoder, in_unet = _num_parameters(plan.settings)
     texts = [
         f"Memory, with the CUDA context: {'; '.join(needs)}.",
-        f"Time on {first.gpu.name}: at least {hours_text(first.hours)} + {hours_text(second.hours)}, from bytes moved "
-        "and operations; expect about twice that.",
+        f"Time on {first.gpu.name}: {_hours(first)} + {_hours(second)}, from operations, bytes moved and kernels.",
         f"Parameters: {in_autoencoder:,} + {in_unet:,}.",
         *plan.notes,
         "",

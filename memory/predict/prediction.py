@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from memory.kernels.gpus import Gpu
-from memory.kernels.timing import Dominant, WorkPart, dominant_part, least_seconds
+from memory.kernels.timing import Dominant, WorkPart, dominant_part, predicted_seconds
 from settings import Settings
 
 Stage = Literal["autoencoder", "ldm"]
@@ -115,26 +115,38 @@ class Prediction:
         """Return the work of one update."""
         return [WorkPart(**part) for part in self.work]
 
+    @property
+    def is_time_measured(self) -> bool:
+        """Return whether steps that were measured on the device correct the times."""
+        return self.time_correction != 1.0
+
     def seconds_per_step(self, gpu: Gpu) -> float:
-        """Return the least time of an update on a GPU, or what measured steps make of it."""
-        return least_seconds(self.work_parts, gpu) * self.time_correction
+        """Return the time of an update on a GPU, as predicted or as measured steps make of it."""
+        return predicted_seconds(self.work_parts, gpu) * self.time_correction
 
     def hours(self, gpu: Gpu) -> float:
-        """Return the least time of the whole run on a GPU: its updates, its validations, and encoding the latents."""
+        """Return the time of the whole run on a GPU: its updates, its validations, and encoding the latents."""
         return (self.seconds_per_step(gpu) * self.max_steps + sum(self.seconds_beside(gpu).values())) / 3600
 
     def seconds_beside(self, gpu: Gpu) -> dict[str, float]:
-        """Return the least times of what a run does besides its updates; of one volume if their number is unknown."""
+        """Return the times of what a run does besides its updates; of one volume if their number is unknown."""
+        return {
+            name: times
+            * predicted_seconds([WorkPart(**part) for part in self.beside[name]], gpu)
+            * self.time_correction
+            for name, times in self.times_beside.items()
+        }
+
+    @property
+    def times_beside(self) -> dict[str, int]:
+        """Return how often a run does what it does besides its updates; for one volume if their number is unknown."""
         num_train, num_held_out = self.num_volumes
         times = {
             VALIDATED_VOLUME: self.num_validations * max(1, num_held_out),
             PREVIEWS: self.num_validations,
             ENCODED_VOLUME: max(1, num_train + num_held_out),
         }
-        return {
-            name: times[name] * least_seconds([WorkPart(**part) for part in work], gpu) * self.time_correction
-            for name, work in self.beside.items()
-        }
+        return {name: times[name] for name in self.beside}
 
     def dominant(self, gpu: Gpu) -> Dominant | None:
         """Return what takes most of an update's time on a GPU."""

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from memory.kernels import operators
-from memory.kernels.timing import WorkPart
+from memory.kernels.timing import BACKWARD_CONVOLUTION, WorkPart
 
 Place = Literal["device", "host"]
 WORKSPACE = "workspace"
@@ -112,7 +112,9 @@ class WorkCounter:
         if first is not None:
             moved = operators.traffic_bytes(func, args, kwargs, out)
             shape, dtype = tuple(first.shape), str(first.dtype)
-            self.add_work(operators.kind_of(func), shape, dtype, Work(moved, flops, operators.passes(func)))
+            is_backward = func._overloadpacket is torch.ops.aten.convolution_backward
+            kind = BACKWARD_CONVOLUTION if is_backward else operators.kind_of(func)
+            self.add_work(kind, shape, dtype, Work(moved, flops, operators.passes(func)))
         if flops:
             self.flops[purpose] += flops
             if "scaled_dot_product" in func._overloadpacket.__name__:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from memory.kernels.gpus import Gpu
+from memory.kernels.timing import hours_range_text, seconds_range_text, time_range
 from memory.predict.prediction import (
     ENCODED_VOLUME,
     GIB,
@@ -50,32 +51,36 @@ def describe_prediction(prediction: Prediction, gpu: Gpu, num_gpus: int = 1) -> 
 
 
 def describe_time(p: Prediction, gpu: Gpu, num_gpus: int = 1, max_hours: float | None = None) -> str:
-    """Return how long an update and the whole run take at least, and what takes most of an update.
+    """Return from when to when an update and the whole run take, and what takes most of an update.
 
-    A run with `max_hours` has no last update; how many it has at most is said instead. Times on a CPU are not known.
+    A run with `max_hours` has no last update; how many it has is said instead. Times on a CPU are not known.
     """
     if not p.is_for_gpu:
         return CPU_TIME
-    seconds = p.seconds_per_step(gpu)
+    seconds, is_measured = p.seconds_per_step(gpu), p.is_time_measured
     cards = gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}"
-    whole = f"{hours_text(p.hours(gpu))} for the whole run of {counted(p.max_steps, 'update')}{_beside_text(p, gpu)}"
+    hours = hours_range_text(p.hours(gpu), is_measured)
+    whole = f"{hours} for the whole run of {counted(p.max_steps, 'update')}{_beside_text(p, gpu)}"
     if max_hours is not None:
-        most = counted(math.ceil(3600 * max_hours / seconds), "update") if seconds > 0 else "as many updates as fit"
-        whole = f"at most {most} in the {duration_text(3600 * max_hours)} that the run trains"
+        fewest, most = (
+            math.ceil(3600 * max_hours / max(1e-9, each)) for each in time_range(seconds, is_measured)[::-1]
+        )
+        whole = f"{fewest:,} to {most:,} updates in the {duration_text(3600 * max_hours)} that the run trains"
     text = (
-        f"Time on {cards}: at least {seconds:.3g} s an update, {whole} "
-        f"({p.traffic_bytes / GIB:,.1f} GiB moved by {p.kernels:,} kernels; bandwidth and half the peak: {gpu.source})."
+        f"Time on {cards}: {seconds_range_text(seconds, is_measured)} an update, {whole} "
+        f"({p.traffic_bytes / GIB:,.1f} GiB moved by {p.kernels:,} kernels; docs/prediction.md has the shares of the "
+        f"card's figures that are taken; {gpu.source})."
     )
     if num_gpus > 1:
         text += f" Each update sees {num_gpus} times as many volumes; exchanging gradients is not in the time."
-    if p.time_correction != 1.0:
+    if p.is_time_measured:
         text += f" Corrected by measured steps: {p.time_correction:.2f} times."
     return text + dominant_text(p, gpu)
 
 
 def _beside_text(p: Prediction, gpu: Gpu) -> str:
     """Return what is in the time of a run besides its updates."""
-    times = {name: hours_text(seconds / 3600) for name, seconds in p.seconds_beside(gpu).items()}
+    times = {n: hours_range_text(seconds / 3600, p.is_time_measured) for n, seconds in p.seconds_beside(gpu).items()}
     if not times:
         return ""
     num_train, num_held_out = p.num_volumes
@@ -102,15 +107,6 @@ def dominant_text(p: Prediction, gpu: Gpu) -> str:
             f"{dominant.times_cheaper:.1f} times cheaper, which is different mathematics"
         )
     return text + "."
-
-
-def hours_text(hours: float) -> str:
-    """Return a duration as people say it."""
-    if hours >= 48:
-        return f"{hours / 24:.1f} days"
-    if hours >= 1:
-        return f"{hours:.1f} h"
-    return f"{60 * hours:.0f} min" if hours >= 1 / 60 else "under 1 min"
 
 
 def _totals(p: Prediction, num_gpus: int) -> str:

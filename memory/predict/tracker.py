@@ -21,6 +21,7 @@ from memory.kernels.attention import attention_workspaces
 from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version, trial_key
 from memory.kernels.cpu_convolutions import cpu_convolution_memory
 from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes, sum_bytes
+from memory.kernels.timing import LAYOUT
 from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
 from memory.predict.records import WORKSPACE, Allocation, ModuleNames, Place, Purpose, StepEvents, Work, WorkCounter
 from models.lean.norm.torch_kernels import CPU_PIECE_VALUES, gpu_piece_values
@@ -254,7 +255,8 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
                 if self.benchmarks and key not in self._tried:
                     self._tried.add(key)
                     self.benchmarked.append(len(self.trace))
-                self._pass_through(workspace, category=CONVOLUTION_WORKSPACES)
+                is_volume = results[number].dim() == 5  # cuDNN copies images as fast as torch does
+                self._pass_through(workspace, category=CONVOLUTION_WORKSPACES, kind=LAYOUT if is_volume else "copy")
                 self._let_go(held)
         self._let_go(copies)
         if any(result is not None for result in results[2:]):
@@ -276,23 +278,23 @@ class MemoryTracker(TorchDispatchMode, WorkCounter):
         key = storage._cdata
         self._alive[key] = (index, weakref.ref(storage, functools.partial(self._release, key)))
 
-    def _pass_through(self, *sizes: int, category: str = LIBRARY_WORKSPACES) -> None:
+    def _pass_through(self, *sizes: int, category: str = LIBRARY_WORKSPACES, kind: str = "copy") -> None:
         """Count memory that a kernel allocates and frees before it returns; ~n stands where it frees the nth of it."""
         held: list[int] = []
         for size in sizes:
             if size < 0:
                 self._let_go([held[~size]])
-            held += self._hold(max(0, size), category=category)
+            held += self._hold(max(0, size), category=category, kind=kind)
         self._let_go([index for index in held if not self.allocations[index].released])
 
-    def _hold(self, *sizes: int, category: str = LIBRARY_WORKSPACES) -> list[int]:
+    def _hold(self, *sizes: int, category: str = LIBRARY_WORKSPACES, kind: str = "copy") -> list[int]:
         """Count memory that a kernel allocates for itself, which costs a write and a read."""
         held = []
         for size in sizes:
             if size:
                 held.append(self._record(size, (size,), WORKSPACE))
                 self.allocations[held[-1]].category = category
-                self.add_work("copy", (size,), WORKSPACE, Work(2 * size, 0, 0))
+                self.add_work(kind, (size,), WORKSPACE, Work(2 * size, 0, 0))
         return held
 
     def _let_go(self, held: list[int]) -> None:

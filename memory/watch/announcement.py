@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil
 import torch
 
-from memory.kernels.gpus import Gpu, chosen_gpu, find_gpu
+from memory.kernels.gpus import Gpu, chosen_gpu, known_or_stand_in
 from memory.ladder.text import as_overrides
 from memory.ladder.walk import next_same_mathematics_rung
 from memory.predict.prediction import Prediction, PredictionError, Predictor, Stage
@@ -77,9 +77,8 @@ class BackgroundPrediction:
 
 
 def card_of(device: torch.device) -> Gpu:
-    """Return the card that a run uses, or, if the table does not know it, the one that estimates are made for."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return find_gpu(name) or chosen_gpu(None)
+    """Return the card that a run uses, or what stands in for it; without a GPU the one that estimates are made for."""
+    return known_or_stand_in(torch.cuda.get_device_name(device)) if device.type == "cuda" else chosen_gpu(None)
 
 
 def without_triton(device: torch.device) -> int:

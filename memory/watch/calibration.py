@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 
 LOWEST, HIGHEST = 0.5, 3.0
 """A ratio outside this range measures something else, such as a second program on the GPU."""
-SLOWEST = 100.0
-"""A step that takes longer than so many times its lower bound waits for something else, such as data."""
+FASTEST = 0.2
+SLOWEST = 20.0
+"""A step that takes longer than so many times its prediction waits for something else, such as data."""
 MOST_KEPT = 20
 """How many measurements of one config are kept."""
 
@@ -57,10 +58,10 @@ def record(prediction: Prediction, measured_bytes: int) -> float | None:
     return _save(prediction, "memory", ratio) if LOWEST <= ratio <= HIGHEST else None
 
 
-def record_time(prediction: Prediction, measured_seconds: float, least_seconds: float) -> float | None:
-    """Save how many times its lower bound an update took and return that; None as for `record`."""
-    ratio = measured_seconds / max(1e-9, least_seconds)
-    return _save(prediction, "time", ratio) if LOWEST <= ratio <= SLOWEST else None
+def record_time(prediction: Prediction, measured_seconds: float, predicted_seconds: float) -> float | None:
+    """Save how many times its predicted time an update took and return that; None as for `record`."""
+    ratio = measured_seconds / max(1e-9, predicted_seconds)
+    return _save(prediction, "time", ratio) if FASTEST <= ratio <= SLOWEST else None
 
 
 def corrected(prediction: Prediction, gpu_name: str | None = None) -> Prediction:

@@ -133,10 +133,10 @@ class MemoryWatch:
 
     def _record_time(self, seconds: float) -> None:
         assert self.prediction is not None, "times are compared with a prediction"
-        least = replace(self.prediction, time_correction=1.0).seconds_per_step(card_of(self.process.device))
-        ratio = record_time(self.prediction, seconds, least)
+        predicted = replace(self.prediction, time_correction=1.0).seconds_per_step(card_of(self.process.device))
+        ratio = record_time(self.prediction, seconds, predicted)
         if ratio is not None:
-            text = "time: an update takes %.3g s, %.1f x the lower bound; later predictions are scaled by this"
+            text = "time: an update takes %.3g s, %.1f x its prediction; later predictions are scaled by this"
             log.info(text, seconds, ratio)
 
     def read(self) -> dict[str, float]:

@@ -78,7 +78,7 @@ MAISI = {
 def predict_qwen(height: int, width: int, is_decode: bool) -> tuple[float, float]:
     """Return what one image allocates, with the weights, and what it reserves beyond them."""
     with emulated() as mode:
-        network = _built_in_half(QwenImageVae)
+        network = built_in_half(QwenImageVae)
         with tracked(mode) as tracker, torch.no_grad():
             tracker.adopt(network.parameters(), "parameters")
             loaded = len(tracker.trace)
@@ -91,7 +91,7 @@ def predict_qwen(height: int, width: int, is_decode: bool) -> tuple[float, float
     return whole.peak_allocated / GIB, (whole.peak_reserved - before.reserved) / GIB
 
 
-def _built_in_half(build: Callable[[], nn.Module]) -> Any:
+def built_in_half(build: Callable[[], nn.Module]) -> Any:
     """Return a network with fp16 weights; fake weights cannot be converted afterwards."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)

@@ -16,12 +16,20 @@ from torch.nn import functional as F
 CHANNELS, LATENT_CHANNELS, MULTIPLIERS = 96, 16, (1, 2, 4, 4)
 
 
-Cache = list[Tensor]
-"""Copies of the features in front of each convolution, kept until the image is done."""
+class Cache:
+    """Keeps a copy of the last two frames in front of each convolution, which those of a video continue."""
 
+    def __init__(self) -> None:
+        self.kept: dict[nn.Module, Tensor] = {}
+        self.is_first = True  # whether no frame came before these
 
-def keep(x: Tensor, cache: Cache) -> None:
-    cache.append(x[:, :, -2:].clone())
+    def keep(self, x: Tensor, convolution: nn.Module) -> Tensor | None:
+        """Copy the last frames of `x` and keep the copy; return the frames before `x`, if there are any."""
+        kept, before = x[:, :, -2:].clone(), self.kept.get(convolution)
+        if before is not None and kept.shape[2] < 2:
+            kept = torch.cat((before[:, :, -1:], kept), dim=2)
+        self.kept[convolution] = kept
+        return before
 
 
 class CausalConvolution(nn.Conv3d):
@@ -31,9 +39,12 @@ class CausalConvolution(nn.Conv3d):
         super().__init__(inputs, outputs, size)
         self._around = size // 2
 
-    def forward(self, x: Tensor) -> Tensor:
-        around = self._around
-        return super().forward(F.pad(x, (around, around, around, around, 2 * around, 0)))
+    def forward(self, x: Tensor, before: Tensor | None = None) -> Tensor:
+        """Pad in front of the first frame and around the image; convolve."""
+        around, missing = self._around, 2 * self._around
+        if before is not None:
+            x, missing = torch.cat((before, x), dim=2), missing - before.shape[2]
+        return super().forward(F.pad(x, (around, around, around, around, missing, 0)))
 
 
 class RmsNorm(nn.Module):
@@ -45,6 +56,7 @@ class RmsNorm(nn.Module):
         self.scale = nn.Parameter(torch.ones(channels, *(1,) * num_axes))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise."""
         return F.normalize(x, dim=1) * self.factor * self.scale + 0.0
 
 
@@ -58,12 +70,12 @@ class ResidualBlock(nn.Module):
         self.shortcut = CausalConvolution(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        """Return the block's output."""
         shortcut = self.shortcut(x)
         for norm, convolution in ((self.norm1, self.conv1), (self.norm2, self.conv2)):
             x = norm(x)
             x = F.silu(x)
-            keep(x, cache)
-            x = convolution(x)
+            x = convolution(x, cache.keep(x, convolution))
         return x + shortcut
 
 
@@ -75,13 +87,14 @@ class Attention(nn.Module):
         self.norm = RmsNorm(channels, 2)
         self.to_qkv, self.proj = nn.Conv2d(channels, 3 * channels, 1), nn.Conv2d(channels, channels, 1)
 
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        batch, channels, _, height, width = x.shape
-        image = self.norm(x.permute(0, 2, 1, 3, 4).reshape(batch, channels, height, width))
-        qkv = self.to_qkv(image).reshape(batch, 1, 3 * channels, -1).permute(0, 1, 3, 2).contiguous()
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the image plus what attention adds to it."""
+        batch, channels, frames, height, width = x.shape
+        image = self.norm(x.permute(0, 2, 1, 3, 4).reshape(batch * frames, channels, height, width))
+        qkv = self.to_qkv(image).reshape(batch * frames, 1, 3 * channels, -1).permute(0, 1, 3, 2).contiguous()
         attended = F.scaled_dot_product_attention(*qkv.chunk(3, dim=-1))
-        image = self.proj(attended.squeeze(1).permute(0, 2, 1).reshape(batch, channels, height, width))
-        return image.view(batch, 1, channels, height, width).permute(0, 2, 1, 3, 4) + x
+        image = self.proj(attended.squeeze(1).permute(0, 2, 1).reshape(batch * frames, channels, height, width))
+        return image.view(batch, frames, channels, height, width).permute(0, 2, 1, 3, 4) + x
 
 
 class Resample(nn.Module):
@@ -95,6 +108,9 @@ class Resample(nn.Module):
         self.conv = nn.Conv2d(channels, channels // 2, 3, padding=1) if is_up else nn.Conv2d(channels, channels, 3, 2)
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        """Return the image at its new size."""
+        if self.is_up and self.has_time:
+            x = self._more_frames(x, cache)
         batch, channels, frames, height, width = x.shape
         image = x.permute(0, 2, 1, 3, 4).reshape(batch * frames, channels, height, width)
         if self.is_up:
@@ -104,18 +120,45 @@ class Resample(nn.Module):
         image = self.conv(image)
         video = image.view(batch, frames, *image.shape[1:]).permute(0, 2, 1, 3, 4)
         if self.has_time and not self.is_up:
-            keep(video, cache)
+            cache.keep(video, self)
         return video
+
+    def _more_frames(self, x: Tensor, cache: Cache) -> Tensor:
+        """Return two frames for each one; the first frame of a video stays one."""
+        if cache.is_first:
+            return x
+        batch, channels, frames, height, width = x.shape
+        before = cache.keep(x, self)
+        x = x if before is None else torch.cat((before, x), dim=2)
+        x = F.pad(x, (0, 0, 0, 0, frames + 2 - x.shape[2], 0))
+        x = self.time(x).reshape(batch, 2, channels, frames, height, width)
+        return torch.stack((x[:, 0], x[:, 1]), 3).reshape(batch, channels, 2 * frames, height, width)
+
+
+class Middle(nn.Module):
+    """Two residual blocks with attention between them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.before, self.after = ResidualBlock(channels, channels), ResidualBlock(channels, channels)
+        self.attention = Attention(channels)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        """Return the features."""
+        x = self.before(x, cache)
+        x = self.attention(x)
+        return self.after(x, cache)
 
 
 class Level(nn.Module):
-    """Some blocks, such as those of one level of the decoder; their input stays alive until they are done."""
+    """The blocks of one level of the decoder; its input stays alive until the level is done."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        """Run all blocks."""
         for block in self.blocks:
             x = block(x, cache)
         return x
@@ -130,19 +173,13 @@ class Half(nn.Module):
         self.blocks, self.norm = nn.ModuleList(blocks), RmsNorm(last, 3)
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        keep(x, cache)
-        x = self.conv_in(x)
+        """Run all blocks."""
+        x = self.conv_in(x, cache.keep(x, self.conv_in))
         for block in self.blocks:
             x = block(x, cache)
         x = self.norm(x)
         x = F.silu(x)
-        keep(x, cache)
-        return self.conv_out(x)
-
-
-def middle(channels: int) -> Level:
-    """Return two residual blocks with attention between them."""
-    return Level([ResidualBlock(channels, channels), Attention(channels), ResidualBlock(channels, channels)])
+        return self.conv_out(x, cache.keep(x, self.conv_out))
 
 
 class QwenImageVae(nn.Module):
@@ -155,11 +192,11 @@ class QwenImageVae(nn.Module):
         for level, (inputs, outputs) in enumerate(pairwise(widths)):
             down += [ResidualBlock(inputs, outputs), ResidualBlock(outputs, outputs)]
             down += [Resample(outputs, is_up=False, has_time=level > 0)] if level < len(MULTIPLIERS) - 1 else []
-        self.encoder = Half(3, widths[0], [*down, middle(widths[-1])], widths[-1], 2 * LATENT_CHANNELS)
+        self.encoder = Half(3, widths[0], [*down, Middle(widths[-1])], widths[-1], 2 * LATENT_CHANNELS)
         self.quant = CausalConvolution(2 * LATENT_CHANNELS, 2 * LATENT_CHANNELS, 1)
         self.post_quant = CausalConvolution(LATENT_CHANNELS, LATENT_CHANNELS, 1)
         widths = [CHANNELS * factor for factor in (MULTIPLIERS[-1], *reversed(MULTIPLIERS))]
-        up: list[nn.Module] = [middle(widths[0])]
+        up: list[nn.Module] = [Middle(widths[0])]
         for level, (inputs, outputs) in enumerate(pairwise(widths)):
             first = inputs // 2 if level else inputs
             blocks: list[nn.Module] = [ResidualBlock(first, outputs)]
@@ -169,9 +206,23 @@ class QwenImageVae(nn.Module):
         self.decoder = Half(LATENT_CHANNELS, widths[0], up, widths[-1], 3)
 
     def decode(self, latent: Tensor) -> Tensor:
+        """Return the image of a latent, both with one frame."""
+        cache = Cache()
         latent = self.post_quant(latent)
-        return self.decoder(latent, []).clamp(-1.0, 1.0)
+        return self.decoder(latent, cache).clamp(-1.0, 1.0)
+
+    def decode_video(self, latent: Tensor) -> Tensor:
+        """Return the video of a latent: of its first frame one frame, of each other one four."""
+        latent = self.post_quant(latent)
+        cache, frames = Cache(), latent.split(1, dim=2)
+        video = self.decoder(frames[0], cache)
+        cache.is_first = False
+        for frame in frames[1:]:
+            video = torch.cat((video, self.decoder(frame, cache)), dim=2)
+        return video.clamp(-1.0, 1.0)
 
     def encode(self, image: Tensor) -> Tensor:
-        encoded = self.encoder(image, [])
+        """Return mean and logarithm of the variance of a latent."""
+        cache = Cache()
+        encoded = self.encoder(image, cache)
         return self.quant(encoded)

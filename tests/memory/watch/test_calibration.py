@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memory.kernels.gpus import check_gpu
-from memory.kernels.timing import WorkPart
+from memory.kernels.timing import MOVED, WorkPart
 from memory.predict.prediction import GIB, fullest_step
 from memory.watch import calibration
 from memory.watch.memory_watch import MemoryWatch
@@ -86,9 +86,9 @@ def test_no_measurement_takes_a_prediction_below_its_tensors_and_the_phase_that_
     assert (again.needing_phase, again.required_bytes) == ("training step", 6 * GIB + prediction.context_bytes)
 
 
-def test_measured_times_replace_the_lower_bound():
+def test_measured_times_replace_the_predicted_ones():
     gpu = check_gpu("RTX 4090")
-    work = [WorkPart("copy", None, True, nbytes=round(gpu.bandwidth_gbs * 1e9), flops=0, kernels=1).to_json()]
+    work = [WorkPart("copy", None, True, nbytes=round(MOVED * gpu.bandwidth_gbs * 1e9), flops=0, kernels=0).to_json()]
     prediction = made(work=work, max_steps=3600)
     assert prediction.hours(gpu) == pytest.approx(1.0)
     calibration.record_time(prediction, 1.5, 1.0)

@@ -1,0 +1,70 @@
+"""Published times are predicted as the document says, within its limits, by constants that fit the rows it names."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from memory.kernels import timing
+from memory.kernels.timing import time_range
+from tests.memory.published.times import TIME_ROWS, builders, count_work, stored_work, table_lines
+
+TEXT = (Path(__file__).resolve().parents[3] / "docs" / "prediction.md").read_text(encoding="utf-8")
+COUNTED = stored_work()
+HELD_BACK = [row for row in TIME_ROWS if not row.is_fitted]
+QUICK = ("nnU-Net Liver, batch 2, update", "MAISI ddpm 64x64x32, step", "Conv3d 64 to 64 channels, fp32")
+
+
+def test_the_document_has_every_row():
+    assert len(TIME_ROWS) >= 40
+    for line in table_lines(COUNTED):
+        assert line in TEXT, f"python -m tests.memory.published.times prints the table; {line!r} is not in it"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in builders()]
+)
+def test_the_stored_work_is_what_the_tracker_counts(name):
+    assert count_work(builders()[name]) == COUNTED[name]
+
+
+def test_rows_that_were_not_fitted_are_near_and_within_the_printed_range():
+    factors = [max(ratio, 1 / ratio) for ratio in (row.predicted(COUNTED) / row.seconds for row in HELD_BACK)]
+    assert max(factors) < 1.7
+    assert sum(factor < 1.35 for factor in factors) >= 0.8 * len(factors)
+    ranges = [(row.seconds, *time_range(row.predicted(COUNTED))) for row in TIME_ROWS]
+    assert sum(low > took for took, low, _ in ranges) <= 0.05 * len(ranges)
+    assert sum(took > high for took, _, high in ranges) <= 0.05 * len(ranges)
+
+
+def test_whole_cards_and_whole_networks_were_not_fitted():
+    fitted = [row for row in TIME_ROWS if row.is_fitted]
+    assert {row.gpu for row in HELD_BACK} - {row.gpu for row in fitted} == {
+        "H100 SXM",
+        "Quadro RTX 6000",
+        "Titan RTX",
+        "Titan Xp",
+        "V100 PCIe",
+    }
+    assert {row.source for row in fitted} == {"nnU-Net", "NVIDIA"}
+    assert not any("Heart" in row.step or "Prostate" in row.step for row in fitted)
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        "HALF_CONVOLUTION",
+        "TF32_CONVOLUTION",
+        "FLOAT_CONVOLUTION",
+        "FLOAT_CONVOLUTION_BACKWARD",
+        "LAYOUT_MOVED",
+    ],
+)
+def test_the_constants_fit_the_rows_they_were_fitted_to(constant, monkeypatch):
+    def error() -> float:
+        return sum(math.log(row.predicted(COUNTED) / row.seconds) ** 2 for row in TIME_ROWS if row.is_fitted)
+
+    before, value = error(), getattr(timing, constant)
+    for factor in (0.85, 1.18):
+        monkeypatch.setattr(timing, constant, factor * value)
+        assert error() > before, f"{constant} fits better at {factor} times its value"
