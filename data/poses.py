@@ -32,15 +32,16 @@ class Pose:
         return posed
 
 
-def random_pose(spacing_mm: np.ndarray, rng: np.random.Generator) -> Pose:
+def random_pose(spacing_mm: np.ndarray, rng: np.random.Generator, scales: bool = True) -> Pose:
     """Draw a pose; without flips, because samples would show them, and bodies are not symmetric."""
-    return Pose(random_rotation(spacing_mm, rng), rng.uniform(-LARGEST_TRANSLATION, LARGEST_TRANSLATION, size=3))
+    matrix = random_rotation(spacing_mm, rng, scales)
+    return Pose(matrix, rng.uniform(-LARGEST_TRANSLATION, LARGEST_TRANSLATION, size=3))
 
 
-def random_rotation(spacing_mm: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw a rotation, rigid in millimetres, and a scaling as a matrix on voxel offsets."""
+def random_rotation(spacing_mm: np.ndarray, rng: np.random.Generator, scales: bool = True) -> np.ndarray:
+    """Draw a rotation, rigid in millimetres, and, if it `scales`, a scaling as a matrix on voxel offsets."""
     angles = np.deg2rad(rng.uniform(-LARGEST_ROTATION_DEGREES, LARGEST_ROTATION_DEGREES, size=3))
-    scaling = rng.uniform(1 - LARGEST_SCALING, 1 + LARGEST_SCALING)
+    scaling = rng.uniform(1 - LARGEST_SCALING, 1 + LARGEST_SCALING) if scales else 1.0
     rotation = np.eye(3)
     for axis, angle in enumerate(angles):
         a, b = [other for other in range(3) if other != axis]
