@@ -21,9 +21,6 @@ from data.workers import Failure, make_loader, num_workers, one_ahead, start
 from settings import ConfigError, DataError, Problem, TrainingSettings
 from settings.data import DataSettings
 
-# One row per volume: whether it is filled (1.0), and the three spacings of its grid.
-ROW = 4
-
 # Each use of the seed has its own random stream.
 ORDER_STREAM = 1
 SAMPLE_STREAM = 2
@@ -174,24 +171,23 @@ class VolumeMemory:
             found = f"memory: {number} volumes need {needed} of memory, {free} is free"
             fits = f"at most {available // volume_bytes} volumes fit"
             raise ConfigError([Problem("data.prepared", found, fits, "set disk, which needs no memory, or none")])
-        self._rows = np.frombuffer(mmap.mmap(-1, 8 * ROW * number), np.float64).reshape(number, ROW)
+        self._is_filled = np.frombuffer(mmap.mmap(-1, number), np.bool_)
         volumes = np.frombuffer(mmap.mmap(-1, number * volume_bytes), np.float32)
         self._volumes = torch.from_numpy(volumes.reshape(number, *shape))
         # A memory barrier: no CPU may see the flag before the volume it announces.
         self._fence = threading.Lock()
 
-    def get(self, index: int) -> tuple[Tensor, np.ndarray] | None:
-        """Return a volume and its spacing, or None if it is not there yet; the tensor is a view: do not write to it."""
+    def get(self, index: int) -> Tensor | None:
+        """Return a volume, or None if it is not there yet; the tensor is a view: do not write to it."""
         with self._fence:
-            row = self._rows[index].copy()
-        return (self._volumes[index], row[1:]) if row[0] == 1.0 else None
+            is_filled = bool(self._is_filled[index])
+        return self._volumes[index] if is_filled else None
 
-    def put(self, index: int, image: Tensor, spacing_mm: np.ndarray) -> None:
+    def put(self, index: int, image: Tensor) -> None:
         """Fill the slot of a volume."""
         self._volumes[index].copy_(image)
-        self._rows[index, 1:] = spacing_mm
         with self._fence:
-            self._rows[index, 0] = 1.0
+            self._is_filled[index] = True
 
 
 @dataclass(frozen=True)
@@ -216,22 +212,22 @@ class _Samples(Dataset):
     def __getitem__(self, position: int) -> _Sample | Failure:
         index = self.order(position)
         try:
-            image, spacing_mm = self._read(index)
+            image = self._read(index)
         except DataError as error:
             return Failure(str(error))
         if self.plan is not None and (self.settings.patch_size is not None or self.settings.use_augmentation):
-            image = random_part(image, spacing_mm, self.settings, self.plan.sample_rng(position))
+            image = random_part(image, self.settings, self.plan.sample_rng(position))
         return _Sample(image, position, self.files[index])
 
-    def _read(self, index: int) -> tuple[Tensor, np.ndarray]:
-        """Return a volume on the network's grid and its spacing; the tensor may be a view: do not write to it."""
+    def _read(self, index: int) -> Tensor:
+        """Return a volume on the network's grid; it may be a view: do not write to it."""
         kept = self.memory.get(index) if self.memory is not None else None
         if kept is not None:
             return kept
-        loaded = load_file(self.files[index], self.settings)
+        image = load_file(self.files[index], self.settings).image
         if self.memory is not None:
-            self.memory.put(index, loaded.image, loaded.geometry.spacing_mm)
-        return loaded.image, loaded.geometry.spacing_mm
+            self.memory.put(index, image)
+        return image
 
 
 def _collate(samples: list[_Sample | Failure]) -> Batch | Failure:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from scipy.ndimage import affine_transform
 from torch import Tensor
-from torch.nn import functional as F
 
 from data.formats import channels_text
 from data.geometry import Geometry, geometry_of
@@ -21,10 +20,9 @@ from data.volumes import VolumeFile
 from runtime.files.names import printable
 from settings.data import DataSettings
 
-# Augmentation of intensities, in stage 1 only.
-LARGEST_GAIN = 0.1
-LARGEST_SHIFT = 0.1
-# Large enough to matter, small enough to keep anatomy plausible.
+# Of augmentation in stage 1, in voxels: an autoencoder that compresses 4x4x4 meets every offset from its grid.
+LARGEST_SHIFT = 2
+# Of augmentation in stage 2: large enough to matter, small enough to keep anatomy plausible.
 LARGEST_ROTATION_DEGREES = 8.0
 LARGEST_SCALING = 0.1
 LARGEST_TRANSLATION = 0.04
@@ -118,18 +116,21 @@ def on_file_grid(
     return np.ascontiguousarray(to_intensities(unit, lower, upper), dtype=np.float32)
 
 
-def random_part(image: Tensor, spacing_mm: np.ndarray, s: DataSettings, rng: np.random.Generator) -> Tensor:
-    """Cut a random patch out of a loaded volume and augment it, as the settings say; may return a view of `image`."""
+def random_part(image: Tensor, s: DataSettings, rng: np.random.Generator) -> Tensor:
+    """Cut a random patch out of a loaded volume and augment it, as the settings say; may return a view of `image`.
+
+    Augmentation flips axes and moves by whole voxels, so that nothing is interpolated; at an edge voxels repeat.
+    """
     grid = np.array(s.training_grid)
-    room = np.array(image.shape[1:]) - grid
-    corner = rng.integers(0, room + 1)
+    corner = rng.integers(0, np.array(image.shape[1:]) - grid + 1)
     if not s.use_augmentation:
         x, y, z = corner.tolist()
         return image[:, x : x + grid[0], y : y + grid[1], z : z + grid[2]]
-    matrix = _random_affine(spacing_mm, rng)
-    gain, shift = rng.uniform(1 - LARGEST_GAIN, 1 + LARGEST_GAIN), rng.uniform(-LARGEST_SHIFT, LARGEST_SHIFT)
-    patch = _sampled(image, grid, corner - room / 2, matrix)
-    return patch.mul_(gain).add_(shift).clamp_(*NETWORK_RANGE)
+    corner += rng.integers(-LARGEST_SHIFT, LARGEST_SHIFT, size=3, endpoint=True)
+    for axis, is_flipped in enumerate(rng.random(3) < 0.5):
+        places = np.clip(corner[axis] + np.arange(grid[axis]), 0, image.shape[1 + axis] - 1)
+        image = image.index_select(1 + axis, torch.from_numpy(np.flip(places).copy() if is_flipped else places))
+    return image
 
 
 @dataclass(frozen=True)
@@ -151,15 +152,16 @@ class Pose:
         return posed
 
 
-def random_pose(spacing_mm: np.ndarray, rng: np.random.Generator) -> Pose:
+def random_pose(spacing_mm: np.ndarray, rng: np.random.Generator, scales: bool = True) -> Pose:
     """Draw a pose; without flips, because samples would show them, and bodies are not symmetric."""
-    return Pose(random_rotation(spacing_mm, rng), rng.uniform(-LARGEST_TRANSLATION, LARGEST_TRANSLATION, size=3))
+    matrix = random_rotation(spacing_mm, rng, scales)
+    return Pose(matrix, rng.uniform(-LARGEST_TRANSLATION, LARGEST_TRANSLATION, size=3))
 
 
-def random_rotation(spacing_mm: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw a rotation, rigid in millimetres, and a scaling as a matrix on voxel offsets."""
+def random_rotation(spacing_mm: np.ndarray, rng: np.random.Generator, scales: bool = True) -> np.ndarray:
+    """Draw a rotation, rigid in millimetres, and, if it `scales`, a scaling as a matrix on voxel offsets."""
     angles = np.deg2rad(rng.uniform(-LARGEST_ROTATION_DEGREES, LARGEST_ROTATION_DEGREES, size=3))
-    scaling = rng.uniform(1 - LARGEST_SCALING, 1 + LARGEST_SCALING)
+    scaling = rng.uniform(1 - LARGEST_SCALING, 1 + LARGEST_SCALING) if scales else 1.0
     rotation = np.eye(3)
     for axis, angle in enumerate(angles):
         a, b = [other for other in range(3) if other != axis]
@@ -173,28 +175,3 @@ def random_rotation(spacing_mm: np.ndarray, rng: np.random.Generator) -> np.ndar
 def in_pose(image: Tensor, pose: Pose) -> Tensor:
     """Return a volume (C, D, H, W) of the network's range in another pose."""
     return torch.from_numpy(np.stack([pose.apply(channel) for channel in image.numpy()])).clamp_(*NETWORK_RANGE)
-
-
-def _random_affine(spacing_mm: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw flips, a rotation and a scaling as a matrix on voxel offsets."""
-    flips = np.where(rng.random(3) < 0.5, -1.0, 1.0)
-    return random_rotation(spacing_mm, rng) * flips
-
-
-def _sampled(image: Tensor, grid: np.ndarray, centre: np.ndarray, matrix: np.ndarray) -> Tensor:
-    """Sample a patch centred `centre` voxels off the volume's centre and transformed by `matrix`.
-
-    Points outside the volume get the lower end of the range.
-    """
-    size = np.array(image.shape[1:])
-    offsets = [torch.arange(int(n), dtype=torch.float32) - (int(n) - 1) / 2 for n in grid]
-    x, y, z = torch.meshgrid(*offsets, indexing="ij")
-    coordinates = []
-    # Written out, because the rounding of a matrix product may depend on the number of threads.
-    for axis in (2, 1, 0):
-        a, b, c = (float(m) for m in matrix[axis] * 2 / size[axis])
-        coordinates.append(x * a + y * b + z * c + float(centre[axis] * 2 / size[axis]))
-    points = torch.stack(coordinates, dim=-1)[None]
-    low = NETWORK_RANGE[0]
-    sampled = F.grid_sample(image[None] - low, points, align_corners=False, padding_mode="zeros")
-    return sampled[0] + low

@@ -147,40 +147,42 @@ def _checksum(tensors: dict[str, Tensor], texts: dict[str, str]) -> str:
 class LatentFolder:
     """The latents of one autoencoder and one reading of the data, each (C, D, H, W).
 
-    Files are named by the hash of the volume's file, so a changed volume is a cache miss.
+    Files are named by the hash of the volume's file, so a changed volume is a cache miss. `copies_scale` says whether
+    augmented copies are scaled, besides turned and moved.
     """
 
-    def __init__(self, folder: Path, shape: Sequence[int]) -> None:
+    def __init__(self, folder: Path, shape: Sequence[int], copies_scale: bool = True) -> None:
         self.cache = TensorCache(folder, {"mean": shape})
-        self.folder, self.shape = folder, tuple(shape)
+        self.folder, self.shape, self.copies_scale = folder, tuple(shape), copies_scale
 
     def path_of(self, file: VolumeFile, copy: int = 0) -> Path:
         """Return the path of a volume's latent, or of that of an augmented copy."""
-        return self.cache.path_of(_name(file, copy))
+        return self.cache.path_of(self._name(file, copy))
 
     def facts(self, file: VolumeFile, copy: int = 0) -> LatentFacts | None:
         """Return the facts of a volume's latent, or None if the latent is missing or damaged and must be encoded."""
-        content = self.cache.find(_name(file, copy), _what(file))
+        content = self.cache.find(self._name(file, copy), _what(file))
         return None if content is None else LatentFacts.from_row(json.loads(content[1]["facts"]))
 
     def write(self, file: VolumeFile, mean: Tensor, facts: LatentFacts, copy: int = 0) -> None:
         """Write one latent atomically."""
         texts = {"facts": json.dumps(facts.to_row()), "volume": printable(file.name)}
-        self.cache.write(_name(file, copy), _what(file), {"mean": mean}, texts)
+        self.cache.write(self._name(file, copy), _what(file), {"mean": mean}, texts)
 
     def read(self, file: VolumeFile, copy: int = 0) -> Tensor:
         """Return the mean of a volume's latent, or of that of an augmented copy."""
-        return self.cache.read(_name(file, copy), _what(file))["mean"]
+        return self.cache.read(self._name(file, copy), _what(file))["mean"]
+
+    def _name(self, file: VolumeFile, copy: int) -> str:
+        digest = digest_of(file)[:32]
+        if copy == 0:
+            return digest
+        return f"{digest}_{copy}" if self.copies_scale else f"{digest}_{copy}_same_size"
 
 
 def digest_of(file: VolumeFile) -> str:
     """Return the hash of a volume's file."""
     return file.digest or content_digest(file.path)
-
-
-def _name(file: VolumeFile, copy: int) -> str:
-    digest = digest_of(file)[:32]
-    return f"{digest}_{copy}" if copy else digest
 
 
 def _what(file: VolumeFile) -> str:

@@ -2,7 +2,8 @@
 
 Whole volumes are encoded: `data.patch_size` applies to stage 1 only. With `data.use_augmentation`, copies of each
 training volume in slightly different poses are encoded too, and each sample of the training sequence is the volume or
-one of them, with its label map and its condition volume in the same pose.
+one of them, with its label map and its condition volume in the same pose. Where numbers are conditions, copies keep
+their size, because a number may mean one.
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ def prepare_latents(
         start.check_autoencoder(codec.autoencoder)
     num_copies = _num_copies(settings)
     autoencoder = latents_digest(codec.autoencoder)
-    folder = LatentFolder(LATENTS / latent_key(data, autoencoder, codec.precision.name), settings.latent_shape)
+    key = latent_key(data, autoencoder, codec.precision.name)
+    folder = LatentFolder(LATENTS / key, settings.latent_shape, settings.ldm.conditioning.copies_scale)
     encoded = _encode(codec, volumes, settings, folder, num_copies, process)
     train = encoded.facts[: len(volumes.train)]
     normalisation = encoded.statistics.normalisation(process) if start is None else start.normalisation
@@ -168,7 +170,7 @@ def prepare_latents(
     log.info("latents: standard deviation by channel %s, from %s", deviations, source)
 
     def pose(index: int, copy: int) -> Pose:
-        return pose_of(digest_of(volumes.train[index]), train[index].spacing_mm, copy)
+        return pose_of(settings, digest_of(volumes.train[index]), train[index].spacing_mm, copy)
 
     spacing_mm, lower, upper = _medians(train)
     preparation = Preparation(settings, volumes, process, codec, learned, num_copies, pose)
@@ -248,7 +250,7 @@ def _encode(
             known = LatentFacts(tuple(loaded.geometry.spacing_mm.tolist()), loaded.lower, loaded.upper)
             table[index] = torch.tensor(known.to_row(), dtype=torch.float64)
             for copy in missing[index]:
-                pose = pose_of(loaded.digest, known.spacing_mm, copy) if copy else None
+                pose = pose_of(settings, loaded.digest, known.spacing_mm, copy) if copy else None
                 mean = codec.encode(loaded.image if pose is None else in_pose(loaded.image, pose)).cpu()
                 if cache == "disk":
                     folder.write(files[index], mean, known, copy)
@@ -269,9 +271,10 @@ def _encode(
     return _Encoded(read, facts_of_all, statistics, mean_latent)
 
 
-def pose_of(digest: str, spacing_mm: Sequence[float], copy: int) -> Pose:
+def pose_of(settings: Settings, digest: str, spacing_mm: Sequence[float], copy: int) -> Pose:
     """Return the pose of a volume's copy, by the volume's content, so that every run finds the same copies."""
-    return random_pose(np.array(spacing_mm), np.random.default_rng([int(digest[:16], 16), copy]))
+    rng = np.random.default_rng([int(digest[:16], 16), copy])
+    return random_pose(np.array(spacing_mm), rng, settings.ldm.conditioning.copies_scale)
 
 
 def _medians(rows: Sequence[LatentFacts]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:

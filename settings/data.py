@@ -91,8 +91,8 @@ class DataSettings(Section):
     )
     use_augmentation: bool = key(
         False,
-        "Stage 1: random flips, small rotations, scaling and intensity changes. Stage 2: copies of each training "
-        "volume that are turned, scaled and moved a little.",
+        "Stage 1: random flips, and shifts by up to 2 voxels. Stage 2: copies of each training volume that are turned, "
+        "scaled and moved a little; not scaled with ldm.conditioning.tabular.continuous, whose numbers may mean sizes.",
     )
     prepared: Literal["disk", "memory", "none"] = key(
         "disk",

@@ -49,7 +49,9 @@ def cached(
     def name(row: int) -> str:
         index, variant, copy = entries[row]
         text = made_from(index, variant)
-        text = f"{text} {digest_of(run.volumes.train[index])} {copy}" if copy else text
+        if copy:
+            scales = run.settings.ldm.conditioning.copies_scale
+            text = f"{text} {digest_of(run.volumes.train[index])} {copy}" + ("" if scales else " same size")
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     is_on_disk = run.settings.ldm.latents.cache == "disk"

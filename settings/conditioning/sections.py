@@ -273,6 +273,11 @@ class ConditioningSettings(Section):
         return bool(self.kinds)
 
     @property
+    def copies_scale(self) -> bool:
+        """Return whether augmented copies may be scaled: a number, such as a volume in ml, would contradict them."""
+        return not self.tabular.continuous
+
+    @property
     def comes_from_volumes(self) -> bool:
         """Return whether samples have the conditions of certain volumes, not only a class."""
         return any(section.is_used for section in self.sections.values())

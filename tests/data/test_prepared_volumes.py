@@ -194,14 +194,13 @@ def test_a_cache_rate_above_zero_means_memory_and_nothing_else():
 
 def test_memory_is_shared_with_forked_processes_and_refused_when_too_large():
     memory = VolumeMemory(2, (1, 4, 4, 4))
-    arguments = (0, torch.full((1, 4, 4, 4), 3.0), np.array([1.0, 2.0, 3.0]))
+    arguments = (0, torch.full((1, 4, 4, 4), 3.0))
     process = multiprocessing.get_context("fork").Process(target=memory.put, args=arguments)
     process.start()
     process.join()
     found = memory.get(0)
     assert found is not None
-    assert torch.equal(found[0], torch.full((1, 4, 4, 4), 3.0))
-    assert found[1].tolist() == [1.0, 2.0, 3.0]
+    assert torch.equal(found, torch.full((1, 4, 4, 4), 3.0))
     assert memory.get(1) is None
     with pytest.raises(ConfigError, match=r"data\.prepared: memory: 1000000 volumes need .* at most \d+ volumes fit"):
         VolumeMemory(1_000_000, (1, 512, 512, 512))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import ndimage
 
-from data import loading, prepare_volumes
+from data import prepare_volumes
 from data.formats import write_nifti
 from data.loading import NETWORK_RANGE, from_unit, in_pose, load_volume, random_part, random_pose, restore, to_unit
 from settings import ConfigError, DataError, validate
@@ -133,58 +133,47 @@ def test_patches_are_parts_of_the_volume_and_reach_all_of_it():
     settings = build_settings(voxel_size=[6, 7, 8], patch_size=[4, 4, 4])
     corners = set()
     for seed in range(600):
-        patch = random_part(image, np.ones(3), settings, np.random.default_rng(seed))
+        patch = random_part(image, settings, np.random.default_rng(seed))
         x, y, z = np.unravel_index(int(patch[0, 0, 0, 0]), (6, 7, 8))
         corners.add((x, y, z))
         assert torch.equal(patch, image[:, x : x + 4, y : y + 4, z : z + 4])
     assert corners == {(x, y, z) for x in range(3) for y in range(4) for z in range(5)}
 
 
-SPACING_MM = np.array([1.0, 1.5, 4.0])
-
-
-def test_an_augmented_patch_holds_the_voxels_where_its_matrix_says(monkeypatch):
-    """scipy samples the same points: the patch stays where it was cut, turned about its own centre."""
-    image = torch.from_numpy(smooth((20, 18, 14)) / 200)
-    settings = build_settings(voxel_size=[20, 18, 14], patch_size=[8, 6, 4], use_augmentation=True)
-    drawn: list[np.ndarray] = []
-    random_affine = loading._random_affine
-
-    def listening(spacing_mm: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        drawn.append(random_affine(spacing_mm, rng))
-        return drawn[-1]
-
-    monkeypatch.setattr(loading, "_random_affine", listening)
-    for seed in range(12):
-        patch = random_part(image, SPACING_MM, settings, np.random.default_rng(seed))[0].numpy()
-        rng = np.random.default_rng(seed)
-        corner = rng.integers(0, np.array([12, 12, 10]) + 1)
-        random_affine(SPACING_MM, rng)
-        gain, shift = rng.uniform(0.9, 1.1), rng.uniform(-0.1, 0.1)
-        middle = (np.array([8, 6, 4]) - 1) / 2
-        offsets = np.indices((8, 6, 4)).reshape(3, -1) - middle[:, None]
-        points = drawn[-1] @ offsets + (corner + middle)[:, None]
-        # Outside the volume is the lower end of the range, -1, so sample the distance from it.
-        sampled = ndimage.map_coordinates(image[0].numpy() + 1, points, order=1, mode="grid-constant") - 1
-        expected = np.clip(sampled.reshape(8, 6, 4) * gain + shift, -1, 1)
-        np.testing.assert_allclose(patch, expected, atol=1e-4)
-
-
-def test_augmentation_is_rigid_in_millimetres_up_to_flips_and_one_scale():
-    flips, angles, scales = set(), [], []
+@pytest.mark.parametrize("patch_size", [None, [4, 4, 4]])
+def test_augmentation_flips_and_moves_by_whole_voxels(patch_size):
+    size = (6, 7, 8)
+    image = torch.arange(6 * 7 * 8, dtype=torch.float32).reshape(1, *size)
+    settings = build_settings(voxel_size=size, patch_size=patch_size, use_augmentation=True)
+    flips, firsts = set(), [set[int]() for _ in size]
     for seed in range(200):
-        matrix = loading._random_affine(SPACING_MM, np.random.default_rng(seed))
-        in_mm = np.diag(SPACING_MM) @ matrix @ np.diag(1 / SPACING_MM)
-        scale = np.cbrt(abs(np.linalg.det(in_mm)))
-        np.testing.assert_allclose(in_mm @ in_mm.T, scale**2 * np.eye(3), atol=1e-9)
-        assert 0.9 <= scale <= 1.1
-        signs = np.sign(np.diag(in_mm))
-        flips.add(tuple(signs))
-        scales.append(scale)
-        turn = in_mm @ np.diag(signs) / scale
-        angles.append(np.degrees(np.arccos(np.clip((np.trace(turn) - 1) / 2, -1, 1))))
+        places = np.unravel_index(random_part(image, settings, np.random.default_rng(seed))[0].long().numpy(), size)
+        lines = [np.moveaxis(along, axis, 0)[:, 0, 0] for axis, along in enumerate(places)]
+        for axis, (along, line) in enumerate(zip(places, lines, strict=True)):
+            assert (np.moveaxis(along, axis, -1) == line).all(), "the axes are turned"
+            # Voxels repeat at an edge.
+            assert set(np.diff(line)) <= {0, 1} or set(np.diff(line)) <= {0, -1}
+            firsts[axis].add(int(line.min()))
+        flips.add(tuple(bool(line[-1] < line[0]) for line in lines))
     assert len(flips) == 8
-    assert max(scales) - min(scales) > 0.15
+    assert firsts == [set(range(3)) if patch_size is None else set(range(n - 1)) for n in size]
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_poses_are_rigid_in_millimetres_up_to_one_scale(scales):
+    spacing_mm = np.array([1.0, 1.5, 4.0])
+    angles, found = [], []
+    for seed in range(200):
+        matrix = random_pose(spacing_mm, np.random.default_rng(seed), scales).matrix
+        in_mm = np.diag(spacing_mm) @ matrix @ np.diag(1 / spacing_mm)
+        found.append(np.cbrt(np.linalg.det(in_mm)))
+        np.testing.assert_allclose(in_mm @ in_mm.T, found[-1] ** 2 * np.eye(3), atol=1e-9)
+        angles.append(np.degrees(np.arccos(np.clip((np.trace(in_mm / found[-1]) - 1) / 2, -1, 1))))
+    if scales:
+        assert 0.9 <= min(found) < 0.93
+        assert 1.07 < max(found) <= 1.1
+    else:
+        np.testing.assert_allclose(found, 1)
     assert 4 < np.mean(angles) < max(angles) < 8 * np.sqrt(3) + 0.5
 
 

@@ -11,7 +11,8 @@ import torch
 from data import BatchPlan, load_file, prepare_volumes
 from data.batches import VolumeOrder
 from diffusion.conditioning.class_label import check_classes, class_number
-from diffusion.latents import LATENTS, NUM_COPIES, prepare_latents
+from diffusion.latent_files import LatentFolder
+from diffusion.latents import LATENTS, NUM_COPIES, pose_of, prepare_latents
 from models import build_autoencoder
 from models.frozen_autoencoder import freeze, weights_digest
 from models.volume_codec import VolumeCodec
@@ -234,6 +235,21 @@ def test_augmented_copies_are_encoded_once_and_drawn_by_position(values, cache):
     first = known[0]
     distances = [float((latent - first[0]).norm() / first[0].norm()) for latent in first[1:]]
     assert min(distances) > 1e-3, "a copy is the volume itself"
+
+
+def test_copies_keep_their_size_where_numbers_are_conditions(values):
+    """A number may mean a size."""
+    plain = Settings.model_validate(values)
+    values["ldm"]["conditioning"] = {"tabular": {"table": "t", "continuous": ["volume"]}}
+    numbers = Settings.model_validate(values)
+    scales = [np.linalg.det(pose_of(s, "5eed" * 16, (1.0, 2.0, 0.5), 1).matrix) for s in (plain, numbers)]
+    assert abs(scales[0] - 1) > 0.01
+    np.testing.assert_allclose(scales[1], 1)
+    # Copies of both kinds may lie in one folder; the latents of the volumes themselves are the same.
+    file = prepare_volumes(plain.data, plain.seed, 1).train[0]
+    scaled, same_size = (LatentFolder(LATENTS, (1,), s.ldm.conditioning.copies_scale) for s in (plain, numbers))
+    assert scaled.path_of(file) == same_size.path_of(file)
+    assert scaled.path_of(file, 1) != same_size.path_of(file, 1)
 
 
 def test_augmentation_keeps_what_is_held_out_and_what_must_match_as_it_is(values, caplog):
