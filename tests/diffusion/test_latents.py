@@ -192,7 +192,7 @@ def test_two_processes_share_the_encoding_and_agree_on_the_scale(values, monkeyp
         return table if other is table else table + other
 
     monkeypatch.setattr(Process, "sum", sum_with_the_other)
-    monkeypatch.setattr(Process, "any", lambda self, flag: flag)
+    monkeypatch.setattr(Process, "_any", lambda self, flag, group: flag)
     counts, scales = [], []
     for rank in (1, 0):
         codec = Counted(settings)
