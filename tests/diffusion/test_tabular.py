@@ -13,6 +13,11 @@ from settings import DataError
 from settings.conditioning import TabularSettings
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 def settings(**values) -> TabularSettings:
     return TabularSettings.model_validate(
         {"table": "people.csv", "continuous": ["Age"], "categorical": ["sex"], **values}
@@ -31,7 +36,7 @@ def read_numbers(s: TabularSettings, files: list[VolumeFile]) -> tuple[list[Row]
     return list(read_values(s, files, problems).values()), problems
 
 
-def test_values_are_standardised_by_the_training_volumes_and_words_have_places(tmp_path):
+def test_values_are_standardised_by_the_training_volumes_and_words_have_places():
     Path("people.csv").write_text("file,sex,age,other\nb.nii,M,70,x\nsub/a.nii,F,50,y\nc.nii,X,1000,z\n")
     s = settings()
     rows, problems = read_numbers(s, files("sub/a.nii", "folder/b.nii", "c.nii"))
@@ -48,7 +53,7 @@ def test_values_are_standardised_by_the_training_volumes_and_words_have_places(t
         code.encode({"Age": "old"})
 
 
-def test_every_missing_doubled_and_wrong_row_is_named(tmp_path):
+def test_every_missing_doubled_and_wrong_row_is_named():
     Path("people.csv").write_text("file,sex,age\na,F,5\na,M,6\nb,,7\nc,M,old\nd,N,inf\n" + MANY)
     _, problems = read_numbers(settings(), files(*"abcdefg", *(f"v{n}" for n in range(17))))
     text = "\n".join(problems)
@@ -61,7 +66,7 @@ def test_every_missing_doubled_and_wrong_row_is_named(tmp_path):
     assert len(problems) == 6
 
 
-def test_two_spellings_of_one_word_are_named(tmp_path):
+def test_two_spellings_of_one_word_are_named():
     s = settings(continuous=[], categorical=["sex", "site"])
     Path("people.csv").write_text("file,sex,site\na,True,1\nb,true,1.0\nc,f,2\nd,true,x1\n")
     _, problems = read_numbers(s, files(*"abcd"))
