@@ -94,7 +94,7 @@ def groups_of(volumes: Sequence[DiscoveredVolume], s: DataSettings) -> Groups | 
         return _by_column(volumes, s.group_by.removeprefix(COLUMN), s.class_labels)
     try:
         pattern = re.compile(s.group_by)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise DataError(
             f"data.group_by: {printable(s.group_by)} is not a pattern ({error}); folder, column:NAME or a regular "
             "expression is allowed; correct it"
@@ -138,7 +138,14 @@ def _by_column(volumes: Sequence[DiscoveredVolume], column: str, table: str | No
         )
     column = column.strip().lower()
     rows = read_table(table, [column], "data.group_by", "change one of the two")
-    found = by_volume({name: [row[column]] for _, name, row in rows}, [volume.name for volume in volumes])
+    values: dict[str, str] = {}
+    for _, name, row in rows:
+        if values.setdefault(name, row[column]) != row[column]:
+            raise DataError(
+                f"data.group_by: {printable(table)} gives {printable(name)} two groups, {printable(values[name])} and "
+                f"{printable(row[column])}; a volume has one; correct the table"
+            )
+    found = by_volume({name: [value] for name, value in values.items()}, [volume.name for volume in volumes])
     groups = {volume: next(iter(own), "") for volume, own in zip(volumes, found, strict=True)}
     missing = [volume.name for volume, group in groups.items() if not group]
     if missing:

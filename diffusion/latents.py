@@ -38,7 +38,7 @@ from models.volume_codec import VolumeCodec
 from runtime.files.names import counted
 from runtime.files.run_folder import LATENTS
 from runtime.processes import Process
-from settings import ConfigError, DataSettings, Settings
+from settings import CheckpointError, ConfigError, DataSettings, Settings
 
 __all__ = ["Latents", "prepare_latents", "pretrained_unet", "stage_two_data"]
 
@@ -199,6 +199,8 @@ def voxel_effects(codec: VolumeCodec, normalisation: Normalisation, mean_map: Te
     mean = codec.decode(normalisation.undo(mean_map))
     noisy = [mean_map + one.view(-1, 1, 1, 1) * noise for one in torch.eye(len(mean_map))]
     effects = torch.stack([(codec.decode(normalisation.undo(latent)) - mean).square().mean() for latent in noisy])
+    if not bool(effects.sum() > 0):
+        raise CheckpointError("the decoder gives the same volume for every latent; train stage 1 longer, or again")
     return (effects / effects.mean()).cpu().view(-1, 1, 1, 1)
 
 

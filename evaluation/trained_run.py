@@ -60,8 +60,8 @@ def check_finite(volume: Tensor, what: str) -> Tensor:
     if bool(volume.isfinite().all()):
         return volume
     raise CheckpointError(
-        f"{what}: the networks gave values that are not finite (NaN or infinity), so there is no result; use --best or "
-        "earlier weights, set device.mixed_precision: false in the run's config, or train again"
+        f"{what}: the networks gave values that are not finite (NaN or infinity), so there is no result; use earlier "
+        "weights, set device.mixed_precision: false in the run's config, or train again"
     )
 
 

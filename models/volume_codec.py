@@ -15,12 +15,12 @@ from torch import Tensor
 
 from models import StockAutoencoder, build_autoencoder
 from models.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder
-from models.lean.slabs import HostSpace
+from models.lean.slabs import HostSpace, host_bytes
 from runtime.observer import memory_observer
 from runtime.placement import move
 from runtime.precision import Precision
 from runtime.processes import Process
-from settings import AutoencoderSettings, Settings
+from settings import AutoencoderSettings, Settings, UserError
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,12 @@ _HOST_ABOVE = GIB
 """Where memory is short even in slabs, volumes of more bytes than this lie in host memory."""
 _SLAB_BYTES = 2 * GIB
 """The most bytes of a slab there, in full precision; a quarter of the free memory, if that is less."""
+
+
+class HostMemoryError(UserError):
+    """A volume needs more host memory than there is."""
+
+    exit_code = 3
 
 
 class VolumeCodec:
@@ -56,6 +62,7 @@ class VolumeCodec:
         self.budget_bytes = budget_bytes
         self.slab_rows = s.training.slab_rows
         self.host: HostSpace | None = None
+        self._host_bytes: int | None = None  # measured once, because torch keeps pinned memory for the next volume
         self.has_slabs = s.implementation == "lean"
 
     @torch.no_grad()
@@ -103,16 +110,19 @@ class VolumeCodec:
         largest, below = self._level_bytes(grid, 0), self._level_bytes(grid, 1)
         if not self.slab_rows or largest <= _HOST_ABOVE or largest + below <= free:
             return
-        host = memory_observer().free_host_bytes()
-        needed, size = largest + (below if below > _HOST_ABOVE else 0), "x".join(map(str, grid))
+        if self._host_bytes is None:
+            self._host_bytes = memory_observer().free_host_bytes()
+        host, is_pinned = self._host_bytes, self.precision.device.type == "cuda"
+        needed = sum(host_bytes(volume, is_pinned) for volume in (largest, below) if volume > _HOST_ABOVE)
+        size = "x".join(map(str, grid))
         if needed > host:
-            raise MemoryError(
+            raise HostMemoryError(
                 f"a volume of {size} takes {needed / GIB:.1f} GiB of host memory besides the {free / GIB:.1f} GiB that "
-                f"are free on the device, and the host has {host / GIB:.1f} GiB free"
+                f"are free on the device, and the host has {host / GIB:.1f} GiB free; make room, or use smaller volumes"
             )
         row, slab = (
             4 * max(self.settings.num_channels[:2]) * grid[1] * grid[2],
-            min(_SLAB_BYTES, free // 4 or _SLAB_BYTES),
+            _SLAB_BYTES if self.budget_bytes is not None else min(_SLAB_BYTES, free // 4),
         )
         self.slab_rows = max(_SMALLEST_SLAB_ROWS, min(self.slab_rows, slab // row // 2 * 2))
         self.host = HostSpace(_HOST_ABOVE, host)

@@ -5,6 +5,7 @@ Training has no such observer, and then nothing here has an effect.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -24,8 +25,8 @@ class MemoryObserver:
         return nullcontext()
 
     def free_host_bytes(self) -> int:
-        """Return how much host memory is free."""
-        return psutil.virtual_memory().available
+        """Return this rank's share of the host memory that is free."""
+        return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def weights_copied(self, weights: Sequence[Tensor]) -> None:
         """Take note of weights that were copied into another memory format, on their device."""

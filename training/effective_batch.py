@@ -44,7 +44,8 @@ def _accumulation(settings: Settings, stage: str, num_ranks: int) -> int | None:
         return None
     before = restored(state["settings"], RUNS / settings.name).training_of(stage)
     samples, size, steps = state["samples_per_update"], training.batch_size, training.gradient_accumulation_steps
-    if (size, steps) != (before.batch_size, before.gradient_accumulation_steps) or size * steps * num_ranks == samples:
+    is_as_before = size * steps == before.batch_size * before.gradient_accumulation_steps
+    if not is_as_before or size * steps * num_ranks == samples:
         return None
     if samples % (size * num_ranks):
         counts = [count for count in range(1, samples + 1) if samples % (size * count) == 0]

@@ -194,7 +194,7 @@ def find_gpu(name: str) -> Gpu | None:
     """
     asked = _words(name)
     alike = [gpu for gpu in GPUS if asked & _DIFFERENT == _words(gpu.name) & _DIFFERENT]
-    fitting = [gpu for gpu in alike if _words(gpu.name) <= asked] or [gpu for gpu in GPUS if asked <= _words(gpu.name)]
+    fitting = [gpu for gpu in alike if _words(gpu.name) <= asked] or [gpu for gpu in alike if asked <= _words(gpu.name)]
     if not fitting or not asked:
         return None
     closest = max(len(_words(gpu.name)) for gpu in fitting) if _words(fitting[0].name) <= asked else 0

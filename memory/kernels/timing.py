@@ -103,7 +103,9 @@ def hours_range_text(expected: float, is_measured: bool = False) -> str:
 def seconds_range_text(expected: float, is_measured: bool = False) -> str:
     """Return predicted seconds as a range."""
     low, high = time_range(expected, is_measured)
-    return f"{low:.2g} to {high:.2g} s" if high >= 1 else f"{1000 * low:.2g} to {1000 * high:.2g} ms"
+    factor, unit = (1, "s") if high >= 1 else (1000, "ms")
+    ends = (factor * low, factor * high)
+    return " to ".join(f"{end:.0f}" if end >= 10 else f"{end:.2g}" for end in ends) + f" {unit}"
 
 
 @dataclass(frozen=True)

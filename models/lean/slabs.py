@@ -55,7 +55,7 @@ class HostSpace:
 
     def volume(self, like: Volume) -> HostVolume:
         """Return an uninitialised volume of the shape and dtype of `like`; its bytes are free again when it goes."""
-        size = volume_bytes(like)
+        size = host_bytes(volume_bytes(like), like.device.type == "cuda")
         self.free -= size
         volume = HostVolume(like)
         weakref.finalize(volume, self._give_back, size)
@@ -133,6 +133,11 @@ def read(x: Volume, start: int, end: int) -> Tensor:
 def volume_bytes(x: Volume) -> int:
     """Return the bytes of a whole volume."""
     return x.shape.numel() * x.dtype.itemsize
+
+
+def host_bytes(nbytes: int, is_pinned: bool) -> int:
+    """Return what so many bytes take in host memory; torch pins powers of two."""
+    return 1 << (nbytes - 1).bit_length() if is_pinned else nbytes
 
 
 def layout_of_volume(x: Volume) -> torch.memory_format:

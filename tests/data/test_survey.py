@@ -116,11 +116,15 @@ def test_groups_come_from_a_pattern_a_folder_or_a_column(tmp_path):
     for values, text in (
         ({"group_by": "nothing"}, "matches 0 of 3 volumes, not a/sub-1_x.nii"),
         ({"group_by": "("}, "is not a pattern"),
+        ({"group_by": "a{99999999999999999999}"}, "is not a pattern"),
         ({"group_by": "column:patient"}, "without data.class_labels"),
         ({"group_by": "column:age", "class_labels": str(table)}, "file and age are needed"),
     ):
         with pytest.raises(DataError, match=text):
             groups(**values)
+    table.write_text("file,label,patient\na/sub-1_x.nii,0,p\na/sub-1_x.nii,0,q\n")
+    with pytest.raises(DataError, match=r"gives a/sub-1_x\.nii two groups, p and q"):
+        groups(group_by="column:patient", class_labels=str(table))
 
 
 def test_a_pattern_that_never_ends_is_refused(monkeypatch):

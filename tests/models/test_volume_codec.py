@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models import build_autoencoder, volume_codec
-from models.volume_codec import VolumeCodec
+from models.volume_codec import HostMemoryError, VolumeCodec
 from runtime.observer import MemoryObserver, observed_by
 from runtime.precision import Precision
 from settings import Settings
@@ -100,5 +100,5 @@ def test_too_little_host_memory_is_said_before_it_is_taken(codec_of, small_volum
             return 1 << 13
 
     codec, _ = codec_of(0)
-    with observed_by(Full()), pytest.raises(MemoryError, match=r"a volume of 32x16x16 takes .* GiB of host memory"):
+    with observed_by(Full()), pytest.raises(HostMemoryError, match=r"a volume of 32x16x16 takes .* GiB of host memory"):
         codec.decode(torch.zeros(3, 16, 8, 8))

@@ -59,6 +59,12 @@ def test_accumulation_follows_the_ranks(run, before, now, steps):
     assert settings.ldm == run.settings.ldm
 
 
+def test_another_micro_batch_with_as_many_volumes_per_rank_follows_the_ranks_too(run):
+    changes = {"autoencoder.training.batch_size": 1, "autoencoder.training.gradient_accumulation_steps": 12}
+    settings = for_ranks(run.saved_on(1).with_overrides(changes), "autoencoder", ranks(2))
+    assert settings.autoencoder.training.gradient_accumulation_steps == 6
+
+
 @pytest.mark.parametrize(("now", "nearest"), [(4, 3), (5, 6), (12, 6)])
 def test_ranks_that_cannot_share_an_update_are_told_the_nearest_number_that_can(run, now, nearest):
     settings = run.saved_on(1)

@@ -102,6 +102,8 @@ def test_what_dominates_is_named_with_what_leaving_it_out_is_worth():
         ("Tesla V100-SXM2-16GB", "V100 SXM"),
         ("NVIDIA A10", "A10"),
         ("2080 Ti", "RTX 2080 Ti"),
+        ("4090", "RTX 4090"),
+        ("3060", "RTX 3060"),
         ("NVIDIA GeForce RTX 3080 Ti", "RTX 3080 Ti"),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti SUPER"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
@@ -187,4 +189,6 @@ def test_hours_are_written_as_a_range(hours, text):
 def test_seconds_are_written_as_a_range():
     assert seconds_range_text(2.0) == "1.6 to 3 s"
     assert seconds_range_text(0.02) == "16 to 30 ms"
+    assert seconds_range_text(0.31) == "248 to 465 ms"
+    assert seconds_range_text(130.0) == "104 to 195 s"
     assert seconds_range_text(2.0, is_measured=True) == "1.8 to 2.2 s"

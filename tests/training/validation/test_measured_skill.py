@@ -22,7 +22,7 @@ from models import build_unet
 from models.volume_codec import frozen_codec
 from runtime.precision import Precision
 from runtime.processes import Process
-from settings import Settings
+from settings import CheckpointError, Settings
 from tests.support.tiny_config import TINY
 from training.validation.skill import HeldOut, Skill, held_out, skill_in_words
 from training.validation.skill.linear_denoiser import MEAN_SHARES
@@ -244,6 +244,9 @@ def test_the_effect_of_a_channel_is_what_its_errors_change_in_voxels():
     found = voxel_effects(codec, Normalisation(scale, torch.ones(3, 1, 1, 1)), torch.rand(3, 4, 4, 4))
     expected = (weights / scale).square()
     torch.testing.assert_close(found, expected / expected.mean(), rtol=1e-4, atol=0)
+    codec.decode = lambda latent: torch.zeros(1, 4, 4, 4)
+    with pytest.raises(CheckpointError, match="the same volume for every latent"):
+        voxel_effects(codec, Normalisation(scale, torch.ones(3, 1, 1, 1)), torch.rand(3, 4, 4, 4))
 
 
 def test_in_runs_that_fill_holes_only_the_hole_counts_and_the_opponent_is_given_the_rest():
