@@ -115,15 +115,16 @@ class VolumeCodec:
         host, is_pinned = self._host_bytes, self.precision.device.type == "cuda"
         needed = sum(host_bytes(volume, is_pinned) for volume in (largest, below) if volume > _HOST_ABOVE)
         size = "x".join(map(str, grid))
+        if needed > host and largest + below <= self._device_bytes():
+            log.warning("%s: %.1f GiB of host memory are too few, so it is computed on the device", size, host / GIB)
+            return
         if needed > host:
             raise HostMemoryError(
                 f"a volume of {size} takes {needed / GIB:.1f} GiB of host memory besides the {free / GIB:.1f} GiB that "
                 f"are free on the device, and the host has {host / GIB:.1f} GiB free; make room, or use smaller volumes"
             )
-        row, slab = (
-            4 * max(self.settings.num_channels[:2]) * grid[1] * grid[2],
-            _SLAB_BYTES if self.budget_bytes is not None else min(_SLAB_BYTES, free // 4),
-        )
+        row = 4 * max(self.settings.num_channels[:2]) * grid[1] * grid[2]
+        slab = _SLAB_BYTES if self.budget_bytes is not None else min(_SLAB_BYTES, free // 4)
         self.slab_rows = max(_SMALLEST_SLAB_ROWS, min(self.slab_rows, slab // row // 2 * 2))
         self.host = HostSpace(_HOST_ABOVE, host)
         log.info(
@@ -142,8 +143,10 @@ class VolumeCodec:
 
     def available_bytes(self) -> int:
         """Return the budget, or without one the free memory of the device."""
-        if self.budget_bytes is not None:
-            return self.budget_bytes
+        return self._device_bytes() if self.budget_bytes is None else self.budget_bytes
+
+    def _device_bytes(self) -> int:
+        """Return the free memory of the device."""
         if self.precision.device.type == "cuda":
             return torch.cuda.mem_get_info(self.precision.device)[0]
         return psutil.virtual_memory().available

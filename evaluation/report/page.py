@@ -15,6 +15,7 @@ from evaluation.report.run_data import VOLUME_BUDGET_BYTES, read_run
 from runtime.files.atomic import write_text
 from runtime.files.run_folder import RunFolder
 from runtime.processes import Process
+from settings import UserError
 from training.recording.recorder import Recorder
 from training.validation.pictures import save_picture
 from training.validation.previews import Preview, save_viewer_volumes
@@ -46,7 +47,7 @@ def publish(run: RunFolder, process: Process) -> None:
     if process.is_rank_zero:
         try:
             write_report(run.path)
-        except Exception as error:
+        except (OSError, UserError, ValueError, LookupError) as error:
             why = f"{type(error).__name__}: {error}"
             log.warning("%s: not written (%s); the next validation, or scripts/report.py, tries again", run.report, why)
 

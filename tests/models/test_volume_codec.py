@@ -94,11 +94,25 @@ def test_what_does_not_fit_in_slabs_passes_through_host_memory(codec_of, small_v
         assert codec.autoencoder.decoder.host is None, "training goes on without it"
 
 
-def test_too_little_host_memory_is_said_before_it_is_taken(codec_of, small_volumes_count):
-    class Full(MemoryObserver):
-        def free_host_bytes(self) -> int:
-            return 1 << 13
+class FullHost(MemoryObserver):
+    def free_host_bytes(self) -> int:
+        return 1 << 13
 
+
+def test_a_budget_that_only_the_device_can_exceed_is_exceeded_in_words(codec_of, small_volumes_count, caplog):
+    codec, used = codec_of(0)
+    with observed_by(FullHost()):
+        codec.decode(torch.zeros(3, 16, 8, 8))
+    assert codec.host is None
+    assert used == [16, 0]
+    assert "32x16x16: 0.0 GiB of host memory are too few, so it is computed on the device" in caplog.text
+
+
+def test_too_little_host_memory_is_said_before_it_is_taken(codec_of, small_volumes_count, monkeypatch):
     codec, _ = codec_of(0)
-    with observed_by(Full()), pytest.raises(HostMemoryError, match=r"a volume of 32x16x16 takes .* GiB of host memory"):
+    monkeypatch.setattr(codec, "_device_bytes", lambda: 1 << 13)
+    with (
+        observed_by(FullHost()),
+        pytest.raises(HostMemoryError, match=r"a volume of 32x16x16 takes .* GiB of host memory"),
+    ):
         codec.decode(torch.zeros(3, 16, 8, 8))
