@@ -5,7 +5,7 @@ from settings.data import DataSettings
 from settings.errors import CheckpointError, ConfigError, DataError, Problem, TrainingError, UserError
 from settings.ldm import LdmSettings, LdmTraining
 from settings.load import known_keys, load_settings, read_overrides, restored, stored, validate
-from settings.root import DeviceSettings, LoggingSettings, Settings
+from settings.root import DeviceSettings, Settings
 from settings.section import TrainingSettings, has_key, look_up
 from settings.writing import dump_short, dump_with_origins, dump_yaml
 
@@ -19,7 +19,6 @@ __all__ = [
     "DeviceSettings",
     "LdmSettings",
     "LdmTraining",
-    "LoggingSettings",
     "PerceptualSettings",
     "Problem",
     "Settings",

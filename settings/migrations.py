@@ -12,12 +12,14 @@ from typing import Any
 
 from settings.errors import CheckpointError
 
-VERSION = 1
+VERSION = 2
 """Raise this when a key is added, renamed or removed, and add what upgrades the version before."""
 
 WAY_OUT = "use the version of the program that wrote them, or start a new run"
 
-UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {}
+UPGRADES: dict[int, Callable[[dict[str, Any]], object]] = {
+    1: lambda values: values.pop("logging", None),  # services read the TensorBoard files instead
+}
 """By version: what turns the values of that version into those of the next, in place."""
 
 

@@ -40,17 +40,6 @@ class DeviceSettings(Section):
         return self.mixed_precision and not (on_cpu and self.amp_dtype == "auto")
 
 
-class LoggingSettings(Section):
-    """The `logging` section."""
-
-    tracker: Literal["none", "wandb", "wandb-offline", "mlflow", "mlflow-offline"] = key(
-        "none",
-        "wandb: Weights & Biases; wandb-offline: its files in the run folder, to upload with wandb sync; mlflow: "
-        "MLflow at MLFLOW_TRACKING_URI; mlflow-offline: mlflow.db in the run folder.",
-        FREE,
-    )
-
-
 class Settings(Section):
     """A validated configuration: one run, both stages."""
 
@@ -67,7 +56,6 @@ class Settings(Section):
     autoencoder: AutoencoderSettings = section(AutoencoderSettings, "Stage 1: the autoencoder.")
     ldm: LdmSettings = section(LdmSettings, "Stage 2: latent diffusion.")
     device: DeviceSettings = section(DeviceSettings, "Device and precision.")
-    logging: LoggingSettings = section(LoggingSettings, "Trackers besides TensorBoard.")
 
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Settings:

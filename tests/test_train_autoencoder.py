@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -79,7 +80,10 @@ def test_run_writes_all_its_files_and_the_same_command_finds_it_finished(command
     assert (run / "environment.json").exists()
     assert len(list((run / "checkpoints").glob("autoencoder_step_*.pt"))) == 2
     assert list((run / "previews").glob("*.png"))
-    assert list((run / "tensorboard").rglob("events*"))
+    board = EventAccumulator(str(run / "tensorboard" / "autoencoder")).Reload()
+    assert [value.step for value in board.Scalars("reconstruction")] == [1, 2, 3, 4]
+    assert [value.step for value in board.Scalars("val_psnr")] == [4]
+    assert board.Tags()["images"]
     before = weights(tmp_path)
 
     again = command("train_autoencoder.py", "--config", tiny_config, *warm_up)

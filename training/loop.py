@@ -12,7 +12,6 @@ from settings import TrainingSettings
 from training.finished_weights import BestWeights
 from training.recording.progress import RunClock
 from training.recording.recorder import Recorder
-from training.recording.trackers import open_trackers
 from training.resume import ResumableRun
 from training.stop_signal import StopSignal
 
@@ -63,8 +62,7 @@ def run_loop(
         save_every=training.save_every,
         seconds=schedule.seconds_left,
     )
-    trackers = open_trackers(step.settings, folder, step.stage, run.first_step) if process.is_rank_zero else []
-    with Recorder(folder, step.stage, process, clock, trackers) as recorder, StopSignal() as stop:
+    with Recorder(folder, step.stage, process, clock) as recorder, StopSignal() as stop:
         schedule.start()
         is_end = schedule.is_over(run.first_step)
         is_validated = _is_validated_at(run.first_step, training, is_end)

@@ -24,7 +24,6 @@ from runtime.files.reading import check_regular, reason
 from runtime.files.run_folder import RUNS, RunFolder
 from runtime.processes import Process, device_name
 from settings import Settings, UserError, dump_yaml
-from training.recording.trackers import check_trackers
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +44,11 @@ def open_run(settings: Settings, process: Process) -> Iterator[RunFolder]:
 
 
 def check_run(settings: Settings, is_dry_run: bool) -> None:
-    """Raise `UserError` if the run could not be opened for a reason that is known before anything slow begins.
+    """Raise `UserError` before anything slow begins if another process holds the run's lock.
 
-    That is a tracker that is missing, or another process that holds the lock, which does not matter to a dry run. Only
-    rank zero tries the lock: ranks that try it at the same time would meet each other.
+    That does not matter to a dry run. Only rank zero tries the lock: ranks that try it at the same time would meet
+    each other.
     """
-    check_trackers(settings.logging)
     folder = RunFolder(RUNS / settings.name)
     if not is_dry_run and os.environ.get("RANK", "0") == "0" and (folder.path / ".lock").exists():
         with locked(folder):

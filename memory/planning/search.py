@@ -102,7 +102,7 @@ class PredictionCache:
 
 def _decisive(settings: Settings, stage: Stage) -> str:
     """Return what decides the memory and the time of an update, as text."""
-    values = settings.model_dump(mode="json", exclude={"name", "seed", "logging"})
+    values = settings.model_dump(mode="json", exclude={"name", "seed"})
     values["data"] = {name: values["data"][name] for name in ("voxel_size", "patch_size")}
     if stage == "autoencoder":
         del values["ldm"]

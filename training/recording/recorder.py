@@ -1,4 +1,4 @@
-"""Logging during training: the progress bar, metrics.jsonl, TensorBoard and the trackers that the settings ask for."""
+"""Logging during training: the progress bar, metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,6 @@ from runtime.files.atomic import write_text
 from runtime.files.run_folder import RunFolder
 from runtime.processes import Process
 from training.recording.progress import ELAPSED, RunClock
-from training.recording.trackers import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +65,8 @@ class DataWait:
 class Recorder:
     """Collects metrics on the device and writes their means at each `log`, in the first process only."""
 
-    def __init__(
-        self, run: RunFolder, stage: str, process: Process, clock: RunClock, trackers: Sequence[Tracker] = ()
-    ) -> None:
-        self.run, self.stage, self.process, self.clock, self._trackers = run, stage, process, clock, trackers
+    def __init__(self, run: RunFolder, stage: str, process: Process, clock: RunClock) -> None:
+        self.run, self.stage, self.process, self.clock = run, stage, process, clock
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
         self._since = time.perf_counter()
@@ -100,8 +97,6 @@ class Recorder:
             self._bar.close()
             self._board.close()
             self._lines.close()
-            for tracker in self._trackers:
-                tracker.close(is_complete=kind is None)
 
     def add(self, metrics: dict[str, Tensor], num_samples: int) -> None:
         """Add the metrics of one step without waiting for the device."""
@@ -150,8 +145,6 @@ class Recorder:
             self._lines.flush()
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
-            for tracker in self._trackers:
-                tracker.log(step, values)
 
     def timed(self, batches: Iterable[Batches]) -> Iterator[Batches]:
         """Yield the batches, and add up how long the loop waited for them."""
@@ -174,8 +167,6 @@ class Recorder:
         """Write a picture (H, W; grey values from 0 to 255) to TensorBoard."""
         if self.process.is_rank_zero:
             self._board.add_image(name, pixels, step, dataformats="HW")
-            for tracker in self._trackers:
-                tracker.image(step, name, pixels.numpy())
 
     @contextmanager
     def paused(self, kind: str) -> Iterator[None]:
