@@ -12,10 +12,8 @@ import pytest
 import yaml
 
 from memory.predict import Predictor
-from scripts.dev.documents.__main__ import TABLE, of_settings
-from scripts.dev.documents.guide import LADDERS, TECHNIQUES, base_settings
-from scripts.dev.documents.predictions import gib
-from scripts.dev.documents.presets import knobs, need
+from scripts.dev.documents import of_settings
+from scripts.dev.predicted_tables import TABLE, gib, guide_configs, knobs, need
 from settings import load_settings
 from tests.command_lines import commands, help_of, read_by_its_script
 from tests.nested_values import leaves
@@ -73,34 +71,41 @@ def test_every_block_of_config_in_documents_is_valid_in_a_preset():
         assert found.ldm.conditioning.is_used, block
 
 
-def test_schema_and_reference_are_current_and_every_table_has_its_place():
+def test_schema_and_reference_are_current():
     for path, text in of_settings().items():
         assert text == path.read_text(encoding="utf-8"), "run python -m scripts.dev.documents --settings"
-    guide = (ROOT / "docs" / "memory_guide.md").read_text(encoding="utf-8")
-    assert sorted(block["name"] for block in TABLE.finditer(guide)) == sorted([*LADDERS, *TECHNIQUES, "combinations"])
+
+
+GUIDE = list(TABLE.finditer((ROOT / "docs" / "memory_guide.md").read_text(encoding="utf-8")))
+
+
+def test_every_row_of_the_guide_is_a_config_of_its_own():
+    rows = {table.start(): guide_configs(table) for table in GUIDE}
+    assert sum(map(len, rows.values())) > 60
+    for table in GUIDE:
+        assert len(rows[table.start()]) == table["rows"].count("\n")
+        texts = [settings.model_dump_json() for settings in rows[table.start()].values()]
+        assert len(set(texts)) == len(texts), table["head"]
 
 
 def test_figures_of_the_guide_and_of_headers_are_current():
     """Predict a row of the guide and a knob of a preset again; stage 1 of every preset in README has a test."""
-    row, change = "patches of 64x64x64", "batch_size=1, accumulated 4"
+    change = "batch_size=1, accumulated 4"
     default = load_settings(ROOT / "configs" / "default.yaml")
     changed = default.with_overrides(knobs(default)["autoencoder"][change])
+    rows = {cell: settings for table in GUIDE for cell, settings in guide_configs(table).items()}
+    [(row, patches)] = [(cell, settings) for cell, settings in rows.items() if cell.startswith("patches of 64x64x64")]
     with Predictor(2) as predictor:
-        patches = predictor.submit(base_settings().with_overrides(TECHNIQUES["grid"][row]), "autoencoder")
-        header = f"{change}: {need(predictor.submit(changed, 'autoencoder').result())}"
-        peak = gib(patches.result().peak_allocated_bytes, 2)
-    guide, preset = (
-        (ROOT / name).read_text(encoding="utf-8") for name in ("docs/memory_guide.md", "configs/default.yaml")
-    )
-    assert f"| {row} | {peak} |" in guide, "write the documents again"
-    assert header in preset, "write the documents again"
+        of_row, of_knob = (predictor.submit(settings, "autoencoder") for settings in (patches, changed))
+        peak = gib(of_row.result().peak_allocated_bytes, 2)
+        header = f"{change}: {need(of_knob.result())}"
+    assert any(f"| {row} | {peak} |" in table["rows"] for table in GUIDE), "write the documents again"
+    assert header in (ROOT / "configs" / "default.yaml").read_text(encoding="utf-8"), "write the documents again"
 
 
 def test_memory_guide_shows_that_the_same_mathematics_needs_less_row_by_row():
-    text = (ROOT / "docs" / "memory_guide.md").read_text(encoding="utf-8")
-    table = text.split("## The ladder")[1].split("##")[0]
-    peaks = [float(row) for row in re.findall(r"^\| [^|]+ \| (\d+\.\d\d) \|", table, re.MULTILINE)]
-    assert len(peaks) == len(LADDERS["ladder"])
+    [ladder] = [table for table in GUIDE if table["name"] == "ladder"]
+    peaks = [float(line.split("|")[2]) for line in ladder["rows"].splitlines()]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] / peaks[9] > 5, "the rungs before other mathematics are worth more than a factor of five"
 

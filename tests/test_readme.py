@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.dev.documents.__main__ import OUTPUT, output_of
+from scripts.dev.predicted_tables import OUTPUT, output_of
 from settings import ConfigError, load_settings
 from settings.load import known_keys
 from tests.command_lines import commands, help_of, read_by_its_script, script_of

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from scripts.dev.documents.reference import json_schema
 from settings import Settings, known_keys, load_settings
 from settings.section import is_section, overlap
 from settings.writing import SHOWN
@@ -127,6 +125,6 @@ def test_every_preset_has_the_recipe_of_stage_two_that_was_measured_with_quickst
 
 
 def test_schema_forbids_unknown_keys_in_every_section():
-    schema = json.loads(json_schema())
+    schema = Settings.model_json_schema()
     assert schema["additionalProperties"] is False
     assert all(part["additionalProperties"] is False for part in schema["$defs"].values())

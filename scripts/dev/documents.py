@@ -1,0 +1,97 @@
+"""Write every generated document again: schema, configuration reference, memory guide, preset headers, READMEs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from runtime.cli import parser, run
+from settings.load import default_text, known_keys
+from settings.root import Settings
+from settings.section import is_section
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    result = parser(__doc__ or "", ["python -m scripts.dev.documents", "python -m scripts.dev.documents --settings"])
+    result.add_argument("--settings", action="store_true", help="only schema and reference, which need no prediction")
+    return result.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Write every document whose text changes."""
+    texts = of_settings()
+    if not options.settings:
+        from scripts.dev.predicted_tables import of_predictions
+
+        texts |= of_predictions(ROOT)
+    for path, text in texts.items():
+        if path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            print(path.relative_to(ROOT))
+    return 0
+
+
+def of_settings() -> dict[Path, str]:
+    """Return the current text of the schema, with which editors complete and check keys, and of the reference."""
+    schema = json.dumps(Settings.model_json_schema(), indent=2) + "\n"
+    return {ROOT / "configs" / "schema.json": schema, ROOT / "docs" / "configuration.md": configuration_reference()}
+
+
+_HEAD = """# Configuration reference
+
+Generated from the settings by `python -m scripts.dev.documents`; do not edit by hand.
+
+Every key has a default, so a config may contain only what differs. Set keys in YAML, or as overrides at
+the end of a command: `python train_autoencoder.py --config configs/high_res.yaml data.num_workers=4`.
+
+- **same mathematics**: affects memory and speed but no gradient; may change when a run resumes.
+- **different mathematics**: affects what is learned; a run refuses to resume after such a change.
+- **free**: affects neither, for example how long to train and what to log.
+
+## Top level
+"""
+_TABLE_HEAD = ["", "| key | values | default | promise | what it does |", "|---|---|---|---|---|"]
+
+
+def configuration_reference() -> str:
+    """Return docs/configuration.md: every key with its default, its promise and its one-line description."""
+    lines = [_HEAD.rstrip(), *_TABLE_HEAD, *(_row(name, field) for name, field in Settings.model_fields.items())]
+    for dotted, field in known_keys():
+        if is_section(field):
+            lines += ["", f"## `{dotted}`", "", str(field.description), *_TABLE_HEAD]
+            lines += [_row(f"{dotted}.{name}", inner) for name, inner in field.annotation.model_fields.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _row(dotted: str, field: Any) -> str:
+    name = dotted.rsplit(".", 1)[-1]
+    if is_section(field):
+        return f"| `{name}` | section | | | {field.description} See `{dotted}` below. |"
+    promise = field.json_schema_extra["promise"]
+    return f"| `{name}` | {_values(field.annotation)} | `{default_text(field)}` | {promise} | {field.description} |"
+
+
+def _values(annotation: Any) -> str:
+    """Return the allowed values of a key in words."""
+    names = {bool: "true, false", int: "whole number", float: "number", str: "text", type(None): "null"}
+    if annotation in names:
+        return names[annotation]
+    arguments = get_args(annotation)
+    if get_origin(annotation) is tuple:
+        element = _values(arguments[0])
+        return f"list of {element}s" if element.endswith("number") else f"list of {element}"
+    if hasattr(annotation, "__metadata__"):
+        return _values(arguments[0])
+    if get_origin(annotation) is Literal:
+        return ", ".join(map(str, arguments))
+    return " or ".join(_values(argument) for argument in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, parse()))

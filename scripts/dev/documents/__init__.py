@@ -1,1 +1,0 @@
-"""Generates what documents, presets and READMEs say about settings and predictions."""
