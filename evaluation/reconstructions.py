@@ -15,8 +15,7 @@ from evaluation.trained_run import check_finite
 from models.volume_codec import VolumeCodec
 from runtime.files.names import printable
 from settings import DataSettings
-from training.validation.pair_metrics import ms_ssim, occupancy, psnr, ssim
-from training.validation.set_metrics import compare_sharpness, gradient_magnitude
+from training.validation.metrics import compare_sharpness, gradient_magnitude, ms_ssim, occupancy, psnr, ssim
 
 
 def evaluate_reconstructions(

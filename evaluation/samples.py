@@ -24,13 +24,12 @@ from runtime.files.names import printable
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import DataSettings
-from training.validation.set_metrics import (
+from training.validation.metrics import (
     compare_sharpness,
     gradient_magnitude,
     laplacian_kurtosis,
     mean_pairwise_ms_ssim,
     nearest,
-    precision_and_recall,
     summary_vector,
 )
 from training.validation.skill import LinearDenoiser, Skill
@@ -141,13 +140,9 @@ def similarity(samples: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 
 
 def _compared(volumes: Sequence[Tensor], reference: Reference) -> dict[str, Any]:
-    """Return precision and recall against held-out volumes, and detail relative to theirs."""
-    vectors = torch.stack([summary_vector(volume) for volume in volumes])
-    precision, recall = precision_and_recall(vectors, reference.held_out_vectors)
+    """Return the detail of volumes relative to that of held-out volumes."""
     kurtosis = statistics.fmean(map(laplacian_kurtosis, volumes))
     return {
-        "precision": precision,
-        "recall": recall,
         "sharpness": compare_sharpness(
             [gradient_magnitude(volume) for volume in volumes], [gradient_magnitude(v) for v in reference.held_out]
         ),
@@ -164,7 +159,7 @@ def draw_samples(sampler: VolumeSampler, num: int, condition_of: ConditionOf | N
 
 
 def evaluate_samples(samples: Sequence[Tensor], reference: Reference) -> dict[str, Any]:
-    """Return precision and recall, sharpness, diversity and nearest training volumes of the samples."""
+    """Return sharpness, diversity and nearest training volumes of the samples."""
     vectors = torch.stack([summary_vector(sample) for sample in samples])
     return {
         "num": len(samples),

@@ -149,10 +149,9 @@ def _table(results: dict[str, Any]) -> str:
         has_holes = results.get("conditions", {}).get("region") == "hole"
         lines += ["", number, *([] if skill is None else [f"  {skill_in_words(skill, has_holes)}"]), *others]
         lines += ["", "held-out volumes have 1; good samples are near the reconstructions, not near a Gaussian"]
-        lines += [f"{'':<33}precision  recall  gradients  edge kurtosis"]
+        lines += [f"{'':<33}gradients  edge kurtosis"]
         lines += [
-            f"  {name:<30} {values['precision']:9.2f} {values['recall']:7.2f} "
-            f"{values['sharpness']['gradient_magnitude']:10.2f} {values['laplacian_kurtosis']:14.2f}"
+            f"  {name:<30} {values['sharpness']['gradient_magnitude']:9.2f} {values['laplacian_kurtosis']:14.2f}"
             for name, values in {"samples": results["samples"], **results["anchors"]}.items()
         ]
     return "\n".join(lines)
@@ -165,7 +164,6 @@ def _sharpness(values: dict[str, Any]) -> str:
 def _sample_lines(values: dict[str, Any]) -> list[str]:
     lines = [
         f"{values['num']} samples",
-        f"  precision and recall          {values['precision']:.2f} and {values['recall']:.2f}",
         f"  sharpness                     {_sharpness(values['sharpness'])}",
         f"  MS-SSIM between samples       {values['pairwise_ms_ssim']:.4f}"
         f" (between held-out volumes {values['held_out_pairwise_ms_ssim']:.4f})",

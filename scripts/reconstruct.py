@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
     from data.formats import write_nifti
     from evaluation.trained_run import TrainedRun, check_finite
     from runtime.files.names import printable
-    from training.validation.pair_metrics import psnr, ssim
+    from training.validation.metrics import psnr, ssim
 
     check_output_folder(options.out)
     trained = TrainedRun(options.run, options.budget_gb, best="autoencoder" if options.best else None)

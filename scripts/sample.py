@@ -95,7 +95,7 @@ def main(options: argparse.Namespace) -> int:
     from diffusion.conditioning.kind import Asked
     from diffusion.sampling import VolumeSampler
     from evaluation.trained_run import TrainedRun, check_finite
-    from training.validation.pictures import Row, picture_of, save_picture
+    from training.validation.previews import Row, picture_of, save_picture
 
     trained = TrainedRun(options.run, options.budget_gb, best="ldm" if options.best else None)
     out = trained.folder.path / "samples" if options.out is None else Path(options.out)

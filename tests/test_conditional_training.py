@@ -26,7 +26,7 @@ from runtime.processes import Process
 from settings import DataError, load_settings
 from tests.conditional_run import AFFINE, LABEL_MAPS, conditional_config
 from tests.finished_run import run_here, train_ldm
-from training.validation.pictures import LINE, Row, picture_of, planes_at
+from training.validation.previews import LINE, Row, picture_of, planes_at
 
 VOLUME = "ldm.conditioning.volume"
 HOLE = [f"{VOLUME}.source=target", f"{VOLUME}.degrade.hole=[6,6,6]"]

@@ -16,7 +16,7 @@ from diffusion.conditioning.volume import lowered
 from diffusion.latents import Latents
 from diffusion.sampling import VolumeSampler
 from evaluation.trained_run import check_finite
-from training.validation.pair_metrics import OCCUPANCY, occupancy
+from training.validation.metrics import OCCUPANCY, occupancy
 
 RIGHT, SHUFFLED, HIDDEN = "right", "shuffled", "hidden"
 INTERPOLATED, INTERPOLATED_KEPT = "interpolated", "interpolated_kept"

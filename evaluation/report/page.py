@@ -17,8 +17,7 @@ from runtime.files.run_folder import RunFolder
 from runtime.processes import Process
 from settings import UserError
 from training.recording.recorder import Recorder
-from training.validation.pictures import save_picture
-from training.validation.previews import Preview, save_viewer_volumes
+from training.validation.previews import Preview, save_picture, save_viewer_volumes
 
 log = logging.getLogger(__name__)
 

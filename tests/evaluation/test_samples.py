@@ -19,14 +19,13 @@ from evaluation.samples import (
     training_volumes,
 )
 from settings import CheckpointError, DataSettings
-from training.validation.pair_metrics import ms_ssim
-from training.validation.set_metrics import (
+from training.validation.metrics import (
     compare_sharpness,
     gradient_magnitude,
     laplacian_kurtosis,
     mean_pairwise_ms_ssim,
+    ms_ssim,
     nearest,
-    precision_and_recall,
     summary_vector,
 )
 
@@ -85,26 +84,6 @@ def test_samples_that_copy_training_volumes_are_counted_and_named():
     assert result["nearest_training"][3]["ratio"] < 0.1
 
 
-def test_precision_falls_with_strange_samples_and_recall_with_missing_ones():
-    reference = torch.arange(20, dtype=torch.float64)[:, None]
-    assert precision_and_recall(reference + 0.5, reference) == (1.0, 1.0)
-    half_strange = torch.cat([reference[::2], reference[::2] + 1000])
-    assert precision_and_recall(half_strange, reference)[0] == 0.5
-    # Ten samples around the first five: they reach their third neighbours and no further.
-    narrow = torch.linspace(0, 4, 10, dtype=torch.float64)[:, None]
-    precision, recall = precision_and_recall(narrow, reference)
-    assert precision == 1.0
-    assert 0.2 <= recall <= 0.35
-    assert precision_and_recall(reference[:2], reference[:2]) == (1.0, 1.0)
-
-
-def test_precision_reaches_as_far_as_the_third_neighbour():
-    reference = torch.arange(20, dtype=torch.float64)[:, None]
-    # The third neighbour of the last point is 3 away.
-    for beyond, is_inside in ((2.9, 1.0), (3.1, 0.0)):
-        assert precision_and_recall(reference[-1:] + beyond, reference)[0] == is_inside
-
-
 def test_sharpness_is_one_for_equals_falls_with_blur_and_is_the_slope_of_a_ramp():
     generator = torch.Generator().manual_seed(0)
     volumes = [torch.rand((1, 24, 20, 16), generator=generator) for _ in range(3)]
@@ -136,7 +115,6 @@ def test_anchors_rank_as_they_should():
     noise = [torch.rand(volume.shape, generator=torch.Generator().manual_seed(3)) for volume in training[:10]]
     found = evaluate_anchors({"training": training[:10], "noise": noise, "too few": training[:1]}, reference)
     assert list(found) == ["training", "noise"]
-    assert found["noise"]["precision"] == found["noise"]["recall"] == 0 < found["training"]["precision"]
     assert found["noise"]["laplacian_kurtosis"] < found["training"]["laplacian_kurtosis"]
 
 

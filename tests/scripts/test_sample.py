@@ -16,7 +16,7 @@ from data.formats import write_nifti
 from models.weight_files import load_weights, save_weights
 from scripts import sample
 from tests.finished_run import finished_run, run_here
-from training.validation.pictures import GAP, LINE, PLANE_PIXELS
+from training.validation.previews import GAP, LINE, PLANE_PIXELS
 
 
 @pytest.fixture

@@ -8,12 +8,20 @@ import torch
 from torch import Tensor
 
 from data import Batch, VolumeFile
+from data.formats import read_header
+from data.geometry import geometry_of
 from models.bottleneck import code_use
+from settings import DataSettings
 from training.autoencoder_step import AutoencoderStep
-from training.validation.pair_metrics import OCCUPANCY, absolute_error, psnr, ssim
-from training.validation.pictures import Row, picture_of, reconstruction_rows
-from training.validation.previews import MAX_COPIES, Preview, ViewerVolume
-from training.validation.real_volumes import spacing_of
+from training.validation.metrics import OCCUPANCY, absolute_error, psnr, ssim
+from training.validation.previews import (
+    MAX_COPIES,
+    Preview,
+    Row,
+    ViewerVolume,
+    picture_of,
+    reconstruction_rows,
+)
 
 _MEASURES = {"psnr": psnr, "ssim": ssim, "l1": absolute_error}
 
@@ -79,3 +87,8 @@ def _reconstruct(step: AutoencoderStep, volume: Tensor, counts: Tensor | None) -
         codes = step.autoencoder.quantiser.codes(latent[None]).flatten().cpu()
         counts.index_add_(0, codes, torch.ones_like(codes, dtype=counts.dtype))
     return step.codec.decode(latent)
+
+
+def spacing_of(file: VolumeFile, data: DataSettings) -> tuple[float, ...]:
+    """Return the distance between neighbouring voxels, in mm, once a volume is on the network's grid."""
+    return tuple(map(float, geometry_of(read_header(file.path), data).spacing_mm))

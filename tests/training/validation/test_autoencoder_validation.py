@@ -13,9 +13,9 @@ from data import Batch
 from runtime.processes import Process
 from settings import Settings
 from training.autoencoder_step import AutoencoderStep
-from training.validation import pair_metrics
+from training.validation import metrics
 from training.validation.autoencoder_validation import validate_autoencoder
-from training.validation.pair_metrics import absolute_error, chamfer, iou, psnr, ssim
+from training.validation.metrics import absolute_error, chamfer, iou, psnr, ssim
 
 CPU = Process(torch.device("cpu"))
 GRID = [64, 32, 32]
@@ -60,14 +60,14 @@ def test_measures_taken_in_slabs_equal_those_of_the_whole_volume(measure, monkey
     whole: Tensor = measure(reconstruction, image)
     assert whole.shape == (2,)
     seen = []
-    rows_of_slab = pair_metrics.SSIMMetric.__call__
+    rows_of_slab = metrics.SSIMMetric.__call__
 
     def noted(self: Any, first: Tensor, second: Tensor) -> Any:
         seen.append(first.shape[2])
         return rows_of_slab(self, first, second)
 
-    monkeypatch.setattr(pair_metrics.SSIMMetric, "__call__", noted)
-    monkeypatch.setattr(pair_metrics, "_SLAB_VOXELS", 16 * image[:, :, 0].numel())
+    monkeypatch.setattr(metrics.SSIMMetric, "__call__", noted)
+    monkeypatch.setattr(metrics, "_SLAB_VOXELS", 16 * image[:, :, 0].numel())
     torch.testing.assert_close(measure(reconstruction, image), whole, rtol=1e-6, atol=0)
     assert measure is not ssim or len(seen) > 1
 

@@ -15,8 +15,7 @@ from runtime.processes import Process
 from settings import Settings
 from training.autoencoder_step import AutoencoderStep
 from training.validation.autoencoder_validation import validate_autoencoder
-from training.validation.pair_metrics import SCALE_WEIGHTS, chamfer, iou, ms_ssim, psnr, ssim
-from training.validation.set_metrics import summary_vector
+from training.validation.metrics import SCALE_WEIGHTS, chamfer, iou, ms_ssim, psnr, ssim, summary_vector
 
 CPU = Process(torch.device("cpu"))
 

@@ -10,7 +10,8 @@ import pytest
 
 from data import DataSplit, VolumeFile, load_volume, to_unit
 from settings import DataSettings
-from training.validation.real_volumes import MAX_COMPARED, MAX_SHOWN, RealVolumes, spacing_of
+from training.validation.autoencoder_validation import spacing_of
+from training.validation.ldm_validation import MAX_COMPARED, MAX_SHOWN, RealVolumes
 
 DATA = DataSettings(voxel_size=(8, 8, 8))
 

@@ -1,14 +1,16 @@
-"""Metrics of a volume against its reference: PSNR, SSIM, mean absolute error and MS-SSIM.
+"""Metrics of volumes against their references, and of sets of volumes.
 
-All but MS-SSIM run in slabs, so that large volumes need no full-size temporaries. In sparse volumes, such as radar and
-occupancy grids, these reward a network that predicts nothing; IoU and Chamfer distance compare the occupied voxels,
-those that differ from the background by more than a threshold, a share of the intensity range from 0 to 1.
+PSNR, SSIM and mean absolute error run in slabs, so that large volumes need no full-size temporaries. In sparse volumes,
+such as radar and occupancy grids, these reward a network that predicts nothing; IoU and Chamfer distance compare the
+occupied voxels, those that differ from the background by more than a threshold, a share of the intensity range.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 
 import models.monai_import  # noqa: F401  # first: it keeps MONAI's import short
 
@@ -18,6 +20,7 @@ import torch
 from monai.metrics.regression import SSIMMetric, compute_ms_ssim
 from scipy.ndimage import distance_transform_edt
 from torch import Tensor
+from torch.nn import functional as F
 
 from losses.terms import occupied
 
@@ -136,3 +139,75 @@ def _chamfer(first: np.ndarray, second: np.ndarray) -> float:
         return 0.0 if first.any() == second.any() else math.hypot(*first.shape)
     to_second, to_first = (distance_transform_edt(~grid) for grid in (second, first))
     return float(to_second[first].mean() + to_first[second].mean()) / 2
+
+
+SUMMARY_GRID = 16
+"""Volumes are averaged down to at most this many voxels per axis before they are compared as vectors."""
+
+MAX_PAIRS = 64
+
+OCCUPIED = 0.05
+"""Voxels above this value, in [0, 1], are not empty."""
+
+
+def summary_vector(volume: Tensor) -> Tensor:
+    """Return the block means of a volume as a vector; the blocks are coarse, so noise hardly affects distances."""
+    depth, height, width = (min(axis, SUMMARY_GRID) for axis in volume.shape[1:])
+    return F.adaptive_avg_pool3d(volume[None].float(), (depth, height, width)).flatten().cpu().double()
+
+
+def mean_pairwise_ms_ssim(volumes: Sequence[Tensor]) -> float:
+    """Return the mean MS-SSIM between different volumes of a set; 1 means that all are the same volume.
+
+    At most `MAX_PAIRS` pairs are compared, spread evenly over all pairs.
+    """
+    pairs = list(itertools.combinations(range(len(volumes)), 2))
+    assert pairs, "diversity needs at least two volumes"
+    chosen = [pairs[number * len(pairs) // min(len(pairs), MAX_PAIRS)] for number in range(min(len(pairs), MAX_PAIRS))]
+    return sum(float(ms_ssim(volumes[a][None], volumes[b][None])) for a, b in chosen) / len(chosen)
+
+
+def nearest(vectors: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the root-mean-square distance from each vector to the nearest of the others, and its index."""
+    distances = _distances(vectors, others) / vectors.shape[1] ** 0.5
+    smallest = distances.min(dim=1)
+    return smallest.values, smallest.indices
+
+
+def gradient_magnitude(volume: Tensor) -> float:
+    """Return the mean length of the intensity gradient; an axis of one voxel has none."""
+    squared = torch.zeros_like(volume, dtype=torch.float32)
+    for axis in (1, 2, 3):
+        if volume.shape[axis] > 1:
+            squared += torch.gradient(volume.float(), dim=axis)[0].square()
+    return float(squared.sqrt().mean(dtype=torch.float64))
+
+
+def compare_sharpness(volumes: Sequence[float], real: Sequence[float]) -> dict[str, float]:
+    """Return the mean gradient magnitude relative to that of real volumes; below 1 is softer."""
+    wanted = statistics.fmean(real)
+    return {"gradient_magnitude": statistics.fmean(volumes) / wanted if wanted > 0 else math.nan}
+
+
+def laplacian_kurtosis(volume: Tensor) -> float:
+    """Return the kurtosis of the Laplacian where the volume is not empty, 3 for a Gaussian field; higher: clear edges.
+
+    Blends of volumes have soft edges everywhere, real volumes have few sharp ones. NaN for a constant volume.
+    """
+    values = volume.float()
+    inner = values[:, 1:-1, 1:-1, 1:-1]
+    laplacian = -6 * inner
+    for axis in (1, 2, 3):
+        other = [slice(1, -1) if place in (1, 2, 3) and place != axis else slice(None) for place in range(4)]
+        window = values[tuple(other)]
+        laplacian = laplacian + window.narrow(axis, 0, inner.shape[axis]) + window.narrow(axis, 2, inner.shape[axis])
+    inside = laplacian[inner > OCCUPIED].double()
+    inside = inside - inside.mean()
+    variance = inside.square().mean()
+    return float(inside.pow(4).mean() / variance.square()) if len(inside) and variance > 0 else math.nan
+
+
+def _distances(first: Tensor, second: Tensor) -> Tensor:
+    """Return the distances between all pairs of vectors; equal vectors are exactly 0 apart."""
+    # With more than 25 vectors, cdist would multiply matrices, and the rounding of that keeps equal vectors apart.
+    return torch.cdist(first, second, compute_mode="donot_use_mm_for_euclid_dist")
