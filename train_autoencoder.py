@@ -35,8 +35,7 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
     from training.finished_weights import ensure_pretrained, export
     from training.loop import run_loop
     from training.resume import ResumableRun, for_ranks
-    from training.run_setup import check_run, describe_run, open_run
-    from training.summary import summarise, warn_of_stage_two
+    from training.run_setup import check_run, describe_run, open_run, summarise, warn_of_stage_two
     from training.validation.autoencoder_validation import validate_autoencoder
 
     check_run(configured, is_dry_run)

@@ -36,8 +36,7 @@ def train(configured: Settings, is_dry_run: bool, gpu: str | None = None) -> int
     from training.ldm_step import LatentDiffusionStep
     from training.loop import run_loop
     from training.resume import ResumableRun, for_ranks
-    from training.run_setup import check_run, describe_run, open_run
-    from training.summary import summarise
+    from training.run_setup import check_run, describe_run, open_run, summarise
     from training.validation.ldm_validation import LdmValidation, RealVolumes
 
     check_run(configured, is_dry_run)

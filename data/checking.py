@@ -23,9 +23,7 @@ from data.intensity import INTENSITY
 from data.notes import FileError, Note
 from data.reading import VolumeFacts, facts_from, measure, on_grid, unusable
 from data.store import PreparedError, PreparedFolder
-from runtime.files.locking import exclusive_lock
-from runtime.files.names import counted, printable, size_text
-from runtime.files.run_folder import CHECKS
+from runtime.files import CHECKS, counted, exclusive_lock, printable, size_text
 from settings import DataError
 from settings.data import DataSettings
 

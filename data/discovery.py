@@ -15,9 +15,7 @@ from typing import Any
 from data.files import dicom
 from data.formats import SUFFIXES, stem, suffix_of
 from data.notes import FileError, Note, left_out
-from runtime.files.names import counted, printable, shortened
-from runtime.files.reading import read_text, reason
-from runtime.files.run_folder import RUNS
+from runtime.files import RUNS, counted, printable, read_text, reason, shortened
 from settings import DataError
 
 log = logging.getLogger(__name__)

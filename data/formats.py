@@ -19,9 +19,7 @@ from nibabel.filebasedimages import ImageFileError
 from data.files import arrays, dicom, itk, nifti
 from data.files.header import DamagedError, Header, Stored, UnsuitableError
 from data.notes import FileError
-from runtime.files.atomic import replacing
-from runtime.files.names import counted, printable, shortened
-from runtime.files.reading import check_regular
+from runtime.files import check_regular, counted, printable, replacing, shortened
 
 # Deflate cannot compress by more than 1032:1, so a header that promises more voxels than that is wrong.
 LARGEST_COMPRESSION = 1032

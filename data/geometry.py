@@ -12,7 +12,7 @@ from scipy import sparse
 
 from data.files.header import Header
 from data.intensity import NETWORK_RANGE
-from runtime.files.names import printable
+from runtime.files import printable
 from settings.data import DataSettings
 
 Grid = tuple[int, ...]

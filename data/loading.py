@@ -17,7 +17,7 @@ from data.notes import FileError
 from data.reading import VolumeFacts, measure, on_grid, unusable
 from data.store import PreparedError, PreparedFolder
 from data.volumes import VolumeFile
-from runtime.files.names import printable
+from runtime.files import printable
 from settings.data import DataSettings
 
 # Of augmentation in stage 1, in voxels: an autoencoder that compresses 4x4x4 meets every offset from its grid.

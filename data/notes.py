@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from runtime.files.names import printable
+from runtime.files import printable
 from settings import DataError
 
 MOST_OF_A_KIND = 3

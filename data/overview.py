@@ -10,7 +10,7 @@ import numpy as np
 
 from data.geometry import geometry_of
 from data.reading import VolumeFacts
-from runtime.files.names import counted, printable
+from runtime.files import counted, printable
 from settings import ConfigError, Settings
 from settings.data import DataSettings
 

@@ -16,7 +16,7 @@ from data.geometry import mismatch
 from data.reading import VolumeFacts
 from data.tables import by_volume, normal, read_table
 from data.volumes import VolumeFile
-from runtime.files.names import printable
+from runtime.files import printable
 from settings import DataError
 from settings.data import DataSettings
 

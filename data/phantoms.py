@@ -12,7 +12,7 @@ from scipy.ndimage import gaussian_filter
 from tqdm import tqdm
 
 from data.formats import write_nifti
-from runtime.files.locking import exclusive_lock
+from runtime.files import exclusive_lock
 from settings import DataError
 
 CLASS_NAMES = ("healthy", "lesion", "ventricles")

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 from data.discovery import PATIENTS, DiscoveredVolume
 from data.tables import by_volume, read_table
-from runtime.files.names import counted, printable
+from runtime.files import counted, printable
 from settings import DataError
 from settings.data import LEAST_HELD_OUT, DataSettings
 

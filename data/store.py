@@ -22,9 +22,7 @@ import numpy as np
 
 from data.formats import signature
 from data.reading import VolumeFacts, facts_from
-from runtime.files.atomic import replacing, write_text
-from runtime.files.reading import check_regular, reason
-from runtime.files.run_folder import PREPARED
+from runtime.files import PREPARED, check_regular, reason, replacing, write_text
 from settings.data import DataSettings
 
 log = logging.getLogger(__name__)

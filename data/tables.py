@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from data.discovery import DiscoveredVolume, expanded
 from data.notes import Note
-from runtime.files.names import printable, shortened
-from runtime.files.reading import read_text, reason
+from runtime.files import printable, read_text, reason, shortened
 from settings import DataError
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from data.phantoms import phantom_files, phantom_paths
 from data.reading import VolumeFacts
 from data.split import parted_patients, split
 from data.tables import with_labels
-from runtime.files import run_folder
-from runtime.files.names import counted, printable
+from runtime.files import PHANTOMS, counted, printable
 from settings import DataError
 from settings.data import DataSettings
 
@@ -95,7 +94,7 @@ def prepare_volumes(s: DataSettings, seed: int, in_channels: int, is_dry_run: bo
 def _phantoms(s: DataSettings, seed: int, in_channels: int) -> list[DiscoveredVolume]:
     """Return the phantoms, which need not exist yet."""
     assert s.num_phantoms is not None, "the source is not phantoms"
-    paths = phantom_paths(run_folder.PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
+    paths = phantom_paths(PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
     return [DiscoveredVolume(path, f"{path.parent.name}/{path.name}", path.parent.name) for path in paths]
 
 
@@ -104,7 +103,7 @@ def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
     notes: list[Note] = []
     unlabelled: list[Note] = []
     if s.num_phantoms is not None:
-        phantom_files(run_folder.PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
+        phantom_files(PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
         volumes = _phantoms(s, seed, in_channels)
     else:
         volumes, notes = find(s.source)

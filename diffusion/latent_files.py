@@ -17,8 +17,7 @@ from torch import Tensor
 from data.formats import content_digest
 from data.volumes import VolumeFile
 from models.weight_files import read_tensors, write_tensors
-from runtime.files.names import printable
-from runtime.files.reading import reason
+from runtime.files import printable, reason
 from settings import DataError, DataSettings
 
 log = logging.getLogger(__name__)

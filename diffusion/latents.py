@@ -35,8 +35,7 @@ from diffusion.normalisation import MeanLatent, Normalisation, Statistics
 from diffusion.pretrained import pretrained_unet
 from models.frozen_autoencoder import latents_digest
 from models.volume_codec import VolumeCodec
-from runtime.files.names import counted
-from runtime.files.run_folder import LATENTS
+from runtime.files import LATENTS, counted
 from runtime.processes import Process
 from settings import CheckpointError, ConfigError, DataSettings, Settings
 

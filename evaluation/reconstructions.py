@@ -13,7 +13,7 @@ from tqdm import tqdm
 from data import VolumeFile, load_file, to_unit
 from evaluation.trained_run import check_finite
 from models.volume_codec import VolumeCodec
-from runtime.files.names import printable
+from runtime.files import printable
 from settings import DataSettings
 from training.validation.metrics import compare_sharpness, gradient_magnitude, ms_ssim, occupancy, psnr, ssim
 

@@ -20,7 +20,7 @@ from diffusion.sampling import ConditionOf, VolumeSampler
 from evaluation.conditional.effect import condition_effect
 from evaluation.trained_run import SampleFrame, check_finite
 from models.volume_codec import VolumeCodec
-from runtime.files.names import printable
+from runtime.files import printable
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import DataSettings

@@ -18,7 +18,7 @@ from models import DiffusionUNet, StockAutoencoder, build_unet
 from models.frozen_autoencoder import accepted_digests, autoencoder_of, autoencoder_path, load_autoencoder
 from models.volume_codec import VolumeCodec
 from models.weight_files import load_state, load_weights
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder
 from runtime.precision import Precision
 from runtime.processes import choose_device
 from settings import CheckpointError, Settings, UserError, load_settings, restored

@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from runtime.files.atomic import replacing
-from runtime.files.reading import check_regular
+from runtime.files import check_regular, replacing
 from settings import ConfigError, Problem
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models import StockAutoencoder, build_autoencoder
 from models.stock import ENCODER_PARTS
 from models.weight_files import load_weights
-from runtime.files.run_folder import RUNS, RunFolder
+from runtime.files import RUNS, RunFolder
 from settings import AutoencoderSettings, CheckpointError, Settings, restored
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from runtime.files.atomic import replacing
-from runtime.files.reading import check_regular, reason
+from runtime.files import check_regular, reason, replacing
 from settings import CheckpointError, TrainingError
 
 _METADATA = "metadata."

@@ -1,6 +1,6 @@
-"""What a step tells whoever follows its memory and cannot see it from tensors alone, such as the memory predictor.
+"""What a step tells whoever follows its memory: the phase that runs, and what tensors alone do not show.
 
-Training has no such observer, and then nothing here has an effect.
+Without an observer, such as the memory predictor, only the name of the phase has an effect.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import psutil
+import torch
 from torch import Tensor
 
 Chunk = TypeVar("Chunk", bound=Sequence[Any])
@@ -56,3 +57,21 @@ def observed_by(observer: MemoryObserver) -> Iterator[None]:
         yield
     finally:
         _observer.reset(token)
+
+
+_current = "set-up"
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Name the phase that runs inside; after an error the name stays, so that a report can show where it happened."""
+    global _current
+    outer, _current = _current, name
+    with torch.profiler.record_function(name):
+        yield
+    _current = outer
+
+
+def current_phase() -> str:
+    """Return the name of the innermost phase, or of the phase that failed."""
+    return _current

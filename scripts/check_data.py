@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cli import add_config, check_output_file, parser, run, write_output
-from runtime.files.names import counted, printable, size_text
+from runtime.files import counted, printable, size_text
 from settings import UserError, load_settings, look_up
 from settings.writing import value_text
 

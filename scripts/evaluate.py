@@ -67,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
     from evaluation.report import write_report
     from evaluation.samples import evaluate_stage_two
     from evaluation.trained_run import TrainedRun
-    from runtime.files.atomic import write_text
+    from runtime.files import write_text
 
     if options.json is not None:
         check_output_file(options.json)

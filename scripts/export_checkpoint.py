@@ -29,7 +29,7 @@ def main(options: argparse.Namespace) -> None:
     from models.exchange.networks import CLASSES, is_maisi, monai_arguments, monai_class, stock_network
     from models.exchange.weights import to_maisi_names
     from models.weight_files import load_weights, save_weights
-    from runtime.files.atomic import replacing
+    from runtime.files import replacing
 
     state, metadata = load_weights(source)
     if metadata.get("stage") not in list(CLASSES) or not isinstance(metadata.get("settings"), dict):

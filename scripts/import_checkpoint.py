@@ -17,7 +17,7 @@ from settings import CheckpointError, Settings, dump_yaml, load_settings, stored
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from runtime.files.run_folder import RunFolder
+    from runtime.files import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,7 @@ def main(options: argparse.Namespace) -> None:
     from diffusion.normalisation import Normalisation
     from models.exchange.weights import check_values, find_state, read_foreign_weights, to_our_names
     from models.weight_files import save_weights
-    from runtime.files.atomic import write_text
-    from runtime.files.run_folder import RunFolder
+    from runtime.files import RunFolder, write_text
     from training.run_setup import locked
 
     path = Path(options.weights)

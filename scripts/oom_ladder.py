@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cli import OUT_OF_MEMORY, add_config, check_output_file, parser, run, write_output
-from runtime.files.names import printable
+from runtime.files import printable
 from settings import ConfigError, Problem, load_settings
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cli import above_zero, check_output_file, parser, run, write_output
-from runtime.files.names import printable
-from runtime.files.run_folder import SHARED_NAMES
+from runtime.files import SHARED_NAMES, printable
 from settings import ConfigError, DataSettings, Problem, UserError, load_settings, read_overrides
 
 LARGEST_BUDGET_GB = 1_000_000

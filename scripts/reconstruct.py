@@ -48,7 +48,7 @@ def main(options: argparse.Namespace) -> int:
     from data import load_volume, restore
     from data.formats import write_nifti
     from evaluation.trained_run import TrainedRun, check_finite
-    from runtime.files.names import printable
+    from runtime.files import printable
     from training.validation.metrics import psnr, ssim
 
     check_output_folder(options.out)
@@ -81,7 +81,7 @@ def _volumes_in(folder: Path, settings: Settings) -> dict[Path, str]:
     """Return the volumes of a folder by path, without label maps unless the run was trained on them."""
     from data.notes import grouped, problem_lines
     from data.volumes import check_source
-    from runtime.files.names import counted, printable
+    from runtime.files import counted, printable
 
     asked = {"source": str(folder), "class_labels": None, "prepared": "none"}
     data = settings.data.model_copy(update=asked)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cli import at_least, check_output_folder, parser, run
-from runtime.files.names import counted, printable
+from runtime.files import counted, printable
 from settings import Settings, UserError
 
 if TYPE_CHECKING:

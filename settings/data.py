@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from runtime.files.names import counted
+from runtime.files import counted
 from settings.errors import Problem
 from settings.section import FREE, SAME, WITHOUT_NUL, PathText, Section, Triple, TripleMm, key, section
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pickle import UnpicklingError
 
-from runtime.files.names import counted
+from runtime.files import counted
 
 # What torch.load(weights_only=True) raises for files that are truncated, damaged or not checkpoints (see tests/faults).
 READ_ERRORS: tuple[type[Exception], ...] = (

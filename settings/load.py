@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from runtime.files.names import counted, shortened
+from runtime.files import counted, shortened
 from settings import migrations
 from settings.errors import CheckpointError, ConfigError, Problem
 from settings.migrations import upgraded

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from runtime.files.names import counted
-from runtime.files.run_folder import SHARED_NAMES
+from runtime.files import SHARED_NAMES, counted
 from settings.data import intensity_problems
 from settings.errors import Problem
 

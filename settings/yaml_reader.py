@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from runtime.files.reading import read_text, reason
+from runtime.files import read_text, reason
 from settings.errors import ConfigError, Problem
 
 # A complete config has about 200 values in sections nested 4 deep.

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from memory.watch.run_record import ladder_position
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder
 from settings import Settings, dump_yaml
 from tests.support.tiny_config import TINY
 from training.validation.previews import ViewerVolume, save_viewer_volumes

@@ -23,8 +23,8 @@ from losses import (
 from models import build_autoencoder, build_discriminator, start_as_haar_transform
 from models.bottleneck import COMMITMENT_WEIGHT, CodeStatistics
 from models.volume_codec import VolumeCodec, block_bytes
-from runtime.files.run_folder import RunFolder
-from runtime.phases import phase
+from runtime.files import RunFolder
+from runtime.observer import phase
 from runtime.placement import move
 from runtime.processes import Process, synchronised
 from settings import Settings

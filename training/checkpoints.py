@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from runtime.cli.execution import DISK_ERRORS
-from runtime.files.atomic import put_in_place, temporary_beside
-from runtime.files.reading import check_regular, reason
+from runtime.files import check_regular, put_in_place, reason, temporary_beside
 from settings import CheckpointError, TrainingError
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from models.frozen_autoencoder import check_pretrained
 from models.weight_files import load_into, load_weights, save_weights
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder
 from settings import AutoencoderSettings, CheckpointError, stored
 from training.checkpoints import Checkpoints
 from training.step import TrainingStep

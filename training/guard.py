@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from runtime.files.names import counted, printable
+from runtime.files import counted, printable
 from runtime.processes import Process
 from settings import TrainingError
 

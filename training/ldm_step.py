@@ -24,8 +24,8 @@ from models import build_unet
 from models.frozen_autoencoder import accepted_digests, latents_digest, weights_digest
 from models.volume_codec import VolumeCodec, frozen_codec
 from models.weight_files import load_into
-from runtime.files.run_folder import RunFolder
-from runtime.phases import phase
+from runtime.files import RunFolder
+from runtime.observer import phase
 from runtime.processes import Process, synchronised
 from runtime.randomness import derive_seed
 from settings import CheckpointError, Settings

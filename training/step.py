@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.files.run_folder import RunFolder
-from runtime.phases import phase
+from runtime.files import RunFolder
+from runtime.observer import phase
 from runtime.placement import move
 from runtime.precision import Precision
 from runtime.processes import Process

@@ -18,7 +18,7 @@ from pydicom.config import IGNORE
 
 from data.files.header import DAMAGE, DamagedError, Header, Stored, UnsuitableError, library
 from data.files.itk import LPS_TO_RAS
-from runtime.files.names import printable
+from runtime.files import printable
 
 SUFFIXES = (".dcm", ".dicom", ".ima")
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from data.loading import Pose
 from diffusion.conditioning.kind import Preparation, Read
 from diffusion.latent_files import TensorCache, digest_of
-from runtime.files.run_folder import LATENTS
+from runtime.files import LATENTS
 
 # Part of the key: change it whenever the same file and settings would be stored differently.
 VERSION = 3

@@ -21,7 +21,7 @@ from diffusion.conditioning.kind import Asked, Case, Sample
 from diffusion.conditioning.kinds import KINDS, kinds_of
 from diffusion.conditioning.space import Space
 from models.volume_codec import VolumeCodec
-from runtime.files.names import printable
+from runtime.files import printable
 from settings import DataError, DataSettings, UserError
 
 MAIN = "--condition"

@@ -22,7 +22,7 @@ from diffusion.conditioning.cache import cached
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared
 from diffusion.conditioning.space import Space
 from models.volume_codec import VolumeCodec
-from runtime.files.names import printable
+from runtime.files import printable
 from settings import DataError, DataSettings, Settings
 from settings.conditioning.sections import LABEL_MAP
 from settings.data import IntensitySettings

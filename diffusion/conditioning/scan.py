@@ -13,7 +13,7 @@ from data.geometry import geometry_of
 from data.tables import read_rows
 from diffusion.conditioning.class_label import EmbeddedClass
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Sample
-from runtime.files.names import printable
+from runtime.files import printable
 from settings import DataSettings, Settings, UserError
 from settings.conditioning.scan import COLUMNS, REGIONS, SCAN, ScanSettings
 

@@ -18,7 +18,7 @@ from diffusion.conditioning.kind import Partners, Preparation, Prepared
 from diffusion.conditioning.kinds import kinds_of
 from diffusion.conditioning.known_voxels import KnownVoxels
 from diffusion.conditioning.volume import ConditionVolume, held_out_with_hole
-from runtime.files.names import counted
+from runtime.files import counted
 from settings import DataError, DataSettings, Settings
 from settings.conditioning import ConditioningSettings
 

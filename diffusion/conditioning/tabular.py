@@ -16,7 +16,7 @@ from torch import Tensor
 from data import VolumeFile
 from data.tables import Row, read_rows
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Sample
-from runtime.files.names import printable
+from runtime.files import printable
 from settings import DataError, DataSettings, Settings, UserError
 from settings.conditioning import TabularSettings
 from settings.conditioning.sections import MAX_CATEGORIES, TABULAR

@@ -31,7 +31,7 @@ from diffusion.conditioning.space import Space
 from diffusion.normalisation import Normalisation, Statistics
 from models.frozen_autoencoder import weights_digest
 from models.volume_codec import VolumeCodec
-from runtime.files.names import counted, printable
+from runtime.files import counted, printable
 from settings import DataError, DataSettings, Settings, UserError
 from settings.conditioning import VolumeSettings
 from settings.conditioning.sections import VOLUME

@@ -12,8 +12,7 @@ from typing import Any
 from evaluation.report import sections
 from evaluation.report.charts import STAGE_TITLES, curve_charts, memory_charts
 from evaluation.report.run_data import VOLUME_BUDGET_BYTES, read_run
-from runtime.files.atomic import write_text
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder, write_text
 from runtime.processes import Process
 from settings import UserError
 from training.recording.recorder import Recorder

@@ -17,9 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evaluation.report.volumes import viewer_data
-from runtime.files.names import counted
-from runtime.files.reading import check_regular, read_text, reason
-from runtime.files.run_folder import STAGES, RunFolder
+from runtime.files import STAGES, RunFolder, check_regular, counted, read_text, reason
 from settings import Settings, UserError, known_keys, load_settings, look_up
 from settings.section import is_section
 from training.recording.progress import ELAPSED

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from evaluation.report.charts import STAGE_TITLES
-from runtime.files.names import counted, printable, size_text
+from runtime.files import counted, printable, size_text
 from training.recording.progress import duration_text
 
 Run = dict[str, Any]

@@ -13,8 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from evaluation.report.page import page_of
-from runtime.files.names import printable
-from runtime.files.run_folder import STAGES, RunFolder
+from runtime.files import STAGES, RunFolder, printable
 from settings import UserError
 from training.validation.previews import viewer_folder
 

@@ -16,8 +16,7 @@ from typing import Any
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from runtime.files.reading import check_regular
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder, check_regular
 from training.validation.previews import FACTS, ROLE, viewer_folder
 
 # Errors that Pillow raises for damaged images, and errors from metadata that is missing or not ours.

@@ -12,7 +12,7 @@ import numpy as np
 from data.notes import grouped
 from memory.planning.fingerprint import CT, LABEL_MAPS, SMALL_SET, Fingerprint
 from memory.planning.layout import FieldOfView, Layout, layouts
-from runtime.files.names import counted, printable
+from runtime.files import counted, printable
 
 FEW = 10
 """Below this number of volumes, what is typical of a set is a guess."""

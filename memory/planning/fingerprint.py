@@ -17,8 +17,7 @@ from data.overview import looks_like_labels, modality_of, outlier_lines, turned
 from data.reading import VolumeFacts
 from data.split import split, suspected_groups
 from data.volumes import check_source
-from runtime.files import run_folder
-from runtime.files.names import counted, printable
+from runtime.files import CHECKS, counted, printable
 from settings import DataError
 from settings.data import DataSettings, IntensitySettings
 
@@ -146,7 +145,7 @@ def _signed(found: Sequence[DiscoveredVolume], s: DataSettings, num_channels: in
     """Return the largest magnitude of each channel that has both signs, and 0 of the others; reads the files again."""
     whole = IntensitySettings(mode="percentile", lower=0.0, upper=100.0)
     s = s.model_copy(update={"prepared": "none", "intensity": whole})
-    checked = check_files([item.path for item in found], s, num_channels, run_folder.CHECKS)
+    checked = check_files([item.path for item in found], s, num_channels, CHECKS)
     facts = [result.facts for result in checked if result.facts is not None]
     ends = [(min(fact.lower[n] for fact in facts), max(fact.upper[n] for fact in facts)) for n in range(num_channels)]
     return tuple(max(-low, high) if low < 0 < high else 0.0 for low, high in ends)

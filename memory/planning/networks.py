@@ -14,7 +14,7 @@ from memory.planning.choices import Choice
 from memory.planning.fingerprint import SMALL_SET, Fingerprint
 from memory.planning.layout import Grid, Layout
 from memory.predict.prediction import Stage
-from runtime.files.names import counted
+from runtime.files import counted
 
 MOST_TOKENS = 4096
 """Levels with more voxels get no attention: its time grows with their square."""

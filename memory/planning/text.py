@@ -17,7 +17,7 @@ from memory.planning.planner import Plan
 from memory.planning.search import Assessment
 from memory.predict.prediction import GIB
 from models import build_autoencoder, build_unet
-from runtime.files.names import counted, printable
+from runtime.files import counted, printable
 from settings import Settings, dump_short
 from settings.writing import value_text
 

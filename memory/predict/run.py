@@ -23,7 +23,7 @@ from memory.predict.records import Done, combined
 from memory.predict.tracker import MemoryTracker
 from models import build_unet
 from models.volume_codec import VolumeCodec, frozen_codec
-from runtime.phases import phase
+from runtime.observer import phase
 from runtime.processes import Process
 from settings import Settings
 from settings.ldm import NUM_PREVIEWS

@@ -14,7 +14,7 @@ from memory.predict.prediction import (
     VALIDATED_VOLUME,
     Prediction,
 )
-from runtime.files.names import counted
+from runtime.files import counted
 from training.recording.progress import duration_text
 
 CPU_TIME = "Time on a CPU: not known before training has measured its first steps."

@@ -26,8 +26,7 @@ from memory.predict.known_results import CPU, KnownResults, is_added_in_place, k
 from memory.predict.records import WORKSPACE, Allocation, ModuleNames, Place, Purpose, StepEvents, Work, WorkCounter
 from models.lean.norm.torch_kernels import CPU_PIECE_VALUES, gpu_piece_values
 from runtime import cublas
-from runtime.observer import MemoryObserver, observed_by
-from runtime.phases import current_phase
+from runtime.observer import MemoryObserver, current_phase, observed_by
 
 aten = torch.ops.aten
 _RESULT_FIRST = (torch.ops.lean.group_norm.default, torch.ops.lean.group_norm_backward.default)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from memory.kernels.gpus import find_gpu
 from memory.predict.prediction import Prediction
-from runtime.files.atomic import write_text
+from runtime.files import write_text
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from memory.predict.prediction import Prediction, Stage
 from memory.predict.text import gib
 from memory.watch.readings import MemoryReadings
 from runtime.cli import OUT_OF_MEMORY
-from runtime.files.atomic import write_text
+from runtime.files import write_text
 from settings import Settings, UserError, dump_yaml
 from training.guard import checkpoint_state
 

@@ -27,7 +27,7 @@ from memory.watch.diagnosis import (
 )
 from memory.watch.readings import MemoryReadings
 from memory.watch.run_record import write_memory_record
-from runtime.phases import current_phase, phase
+from runtime.observer import current_phase, phase
 from runtime.processes import Process, number_of_processes
 from settings import Settings
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from memory.ladder.rungs import build_rungs
 from memory.predict.prediction import Prediction, Stage
-from runtime.files.atomic import write_text
+from runtime.files import write_text
 from settings import Settings
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from models.exchange.shapes import is_maisi_unet
 from models.weight_files import read_tensors
-from runtime.files.reading import check_regular, reason
+from runtime.files import check_regular, reason
 from settings import CheckpointError
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from runtime.cli.arguments import overrides_of
-from runtime.files.names import printable
+from runtime.files import printable
 from settings.errors import UserError
 from settings.writing import dump_with_origins
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from runtime.files.names import counted
+from runtime.files import counted
 from settings.conditioning.scan import UNKNOWN_MODALITY, ScanSettings
 from settings.conditioning.section import ConditionSection, Found
 from settings.data import IntensitySettings, intensity_problems

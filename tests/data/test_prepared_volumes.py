@@ -20,7 +20,7 @@ from data.files.header import Stored
 from data.formats import write_nifti
 from data.reading import VolumeFacts, measure
 from data.store import PreparedFolder
-from runtime.files.atomic import replacing
+from runtime.files import replacing
 from settings import ConfigError, DataError, DataSettings, Settings
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 

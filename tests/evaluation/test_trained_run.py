@@ -22,7 +22,7 @@ from diffusion.sampling import sample_latents
 from evaluation.trained_run import SampleFrame, TrainedRun
 from models import build_autoencoder, build_unet
 from models.weight_files import load_weights
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
 from settings import CheckpointError, Settings, load_settings, stored

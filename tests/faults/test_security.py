@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from runtime.cli.execution import _set_up_logging
-from runtime.files.names import printable
+from runtime.files import printable
 from settings import CheckpointError
 from training.checkpoints import Checkpoints
 

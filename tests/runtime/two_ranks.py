@@ -17,7 +17,7 @@ from data import BatchPlan, DataSplit, ValidationBatches, prepare_volumes, train
 from diffusion.conditioning import check_conditions
 from diffusion.latents import prepare_latents
 from models.volume_codec import frozen_codec
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder
 from runtime.processes import Process, processes
 from settings import DataError, Settings, UserError, load_settings
 from tests.training.step_gradients import gradients

@@ -273,7 +273,7 @@ def test_imported_weights_may_be_replaced_and_trained_ones_may_not(tmp_path, tmp
 def test_a_run_in_use_is_left_alone(tmp_path, tmp_path_factory, capsys):
     run, out = finished_run(tmp_path_factory), tmp_path / "new"
     holder = (
-        "import time; from pathlib import Path; from runtime.files.run_folder import RunFolder\n"
+        "import time; from pathlib import Path; from runtime.files import RunFolder\n"
         "from training.run_setup import locked\n"
         f"with locked(RunFolder(Path({str(out)!r}))):\n    print('held', flush=True); time.sleep(60)"
     )

@@ -17,7 +17,7 @@ from memory.predict.prediction import GIB
 from runtime.cli import run
 from scripts import plan
 from settings import ConfigError, load_settings
-from training.summary import summarise
+from training.run_setup import summarise
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Both widths are given, so two predictions are enough.

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.files.run_folder import RUNS
+from runtime.files import RUNS
 from runtime.processes import Process
 from settings import CheckpointError, Settings, stored
 from tests.support.tiny_config import TINY
-from training.effective_batch import for_ranks
+from training.resume import for_ranks
 
 
 @pytest.fixture

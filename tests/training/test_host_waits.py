@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import Settings
 from tests.training.host_waits import DEVICE, build, waits, without_values

@@ -12,7 +12,7 @@ import torch
 from data import BatchPlan, DataSplit, VolumeFile, prepare_volumes, training_batches
 from diffusion.latent_batches import latent_batches
 from diffusion.normalisation import Normalisation
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import CheckpointError, Settings
 from settings.migrations import VERSION

@@ -15,7 +15,7 @@ import yaml
 from data import prepare_volumes
 from data.formats import write_nifti
 from models.weight_files import load_weights, save_weights
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import CheckpointError, DataError, Settings
 from tests.finished_run import export_autoencoder, run_here, train_ldm

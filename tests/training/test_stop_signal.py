@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 WAIT = """
 import os, sys, time
 from pathlib import Path
-from training.stop_signal import StopSignal
+from training.loop import StopSignal
 
 with StopSignal() as stop:
     Path("ready").touch()

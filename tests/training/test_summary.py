@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from data import DataSplit, VolumeFile
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import Settings
 from training.ldm_step import LatentDiffusionStep
-from training.summary import summarise, warn_of_stage_two
+from training.run_setup import summarise, warn_of_stage_two
 
 FILES = tuple(VolumeFile(Path(f"{name}.nii"), name, label) for label, name in enumerate(("a", "b")))
 VOLUMES = DataSplit(FILES[:1], FILES[1:], ("healthy", "lesion"))

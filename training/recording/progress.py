@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from runtime.files.names import counted
+from runtime.files import counted
 
 INTERVALS = 20
 """Predictions use this many of the last intervals between log lines, because steps may become slower during a run."""

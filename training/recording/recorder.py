@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from runtime.files.atomic import write_text
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder, write_text
 from runtime.processes import Process
 from training.recording.progress import ELAPSED, RunClock
 

@@ -19,9 +19,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from torch.nn import functional as F
 
-from runtime.files.atomic import replacing
-from runtime.files.names import printable
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder, printable, replacing
 
 PLANE_NAMES = ("sagittal", "coronal", "axial")
 """Names of the planes, in the order of the axis that they cut, for volumes in an orientation such as RAS."""

@@ -17,7 +17,7 @@ from evaluation.report.page import page_of
 from evaluation.report.run_data import MAX_POINTS, read_run
 from evaluation.report.volumes import viewer_data
 from memory.watch.run_record import ladder_position, write_memory_record
-from runtime.files.run_folder import RunFolder
+from runtime.files import RunFolder
 from runtime.processes import Process
 from settings import Settings
 from tests.report_run import SPACING, make_run, volume_with_gradient

@@ -23,7 +23,7 @@ from memory.watch.diagnosis import (
 from memory.watch.memory_watch import MemoryWatch, is_tiny, train_with_rungs
 from memory.watch.readings import MemoryReadings, device_bytes
 from runtime.cli import OUT_OF_MEMORY
-from runtime.phases import phase
+from runtime.observer import phase
 from runtime.processes import Process
 from settings import Settings, load_settings
 from tests.conftest import ROOT

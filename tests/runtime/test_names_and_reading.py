@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from runtime.files.names import counted, printable
-from runtime.files.reading import check_regular, read_text
+from runtime.files import check_regular, counted, printable, read_text
 
 
 def test_unprintable_characters_are_escaped_unless_kept():

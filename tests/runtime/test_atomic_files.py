@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.files.atomic import replacing, write_text
-from runtime.files.locking import exclusive_lock
+from runtime.files import exclusive_lock, replacing, write_text
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -84,11 +83,11 @@ def test_threads_that_write_one_file_do_not_disturb_each_other(tmp_path):
 
 ROOT = Path(__file__).resolve().parents[3]
 HOLD = (
-    "import sys; from pathlib import Path; from runtime.files.locking import exclusive_lock\n"
+    "import sys; from pathlib import Path; from runtime.files import exclusive_lock\n"
     "with exclusive_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 )
 NOTE = (
-    "import sys; from pathlib import Path; from runtime.files.locking import exclusive_lock\n"
+    "import sys; from pathlib import Path; from runtime.files import exclusive_lock\n"
     "with exclusive_lock(Path(sys.argv[1])): Path(sys.argv[2]).touch()"
 )
 

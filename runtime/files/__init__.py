@@ -1,1 +1,0 @@
-"""Where files are kept, and how they are read and written: atomically, under locks, with printable names."""
