@@ -24,7 +24,7 @@ class MedicalNetDistance(FrozenTerm):
 
     def __init__(self, *, weights: str | None = None, load_weights: bool = True) -> None:
         super().__init__()
-        self.network: Any = _load_network(weights) if load_weights else _empty_network()
+        self.network: Any = _load_network(weights) if load_weights else dilated_resnet(10)
         self.freeze()
 
     def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
@@ -46,11 +46,12 @@ class MedicalNetDistance(FrozenTerm):
         return network.layer4(network.layer3(network.layer2(network.layer1(result))))
 
 
-def _empty_network() -> Any:
-    """Build MONAI's ResNet-10 with the strides and dilations that MedicalNet was trained with."""
-    from monai.networks.nets import resnet10
+def dilated_resnet(depth: int) -> Any:
+    """Build MONAI's 3D ResNet of 10 or 50 layers with the strides and dilations that MedicalNet was trained with."""
+    from monai.networks.nets import resnet10, resnet50
 
-    network = resnet10(spatial_dims=3, n_input_channels=1, feed_forward=False, bias_downsample=False, conv1_t_stride=2)
+    build = {10: resnet10, 50: resnet50}[depth]
+    network = build(spatial_dims=3, n_input_channels=1, feed_forward=False, bias_downsample=False, conv1_t_stride=2)
     # MedicalNet stops at an eighth of the resolution: its last two levels use dilation instead of strides.
     for level, dilation in ((network.layer3, 2), (network.layer4, 4)):
         for module in level.modules():
@@ -65,7 +66,7 @@ def _load_network(weights: str | None) -> Any:
     path = find_weights(NETWORK, weights)
     # The meta device skips initialisation, which would take time and draw random numbers.
     with torch.device("meta"):
-        network = _empty_network()
+        network = dilated_resnet(10)
     # Files from old versions of torch lack the batch counts, which eval mode does not use.
     keys = network.state_dict().keys()
     counts = {key: torch.zeros((), dtype=torch.long) for key in keys if key.endswith("num_batches_tracked")}

@@ -39,10 +39,10 @@ def trunk_files(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def medicalnet_file(tmp_path_factory) -> Path:
-    from losses.medicalnet import _empty_network
+    from losses.medicalnet import dilated_resnet
 
     with torch.device("meta"):
-        network = _empty_network()
+        network = dilated_resnet(10)
     state = random_state({key: value.shape for key, value in network.state_dict().items()}, seed=2)
     for key, value in state.items():
         if key.endswith("running_var"):

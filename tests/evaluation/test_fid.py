@@ -1,0 +1,93 @@
+"""FID and KID: the distances themselves, and the networks and slices of the two protocols."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from monai.metrics.fid import FIDMetric
+from torch import Tensor, nn
+
+from evaluation.fid import FeatureNetwork, fid_and_kid, frechet_distance, kernel_distance, radimagenet_resnet50
+from losses.medicalnet import dilated_resnet
+from settings import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def rows(number: int, width: int, shift: float = 0.0, spread: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(number, width, generator=generator, dtype=torch.float64) * spread + shift
+
+
+@pytest.mark.parametrize(("number", "width"), [(300, 16), (17, 16), (9, 16)])
+def test_frechet_distance_equals_monais(number: int, width: int) -> None:
+    a, b = rows(number, width), rows(number + 5, width, shift=0.3, spread=1.4, seed=1)
+    # MONAI takes the root of a singular matrix when there are fewer rows than features, which costs digits.
+    torch.testing.assert_close(frechet_distance(a, b), float(FIDMetric()(a, b)), rtol=1e-5, atol=1e-5)
+
+
+def test_frechet_distance_of_known_gaussians() -> None:
+    a, b = rows(40_000, 2), rows(40_000, 2, shift=3.0, spread=2.0, seed=1)
+    # |m|^2 = 18 and tr(1 + 4 - 2 * 2) = 2; the rest is the error of 40,000 draws.
+    assert frechet_distance(a, b) == pytest.approx(20.0, rel=0.03)
+    assert frechet_distance(a, a) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_kid_is_zero_on_average_for_draws_of_one_distribution_and_large_for_two() -> None:
+    same = [kernel_distance(rows(12, 8, seed=2 * n), rows(12, 8, seed=2 * n + 1)) for n in range(200)]
+    mean, error = torch.tensor(same).mean(), torch.tensor(same).std() / len(same) ** 0.5
+    assert abs(mean) < 4 * error
+    assert kernel_distance(rows(12, 8), rows(12, 8, shift=1.0, seed=1)) > 10 * torch.tensor(same).std()
+
+
+def test_interval_contains_the_value_and_narrows_with_more_volumes() -> None:
+    def width_of(number: int) -> float:
+        a = [[row[None]] for row in rows(number, 4)]
+        b = [[row[None]] for row in rows(number, 4, shift=0.5, seed=1)]
+        result = fid_and_kid(a, b)
+        low, high = result["fid_interval"]
+        assert low < result["fid"] < high
+        return high - low
+
+    assert width_of(400) < 0.6 * width_of(40)
+
+
+def test_networks_have_the_sizes_of_the_published_ones() -> None:
+    assert sum(p.numel() for p in radimagenet_resnet50().parameters()) == 23_534_592
+    with torch.device("meta"):
+        assert sum(p.numel() for p in dilated_resnet(50).parameters()) == 46_155_072
+
+
+@pytest.fixture(scope="module")
+def slices_network(tmp_path_factory: pytest.TempPathFactory) -> FeatureNetwork:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("weights") / "RadImageNet-ResNet50_notop.pth"
+    # Old files have a "module." in front of names and no counts of batches.
+    state = {f"module.{k}": v for k, v in radimagenet_resnet50().state_dict().items() if "num_batches" not in k}
+    torch.save({"state_dict": state}, path)
+    return FeatureNetwork.load("radimagenet-2.5d", str(path), CPU)
+
+
+def test_middle_slices_of_three_planes_are_compared(slices_network: FeatureNetwork) -> None:
+    (planes,) = slices_network.features([torch.rand(1, 20, 15, 10)], "volumes")
+    assert [tuple(plane.shape) for plane in planes] == [(4, 2048), (8, 2048), (6, 2048)]
+
+
+def test_features_do_not_depend_on_the_scale_of_intensities(slices_network: FeatureNetwork) -> None:
+    volume = torch.rand(1, 12, 12, 12)
+    first, second = (slices_network.features([v], "volumes")[0] for v in (volume, volume * 0.25 + 0.5))
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
+
+
+def test_a_volume_with_several_channels_is_refused(slices_network: FeatureNetwork) -> None:
+    with pytest.raises(ConfigError, match=r"--fid: the volumes have 2 channels; allowed: 1"):
+        slices_network.features([torch.rand(2, 8, 8, 8)], "volumes")
+
+
+def test_missing_and_wrong_weights_are_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("weights")
+    with pytest.raises(ConfigError, match=r"no file was given; allowed: resnet_50_23dataset.pth from github.com/Ten"):
+        FeatureNetwork.load("medicalnet-3d", None, CPU)
+    torch.save(nn.Linear(2, 2).state_dict(), folder / "other.pth")
+    with pytest.raises(ConfigError, match=r"does not hold the weights of radimagenet-2.5d \(conv1.weight is missing"):
+        FeatureNetwork.load("radimagenet-2.5d", str(folder / "other.pth"), CPU)
