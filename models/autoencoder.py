@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,18 +14,23 @@ from torch import Tensor, nn
 
 from models.arguments import autoencoder_arguments
 from models.bottleneck import VectorQuantiser, build_quantiser
-from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block, resamples
+from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block, resamples, stage_of
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward, recomputed
 from models.lean.compression import Compression
+from models.lean.host_volumes import HostSpace
 from models.lean.layout import CHANNELS_LAST, arranged, layout_of
 from models.lean.norm import compute_dtype
+from models.lean.offloaded_levels import OffloadedLevels
 from models.lean.resampling import Strides
-from models.lean.slabs import ConvolvedRows, HostSpace, Volume, volume_bytes
+from models.lean.slabs import ConvolvedRows, Volume, volume_bytes
 from models.lean.streaming import stored
 from models.stock import StockAutoencoder
 from settings import AutoencoderSettings
 
 log = logging.getLogger(__name__)
+
+SLAB_ROWS = 16
+"""Rows of a slab of levels in host memory where the settings do not say."""
 
 
 class LeanCoder(nn.Module):
@@ -40,7 +46,10 @@ class LeanCoder(nn.Module):
             lean_block(block, next(left)) if resamples(block) else lean_block(block) for block in blocks
         )
         assert next(left, None) is None, "there are more strides than resampling blocks"
+        self.first_level = first_level
         self.levels = _level_of_each(self.blocks, first_level)
+        self.offloaded_levels = 0
+        self._offloaded: OffloadedLevels | None = None
         self.checkpointed_levels = 0
         self.slab_rows = 0
         self.host: HostSpace | None = None
@@ -56,10 +65,15 @@ class LeanCoder(nn.Module):
         """Run all blocks."""
         offload = HostOffload() if self.offload else None
         keep = offload if self.checkpoint_dtype == "same" else Compression(offload)
-        first, *middle = self.blocks[:-2]
-        h = self._begin(first, x)
+        offloaded = self._offloaded if self.host is None else None
+        if offloaded is not None and not self.first_level:
+            h: Volume = offloaded(x)
+        else:
+            h = self._begin(self.blocks[0], x)
         upsampling: tuple[nn.Module, Tensor] | None = None  # what `h` is computed from again, if it is
-        for block, level in zip(middle, self.levels[1:-2], strict=True):
+        for block, level in zip(self.blocks[1:-2], self.levels[1:-2], strict=True):
+            if offloaded is not None and level < self.offloaded_levels:
+                continue
             if isinstance(block, LeanBlock) and block.slab_rows and not torch.is_grad_enabled():
                 h = block.consume(h)
             else:
@@ -69,6 +83,9 @@ class LeanCoder(nn.Module):
                 if self._recomputes_upsampled and isinstance(block, UpsampleBlock):
                     upsampling, hooks = (block, h), None  # its input stays on the device
                 h = self._run(block, h, level, hooks)
+        if offloaded is not None and self.first_level:
+            with keep if self.checkpointed_levels and keep is not None else nullcontext():
+                return offloaded(self._whole(h))
         (head,) = self._head
         h = h if head.slab_rows else self._whole(h)
         return self._run(head.train(self.training), h, self.levels[-1], keep)
@@ -100,6 +117,17 @@ class LeanCoder(nn.Module):
             if isinstance(block, LeanBlock):
                 block.slab_rows = rows if level < num_levels else 0
                 block.host = host
+
+    def offload_levels(self, num_levels: int, rows: int, host: HostSpace, recomputes: bool) -> None:
+        """Keep the volumes of the `num_levels` highest levels in the memory of `host`, in training too.
+
+        With `recomputes`, they are not kept until backward, which computes them again.
+        """
+        (head,) = self._head
+        blocks = zip([*self.blocks[:-2], head], self.levels[:-1], strict=True)
+        stages = [stage_of(block) for block, level in blocks if level < num_levels]
+        self.offloaded_levels = num_levels
+        self._offloaded = OffloadedLevels(stages, rows, host, recomputes) if num_levels else None
 
     @property
     def _recomputes_upsampled(self) -> bool:
@@ -170,7 +198,8 @@ class LeanAutoencoder(StockAutoencoder):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latent's mean and sigma."""
         x = arranged(self.entering(x), self.layout)
-        h = gradient_checkpoint_forward(self.encoder, x, use_gradient_checkpointing=self.nested)
+        nested = self.nested and not self.encoder.offloaded_levels  # those compute their volumes again themselves
+        h = gradient_checkpoint_forward(self.encoder, x, use_gradient_checkpointing=nested)
         if self.quantiser is not None:
             latent = self.quant_conv_mu(h)
             return latent, torch.zeros_like(latent)
@@ -230,6 +259,16 @@ class LeanAutoencoder(StockAutoencoder):
         for coder in (self.encoder, self.decoder):
             coder.set_slab_rows(rows, num_levels, host)
 
+    def offload_levels(self, num_levels: int, rows: int = 0, nested: bool = False) -> None:
+        """Keep volumes and gradients of the `num_levels` highest levels in host memory; the device has slabs of them.
+
+        Forward and backward stay exact. `nested` computes those of the encoder again in backward, to save host memory.
+        """
+        assert num_levels < self.num_levels, f"{num_levels} of {self.num_levels} levels; the last stays on the device"
+        self.host = HostSpace(above=0, free=sys.maxsize, keeps=True)
+        self.encoder.offload_levels(num_levels, rows or SLAB_ROWS, self.host, nested)
+        self.decoder.offload_levels(num_levels, rows or SLAB_ROWS, self.host, recomputes=False)
+
 
 def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
     """Build the autoencoder that the settings describe, with their memory settings applied, in its fastest layout."""
@@ -245,6 +284,8 @@ def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
     model.set_layout(model.fastest_layout)
     training = settings.training
     model.set_slab_rows(training.slab_rows)
+    if training.offload_levels:
+        model.offload_levels(training.offload_levels, training.slab_rows, training.nests_checkpoints)
     if training.checkpoints_blocks:
         model.gradient_checkpointing_enable(
             levels=training.checkpoint_levels,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models import StockAutoencoder, build_autoencoder
 from models.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder
-from models.lean.slabs import HostSpace, host_bytes
+from models.lean.host_volumes import HostSpace, host_bytes
 from runtime.observer import memory_observer
 from runtime.placement import move
 from runtime.precision import Precision

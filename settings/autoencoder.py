@@ -69,6 +69,12 @@ class AutoencoderTraining(TrainingSettings):
         "Run the highest-resolution blocks this many rows of the first axis at a time, with the same result; 0: whole.",
         SAME,
     )
+    offload_levels: CountOrZero = key(
+        0,
+        "Keep volumes and gradients of this many levels, highest resolution first, in host memory; the device has "
+        "slabs of slab_rows rows of them, or of 16.",
+        SAME,
+    )
     trainable: Literal["all", "decoder"] = key(
         "all",
         "decoder: the encoder keeps its pretrained weights, so that a trained stage 2 stays valid, and needs no memory "

@@ -165,6 +165,12 @@ def _memory_knobs(settings: Settings) -> Problems:
         remedy = f"set {-(-settings.training_grid[0] // MOST_SLABS)} or more"
         sources = ("data.voxel_size", "data.patch_size")
         yield Problem(f"{where}.slab_rows", found, f"allowed: {allowed} slabs", remedy), sources
+    attending = autoencoder.attention_levels.index(True) if any(autoencoder.attention_levels) else levels
+    most = min(attending, levels - 1)
+    if training.offload_levels > most:
+        found = f"{training.offload_levels} of {levels} levels; the last one and those with attention run on the device"
+        sources = ("autoencoder.num_channels", "autoencoder.attention_levels")
+        yield Problem(f"{where}.offload_levels", found, f"allowed: at most {most}", f"set {most}"), sources
     # What MONAI's stock modules do not support.
     asked = {
         "use_gradient_checkpointing_offload": training.use_gradient_checkpointing_offload,
@@ -172,6 +178,7 @@ def _memory_knobs(settings: Settings) -> Problems:
         "checkpoint_levels": training.checkpoint_levels != "all",
         "checkpoint_dtype": training.checkpoint_dtype != "same",
         "slab_rows": training.slab_rows > 0,
+        "offload_levels": training.offload_levels > 0,
     }
     for name in (name for name, is_asked in asked.items() if is_asked and autoencoder.implementation == "monai"):
         found = f"{getattr(training, name)} with implementation: monai, which does not support it"

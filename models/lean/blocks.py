@@ -12,12 +12,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.lean.attention import AttentionBlock
+from models.lean.host_volumes import HostSpace
 from models.lean.interpolation import interpolated_conv, interpolated_rows
 from models.lean.layout import CHANNELS_LAST, layout_of
 from models.lean.norm import compute_dtype, group_norm
+from models.lean.offloaded_levels import (
+    DownsampleStage,
+    FirstConvolution,
+    HeadStage,
+    InterpolationStage,
+    ResidualStage,
+    Stage,
+    UpsampleStage,
+)
 from models.lean.resampling import DownsampledRows, Strides, UpsampledRows, downsample_conv, upsample_conv
 from models.lean.slab_blocks import norm_conv, residual
-from models.lean.slabs import HostSpace, RowSource, Volume
+from models.lean.slabs import RowSource, Volume
 from models.lean.streaming import Layers, Residual, residual_on_host, stored
 
 
@@ -77,15 +87,16 @@ class ResidualBlock(LeanBlock):
         size = x.shape.numel() // x.shape[1] * channels * dtype.itemsize
         if self.host is None or size <= self.host.above:
             return self._in_slabs(x, overwrite=True)
-        return residual_on_host(x, Residual.of(self._layers, dtype), self.slab_rows, self.host)
+        return residual_on_host(x, Residual.of(self.layers, dtype), self.slab_rows, self.host)[0]
 
     @property
-    def _layers(self) -> Layers:
+    def layers(self) -> Layers:
+        """Return the norms, the convolutions and the shortcut, if there is one."""
         convs = (self.conv1.conv, self.conv2.conv)
         return (self.norm1, self.norm2), convs, getattr(self.nin_shortcut, "conv", None)
 
     def _in_slabs(self, x: Volume, overwrite: bool) -> Tensor:
-        return residual(x, *self._layers, self.slab_rows, overwrite)
+        return residual(x, *self.layers, self.slab_rows, overwrite)
 
 
 class UpsampleBlock(LeanBlock):
@@ -190,3 +201,19 @@ def lean_block(stock: nn.Module, strides: Strides = (2, 2, 2)) -> nn.Module:
         return DownsampleBlock(stock, strides)
     assert isinstance(stock, Convolution | nn.GroupNorm), f"no lean counterpart for {type(stock).__name__}"
     return stock
+
+
+def stage_of(block: nn.Module) -> Stage:
+    """Return the form of a block in which its volumes lie in host memory."""
+    if isinstance(block, ResidualBlock):
+        return ResidualStage(block.layers)
+    if isinstance(block, InterpolationBlock):
+        return InterpolationStage(block.postconv.conv, block.strides)
+    if isinstance(block, UpsampleBlock):
+        return UpsampleStage(block.postconv.conv, block.strides)
+    if isinstance(block, DownsampleBlock):
+        return DownsampleStage(block.conv.conv, block.strides)
+    if isinstance(block, Head):
+        return HeadStage(block.norm, block.conv.conv)
+    assert isinstance(block, Convolution), f"{type(block).__name__} cannot run on rows in host memory"
+    return FirstConvolution(block.conv)

@@ -80,14 +80,14 @@ class Enlarged(RowSource):
         start, end = start - self.strides[0] * first, end - self.strides[0] * first
         return rows[:, :, start:end].to(self.dtype, memory_format=self.layout)
 
-    def add_grad(self, total: Tensor, grad: Tensor, start: int) -> None:
-        """Add what the gradient of the rows from `start` gives to the small volume's gradient `total`."""
+    def small_grad(self, grad: Tensor, start: int) -> tuple[int, Tensor]:
+        """Return what the gradient of the rows from `start` gives to the small volume's, and its first row there."""
         first, last = self._needed(start, start + grad.shape[2])
         before = start - self.strides[0] * first
         wide = rows_of(full_precision(grad), -before, self.strides[0] * (last - first) - before)
         for axis in reversed(self._axes):
             wide = _doubled_backward(wide, axis)
-        total[:, :, first:last] += wide
+        return first, wide
 
     def _needed(self, start: int, end: int) -> tuple[int, int]:
         """Return the small rows that the rows from `start` to `end` depend on, with those that give them their ends.
@@ -134,7 +134,8 @@ class _InterpolatedConv(torch.autograd.Function):
                 if sums is not None:
                     sums += of_weight
                 if total is not None:
-                    enlarged.add_grad(total, of_rows, start)
+                    first, part = enlarged.small_grad(of_rows, start)
+                    total[:, :, first : first + part.shape[2]] += part
             of_bias = bias_grad(grad) if needs_bias else None
         return None if total is None else total.to(x.dtype), sums, of_bias, None, None, None
 

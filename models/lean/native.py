@@ -121,16 +121,21 @@ def transposed_convolution(
 
 
 def transposed_convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool], strides: Sequence[int]
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    needs: tuple[bool, bool],
+    strides: Sequence[int],
+    padding: Sequence[int] = (1, 1, 1),
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x` and weight of a `transposed_convolution` padded by one voxel."""
+    """Return the gradients of `x` and weight of a `transposed_convolution`."""
     if _adds_in_low_precision(x):
         grad, x, weight = grad.float(), x.float(), weight.float()
     # oneDNN adds the 64 taps of all channels one after the other. In fp32 that rounds a decoder's gradient up to 2.8
     # times as far from the truth as the unfolded convolution; with channels added in four parts, up to 1.6 times.
     num_parts = 4 if x.is_cpu and type(x) is Tensor and x.dtype == torch.float32 else 1
     parts = [
-        convolution_backward(some, x, taps, needs, strides, (1, 1, 1), transposed=True)
+        convolution_backward(some, x, taps, needs, strides, padding, transposed=True)
         for some, taps in zip(grad.chunk(num_parts, 1), weight.chunk(num_parts, 1), strict=True)
     ]
     if len(parts) == 1:

@@ -18,18 +18,19 @@ Strides = Sequence[int]
 """The factors, 1 or 2, by which the three axes are shrunk or enlarged."""
 
 
-def _fold(weight: Tensor, strides: Strides) -> Tensor:
+def folded(weight: Tensor, strides: Strides) -> Tensor:
     """Return the kernel of the transposed convolution that upsamples by `strides` and convolves with `weight`.
 
     Nearest-neighbour upsampling by two repeats each voxel, so along that axis two of the three taps read the same voxel
     and can be added: the last two for even output voxels, the first two for odd ones. A transposed convolution of
     stride two applies its odd taps to even output voxels and its even taps to odd ones, four taps in all. Along an axis
-    that is not upsampled it applies the three taps in reverse order.
+    that is not upsampled it applies the three taps in reverse order. In full precision, so that each tap is rounded
+    once.
     """
-    return _add_neighbours(weight.flip(2, 3, 4), strides, padding=1).transpose(0, 1)
+    return _add_neighbours(full_precision(weight).flip(2, 3, 4), strides, padding=1).transpose(0, 1)
 
 
-def _unfold(grad: Tensor, strides: Strides) -> Tensor:
+def unfolded(grad: Tensor, strides: Strides) -> Tensor:
     """Return the gradient of the 3x3x3 kernel from that of its folded form."""
     return _add_neighbours(grad.transpose(0, 1), strides, padding=0).flip(2, 3, 4)
 
@@ -56,8 +57,7 @@ class UpsampledRows(RowSource):
         self.layout = layout_of_volume(x)
         grid = (size * stride for size, stride in zip(x.shape[2:], strides, strict=True))
         self.shape = torch.Size((x.shape[0], weight.shape[0], *grid))
-        # Folded in full precision, so that each tap is rounded once.
-        self._kernel = _fold(full_precision(weight), strides).to(dtype)
+        self._kernel = folded(weight, strides).to(dtype)
 
     def rows(self, start: int, end: int) -> Tensor:
         """Compute the rows from `start` to `end`."""
@@ -94,11 +94,11 @@ class _UpsampleConv(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with torch.autocast(x.device.type, enabled=False):
-            kernel = _fold(full_precision(weight), ctx.strides).to(ctx.dtype)
+            kernel = folded(weight, ctx.strides).to(ctx.dtype)
             grad_x, grad_kernel = native.transposed_convolution_backward(
                 grad.to(ctx.dtype), x.to(ctx.dtype), kernel, (needs_x, needs_weight), ctx.strides
             )
-            grad_weight = _unfold(full_precision(grad_kernel), ctx.strides) if needs_weight else None
+            grad_weight = unfolded(full_precision(grad_kernel), ctx.strides) if needs_weight else None
             grad_bias = bias_grad(grad) if needs_bias else None
         return grad_x.to(x.dtype) if needs_x else None, grad_weight, grad_bias, None, None
 

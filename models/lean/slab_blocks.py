@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.lean import native
+from models.lean.host_volumes import HostVolume, in_order, with_halos
 from models.lean.layout import CHANNELS_LAST, layout_of
 from models.lean.norm import compute_dtype, full_precision, operators
 from models.lean.norm.affine import Norm
 from models.lean.slabs import (
     ConvolvedRows,
-    HostVolume,
     NormedRows,
-    Remembered,
     RowSource,
     Statistics,
     Volume,
@@ -54,24 +53,25 @@ def statistics_of(x: Volume, groups: int, eps: float, rows: int) -> tuple[Tensor
     if isinstance(x, HostVolume) and (groups, eps) in x.statistics:
         return x.statistics[groups, eps]
     all_slabs = slabs(x, rows, x.shape[1], x.dtype)
-    result = Statistics(x, all_slabs, groups, eps)
+    result, source = Statistics(x, all_slabs, groups, eps), in_order(x, all_slabs[0][1])
     for start, end in all_slabs:
-        result.add(x.rows(start, end))
+        result.add(read(source, start, end))
     return result.result()
 
 
-def _norm_conv(
+def norm_conv_rows(
     x: Volume, parameters: tuple[Tensor, ...], groups: int, eps: float, rows: int, dtype: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the norm and convolution of `x`, and the statistics of its groups."""
     norm_weight, norm_bias, weight, bias = parameters
     with torch.autocast(x.device.type, enabled=False):
         mean, rstd = statistics_of(x, groups, eps, rows)
-        source = Remembered(x) if isinstance(x, RowSource) else x
+        all_slabs = slabs(x, rows, x.shape[1], dtype)
+        source = with_halos(x, all_slabs[0][1])
         normed = NormedRows(source, Norm(mean, rstd, norm_weight, norm_bias, silu=False), dtype)
         low_weight, low_bias = weight.to(dtype), bias.to(dtype)
         out = empty(x, weight.shape[0], dtype)
-        for start, end in slabs(x, rows, x.shape[1], dtype):
+        for start, end in all_slabs:
             out[:, :, start:end] = convolve(normed.rows(start - 1, end + 1), low_weight, low_bias)
     return out, (mean, rstd)
 
@@ -82,7 +82,7 @@ class _NormConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
         *parameters, groups, eps, rows, dtype = args
-        out, statistics = _norm_conv(x, tuple(parameters), groups, eps, rows, dtype)
+        out, statistics = norm_conv_rows(x, tuple(parameters), groups, eps, rows, dtype)
         ctx.save_for_backward(x, *parameters, *statistics)
         ctx.rows, ctx.dtype = rows, dtype
         return out
@@ -264,7 +264,7 @@ def norm_conv(x: Volume, norm: nn.GroupNorm, conv: nn.Conv3d, rows: int) -> Tens
     parameters = (norm.weight, norm.bias, conv.weight, conv.bias)
     options = (norm.num_groups, norm.eps, rows, compute_dtype(x))
     if isinstance(x, RowSource):
-        return _norm_conv(x, parameters, *options)[0]
+        return norm_conv_rows(x, parameters, *options)[0]
     return _NormConv.apply(x, *parameters, *options)
 
 

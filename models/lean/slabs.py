@@ -7,7 +7,6 @@ height, width).
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 
 import torch
@@ -18,7 +17,6 @@ from models.lean import native
 from models.lean.layout import layout_of
 from models.lean.norm import operators
 from models.lean.norm.affine import Norm
-from runtime.observer import memory_observer
 
 MIN_SLAB_VALUES = 20480
 """Smallest channels x rows x height for which torch uses its fast CPU kernel for an fp32 convolution of one volume.
@@ -47,75 +45,6 @@ class RowSource(ABC):
 Volume = Tensor | RowSource
 
 
-class HostSpace:
-    """The host memory that volumes of more than `above` bytes may take, `free` bytes in all."""
-
-    def __init__(self, above: int, free: int) -> None:
-        self.above, self.free = above, free
-
-    def volume(self, like: Volume) -> HostVolume:
-        """Return an uninitialised volume of the shape and dtype of `like`; its bytes are free again when it goes."""
-        size = host_bytes(volume_bytes(like), like.device.type == "cuda")
-        self.free -= size
-        volume = HostVolume(like)
-        weakref.finalize(volume, self._give_back, size)
-        return volume
-
-    def _give_back(self, size: int) -> None:
-        self.free += size
-
-
-class HostVolume(RowSource):
-    """A volume in host memory whose rows are computed on a device: a place for what does not fit there as a whole.
-
-    Rows follow one another in memory, so that each slab is one copy; the copies run on the stream of the computation.
-    """
-
-    def __init__(self, like: Volume) -> None:
-        batch, channels, rows, *plane = like.shape
-        self.shape, self.dtype, self.device, self.layout = like.shape, like.dtype, like.device, layout_of_volume(like)
-        self.statistics: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
-        is_pinned = like.device.type == "cuda"
-        with memory_observer().host_allocation():
-            self._rows = torch.empty((rows, batch, *plane, channels), dtype=like.dtype, pin_memory=is_pinned)
-
-    def rows(self, start: int, end: int) -> Tensor:
-        """Copy the rows from `start` to `end` to the device."""
-        out = empty(self, rows=end - start)
-        self.fill(out, start, end)
-        return out
-
-    def fill(self, target: Tensor, start: int, end: int) -> None:
-        """Copy the rows from `start` to `end` into `target`, on the device."""
-        target.movedim((2, 1), (0, -1)).copy_(self._rows[start:end], non_blocking=True)
-
-    def write(self, start: int, rows: Tensor) -> None:
-        """Copy rows from the device to their place, the first of them to row `start`."""
-        self._rows[start : start + rows.shape[2]].copy_(rows.movedim((2, 1), (0, -1)), non_blocking=True)
-
-
-class Remembered(RowSource):
-    """The rows of another volume, of which the last ones asked for are kept, so that no halo is computed twice."""
-
-    def __init__(self, source: RowSource) -> None:
-        self._source = source
-        self.shape, self.dtype, self.device, self.layout = source.shape, source.dtype, source.device, source.layout
-        self._start = self._end = 0
-        self._kept: Tensor | None = None
-
-    def rows(self, start: int, end: int) -> Tensor:
-        """Return the rows from `start` to `end`; compute those that are not kept."""
-        if self._kept is None or not self._start <= start <= self._end:
-            self._kept, self._start, self._end = self._source.rows(start, end), start, end
-        elif end > self._end:
-            before, known = self._kept[:, :, start - self._start :], self._end - start
-            self._kept = empty(self, rows=end - start)
-            self._kept[:, :, :known] = before
-            self._source.fill(self._kept[:, :, known:], self._end, end)
-            self._start, self._end = start, end
-        return self._kept[:, :, start - self._start : end - self._start]
-
-
 def slabs(x: Volume, rows: int, channels: int, dtype: torch.dtype) -> list[tuple[int, int]]:
     """Return start and end of each slab of about `rows` rows, for convolutions of at least `channels` channels."""
     total, height = x.shape[2], x.shape[3]
@@ -133,11 +62,6 @@ def read(x: Volume, start: int, end: int) -> Tensor:
 def volume_bytes(x: Volume) -> int:
     """Return the bytes of a whole volume."""
     return x.shape.numel() * x.dtype.itemsize
-
-
-def host_bytes(nbytes: int, is_pinned: bool) -> int:
-    """Return what so many bytes take in host memory; torch pins powers of two."""
-    return 1 << (nbytes - 1).bit_length() if is_pinned else nbytes
 
 
 def layout_of_volume(x: Volume) -> torch.memory_format:
@@ -254,10 +178,16 @@ class NormedRows:
         grad_bias, grad_weight = sums.sum(1)
         return grad_weight, grad_bias
 
-    def input_grad(self, kept: Tensor, start: int, end: int, plus: Tensor | None = None) -> None:
-        """Replace what `absorb` stored for these rows by the gradient of `x`, with `plus` added to it."""
+    def input_grad(
+        self, kept: Tensor, start: int, end: int, plus: Tensor | None = None, is_absorbed: bool = True
+    ) -> None:
+        """Replace what `absorb` stored for these rows by the gradient of `x`, with `plus` added to it.
+
+        Rows that are not absorbed are what `absorb` takes.
+        """
         assert self._group_means is not None, "input_grad needs the sums over all rows: call finish first"
-        norm = self.norm._replace(silu=self.norm.silu and not operators.stores_before_silu(kept))
+        is_before_silu = is_absorbed and operators.stores_before_silu(kept)
+        norm = self.norm._replace(silu=self.norm.silu and not is_before_silu)
         x = read(self.x, start, end)
         operators.norm_input_grad(kept, kept, x, norm, self._group_means, plus)
 

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import TypeIs
 
+from models.lean.host_volumes import HostSpace, HostVolume, Remembered, with_halos
 from models.lean.norm.affine import Norm
 from models.lean.slab_blocks import statistics_of
 from models.lean.slabs import (
     ConvolvedRows,
-    HostSpace,
-    HostVolume,
     NormedRows,
-    Remembered,
     RowSource,
     Statistics,
     Volume,
@@ -77,37 +75,43 @@ def stored(x: RowSource, rows: int, host: HostSpace | None) -> Volume:
     return out
 
 
-def residual_on_host(x: Volume, block: Residual, rows: int, host: HostSpace) -> HostVolume:
-    """Apply a residual block in slabs of `rows` rows and return its output in host memory.
+def residual_on_host(
+    x: Volume, block: Residual, rows: int, host: HostSpace, keeps_input: bool = False
+) -> tuple[HostVolume, tuple[Norm, Norm]]:
+    """Apply a residual block in slabs of `rows` rows; return its output, in host memory, and its norms.
 
     The less of that is free, the more is computed twice: first the shortcut of an input that is computed on demand is
     kept in place of the input, then neither, and the output overwrites the input, if it fits there, in place of what
-    the second norm sees.
+    the second norm sees. With `keeps_input`, for backward, nothing is kept but the output: to compute what the second
+    norm sees again takes less time than to copy it to the host and back.
     """
     dtype = block.weight1.dtype
     with torch.autocast(x.device.type, enabled=False):
         all_slabs = slabs(x, rows, min(block.weight1.shape[:2]), dtype)
+        length = all_slabs[0][1]
         size = x.shape.numel() // x.shape[1] * block.weight1.shape[0] * dtype.itemsize
-        if _is_computed(x) and block.shortcut is not None and host.free >= volume_bytes(x) + size:
-            x = stored(x, rows, host)
-        overwrites = isinstance(x, HostVolume) and x.dtype == dtype and block.shortcut is None and host.free < size
-        source = Remembered(x) if isinstance(x, RowSource) else x
+        spare = 0 if keeps_input else host.free
+        if _is_computed(x) and block.shortcut is not None and spare >= volume_bytes(x) + size:
+            x, spare = stored(x, rows, host), host.free
+        overwrites = isinstance(x, HostVolume) and x.dtype == dtype and block.shortcut is None and spare < size
+        recomputes, overwrites = overwrites or keeps_input, overwrites and not keeps_input
         norm1 = Norm(*statistics_of(x, block.groups, block.eps, rows), block.scale1, block.shift1, silu=True)
+        source = with_halos(x, length)
         convolved = ConvolvedRows(NormedRows(source, norm1, dtype), block.weight1, block.bias1)
         out = x if isinstance(x, HostVolume) and overwrites else host.volume(convolved)
-        beside = (
-            host.volume(convolved) if block.shortcut is not None and _is_computed(x) and host.free >= size else None
-        )
+        has_room = not keeps_input and host.free >= size
+        beside = host.volume(convolved) if block.shortcut is not None and _is_computed(x) and has_room else None
         inner = Statistics(convolved, all_slabs, block.groups, block.eps)
         for start, end in all_slabs:
             part = convolved.rows(start, end)
             inner.add(part)
-            if not overwrites:
+            if not recomputes:
                 out.write(start, part)
             if beside is not None:
                 beside.write(start, _shortcut(source, block, start, end))
         norm2 = Norm(*inner.result(), block.scale2, block.shift2, silu=True)
-        second = NormedRows(Remembered(convolved if overwrites else out), norm2, dtype)
+        h = Remembered(convolved) if recomputes else with_halos(out, length)
+        second = NormedRows(h, norm2, dtype)
         outer = Statistics(convolved, all_slabs, block.groups, block.eps)
         for start, end in all_slabs:
             part = convolve(second.rows(start - 1, end + 1), block.weight2, block.bias2)
@@ -116,7 +120,7 @@ def residual_on_host(x: Volume, block: Residual, rows: int, host: HostSpace) -> 
             outer.add(part)
             out.write(start, part)
         out.statistics = {(block.groups, block.eps): outer.result()}
-    return out
+    return out, (norm1, norm2)
 
 
 def _is_computed(x: Volume) -> TypeIs[RowSource]:

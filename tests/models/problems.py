@@ -36,10 +36,15 @@ AUTOENCODER_KNOBS: dict[str, dict[str, Any]] = {
     "one slab": {**CHECKPOINTED, "slab_rows": 64, "checkpoint_levels": 1},
     "slabs of 5, offloaded": {**OFFLOADED, "slab_rows": 5},
     "slabs of 4, nested, offloaded": {**OFFLOADED, **NESTED, "slab_rows": 4},
+    "first level on the host": {"offload_levels": 1, "slab_rows": 4},
+    "first level on the host, nested": {**CHECKPOINTED, **NESTED, "offload_levels": 1, "slab_rows": 3},
     "MONAI's blocks": {"implementation": "monai"},
     "MONAI's blocks, checkpointed": {"implementation": "monai", **CHECKPOINTED},
 }
-DECODER_KNOBS = {name: AUTOENCODER_KNOBS[name] for name in ("lean", "checkpointed", "offloaded", "slabs of 3")}
+DECODER_KNOBS = {
+    name: AUTOENCODER_KNOBS[name]
+    for name in ("lean", "checkpointed", "offloaded", "slabs of 3", "first level on the host")
+}
 UNET_KNOBS = {"lean": {}, "checkpointed": CHECKPOINTED, "offloaded": OFFLOADED}
 KNOBS: dict[str, dict[str, dict[str, Any]]] = {
     "autoencoder": AUTOENCODER_KNOBS,

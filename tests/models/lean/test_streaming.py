@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import build_autoencoder
+from models.lean.host_volumes import HostSpace, HostVolume, ReadAhead, Remembered
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS
-from models.lean.slabs import HostSpace, HostVolume, Remembered
 from settings import validate
 from tests.models.gradients import small_work_counts
 from tests.models.problems import with_lively_weights
@@ -94,8 +94,8 @@ def test_no_volume_above_the_limit_is_on_the_device(monkeypatch):
     made: list[int] = []
     original = HostVolume.__init__
 
-    def noted(self: HostVolume, like: Any) -> None:
-        original(self, like)
+    def noted(self: HostVolume, *arguments: Any) -> None:
+        original(self, *arguments)
         made.append(self._rows.numel())
 
     monkeypatch.setattr(HostVolume, "__init__", noted)
@@ -107,16 +107,19 @@ def test_no_volume_above_the_limit_is_on_the_device(monkeypatch):
 class Counted(HostVolume):
     """Counts the rows that are read."""
 
-    def fill(self, target: torch.Tensor, start: int, end: int) -> None:
-        self.count = getattr(self, "count", 0) + end - start
-        super().fill(target, start, end)
+    count = 0
+
+    def start_reading(self, start: int, end: int) -> Any:
+        self.count += end - start
+        return super().start_reading(start, end)
 
 
-def test_remembered_rows_are_read_once():
+@pytest.mark.parametrize("ahead", [False, True])
+def test_remembered_rows_are_read_once(ahead):
     values = torch.randn(1, 3, 17, 4, 5)
     volume = Counted(values)
     volume.write(0, values)
-    remembered = Remembered(volume)
+    remembered = Remembered(ReadAhead(volume, 4) if ahead else volume)
     for start in range(0, 17, 4):
         first, last = max(start - 2, 0), min(start + 6, 17)
         assert torch.equal(remembered.rows(first, last), values[:, :, first:last])

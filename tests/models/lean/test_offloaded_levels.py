@@ -1,0 +1,140 @@
+"""Levels whose volumes lie in host memory: the gradients of the same network on the device, in a fraction of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from memory.predict.emulation import measure_peak
+from models import build_autoencoder
+from models.lean.layout import CHANNELS_LAST, CONTIGUOUS
+from runtime.placement import move
+from settings import validate
+from tests.models.gradients import direction, small_work_counts
+from tests.models.problems import with_lively_weights
+
+MIB = 1 << 20
+
+
+def network(**shape: Any) -> Any:
+    values = {"num_channels": [8, 16, 24], "norm_num_groups": 4, "attention_levels": [False] * 3, "latent_channels": 3}
+    chosen = validate({"data": {"voxel_size": [32, 32, 32]}, "autoencoder": {**values, **shape}})
+    torch.manual_seed(0)
+    return with_lively_weights(build_autoencoder(chosen.autoencoder))
+
+
+def gradients(model: Any, x: Tensor, latent: Tensor) -> dict[str, Tensor]:
+    """Results and gradients of encoding a volume and decoding a latent; the volume need not be one that is decoded."""
+    model.zero_grad()
+    x, latent = x.clone().requires_grad_(), latent.clone().requires_grad_()
+    with small_work_counts():
+        outputs = [*model.encode(x), model.decode(latent)]
+        wanted = [out for out in outputs if out.requires_grad]
+        torch.autograd.backward(wanted, [direction(out.shape).to(out.dtype) for out in wanted])
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found |= {"volume": x.grad, "latent": latent.grad}
+    found |= {f"output {index}": out.detach() for index, out in enumerate(outputs)}
+    return {name: tensor.double().clone() for name, tensor in found.items() if tensor is not None}
+
+
+def inputs(model: Any, batch: int, grid: tuple[int, ...], latent_grid: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    return torch.randn(batch, 1, *grid, generator=draw), torch.randn(batch, 3, *latent_grid, generator=draw)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    variant=st.sampled_from(["monai", "maisi"]),
+    strides=st.sampled_from([2, [[1, 2, 2], [2, 2, 2]], [[2, 1, 2], [1, 2, 2]]]),
+    blocks=st.sampled_from([1, [2, 1, 0], [0, 2, 1], [1, 0, 1]]),
+    attention=st.booleans(),
+    bottleneck=st.sampled_from(["kl", "vq"]),
+    layout=st.sampled_from([CONTIGUOUS, CHANNELS_LAST]),
+    batch=st.integers(1, 2),
+    grid=st.tuples(*[st.sampled_from([8, 9, 11, 12])] * 3),
+    latent_grid=st.tuples(*[st.integers(2, 4)] * 3),
+    rows=st.integers(2, 9),
+    levels=st.integers(1, 2),
+    nested=st.booleans(),
+    frozen=st.sampled_from(["nothing", "encoder", "all"]),
+)
+def test_gradients_are_those_of_the_device(
+    variant, strides, blocks, attention, bottleneck, layout, batch, grid, latent_grid, rows, levels, nested, frozen
+):
+    model = network(
+        variant=variant,
+        strides=strides,
+        num_res_blocks=blocks,
+        attention_levels=[False, False, attention],
+        bottleneck=bottleneck,
+    ).double()
+    model.set_layout(layout)
+    if frozen == "all":
+        model.requires_grad_(False)
+    elif frozen == "encoder":
+        model.freeze_encoder()
+    x, latent = (part.double() for part in inputs(model, batch, grid, latent_grid))
+    expected = gradients(model, x, latent)
+    model.offload_levels(levels, rows, nested)
+    found = gradients(model, x, latent)
+    assert found.keys() == expected.keys()
+    size = sum(float(part.square().sum()) for part in expected.values()) ** 0.5
+    for name, true in expected.items():
+        off = float((found[name] - true).norm())
+        assert off <= 1e-12 * max(float(true.norm()), 1e-3 * size), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", ["monai", "maisi"])
+def test_low_precision_errs_as_on_the_device(variant, dtype):
+    model = network(variant=variant)
+    x, latent = inputs(model, 1, (12, 8, 8), (3, 2, 2))
+    truth = gradients(model.double(), x.double(), latent.double())
+    model.float()
+    errors = []
+    for levels in (0, 2):
+        if levels:
+            model.offload_levels(levels, 3)
+        with torch.autocast("cpu", dtype):
+            found = gradients(model, x, latent)
+        names = [name for name in truth if not name.startswith("output")]
+        errors.append(sum(float((found[name] - truth[name]).square().sum()) for name in names) ** 0.5)
+    assert errors[1] <= 1.5 * errors[0]
+
+
+def test_backward_takes_host_memory_that_it_gives_back_for_the_next_step():
+    model = network()
+    model.offload_levels(2, 4)
+    x, latent = inputs(model, 1, (12, 8, 8), (3, 2, 2))
+    gradients(model, x, latent)
+    first = model.host.taken
+    gradients(model, x, latent)
+    assert model.host.taken == first > 0
+
+
+def test_device_holds_slabs_and_no_whole_volume_of_the_offloaded_levels():
+    def peak(levels: int) -> tuple[int, int]:
+        def step(tracker):
+            model = move(network(num_channels=[32, 64, 64]), torch.device("cpu"), "auto")
+            if levels:
+                model.offload_levels(levels, 4)
+            x = torch.zeros(1, 1, 256, 64, 64)
+            tracker.reset()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x)[0].mean()
+            loss.backward()
+
+        tracker = measure_peak(step)
+        return tracker.peak["device"], tracker.peak["host"]
+
+    (whole, nothing), (device, host) = peak(0), peak(2)
+    volume = 2 * 32 * 256 * 64 * 64
+    assert nothing == 0
+    assert host > 3 * volume
+    assert device < whole / 8
+    assert device < 1.5 * volume, "a volume of one level, less than what one block needs on the device"
