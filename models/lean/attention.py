@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from monai.networks.blocks import SpatialAttentionBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,19 +28,26 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` plus the attention of every voxel over all voxels."""
-        attn = self.attn
+        return self.finish(x, self.attend(*self.project(x)))
+
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        """Return query, key and value, each (batch, tokens, channels)."""
         # The norm writes tokens, which have their channels side by side, itself: no other operator changes the layout.
         tokens = group_norm(x, self.norm, layout=CHANNELS_LAST).flatten(2).transpose(1, 2)
+        attn = self.attn
         if attn.use_combined_linear:
-            query, key, value = attn.qkv(tokens).chunk(3, dim=-1)
-        else:
-            query, key, value = attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens)
-        del tokens
-        heads = (*query.shape[:2], attn.num_heads, -1)
+            return attn.qkv(tokens).chunk(3, dim=-1)
+        return attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the values, weighted for each query, as (batch, heads, tokens, channels of a head)."""
+        heads = (*query.shape[:2], self.attn.num_heads, -1)
         query, key, value = (part.view(heads).transpose(1, 2) for part in (query, key, value))
-        dropout = attn.dropout_rate if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=attn.scale)
-        del query, key, value
-        mixed = attn.drop_output(attn.out_proj(mixed.transpose(1, 2).flatten(2)))
+        dropout = self.attn.dropout_rate if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=self.attn.scale)
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Return `x` plus the projection of what `attend` returned."""
+        mixed = self.attn.drop_output(self.attn.out_proj(mixed.transpose(1, 2).flatten(2)))
         # x comes first because the sum takes the memory layout of its first operand, and convolutions want that of x.
         return x + mixed.transpose(1, 2).view(x.shape)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from models.lean import native
 from runtime.observer import memory_observer
 
 MIN_OFFLOAD_BYTES = 1 << 20
@@ -123,11 +122,7 @@ class HostOffload(AbstractContextManager[None]):
 @contextmanager
 def recomputed(volume: Tensor, module: nn.Module, source: Tensor) -> Iterator[None]:
     """Have autograd keep, in place of `volume`, how to compute it again: as the output of `module` for `source`."""
-    device = volume.device.type
-    autocast = None
-    if torch.amp.is_autocast_available(device):
-        autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-    again = functools.partial(_computed_again, module, source.detach(), autocast)
+    again = functools.partial(_computed_again, module, source.detach(), _Autocast.at(volume))
     # Autograd keeps `pack`, which therefore must not keep the volume.
     storage, shape = volume.untyped_storage()._cdata, volume.shape
 
@@ -145,26 +140,156 @@ def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed()
 
 
-def _computed_again(module: nn.Module, source: Tensor, autocast: tuple[str, torch.dtype, bool] | None) -> Tensor:
-    if autocast is None:
-        with torch.no_grad():
-            return module(source)
-    device, dtype, enabled = autocast
-    with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
+class _Autocast(NamedTuple):
+    """Autocast as it was in forward; backward runs without it."""
+
+    device: str
+    dtype: torch.dtype
+    enabled: bool
+
+    @classmethod
+    def at(cls, tensor: Tensor) -> _Autocast | None:
+        """Return the state for the device of a tensor; None if the device has no autocast."""
+        device = tensor.device.type
+        if not torch.amp.is_autocast_available(device):
+            return None
+        return cls(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+
+
+def _in(autocast: _Autocast | None) -> AbstractContextManager[Any]:
+    if autocast is None or not (autocast.enabled or torch.is_autocast_enabled(autocast.device)):
+        return nullcontext()
+    return torch.autocast(autocast.device, dtype=autocast.dtype, enabled=autocast.enabled)
+
+
+def _computed_again(module: nn.Module, source: Tensor, autocast: _Autocast | None) -> Tensor:
+    with torch.no_grad(), _in(autocast):
         return module(source)
 
 
-def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in native.ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+class _Inputs(torch.autograd.Function):
+    """Keeps the inputs of a checkpoint as autograd keeps any saved tensor, so that the hooks in force see them.
+
+    The first argument requires gradients, so that there is a node even if no input does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, flag: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return flag.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise AssertionError("nothing is computed from what this returns")
+
+
+class _Enough(Exception):  # noqa: N818
+    """Backward has what it needs, so the rest of a forward need not be computed again."""
+
+
+class _Checkpoint:
+    """The saved tensors of one call, which keep nothing and are computed again, all at once, when backward needs one.
+
+    torch's own checkpoint does the same for any program. It takes the host three times as long, which is longer than
+    the GPU takes for a small block: it also serves nested graphs, compilers and programs that change between calls.
+    """
+
+    def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], is_random: bool) -> None:
+        self._run, self._is_tensor = run, [isinstance(arg, Tensor) for arg in args]
+        self._others = [arg for arg in args if not isinstance(arg, Tensor)]
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        self._autocast = _Autocast.at(tensors[0]) if tensors else None
+        self._inputs: Any = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
+        self._random = _RandomState([part.device for part in tensors[:1] if part.is_cuda]) if is_random else None
+        self._number = 0
+        self._outputs: dict[int, int] = {}
+        self._views: list[tuple[Any, ...]] = []
+        self._found: dict[int, Tensor] = {}
+
+    def first(self, *args: Any) -> Any:
+        """Return the result of the call; what it saves for backward is replaced by its number."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            return self._run(*args)
+
+    def after(self, then: Callable[..., Any], *outputs: Tensor) -> Any:
+        """Return what `then` makes of all outputs of `first`; it saves anything but them as it is."""
+        self._outputs = {part.untyped_storage()._cdata: number for number, part in enumerate(outputs)}
+        with torch.autograd.graph.saved_tensors_hooks(self._pack_view, self._unpack):
+            return then(*outputs)
+
+    def _pack(self, tensor: Tensor) -> int:
+        self._number += 1
+        return self._number - 1
+
+    def _pack_view(self, tensor: Tensor) -> Tensor | int:
+        output = self._outputs.get(tensor.untyped_storage()._cdata)
+        if output is None:
+            return tensor
+        self._views.append((output, tensor.shape, tensor.stride(), tensor.storage_offset()))
+        return -len(self._views)
+
+    def _unpack(self, packed: Tensor | int) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if packed not in self._found:
+            self._compute_again()
+        return self._found.pop(packed)
+
+    def _compute_again(self) -> None:
+        tensors, others = iter(self._inputs.saved_tensors), iter(self._others)
+        args = [next(tensors if is_tensor else others) for is_tensor in self._is_tensor]
+        saved: list[Tensor] = []
+        outputs: Sequence[Tensor] = ()
+
+        def collect(tensor: Tensor) -> None:
+            saved.append(tensor.detach())
+            if len(saved) == self._number and not self._views:
+                raise _Enough
+
+        random = nullcontext() if self._random is None else self._random.again()
+        hooks = torch.autograd.graph.saved_tensors_hooks(collect, _never)
+        with torch.enable_grad(), random, _in(self._autocast), hooks, suppress(_Enough):
+            outputs = self._run(*args)
+        assert len(saved) == self._number, "a checkpoint computed something else than the first time"
+        self._found = dict(enumerate(saved))
+        for number, (output, *view) in enumerate(self._views, start=1):
+            self._found[-number] = outputs[output].detach().as_strided(*view)
+
+
+def _never(packed: Any) -> Tensor:
+    raise AssertionError("no gradients pass through what is computed again")
+
+
+class _RandomState:
+    """The state that the generators of the CPU and of some devices have when it is made."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._of_cpu = torch.get_rng_state()
+        self._of_devices = {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Return to that state inside the block."""
+        with torch.random.fork_rng(self._of_devices):
+            torch.set_rng_state(self._of_cpu)
+            for device, state in self._of_devices.items():
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_with_rates: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
 
 def draws_random_numbers(module: Callable[..., Any]) -> bool:
     """Return whether `module` may use random numbers, so that a checkpoint must restore the generator's state."""
     if not isinstance(module, nn.Module):
         return True
-    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-    rates = [part.p if isinstance(part, dropouts) else getattr(part, "dropout_rate", 0.0) for part in module.modules()]
-    return any(rate > 0 for rate in rates)
+    parts = _with_rates.get(module)
+    if parts is None:
+        found = [part for part in module.modules() if isinstance(part, _DROPOUTS) or hasattr(part, "dropout_rate")]
+        parts = _with_rates[module] = found
+    return any((part.p if isinstance(part, _DROPOUTS) else part.dropout_rate) > 0 for part in parts)
 
 
 def gradient_checkpoint_forward(
@@ -181,7 +306,7 @@ def gradient_checkpoint_forward(
     queue between the blocks of one pass. `keep` holds other saved-tensor hooks, which decide how the arguments are kept
     in place of an offload. Under `no_grad` and for a module in eval mode this is a plain call. Frozen
     modules are checkpointed too, because gradients that pass through them need their activations. A module with
-    `keeps_attention` keeps the results of attention and recomputes everything else.
+    `keeps_attention` is called in three parts: what it projects is recomputed, what it attends to is kept.
     """
     wanted = use_gradient_checkpointing or bool(use_gradient_checkpointing_offload)
     if not (wanted and torch.is_grad_enabled() and getattr(module, "training", True)):
@@ -196,8 +321,12 @@ def gradient_checkpoint_forward(
     def run(*values: Any) -> Any:
         return module(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_random_numbers(module)}
-    if getattr(module, "keeps_attention", False):
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    values: tuple[Any, ...] = (*args, *kwargs.values())
+    if not getattr(module, "keeps_attention", False):
+        with offload:
+            checkpoint = _Checkpoint(run, values, draws_random_numbers(module))
+        return checkpoint.first(*values)
+    block: Any = module
     with offload:
-        return checkpoint(run, *args, *kwargs.values(), **options)
+        checkpoint = _Checkpoint(block.project, values, is_random=False)
+    return block.finish(*values, checkpoint.after(block.attend, *checkpoint.first(*values)))
