@@ -1,4 +1,4 @@
-"""Weight updates: the optimizer, the learning-rate schedule, gradient clipping and averaged weights."""
+"""Weight updates: the optimizers, the learning-rate schedule, gradient clipping and averaged weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from runtime.precision import Precision
 from runtime.processes import Process
 from settings import TrainingSettings
 from training.guard import Guard
+from training.muon import Muon, is_hidden_kernel
 
 AUTO_LENGTH = 0.05
 """Mean age of the averaged weights with `ema_decay: auto`, as a share of the steps so far."""
@@ -83,7 +84,7 @@ class Schedule:
 
 
 class Updater:
-    """The optimizer of one network, with everything that happens between backward and the next step."""
+    """The optimizers of one network, with everything that happens between backward and the next step."""
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class Updater:
         settings: TrainingSettings,
         precision: Precision,
         schedule: Schedule | None = None,
+        uses_muon: bool = False,
     ) -> None:
         self.name = name
         self.settings = settings
@@ -100,12 +102,17 @@ class Updater:
         self.learning_rate = learning_rate
         self.precision = precision
         self.parameters = [p for p in network.parameters() if p.requires_grad]
+        kernels = [p for p in self.parameters if uses_muon and is_hidden_kernel(p)]
+        others = [p for p in self.parameters if not (uses_muon and is_hidden_kernel(p))]
         # Fused Adam makes no foreach copies of the gradients and skips updates on the device.
-        self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate, fused=True)
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(others, lr=learning_rate, fused=True)]
+        if kernels:
+            self.optimizers.append(Muon(kernels, lr=learning_rate))
 
     def gradient_norm(self, guard: Guard) -> Tensor:
         """Unscale the gradients, have the guard check them, and return their norm."""
-        self.precision.scaler.unscale_(self.optimizer)
+        for optimizer in self.optimizers:
+            self.precision.scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         guard.check_gradient(self.name, norm)
         return norm
@@ -114,24 +121,35 @@ class Updater:
         """Clip the gradients, update the weights unless the guard blocks that, and drop the gradients."""
         if self.settings.max_grad_norm > 0:
             nn.utils.clip_grads_with_norm_(self.parameters, self.settings.max_grad_norm, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate * self.schedule.factor(step)
-        # Fused Adam skips the update on the device when this is 1. The scaler's own step would not do: it sees only
+        # Both optimizers skip the update on the device when this is 1. The scaler's own step would not do: it sees only
         # overflows in this network's gradient.
-        self.optimizer.found_inf = guard.blocks_update(norm)  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        is_blocked = guard.blocks_update(norm)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate * self.schedule.factor(step)
+            optimizer.found_inf = is_blocked  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of Adam and, under a name of its own, that of Muon."""
+        adam, *muon = self.optimizers
+        return adam.state_dict() | ({"muon": muon[0].state_dict()} if muon else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the optimizer, also from a run in another memory layout.
+        """Restore the optimizers, also from a run in another memory layout.
 
         The fused update walks through parameters and states in memory order, so their strides must agree.
         """
-        self.optimizer.load_state_dict(state)
-        for parameter, states in self.optimizer.state.items():
-            for name, values in states.items():
-                if values.shape == parameter.shape and values.stride() != parameter.stride():
-                    states[name] = torch.empty_like(parameter, requires_grad=False).copy_(values)
+        adam, *muon = self.optimizers
+        adam.load_state_dict({name: part for name, part in state.items() if name != "muon"})
+        for optimizer in muon:
+            optimizer.load_state_dict(state["muon"])
+        for optimizer in self.optimizers:
+            for parameter, states in optimizer.state.items():
+                for name, values in states.items():
+                    if values.shape == parameter.shape and values.stride() != parameter.stride():
+                        states[name] = torch.empty_like(parameter, requires_grad=False).copy_(values)
 
 
 class AveragedWeights:

@@ -44,11 +44,13 @@ class TrainingStep(ABC):
         self._guard: Guard | None = None
         torch.manual_seed(settings.seed)
 
-    def register(self, name: str, network: nn.Module, learning_rate: float) -> nn.Module:
-        """Move a network to the device and give it an optimizer; return it wrapped for distributed training."""
+    def register(self, name: str, network: nn.Module, learning_rate: float, uses_muon: bool = False) -> nn.Module:
+        """Move a network to the device and give it its optimizers; return it wrapped for distributed training."""
         move(network, self.process.device, self.settings.device.memory_format).train()
         self.networks[name] = network
-        self.updaters[name] = Updater(name, network, learning_rate, self.training, self.precision, self.schedule)
+        self.updaters[name] = Updater(
+            name, network, learning_rate, self.training, self.precision, self.schedule, uses_muon
+        )
         if name == self.stage and self.training.averages_weights:
             self.average = AveragedWeights(network, self.training.ema_decay)
         return self.process.wrap(network)
@@ -140,7 +142,7 @@ class TrainingStep(ABC):
 
     def learning_rates(self, step: int) -> dict[str, float]:
         """Return the learning rate of each network that a step has just updated; read on the host."""
-        groups = {name: self.updaters[name].optimizer.param_groups[0] for name in self.updated_networks(step)}
+        groups = {name: self.updaters[name].optimizers[0].param_groups[0] for name in self.updated_networks(step)}
         return {f"{name}_learning_rate": float(group["lr"]) for name, group in groups.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,7 +150,7 @@ class TrainingStep(ABC):
         timed = {} if self.training.max_hours is None else {"seconds": self.schedule.seconds}
         return timed | {
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
-            "optimizers": {name: updater.optimizer.state_dict() for name, updater in self.updaters.items()},
+            "optimizers": {name: updater.state_dict() for name, updater in self.updaters.items()},
             "precision": self.precision.state_dict(),
             "average": self.average.state_dict() if self.average is not None else {},
         }

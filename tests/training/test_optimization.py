@@ -128,7 +128,7 @@ def test_float16_gradients_are_clipped_at_their_true_size():
     assert expected > 1.5
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
     for parameter, gradient in zip(network.parameters(), true, strict=True):
-        moment = updater.optimizer.state[parameter]["exp_avg"]
+        moment = updater.optimizers[0].state[parameter]["exp_avg"]
         torch.testing.assert_close(moment, 0.1 * gradient * 1.5 / expected, rtol=1e-4, atol=1e-7)
 
 
@@ -198,22 +198,27 @@ def test_noise_of_a_sample_does_not_depend_on_its_batch():
     assert 0 <= float(uniform.min()) < 0.05 < 0.95 < float(uniform.max()) < 1
 
 
-def test_states_saved_in_one_memory_layout_are_used_in_another():
+@pytest.mark.parametrize("uses_muon", [False, True])
+def test_states_saved_in_one_memory_layout_are_used_in_another(uses_muon):
     torch.manual_seed(0)
     precision, settings = Precision(DeviceSettings(mixed_precision=False), CPU), TrainingSettings(max_grad_norm=0)
-    contiguous = nn.Conv3d(2, 3, 3)
-    before = Updater("net", contiguous, 0.1, settings, precision)
-    x = torch.randn(2, 2, 5, 5, 5)
-    contiguous(x).square().sum().backward()
-    before.optimizer.step()
+    contiguous = nn.Conv3d(8, 9, 3)
+    before = Updater("net", contiguous, 0.1, settings, precision, uses_muon=uses_muon)
+    assert len(before.optimizers) == 1 + uses_muon
+    guard = Guard(Process(CPU), ["net gradient"], skips_overflows=False)
+    x = torch.randn(2, 8, 5, 5, 5)
+
+    def update(network, updater, step):
+        network(x).square().sum().backward()
+        updater.update(step, updater.gradient_norm(guard), guard)
+
+    update(contiguous, before, 0)
     other = copy.deepcopy(contiguous)
     other.weight = nn.Parameter(contiguous.weight.detach().clone(memory_format=torch.channels_last_3d))
-    after = Updater("net", other, 0.1, settings, precision)
-    after.load_state_dict(copy.deepcopy(before.optimizer.state_dict()))
+    after = Updater("net", other, 0.1, settings, precision, uses_muon=uses_muon)
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
     for network, updater in ((contiguous, before), (other, after)):
-        network.zero_grad()
-        network(x).square().sum().backward()
-        updater.optimizer.step()
+        update(network, updater, 1)
     torch.testing.assert_close(other.weight, contiguous.weight, rtol=1e-4, atol=1e-5)
 
 

@@ -35,6 +35,7 @@ def settings(tiny_values) -> Settings:
     changes = {"max_steps": 8, "ema_decay": 0.9, "warmup_steps": 2, "learning_rate_decay": "cosine"}
     for section in ("autoencoder", "ldm"):
         tiny_values[section]["training"].update(changes)
+    tiny_values["autoencoder"]["training"]["optimizer"] = "muon"
     tiny_values["ldm"]["training"]["gradient_accumulation_steps"] = 2
     return Settings.model_validate(tiny_values)
 
