@@ -23,8 +23,7 @@ from diffusion.conditioning.space import Space
 from models.volume_codec import VolumeCodec
 from runtime.processes import Process
 from settings import DataSettings, Settings
-from settings.conditioning import ConditioningSettings
-from settings.conditioning.section import ConditionSection
+from settings.conditioning import ConditioningSettings, ConditionSection
 
 Input = Literal["class_labels", "channels", "numbers", "scan"]
 """Inputs of the U-Net: an embedded class (B,), channels (B, C, D, H, W) that are concatenated to the noisy latent,

@@ -24,7 +24,7 @@ from diffusion.conditioning.space import Space
 from models.volume_codec import VolumeCodec
 from runtime.files.names import printable
 from settings import DataError, DataSettings, Settings
-from settings.conditioning.sections import LABEL_MAP
+from settings.conditioning import LABEL_MAP
 from settings.data import IntensitySettings
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from data.tables import Row, read_rows
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Sample
 from runtime.files.names import printable
 from settings import DataError, DataSettings, Settings, UserError
-from settings.conditioning import TabularSettings
-from settings.conditioning.sections import MAX_CATEGORIES, TABULAR
+from settings.conditioning import MAX_CATEGORIES, TABULAR, TabularSettings
 
 log = logging.getLogger(__name__)
 

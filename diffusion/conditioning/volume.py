@@ -33,8 +33,7 @@ from models.frozen_autoencoder import weights_digest
 from models.volume_codec import VolumeCodec
 from runtime.files.names import counted, printable
 from settings import DataError, DataSettings, Settings, UserError
-from settings.conditioning import VolumeSettings
-from settings.conditioning.sections import VOLUME
+from settings.conditioning import VOLUME, VolumeSettings
 
 log = logging.getLogger(__name__)
 
