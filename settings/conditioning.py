@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 LABEL_MAP, VOLUME, TABULAR = "ldm.conditioning.label_map", "ldm.conditioning.volume", "ldm.conditioning.tabular"
 SCAN = "ldm.conditioning.scan"
 
-_SOURCE = (
-    "a folder whose files have the names of the volumes, a CSV file with columns file and {column}, or key:NAME of "
-    "data.source's dataset.json"
-)
+_SOURCE = "a folder whose files have the names of the volumes, or a CSV file with columns file and {column}"
 
 
 class ConditionSection(Section):
