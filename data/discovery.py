@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data.files import dicom
+from data.files.header import FileError, Note, left_out
 from data.formats import SUFFIXES, stem, suffix_of
-from data.notes import FileError, Note, left_out
 from runtime.files.names import counted, printable, shortened
 from runtime.files.reading import read_text, reason
 from runtime.files.run_folder import RUNS

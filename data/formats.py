@@ -17,8 +17,7 @@ import psutil
 from nibabel.filebasedimages import ImageFileError
 
 from data.files import arrays, dicom, itk, nifti
-from data.files.header import DamagedError, Header, Stored, UnsuitableError
-from data.notes import FileError
+from data.files.header import DamagedError, FileError, Header, Stored, UnsuitableError
 from runtime.files.atomic import replacing
 from runtime.files.names import counted, printable, shortened
 from runtime.files.reading import check_regular

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
 from data.discovery import DiscoveredVolume, expanded
-from data.notes import Note
+from data.files.header import Note
 from runtime.files.names import printable, shortened
 from runtime.files.reading import read_text, reason
 from settings import DataError

@@ -11,7 +11,7 @@ from pathlib import Path
 from data.checking import Checked, check_files
 from data.discovery import DiscoveredVolume, class_folder, class_names_of, find, is_plain_folder, with_folders
 from data.files import dicom
-from data.notes import Note, grouped, left_out, problem_lines
+from data.files.header import Note, grouped, left_out, problem_lines
 from data.overview import looks_like_labels
 from data.phantoms import phantom_files, phantom_paths
 from data.reading import VolumeFacts

@@ -40,7 +40,7 @@ Read = Callable[[int, int, int], Tensor]
 """Returns the condition of a volume by its index, the pass over the volumes and the number of the augmented copy."""
 
 # Part of the cache's key: change it whenever the same file and settings would be stored differently.
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,16 @@ class Preparation:
 
         is_on_disk = self.settings.ldm.latents.cache == "disk"
         text = json.dumps(["condition", VERSION, key], sort_keys=True)
-        folder = TensorCache(LATENTS / hashlib.sha256(text.encode()).hexdigest()[:24], {"joined": shape})
+        folder = TensorCache(LATENTS / hashlib.sha256(text.encode()).hexdigest()[:24], shape)
         in_memory = torch.zeros(0 if is_on_disk else len(entries), *shape)
         with self.process.raise_on_all_ranks():
             rows = range(self.process.rank, len(entries), self.process.world_size)
-            missing = [row for row in rows if not is_on_disk or folder.find(name(row), "condition") is None]
+            missing = [row for row in rows if not is_on_disk or folder.find(name(row)) is None]
             # Passed only to hide the bar, because an explicit disable=False would override --quiet.
             hidden: dict[str, Any] = {} if self.process.is_rank_zero and missing else {"disable": True}
             for row in tqdm(missing, desc=title, unit="volume", leave=False, **hidden):
                 if is_on_disk:
-                    folder.write(name(row), "condition", {"joined": made(row)}, {})
+                    folder.write(name(row), "condition", made(row))
                 else:
                     in_memory[row] = made(row)
         if not is_on_disk:
@@ -124,7 +124,7 @@ class Preparation:
 
         def read(index: int, variant: int, copy: int) -> Tensor:
             row = row_of[index, 0 if copy else variant % num_variants, copy]
-            return folder.read(name(row), "condition")["joined"] if is_on_disk else in_memory[row]
+            return folder.read(name(row), "condition") if is_on_disk else in_memory[row]
 
         return read
 

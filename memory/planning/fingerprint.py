@@ -11,8 +11,8 @@ import numpy as np
 
 from data.checking import Checked, check_files, problems_of
 from data.discovery import DiscoveredVolume, class_names_of
+from data.files.header import Note, problem_lines
 from data.intensity import flat_text
-from data.notes import Note, problem_lines
 from data.overview import looks_like_labels, modality_of, outlier_lines, turned
 from data.reading import VolumeFacts
 from data.split import split, suspected_pattern

@@ -211,7 +211,10 @@ def test_natural_spread_is_not_unusual_and_what_is_beyond_it_is_named(make_volum
     facts[4] = replace(facts[4], minimum=-1024.0, low=-1000.0, maximum=2000.0)
     facts[5] = replace(facts[5], maximum=2e6)
     facts[6] = replace(facts[6], shape=(30, 40, 200))
-    assert re.search(r"z 2\d to 200 \(median 3[\d.]+, 90 % from 2\d to 4\d\)", range_lines(facts, build_settings())[0])
+    assert re.search(
+        r"size along z: 2\d to 200 \(median 3[\d.]+, 90 % from 2\d to 4\d\)",
+        "\n".join(range_lines(facts, build_settings())),
+    )
     facts[7] = replace(facts[7], has_spacing=False, affine=tuple(map(tuple, np.eye(4).tolist())))
     large, ct, spike, long = outlier_lines(names, facts, build_settings())
     assert large.startswith("v03: largest intensity 1e+06, median ")
