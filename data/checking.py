@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 from tqdm import tqdm
 
+from data.files.header import FileError, Note
 from data.formats import COPIES_WHILE_READING, channels_text, read_header, signature
 from data.geometry import geometry_of
 from data.intensity import INTENSITY
-from data.notes import FileError, Note
 from data.reading import VolumeFacts, facts_from, measure, on_grid, unusable
-from data.store import PreparedError, PreparedFolder
+from data.store import PreparedFolder, StoredError
 from runtime.files import CHECKS, counted, exclusive_lock, printable, size_text
 from settings import DataError
 from settings.data import DataSettings
@@ -75,15 +75,12 @@ def check_files(
         sizes = {path: _num_bytes(path) for path in new}
         if folder is not None and any(sizes.values()):
             _require_space(folder, sum(map(bool, sizes.values())), num_others, in_channels)
-        errors, written = {}, set()
+        errors = {}
         for path, result in _read_all(sizes, s, in_channels, folder):
             if isinstance(result, Note):
                 errors[path] = result
             else:
                 measured.add(keys[path], result)
-                written.add(result.digest)
-        if folder is not None:
-            folder.seal(written)
     checked = []
     for path in paths:
         if path in errors:
@@ -167,11 +164,11 @@ def _read_all(
         except FileError as error:
             return path, error.note
         if folder is not None and not any(problems_of(path, facts, s, in_channels)):
-            with contextlib.suppress(PreparedError):
-                folder.read(facts.digest, facts.num_channels, is_checked=True)
+            with contextlib.suppress(StoredError):
+                folder.volume(facts.digest, facts.num_channels, is_checked=True)
                 return path, facts  # another file with the same content
             try:
-                folder.write(on_grid(stored, facts, s), facts)
+                folder.keep(on_grid(stored, facts, s), facts)
             except OSError as error:
                 raise DataError(
                     f"{folder.folder}: the prepared volume of {printable(path)} cannot be written ({error.strerror}); "

@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data.files import dicom
+from data.files.header import FileError, Note, left_out
 from data.formats import SUFFIXES, stem, suffix_of
-from data.notes import FileError, Note, left_out
 from runtime.files import RUNS, counted, printable, read_text, reason, shortened
 from settings import DataError
 

@@ -17,8 +17,7 @@ import psutil
 from nibabel.filebasedimages import ImageFileError
 
 from data.files import arrays, dicom, itk, nifti
-from data.files.header import DamagedError, Header, Stored, UnsuitableError
-from data.notes import FileError
+from data.files.header import DamagedError, FileError, Header, Stored, UnsuitableError
 from runtime.files import check_regular, counted, printable, replacing, shortened
 
 # Deflate cannot compress by more than 1032:1, so a header that promises more voxels than that is wrong.

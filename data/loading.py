@@ -10,12 +10,12 @@ import torch
 from scipy.ndimage import affine_transform
 from torch import Tensor
 
+from data.files.header import FileError
 from data.formats import channels_text
 from data.geometry import Geometry, geometry_of
 from data.intensity import NETWORK_RANGE, to_intensities
-from data.notes import FileError
 from data.reading import VolumeFacts, measure, on_grid, unusable
-from data.store import PreparedError, PreparedFolder
+from data.store import PreparedFolder, StoredError
 from data.volumes import VolumeFile
 from runtime.files import printable
 from settings.data import DataSettings
@@ -80,8 +80,8 @@ def load_file(file: VolumeFile, s: DataSettings) -> LoadedVolume:
     if s.prepared == "disk" and file.digest:
         folder = PreparedFolder(s)
         try:
-            return _loaded(*folder.read(file.digest, file.num_channels), s)
-        except PreparedError as error:
+            return _loaded(*folder.volume(file.digest, file.num_channels), s)
+        except StoredError as error:
             text = f"the prepared volume of {printable(file.name)} cannot be used, {error}"
             remedy = "run the same command again to prepare it anew"
             raise FileError(folder.path_of(file.digest), f"{text}; {remedy}") from None

@@ -10,7 +10,7 @@ import numpy as np
 
 from data.geometry import geometry_of
 from data.reading import VolumeFacts
-from runtime.files import counted, printable
+from runtime.files import printable
 from settings import ConfigError, Settings
 from settings.data import DataSettings
 
@@ -28,13 +28,9 @@ LARGEST_RINGING = 0.1
 # at most 0.63 once they are enlarged four times and reduced to 32 grey levels.
 LEAST_OF_LABELS = 0.7
 
-AXES = "xyz"
-
 # Of fewer volumes the 5th and 95th percentile are hardly inside the range.
 FEWEST_FOR_PERCENTILES = 20
 PERCENTILES = {"minimum": 0, "5th percentile": 5, "median": 50, "95th percentile": 95, "maximum": 100}
-
-
 INTENSITIES = (("low", "1st percentile"), ("median", "median"), ("high", "99th percentile"))
 
 
@@ -61,29 +57,27 @@ def stage_problems(settings: Settings, grid: Sequence[int]) -> list[str]:
     return []
 
 
-def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
-    """Return the ranges of all volumes, axis by axis, as they are turned to RAS."""
-    sizes = np.array([turned(fact, s)[0] for fact in facts])
-    spacings = np.array([turned(fact, s)[1] for fact in facts if fact.has_spacing])
-    lines = ["size:       " + _axes(sizes, "{:g}", " voxels")]
-    if len(spacings):
-        lines.append("spacing:    " + _axes(spacings, "{:.3g}", " mm"))
-    if len(spacings) < len(facts):
-        without = len(facts) - len(spacings)
-        verb = "stores" if without == 1 else "store"
-        lines.append(f"spacing:    {without} of {counted(len(facts), 'volume')} {verb} none")
-    for name, title in INTENSITIES:
-        values = np.array([getattr(fact, name) for fact in facts])
-        lines.append(f"intensity:  {title} {_range(values, '{:g}')}")
-    return lines
-
-
 def statistics(facts: Sequence[VolumeFacts], s: DataSettings) -> dict[str, dict[str, float]]:
     """Return percentiles of sizes, spacings and intensities over all volumes, by what was measured."""
     measures = _shape_measures(facts, s)
     measures |= {f"{title} of intensities": [getattr(fact, name) for fact in facts] for name, title in INTENSITIES}
-    known = {name: [value for value in values if not math.isnan(value)] for name, values in measures.items()}
-    return {name: _percentiles(values) for name, values in known.items() if values}
+    result = {}
+    for title, values in measures.items():
+        known = [value for value in values if not math.isnan(value)]
+        if known:
+            ends = {word: float(np.percentile(known, p, method="nearest")) for word, p in PERCENTILES.items()}
+            result[title] = {**ends, "median": float(np.median(known))}
+    return result
+
+
+def range_lines(facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
+    """Return the ranges of all volumes, those of sizes and spacings along the axes of RAS."""
+    lines = []
+    for title, ends in statistics(facts, s).items():
+        low, some, middle, most, high = (f"{value:.4g}" for value in ends.values())
+        inner = f", 90 % from {some} to {most}" if len(facts) >= FEWEST_FOR_PERCENTILES else ""
+        lines.append(f"{title}: " + (low if low == high else f"{low} to {high} (median {middle}{inner})"))
+    return lines
 
 
 def outlier_lines(names: Sequence[str], facts: Sequence[VolumeFacts], s: DataSettings) -> list[str]:
@@ -116,7 +110,7 @@ def _shape_measures(facts: Sequence[VolumeFacts], s: DataSettings) -> dict[str, 
     """Return the sizes and spacings of all volumes along each axis; NaN for a volume that stores no spacing."""
     shapes = [turned(fact, s) for fact in facts]
     measures: dict[str, list[float]] = {}
-    for axis, letter in enumerate(AXES):
+    for axis, letter in enumerate("xyz"):
         measures[f"size along {letter}"] = [float(size[axis]) for size, _ in shapes]
         spacings = [mm[axis] if fact.has_spacing else math.nan for (_, mm), fact in zip(shapes, facts, strict=True)]
         measures[f"spacing along {letter} in mm"] = spacings
@@ -142,21 +136,3 @@ def _far_from_median(names: Sequence[str], values: Sequence[float], factor: floa
         distance = abs(log_value - middle)
         if math.isnan(distance) or (distance > math.log(factor) and distance > DEVIATIONS * deviation):
             yield name, f"{value:.4g}, median {math.exp(middle):.4g}"
-
-
-def _percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Return the range, the median and two percentiles, which are values of volumes."""
-    ends = {word: float(np.percentile(values, share, method="nearest")) for word, share in PERCENTILES.items()}
-    return {**ends, "median": float(np.median(values))}
-
-
-def _axes(values: np.ndarray, form: str, unit: str) -> str:
-    return ", ".join(f"{AXES[axis]} {_range(values[:, axis], form)}" for axis in range(3)) + unit
-
-
-def _range(values: np.ndarray, form: str) -> str:
-    low, some, middle, most, high = map(form.format, _percentiles(values).values())
-    if low == high:
-        return low
-    inner = f", 90 % from {some} to {most}" if len(values) >= FEWEST_FOR_PERCENTILES else ""
-    return f"{low} to {high} (median {middle}{inner})"

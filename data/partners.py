@@ -1,4 +1,4 @@
-"""Finds and checks the partner of each volume: by name in another folder, in a CSV, or in dataset.json."""
+"""Finds and checks the partner of each volume: by name in another folder, or in a CSV file."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from data.checking import check_files
-from data.discovery import LABEL_ENDING, expanded, listed_entries, volumes_under
+from data.discovery import LABEL_ENDING, expanded, volumes_under
 from data.formats import SUFFIXES, read_header, stem
 from data.geometry import mismatch
 from data.reading import VolumeFacts
-from data.tables import by_volume, normal, read_table
+from data.tables import by_volume, read_table
 from data.volumes import VolumeFile
 from runtime.files import printable
 from settings import DataError
 from settings.data import DataSettings
-
-KEY = "key:"
-"""Begins a source that is a key of the entries of dataset.json."""
 
 # nnU-Net numbers the channels of an image at the end of its name, and its label map has no number.
 _CHANNEL = re.compile(r"_\d{4}$")
@@ -50,7 +47,7 @@ def checked_partners(
     num_channels: int = 1,
 ) -> tuple[VolumeFile, ...]:
     """Return the partner of each volume, measured with `reading`; append a line to `problems` for each problem."""
-    found = find_partners(place, files, data, problems)
+    found = find_partners(place, files, problems)
     paired = [file for file in files if file.name in found]
     paths = [found[file.name] for file in paired]
     partners = []
@@ -68,9 +65,7 @@ def checked_partners(
     return tuple(partners)
 
 
-def find_partners(
-    place: PartnerSource, files: Sequence[VolumeFile], s: DataSettings, problems: list[str]
-) -> dict[str, Path]:
+def find_partners(place: PartnerSource, files: Sequence[VolumeFile], problems: list[str]) -> dict[str, Path]:
     """Return the partner of each volume by the volume's name; append a line for each volume without exactly one.
 
     Raises DataError if the source itself cannot be read.
@@ -78,10 +73,7 @@ def find_partners(
     where = f"{place.key}: {printable(place.source)}"
     path = expanded(place.source)
     names = [file.name for file in files]
-    if place.source.startswith(KEY):
-        found = by_volume(_of_dataset_json(place, s), names)
-        where = f"{where} in dataset.json"
-    elif os.path.isdir(path):
+    if os.path.isdir(path):
         found = _by_name(path, files, where, place.key)
     elif path.suffix.lower() == ".csv" and os.path.isfile(path):
         listed: dict[str, list[Path]] = {}
@@ -91,10 +83,7 @@ def find_partners(
                 listed.setdefault(name, []).append(path.parent / row[place.column])
         found = by_volume(listed, names)
     else:
-        raise DataError(
-            f"{where} is neither a folder nor a CSV file; a folder, a CSV file or {KEY}NAME of dataset.json is "
-            "allowed; check it"
-        )
+        raise DataError(f"{where} is neither a folder nor a CSV file; one of the two is allowed; check it")
     partners = {}
     for name, paths in zip(names, found, strict=True):
         if len(paths) == 1:
@@ -160,24 +149,3 @@ def _by_name(folder: Path, files: Sequence[VolumeFile], where: str, key: str) ->
         others = ([path for path in paths or () if os.path.realpath(path) != own] for paths in tries)
         found.append(next((paths for paths in others if paths), []))
     return found
-
-
-def _of_dataset_json(place: PartnerSource, s: DataSettings) -> dict[str, list[Path]]:
-    """Return the paths under one key of the entries of dataset.json, by the names of their images."""
-    key = place.source.removeprefix(KEY).strip()
-    source = expanded(s.source)
-    listing = source / "dataset.json" if os.path.isdir(source) else source
-    try:
-        _, entries = listed_entries(listing)
-    except DataError as error:
-        raise DataError(
-            f"{place.key}: {KEY}{printable(key)} needs a dataset.json as data.source ({error}); give a folder or a CSV "
-            "file instead"
-        ) from error
-    listed: dict[str, list[Path]] = {}
-    for _, entry in entries:
-        if isinstance(entry, dict) and isinstance(entry.get("image"), str):
-            found = entry.get(key)
-            paths = [path for path in (found if isinstance(found, list) else [found]) if isinstance(path, str) and path]
-            listed.setdefault(normal(entry["image"]), []).extend(listing.parent / path for path in paths)
-    return listed

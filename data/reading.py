@@ -10,11 +10,10 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from data.files.header import Header, Stored
+from data.files.header import FileError, Header, Stored
 from data.formats import content_digest, read_stored, signature
 from data.geometry import geometry_of, in_planes
 from data.intensity import INTENSITY, Ranking, equal_neighbours, flat_text, scale_to_network, unscalable_text
-from data.notes import FileError
 from settings.data import DataSettings
 
 _Four = Field(min_length=4, max_length=4)

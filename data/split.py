@@ -1,4 +1,4 @@
-"""Splits volumes into training and validation: groups that stay together, and names that suggest one patient."""
+"""Splits volumes into training and validation; groups stay together."""
 
 from __future__ import annotations
 
@@ -22,23 +22,6 @@ log = logging.getLogger(__name__)
 
 FOLDER = "folder"
 COLUMN = "column:"
-
-# A folder of a case; or a number in a file's or folder's name, and what may follow it: the number of a scan, of a
-# channel (0000, 0001), of a visit, or a modality. A pattern names what it matches, its first group if it has one.
-_NUMBERED = (
-    r"(?i)(?:^|/)((?:case|id|p|s)[-_ ]?\d+)/",
-    *(
-        rf"(?i)(?:^|/)([^/]*\d[^/]*?){following}(?:\.|$)"
-        for following in (
-            r"[-_]\d{1,2}",
-            r"[-_]000\d",
-            r"[-_/](?:scan|ses|session|visit|tp|t)[-_]?\d{1,2}",
-            r"[-_/](?:t[12]\w{0,2}|flair|dwi|adc|pd|ct|pet|mri?)",
-        )
-    ),
-)
-# With more scans each on average, what these patterns find are sets and not patients.
-MOST_SCANS = 12
 
 MOST_SECONDS = 10
 """What searching all names for `data.group_by` may take."""
@@ -156,61 +139,27 @@ def _by_column(volumes: Sequence[DiscoveredVolume], column: str, table: str | No
     return groups
 
 
-def parted_patients(train: Sequence[DiscoveredVolume], val: Sequence[DiscoveredVolume]) -> str | None:
-    """Return a warning if names suggest that scans of one patient are on both sides of the split, else None."""
-    for patients, group_by in suspected_groups([*train, *val]):
-        sides = [{patients[volume] for volume in side if volume in patients} for side in (train, val)]
-        parted = sorted(sides[0] & sides[1])
-        if parted:
-            some = ", ".join(printable(patient) for patient in parted[:3]) + (" ..." if len(parted) > 3 else "")
-            return (
-                f"names suggest that scans of the same patient are in training and in validation ({some}); "
-                f"set data.group_by: {_quoted(group_by)} to keep them together"
-            )
-    return None
+def suspected_pattern(volumes: Sequence[DiscoveredVolume]) -> str | None:
+    """Return a `data.group_by` by which names say, as in BIDS, that patients have several scans; None without."""
+    return next((pattern for pattern in PATIENTS if _num_repeated(pattern, volumes)), None)
 
 
 def suspected_patients(volumes: Sequence[DiscoveredVolume]) -> str | None:
     """Return a line on patients with several scans, by their names; None if names suggest none."""
-    for patients, group_by in suspected_groups(volumes):
-        several = {patient: count for patient, count in Counter(patients.values()).items() if count > 1}
-        most = max(several, key=lambda patient: several[patient])
-        return (
-            f"{counted(len(several), 'patient')} {'seems' if len(several) == 1 else 'seem'} to have several scans by "
-            f"{'its name' if len(several) == 1 else 'their names'} (for example {printable(most)}: {several[most]}); "
-            f"data.group_by: {_quoted(group_by)} keeps each on one side of the split"
-        )
-    return None
+    pattern = suspected_pattern(volumes)
+    if pattern is None:
+        return None
+    return (
+        f"{counted(_num_repeated(pattern, volumes), 'patient')} seem to have several scans by their names; "
+        f"data.group_by: '{pattern}' keeps each on one side of the split"
+    )
 
 
-def suspected_groups(volumes: Sequence[DiscoveredVolume]) -> list[tuple[Groups, str]]:
-    """Return the patients that names suggest, some with several scans, and the `data.group_by` that finds them.
-
-    The most telling come first. One patient alone is none: nothing could be split.
-    """
-    named = [_matched(pattern, volumes) for pattern in PATIENTS]
-    # Of the others, the one that covers most volumes: names may end in t1, t2 and flair.
-    numbered = sorted((_matched(pattern, volumes) for pattern in _NUMBERED), key=lambda match: -len(match[0]))
-    numbered = [(patients, by) for patients, by in numbered if len(patients) <= MOST_SCANS * len({*patients.values()})]
-    several = [(p, by) for p, by in (*named, *numbered) if 1 < len({*p.values()}) < len(p)]
-    return [(patients, _by_folder(patients, volumes) or by) for patients, by in several]
-
-
-def _matched(pattern: str, volumes: Sequence[DiscoveredVolume]) -> tuple[Groups, str]:
-    """Return the patient of each volume that a pattern matches, and the pattern."""
-    groups = {volume: _group(re.compile(pattern), volume.name) for volume in volumes}
-    return {volume: group for volume, group in groups.items() if group is not None}, pattern
-
-
-def _by_folder(patients: Groups, volumes: Sequence[DiscoveredVolume]) -> str | None:
-    """Return `folder` if each patient has a folder and no volume lies elsewhere."""
-    pairs = {(patients.get(volume), PurePosixPath(volume.name).parent) for volume in volumes}
-    return FOLDER if len(pairs) == len({*patients.values()}) == len({folder for _, folder in pairs}) else None
-
-
-def _quoted(group_by: str) -> str:
-    """Return a value of `data.group_by` as YAML."""
-    return group_by if group_by == FOLDER else f"'{group_by}'"
+def _num_repeated(pattern: str, volumes: Sequence[DiscoveredVolume]) -> int:
+    """Return how many of at least two names that a pattern finds are found more than once."""
+    groups = Counter(_group(re.compile(pattern), volume.name) for volume in volumes)
+    del groups[None]
+    return sum(count > 1 for count in groups.values()) if len(groups) > 1 else 0
 
 
 def _group(pattern: re.Pattern[str], name: str) -> str | None:

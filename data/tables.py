@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
 from data.discovery import DiscoveredVolume, expanded
-from data.notes import Note
+from data.files.header import Note
 from runtime.files import printable, read_text, reason, shortened
 from settings import DataError
 

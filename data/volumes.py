@@ -11,11 +11,11 @@ from pathlib import Path
 from data.checking import Checked, check_files
 from data.discovery import DiscoveredVolume, class_folder, class_names_of, find, is_plain_folder, with_folders
 from data.files import dicom
-from data.notes import Note, grouped, left_out, problem_lines
+from data.files.header import Note, grouped, left_out, problem_lines
 from data.overview import looks_like_labels
 from data.phantoms import phantom_files, phantom_paths
 from data.reading import VolumeFacts
-from data.split import parted_patients, split
+from data.split import split, suspected_patients
 from data.tables import with_labels
 from runtime.files import PHANTOMS, counted, printable
 from settings import DataError
@@ -153,7 +153,7 @@ def _split_files(digests: Mapping[DiscoveredVolume, str], s: DataSettings, seed:
     numbers = {name: number for number, name in enumerate(class_names)}
     train, val = split([*digests], s, seed)
     if s.group_by is None and all(volume.split is None for volume in digests):
-        warning = parted_patients(train, val)
+        warning = suspected_patients([*digests])
         if warning is not None:
             log.warning("data: %s", warning)
     log.info("data: %d training and %d validation volumes", len(train), len(val))

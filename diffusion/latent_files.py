@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from data.formats import content_digest
+from data.store import ArrayFolder, StoredError
 from data.volumes import VolumeFile
-from models.weight_files import read_tensors, write_tensors
-from runtime.files import printable, reason
+from runtime.files import printable
 from settings import DataError, DataSettings
 
-log = logging.getLogger(__name__)
-
 # Part of the key: change it whenever the same volume and weights would be stored differently.
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -59,88 +55,36 @@ def latent_key(s: DataSettings, weights: str, precision: str) -> str:
 
 
 class TensorCache:
-    """Tensors of known shapes on disk, one file per name.
+    """Tensors of one shape on disk, one file per name."""
 
-    Each file holds its checksum and its place, so one that was changed, damaged or moved is noticed. Its folder must be
-    named after everything that its tensors depend on besides their name.
-    """
+    def __init__(self, folder: Path, shape: Sequence[int]) -> None:
+        self.arrays, self.folder, self.shape = ArrayFolder(folder), folder, tuple(shape)
 
-    def __init__(self, folder: Path, shapes: dict[str, Sequence[int]]) -> None:
-        self.folder = folder
-        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+    def find(self, name: str) -> tuple[Tensor, Any] | None:
+        """Return a tensor and its facts; None if it must be made, because it is missing or, as is logged, damaged."""
+        found = self.arrays.find(name, self.shape)
+        return None if found is None else (torch.from_numpy(found[0]).clone(), found[1])
 
-    def path_of(self, name: str) -> Path:
-        """Return the path of a file."""
-        return self.folder / f"{name}.safetensors"
-
-    def find(self, name: str, what: str) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-        """Return tensors and texts; None if they must be made, because the file is missing or, as logged, damaged."""
+    def read(self, name: str, what: str) -> Tensor:
+        """Return a tensor; raise `DataError`, which says of `what` it is, if it cannot be used."""
         try:
-            return self._read(name, what)
-        except FileNotFoundError:
-            return None
-        except _UnusableError as error:
-            log.warning("%s: the cached %s cannot be used, %s; it is made again", self.path_of(name), what, error)
-            return None
-
-    def read(self, name: str, what: str) -> dict[str, Tensor]:
-        """Return the tensors; raise `DataError`, which says of `what` they are, if they cannot be used."""
-        try:
-            return self._read(name, what)[0]
-        except (FileNotFoundError, _UnusableError) as error:
-            found = "it is missing" if isinstance(error, FileNotFoundError) else str(error)
+            # A copy, because matrix products may sum in another order where memory is aligned in another way.
+            return torch.from_numpy(self.arrays.read(name, self.shape)[0]).clone()
+        except StoredError as error:
             raise DataError(
-                f"{self.path_of(name)}: the cached {what} cannot be used, {found}; run the same command again to make "
-                "it; several machines need a shared folder, or ldm.latents.cache: memory"
+                f"{self.arrays.path_of(name)}: the cached {what} cannot be used, {error}; run the same command again "
+                "to make it; several machines need a shared folder, or ldm.latents.cache: memory"
             ) from None
 
-    def write(self, name: str, what: str, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
-        """Write tensors and texts atomically."""
-        path = self.path_of(name)
-        tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
-        texts = {**texts, "place": _place(path)}
+    def write(self, name: str, what: str, tensor: Tensor, facts: Any = None) -> None:
+        """Write a tensor and its facts atomically."""
         try:
-            write_tensors(path, tensors, {**texts, "checksum": _checksum(tensors, texts)})
-        except (OSError, SafetensorError) as error:
+            self.arrays.write(name, tensor.numpy(), facts)
+        except OSError as error:
             raise DataError(
                 f"{self.folder}: the {what} could not be written ({error}); free some space, or set "
                 "ldm.latents.cache: memory"
             ) from None
-
-    def _read(self, name: str, what: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-        path = self.path_of(name)
-        try:
-            tensors, texts = read_tensors(path)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise DataError(
-                f"{path}: the cached {what} cannot be read ({reason(error)}); make it readable, move {self.folder} "
-                "away, or set ldm.latents.cache: memory"
-            ) from None
-        except SafetensorError:
-            raise _UnusableError("it is damaged") from None
-        if texts.pop("checksum", None) != _checksum(tensors, texts):
-            raise _UnusableError("its content does not match its checksum")
-        if texts.get("place") != _place(path) or {key: part.shape for key, part in tensors.items()} != self.shapes:
-            raise _UnusableError("it holds something else")
-        return tensors, texts
-
-
-class _UnusableError(Exception):
-    """A file of the cache is not what was written there; the text says what is wrong with it."""
-
-
-def _place(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}"
-
-
-def _checksum(tensors: dict[str, Tensor], texts: dict[str, str]) -> str:
-    digest = zlib.crc32(json.dumps(sorted(texts.items())).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), digest)
-        digest = zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, digest)
-    return f"{digest:08x}"
 
 
 class LatentFolder:
@@ -151,26 +95,25 @@ class LatentFolder:
     """
 
     def __init__(self, folder: Path, shape: Sequence[int], copies_scale: bool = True) -> None:
-        self.cache = TensorCache(folder, {"mean": shape})
-        self.folder, self.shape, self.copies_scale = folder, tuple(shape), copies_scale
+        self.cache = TensorCache(folder, shape)
+        self.folder, self.copies_scale = folder, copies_scale
 
     def path_of(self, file: VolumeFile, copy: int = 0) -> Path:
         """Return the path of a volume's latent, or of that of an augmented copy."""
-        return self.cache.path_of(self._name(file, copy))
+        return self.cache.arrays.path_of(self._name(file, copy))
 
-    def facts(self, file: VolumeFile, copy: int = 0) -> LatentFacts | None:
-        """Return the facts of a volume's latent, or None if the latent is missing or damaged and must be encoded."""
-        content = self.cache.find(self._name(file, copy), _what(file))
-        return None if content is None else LatentFacts.from_row(json.loads(content[1]["facts"]))
+    def find(self, file: VolumeFile, copy: int = 0) -> tuple[Tensor, LatentFacts] | None:
+        """Return a volume's latent and its facts, or None if it is missing or damaged and must be encoded."""
+        found = self.cache.find(self._name(file, copy))
+        return None if found is None else (found[0], LatentFacts.from_row(found[1]))
 
     def write(self, file: VolumeFile, mean: Tensor, facts: LatentFacts, copy: int = 0) -> None:
         """Write one latent atomically."""
-        texts = {"facts": json.dumps(facts.to_row()), "volume": printable(file.name)}
-        self.cache.write(self._name(file, copy), _what(file), {"mean": mean}, texts)
+        self.cache.write(self._name(file, copy), _what(file), mean, facts.to_row())
 
     def read(self, file: VolumeFile, copy: int = 0) -> Tensor:
         """Return the mean of a volume's latent, or of that of an augmented copy."""
-        return self.cache.read(self._name(file, copy), _what(file))["mean"]
+        return self.cache.read(self._name(file, copy), _what(file))
 
     def _name(self, file: VolumeFile, copy: int) -> str:
         digest = digest_of(file)[:32]

@@ -227,7 +227,7 @@ def _encode(
     statistics = Statistics(num_train, settings.autoencoder.latent_channels)
     mean_latent = MeanLatent(num_train, settings.latent_shape)
     table = torch.zeros(len(files), 3 + 2 * settings.autoencoder.in_channels, dtype=torch.float64)
-    kept = torch.zeros(len(files) + num_train * num_copies, *folder.shape) if cache == "memory" else None
+    kept = torch.zeros(len(files) + num_train * num_copies, *settings.latent_shape) if cache == "memory" else None
 
     def row(index: int, copy: int) -> int:
         return index if copy == 0 else len(files) + index * num_copies + copy - 1
@@ -237,11 +237,11 @@ def _encode(
         missing = {}
         for index in share:
             copies = range(1 + (num_copies if index < num_train else 0))
-            facts = {copy: folder.facts(files[index], copy) if cache == "disk" else None for copy in copies}
-            missing[index] = [copy for copy in copies if facts[copy] is None]
-            if (known := facts[0]) is not None:
+            found = {copy: folder.find(files[index], copy) if cache == "disk" else None for copy in copies}
+            missing[index] = [copy for copy in copies if found[copy] is None]
+            if (whole := found[0]) is not None:
+                mean, known = whole
                 table[index] = torch.tensor(known.to_row(), dtype=torch.float64)
-                mean = folder.read(files[index])
                 statistics.add(index, mean)
                 mean_latent.add(index, mean)
         incomplete = [index for index in share if missing[index]]

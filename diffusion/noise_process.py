@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diffusion.conditioning.batch import ConditionBatch
+from diffusion.conditioning import ConditionBatch
 from settings.ldm import SchedulerSettings
 
 # Below this signal, dividing by it to recover the clean latent would only amplify the error of the predicted noise.

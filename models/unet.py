@@ -26,7 +26,7 @@ from models.lean.layout import LaidOut, arranged, layout_of
 from models.lean.norm import group_norm
 from models.lean.resampling import add_upsampled, halved, upsample_conv
 from settings import LdmSettings
-from settings.conditioning.scan import WIDTHS
+from settings.conditioning import WIDTHS
 
 log = logging.getLogger(__name__)
 

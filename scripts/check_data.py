@@ -38,7 +38,7 @@ def main(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_output_file(options.json, "--json", [options.config])
     settings = load_settings(options.config, options.overrides)
-    from data.notes import grouped, problem_lines
+    from data.files.header import grouped, problem_lines
     from data.volumes import check_source, split_source
 
     source = check_source(settings.data, settings.seed, settings.autoencoder.in_channels)

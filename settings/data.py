@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from runtime.files import counted
-from settings.errors import Problem
+from settings.errors import Problem, Problems
 from settings.section import FREE, SAME, WITHOUT_NUL, PathText, Section, Triple, TripleMm, key, section
 
 Mode = Literal["percentile", "window"]
@@ -134,22 +133,19 @@ class DataSettings(Section):
         return self.patch_size or self.voxel_size
 
 
-def intensity_problems(
-    where: str, s: IntensitySettings, num_channels: int
-) -> Iterator[tuple[Problem, tuple[str, ...]]]:
+def intensity_problems(where: str, s: IntensitySettings, num_channels: int) -> Problems:
     """Yield the problems of the rules by which intensities of `num_channels` channels are scaled."""
     lists = {name: value for name in ("mode", "lower", "upper") if isinstance(value := getattr(s, name), tuple)}
     for name, value in lists.items():
         if len(value) != num_channels:
             found = f"{counted(len(value), 'entry')} for {counted(num_channels, 'channel')}"
-            remedy = "give one value, or one for each channel"
-            yield Problem(f"{where}.{name}", found, f"allowed: {num_channels}", remedy), ("autoencoder.in_channels",)
+            allowed, remedy = f"allowed: {num_channels}", "give one value, or one for each channel"
+            yield Problem(f"{where}.{name}", found, allowed, remedy, ("autoencoder.in_channels",))
             return
     for mode, lower, upper in (s.of_channel(number) for number in range(num_channels if lists else 1)):
         if lower >= upper:
             found = f"{lower:g} is not below upper ({upper:g})"
-            yield Problem(f"{where}.lower", found, "", "swap the two"), (f"{where}.upper",)
+            yield Problem(f"{where}.lower", found, "", "swap the two", (f"{where}.upper",))
         if mode == "percentile" and not (0 <= lower <= 100 and 0 <= upper <= 100):
             found = f"lower {lower:g} and upper {upper:g} are not percentiles"
-            remedy = "set mode: window to use intensities"
-            yield Problem(where, found, "allowed: 0 to 100", remedy), (f"{where}.mode",)
+            yield Problem(where, found, "allowed: 0 to 100", "set mode: window to use intensities", (f"{where}.mode",))

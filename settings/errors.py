@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pickle import UnpicklingError
 
@@ -49,17 +49,21 @@ class TrainingError(UserError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem with a config: where it is, what was found, what is allowed, what to do."""
+    """One problem with a config: where it is, what was found, what is allowed, what to do, and other keys involved."""
 
     where: str
     found: str
     allowed: str = ""
     remedy: str = ""
+    others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         marks = [mark for mark in FULL_WIDTH if mark in self.where + self.found]
         hints = [f"write {FULL_WIDTH[mark]} instead of the full-width {mark}" for mark in marks]
         return f"{self.where}: " + "; ".join(part for part in (self.found, self.allowed, self.remedy, *hints) if part)
+
+
+Problems = Iterator[Problem]
 
 
 class ConfigError(UserError):

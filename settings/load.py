@@ -15,9 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from runtime.files import counted, shortened
-from settings import migrations
 from settings.errors import CheckpointError, ConfigError, Problem
-from settings.migrations import upgraded
 from settings.root import Settings
 from settings.section import FOLDER_NAME, WITHOUT_NUL, assign, has_key, is_section, look_up, overlap, remove, takes_list
 from settings.yaml_reader import parse_value, read_document, value_text
@@ -36,7 +34,7 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), stage: str | 
     """
     path = Path(path)
     document = read_document(path)
-    values = upgraded(document.values, path) if "version" in document.values else document.values
+    values = document.values
     values.setdefault("name", path.stem)
     overridden, problems = _apply(values, overrides)
     of_file: list[Problem] = []
@@ -98,20 +96,20 @@ def validate(values: dict[str, Any]) -> Settings:
 
 
 def stored(settings: Settings) -> dict[str, Any]:
-    """Return the settings as checkpoints and weight files store them: every key, and the version."""
-    return {"version": migrations.VERSION, **settings.model_dump(mode="json")}
+    """Return the settings as checkpoints and weight files store them: every key, so that a default may change."""
+    return settings.model_dump(mode="json")
 
 
 def restored(values: dict[str, Any], where: object) -> Settings:
-    """Return stored settings; raise `CheckpointError` unless they have every key and this version knows it."""
-    values = upgraded(values, where)
+    """Return stored settings; raise `CheckpointError` unless they have exactly the keys of this version."""
+    way_out = "use the version of the program that wrote them, or start a new run"
     missing = [dotted for dotted, field in known_keys() if not is_section(field) and not has_key(values, dotted)]
     if missing:
-        raise CheckpointError(f"{where}: its settings lack {missing[0]}; {migrations.WAY_OUT}")
+        raise CheckpointError(f"{where}: its settings lack {missing[0]}; {way_out}")
     try:
         return validate(values)
     except ConfigError as error:
-        raise CheckpointError(f"{where}: its settings cannot be used; {migrations.WAY_OUT}: {error}") from None
+        raise CheckpointError(f"{where}: its settings cannot be used; {way_out}: {error}") from None
 
 
 def known_keys(kind: Any = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:

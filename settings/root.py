@@ -49,7 +49,7 @@ class Settings(Section):
         FREE,
         pattern=FOLDER_NAME,
         min_length=1,
-        max_length=100,
+        max_length=60,  # characters of up to 4 bytes, of which a folder's name has 255 at most
     )
     seed: int = key(42, "Determines the initial weights, the batch order and the noise.", ge=0, lt=2**32)
     data: DataSettings = section(DataSettings, "The volumes to train on.")
@@ -64,8 +64,8 @@ class Settings(Section):
         failed = context.get("failed", frozenset())
         problems = [
             problem
-            for problem, sources in find_problems(self)
-            if not any(overlap(key, bad) for bad in failed for key in (problem.where, *sources))
+            for problem in find_problems(self)
+            if not any(overlap(key, bad) for bad in failed for key in (problem.where, *problem.others))
         ]
         if problems:
             raise ConfigError(problems)

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from runtime.files import SHARED_NAMES, counted
 from settings.data import intensity_problems
-from settings.errors import Problem
+from settings.errors import Problem, Problems
 
 if TYPE_CHECKING:
     from settings.autoencoder import AutoencoderSettings
     from settings.root import Settings
 
-Grid = tuple[int, ...]
-Problems = Iterator[tuple[Problem, tuple[str, ...]]]
-"""Each problem with the other keys involved."""
-
 # 1 PiB: more than any machine has, and well below the 63 bits in which torch counts bytes.
 LARGEST_ACTIVATION_BYTES = 2**50
 
-LONGEST_NAME_BYTES = 200
-MOST_SLABS = 2048
 MOST_PHANTOMS = 100_000
 
 
 def find_problems(settings: Settings) -> Problems:
-    """Yield each problem with the other keys involved."""
-    if len(settings.name.encode()) > LONGEST_NAME_BYTES:
-        found = f"{len(settings.name.encode())} bytes are too long for a folder name"
-        yield Problem("name", found, f"allowed: at most {LONGEST_NAME_BYTES}", "shorten it"), ()
+    """Yield each problem between keys."""
     if settings.name.lower() in SHARED_NAMES:
         found = f"runs/{settings.name} is a folder that all runs share"
-        yield Problem("name", found, f"allowed: any name but {', '.join(SHARED_NAMES)}", "choose another"), ()
+        yield Problem("name", found, f"allowed: any name but {', '.join(SHARED_NAMES)}", "choose another")
     yield from _data(settings)
     yield from _levels("autoencoder", settings.autoencoder)
     strides = list(_strides(settings.autoencoder))
@@ -52,7 +43,7 @@ def find_problems(settings: Settings) -> Problems:
             where = f"{section}.training"
             found = f"{training.warmup_steps} is not below max_steps ({training.max_steps})"
             allowed = f"allowed: 0 to {training.max_steps - 1}"
-            yield Problem(f"{where}.warmup_steps", found, allowed, "shorten the warm-up"), (f"{where}.max_steps",)
+            yield Problem(f"{where}.warmup_steps", found, allowed, "shorten the warm-up", (f"{where}.max_steps",))
 
 
 def _data(settings: Settings) -> Problems:
@@ -60,17 +51,17 @@ def _data(settings: Settings) -> Problems:
     yield from intensity_problems("data.intensity", data.intensity, settings.autoencoder.in_channels)
     if data.num_phantoms is not None and not 3 <= data.num_phantoms <= MOST_PHANTOMS:
         allowed = f"allowed: phantoms:3 to phantoms:{MOST_PHANTOMS}"
-        yield Problem("data.source", data.source, allowed, "for example phantoms:48"), ()
+        yield Problem("data.source", data.source, allowed, "for example phantoms:48")
     if data.persistent_workers and data.num_workers == 0:
         remedy = "set num_workers to 1 or more, or persistent_workers to false"
-        yield Problem("data.persistent_workers", "true with num_workers 0", "", remedy), ("data.num_workers",)
+        yield Problem("data.persistent_workers", "true with num_workers 0", "", remedy, ("data.num_workers",))
     if data.cache_rate > 0 and data.prepared != "memory":
         found = f"{data.cache_rate:g} with prepared: {data.prepared}"
-        yield Problem("data.cache_rate", found, "allowed: 0", "set 0, or prepared: memory"), ("data.prepared",)
+        yield Problem("data.cache_rate", found, "allowed: 0", "set 0, or prepared: memory", ("data.prepared",))
     if data.patch_size is not None and any(p > v for p, v in zip(data.patch_size, data.voxel_size, strict=True)):
         found = f"{_text(data.patch_size)} is larger than voxel_size {_text(data.voxel_size)}"
         remedy = f"set {_text(tuple(map(min, data.patch_size, data.voxel_size)))}"
-        yield Problem("data.patch_size", found, "allowed: at most voxel_size", remedy), ("data.voxel_size",)
+        yield Problem("data.patch_size", found, "allowed: at most voxel_size", remedy, ("data.voxel_size",))
 
 
 def _levels(where: str, network: Any) -> Problems:
@@ -82,14 +73,14 @@ def _levels(where: str, network: Any) -> Problems:
             found = f"{counted(len(value), 'entry')} for {counted(levels, 'level')}"
             allowed = f"allowed: {levels}, one for each entry of num_channels {_text(network.num_channels)}"
             remedy = f"give {counted(levels, 'entry')}" + ("" if name == "attention_levels" else " or one number")
-            yield Problem(f"{where}.{name}", found, allowed, remedy), (channels,)
+            yield Problem(f"{where}.{name}", found, allowed, remedy, (channels,))
     groups = network.norm_num_groups
     if isinstance(groups, int) and any(c % groups for c in network.num_channels):
         fits = [n for n in range(1, min(network.num_channels) + 1) if all(c % n == 0 for c in network.num_channels)]
         bad = ", ".join(str(c) for c in dict.fromkeys(network.num_channels) if c % groups)
         found, allowed = f"{groups} does not divide {bad} of num_channels", f"allowed: {', '.join(map(str, fits))}"
         remedy = f"set {max(n for n in fits if n <= max(groups, 1))} or auto"
-        yield Problem(f"{where}.norm_num_groups", found, allowed, remedy), (channels,)
+        yield Problem(f"{where}.norm_num_groups", found, allowed, remedy, (channels,))
 
 
 def _strides(autoencoder: AutoencoderSettings) -> Problems:
@@ -98,18 +89,18 @@ def _strides(autoencoder: AutoencoderSettings) -> Problems:
     if len(strides) != needed:
         found = f"{counted(len(strides), 'entry')} for {counted(needed + 1, 'level')}"
         allowed = f"allowed: 2, or {needed}, one for each downsampling from one level to the next"
-        yield Problem(where, found, allowed, f"give {counted(needed, 'entry')} or 2"), (channels,)
+        yield Problem(where, found, allowed, f"give {counted(needed, 'entry')} or 2", (channels,))
     flat = next((entry for entry in strides if set(entry) == {1}), None)
     if flat is not None:
         allowed = "allowed: a 2 along at least one axis"
-        yield Problem(where, f"{_text(flat)} shrinks no axis", allowed, "set one, or remove the level"), ()
+        yield Problem(where, f"{_text(flat)} shrinks no axis", allowed, "set one, or remove the level")
     if autoencoder.implementation == "monai" and not autoencoder.has_stock_strides:
         found = f"{', '.join(map(_text, strides))} with implementation: monai, whose strides are all 2"
-        yield Problem(where, found, "", "set 2, or implementation: lean"), ("autoencoder.implementation",)
+        yield Problem(where, found, "", "set 2, or implementation: lean", ("autoencoder.implementation",))
     if autoencoder.initialisation == "haar" and autoencoder.upsampling == "trilinear":
         found = "haar with variant: maisi, whose decoder mixes the neighbours that haar sets apart"
         remedy = "set random, or variant: monai"
-        yield Problem("autoencoder.initialisation", found, "", remedy), ("autoencoder.variant",)
+        yield Problem("autoencoder.initialisation", found, "", remedy, ("autoencoder.variant",))
 
 
 def _grids(settings: Settings) -> Problems:
@@ -123,14 +114,14 @@ def _grids(settings: Settings) -> Problems:
             found = f"{_text(grid)} is not divisible by {multiple}, as the {levels} autoencoder levels require"
             remedy = f"the nearest is {_text(nearest_multiples(grid, factors))}"
             sources = ("autoencoder.num_channels", "autoencoder.strides")
-            yield Problem(f"data.{name}", found, f"allowed: multiples of {multiple}", remedy), sources
+            yield Problem(f"data.{name}", found, f"allowed: multiples of {multiple}", remedy, sources)
     grid = settings.training_grid
     largest = 4 * math.prod((training.batch_size, max(autoencoder.num_channels), *grid))
     if largest > LARGEST_ACTIVATION_BYTES:
         where = "data.voxel_size" if settings.data.patch_size is None else "data.patch_size"
         found = f"{_text(grid)} with batch_size {training.batch_size} needs activations of {largest / 2**50:.3g} PiB"
         sources = ("autoencoder.training.batch_size", "autoencoder.num_channels")
-        yield Problem(where, found, "allowed: at most 1 PiB", "use a smaller grid"), sources
+        yield Problem(where, found, "allowed: at most 1 PiB", "use a smaller grid", sources)
     depth, smallest = training.discriminator.num_layers_d, min(grid)
     if training.uses_discriminator and smallest < 3 * 2**depth:
         most = max((n for n in range(1, depth + 1) if smallest >= 3 * 2**n), default=0)
@@ -138,7 +129,7 @@ def _grids(settings: Settings) -> Problems:
         found = f"{depth} layers need at least {3 * 2**depth} voxels per axis, but the training grid has {smallest}"
         remedy = f"set {most}" if most else "use a larger grid, or adversarial_weight: 0"
         allowed = f"allowed: at most {most}" if most else ""
-        yield Problem(where, found, allowed, remedy), ("data.voxel_size", "data.patch_size")
+        yield Problem(where, found, allowed, remedy, ("data.voxel_size", "data.patch_size"))
 
 
 def _memory_knobs(settings: Settings) -> Problems:
@@ -147,30 +138,24 @@ def _memory_knobs(settings: Settings) -> Problems:
     checkpointing = (f"{where}.use_gradient_checkpointing",)
     if training.checkpoint_levels != "all" and training.checkpoint_levels > levels:
         found, allowed = f"{training.checkpoint_levels} of {levels} levels", f"allowed: all, or 1 to {levels}"
-        yield Problem(f"{where}.checkpoint_levels", found, allowed, "set all"), ("autoencoder.num_channels",)
+        yield Problem(f"{where}.checkpoint_levels", found, allowed, "set all", ("autoencoder.num_channels",))
     if training.use_nested_checkpointing is True and not training.checkpoints_blocks:
         found = "true without use_gradient_checkpointing, so there are no checkpoints to nest"
         remedy = "set use_gradient_checkpointing: true"
-        yield Problem(f"{where}.use_nested_checkpointing", found, "", remedy), checkpointing
+        yield Problem(f"{where}.use_nested_checkpointing", found, "", remedy, checkpointing)
     if training.checkpoint_dtype != "same" and not training.checkpoints_blocks:
         without = "without use_gradient_checkpointing, so there are no checkpoints to compress"
         found = f"{training.checkpoint_dtype} {without}"
-        yield Problem(f"{where}.checkpoint_dtype", found, "", "set same"), checkpointing
+        yield Problem(f"{where}.checkpoint_dtype", found, "", "set same", checkpointing)
     if training.slab_rows == 1:
         found = "a slab of 1 row is too thin for its halo"
-        yield Problem(f"{where}.slab_rows", found, "allowed: 0, or 2 or more", "set 8"), ()
-    num_slabs = settings.training_grid[0] // max(training.slab_rows, 1)
-    if training.slab_rows > 1 and num_slabs > MOST_SLABS:
-        found, allowed = f"{training.slab_rows} rows cut the grid into {num_slabs:,} slabs", f"at most {MOST_SLABS:,}"
-        remedy = f"set {-(-settings.training_grid[0] // MOST_SLABS)} or more"
-        sources = ("data.voxel_size", "data.patch_size")
-        yield Problem(f"{where}.slab_rows", found, f"allowed: {allowed} slabs", remedy), sources
+        yield Problem(f"{where}.slab_rows", found, "allowed: 0, or 2 or more", "set 8")
     attending = autoencoder.attention_levels.index(True) if any(autoencoder.attention_levels) else levels
     most = min(attending, levels - 1)
     if training.offload_levels > most:
         found = f"{training.offload_levels} of {levels} levels; the last one and those with attention run on the device"
         sources = ("autoencoder.num_channels", "autoencoder.attention_levels")
-        yield Problem(f"{where}.offload_levels", found, f"allowed: at most {most}", f"set {most}"), sources
+        yield Problem(f"{where}.offload_levels", found, f"allowed: at most {most}", f"set {most}", sources)
     # What MONAI's stock modules do not support.
     asked = {
         "use_gradient_checkpointing_offload": training.use_gradient_checkpointing_offload,
@@ -183,7 +168,7 @@ def _memory_knobs(settings: Settings) -> Problems:
     for name in (name for name, is_asked in asked.items() if is_asked and autoencoder.implementation == "monai"):
         found = f"{getattr(training, name)} with implementation: monai, which does not support it"
         remedy = "set autoencoder.implementation: lean"
-        yield Problem(f"{where}.{name}", found, "", remedy), ("autoencoder.implementation",)
+        yield Problem(f"{where}.{name}", found, "", remedy, ("autoencoder.implementation",))
 
 
 def _bottleneck(autoencoder: AutoencoderSettings) -> Problems:
@@ -191,11 +176,11 @@ def _bottleneck(autoencoder: AutoencoderSettings) -> Problems:
     if not autoencoder.training.trains_encoder and autoencoder.pretrained is None:
         found = "decoder without autoencoder.pretrained, so the encoder would keep its random weights"
         remedy = "set autoencoder.pretrained to the weights to fine-tune, or trainable: all"
-        yield Problem("autoencoder.training.trainable", found, "", remedy), ("autoencoder.pretrained",)
+        yield Problem("autoencoder.training.trainable", found, "", remedy, ("autoencoder.pretrained",))
     if autoencoder.bottleneck != "kl" and autoencoder.implementation == "monai":
         found = f"{autoencoder.bottleneck} with implementation: monai, whose autoencoder has a Gaussian latent only"
         remedy = "set kl, or autoencoder.implementation: lean"
-        yield Problem("autoencoder.bottleneck", found, "allowed: kl", remedy), ("autoencoder.implementation",)
+        yield Problem("autoencoder.bottleneck", found, "allowed: kl", remedy, ("autoencoder.implementation",))
 
 
 def _heads(settings: Settings) -> Problems:
@@ -210,7 +195,7 @@ def _heads(settings: Settings) -> Problems:
             allowed = f"allowed: {', '.join(map(str, fits))}"
             remedy = f"set {max(n for n in fits if n <= max(head, 1))}"
             sources = ("ldm.unet.num_channels", "ldm.unet.attention_levels")
-            yield Problem("ldm.unet.num_head_channels", found, allowed, remedy), sources
+            yield Problem("ldm.unet.num_head_channels", found, allowed, remedy, sources)
 
 
 def _sampling(settings: Settings) -> Problems:
@@ -219,19 +204,19 @@ def _sampling(settings: Settings) -> Problems:
     if sampling.sampler not in fits:
         found = f"{sampling.sampler} cannot sample from scheduler type {scheduler.type}"
         allowed = f"allowed: {', '.join(fits)}"
-        yield Problem("ldm.sampling.sampler", found, allowed, f"set {fits[0]}"), ("ldm.scheduler.type",)
+        yield Problem("ldm.sampling.sampler", found, allowed, f"set {fits[0]}", ("ldm.scheduler.type",))
     if scheduler.time_shift != 1 and scheduler.type != "rflow":
         where, found = "ldm.scheduler.time_shift", f"{scheduler.time_shift} with scheduler type ddpm"
-        yield Problem(where, found, "allowed: 1", "set 1, or type: rflow"), ("ldm.scheduler.type",)
+        yield Problem(where, found, "allowed: 1", "set 1, or type: rflow", ("ldm.scheduler.type",))
     most = scheduler.num_train_timesteps
     if sampling.num_inference_steps > most:
         where = "ldm.sampling.num_inference_steps"
         found = f"{sampling.num_inference_steps} is above num_train_timesteps ({most})"
         allowed, sources = f"allowed: 1 to {most}", ("ldm.scheduler.num_train_timesteps",)
-        yield Problem(where, found, allowed, f"set {min(50, most)}"), sources
+        yield Problem(where, found, allowed, f"set {min(50, most)}", sources)
 
 
-def nearest_multiples(grid: Sequence[float], factors: Sequence[int]) -> Grid:
+def nearest_multiples(grid: Sequence[float], factors: Sequence[int]) -> tuple[int, ...]:
     """Return the grid nearest to `grid` whose axes are multiples of their `factors`."""
     return tuple(max(factor, factor * round(axis / factor)) for axis, factor in zip(grid, factors, strict=True))
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from settings import migrations
 from settings.load import known_keys, load_settings
 from settings.root import Settings
 from settings.section import assign, is_section, look_up, overlap
@@ -47,7 +46,7 @@ def dump_yaml(settings: Settings) -> str:
         return "" if dotted == "name" or default == look_up(settings, dotted) else f"default: {value_text(default)}"
 
     head = "# The complete settings of this run; those that are not the default say so.\n"
-    return f"{head}version: {migrations.VERSION}\n" + yaml_text(settings, _leaves(), comment)
+    return head + yaml_text(settings, _leaves(), comment)
 
 
 def dump_with_origins(path: str | Path, overrides: Sequence[str]) -> str:

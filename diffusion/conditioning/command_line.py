@@ -15,10 +15,9 @@ from data.files import dicom
 from data.formats import SUFFIXES, content_digest, read_header, stem, suffix_of
 from data.geometry import mismatch
 from data.partners import named_after
-from diffusion.conditioning.batch import ConditionBatch
+from diffusion.conditioning import KINDS, ConditionBatch, kinds_of
 from diffusion.conditioning.class_label import class_number
 from diffusion.conditioning.kind import Asked, Case, Sample
-from diffusion.conditioning.kinds import KINDS, kinds_of
 from diffusion.conditioning.space import Space
 from models.volume_codec import VolumeCodec
 from runtime.files import printable

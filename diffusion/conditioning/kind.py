@@ -1,11 +1,13 @@
 """What a kind of condition is: one class that finds, checks, prepares, reads, hides and stores it.
 
 A kind is one tensor of a batch, by its name in `ConditionBatch.parts`, and belongs to one input of the U-Net, which may
-take others too. Its keys are in `settings/conditioning/`, and `KINDS` in `diffusion/conditioning/kinds.py` lists it.
+take others too. Its keys are in `settings/conditioning.py`, and `KINDS` in `diffusion/conditioning` lists it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,36 +16,39 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from data import DataSplit, VolumeFile
 from data.loading import Pose
 from data.tables import Row
-from diffusion.conditioning.known_voxels import KnownVoxels
-from diffusion.conditioning.space import Space
+from diffusion.conditioning.space import KnownVoxels, Space
+from diffusion.latent_files import TensorCache, digest_of
 from models.volume_codec import VolumeCodec
+from runtime.files import LATENTS
 from runtime.processes import Process
 from settings import DataSettings, Settings
-from settings.conditioning import ConditioningSettings
-from settings.conditioning.section import ConditionSection
+from settings.conditioning import ConditioningSettings, ConditionSection
 
 Input = Literal["class_labels", "channels", "numbers", "scan"]
 """Inputs of the U-Net: an embedded class (B,), channels (B, C, D, H, W) that are concatenated to the noisy latent,
 numbers (B, N) that are embedded together, and those that MAISI's U-Net embeds one by one."""
 
+Make = Callable[[int, int, Pose | None], Tensor]
+"""Returns the condition of a volume by its index and the number of its variant, in a pose: float32 (C, D, H, W)."""
+
 Read = Callable[[int, int, int], Tensor]
 """Returns the condition of a volume by its index, the pass over the volumes and the number of the augmented copy."""
+
+# Part of the cache's key: change it whenever the same file and settings would be stored differently.
+VERSION = 4
 
 
 @dataclass(frozen=True)
 class Partners:
-    """What volumes are paired with, training volumes first: files by their role, and rows of a table.
-
-    `label_values` are those of the classes of label maps where they are not the classes' numbers.
-    """
+    """What volumes are paired with, training volumes first: files by their role, and rows of a table."""
 
     files: Mapping[str, tuple[VolumeFile, ...]] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
-    label_values: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,62 @@ class Preparation:
     def files(self) -> tuple[VolumeFile, ...]:
         """Return all volumes, training volumes first."""
         return (*self.volumes.train, *self.volumes.val)
+
+    def cached(
+        self,
+        make: Make,
+        made_from: Callable[[int, int], str],
+        shape: Sequence[int],
+        key: Any,
+        title: str,
+        num_variants: int = 1,
+    ) -> Read:
+        """Make the conditions that are not cached yet, shared among the processes, and return how to read them.
+
+        `made_from` says what the condition of a volume is made from, by its index and its variant, and `key` has all
+        settings that decide the result. The variant changes from pass to pass, and each augmented copy is another one.
+        They are on disk with `ldm.latents.cache: disk`, and otherwise in memory: they are about as large as latents.
+        """
+        entries = [(index, variant, 0) for index in range(len(self.files)) for variant in range(num_variants)]
+        copies = range(1, 1 + self.num_copies)
+        entries += [(index, copy, copy) for index in range(len(self.volumes.train)) for copy in copies]
+        row_of = {(index, variant if copy == 0 else 0, copy): row for row, (index, variant, copy) in enumerate(entries)}
+
+        def made(row: int) -> Tensor:
+            index, variant, copy = entries[row]
+            return make(index, variant, None if copy == 0 or self.pose is None else self.pose(index, copy))
+
+        def name(row: int) -> str:
+            index, variant, copy = entries[row]
+            text = made_from(index, variant)
+            if copy:
+                scales = self.settings.ldm.conditioning.copies_scale
+                text = f"{text} {digest_of(self.volumes.train[index])} {copy}" + ("" if scales else " same size")
+            return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+        is_on_disk = self.settings.ldm.latents.cache == "disk"
+        text = json.dumps(["condition", VERSION, key], sort_keys=True)
+        folder = TensorCache(LATENTS / hashlib.sha256(text.encode()).hexdigest()[:24], shape)
+        in_memory = torch.zeros(0 if is_on_disk else len(entries), *shape)
+        with self.process.raise_on_all_ranks():
+            rows = range(self.process.rank, len(entries), self.process.world_size)
+            missing = [row for row in rows if not is_on_disk or folder.find(name(row)) is None]
+            # Passed only to hide the bar, because an explicit disable=False would override --quiet.
+            hidden: dict[str, Any] = {} if self.process.is_rank_zero and missing else {"disable": True}
+            for row in tqdm(missing, desc=title, unit="volume", leave=False, **hidden):
+                if is_on_disk:
+                    folder.write(name(row), "condition", made(row))
+                else:
+                    in_memory[row] = made(row)
+        if not is_on_disk:
+            # One process fills each row and the others leave zeros.
+            self.process.sum(in_memory)
+
+        def read(index: int, variant: int, copy: int) -> Tensor:
+            row = row_of[index, 0 if copy else variant % num_variants, copy]
+            return folder.read(name(row), "condition") if is_on_disk else in_memory[row]
+
+        return read
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from diffusion.conditioning.class_label import EmbeddedClass
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Sample
 from runtime.files import printable
 from settings import DataSettings, Settings, UserError
-from settings.conditioning.scan import COLUMNS, REGIONS, SCAN, ScanSettings
+from settings.conditioning import COLUMNS, REGIONS, SCAN, ScanSettings
 
 UNIT = 100.0
 """MAISI was trained with spacing in hundredths of a millimetre, and with 100 in the place of a region."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from data.tables import Row, read_rows
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared, Sample
 from runtime.files import printable
 from settings import DataError, DataSettings, Settings, UserError
-from settings.conditioning import TabularSettings
-from settings.conditioning.sections import MAX_CATEGORIES, TABULAR
+from settings.conditioning import MAX_CATEGORIES, TABULAR, TabularSettings
 
 log = logging.getLogger(__name__)
 
@@ -137,22 +135,7 @@ def read_values(s: TabularSettings, files: Sequence[VolumeFile], problems: list[
                 f"{where}: column {printable(column)} has {len(known)} different values; allowed: at most "
                 f"{MAX_CATEGORIES}; merge some of them, or make the column continuous"
             )
-        problems += [
-            f"{where}: column {printable(column)} has {' and '.join(map(printable, words))}, which would count as "
-            "different words; one spelling of each word is allowed; change the others"
-            for words in _spellings(known)
-        ]
     return rows
-
-
-def _spellings(words: Iterable[str]) -> list[list[str]]:
-    """Return words that differ in their spelling only, such as True and true, or 1 and 1.0."""
-    alike: dict[str, list[str]] = {}
-    for word in sorted(words):
-        number = _number(word)
-        plain = unicodedata.normalize("NFKC", word).casefold() if number is None else repr(number)
-        alike.setdefault(plain, []).append(word)
-    return [spellings for spellings in alike.values() if len(spellings) > 1]
 
 
 def code_of(s: TabularSettings, rows: Sequence[Row], num_train: int) -> NumberCode:

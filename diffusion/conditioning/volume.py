@@ -23,18 +23,15 @@ from data.intensity import INTENSITY, scale_to_network
 from data.loading import Pose
 from data.partners import PartnerSource, checked_partners
 from data.reading import VolumeFacts, measure, unusable
-from diffusion.conditioning.cache import cached
 from diffusion.conditioning.kind import Asked, ConditionKind, Partners, Preparation, Prepared
-from diffusion.conditioning.known_voxels import KnownVoxels, block_means, filled
 from diffusion.conditioning.label_map import label_reading, mask_on_grid, reading_of
-from diffusion.conditioning.space import Space
+from diffusion.conditioning.space import KnownVoxels, Space, block_means, filled
 from diffusion.normalisation import Normalisation, Statistics
 from models.frozen_autoencoder import weights_digest
 from models.volume_codec import VolumeCodec
 from runtime.files import counted, printable
 from settings import DataError, DataSettings, Settings, UserError
-from settings.conditioning import VolumeSettings
-from settings.conditioning.sections import VOLUME
+from settings.conditioning import VOLUME, VolumeSettings
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +99,7 @@ class ConditionVolume(ConditionKind):
         seed = None if s.degrade.box is None else settings.seed
         key = ["volume", reading_of(data), intensity, list(settings.latent_shape[1:]), by, degrade, seed]
         shape, variants = self.shape(settings), s.degrade.variants
-        read = cached(channels, made_from, shape, key, run, "condition volumes", variants)
+        read = run.cached(channels, made_from, shape, key, "condition volumes", variants)
         if run.learned is None:
             statistics = Statistics(len(run.volumes.train), shape[0] - 1)
             with run.process.raise_on_all_ranks():

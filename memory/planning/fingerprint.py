@@ -11,11 +11,11 @@ import numpy as np
 
 from data.checking import Checked, check_files, problems_of
 from data.discovery import DiscoveredVolume, class_names_of
+from data.files.header import Note, problem_lines
 from data.intensity import flat_text
-from data.notes import Note, problem_lines
 from data.overview import looks_like_labels, modality_of, outlier_lines, turned
 from data.reading import VolumeFacts
-from data.split import split, suspected_groups
+from data.split import split, suspected_pattern
 from data.volumes import check_source
 from runtime.files import CHECKS, counted, printable
 from settings import DataError
@@ -182,7 +182,7 @@ def fingerprint_of(
         num_flat=sum(_is_flat(fact) for fact in facts),
         ranges=tuple(zip(*(np.median(ends, axis=0).tolist() for ends in (lower, upper)), strict=True)),
         classes={name: counts[name] for name in class_names_of(found)},
-        group_by=next((group_by for _, group_by in suspected_groups(found)), None),
+        group_by=suspected_pattern(found),
         num_left_out=num_left_out,
         unusual=tuple(outlier_lines([item.name for item in found], facts, s)),
         problems=tuple(problems),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models.unet import SCAN_LAYERS
 from settings import Settings, look_up
-from settings.conditioning.scan import NUM_MODALITIES
+from settings.conditioning import NUM_MODALITIES
 
 State = Mapping[str, Tensor]
 

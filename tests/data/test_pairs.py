@@ -1,9 +1,7 @@
-"""Partners of volumes: found by name, CSV or dataset.json, every problem named, and brought to the volume's grid."""
+"""Partners of volumes: found by name or CSV, every problem named, and brought to the volume's grid."""
 
 from __future__ import annotations
 
-import json
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from data.geometry import geometry_of, in_planes, mismatch
 from data.partners import PartnerSource, find_partners
 from data.reading import measure
 from data.volumes import DataSplit, VolumeFile, prepare_volumes
-from diffusion.conditioning import check_conditions, find_partners_of, store
+from diffusion.conditioning import check_conditions, find_partners_of
 from diffusion.conditioning.kind import Partners
 from diffusion.conditioning.label_map import label_problem, label_shares
 from settings import DataError, DataSettings, Settings
@@ -77,7 +75,7 @@ def test_dicom_series_are_partners_by_the_names_of_their_folders(tmp_path):
     files = [VolumeFile(Path(name), name, None, 1, "") for name in ("images/a.nii.gz", "deep/b", "c.nii.gz")]
     place = PartnerSource(str(tmp_path / "series"), "x.volume.source", "volume")
     problems: list[str] = []
-    found = find_partners(place, files, build_settings(source="images"), problems)
+    found = find_partners(place, files, problems)
     assert not problems
     assert {name: path.parent.name for name, path in found.items()} == {
         "images/a.nii.gz": "a",
@@ -92,17 +90,6 @@ def test_a_csv_pairs_any_names(folder, tmp_path):
     (tmp_path / "pairs.csv").write_text("\n".join(["file,label_map", *rows]))
     found = partner_names(tmp_path / "pairs.csv", volumes_of(folder))
     assert found == {f"v{place}.nii.gz": f"m{7 - place}.nii.gz" for place in range(8)}
-
-
-def test_a_key_of_dataset_json_pairs_its_entries(folder, tmp_path):
-    write_maps(folder / "maps", [f"m{place}.nii.gz" for place in range(8)])
-    entries = [{"image": f"v{place}.nii.gz", "seg": f"maps/m{place}.nii.gz"} for place in range(8)]
-    (folder / "dataset.json").write_text(json.dumps({"training": entries}))
-    volumes = volumes_of(folder)
-    pairs = checked(conditioning("key:seg"), build_settings(source=str(folder)), volumes)
-    assert [p.path.name for p in pairs.files["labels"]] == [
-        f"m{f.name[1]}.nii.gz" for f in (*volumes.train, *volumes.val)
-    ]
 
 
 def test_every_missing_doubled_and_unsuitable_partner_is_named_at_once(folder, tmp_path):
@@ -123,7 +110,7 @@ def test_every_missing_doubled_and_unsuitable_partner_is_named_at_once(folder, t
     assert "v0.nii.gz: no partner in ldm.conditioning.label_map.source: " in text
     assert "v1.nii.gz: 2 partners in " in text
     assert "v2.nii.gz: 12 x 10 x 20 voxels of 2 x 2.5 x 3 mm from (-11.0, -13.2, 3.5), and its volume" in text
-    assert "v3.nii.gz: a label value of -2; 0 and above is allowed; change the map" in text
+    assert "v3.nii.gz: label values from -2 to 0; 0 to 2 is allowed by ldm.conditioning.label_map.num_classes" in text
     assert "v4.nii.gz: values that are not whole numbers" in text
     assert "v5.nii.gz: not a .nii.gz file" in text
     assert "v6.nii.gz: 12 x 10 x 8 voxels" in text
@@ -146,7 +133,6 @@ def test_one_map_for_two_volumes_is_refused(tmp_path):
         ("nowhere", "is neither a folder nor a CSV file"),
         ("empty", "holds no volume"),
         ("wrong.csv", "has the columns file, map; file and label_map are needed"),
-        ("key:seg", "needs a dataset.json as data.source"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_refused(folder, tmp_path, source, text):
@@ -241,7 +227,7 @@ def test_a_folder_of_slices_that_cannot_be_read_is_named_with_its_setting(tmp_pa
     files = [VolumeFile(Path("a.nii.gz"), "a.nii.gz")]
     place = PartnerSource(str(tmp_path / "series"), "ldm.conditioning.volume.source", "volume")
     with pytest.raises(DataError, match=r"^ldm\.conditioning\.volume\.source: .*series/a cannot be read"):
-        find_partners(place, files, build_settings(), [])
+        find_partners(place, files, [])
 
 
 def test_a_partner_outside_its_window_is_refused_with_the_name_of_the_window(folder, tmp_path):
@@ -264,62 +250,24 @@ def test_a_map_may_have_many_values_of_any_type_if_they_are_whole(tmp_path):
     for name, voxels in (("a", values), ("b", values.round())):
         write_nifti(tmp_path / f"{name}.nii.gz", voxels, AFFINE)
         _, facts = measure(tmp_path / f"{name}.nii.gz", build_settings())
-        texts.append(label_problem(tmp_path / f"{name}.nii.gz", facts))
+        texts += [label_problem(tmp_path / f"{name}.nii.gz", facts, number) for number in (501, 300)]
     assert "a.nii.gz: values that are not whole numbers" in str(texts[0])
-    assert texts[1] is None
-
-
-def with_gaps(seed: int) -> np.ndarray:
-    """A map of three of the values of a parcellation."""
-    return np.array([0, 17, 1035, 53], np.int16)[label_map(seed).astype(int) + (seed == 2)]
-
-
-def test_label_values_with_gaps_are_classes_in_ascending_order(folder, tmp_path, caplog):
-    maps, volumes = tmp_path / "maps", volumes_of(folder)
-    for place in range(8):
-        write_nifti(maps / f"v{place}.nii.gz", with_gaps(place), AFFINE)
-    data = build_settings(source=str(folder))
-    with caplog.at_level(logging.INFO):
-        pairs = checked(conditioning(maps, 4), data, volumes)
-    assert pairs.label_values == (0, 17, 53, 1035)
-    assert "the label values 0, 17, 53, 1035 are the classes 0 to 3" in caplog.text
-    grid = [size // 2 for size in data.voxel_size]
-    shares = label_shares(maps / "v2.nii.gz", 4, data, grid, pairs.label_values)
-    for number, value in enumerate(pairs.label_values):
-        write_nifti(tmp_path / "one.nii.gz", (with_gaps(2) == value).astype(np.uint8), AFFINE)
-        np.testing.assert_allclose(shares[number], label_shares(tmp_path / "one.nii.gz", 2, data, grid)[1], atol=1e-6)
-    problem = r"num_classes: 3, and the label maps have 4 values: 0, 17, 53, 1035, such as 1035 in .*; set 4$"
-    with pytest.raises(DataError, match=problem):
-        checked(conditioning(maps, 3), data, volumes)
-
-
-def test_background_is_the_first_class_even_if_no_map_has_any(folder, tmp_path):
-    for place in range(8):
-        labels = np.array([17, 53, 54], np.int16)[label_map(place).astype(int)]
-        write_nifti(tmp_path / f"maps/v{place}.nii.gz", labels, AFFINE)
-    data = build_settings(source=str(folder))
-    pairs = checked(conditioning(tmp_path / "maps", 4), data, volumes_of(folder))
-    assert pairs.label_values == (0, 17, 53, 54)
-
-
-def test_values_without_gaps_are_the_numbers_of_their_classes(folder, tmp_path):
-    write_maps(tmp_path / "maps", [f"v{place}.nii.gz" for place in range(8)])
-    settings = build_settings(source=str(folder))
-    assert checked(conditioning(tmp_path / "maps", 5), settings, volumes_of(folder)).label_values == ()
+    assert texts[2] is None
+    assert "b.nii.gz: label values from 0 to 500; 0 to 299 is allowed by" in str(texts[3])
 
 
 def test_a_volume_is_never_its_own_partner(folder):
     volumes = volumes_of(folder)
     problems: list[str] = []
     place = PartnerSource(str(folder), "ldm.conditioning.volume.source", "volume")
-    assert not find_partners(place, volumes.train, build_settings(), problems)
+    assert not find_partners(place, volumes.train, problems)
     assert len(problems) == len(volumes.train)
     assert all("no partner in ldm.conditioning.volume.source" in line for line in problems)
     assert all(line.endswith("add it, list the pairs in a CSV file, or remove the volume") for line in problems)
 
 
 def test_of_many_problems_the_first_ten_are_named(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "MOST_LINES", 3)
+    monkeypatch.setattr("diffusion.conditioning.MOST_LINES", 3)
     write_maps(tmp_path / "maps", ["other.nii.gz"])
     with pytest.raises(DataError) as error:
         partner_names(tmp_path / "maps", volumes_of(folder))

@@ -39,7 +39,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 def cases(values: dict[str, Any], **files: str) -> list[Case]:
     values = copy.deepcopy(values)
     values["ldm"]["conditioning"] = BOTH
-    learned = {"label map": (), "volume": Normalisation.uniform(1)}
+    learned = {"volume": Normalisation.uniform(1)}
     given = {f"--{option}": place for option, place in files.items()}
     return AskedConditions(Asked(Settings.model_validate(values), learned, files=given), (), None).cases
 

@@ -18,7 +18,6 @@ from diffusion.conditioning import (
     hidden,
     some_hidden,
 )
-from diffusion.conditioning.cache import cached
 from diffusion.latent_batches import LatentBatch
 from diffusion.sampling import guided
 from runtime.processes import Process
@@ -246,6 +245,6 @@ def test_conditions_that_are_cached_already_show_no_bar(tiny_values, tmp_path, m
     run = Preparation(Settings.model_validate(tiny_values), DataSplit(files, ()), CPU, None)  # type: ignore[arg-type]
     for _ in range(2):
         capsys.readouterr()
-        read = cached(lambda i, _, pose: torch.full((1, 2), float(i)), lambda i, _: "ab"[i], (1, 2), "key", run, "maps")
+        read = run.cached(lambda i, _, pose: torch.full((1, 2), float(i)), lambda i, _: "ab"[i], (1, 2), "key", "maps")
         assert read(1, 0, 0).tolist() == [[1.0, 1.0]]
     assert capsys.readouterr().err == ""

@@ -66,18 +66,6 @@ def test_every_missing_doubled_and_wrong_row_is_named():
     assert len(problems) == 6
 
 
-def test_two_spellings_of_one_word_are_named():
-    s = settings(continuous=[], categorical=["sex", "site"])
-    Path("people.csv").write_text("file,sex,site\na,True,1\nb,true,1.0\nc,f,2\nd,true,x1\n")
-    _, problems = read_numbers(s, files(*"abcd"))
-    assert [text.split("people.csv: ")[1].split(",")[0] for text in problems] == [
-        "column sex has True and true",
-        "column site has 1 and 1.0",
-    ]
-    Path("people.csv").write_text("file,sex,site\na,True,1\nb,False,-1\nc,True,10\nd,False,1\n")
-    assert read_numbers(s, files(*"abcd"))[1] == []
-
-
 def test_a_table_without_the_columns_is_refused(tmp_path):
     Path("people.csv").write_text("file,age\na,1\n")
     with pytest.raises(DataError, match="has the columns file, age; file, Age and sex are needed, once each; add"):

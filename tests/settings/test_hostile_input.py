@@ -19,33 +19,21 @@ def answer(path: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-def bomb(form: str) -> str:
-    """Ten lines, each of which stands for nine times the one before it."""
-    lines = ["a: &a 1"]
-    for before, name in zip("abcdefghij", "bcdefghijk", strict=True):
-        lines.append(f"{name}: &{name} " + form.format(*[f"*{before}"] * 9))
-    return "\n".join(lines)
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (bomb("[{}, {}, {}, {}, {}, {}, {}, {}, {}]"), "not valid YAML (more than 10,000 values)"),
-        (bomb("{{a: {}, b: {}, c: {}, d: {}, e: {}, f: {}, g: {}, h: {}, i: {}}}"), "more than 10,000 values"),
-        ("a: [" + "1, " * 20_000 + "1]", "more than 10,000 values"),
-        ("a: " + "[" * 500, "nested more than 30 deep"),
-        ("- " * 2000, "nested more than 30 deep"),
-        ("a: &a [*a]", "an alias refers to a value that contains it"),
-        ("data: !!bool maybe", "'maybe' is neither true nor false"),
+        ("a: " + "[" * 5000, "not valid YAML (nested too deep)"),
+        ("- " * 5000, "nested too deep"),
+        ("data: !!bool maybe", "not valid YAML ('maybe')"),
         ("data: !!float ''", "not valid YAML"),
         ("data: !!timestamp soon", "not valid YAML"),
-        ("data: {source: !!binary aGFsbG8=}", "not valid YAML"),
+        ("data: {source: !!binary aGFsbG8=}", "allowed: text"),
         ("data:\n\tsource: x\n", r"config.yaml:2: not valid YAML (found character '\t'"),
         ("seed: 1\nname: a\0\n", "config.yaml:2: not valid YAML (the character U+0000 is not allowed)"),
         ("seed: 1\n---\nseed: 2\n", "found another document"),
         ("x" * (1 << 21), "2,097,152 bytes; the limit is 1,048,576"),
         ("d\u0430ta: {}", r"unknown key, in ASCII 'd\u0430ta'; did you mean data?"),
-        ("name: " + "猫" * 100, "300 bytes are too long for a folder name"),
+        ("name: " + "猫" * 100, "at most 60 characters"),
         (r'data: {source: "a\0b"}', "text without NUL characters"),
         ("data: {source: ''}", "non-empty text"),
     ],
@@ -59,8 +47,7 @@ def test_file_is_refused(tmp_path, content, expected):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("data.voxel_size=" + "[" * 500, "data.voxel_size: '[[[[[[["),
-        ("data.voxel_size=" + "[" * 500, "... is not a YAML value (nested more than 30 deep)"),
+        ("data.voxel_size=" + "[" * 5000, "... is not a YAML value (nested too deep)"),
         ("data.source=a\udcff", "the character U+DCFF is not allowed"),
         ("data.voxel_size=[1000000000, 64, 64]", "each at most 65536"),
         ("data.voxel_size=[65536, 65536, 65536]", "needs activations of 256 PiB; allowed: at most 1 PiB"),
@@ -80,13 +67,6 @@ def test_override_is_refused(tmp_path, override, expected):
     path = tmp_path / "config.yaml"
     path.write_text("seed: 1\n")
     assert expected in answer(path, override)
-
-
-def test_grid_in_thousands_of_slabs_is_refused_with_what_is_allowed(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("data: {voxel_size: [16384, 64, 64]}\nautoencoder: {training: {slab_rows: 2}}")
-    assert "2 rows cut the grid into 8,192 slabs; allowed: at most 2,048 slabs; set 8 or more" in answer(path)
-    load_settings(path, ["autoencoder.training.slab_rows=8"])
 
 
 @pytest.mark.parametrize(

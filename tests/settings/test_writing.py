@@ -1,4 +1,4 @@
-"""Settings as text: of a run, of a plan, with origins, and as checkpoints store them with a version."""
+"""Settings as text: of a run, of a plan, with origins, and as checkpoints store them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from settings import (
     dump_yaml,
     known_keys,
     load_settings,
-    migrations,
     restored,
     stored,
 )
@@ -88,19 +87,7 @@ def test_print_config_prints_a_loadable_config_and_stops(script, tmp_path):
 
 def test_stored_settings_come_back_whatever_the_defaults_are():
     settings = Settings.model_validate({"name": "a", "autoencoder": {"training": {"kl_weight": 0.5}}})
-    values = stored(settings)
-    assert values["version"] == migrations.VERSION
-    assert restored(values, "run.pt") == settings
-    assert "version" in values, "what was read stays as it was"
-
-
-@pytest.mark.parametrize(
-    ("version", "text"), [(None, "no version"), (0, "version 0"), (99, "version 99"), ("x", "version x")]
-)
-def test_another_version_is_refused_with_a_way_out(version, text):
-    values = stored(Settings()) | {"version": version}
-    with pytest.raises(CheckpointError, match=rf"^run\.pt: its settings have {text}; allowed: 1 to 2; use the version"):
-        restored(values, "run.pt")
+    assert restored(stored(settings), "run.pt") == settings
 
 
 def test_a_missing_or_unknown_key_is_named():
@@ -112,17 +99,3 @@ def test_a_missing_or_unknown_key_is_named():
     values["data"]["label_maps"] = True
     with pytest.raises(CheckpointError, match=r"cannot be used; use the version .*\n.*data\.label_maps: unknown key"):
         restored(values, "run.pt")
-
-
-def test_an_older_version_is_upgraded_step_by_step(monkeypatch, tmp_path):
-    def rename(values):
-        values["seed"] = values.pop("random_seed")
-
-    monkeypatch.setattr(migrations, "VERSION", 3)
-    monkeypatch.setitem(migrations.UPGRADES, 2, rename)
-    values = Settings(seed=7).model_dump(mode="json") | {"version": 1, "logging": {"tracker": "none"}}
-    values["random_seed"] = values.pop("seed")
-    assert restored(values, "run.pt").seed == 7
-    path = tmp_path / "config.yaml"
-    path.write_text("version: 2\nrandom_seed: 8\n")
-    assert load_settings(path).seed == 8

@@ -7,21 +7,58 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from runtime.files import counted
-from settings.conditioning.scan import UNKNOWN_MODALITY, ScanSettings
-from settings.conditioning.section import ConditionSection, Found
 from settings.data import IntensitySettings, intensity_problems
-from settings.errors import Problem
+from settings.errors import Problem, Problems
 from settings.section import FREE, LARGEST_AXIS, WITHOUT_NUL, Count, PathText, Section, Triple, key, section
 
 if TYPE_CHECKING:
     from settings.root import Settings
 
 LABEL_MAP, VOLUME, TABULAR = "ldm.conditioning.label_map", "ldm.conditioning.volume", "ldm.conditioning.tabular"
+SCAN = "ldm.conditioning.scan"
 
-_SOURCE = (
-    "a folder whose files have the names of the volumes, a CSV file with columns file and {column}, or key:NAME of "
-    "data.source's dataset.json"
-)
+_SOURCE = "a folder whose files have the names of the volumes, or a CSV file with columns file and {column}"
+
+
+class ConditionSection(Section):
+    """The keys of one kind of condition."""
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether samples are conditioned on it."""
+        raise NotImplementedError
+
+    @property
+    def is_ever_hidden(self) -> bool:
+        """Return whether training hides it from time to time."""
+        return self.is_used
+
+    @property
+    def describes_volume(self) -> bool:
+        """Return whether it says what a sample should look like, so that it can be compared with a volume."""
+        return self.is_used
+
+    @property
+    def embedded_numbers(self) -> dict[str, int]:
+        """Return the names of what the U-Net embeds, with how many numbers each is."""
+        return {}
+
+    def num_concatenated(self, latent_channels: int) -> int:
+        """Return the number of channels that are concatenated to a noisy latent of `latent_channels` channels."""
+        return 0
+
+    def problems(self, settings: Settings) -> Problems:
+        """Yield each problem with the keys."""
+        yield from ()
+
+
+def _incomplete(where: str, **is_set: bool) -> Problems:
+    """Yield a problem if only some of the keys that belong together are set."""
+    keys = [name for name, value in is_set.items() if not value]
+    if 0 < len(keys) < len(is_set):
+        found = f"not set, and {', '.join(name for name in is_set if name not in keys)} is"
+        others = tuple(f"{where}.{name}" for name in is_set)
+        yield Problem(f"{where}.{keys[0]}", found, "allowed: both or neither", "set it, or take the other out", others)
 
 
 class LabelMapSettings(ConditionSection):
@@ -44,19 +81,12 @@ class LabelMapSettings(ConditionSection):
         """Return the number of channels that are concatenated to a noisy latent."""
         return self.num_classes
 
-    def problems(self, settings: Settings) -> Found:
+    def problems(self, settings: Settings) -> Problems:
         """Yield each problem with the keys."""
+        yield from _incomplete(LABEL_MAP, source=self.source is not None, num_classes=self.is_used)
         if self.num_classes == 1:
             remedy = "count the background too: 2 for background and one structure"
-            yield Problem(f"{LABEL_MAP}.num_classes", "1 label value", "allowed: 0, or 2 or more", remedy), ()
-        if self.num_classes and self.source is None:
-            remedy = "set it to the folder of the label maps, or num_classes: 0"
-            found = "null with num_classes above 0"
-            yield Problem(f"{LABEL_MAP}.source", found, "", remedy), (f"{LABEL_MAP}.num_classes",)
-        if self.source is not None and not self.num_classes:
-            remedy = "set it to the number of label values with the background, or source: null"
-            found = "0 with a source of label maps"
-            yield Problem(f"{LABEL_MAP}.num_classes", found, "", remedy), (f"{LABEL_MAP}.source",)
+            yield Problem(f"{LABEL_MAP}.num_classes", "1 label value", "allowed: 0, or 2 or more", remedy)
 
 
 TARGET = "target"
@@ -141,46 +171,29 @@ class VolumeSettings(ConditionSection):
             return 0
         return 1 + (self.num_channels if self.encoding == "resample" else latent_channels)
 
-    def problems(self, settings: Settings) -> Found:
+    def problems(self, settings: Settings) -> Problems:
         """Yield each problem with the keys."""
-        degrade, channels = self.degrade, settings.autoencoder.in_channels
-        if self.is_used and self.source is None:
-            remedy = "set it to the folder of the other volumes or to target, or encoding: none"
-            found = f"null with encoding {self.encoding}"
-            yield Problem(f"{VOLUME}.source", found, "", remedy), (f"{VOLUME}.encoding",)
-        if self.source is not None and not self.is_used:
-            remedy = "set autoencoder or resample, or source: null"
-            yield Problem(f"{VOLUME}.encoding", "none with a source of volumes", "", remedy), (f"{VOLUME}.source",)
+        yield from _incomplete(VOLUME, source=self.source is not None, encoding=self.is_used)
+        degrade, channels, grid = self.degrade, settings.autoencoder.in_channels, settings.data.voxel_size
         if self.is_used and not self.is_from_target:
             yield from intensity_problems(f"{VOLUME}.intensity", self.intensity, self.num_channels)
-        needs_same = self.encoding == "autoencoder" or self.is_from_target
-        if self.is_used and needs_same and self.num_channels != channels:
-            found = f"{self.num_channels}, and autoencoder.in_channels is {channels}"
-            why = "the frozen autoencoder encodes" if self.encoding == "autoencoder" else "the volumes to learn have"
-            yield (
-                Problem(f"{VOLUME}.num_channels", found, f"allowed: {channels}, which {why}", f"set {channels}"),
-                (f"{VOLUME}.encoding", f"{VOLUME}.source", "autoencoder.in_channels"),
-            )
+        if self.is_used and self.num_channels != channels and (self.encoding == "autoencoder" or self.is_from_target):
+            found, allowed = f"{self.num_channels}, and autoencoder.in_channels is {channels}", f"allowed: {channels}"
+            others = (f"{VOLUME}.encoding", f"{VOLUME}.source", "autoencoder.in_channels")
+            yield Problem(f"{VOLUME}.num_channels", found, allowed, f"set {channels}", others)
         asked = {"downsample": degrade.is_coarser, "hole": degrade.hole is not None}
         takes = [name for name, is_asked in asked.items() if is_asked]
-        sources = (f"{VOLUME}.source", *(f"{VOLUME}.degrade.{name}" for name in takes))
-        if takes and self.source != TARGET:
-            found = f"{', '.join(takes)} without source: target, so there is nothing to take it from"
-            yield (
-                Problem(f"{VOLUME}.degrade", found, "", "set source: target with an encoding, or take it out"),
-                sources,
-            )
-        if self.is_from_target and len(takes) != 1:
-            found = "nothing is taken from the target" if not takes else f"{' and '.join(takes)} at once"
-            yield Problem(f"{VOLUME}.degrade", found, "allowed: one of the two", "set downsample or hole"), sources
-        grid = settings.data.voxel_size
+        others = (f"{VOLUME}.source", *(f"{VOLUME}.degrade.{name}" for name in takes))
+        if len(takes) != int(self.source == TARGET):
+            found, allowed = f"{' and '.join(takes) or 'nothing'} with source {self.source}", "allowed: one of the two"
+            remedy = "set downsample or hole with source: target, and neither with another source"
+            yield Problem(f"{VOLUME}.degrade", found, allowed, remedy, others)
         if any(n % factor for n, factor in zip(grid, degrade.downsample, strict=True)):
             found = f"{list(degrade.downsample)} does not divide data.voxel_size {list(grid)}"
-            yield Problem(f"{VOLUME}.degrade.downsample", found, "", "change one of the two"), ("data.voxel_size",)
+            yield Problem(f"{VOLUME}.degrade.downsample", found, "", "change one of the two", ("data.voxel_size",))
         if degrade.box is not None and not all(size < n for size, n in zip(degrade.box, grid, strict=True)):
-            found = f"{list(degrade.box)} on a grid of {list(grid)} voxels"
-            allowed = "allowed: smaller than the grid along each axis"
-            yield Problem(f"{VOLUME}.degrade.hole", found, allowed, "change it"), ("data.voxel_size",)
+            found, allowed = f"{list(degrade.box)} on a grid of {list(grid)} voxels", "allowed: smaller along each axis"
+            yield Problem(f"{VOLUME}.degrade.hole", found, allowed, "change it", ("data.voxel_size",))
 
 
 MAX_CATEGORIES = 16
@@ -214,20 +227,96 @@ class TabularSettings(ConditionSection):
         """Return the length of each column's code: a value and whether it is given, or a place for each word."""
         return dict.fromkeys(self.continuous, 2) | dict.fromkeys(self.categorical, MAX_CATEGORIES)
 
-    def problems(self, settings: Settings) -> Found:
+    def problems(self, settings: Settings) -> Problems:
         """Yield each problem with the keys."""
-        if self.columns and self.table is None:
-            remedy = "set it to the CSV file that has them, or take the columns out"
-            found = f"null with columns {', '.join(self.columns)}"
-            yield Problem(f"{TABULAR}.table", found, "", remedy), (f"{TABULAR}.continuous", f"{TABULAR}.categorical")
-        if self.table is not None and not self.columns:
-            remedy = "name columns in continuous or categorical, or set table: null"
-            yield Problem(f"{TABULAR}.continuous", "no columns for the table", "", remedy), (f"{TABULAR}.table",)
+        yield from _incomplete(TABULAR, table=self.table is not None, continuous=self.is_used)
         names = [name.lower() for name in self.columns]
         twice = next((name for name in names if names.count(name) > 1 or name == "file"), None)
         if twice is not None:
             found = f"column {twice} " + ("names the volumes" if twice == "file" else "named twice")
-            yield Problem(f"{TABULAR}.continuous", found, "", "take it out"), (f"{TABULAR}.categorical",)
+            yield Problem(f"{TABULAR}.continuous", found, "", "take it out", (f"{TABULAR}.categorical",))
+
+
+REGIONS = ("head", "chest", "abdomen", "pelvis")
+"""The body regions that MAISI tells apart, in the order of its code."""
+
+WIDTHS = {"top_region": len(REGIONS), "bottom_region": len(REGIONS), "spacing": 3}
+"""The inputs in the order in which MAISI concatenates their embeddings, with the numbers that each takes."""
+
+COLUMNS = ("top_region", "bottom_region")
+"""The columns of a table of regions, named as the inputs."""
+
+NUM_MODALITIES = 128
+"""The modalities that MAISI's U-Net tells apart."""
+
+UNKNOWN_MODALITY = 0
+
+Region = Literal["head", "chest", "abdomen", "pelvis"]
+TopAndBottom = Annotated[tuple[Region, ...], Field(strict=False, min_length=2, max_length=2)]
+
+
+class ScanSettings(ConditionSection):
+    """Spacing, regions and modality of a scan, in MAISI's way: embeddings concatenated to that of the timestep."""
+
+    regions: TopAndBottom | PathText | None = key(
+        None,
+        "Body regions at the upper and the lower end of all volumes, such as [chest, abdomen], or a CSV file with "
+        "columns file, top_region and bottom_region; null: the U-Net has no such inputs.",
+    )
+    modality: Annotated[int, Field(ge=0, lt=NUM_MODALITIES)] | None = key(
+        None,
+        "The volumes' modality; MAISI's: 0 unknown, 1 CT, 2 without contrast, 3 with contrast, 8 MR, 9 T1, 10 T2; "
+        "null: the U-Net has no such input. With regions or a modality it also takes the voxel spacing.",
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether samples are conditioned on it."""
+        return self.regions is not None or self.modality is not None
+
+    @property
+    def is_ever_hidden(self) -> bool:
+        """Return whether training hides it: the modality, not the rest."""
+        return self.modality is not None
+
+    @property
+    def describes_volume(self) -> bool:
+        """Return False: it does not say what a volume looks like."""
+        return False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Return the names of the inputs that the U-Net has, in MAISI's order."""
+        return tuple(name for name in WIDTHS if (self.is_used if name == "spacing" else self.regions is not None))
+
+    @property
+    def region_words(self) -> dict[str, str]:
+        """Return the regions that all volumes share by the name of their input."""
+        if self.regions is None or isinstance(self.regions, str):
+            return {}
+        return dict(zip(COLUMNS, self.regions, strict=True))
+
+    @property
+    def table(self) -> str | None:
+        """Return the file with the regions of each volume, if they differ."""
+        return self.regions if isinstance(self.regions, str) else None
+
+    @property
+    def width(self) -> int:
+        """Return how many numbers the U-Net takes for all inputs together."""
+        return sum(WIDTHS[name] for name in self.inputs)
+
+    @property
+    def num_modalities(self) -> int:
+        """Return the number of modalities that the U-Net embeds, with the unknown one; 0: it takes none."""
+        return 0 if self.modality is None else NUM_MODALITIES
+
+    def problems(self, settings: Settings) -> Problems:
+        """Yield each problem with the keys."""
+        if self.num_modalities and settings.ldm.conditioning.type == "class":
+            found = f"{self.modality} with conditioning type class, which uses the same embedding"
+            remedy = "set null, or type: none"
+            yield Problem(f"{SCAN}.modality", found, "allowed: null", remedy, ("ldm.conditioning.type",))
 
 
 class ConditioningSettings(Section):
@@ -300,19 +389,19 @@ class ConditioningSettings(Section):
         """Return the number of channels that are concatenated to a noisy latent of `latent_channels` channels."""
         return sum(section.num_concatenated(latent_channels) for section in self.sections.values())
 
-    def problems(self, settings: Settings) -> Found:
+    def problems(self, settings: Settings) -> Problems:
         """Yield each problem with the keys, and with the guidance of samples."""
         if self.type == "class" and self.num_classes < 2:
             found = f"{counted(self.num_classes, 'class')} for conditioning type class"
             remedy, key = "set it to the number of classes in the data", "ldm.conditioning.num_classes"
-            yield Problem(key, found, "allowed: 2 or more", remedy), ("ldm.conditioning.type",)
+            yield Problem(key, found, "allowed: 2 or more", remedy, ("ldm.conditioning.type",))
         for part in self.sections.values():
             yield from part.problems(settings)
         scale, where = settings.ldm.sampling.guidance_scale, "ldm.sampling.guidance_scale"
         if scale != 1 and not self.kinds:
             found = f"{scale:g} with conditioning type none, so there is no class to follow"
-            yield Problem(where, found, "allowed: 1", "set 1"), ("ldm.conditioning.type",)
+            yield Problem(where, found, "allowed: 1", "set 1", ("ldm.conditioning.type",))
         elif scale != 1 and self.dropout == 0:
             found = f"{scale:g} with conditioning dropout 0, so the network never learns to predict without a condition"
-            sources = (*self.kinds, "ldm.conditioning.dropout")
-            yield Problem(where, found, "allowed: 1", "set 1, or a dropout above 0"), sources
+            others = (*self.kinds, "ldm.conditioning.dropout")
+            yield Problem(where, found, "allowed: 1", "set 1, or a dropout above 0", others)
