@@ -7,17 +7,13 @@ import logging
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cli import above_zero, add_config, check_output_folder, parser, run
+from runtime.files import RunFolder, write_text
 from settings import CheckpointError, Settings, dump_yaml, load_settings, stored
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from runtime.files import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +23,8 @@ def main(options: argparse.Namespace) -> None:
     check_output_folder(options.out)
     settings = load_settings(options.config, options.overrides)
     from diffusion.normalisation import Normalisation
-    from models.exchange.weights import check_values, find_state, read_foreign_weights, to_our_names
+    from models.exchange.weights import check_fit, check_values, find_state, read_foreign_weights, to_our_names
     from models.weight_files import save_weights
-    from runtime.files import RunFolder, write_text
     from training.run_setup import locked
 
     path = Path(options.weights)
@@ -37,7 +32,7 @@ def main(options: argparse.Namespace) -> None:
     network, state = find_state(content, path, options.network)
     check_values(state, path)
     state = to_our_names(state, options.origin, path)
-    _check(network, state, settings, path, options.origin)
+    check_fit(network, state, settings, options.origin, path)
     if network == "ldm":
         _check_timesteps(content, settings, path)
 
@@ -90,26 +85,6 @@ def _check_replaced(folder: RunFolder, network: str) -> None:
         raise CheckpointError(
             f"{trained[-1]}: was trained here; only imported weights are replaced; give another folder as --out"
         )
-
-
-def _check(network: str, state: dict[str, Tensor], settings: Settings, path: Path, origin: str) -> None:
-    from models.exchange.networks import expected_state
-    from models.exchange.shapes import settings_of_origin_that_differ, settings_that_differ, unsupported_options
-    from models.exchange.weights import check_fit
-
-    expected = expected_state(network, settings)
-    try:
-        problems = unsupported_options(network, state) or [
-            *settings_that_differ(network, state, settings),
-            *settings_of_origin_that_differ(network, origin, settings),
-        ]
-    except LookupError:
-        # Weights from which the settings are read are missing or have the wrong shape. This names them.
-        check_fit(state, expected, path)
-        raise
-    if problems:
-        raise CheckpointError("\n  ".join([f"{path}: the weights do not fit the config:", *problems]))
-    check_fit(state, expected, path)
 
 
 def _not_in_the_weights(network: str, settings: Settings) -> list[str]:

@@ -17,10 +17,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from models.exchange.shapes import is_maisi_unet
+from models.exchange.networks import expected_state
+from models.unet import SCAN_LAYERS
 from models.weight_files import read_tensors
 from runtime.files import check_regular, reason
-from settings import CheckpointError
+from settings import CheckpointError, Settings
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 
 State = dict[str, Tensor]
@@ -119,7 +120,7 @@ def to_our_names(state: Mapping[str, Tensor], origin: str, path: Path) -> State:
     if is_maisi != (origin == "maisi") and recognise(state) == "autoencoder":
         found, fitting = ("MAISI's", "maisi") if is_maisi else ("MONAI's", "monai or monai-generative")
         raise CheckpointError(f"{path}: holds {found} autoencoder, which --from {origin} does not fit; use {fitting}")
-    if origin != "maisi" and is_maisi_unet(state):
+    if origin != "maisi" and any(f"{layer}.0.weight" in state for layer in SCAN_LAYERS.values()):
         raise CheckpointError(f"{path}: holds MAISI's U-Net, which --from {origin} does not fit; use maisi")
     if origin == "maisi":
         return _expand_attention({_renamed(key, _MAISI_RENAMES): value for key, value in state.items()})
@@ -139,22 +140,45 @@ def to_maisi_names(state: Mapping[str, Tensor]) -> State:
     return {_renamed(key, _FOR_MAISI): value for key, value in state.items()}
 
 
-def check_fit(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
-    """Raise CheckpointError unless names and shapes are exactly as expected."""
+def check_fit(network: str, state: Mapping[str, Tensor], settings: Settings, origin: str, path: Path) -> None:
+    """Raise CheckpointError unless names and shapes are those of our network, and what they do not show fits too."""
+    expected = expected_state(network, settings)
     missing = [key for key in expected if key not in state]
     unexpected = [key for key in state if key not in expected]
-    reshaped = [key for key in expected if key in state and state[key].shape != expected[key].shape]
-    if not (missing or unexpected or reshaped):
-        return
-    parts = [
+    reshaped = [
+        f"{key}, {list(state[key].shape)} in the weights, {list(value.shape)} in the config"
+        for key, value in expected.items()
+        if key in state and state[key].shape != value.shape
+    ]
+    problems = [
         f"{len(keys)} {what} (the first: {keys[0]})"
         for what, keys in (("missing", missing), ("not in the network", unexpected), ("of another shape", reshaped))
         if keys
     ]
-    raise CheckpointError(
-        f"{path}: the weights are not those of the network in the config: {', '.join(parts)};"
-        " every parameter must be there once, in its shape; change the config to the network that was trained"
-    )
+    problems += _hidden_differences(network, origin, settings)
+    if problems:
+        raise CheckpointError(
+            "\n  ".join([f"{path}: the weights are not those of the network in the config:", *problems])
+            + "\nevery parameter must be there once, in its shape; change the config to the network that was trained"
+        )
+
+
+def _hidden_differences(network: str, origin: str, settings: Settings) -> list[str]:
+    """Return a line for each setting of an autoencoder that its weights would fit although the library has another."""
+    if network != "autoencoder":
+        return []
+    autoencoder, wanted = settings.autoencoder, {}
+    if (origin == "maisi") != (autoencoder.variant == "maisi"):
+        wanted["variant"] = "maisi" if origin == "maisi" else "monai"
+    if not autoencoder.has_stock_strides:
+        wanted["strides"] = "2"
+    if autoencoder.bottleneck != "kl":
+        wanted["bottleneck"] = "kl"
+    return [
+        f"autoencoder.{key}: {getattr(autoencoder, key)} in the config, {value} in weights from {origin}; "
+        f"set autoencoder.{key}={value}"
+        for key, value in wanted.items()
+    ]
 
 
 def check_values(state: Mapping[str, Tensor], path: Path) -> None:

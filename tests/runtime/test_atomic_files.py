@@ -12,7 +12,7 @@ import pytest
 
 from runtime.files import exclusive_lock, replacing, write_text
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("failed"), KeyboardInterrupt()])
@@ -81,7 +81,7 @@ def test_threads_that_write_one_file_do_not_disturb_each_other(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 HOLD = (
     "import sys; from pathlib import Path; from runtime.files import exclusive_lock\n"
     "with exclusive_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"

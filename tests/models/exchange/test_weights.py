@@ -1,4 +1,5 @@
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,6 @@ from safetensors.torch import save_file
 
 from models import build_autoencoder, build_discriminator, build_unet
 from models.exchange.networks import expected_state, stock_network
-from models.exchange.shapes import settings_of, settings_that_differ, unsupported_options
 from models.exchange.weights import check_fit, find_state, read_foreign_weights, to_our_names
 from settings import CheckpointError, Settings
 
@@ -103,7 +103,7 @@ def test_generative_autoencoder_is_reproduced(implementation, has_middle):
     )
     ours = build_autoencoder(settings.autoencoder).eval()
     state = to_our_names(theirs.state_dict(), "monai-generative", SOMEWHERE)
-    assert settings_that_differ("autoencoder", state, settings) == []
+    check_fit("autoencoder", state, settings, "monai-generative", SOMEWHERE)
     ours.load_state_dict(state, strict=True)
     assert_reproduced(autoencoder_outputs(ours), autoencoder_outputs(theirs))
 
@@ -121,7 +121,7 @@ def test_generative_unet_is_reproduced(num_classes, updown):
         settings = settings.with_overrides(classes)
     ours = build_unet(settings.ldm, 3).eval()
     state = to_our_names(theirs.state_dict(), "monai-generative", SOMEWHERE)
-    assert settings_that_differ("ldm", state, settings) == []
+    check_fit("ldm", state, settings, "monai-generative", SOMEWHERE)
     ours.load_state_dict(state, strict=True)
     labels = {"class_labels": torch.tensor([0, 2])} if num_classes else {}
     assert_reproduced(unet_output(ours, **labels), unet_output(theirs, **labels))
@@ -186,7 +186,7 @@ def test_round_trip_through_stock_monai_is_exact(network, changes):
     name, state = find_state({"state_dict": before}, SOMEWHERE)
     assert name == network
     state = to_our_names(state, "monai", SOMEWHERE)
-    check_fit(state, expected_state(network, settings), SOMEWHERE)
+    check_fit(network, state, settings, "monai", SOMEWHERE)
     again = stock_network(network, settings)
     again.load_state_dict(state, strict=True)
     for key, value in again.state_dict().items():
@@ -236,84 +236,53 @@ def test_file_without_a_known_network_is_refused(content):
 
 
 @pytest.mark.parametrize(
-    ("network", "changes"),
+    ("network", "key", "value", "said"),
     [
-        ("autoencoder", {"num_channels": (8, 8)}),
-        (
-            "autoencoder",
-            {"num_channels": (8, 16, 16), "num_res_blocks": (1, 2, 1), "attention_levels": (False, True, False)},
-        ),
-        ("autoencoder", {"num_res_blocks": (2, 2)}),
-        ("autoencoder", {"attention_levels": (True, True)}),
-        ("autoencoder", {"attention_levels": (False, False), "use_nonlocal_attention": True}),
-        ("autoencoder", {"attention_levels": (False, False), "use_nonlocal_attention": False}),
-        ("autoencoder", {"use_nonlocal_attention": False}),
-        ("autoencoder", {"num_res_blocks": (1, 1), "use_nonlocal_attention": False}),
-        ("autoencoder", {"latent_channels": 4, "in_channels": 2}),
-        (
-            "ldm",
-            {"unet.num_channels": (16, 16, 32), "unet.num_res_blocks": 1, "unet.attention_levels": (True, False, True)},
-        ),
-        ("ldm", {"unet.resblock_updown": True}),
-        ("ldm", {"conditioning.type": "class", "conditioning.num_classes": 5}),
-        ("discriminator", {"training.discriminator.num_layers_d": 3, "training.discriminator.num_channels": 8}),
+        ("autoencoder", "num_channels", (8, 8), "of another shape (the first: encoder."),
+        ("autoencoder", "num_res_blocks", (2, 2), "missing"),
+        ("autoencoder", "use_nonlocal_attention", False, "not in the network"),
+        ("autoencoder", "strides", [[2, 2, 1]], "set autoencoder.strides=2"),
+        ("autoencoder", "bottleneck", "vq", "set autoencoder.bottleneck=kl"),
+        ("autoencoder", "variant", "maisi", "set autoencoder.variant=monai"),
+        ("ldm", "unet.num_channels", (16, 16), "of another shape (the first: "),
+        ("ldm", "unet.resblock_updown", True, "missing"),
+        ("discriminator", "training.discriminator.num_layers_d", 3, "missing"),
     ],
 )
-def test_settings_are_read_from_the_weights(network, changes):
+def test_weights_of_another_network_than_the_config_are_refused(network, key, value, said):
     section = "ldm" if network == "ldm" else "autoencoder"
-    changed = SETTINGS.with_overrides({f"{section}.{key}": value for key, value in changes.items()})
-    state = expected_state(network, changed)
-    assert settings_that_differ(network, state, changed) == []
-    assert unsupported_options(network, state) == []
-    implied = settings_of(network, state)
-    differing = settings_that_differ(network, state, SETTINGS)
-    for key, value in changes.items():
-        dotted = f"{section}.{key}"
-        if "num_res_blocks" in key and isinstance(value, int):
-            value = (value,) * 3
-        assert implied[dotted] == value
-        if value != {"autoencoder.use_nonlocal_attention": True}.get(dotted):
-            assert any(line.startswith(f"{dotted}: ") for line in differing)
-
-
-def test_difference_names_the_key_both_values_and_the_override():
-    state = expected_state("autoencoder", SETTINGS.with_overrides({"autoencoder.num_channels": (8, 32)}))
-    assert settings_that_differ("autoencoder", state, SETTINGS) == [
-        "autoencoder.num_channels: [8,16] in the config, [8,32] in the weights; set autoencoder.num_channels=[8,32]"
-    ]
+    state = expected_state(network, SETTINGS)
+    check_fit(network, state, SETTINGS, "monai", SOMEWHERE)
+    changed = SETTINGS.with_overrides({f"{section}.{key}": value})
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        check_fit(network, state, changed, "monai", SOMEWHERE)
 
 
 @pytest.mark.parametrize(
-    ("network", "state", "problem"),
+    ("network", "theirs"),
     [
-        ("autoencoder", lambda: AutoencoderKL(channels=(8, 16), **{**AUTOENCODER, "spatial_dims": 2}), "2D"),
-        (
-            "autoencoder",
-            lambda: AutoencoderKL(channels=(8, 16), with_encoder_nonlocal_attn=False, **AUTOENCODER),
-            "only one",
-        ),
-        (
-            "ldm",
-            lambda: DiffusionModelUNet(channels=(8, 16), with_conditioning=True, cross_attention_dim=4, **UNET),
-            "cross",
-        ),
-        ("discriminator", lambda: PatchDiscriminator(spatial_dims=3, channels=4, in_channels=1), "batch norm"),
+        ("autoencoder", lambda: AutoencoderKL(channels=(8, 16), **{**AUTOENCODER, "spatial_dims": 2})),
+        ("autoencoder", lambda: AutoencoderKL(channels=(8, 16), with_encoder_nonlocal_attn=False, **AUTOENCODER)),
+        ("ldm", lambda: DiffusionModelUNet(channels=(8, 16), with_conditioning=True, cross_attention_dim=4, **UNET)),
+        ("discriminator", lambda: PatchDiscriminator(spatial_dims=3, channels=4, in_channels=1)),
     ],
 )
-def test_options_that_our_networks_lack_are_named(network, state, problem):
-    (line,) = unsupported_options(network, state().state_dict())
-    assert problem in line
+def test_networks_with_options_that_ours_lack_are_refused(network, theirs):
+    with pytest.raises(CheckpointError, match="the weights are not those of the network in the config"):
+        check_fit(network, to_our_names(theirs().state_dict(), "monai", SOMEWHERE), SETTINGS, "monai", SOMEWHERE)
 
 
-def test_one_missing_extra_or_reshaped_parameter_is_refused():
+def test_one_missing_extra_or_reshaped_parameter_is_named():
     expected = expected_state("discriminator", SETTINGS)
     missing = {key: value for key, value in expected.items() if key != "0.conv.weight"}
-    with pytest.raises(CheckpointError, match=r"1 missing \(the first: 0.conv.weight\)"):
-        check_fit(missing, expected, SOMEWHERE)
-    with pytest.raises(CheckpointError, match=r"1 not in the network \(the first: extra\)"):
-        check_fit({**expected, "extra": torch.ones(1)}, expected, SOMEWHERE)
-    with pytest.raises(CheckpointError, match=r"1 of another shape \(the first: 0.conv.weight\)"):
-        check_fit({**expected, "0.conv.weight": torch.ones(1)}, expected, SOMEWHERE)
+    extra, reshaped = {**expected, "extra": torch.ones(1)}, {**expected, "0.conv.weight": torch.ones(1)}
+    for state, said in (
+        (missing, r"1 missing \(the first: 0.conv.weight\)"),
+        (extra, r"1 not in the network \(the first: extra\)"),
+        (reshaped, r"1 of another shape \(the first: 0.conv.weight, \[1\] in the weights, \[8, 4, 4, 4, 4\] in the"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            check_fit("discriminator", state, SETTINGS, "monai", SOMEWHERE)
 
 
 def test_safetensors_and_torch_files_are_read(tmp_path):
