@@ -60,13 +60,6 @@ def find(source: str) -> tuple[list[DiscoveredVolume], list[Note]]:
     place = expanded(source)
     # os.path, not Path: for a name that no file system can hold it returns False instead of raising.
     if os.path.isdir(place):
-        real = Path(os.path.realpath(place))
-        # Links there lead everywhere, and some files never end.
-        if real == Path("/") or ({*real.parts[:2]} & {"proc", "sys", "dev"} and not real.is_relative_to("/dev/shm")):
-            raise DataError(
-                f"data.source: {printable(source)} belongs to the operating system; a folder of volumes, "
-                "a dataset.json or phantoms is allowed; give the folder that holds your volumes"
-            )
         if is_plain_folder(source):
             return _in_folder(place)
         log.info("data: %s lists the volumes of %s", place / "dataset.json", place)
@@ -226,8 +219,8 @@ def series_in(root: Path, folder: Path, key: str) -> tuple[dict[str, Path], list
     return names, notes
 
 
-def listed_entries(listing: Path) -> tuple[dict[str, Any], list[tuple[str | None, Any]]]:
-    """Return the content of a dataset.json, and its entries, each with its side of the split if that is decided."""
+def listed_entries(listing: Path) -> list[tuple[str | None, Any]]:
+    """Return the entries of a dataset.json, each with its side of the split if that is decided."""
     try:
         content = json.loads(read_text(listing))
     except OSError as error:
@@ -244,20 +237,16 @@ def listed_entries(listing: Path) -> tuple[dict[str, Any], list[tuple[str | None
     if not isinstance(explicit, list):
         raise FileError(listing, '"validation" is not a list; it is written like "training"; repair it')
     entries = [("training" if explicit else None, entry) for entry in content["training"]]
-    return content, [*entries, *(("validation", entry) for entry in explicit)]
+    return [*entries, *(("validation", entry) for entry in explicit)]
 
 
 def _in_dataset_json(listing: Path) -> tuple[list[DiscoveredVolume], list[Note]]:
-    content, entries = listed_entries(listing)
-    # The numbers and names in the table "labels", in whichever order it has them.
-    table = content.get("labels")
-    parts = [*table, *table.values()] if isinstance(table, dict) else []
-    label_names = {str(name) for part in parts for name in (part if isinstance(part, list) else [part])}
+    entries = listed_entries(listing)
     volumes, problems = [], []
     for number, (split, entry) in enumerate(entries):
         try:
             path, name = _image_of(entry, listing.parent)
-            volumes.append(DiscoveredVolume(path, name, _class_of(entry, listing.parent, label_names), split))
+            volumes.append(DiscoveredVolume(path, name, _class_of(entry), split))
         except ValueError as error:
             problems.append(f"  entry {number}: {error}")
     twice = [name for name, count in Counter(volume.name for volume in volumes).items() if count > 1]
@@ -288,34 +277,18 @@ def _image_of(entry: Any, root: Path) -> tuple[Path, str]:
     return root / image, name
 
 
-def _class_of(entry: Any, root: Path, names: set[str]) -> str | None:
-    """Return the entry's "class", or its "label" unless that is the path of a segmentation.
+def _class_of(entry: Any) -> str | None:
+    """Return the entry's "class", or its "label" unless that is the path of a segmentation, or several.
 
     Raises ValueError with what is wrong with it.
     """
-    if not isinstance(entry, dict):
-        return None
-    key = "class" if "class" in entry else "label"
-    label = entry.get(key)
-    if key == "label" and label is None:
-        return None
-    paths: list[Any] = label if isinstance(label, list) else [label]
-    if key == "label" and paths and all(isinstance(p, str) and ("/" in p or suffix_of(p.strip())) for p in paths):
-        missing = next((path for path in paths if not os.path.exists(root / path.strip())), None)
-        if missing is not None:
-            raise ValueError(
-                f"its label {shortened(printable(missing))} is not a file; restore it or remove the label, or name a "
-                'class as "class"'
-            )
+    label = entry.get("class", entry.get("label")) if isinstance(entry, dict) else None
+    if label is None or (isinstance(label, list) and "class" not in entry):
         return None
     if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
-        raise ValueError(f"its {key} is {_shown(label)}; text or a whole number is allowed; repair it")
+        raise ValueError(f"its class is {_shown(label)}; text or a whole number is allowed; repair it")
     text = str(label).strip()
-    if key == "label" and names and text not in names:
-        raise ValueError(
-            f'its label {shortened(printable(text))} is not in the table "labels"; add it there or change it'
-        )
-    return text
+    return None if "class" not in entry and ("/" in text or suffix_of(text)) else text
 
 
 def _shown(value: Any) -> str:

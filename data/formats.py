@@ -7,14 +7,12 @@ import hashlib
 import math
 import os
 import re
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 import psutil
-from nibabel.filebasedimages import ImageFileError
 
 from data.files import arrays, dicom, itk, nifti
 from data.files.header import DamagedError, FileError, Header, Stored, UnsuitableError
@@ -219,14 +217,7 @@ def _reason(path: Path, error: Exception) -> str:
         return "its voxels do not fit in memory; crop or downsample it first"
     if not path.is_file():
         return "not a regular file; remove it"
-    suffix = suffix_of(path.name) or path.suffix
-    text = _cause(error)
-    is_header = "ReadImageInformation" in str(error)
-    if is_header or isinstance(error, gzip.BadGzipFile | ImageFileError | zipfile.BadZipFile):
-        return f"not a {suffix} file ({text}); write it again or remove it"
-    if isinstance(error, EOFError) or "Expected" in text or "ImageFileReader_Execute" in str(error):
-        return f"truncated or damaged: its voxels cannot be read ({text}); copy or convert it again"
-    return f"cannot be read as {suffix} ({text}); copy or convert it again"
+    return f"cannot be read as {suffix_of(path.name) or path.suffix} ({_cause(error)}); copy or convert it again"
 
 
 def _cause(error: Exception) -> str:

@@ -1,7 +1,6 @@
 """2.5D LPIPS: the learned 2D distance of Zhang et al. 2018 over slices of all three axes of a volume."""
 
 import importlib
-import logging
 import math
 import random
 import sys
@@ -17,8 +16,6 @@ from torch.nn import functional as F
 
 from losses.pieces import FrozenTerm, Index, mean_over_pieces
 from losses.weights import find_weights, take_weights
-
-log = logging.getLogger(__name__)
 
 # The shortest side that each trunk accepts. Thinner slices are enlarged to it along that side.
 SHORTEST_SIDE = {"squeeze": 17, "alex": 31, "vgg": 16}
@@ -49,12 +46,10 @@ class LpipsSlices(FrozenTerm):
         self.seed = seed
         self.slice_fraction = slice_fraction
         self.chunk_size = chunk_size
-        self._has_reported_thin_slices = False
         self.freeze()
 
     def forward(self, reconstruction: Tensor, target: Tensor, step: int) -> Tensor:
         """Return the mean distance over the slices of this step."""
-        self._report_thin_slices(reconstruction.shape[2:])
         drawn = drawn_slices(reconstruction.shape[2:], self.slice_fraction, self.seed, step)
         chunks = _chunks(reconstruction.shape, drawn, self.chunk_size)
         return mean_over_pieces(reconstruction, target, chunks, self.distance)
@@ -76,14 +71,6 @@ class LpipsSlices(FrozenTerm):
         if size != list(images.shape[2:]):
             images = F.interpolate(images, size=size, mode="bilinear", align_corners=False)
         return self.network.net(self.network.scaling_layer(images))
-
-    def _report_thin_slices(self, grid: Sequence[int]) -> None:
-        if min(grid) < self.shortest_side and not self._has_reported_thin_slices:
-            text = (
-                "perceptual loss: slices thinner than %d voxels are enlarged to %d, the smallest this network accepts"
-            )
-            log.info(text, self.shortest_side, self.shortest_side)
-            self._has_reported_thin_slices = True
 
 
 def drawn_slices(grid: Sequence[int], fraction: float, seed: int, step: int) -> list[list[int]]:

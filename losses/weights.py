@@ -1,8 +1,7 @@
 """Find the weights of perceptual networks: where the config says, else in the torch cache, else by a download."""
 
-import hashlib
 import re
-import urllib.request
+import socket
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -13,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from runtime.files import check_regular, replacing
+from runtime.files import check_regular
 from settings import ConfigError, Problem
 from settings.errors import AMBIGUOUS_READ_ERRORS, READ_ERRORS
 
@@ -121,34 +120,21 @@ def _remedy(file: WeightsFile) -> str:
 
 
 def _download(network: str, file: WeightsFile, destination: Path) -> None:
-    """Download a file into the torch cache; it appears there whole and checked, or not at all.
-
-    `torch.hub.download_url_to_file` takes no timeout and does not notice a file without a published hash that ends
-    early, so the blocks are read here.
-    """
-    from tqdm import tqdm
-
+    """Download a file into the torch cache; it appears there whole and checked, or not at all."""
+    # torchvision publishes the beginning of the hash in the name.
+    published = re.search(r"-([0-9a-f]{8})\.pth$", file.name)
+    before = socket.getdefaulttimeout()
     try:
+        # torch.hub takes no timeout, and a firewall may never answer.
+        socket.setdefaulttimeout(TIMEOUT_SECONDS)
         destination.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(file.url, timeout=TIMEOUT_SECONDS) as response, replacing(destination) as temporary:
-            total = int(response.headers.get("Content-Length") or 0) or None
-            digest = hashlib.sha256()
-            bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"downloading {file.name}")
-            with temporary.open("wb") as part, bar:
-                while block := response.read(1 << 20):
-                    part.write(block)
-                    digest.update(block)
-                    bar.update(len(block))
-            if total is not None and bar.n != total:
-                raise OSError(f"{bar.n} of {total} bytes arrived")
-            # torchvision publishes the beginning of the hash in the name.
-            published = re.search(r"-([0-9a-f]{8})\.pth$", file.name)
-            if published is not None and not digest.hexdigest().startswith(published[1]):
-                raise OSError(f"the download has the SHA-256 {digest.hexdigest()[:8]}, not {published[1]}")
-    except (OSError, HTTPException) as error:
+        torch.hub.download_url_to_file(file.url, str(destination), published[1] if published else None)
+    except (OSError, HTTPException, RuntimeError) as error:
         reason = getattr(error, "reason", None) or error
         found = (
             f"{network} needs {file.name} ({file.description}), which is not in {destination.parent}"
             f" and could not be downloaded ({reason})"
         )
         raise _error(found, remedy=_remedy(file)) from error
+    finally:
+        socket.setdefaulttimeout(before)

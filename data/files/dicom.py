@@ -317,13 +317,13 @@ def ordered(images: Sequence[Slice]) -> list[Slice]:
     _require_plain(images)
     if len(images) < 2:
         raise UnsuitableError("a single image; a volume needs two slices or more; remove it")
-    for name in SHARED:
-        kinds = _kinds(images, name)
-        if len(kinds) > 1:
-            what = "orientations" if name == "ImageOrientationPatient" else f"values of {name}"
+    for name, (count, relative, absolute) in SHARED.items():
+        first = images[0].numbers(name, count)
+        other = next((i for i in images if not np.allclose(i.numbers(name, count), first, relative, absolute)), None)
+        if other is not None:
             raise UnsuitableError(
-                f"its {len(images)} slices have {len(kinds)} {what}, for example {printable(kinds[1][0].path.name)}; "
-                "one is allowed; separate them or remove the odd ones"
+                f"its slices differ in {name}, for example {printable(images[0].path.name)} and "
+                f"{printable(other.path.name)}; one value is allowed; separate them or remove the odd ones"
             )
     spacing = images[0].numbers("PixelSpacing", 2)
     if (spacing <= 0).any():
@@ -346,21 +346,6 @@ def ordered(images: Sequence[Slice]) -> list[Slice]:
     return result
 
 
-def _kinds(images: Sequence[Slice], name: str) -> list[list[Slice]]:
-    """Group images by an element that they should share, the largest group first."""
-    count, relative, absolute = SHARED[name]
-    kinds: list[tuple[np.ndarray, list[Slice]]] = []
-    for image in images:
-        values = image.numbers(name, count)
-        for first, group in kinds:
-            if np.allclose(values, first, relative, absolute):
-                group.append(image)
-                break
-        else:
-            kinds.append((values, [image]))
-    return sorted((group for _, group in kinds), key=len, reverse=True)
-
-
 def _require_plain(images: Sequence[Slice]) -> None:
     for image in images:
         name = printable(image.path.name)
@@ -377,27 +362,12 @@ def _require_plain(images: Sequence[Slice]) -> None:
 def _require_regular(images: Sequence[Slice], places: Sequence[float]) -> None:
     """Raise UnsuitableError, naming the slices, unless all distances are equal."""
     gaps = np.diff(places)
-    named = [
-        (gap, f"{printable(one.path.name)} and {printable(two.path.name)}")
-        for gap, (one, two) in zip(gaps.tolist(), pairwise(images), strict=True)
-    ]
-    for gap, names in named:
-        if gap <= LARGEST_IRREGULARITY * max(float(np.median(gaps)), 1e-6):
-            raise UnsuitableError(
-                f"two slices at one place, {names}; one is allowed; remove the doubled one, or separate the phases of "
-                "a 4D series"
-            )
     # The lower one of two in the middle: if there are two distances only, a slice is missing in the larger.
     usual = float(np.sort(gaps)[(len(gaps) - 1) // 2])
-    for gap, names in named:
-        missing = round(gap / usual) - 1
-        if missing >= 1:
+    for gap, (one, two) in zip(gaps.tolist(), pairwise(images), strict=True):
+        if usual <= 0 or abs(gap - usual) > LARGEST_IRREGULARITY * usual:
             raise UnsuitableError(
-                f"{missing} {'slice is' if missing == 1 else 'slices are'} missing between {names} ({gap:.3g} mm "
-                f"apart, the others {usual:.3g} mm); copy or export the series again"
-            )
-        if abs(gap - usual) > LARGEST_IRREGULARITY * usual:
-            raise UnsuitableError(
-                f"the distance between slices varies ({gap:.3g} mm between {names}, usually {usual:.3g} mm); equal "
-                "distances are needed; resample it first"
+                f"{printable(one.path.name)} and {printable(two.path.name)} are {gap:.3g} mm apart, other slices "
+                f"{usual:.3g} mm; equal distances are needed; copy the series again if slices are missing, remove "
+                "doubled ones, or separate the phases of a 4D series"
             )

@@ -237,20 +237,3 @@ def test_stopping_early_ends_the_thread():
     next(items)
     items.close()
     assert threading.active_count() == before
-
-
-def test_items_are_let_go_by_the_thread_and_not_by_the_caller():
-    freed: list[tuple[int, str]] = []
-
-    class Batch:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def __del__(self) -> None:
-            freed.append((self.number, threading.current_thread().name))
-
-    for number, batch in enumerate(one_ahead(map(Batch, range(8)))):
-        assert batch.number == number
-        assert [done for done, _ in freed] == list(range(len(freed)))
-        assert number - 3 <= len(freed) <= number
-    assert [name.startswith("data") for _, name in freed[:6]] == [True] * 6

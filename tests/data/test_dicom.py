@@ -86,7 +86,7 @@ def test_good_series_is_found_beside_broken_ones_and_each_of_them_is_named(tmp_p
     source = check_source(build_settings(source=str(tmp_path / "all")), 0, 1)
     assert [item.name for item in source.volumes] == ["a", "b"]
     assert [bool(item.problems) for item in source.checked] == [False, True]
-    assert "1 slice is missing between" in source.problems[0].text
+    assert "are 6 mm apart, other slices 3 mm; equal distances are needed" in source.problems[0].text
     assert any(note.name.startswith("c/") and "a localizer (2 images)" in note.text for note in source.left_out)
 
 
@@ -105,15 +105,24 @@ def test_two_series_in_one_folder_are_two_volumes_with_a_localizer_left_out_of_o
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"ImagePositionPatient": lambda k: [-10, -20, 5 + 3 * max(k, 1)]}, "two slices at one place"),
-        ({"ImagePositionPatient": lambda k: [-10, -20, 5 + 3 * k + 0.7 * (k == 3)]}, "distance between slices varies"),
+        ({"ImagePositionPatient": lambda k: [-10, -20, 5 + 3 * max(k, 1)]}, "are 0 mm apart"),
+        (
+            {"ImagePositionPatient": lambda k: [-10, -20, 5 + 3 * k + 0.7 * (k == 3)]},
+            "are 3.7 mm apart",
+        ),
         ({"ImagePositionPatient": lambda k: [-10, -20 + k, 5 + 3 * k]}, "gantry tilt of 18 degrees"),
-        ({"ImageOrientationPatient": lambda k: [1, 0, 0, 0, 1, 0] if k else [0, 1, 0, 0, 0, 1]}, "have 2 orientations"),
-        ({"PixelSpacing": lambda k: [2.5, 2.0 + (k == 2)]}, "have 2 values of PixelSpacing"),
+        (
+            {"ImageOrientationPatient": lambda k: [1, 0, 0, 0, 1, 0] if k else [0, 1, 0, 0, 0, 1]},
+            "differ in ImageO",
+        ),
+        ({"PixelSpacing": lambda k: [2.5, 2.0 + (k == 2)]}, "differ in PixelSpacing"),
         ({"PixelSpacing": [-2.5, 2.0]}, "its PixelSpacing is -2.5 and 2 mm; two numbers above 0 are needed"),
         # A slice is missing from three, and one of three is doubled.
-        ({"ImagePositionPatient": lambda k: [-10, -20, 3 * (k + (k > 0))], "number": 3}, "1 slice is missing between"),
-        ({"ImagePositionPatient": lambda k: [0, 0, 3 * min(k, 1)], "number": 3}, "two slices at one place"),
+        (
+            {"ImagePositionPatient": lambda k: [-10, -20, 3 * (k + (k > 0))], "number": 3},
+            "are 6 mm apart",
+        ),
+        ({"ImagePositionPatient": lambda k: [0, 0, 3 * min(k, 1)], "number": 3}, "mm apart, other slices 0 mm"),
         ({"RescaleSlope": 0}, "has RescaleSlope 0"),
         ({"NumberOfFrames": 3}, "many frames in one file"),
         ({"SamplesPerPixel": 3}, "a colour image"),

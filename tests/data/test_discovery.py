@@ -54,12 +54,6 @@ def test_linked_folders_are_followed_once(make_volume, tmp_path):
     assert [item.name for item in find(str(tmp_path / "volumes"))[0]] == ["linked/1.nii.gz"]
 
 
-@pytest.mark.parametrize("source", ["/", "/proc/self/fd", "/sys", "/dev"])
-def test_folders_of_the_operating_system_are_refused_at_once(source):
-    with pytest.raises(DataError, match=r"belongs to the operating system; .* give the folder that holds your volumes"):
-        find(source)
-
-
 def test_sources_that_hold_nothing_are_refused(tmp_path, make_volume):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"data.source: .*empty holds no volume; \.nii .*check it"):
@@ -93,14 +87,13 @@ def test_dataset_json_gives_classes_and_the_split(make_volume, tmp_path):
     assert [(file.name, file.label) for file in volumes.val] == [("d.nii.gz", 0), ("e.nii.gz", 0)]
 
 
-@pytest.mark.parametrize("table", [{}, {"labels": {"0": "ill", "1": "well"}}, {"labels": {"ill": 0, "well": [1]}}])
-def test_labels_of_dataset_json_may_be_numbers_names_or_missing(make_volume, tmp_path, table):
+def test_labels_of_dataset_json_may_be_numbers_names_or_missing(make_volume, tmp_path):
     for name in "abc":
         make_volume(f"{name}.nii.gz")
     entries = [{"image": "a.nii.gz", "label": 0}, {"image": "b.nii.gz", "label": "well"}]
-    volumes, left_out = find(write_listing(tmp_path / "volumes", entries, **table))
+    volumes, left_out = find(write_listing(tmp_path / "volumes", entries))
     assert ([item.class_name for item in volumes], left_out) == (["0", "well"], [])
-    volumes, (line,) = find(write_listing(tmp_path / "volumes", [*entries, "c.nii.gz"], **table))
+    volumes, (line,) = find(write_listing(tmp_path / "volumes", [*entries, "c.nii.gz"]))
     assert len(volumes) == 3
     assert str(line).endswith("dataset.json: classes left out, 1 of 3 volumes have none, for example c.nii.gz")
 
@@ -136,16 +129,8 @@ def test_paths_of_dataset_json_stay_inside_its_folder_but_links_may_lead_out(mak
         ('{"training": [NaN, true, [], ""]}', "4 problems"),
         ('{"training": [{"image": "a.nii.gz", "class": 1.5}]}', "its class is 1.5; text or a whole number is allowed"),
         *(
-            (f'{{"training": [{{"image": "a.nii.gz", "label": {label}}}]}}', f"entry 0: its label is {label}; text or")
-            for label in ("1.5", "true", "[1, 2]", "[]", '""', "{}")
-        ),
-        ('{"training": [{"image": "a.nii", "label": "l/a.nii"}]}', "0: its label l/a.nii is not a file; restore it"),
-        ('{"training": [{"image": "a.nii", "label": ["dataset.json", "/x"]}]}', "its label is "),
-        ('{"training": [{"image": "a.nii", "label": ["./dataset.json", "/x"]}]}', "its label /x is not a file"),
-        ('{"training": [{"image": "a.nii", "label": "well/ill"}]}', 'or name a class as "class"'),
-        (
-            '{"labels": {"0": "ill", "1": "well"}, "training": [{"image": "a.nii", "label": 5}]}',
-            'its label 5 is not in the table "labels"; add it there or change it',
+            (f'{{"training": [{{"image": "a.nii.gz", "label": {label}}}]}}', f"entry 0: its class is {label}; text or")
+            for label in ("1.5", "true", '""', "{}")
         ),
         ('{"training": [{"image": "' + "[" * 500 + '\\u0000"}]}', "[[..."),
         ('{"training": ["\\ud800.nii.gz"]}', "entry 0: "),
@@ -182,7 +167,7 @@ def test_volumes_without_a_row_are_reported_with_the_other_problems(make_volume,
     with pytest.raises(DataError) as refusal:
         prepare_volumes(settings, seed=0, in_channels=1)
     assert "3 problems" in str(refusal.value)
-    assert "a.nii.gz: not a .nii.gz file" in str(refusal.value)
+    assert "a.nii.gz: cannot be read as .nii.gz" in str(refusal.value)
     assert "x/b.nii.gz: no label in" in str(refusal.value)
     assert "y/b.nii.gz: no label in" in str(refusal.value)
 

@@ -112,7 +112,7 @@ def test_every_missing_doubled_and_unsuitable_partner_is_named_at_once(folder, t
     assert "v2.nii.gz: 12 x 10 x 20 voxels of 2 x 2.5 x 3 mm from (-11.0, -13.2, 3.5), and its volume" in text
     assert "v3.nii.gz: label values from -2 to 0; 0 to 2 is allowed by ldm.conditioning.label_map.num_classes" in text
     assert "v4.nii.gz: values that are not whole numbers" in text
-    assert "v5.nii.gz: not a .nii.gz file" in text
+    assert "v5.nii.gz: cannot be read as .nii.gz" in text
     assert "v6.nii.gz: 12 x 10 x 8 voxels" in text
 
 

@@ -12,7 +12,7 @@ from scipy import ndimage
 
 from data import prepare_volumes
 from data.formats import write_nifti
-from data.loading import NETWORK_RANGE, from_unit, in_pose, load_volume, random_part, random_pose, restore, to_unit
+from data.loading import NETWORK_RANGE, in_pose, load_volume, random_part, random_pose, restore
 from settings import ConfigError, DataError, validate
 from tests.data.small_volumes import AFFINE, build_settings, random_voxels
 
@@ -108,12 +108,6 @@ def test_the_grids_affine_puts_voxels_where_they_are_in_the_file(make_volume, re
     centre = np.array(ndimage.center_of_mass((loaded.image[0] + 1).numpy()))
     place = loaded.geometry.grid_affine @ [*centre, 1]
     np.testing.assert_allclose(place, TURNED @ [14.5, 8.5, 6.5, 1], atol=0.6)
-
-
-def test_scaling_to_the_networks_range_is_invertible():
-    unit = torch.linspace(0, 1, 11)
-    torch.testing.assert_close(to_unit(from_unit(unit)), unit)
-    assert to_unit(torch.tensor([-3.0, 3.0])).tolist() == [0.0, 1.0]
 
 
 def test_loading_names_the_file_that_is_not_as_it_was(make_volume):

@@ -39,11 +39,11 @@ def test_every_problem_of_every_file_is_in_one_report(make_volume, tmp_path):
     lines = str(refusal.value).splitlines()
     assert lines[0].endswith("has 6 problems:")
     problems = {line.split(": ")[0].rsplit("/", 1)[1]: line.split(": ", 1)[1] for line in lines[1:]}
-    assert problems["truncated.nii.gz"].startswith("truncated or damaged: its voxels cannot be read")
+    assert problems["truncated.nii.gz"].startswith("cannot be read as .nii.gz (Compressed file ended")
     assert problems["nan.nii.gz"].startswith("2 voxels are NaN or infinite")
     assert problems["slice.nii.gz"].startswith("a 2D image (12 x 10")
     assert problems["channels.nii.gz"].startswith("2 channels (12 x 10 x 8 x 2); autoencoder.in_channels is 1; change")
-    assert problems["text.nii.gz"].startswith("not a .nii.gz file")
+    assert problems["text.nii.gz"].startswith("cannot be read as .nii.gz")
     assert problems["flat.nii.gz"].startswith("channel 0 is 7 at both the 0.5th and the 99.5th percentile")
 
 
@@ -106,7 +106,7 @@ def test_problems_are_not_remembered(folder):
     content = (folder / "v1.nii.gz").read_bytes()
     (folder / "v1.nii.gz").write_bytes(content[:1000])
     for _ in range(2):
-        with pytest.raises(DataError, match=r"v1\.nii\.gz: truncated"):
+        with pytest.raises(DataError, match=r"v1\.nii\.gz: cannot be read"):
             prepare_volumes(settings, seed=0, in_channels=1)
     (folder / "v1.nii.gz").write_bytes(content)
     prepare_volumes(settings, seed=0, in_channels=1)

@@ -96,10 +96,10 @@ def test_missing_truncated_and_foreign_files_are_named(tmp_path, suffix):
         read_volume(path)
     content = write(path, random_voxels(0)).read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(DataError, match=rf"v{suffix}: (truncated|not a|cannot be read).*(again)"):
+    with pytest.raises(DataError, match=rf"v{suffix}: (truncated|cannot be read).*(again)"):
         read_volume(path)
     path.write_text("these are my notes, not a volume\n" * 30)
-    with pytest.raises(DataError, match=rf"v{suffix}: (not a|cannot be read as) .*again"):
+    with pytest.raises(DataError, match=rf"v{suffix}: cannot be read as .*again"):
         read_volume(path)
 
 

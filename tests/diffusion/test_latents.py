@@ -139,19 +139,6 @@ def test_samples_get_the_median_intensities_of_the_training_set(values):
     assert latents.lower == pytest.approx(tuple(np.median([volume.lower for volume in loaded], axis=0)), rel=1e-6)
 
 
-def test_encode_scale_unscale_decode_is_the_autoencoders_own_reconstruction(values):
-    latents, codec = prepare(values)
-    assert latents.read is not None
-    from data import load_volume
-
-    for index, file in enumerate((*latents.volumes.train, *latents.volumes.val)):
-        image = load_volume(file.path, latents.settings, 1).image
-        scaled = latents.normalisation.apply(latents.read(index, 0))
-        with torch.no_grad():
-            direct = codec.autoencoder.decode(codec.autoencoder.encode(image[None])[0])[0]
-        assert (codec.decode(latents.normalisation.undo(scaled)) - direct).norm() <= 1e-6 * direct.norm()
-
-
 @pytest.mark.parametrize("budget_bytes", [1, None])
 def test_slabs_for_a_small_budget_change_nothing(values, budget_bytes):
     settings = Settings.model_validate(values)
@@ -179,30 +166,6 @@ def test_out_of_memory_with_a_whole_volume_continues_in_slabs(values, caplog):
     torch.testing.assert_close(volume, decode(latent[None])[0], rtol=1e-4, atol=1e-5)
     assert codec.slab_rows == 12
     assert "slabs of 12 rows" in caplog.text
-
-
-def test_two_processes_share_the_encoding_and_agree_on_the_scale(values, monkeypatch):
-    alone, _ = prepare(values, latents__cache="none")
-    settings = Settings.model_validate(values)
-    volumes = prepare_volumes(settings.data, settings.seed, 1)
-    tables: dict[torch.Size, torch.Tensor] = {}
-
-    def sum_with_the_other(self, table):
-        other = tables.setdefault(table.shape, table)
-        return table if other is table else table + other
-
-    monkeypatch.setattr(Process, "sum", sum_with_the_other)
-    monkeypatch.setattr(Process, "_any", lambda self, flag, group: flag)
-    counts, scales = [], []
-    for rank in (1, 0):
-        codec = Counted(settings)
-        process = Process(CPU.device, rank=rank, world_size=2)
-        # The first of the two knows only its own share.
-        scales.append(prepare_latents(codec, volumes, settings, process).normalisation.scale)
-        counts.append(codec.count)
-    assert counts == [3, 3]
-    assert torch.equal(scales[1], alone.normalisation.scale)
-    assert not torch.equal(scales[0], scales[1])
 
 
 @pytest.mark.parametrize("cache", ["disk", "memory"])
@@ -293,21 +256,6 @@ def test_volumes_without_a_class_are_named(values, tmp_path):
     bare = replace(volumes, train=tuple(replace(file, label=None) for file in volumes.train))
     with pytest.raises(DataError, match="no class; 4 of 6 volumes have none"):
         check_classes(settings.ldm.conditioning, bare)
-
-
-def test_the_scale_is_the_formula_over_training_volumes_and_no_others(values):
-    latents, _ = prepare(values)
-    read = latents.read
-    assert read is not None
-    num_train = len(latents.volumes.train)
-
-    def scale_of(number: int) -> torch.Tensor:
-        means = torch.stack([read(index, 0) for index in range(number)]).double()
-        return means.var(dim=(0, 2, 3, 4), correction=0).rsqrt()
-
-    found = latents.normalisation.scale.flatten().double()
-    torch.testing.assert_close(found, scale_of(num_train), rtol=1e-6, atol=0)
-    assert ((found / scale_of(num_train + len(latents.volumes.val)) - 1).abs() > 1e-5).any()
 
 
 def test_a_class_is_asked_for_by_name_or_number():

@@ -124,17 +124,3 @@ def test_shifted_times_are_those_of_maisi():
     # MONAI rounds them to half precision.
     torch.testing.assert_close(torch.tensor(ours.sampling_times(7)), theirs.timesteps.float(), rtol=5e-4, atol=0)
     torch.testing.assert_close(ours.times(torch.tensor([0.25])), torch.tensor([250.0]))
-
-
-def test_uniform_times_of_training_are_those_of_validation():
-    for ours in (process(), process(type="rflow")):
-        uniform = torch.linspace(0, 0.999, 50)
-        assert torch.equal(ours.training_times(uniform), ours.times(uniform))
-
-
-def test_a_process_that_is_noise_from_the_first_timestep_on_is_sampled_from_there(monkeypatch):
-    monkeypatch.setattr("diffusion.noise_process.FIRST_BETA", 0.99995)
-    monkeypatch.setattr("diffusion.noise_process.LAST_BETA", 0.99999)
-    values = {"schedule": "scaled_linear_beta", "num_train_timesteps": 5}
-    process = NoiseProcess(SchedulerSettings.model_validate(values), torch.device("cpu"))
-    assert process.sampling_times(3) == process.sampling_times_by_angle(3) == [0, 0, 0]

@@ -64,17 +64,6 @@ def test_noised_latents_and_targets_are_the_formulas_at_every_kind_of_time(sched
             torch.testing.assert_close(target[place], wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_flow_goes_straight_from_clean_to_noise_and_its_target_points_back():
-    process = NoiseProcess(SchedulerSettings(type="rflow"), CPU)
-    generator = torch.Generator().manual_seed(0)
-    clean, noise = (torch.randn((3, *SHAPE), generator=generator) for _ in range(2))
-    times = torch.tensor([0.0, 250.0, 1000.0])
-    noisy = process.add_noise(clean, noise, times)
-    for place, share in enumerate((0.0, 0.25, 1.0)):
-        torch.testing.assert_close(noisy[place], (1 - share) * clean[place] + share * noise[place])
-    torch.testing.assert_close(process.target(clean, noise, times), clean - noise)
-
-
 def test_uniform_numbers_become_every_timestep_equally_often():
     process = NoiseProcess(SchedulerSettings(), CPU)
     times = process.times((torch.arange(10_000) + 0.5) / 10_000)

@@ -33,7 +33,7 @@ def test_file_that_turns_unreadable_stops_the_run_with_its_name_and_keeps_the_ch
     assert r"case\x1b[31m" in message, "the name is there, and cannot colour the terminal"
     assert "\x1b[31m" not in message
     # A reader that had read the header before the cut meets it in the voxels.
-    expected = ("no such file",) if fault == "gone" else ("not a .nii.gz file", "truncated")
+    expected = ("no such file",) if fault == "gone" else ("cannot be read as .nii.gz", "truncated")
     assert any(words in message for words in expected), message
     assert "Traceback" not in command.output
     assert len(checkpoints(tmp_path, "autoencoder")) == 2

@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 import torch
 
@@ -96,20 +94,12 @@ def test_draw_is_distinct_in_range_and_reaches_every_slice(size, fraction):
     assert seen == set(range(size))
 
 
-@pytest.mark.parametrize("trunk", ["squeeze", "alex"])
-def test_thin_volumes_are_enlarged_and_said_once(trunk_files, trunk, caplog):
+def test_thin_volumes_are_enlarged(trunk_files):
     reconstruction, target = volumes(1, 1, 48, 40, 4)
-    term = build(trunk_files, trunk)
-    with caplog.at_level(logging.INFO):
-        for step in range(2):
-            loss = term(reconstruction, target, step)
-            (gradient,) = torch.autograd.grad(loss, reconstruction)
-            assert torch.isfinite(gradient).all()
-            assert loss > 0
-    assert [record.message for record in caplog.records] == [
-        f"perceptual loss: slices thinner than {SHORTEST_SIDE[trunk]} voxels are enlarged to {SHORTEST_SIDE[trunk]},"
-        " the smallest this network accepts"
-    ]
+    loss = build(trunk_files)(reconstruction, target, 0)
+    (gradient,) = torch.autograd.grad(loss, reconstruction)
+    assert torch.isfinite(gradient).all()
+    assert loss > 0
 
 
 @pytest.mark.parametrize("trunk", ["squeeze", "alex", "vgg"])

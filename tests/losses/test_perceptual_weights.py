@@ -77,19 +77,18 @@ def test_config_path_of_a_file_or_its_folder_comes_before_the_cache(cache, tmp_p
         find_weights("lpips-squeeze", str(tmp_path / "gone.pth"))
 
 
-def test_download_goes_to_the_cache_once(cache, server, monkeypatch, capfd):
+def test_download_goes_to_the_cache_once(cache, server, monkeypatch):
     content = os.urandom(3 << 20)
     file = serve(server, monkeypatch, content)
     assert find_weights("lpips-squeeze", None) == cache / file.name
     assert (cache / file.name).read_bytes() == content
-    assert f"downloading {file.name}" in capfd.readouterr().err
     (server[0] / file.name).unlink()
     assert find_weights("lpips-squeeze", None) == cache / file.name
 
 
 def test_damaged_or_missing_download_is_reported_and_leaves_nothing_behind(cache, server, monkeypatch):
     serve(server, monkeypatch, b"not what was published", name="net-01234567.pth")
-    with pytest.raises(ConfigError, match=r"SHA-256 .*, not 01234567"):
+    with pytest.raises(ConfigError, match=r'invalid hash value \(expected "01234567"'):
         find_weights("lpips-squeeze", None)
     assert list(cache.iterdir()) == []
     (server[0] / "net-01234567.pth").unlink()
@@ -167,30 +166,3 @@ def test_other_files_are_refused_and_pickled_code_is_not_run(trunk_files, tmp_pa
     with pytest.raises(ConfigError, match="cannot be read as a state dict"):
         read_state_dict(tmp_path / "evil.pth")
     assert not marker.exists()
-
-
-def test_torchvision_models_work_also_after_a_failed_import():
-    script = """
-try:
-    import torchvision
-except RuntimeError:
-    pass
-from losses.lpips_slices import import_torchvision
-torchvision = import_torchvision()
-assert import_torchvision() is torchvision
-import torch, lpips
-assert torchvision.models.squeezenet1_1().features(torch.zeros(1, 3, 32, 32)).shape[1] == 512
-"""
-    result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-
-
-def test_other_failures_are_not_swallowed(tmp_path):
-    (tmp_path / "torchvision.py").write_text("raise RuntimeError('something else')")
-    script = "from losses.lpips_slices import import_torchvision; import_torchvision()"
-    result = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(REPOSITORY)!r}]; {script}"],
-        capture_output=True,
-        text=True,
-    )
-    assert "RuntimeError: something else" in result.stderr

@@ -88,7 +88,7 @@ def test_every_problem_is_listed_and_the_exit_code_is_2(tmp_path):
     assert result.returncode == 2
     assert "1 of 4 volumes can be read and scaled" in result.stdout
     assert "\n3 problems:\n" in result.stdout
-    assert "ill/a.nii.gz: not a .nii.gz file" in result.stdout
+    assert "ill/a.nii.gz: cannot be read as .nii.gz" in result.stdout
     assert "well/flat.npy: channel 0 is 1 at both" in result.stdout
     assert "well/gone.nii: no such file" in result.stdout
     assert "Traceback" not in result.stderr
@@ -149,7 +149,7 @@ def test_findings_are_written_as_json(check_here, tmp_path):
     first, second, _, last = values["volumes"]
     assert (first["volume"], first["class"], first["shape"]) == ("ill/a.nii.gz", "ill", [10, 12, 14])
     assert first["problems"] == []
-    assert "not a .nii.gz file" in second["problems"][0]
+    assert "cannot be read as .nii.gz" in second["problems"][0]
     assert last["minimum"] is None
     assert values["statistics"]["size along z"]["95th percentile"] == 14
     assert 120 < values["statistics"]["99th percentile of intensities"]["median"] < 170
