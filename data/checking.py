@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from tqdm import tqdm
 
 from data.formats import COPIES_WHILE_READING, channels_text, read_header, signature
 from data.geometry import geometry_of
@@ -23,6 +22,7 @@ from data.intensity import INTENSITY
 from data.notes import FileError, Note
 from data.reading import VolumeFacts, facts_from, measure, on_grid, unusable
 from data.store import PreparedError, PreparedFolder
+from runtime.cli.bars import ProgressBar
 from runtime.files.locking import exclusive_lock
 from runtime.files.names import counted, printable, size_text
 from runtime.files.run_folder import CHECKS
@@ -189,7 +189,7 @@ def _read_all(
     pool = ThreadPoolExecutor(num_threads)
     try:
         done = as_completed([pool.submit(read, path) for path in sizes])
-        for future in tqdm(done, total=len(sizes), desc=title, unit="volume", leave=False) if sizes else ():
+        for future in ProgressBar(done, total=len(sizes), desc=title, unit="volume", leave=False) if sizes else ():
             yield future.result()
     finally:
         # An error or a signal stops what has not begun.

@@ -127,14 +127,14 @@ def _download(network: str, file: WeightsFile, destination: Path) -> None:
     `torch.hub.download_url_to_file` takes no timeout and does not notice a file without a published hash that ends
     early, so the blocks are read here.
     """
-    from tqdm import tqdm
+    from runtime.cli.bars import ProgressBar
 
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         with urllib.request.urlopen(file.url, timeout=TIMEOUT_SECONDS) as response, replacing(destination) as temporary:
             total = int(response.headers.get("Content-Length") or 0) or None
             digest = hashlib.sha256()
-            bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"downloading {file.name}")
+            bar = ProgressBar(total=total, unit="B", unit_scale=True, desc=f"downloading {file.name}")
             with temporary.open("wb") as part, bar:
                 while block := response.read(1 << 20):
                     part.write(block)

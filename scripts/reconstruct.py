@@ -43,11 +43,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Reconstruct one volume, or every volume of a folder, and print PSNR and SSIM of each."""
-    from tqdm import tqdm
-
     from data import load_volume, restore
     from data.formats import write_nifti
     from evaluation.trained_run import TrainedRun, check_finite
+    from runtime.cli.bars import ProgressBar
     from runtime.files.names import printable
     from training.validation.pair_metrics import psnr, ssim
 
@@ -65,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
     codec = trained.codec()
     device = trained.precision.device
 
-    for path, target in tqdm(targets.items(), desc="reconstructing", unit="volume"):
+    for path, target in ProgressBar(targets.items(), desc="reconstructing", unit="volume"):
         loaded = load_volume(path, trained.settings.data, trained.settings.autoencoder.in_channels)
         volume = check_finite(codec.decode(codec.encode(loaded.image)), printable(path))
         voxels, affine = restore(volume, loaded)

@@ -87,14 +87,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Sample, decode and write the volumes one by one, then the montage."""
-    from tqdm import tqdm
-
     from data import to_unit
     from data.formats import write_nifti
     from diffusion.conditioning.command_line import AskedConditions, title_of
     from diffusion.conditioning.kind import Asked
     from diffusion.sampling import VolumeSampler
     from evaluation.trained_run import TrainedRun, check_finite
+    from runtime.cli.bars import ProgressBar
     from training.validation.pictures import Row, picture_of, save_picture
 
     trained = TrainedRun(options.run, options.budget_gb, best="ldm" if options.best else None)
@@ -118,7 +117,9 @@ def main(options: argparse.Namespace) -> int:
     rows: list[Row] = []
     batch_size = options.batch_size or _batch_size(settings, codec, total)
     num_batches = -(-total // batch_size)
-    with tqdm(total=num_batches * settings.ldm.sampling.num_inference_steps, desc="sampling", unit="step") as bar:
+    with ProgressBar(
+        total=num_batches * settings.ldm.sampling.num_inference_steps, desc="sampling", unit="step"
+    ) as bar:
         sampler = VolumeSampler(network, codec, settings, frame.normalisation, options.seed, batch_size)
         condition_of = functools.partial(conditions.batch, num=num, spacing_mm=frame.spacing_mm)
         volumes = sampler.draw(range(total), condition_of, bar.update)

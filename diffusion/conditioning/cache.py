@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from data.loading import Pose
 from diffusion.conditioning.kind import Preparation, Read
 from diffusion.latent_files import TensorCache, digest_of
+from runtime.cli.bars import ProgressBar
 from runtime.files.run_folder import LATENTS
 
 # Part of the key: change it whenever the same file and settings would be stored differently.
@@ -63,7 +63,7 @@ def cached(
         missing = [row for row in rows if not is_on_disk or folder.find(name(row), "condition") is None]
         # Passed only to hide the bar, because an explicit disable=False would override --quiet.
         hidden: dict[str, Any] = {} if run.process.is_rank_zero and missing else {"disable": True}
-        for row in tqdm(missing, desc=title, unit="volume", leave=False, **hidden):
+        for row in ProgressBar(missing, desc=title, unit="volume", leave=False, **hidden):
             if is_on_disk:
                 folder.write(name(row), "condition", {"joined": made(row)}, {})
             else:

@@ -1,12 +1,13 @@
 """What all commands share: arguments, checks of output paths, exit codes, logging and errors. Imports no torch."""
 
 from runtime.cli.arguments import above_zero, add_config, add_training, at_least, overrides_of, parser
-from runtime.cli.execution import INTERRUPTED, OUT_OF_MEMORY, run
+from runtime.cli.execution import INTERRUPTED, OUT_OF_MEMORY, STEP_LINES, run
 from runtime.cli.outputs import check_output_file, check_output_folder, write_output
 
 __all__ = [
     "INTERRUPTED",
     "OUT_OF_MEMORY",
+    "STEP_LINES",
     "above_zero",
     "add_config",
     "add_training",
