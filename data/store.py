@@ -24,7 +24,7 @@ from data.formats import signature
 from data.reading import VolumeFacts, facts_from
 from runtime.files.atomic import replacing, write_text
 from runtime.files.reading import check_regular, reason
-from runtime.files.run_folder import PREPARED
+from runtime.files.run_folder import PREPARED, used_caches
 from settings.data import DataSettings
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class PreparedFolder:
     def __init__(self, s: DataSettings, root: Path = PREPARED) -> None:
         decisive = json.dumps([VERSION, s.model_dump(mode="json", include=DECISIVE)], sort_keys=True)
         self.folder = root / hashlib.sha256(decisive.encode()).hexdigest()[:24]
+        used_caches.add(self.folder)
         self.grid = tuple(s.voxel_size)
         self._sealed = self.folder / "checked.json"
 

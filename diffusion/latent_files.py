@@ -19,6 +19,7 @@ from data.volumes import VolumeFile
 from models.weight_files import read_tensors, write_tensors
 from runtime.files.names import printable
 from runtime.files.reading import reason
+from runtime.files.run_folder import used_caches
 from settings import DataError, DataSettings
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class TensorCache:
 
     def __init__(self, folder: Path, shapes: dict[str, Sequence[int]]) -> None:
         self.folder = folder
+        used_caches.add(folder)
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
 
     def path_of(self, name: str) -> Path:

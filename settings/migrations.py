@@ -12,12 +12,19 @@ from typing import Any
 
 from settings.errors import CheckpointError
 
-VERSION = 1
+VERSION = 2
 """Raise this when a key is added, renamed or removed, and add what upgrades the version before."""
 
 WAY_OUT = "use the version of the program that wrote them, or start a new run"
 
-UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {}
+
+def _use_all_volumes(values: dict[str, Any]) -> None:
+    """Version 2 can choose volumes by name."""
+    for name in ("include", "exclude"):
+        values.setdefault("data", {}).setdefault(name, [])
+
+
+UPGRADES: dict[int, Callable[[dict[str, Any]], None]] = {1: _use_all_volumes}
 """By version: what turns the values of that version into those of the next, in place."""
 
 

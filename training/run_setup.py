@@ -21,7 +21,7 @@ from runtime import cublas
 from runtime.files.atomic import write_text
 from runtime.files.names import printable
 from runtime.files.reading import check_regular, reason
-from runtime.files.run_folder import RUNS, RunFolder
+from runtime.files.run_folder import RUNS, RunFolder, used_caches
 from runtime.processes import Process, device_name
 from settings import Settings, UserError, dump_yaml
 from training.recording.trackers import check_trackers
@@ -128,3 +128,7 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process, volume
         counts = {"training": len(volumes.train), "held_out": len(volumes.val)}
         environment["data"] = {**counts, "classes": [printable(name) for name in volumes.class_names]}
     write_text(folder.environment, json.dumps(environment, indent=2) + "\n")
+    caches = {f"{path.parent.name}/{path.name}" for path in used_caches if path.is_dir()} | (
+        folder.known_caches() or set()
+    )
+    write_text(folder.caches, "".join(f"{name}\n" for name in sorted(caches)))

@@ -11,6 +11,7 @@ from data import DataSplit
 from diffusion.conditioning import check_conditions
 from models import build_autoencoder, build_discriminator, build_unet
 from runtime.files.names import counted
+from runtime.files.run_folder import RUNS
 from runtime.processes import Process
 from settings import Settings, UserError
 from settings.ldm import SchedulerSettings
@@ -38,7 +39,7 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
     channels = settings.autoencoder.latent_channels
     shapes = "patch -> latent" if grid != settings.data.voxel_size else "grid -> latent"
     lines = {
-        "run": f"runs/{settings.name}, stage {stage}, {length}",
+        "run": f"{RUNS / settings.name}, stage {stage}, {length}",
         shapes: f"{settings.autoencoder.in_channels} x {_axes(grid)} -> {channels} x {_axes(latent)}",
         "parameters": ", ".join(f"{name} {count:,}" for name, count in parameters.items()),
         "effective batch": f"{training.batch_size} x {training.gradient_accumulation_steps} accumulated"
