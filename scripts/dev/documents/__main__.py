@@ -23,7 +23,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     result = parser(__doc__ or "", ["python -m scripts.dev.documents", "python -m scripts.dev.documents --settings"])
     result.add_argument(
-        "--settings", action="store_true", help="only schema and reference, which nothing is predicted for"
+        "--settings", action="store_true", help="only schema, reference and figure, which nothing is predicted for"
     )
     return result.parse_args(arguments)
 
@@ -44,11 +44,15 @@ def main(options: argparse.Namespace) -> int:
 
 
 def of_settings() -> dict[Path, str]:
-    """Return the current text of the documents that follow from the settings."""
+    """Return the current text of the documents that follow from the settings and from docs/benchmarks.json."""
+    from scripts.dev.documents.figure import memory_figure
     from scripts.dev.documents.reference import configuration_reference, json_schema
 
-    schema, reference = ROOT / "configs" / "schema.json", ROOT / "docs" / "configuration.md"
-    return {schema: json_schema(), reference: configuration_reference()}
+    return {
+        ROOT / "configs" / "schema.json": json_schema(),
+        ROOT / "docs" / "configuration.md": configuration_reference(),
+        ROOT / "docs" / "images" / "memory.svg": memory_figure(),
+    }
 
 
 def of_predictions(ask: Predictions) -> dict[Path, str]:
