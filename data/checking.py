@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from tqdm import tqdm
 
 from data.files.header import FileError, Note
 from data.formats import COPIES_WHILE_READING, channels_text, read_header, signature
@@ -23,6 +22,7 @@ from data.geometry import geometry_of
 from data.intensity import INTENSITY
 from data.reading import VolumeFacts, facts_from, measure, on_grid, unusable
 from data.store import PreparedFolder, StoredError
+from runtime.cli.bars import ProgressBar
 from runtime.files import CHECKS, counted, exclusive_lock, printable, size_text
 from settings import DataError
 from settings.data import DataSettings
@@ -184,7 +184,7 @@ def _read_all(
     pool = ThreadPoolExecutor(num_threads)
     try:
         done = as_completed([pool.submit(read, path) for path in sizes])
-        for future in tqdm(done, total=len(sizes), desc=title, unit="volume", leave=False) if sizes else ():
+        for future in ProgressBar(done, total=len(sizes), desc=title, unit="volume", leave=False) if sizes else ():
             yield future.result()
     finally:
         # An error or a signal stops what has not begun.

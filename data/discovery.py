@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +18,7 @@ from data.files.header import FileError, Note, left_out
 from data.formats import SUFFIXES, stem, suffix_of
 from runtime.files import RUNS, counted, printable, read_text, reason, shortened
 from settings import DataError
+from settings.data import DataSettings
 
 log = logging.getLogger(__name__)
 
@@ -293,3 +295,40 @@ def _class_of(entry: Any) -> str | None:
 
 def _shown(value: Any) -> str:
     return shortened(printable(json.dumps(value, ensure_ascii=False)))
+
+
+MODALITY = re.compile(r"(?i)(?<![a-z0-9])(t1ce|t1gd|t1c|t1w|t1|t2w|t2|flair|dwi|adc|swi|pd|cta?|pet)(?![a-z0-9])")
+"""Words for modalities in the names of files."""
+
+
+def chosen(volumes: Sequence[DiscoveredVolume], s: DataSettings) -> tuple[list[DiscoveredVolume], list[Note]]:
+    """Return the volumes that `data.include` and `data.exclude` leave, and a note on each of the others."""
+
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(text, pattern) for pattern in patterns for text in (name, PurePosixPath(name).name))
+
+    kept, notes = [], []
+    for volume in volumes:
+        if s.include and not matches(volume.name, s.include):
+            notes.append(left_out(volume.name, "no pattern of data.include matches its name"))
+        elif matches(volume.name, s.exclude):
+            notes.append(left_out(volume.name, "a pattern of data.exclude matches its name"))
+        else:
+            kept.append(volume)
+    if volumes and not kept:
+        raise DataError(
+            f"data.include, data.exclude: leave none of {len(volumes)} volumes, such as {printable(volumes[0].name)}; "
+            "patterns have * for any text and are matched with the name below the source or the file's name alone"
+        )
+    return kept, notes
+
+
+def mixed_modalities(names: Sequence[str]) -> str | None:
+    """Return a line if the names of the files say that there are several modalities."""
+    words = [found[1] for name in names if (found := MODALITY.search(PurePosixPath(name).name))]
+    several = [(word, n) for word, n in Counter(map(str.upper, words)).most_common() if n >= FEWEST_CASES]
+    if len(several) < 2:
+        return None
+    listed = ", ".join(f"{word} ({number})" for word, number in several)
+    first = next(word for word in words if word.upper() == several[0][0])
+    return f"by their names, volumes are of several modalities: {listed}; data.include: ['*{first}*'] takes one"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 from scipy.ndimage import gaussian_filter
-from tqdm import tqdm
 
 from data.formats import write_nifti
+from runtime.cli.bars import ProgressBar
 from runtime.files import exclusive_lock
 from settings import DataError
 
@@ -38,7 +38,7 @@ def phantom_files(folder: Path, number: int, grid: tuple[int, ...], num_channels
         return paths
     with exclusive_lock(root / ".lock"):
         missing = [i for i, path in enumerate(paths) if not path.exists()]
-        for i in tqdm(missing, desc="generating phantoms", unit="volume", leave=False) if missing else ():
+        for i in ProgressBar(missing, desc="generating phantoms", unit="volume", leave=False) if missing else ():
             voxels = phantom(i, grid, num_channels, seed)
             try:
                 write_nifti(paths[i], voxels.round().astype(np.int16), affine_of(grid))

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from data.reading import VolumeFacts, facts_from
-from runtime.files import PREPARED, check_regular, reason, replacing
+from runtime.files import PREPARED, check_regular, reason, replacing, used_caches
 from settings.data import DataSettings
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class ArrayFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        used_caches.add(folder)
 
     def path_of(self, name: str) -> Path:
         """Return the path of an array's file."""

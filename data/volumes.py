@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.checking import Checked, check_files
-from data.discovery import DiscoveredVolume, class_folder, class_names_of, find, is_plain_folder, with_folders
+from data.discovery import (
+    DiscoveredVolume,
+    chosen,
+    class_folder,
+    class_names_of,
+    find,
+    is_plain_folder,
+    mixed_modalities,
+    with_folders,
+)
 from data.files import dicom
 from data.files.header import Note, grouped, left_out, problem_lines
 from data.overview import looks_like_labels
@@ -106,7 +115,11 @@ def check_source(s: DataSettings, seed: int, in_channels: int) -> Source:
         phantom_files(PHANTOMS, s.num_phantoms, s.voxel_size, in_channels, seed)
         volumes = _phantoms(s, seed, in_channels)
     else:
-        volumes, notes = find(s.source)
+        found, notes = find(s.source)
+        volumes, others = chosen(found, s)
+        notes += others
+        if (several := mixed_modalities([volume.name for volume in volumes])) is not None:
+            log.warning("data: %s", several)
     if s.class_labels is not None:
         volumes, unlabelled = with_labels(volumes, s.class_labels)
     checked = check_files([volume.path for volume in volumes], s, in_channels)

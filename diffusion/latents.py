@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from data import Batch, BatchPlan, DataSplit, LoadedVolume, VolumeFile, in_pose, load_file, training_batches
 from data.loading import Pose, random_pose
@@ -35,6 +34,7 @@ from diffusion.normalisation import MeanLatent, Normalisation, Statistics
 from diffusion.pretrained import pretrained_unet
 from models.frozen_autoencoder import latents_digest
 from models.volume_codec import VolumeCodec
+from runtime.cli.bars import ProgressBar
 from runtime.files import LATENTS, counted
 from runtime.processes import Process
 from settings import CheckpointError, ConfigError, DataSettings, Settings
@@ -310,7 +310,7 @@ def _load_ahead(
 
     # Passed only to hide the bar, because an explicit disable=False would override --quiet.
     hidden: dict[str, Any] = {} if process.is_rank_zero and indices else {"disable": True}
-    bar = tqdm(total=len(indices), desc="encoding latents", unit="volume", **hidden)
+    bar = ProgressBar(total=len(indices), desc="encoding latents", unit="volume", **hidden)
     with ThreadPoolExecutor(threads, thread_name_prefix="volumes") as readers, bar:
         waiting = [readers.submit(load_file, files[index], data) for index in indices[: threads + 1]]
         for place, index in enumerate(indices):

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from losses.lpips_slices import import_torchvision
 from losses.medicalnet import dilated_resnet
 from losses.weights import read_state_dict
+from runtime.cli.bars import ProgressBar
 from settings import ConfigError
 
 FILES = {
@@ -94,7 +94,9 @@ class FeatureNetwork:
             )
         of = self._of_slices if self.protocol == "radimagenet-2.5d" else self._of_volume
         with torch.inference_mode():
-            return [of(volume.float()) for volume in tqdm(volumes, desc=f"features of {description}", unit="volume")]
+            return [
+                of(volume.float()) for volume in ProgressBar(volumes, desc=f"features of {description}", unit="volume")
+            ]
 
     def _of_volume(self, volume: Tensor) -> Features:
         return [self._run(volume[None])]

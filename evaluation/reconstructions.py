@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from scipy.special import stdtrit
-from tqdm import tqdm
 
 from data import VolumeFile, load_file, to_unit
 from evaluation.trained_run import check_finite
 from models.volume_codec import VolumeCodec
+from runtime.cli.bars import ProgressBar
 from runtime.files import printable
 from settings import DataSettings
 from training.validation.metrics import compare_sharpness, gradient_magnitude, ms_ssim, occupancy, psnr, ssim
@@ -28,7 +28,7 @@ def evaluate_reconstructions(
     rows: list[dict[str, float]] = []
     found: list[float] = []
     wanted: list[float] = []
-    for file in tqdm(files, desc="reconstructions", unit="volume"):
+    for file in ProgressBar(files, desc="reconstructions", unit="volume"):
         image = load_file(file, data).image[None].to(codec.precision.device)
         reconstruction = check_finite(codec.decode(codec.encode(image[0])), printable(file.name))[None]
         found.append(gradient_magnitude(to_unit(reconstruction[0])))

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from data import DataSplit, VolumeFile, load_file, to_unit
 from diffusion.conditioning import check_conditions
@@ -20,6 +19,7 @@ from diffusion.sampling import ConditionOf, VolumeSampler
 from evaluation.conditional.effect import condition_effect
 from evaluation.trained_run import SampleFrame, check_finite
 from models.volume_codec import VolumeCodec
+from runtime.cli.bars import ProgressBar
 from runtime.files import printable
 from runtime.processes import Process
 from runtime.randomness import SampleNoise
@@ -55,8 +55,8 @@ def load_reference(train: Sequence[VolumeFile], val: Sequence[VolumeFile], data:
     def read(file: VolumeFile) -> Tensor:
         return to_unit(load_file(file, data).image)
 
-    held_out = [read(file) for file in tqdm(val, desc="held-out volumes", unit="volume")]
-    training = [summary_vector(read(file)) for file in tqdm(train, desc="training volumes", unit="volume")]
+    held_out = [read(file) for file in ProgressBar(val, desc="held-out volumes", unit="volume")]
+    training = [summary_vector(read(file)) for file in ProgressBar(train, desc="training volumes", unit="volume")]
     return Reference(
         held_out,
         torch.stack([summary_vector(volume) for volume in held_out]),
@@ -119,7 +119,7 @@ def training_volumes(
     """Return at most `num` training volumes, spread over the set, and their reconstructions."""
     number = min(num, len(train))
     volumes, reconstructions = [], []
-    for place in tqdm(range(number), desc="reconstructed training volumes", unit="volume"):
+    for place in ProgressBar(range(number), desc="reconstructed training volumes", unit="volume"):
         file = train[place * len(train) // number]
         image = load_file(file, data).image
         mean = codec.encode(image)
@@ -153,7 +153,7 @@ def _compared(volumes: Sequence[Tensor], reference: Reference) -> dict[str, Any]
 def draw_samples(sampler: VolumeSampler, num: int, condition_of: ConditionOf | None = None) -> list[Tensor]:
     """Draw samples with a progress bar; return them on the CPU with values in [0, 1]."""
     total = -(-num // sampler.batch_size) * sampler.settings.ldm.sampling.num_inference_steps
-    with tqdm(total=total, desc="sampling", unit="step") as bar:
+    with ProgressBar(total=total, desc="sampling", unit="step") as bar:
         volumes = sampler.draw(range(num), condition_of, bar.update)
         return [to_unit(check_finite(volume, f"sample {n}")).cpu() for n, volume in enumerate(volumes)]
 

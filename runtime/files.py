@@ -15,7 +15,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 
-RUNS = Path("runs")
+RUNS = Path(os.environ.get("LEAN3D_RUNS") or "runs")
 PHANTOMS = RUNS / "phantoms"
 """Generated volumes."""
 CHECKS = RUNS / "checks"
@@ -29,6 +29,9 @@ SHARED_NAMES = ("phantoms", "checks", "latents", "prepared")
 """Names below runs/ that no run may have."""
 
 STAGES = ("autoencoder", "ldm")
+
+used_caches: set[Path] = set()
+"""The subfolders of prepared and latents that this process has opened; a run records them for scripts/clean.py."""
 
 
 class RunFolder:
@@ -44,10 +47,15 @@ class RunFolder:
         self.environment = path / "environment.json"
         self.evaluation = path / "evaluation.json"
         self.report = path / "report.html"
+        self.caches = path / "caches.txt"
 
     def best_weights(self, stage: str) -> Path:
         """Return the path of a stage's weights at its best validation so far."""
         return self.path / f"{stage}_best.safetensors"
+
+    def known_caches(self) -> set[str] | None:
+        """Return the caches that the run has used, such as latents/3f0c; None if it did not record them."""
+        return set(self.caches.read_text(encoding="utf-8").split()) if self.caches.is_file() else None
 
     def weights(self, stage: str) -> Path:
         """Return the path of a stage's finished weights."""

@@ -25,11 +25,10 @@ def main(options: argparse.Namespace) -> int:
     """Predict every variant on every grid, then print the document and write the figures."""
     if options.json is not None:
         check_output_file(options.json)
-    from tqdm import tqdm
-
     from evaluation.benchmarks.peaks import document_text, measure_peaks
+    from runtime.cli.bars import ProgressBar
 
-    with tqdm(unit="", leave=False, disable=options.quiet) as bar:
+    with ProgressBar(unit="", leave=False, disable=options.quiet) as bar:
 
         def progress(what: str) -> None:
             bar.set_postfix_str(what)

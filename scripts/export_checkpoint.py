@@ -6,12 +6,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cli import check_output_file, parser, run
-from settings import CheckpointError, restored
+from settings import CheckpointError, Settings, restored
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SUFFIXES = (".safetensors", ".pt", ".pth")
 
@@ -40,7 +43,7 @@ def main(options: argparse.Namespace) -> None:
     kind = monai_class(network, settings)
     if network == "autoencoder" and is_maisi(network, settings):
         state = to_maisi_names(state)
-    has_mean_map = state.pop("mean_map", None) is not None
+    mean_map = state.pop("mean_map", None)
     # The submodules of monai.networks.nets are its own business.
     module = "monai.networks.nets" if kind.__module__.startswith("monai.networks.nets") else kind.__module__
     name = kind.__name__
@@ -68,24 +71,47 @@ def main(options: argparse.Namespace) -> None:
     if network == "autoencoder":
         ends = "[-1, 1]" if settings.autoencoder.value_range == "symmetric" else "[0, 1]"
         print(f"# It takes and returns volumes with intensities scaled to {ends}.")
-    for line in _latents(source, metadata):
+    if network == "ldm" and "latent_scale" in metadata:
+        values = _sampling(destination, settings, metadata, mean_map)
+        print(f"# {values}: what else sampling needs; docs/examples/sample_with_monai.py does it with MONAI alone.")
+    for line in _latents(metadata):
         print(f"# {line}")
-    if has_mean_map:
-        print("# Its last input channels are the mean map, concatenated to every latent: the tensor mean_map in")
-        print(f"# {source}.")
+    if mean_map is not None:
+        print("# Its last input channels are the mean map, concatenated to every latent: mean_map in that file.")
 
 
-def _latents(source: Path, metadata: dict[str, Any]) -> list[str]:
+def _sampling(destination: Path, settings: Settings, metadata: dict[str, Any], mean_map: Tensor | None) -> Path:
+    """Write what sampling needs besides the networks: normalisation, noise process, sampler, grid and intensities."""
+    from models.weight_files import write_tensors
+
+    tensors = {"latent_scale": metadata["latent_scale"], "latent_mean": metadata["latent_mean"]}
+    values = {
+        "scheduler": settings.ldm.scheduler.model_dump(),
+        "sampling": settings.ldm.sampling.model_dump(),
+        "latent_shape": settings.latent_shape,
+        "multiple": settings.ldm.unet.downsampling,
+        "conditioning": settings.ldm.conditioning.type if settings.ldm.conditioning.is_used else "none",
+        "num_classes": settings.ldm.conditioning.num_classes,
+        "value_range": [-1, 1] if settings.autoencoder.value_range == "symmetric" else [0, 1],
+        # Imported weights do not know their training volumes.
+        "lower": metadata.get("lower", [0.0] * settings.autoencoder.in_channels),
+        "upper": metadata.get("upper", [1.0] * settings.autoencoder.in_channels),
+        "spacing_mm": metadata.get("spacing_mm", [1.0, 1.0, 1.0]),
+    }
+    path = destination.with_name(f"{destination.stem}_sampling.safetensors")
+    texts = {name: json.dumps(value) for name, value in values.items()}
+    write_tensors(path, tensors if mean_map is None else {**tensors, "mean_map": mean_map}, texts)
+    return path
+
+
+def _latents(metadata: dict[str, Any]) -> list[str]:
     """Return what a U-Net takes for latents, which neither its class nor its weights say."""
     scale, mean = metadata.get("latent_scale"), metadata.get("latent_mean")
     if scale is None or mean is None:
         return []
     if not mean.any() and (scale == scale[0]).all():
         return [f"It takes the autoencoder's latents times {float(scale[0]):.7g}."]
-    return [
-        "It takes (latent - mean) * scale: metadata.latent_mean and metadata.latent_scale in",
-        f"{source}.",
-    ]
+    return ["It takes (latent - mean) * scale: latent_mean and latent_scale in that file."]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

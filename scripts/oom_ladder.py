@@ -64,16 +64,15 @@ def main(options: argparse.Namespace) -> int:
             check_output_file(path, option, [options.config])
     settings = load_settings(options.config, options.overrides, stage=options.stage)
     _check(options)
-    from tqdm import tqdm
-
     from memory.kernels.gpus import chosen_gpu
     from memory.ladder.text import config_with_reasons, describe_ladder
     from memory.ladder.walk import walk
     from memory.predict.prediction import GIB
     from memory.watch.calibration import corrected
+    from runtime.cli.bars import ProgressBar
 
     budget_bytes = round(options.budget_gb * GIB)
-    with tqdm(total=1, desc="predicting", unit="rung", disable=options.quiet, leave=False) as bar:
+    with ProgressBar(total=1, desc="predicting", unit="rung", disable=options.quiet, leave=False) as bar:
 
         def advance(done: int, total: int, name: str) -> None:
             bar.total, bar.n = total, done  # the total shrinks when rungs turn out not to be needed

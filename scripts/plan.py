@@ -50,11 +50,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(options: argparse.Namespace) -> int:
     """Read the volumes, search for the most capable config, print and write it with its reasons."""
     given = _check(options)
-    from tqdm import tqdm
-
     from memory.kernels.gpus import chosen_gpu
     from memory.predict import Predictor
     from memory.predict.prediction import GIB
+    from runtime.cli.bars import ProgressBar
 
     gpu = chosen_gpu(options.gpu)
     source = {"source": os.path.abspath(os.path.expanduser(options.data))}
@@ -68,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
         channels = given.get("autoencoder.in_channels")
         channels = channels if isinstance(channels, int) else None  # anything else is refused with the other settings
         fingerprint = take_fingerprint(_data_settings(given, source), given.get("seed", 42), channels)
-        with tqdm(desc="predicting", unit="config", disable=options.quiet, leave=False) as bar:
+        with ProgressBar(desc="predicting", unit="config", disable=options.quiet, leave=False) as bar:
             budget = round(options.budget_gb * GIB)
             correct = partial(corrected, gpu_name=options.gpu)
             predictions = PredictionCache(predictor, budget, gpu, correct, bar.update)

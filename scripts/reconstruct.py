@@ -43,16 +43,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Reconstruct one volume, or every volume of a folder, and print PSNR and SSIM of each."""
-    from tqdm import tqdm
-
-    from data import load_volume, restore
-    from data.formats import write_nifti
-    from evaluation.trained_run import TrainedRun, check_finite
+    from evaluation.api import open_run
+    from runtime.cli.bars import ProgressBar
     from runtime.files import printable
     from training.validation.metrics import psnr, ssim
 
     check_output_folder(options.out)
-    trained = TrainedRun(options.run, options.budget_gb, best="autoencoder" if options.best else None)
+    opened = open_run(options.run, best="autoencoder" if options.best else None, budget_gb=options.budget_gb)
+    trained = opened.trained
     source = Path(options.input)
     if not source.exists():
         raise DataError(f"--input: {printable(source)} does not exist; give a volume or a folder of volumes")
@@ -62,15 +60,11 @@ def main(options: argparse.Namespace) -> int:
     for target in targets.values():
         if target.resolve() in inputs:
             raise DataError(f"--out: {printable(target)} is one of the input volumes; give another folder")
-    codec = trained.codec()
-    device = trained.precision.device
 
-    for path, target in tqdm(targets.items(), desc="reconstructing", unit="volume"):
-        loaded = load_volume(path, trained.settings.data, trained.settings.autoencoder.in_channels)
-        volume = check_finite(codec.decode(codec.encode(loaded.image)), printable(path))
-        voxels, affine = restore(volume, loaded)
-        write_nifti(target, voxels, affine)
-        pair = volume[None], loaded.image[None].to(device)
+    for path, target in ProgressBar(targets.items(), desc="reconstructing", unit="volume"):
+        result, image, output = opened.reconstructed(path)
+        result.save(target)
+        pair = output[None], image[None].to(output.device)
         log.info("%s: PSNR %.2f dB, SSIM %.4f", printable(target), float(psnr(*pair)), float(ssim(*pair)))
     if trained.folder.weights("autoencoder").exists() and not trained.folder.weights("ldm").exists():
         log.info("next: python train_ldm.py --config %s", shlex.quote(str(trained.folder.config)))

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cli import at_least, check_output_folder, parser, run
 from runtime.files import counted, printable
-from settings import Settings, UserError
+from settings import UserError
 
-if TYPE_CHECKING:
-    from models.volume_codec import VolumeCodec
-
-MOST_AT_ONCE = 16
-"""Larger batches are hardly faster, and the first volume is written later."""
 MOST_SHOWN = 64
 """Samples in the montage, which is one picture in memory."""
 
@@ -87,53 +80,43 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(options: argparse.Namespace) -> int:
     """Sample, decode and write the volumes one by one, then the montage."""
-    from tqdm import tqdm
 
-    from data import to_unit
     from data.formats import write_nifti
-    from diffusion.conditioning.command_line import AskedConditions, title_of
-    from diffusion.conditioning.kind import Asked
-    from diffusion.sampling import VolumeSampler
-    from evaluation.trained_run import TrainedRun, check_finite
+    from diffusion.conditioning.command_line import title_of
+    from evaluation.api import Drawing
+    from evaluation.trained_run import TrainedRun
+    from runtime.cli.bars import ProgressBar
     from training.validation.previews import Row, picture_of, save_picture
 
     trained = TrainedRun(options.run, options.budget_gb, best="ldm" if options.best else None)
     out = trained.folder.path / "samples" if options.out is None else Path(options.out)
     check_output_folder(out if options.out is None else options.out)
-    settings = trained.sampling_settings(options.steps, options.guidance_scale)
-    network, frame = trained.unet()
-    codec = trained.codec()
     files = {option: _only(getattr(options, option[2:]), option) for option in FILE_OPTIONS}
     given = {option: place for option, place in files.items() if place is not None}
-    asked = Asked(settings, frame.conditions, frame.class_names, options.class_name, given)
-    conditions = AskedConditions(asked, options.number, codec)
-    cases = conditions.cases
-    num = options.num or (1 if cases else 8)
-    total = num * max(1, len(cases))
+    drawing = Drawing(
+        trained,
+        options.num,
+        options.seed,
+        options.steps,
+        options.guidance_scale,
+        options.class_name,
+        given,
+        options.number,
+        options.batch_size,
+    )
+    cases, num, total = drawing.cases, drawing.num, drawing.total
     names = [case.name for case in cases] or ["sample"]
     paths = [out / f"{name}_{_title(options)}_{number:04d}.nii.gz" for name in names for number in range(num)]
     notes = [f"condition {cases[number // num].digest[:32]}" if cases else "" for number in range(total)]
     _check_paths(paths, notes)
 
     rows: list[Row] = []
-    batch_size = options.batch_size or _batch_size(settings, codec, total)
-    num_batches = -(-total // batch_size)
-    with tqdm(total=num_batches * settings.ldm.sampling.num_inference_steps, desc="sampling", unit="step") as bar:
-        sampler = VolumeSampler(network, codec, settings, frame.normalisation, options.seed, batch_size)
-        condition_of = functools.partial(conditions.batch, num=num, spacing_mm=frame.spacing_mm)
-        volumes = sampler.draw(range(total), condition_of, bar.update)
-        for number, volume in enumerate(volumes):
-            path, space = paths[number], cases[number // num].space if cases else None
-            unit = to_unit(check_finite(volume, printable(path))).cpu()
-            if space is None:
-                write_nifti(path, frame.intensities(unit.numpy()), frame.affine(settings))
-                row = Row.of(path.name, unit[0], frame.spacing_mm)
-            else:
-                voxels = space.restored(unit.numpy(), frame.lower, frame.upper)
-                write_nifti(path, voxels, space.geometry.affine, notes[number])
-                row = Row.of(path.name, *space.shown(voxels, frame.lower, frame.upper))
-            if number < MOST_SHOWN:
-                rows.append(row)
+    with ProgressBar(total=drawing.num_steps, desc="sampling", unit="step") as bar:
+        samples = drawing.draw(bar.update, lambda number: printable(paths[number]))
+        for path, note, sample in zip(paths, notes, samples, strict=True):
+            write_nifti(path, sample.volume.voxels, sample.volume.affine, note)
+            if len(rows) < MOST_SHOWN:
+                rows.append(Row.of(path.name, *sample.shown))
     picture = out / f"montage_{_title(options, title_of(given))}.png"
     shown = counted(total, "sample") if total <= MOST_SHOWN else f"the first {MOST_SHOWN} of {total:,} samples"
     save_picture(picture, picture_of(rows), f"{trained.settings.name}, {shown}")
@@ -159,18 +142,6 @@ def _check_paths(paths: Sequence[Path], notes: Sequence[str]) -> None:
                 f"--out: {printable(path)} is the sample of another condition of that name; only the samples of the "
                 "same files are replaced; choose another folder, or remove it"
             )
-
-
-def _batch_size(settings: Settings, codec: VolumeCodec, total: int) -> int:
-    """Return how many of the samples to draw at once."""
-    from memory.predict.run import sampling_batch
-
-    if total == 1:
-        return 1
-    is_cuda = codec.precision.device.type == "cuda"
-    number = sampling_batch(settings, is_cuda, codec.available_bytes(), min(total, MOST_AT_ONCE))
-    log.info("sampling in batches of %d", number)
-    return number
 
 
 def _title(options: argparse.Namespace, conditions: str | None = None) -> str:

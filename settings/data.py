@@ -21,6 +21,8 @@ NUM_PHANTOMS = 48
 PHANTOMS = re.compile(r"phantoms(?::([0-9]{1,6}))?")
 LEAST_HELD_OUT = 2
 """Held-out volumes that evaluation needs."""
+Pattern = Annotated[str, Field(min_length=1, max_length=1000, pattern=WITHOUT_NUL)]
+Patterns = Annotated[tuple[Pattern, ...], Field(strict=False, max_length=1000)]
 Workers = Annotated[int, Field(ge=0, le=256)]
 
 
@@ -60,6 +62,12 @@ class DataSettings(Section):
         "a run resumes from another place if the volumes are the same.",
         FREE,
     )
+    include: Patterns = key(
+        (),
+        'Patterns of the volumes to use, such as ["*FLAIR*"], matched with names below the source; empty: all.',
+        FREE,
+    )
+    exclude: Patterns = key((), "Patterns of the volumes to leave out.", FREE)
     class_labels: PathText | None = key(
         None, "A CSV file with columns file,label; null: classes come from dataset.json or folder names."
     )

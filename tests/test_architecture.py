@@ -37,7 +37,11 @@ SIDEWAYS = {("models", "losses"), ("models", "data"), ("models.exchange", "losse
 """Networks know neither losses nor volumes, although their room stands on a later line."""
 NO_TORCH = ("runtime.files", "settings", "runtime.cli")
 LINE = {part: number for number, parts in enumerate(ARROWS) for part in parts}
-SOURCES = sorted(p for p in (*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py")) if p.relative_to(ROOT).parts[0] != "runs")
+SOURCES = sorted(
+    path
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py"))
+    if path.relative_to(ROOT).parts[0] not in ("runs", "docs")  # examples in docs/ import nothing of ours
+)
 
 
 def part_of(module: str) -> str | None:

@@ -17,13 +17,23 @@ from tests.command_lines import commands, help_of, read_by_its_script, script_of
 ROOT = Path(__file__).resolve().parent.parent
 READMES = ("README.md", "README.zh-CN.md")
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in READMES}
+USING = ("docs/using.md", "docs/using.zh-CN.md")
+WHOLE = {
+    name: TEXTS[name] + (ROOT / using).read_text(encoding="utf-8") for name, using in zip(READMES, USING, strict=True)
+}
+"""Each README with the page that says what it leaves out."""
 
 
 def fenced(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-ALL = sorted({words for text in TEXTS.values() for words in commands(text)})
+ALL = sorted({words for text in WHOLE.values() for words in commands(text)})
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_readme_is_short(name):
+    assert len(TEXTS[name].splitlines()) <= 180
 
 
 def test_readme_has_the_two_commands_first():
@@ -44,7 +54,7 @@ def test_every_command_is_read_by_its_script():
 @pytest.mark.parametrize("name", READMES)
 def test_every_option_in_the_text_exists(name):
     known = "".join(help_of(script) for script in sorted({script_of(words) for words in ALL}) if script.endswith(".py"))
-    for option in set(re.findall(r"`(--[a-z-]+)(?: [^`]*)?`", TEXTS[name])):
+    for option in set(re.findall(r"`(--[a-z-]+)(?: [^`]*)?`", WHOLE[name])):
         assert re.search(rf"(^|[\s\[]){option}\b", known), f"no command has {option}"
 
 
@@ -64,20 +74,22 @@ def test_every_file_in_the_text_exists(name):
 @pytest.mark.parametrize("name", READMES)
 def test_every_key_in_the_text_exists(name):
     keys = {dotted for dotted, _ in known_keys()}
-    named = re.findall(r"`((?:data|autoencoder|ldm|device)\.[a-z_.]+)`", TEXTS[name])
+    named = re.findall(r"`((?:data|autoencoder|ldm|device)\.[a-z_.]+)`", WHOLE[name])
     assert named
     assert [key for key in named if key not in keys] == []
-    lines = set(re.findall(r"(?:[a-z_]+\.)+[a-z_]+=[^\s`]+(?: (?:[a-z_]+\.)+[a-z_]+=[^\s`]+)*", TEXTS[name]))
+    lines = set(re.findall(r"(?:[a-z_]+\.)+[a-z_]+=[^\s`]+(?: (?:[a-z_]+\.)+[a-z_]+=[^\s`]+)*", WHOLE[name]))
     assert len(lines) > 4
     for line in lines - {"section.key=value"}:
         load_settings(ROOT / "configs" / "default.yaml", line.split())
 
 
-def test_translation_has_the_same_commands_links_and_headings():
-    english, chinese = (TEXTS[name] for name in READMES)
+@pytest.mark.parametrize("names", [READMES, USING])
+def test_translation_has_the_same_commands_links_and_headings(names):
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in names)
     assert commands(english) == commands(chinese)
     assert len(re.findall(r"^#+ ", english, re.MULTILINE)) == len(re.findall(r"^#+ ", chinese, re.MULTILINE))
-    links = [set(re.findall(r"\]\(([^)]+)\)", text)) - set(READMES) for text in (english, chinese)]
+    own = {Path(name).name for name in names}
+    links = [set(re.findall(r"\]\(([^)]+)\)", text)) - own for text in (english, chinese)]
     assert links[0] == links[1]
     tables = [len(re.findall(r"^\|", text, re.MULTILINE)) for text in (english, chinese)]
     assert tables[0] == tables[1]
@@ -105,7 +117,7 @@ def test_symptoms_quote_what_the_program_says(tmp_path):
     config.write_text("autoencoder:\n  training:\n    batch_sise: 2\n")
     with pytest.raises(ConfigError, match=r"unknown key; did you mean autoencoder\.training\.batch_size\?"):
         load_settings(config)
-    assert "unknown key; did you mean" in TEXTS["README.md"]
+    assert "unknown key; did you mean" in WHOLE["README.md"]
     assert "in use by another process" in (ROOT / "training" / "run_setup.py").read_text()
 
 

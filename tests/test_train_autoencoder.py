@@ -90,3 +90,18 @@ def test_run_writes_all_its_files_and_the_same_command_finds_it_finished(command
     assert again.returncode == 0, again.stderr
     assert "resuming autoencoder after step 4" in again.stderr
     torch.testing.assert_close(weights(tmp_path), before, rtol=0, atol=0)
+
+
+def test_output_in_a_file_is_one_plain_line_each_log_every(command, tiny_config):
+    training = ("max_steps=60", "log_every=10", "validate_every=60", "save_every=60")
+    done = command(
+        "train_autoencoder.py", "--config", tiny_config, *(f"autoencoder.training.{one}" for one in training)
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    steps = [line for line in lines if line.startswith("autoencoder step ")]
+    figures = r"loss [\d.e-]+, [\d.e-]+ s per step(, .* left)?, peak \d+\.\d\d GiB(, .* waiting for data)?"
+    found = [re.fullmatch(rf"autoencoder step (\d+)/60: {figures}", line) for line in steps]
+    assert [match and match[1] for match in found] == ["10", "20", "30", "40", "50", "60"], steps
+    assert "\r" not in done.stderr
+    assert len(lines) - len(steps) < 20  # so 1,000 steps with 10 between lines stay far below 200

@@ -21,7 +21,7 @@ from data import DataSplit
 from diffusion.conditioning import check_conditions
 from models import build_autoencoder, build_discriminator, build_unet
 from runtime import cublas
-from runtime.files import RUNS, RunFolder, check_regular, counted, printable, reason, write_text
+from runtime.files import RUNS, RunFolder, check_regular, counted, printable, reason, used_caches, write_text
 from runtime.processes import Process, device_name
 from settings import Settings, UserError, dump_yaml
 from settings.ldm import SchedulerSettings
@@ -128,6 +128,10 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process, volume
         counts = {"training": len(volumes.train), "held_out": len(volumes.val)}
         environment["data"] = {**counts, "classes": [printable(name) for name in volumes.class_names]}
     write_text(folder.environment, json.dumps(environment, indent=2) + "\n")
+    caches = {f"{path.parent.name}/{path.name}" for path in used_caches if path.is_dir()} | (
+        folder.known_caches() or set()
+    )
+    write_text(folder.caches, "".join(f"{name}\n" for name in sorted(caches)))
 
 
 def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int = 1) -> str:
@@ -149,7 +153,7 @@ def summarise(settings: Settings, stage: str, num_volumes: int, world_size: int 
     channels = settings.autoencoder.latent_channels
     shapes = "patch -> latent" if grid != settings.data.voxel_size else "grid -> latent"
     lines = {
-        "run": f"runs/{settings.name}, stage {stage}, {length}",
+        "run": f"{RUNS / settings.name}, stage {stage}, {length}",
         shapes: f"{settings.autoencoder.in_channels} x {_axes(grid)} -> {channels} x {_axes(latent)}",
         "parameters": ", ".join(f"{name} {count:,}" for name, count in parameters.items()),
         "effective batch": f"{training.batch_size} x {training.gradient_accumulation_steps} accumulated"

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from data import DataSplit, VolumeFile
 from data.loading import Pose
@@ -24,6 +23,7 @@ from data.tables import Row
 from diffusion.conditioning.space import KnownVoxels, Space
 from diffusion.latent_files import TensorCache, digest_of
 from models.volume_codec import VolumeCodec
+from runtime.cli.bars import ProgressBar
 from runtime.files import LATENTS
 from runtime.processes import Process
 from settings import DataSettings, Settings
@@ -113,7 +113,7 @@ class Preparation:
             missing = [row for row in rows if not is_on_disk or folder.find(name(row)) is None]
             # Passed only to hide the bar, because an explicit disable=False would override --quiet.
             hidden: dict[str, Any] = {} if self.process.is_rank_zero and missing else {"disable": True}
-            for row in tqdm(missing, desc=title, unit="volume", leave=False, **hidden):
+            for row in ProgressBar(missing, desc=title, unit="volume", leave=False, **hidden):
                 if is_on_disk:
                     folder.write(name(row), "condition", made(row))
                 else:

@@ -36,6 +36,26 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("Share of the time spent waiting for data", "data_wait_share"),
 )
 
+_AXES = (
+    ("GiB", r"(host_)?memory_.*"),
+    ("dB", "val_psnr"),
+    ("voxels", "val_chamfer"),
+    ("relative error", r"val_skill.*"),
+    ("share", "data_wait_share|.*codebook_use|val_iou"),
+    ("gradient norm", r".*_gradient_norm"),
+    ("learning rate", r".*_learning_rate"),
+    ("volumes per second", "volumes_per_second"),
+    ("SSIM", "val_ssim"),
+    ("perplexity", ".*perplexity"),
+    ("loss", ".*"),
+)
+"""The title of the vertical axis, by metric; the first that fits."""
+
+
+def axis_of(name: str) -> str:
+    """Return the title of the axis of a metric."""
+    return next(words for words, pattern in _AXES if re.fullmatch(pattern, name))
+
 
 def curve_charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the charts of all metrics except memory, stage by stage, with the runs overlaid."""
@@ -47,9 +67,9 @@ def curve_charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             members = [name for name in names if re.fullmatch(pattern, name)]
             names = [name for name in names if name not in members]
             if members:
-                charts.append(
-                    {"group": STAGE_TITLES[stage], "title": title, "series": _series(runs, stage, members), "rules": []}
-                )
+                lines = _series(runs, stage, members)
+                about = {"group": STAGE_TITLES[stage], "title": title, "axis": axis_of(members[0])}
+                charts.append({**about, "series": lines, "rules": []})
     return charts
 
 
@@ -68,7 +88,8 @@ def memory_charts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 rules.append({"label": label, "value": prediction["peak_allocated_bytes"] / GIB})
         if names:
             series = _series(runs, stage, names)
-            charts.append({"group": "", "title": f"{title}: GiB", "series": series, "rules": rules, "zero": True})
+            about = {"group": "", "title": f"{title}: memory", "axis": axis_of(names[0])}
+            charts.append({**about, "series": series, "rules": rules, "zero": True})
     return charts
 
 

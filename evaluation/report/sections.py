@@ -81,7 +81,7 @@ def _alarm(report: dict[str, Any] | None) -> str:
 
 
 def tiles_section(runs: Sequence[Run]) -> str:
-    """Return the newest metrics, as tiles for one run or as a table for several.
+    """Return the newest metrics: for one run, how good it is and then the rest; for several, a table.
 
     Every name has its stage if there are two, so that runs of one and of two stages share rows.
     """
@@ -95,8 +95,36 @@ def tiles_section(runs: Sequence[Run]) -> str:
     rows = [[words + (f", {_short(stage)}" if has_stages else ""), *values] for stage, words, values in found]
     if len(runs) > 1:
         return table(["", *(run["label"] for run in runs)], rows)
-    tiles = [f'<div class="tile"><b>{escaped(value)}</b><span>{escaped(name)}</span></div>' for name, value in rows]
-    return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else '<p class="quiet">no metrics yet</p>'
+    if not rows:
+        return '<p class="quiet">no metrics yet</p>'
+    return f"{_verdict(runs[0])}<details><summary>All figures</summary>{table([], rows)}</details>"
+
+
+def _verdict(run: Run) -> str:
+    """Return a card that says how good the run is: what stage 1 keeps, and what stage 2 has learned."""
+    newest = {
+        name: next((value for _, value in reversed(stage["curves"].get(name, [])) if value is not None), None)
+        for stage in run["stages"]
+        for name in ("val_psnr", "val_skill")
+        if name in stage["curves"]
+    }
+    cards = []
+    if (psnr := newest.get("val_psnr")) is not None:
+        error = f"{100 * 10 ** (-psnr / 20):.2g} % of the intensity range"
+        cards.append(
+            (f"{psnr:.1f} dB", "held-out PSNR", f"Reconstructions of held-out volumes are off by {error} (RMS).")
+        )
+    if (skill := newest.get("val_skill")) is not None:
+        words = (
+            "Stage 2 has learned what no linear model knows."
+            if skill < 1
+            else "Stage 2 has not yet overtaken the best linear denoiser; train longer."
+        )
+        cards.append((f"{skill:.3f}", "skill, below 1 is better", words))
+    blocks = [
+        f"<div><b>{value}<small>{escaped(name)}</small></b>{escaped(words)}</div>" for value, name, words in cards
+    ]
+    return f'<div class="card verdict">{"".join(blocks)}</div>' if blocks else ""
 
 
 def _facts(stage: dict[str, Any]) -> dict[str, str | None]:

@@ -11,11 +11,12 @@ from runtime.cli.arguments import (
     parser,
     write_output,
 )
-from runtime.cli.execution import INTERRUPTED, OUT_OF_MEMORY, run
+from runtime.cli.execution import INTERRUPTED, OUT_OF_MEMORY, STEP_LINES, run
 
 __all__ = [
     "INTERRUPTED",
     "OUT_OF_MEMORY",
+    "STEP_LINES",
     "above_zero",
     "add_config",
     "add_training",

@@ -49,6 +49,7 @@ def add_training(target: argparse.ArgumentParser, stage: str) -> None:
         help="train for this long instead of max_steps; the learning rate decays over that time",
     )
     limit.add_argument("--minutes", type=above_zero, help="the same in minutes")
+    target.add_argument("--log-file", metavar="FILE", help="also append every message and a line per log_every here")
     target.add_argument(
         "--on-oom",
         choices=("stop", "next-rung"),

@@ -12,15 +12,19 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
 from runtime.cli.arguments import overrides_of
+from runtime.cli.outputs import check_output_file
 from runtime.files import printable
 from settings.errors import UserError
 from settings.writing import dump_with_origins
 
+STEP_LINES = "steps"
+"""The logger of plain lines about training steps, which a terminal leaves out because it shows a bar."""
 OUT_OF_MEMORY = 3
 INTERRUPTED = 130
 SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -39,12 +43,20 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
 
     Exit codes: 0 success, 2 wrong input, 3 out of memory, 130 interrupted.
     """
-    _set_up_logging(options.quiet)
+    try:
+        return _exit_code(main, options)
+    except Exception:
+        _to_log_file(traceback.format_exc().rstrip())
+        raise
+
+
+def _exit_code(main: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
     # OpenMP reads this when torch is imported, which happens later. By default its idle threads spin, which takes time
     # from other processes on a shared CPU: steps took twice as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with _interruptible():
+            _set_up_logging(options.quiet, getattr(options, "log_file", None))
             if getattr(options, "print_config", False):
                 print(dump_with_origins(options.config, overrides_of(options)), end="")
                 return 0
@@ -64,12 +76,10 @@ def run(main: Callable[[argparse.Namespace], int | None], options: argparse.Name
         is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
         if not isinstance(error, MemoryError) and not is_torchs:
             raise
-        print(f"{_red('error')}: out of memory; python scripts/oom_ladder.py shows what to change", file=sys.stderr)
+        _say("out of memory; python scripts/oom_ladder.py shows what to change", "error")
         return OUT_OF_MEMORY
     except KeyboardInterrupt as error:
-        print(
-            "interrupted" if not error.args else f"interrupted by {error}; run the same command again", file=sys.stderr
-        )
+        _say("interrupted" if not error.args else f"interrupted by {error}; run the same command again")
         return INTERRUPTED
 
 
@@ -109,7 +119,7 @@ def _report(error: UserError) -> int:
         is_ours = os.environ.get("LOCAL_RANK", "0") == "0"
     if is_ours:
         who = f"process {rank}: " if rank != "0" else ""
-        print(f"{_red('error')}: {who}{printable(error, keep=_LAYOUT)}", file=sys.stderr)
+        _say(f"{who}{printable(error, keep=_LAYOUT)}", "error")
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun shows the error with the earliest timestamp as the root cause.
         details = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
@@ -129,6 +139,24 @@ class _PrintableFormatter(logging.Formatter):
         return printable(super().format(record), keep=_LAYOUT)
 
 
+class _OncePerText(logging.Filter):
+    """Lets each warning of a library through once, without the line of its source."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name != "py.warnings":
+            return True
+        text = record.getMessage().partition("\n")[0]
+        record.msg, record.args = "%s", (text,)
+        words = text.split(": ", 1)[-1]  # it may come from several places: file.py:12: UserWarning: text
+        is_new = words not in self._seen
+        self._seen.add(words)
+        return is_new
+
+
 class _LineHandler(logging.StreamHandler):
     """Gives each message a line of its own above the progress bars, instead of the end of a bar."""
 
@@ -139,20 +167,45 @@ class _LineHandler(logging.StreamHandler):
             super().emit(record)
 
 
-def _set_up_logging(quiet: bool) -> None:
+def _set_up_logging(quiet: bool, log_file: str | None) -> None:
+    """Send messages to standard error and to the log file; only rank zero sends more than its own warnings."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names may contain bytes that no encoding can represent; standard error escapes them by default.
         sys.stdout.reconfigure(errors="backslashreplace")
     is_rank_zero = os.environ.get("RANK", "0") == "0"
-    level = logging.INFO if is_rank_zero and not quiet else logging.WARNING
-    handler = _LineHandler(sys.stderr)
-    handler.setFormatter(_PrintableFormatter("%(message)s"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
-    # tqdm reads these when it is imported, which happens later.
+    level = logging.INFO if is_rank_zero else logging.WARNING
+    to_screen = _LineHandler(sys.stderr)
+    to_screen.setLevel(logging.WARNING if quiet else level)
+    to_screen.setFormatter(_PrintableFormatter("%(message)s"))
+    if sys.stderr.isatty():
+        to_screen.addFilter(lambda record: record.name != STEP_LINES)  # the bar shows them
+    handlers: list[logging.Handler] = [to_screen]
+    if log_file is not None and is_rank_zero:
+        check_output_file(log_file, "--log-file")
+        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+        to_file = logging.FileHandler(log_file, encoding="utf-8", errors="backslashreplace")
+        to_file.setFormatter(_PrintableFormatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        handlers.append(to_file)
+    for handler in handlers:
+        handler.addFilter(_OncePerText())
+    logging.basicConfig(level=level, handlers=handlers, force=True)
+    logging.captureWarnings(True)
+    # Rank zero has the same libraries.
+    logging.getLogger("py.warnings").setLevel(logging.NOTSET if is_rank_zero else logging.ERROR)
     if quiet:
-        os.environ["TQDM_DISABLE"] = "1"
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_MININTERVAL", "10")  # seconds; a log file keeps every drawing of a bar
+        os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported, which happens later
+
+
+def _say(text: str, kind: str | None = None) -> None:
+    """Print how the command ends to standard error, even if it is quiet, and add it to the log file."""
+    print(text if kind is None else f"{_red(kind)}: {text}", file=sys.stderr)
+    _to_log_file(text if kind is None else f"{kind}: {text}")
+
+
+def _to_log_file(text: str) -> None:
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, "%s", (text,), None))
 
 
 def _red(text: str) -> str:

@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     result = parser(__doc__ or "", ["python -m scripts.dev.documents", "python -m scripts.dev.documents --settings"])
-    result.add_argument("--settings", action="store_true", help="only schema and reference, which need no prediction")
+    result.add_argument(
+        "--settings", action="store_true", help="only schema, reference and figure, which need no prediction"
+    )
     return result.parse_args(arguments)
 
 
@@ -38,9 +40,12 @@ def main(options: argparse.Namespace) -> int:
 
 
 def of_settings() -> dict[Path, str]:
-    """Return the current text of the schema, with which editors complete and check keys, and of the reference."""
-    schema = json.dumps(Settings.model_json_schema(), indent=2) + "\n"
-    return {ROOT / "configs" / "schema.json": schema, ROOT / "docs" / "configuration.md": configuration_reference()}
+    """Return the schema, with which editors complete and check keys, the reference, and README's figure."""
+    return {
+        ROOT / "configs" / "schema.json": json.dumps(Settings.model_json_schema(), indent=2) + "\n",
+        ROOT / "docs" / "configuration.md": configuration_reference(),
+        ROOT / "docs" / "images" / "memory.svg": memory_figure(),
+    }
 
 
 _HEAD = """# Configuration reference

@@ -1,7 +1,8 @@
-"""The command `lean3d`, which `pip install -e .` puts on the path: runs the project's commands from any folder.
+"""The command `lean3d` and `import lean3d`, which `pip install -e .` makes available from any folder.
 
-This module alone gets installed: rooms with names like `data` and `models` would mix with other packages. They stay in
-the clone, which is why only an editable install works.
+The command runs the project's commands; the names of the Python API come from `evaluation/api.py`. Only this module is
+installed: rooms with names like `data` and `models` would mix with other packages. They stay in the clone, which is why
+only an editable install works.
 """
 
 from __future__ import annotations
@@ -9,10 +10,25 @@ from __future__ import annotations
 import ast
 import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = ("train_autoencoder", "train_ldm")
+API = ("Volume", "open_run", "predict_memory", "prepared_volumes", "walk_ladder")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in API:
+        raise AttributeError(f"module 'lean3d' has no attribute {name!r}; it has {', '.join(API)}")
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    return getattr(import_module("evaluation.api"), name)
+
+
+def __dir__() -> list[str]:
+    return list(API)
 
 
 def main() -> int:

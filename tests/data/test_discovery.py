@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.discovery import class_names_of, find, with_folders
+from data.discovery import DiscoveredVolume, chosen, class_names_of, find, mixed_modalities, with_folders
 from data.tables import with_labels
 from data.volumes import prepare_volumes
 from settings import DataError
@@ -236,3 +236,48 @@ def test_folders_of_patients_and_folders_of_one_volume_are_no_classes(tmp_path, 
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         np.save(tmp_path / folder / f"{number}.npy", np.zeros((4, 4, 4), np.float32))
     assert class_names_of(with_folders(find(str(tmp_path))[0])) == classes
+
+
+NAMES = ("a/case1_FLAIR.nii.gz", "a/case1_T1.nii.gz", "b/case2_FLAIR.nii.gz", "b/case2_t1.nii.gz", "b/old/case3.nii.gz")
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "kept"),
+    [
+        ([], [], [0, 1, 2, 3, 4]),
+        (["*FLAIR*"], [], [0, 2]),
+        (["*FLAIR*", "*_t1.*"], ["a/*"], [2, 3]),
+        ([], ["case1_*", "b/old/*"], [2, 3]),
+    ],
+)
+def test_patterns_choose_volumes_by_their_names(include, exclude, kept):
+    volumes = [DiscoveredVolume(Path(name), name) for name in NAMES]
+    found, notes = chosen(volumes, build_settings(include=include, exclude=exclude))
+    assert [volume.name for volume in found] == [NAMES[number] for number in kept]
+    assert len(notes) == len(NAMES) - len(kept)
+
+
+def test_patterns_that_leave_nothing_are_refused():
+    volumes = [DiscoveredVolume(Path(name), name) for name in NAMES]
+    with pytest.raises(DataError, match=r"leave none of 5 volumes, such as a/case1_FLAIR\.nii\.gz; patterns have \*"):
+        chosen(volumes, build_settings(include=["FLAIR"]))
+
+
+def test_modalities_in_names_are_noticed():
+    assert "FLAIR (2), T1 (2); data.include: ['*FLAIR*'] takes one" in str(mixed_modalities(NAMES))
+    assert mixed_modalities([name for name in NAMES if "FLAIR" in name]) is None
+    assert mixed_modalities(["direct.nii", "factory.nii", "ct_1.nii", "ct_2.nii", "petra.nii"]) is None
+
+
+def test_a_run_prepares_only_the_volumes_that_were_chosen(make_volume, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        make_volume(f"{number}_FLAIR.nii.gz")
+        make_volume(f"{number}_T1.nii.gz")
+    source = str(tmp_path / "volumes")
+    split = prepare_volumes(build_settings(source=source, include=["*T1*"]), 0, 1)
+    assert sorted(file.name for file in (*split.train, *split.val)) == [f"{number}_T1.nii.gz" for number in range(3)]
+    assert "no pattern of data.include matches" in caplog.text
+    assert "several modalities" not in caplog.text
+    prepare_volumes(build_settings(source=source), 0, 1)
+    assert "are of several modalities: FLAIR (3), T1 (3)" in caplog.text

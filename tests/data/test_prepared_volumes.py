@@ -141,7 +141,7 @@ def start_preparing(folder: Path, slow: float) -> BaseProcess:
             return measure(path, s)
 
         # Forked processes share the lock of tqdm, and a killed one would leave it locked.
-        vars(checking).update(measure=counted, tqdm=lambda items, **_: items)
+        vars(checking).update(measure=counted, ProgressBar=lambda items, **_: items)
         prepare_volumes(build_settings(source=str(folder)), 0, 1)
 
     process = multiprocessing.get_context("fork").Process(target=prepare)

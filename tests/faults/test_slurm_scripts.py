@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+import yaml
+
+from tests.faults.conftest import values
+from tests.faults.runs import num_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs" / "several_gpus.md").read_text(), re.DOTALL)
 
 # Starts the tasks of two nodes as Slurm numbers them, and ends with the highest of their codes.
 SRUN = """#!/bin/bash
+trap : TERM
 while [[ $1 == --* ]]; do shift; done
 for task in $(seq 0 $((SLURM_NTASKS - 1))); do
     SLURM_PROCID=$task SLURM_LOCALID=$((task % SLURM_NTASKS_PER_NODE)) "$@" &
     tasks+=($!)
 done
 code=0
-for task in "${tasks[@]}"; do wait "$task"; last=$?; [ $last -gt $code ] && code=$last; done
+for task in "${tasks[@]}"; do
+    wait "$task"; last=$?
+    while kill -0 "$task" 2> /dev/null; do wait "$task"; last=$?; done  # a signal ends wait, not the task
+    [ $last -gt $code ] && code=$last
+done
 exit $code
 """
 SCONTROL = """#!/bin/bash
@@ -32,14 +44,18 @@ exit $ENDS_WITH
 """
 
 
+def install(folder: Path, **commands: str) -> None:
+    for name, text in commands.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+
 @pytest.mark.parametrize("code", [0, 2, 130])
 @pytest.mark.parametrize(("number", "num_nodes"), [(0, 1), (1, 2)])
 def test_batch_script_numbers_processes_and_requeues_only_what_was_stopped(tmp_path, number, num_nodes, code):
     assert len(SCRIPTS) == 2
     assert f"#SBATCH --nodes={num_nodes}\n" in SCRIPTS[number]
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON), ("job", SCRIPTS[number])):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    install(tmp_path, srun=SRUN, scontrol=SCONTROL, python=PYTHON, job=SCRIPTS[number])
     slurm = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": str(4 * num_nodes), "SLURM_NTASKS_PER_NODE": "4"}
     environment = {**os.environ, **slurm, "SLURM_JOB_NODELIST": "node[1-2]", "ENDS_WITH": str(code)}
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
@@ -54,3 +70,32 @@ def test_batch_script_numbers_processes_and_requeues_only_what_was_stopped(tmp_p
     assert started[0][6:] == ["train_autoencoder.py", "--config", "configs/balanced.yaml"]
     log = tmp_path / "scontrol.log"
     assert (log.read_text() if log.exists() else "") == ("requeue 4711\n" if code == 130 else "")
+
+
+def test_a_preempted_job_saves_requeues_itself_and_finishes_when_run_again(tmp_path):
+    """The scheduler signals the whole process group: shell, srun and training."""
+    python = f"#!/bin/bash\nexec {sys.executable} {ROOT}/$1 --config tiny.yaml\n"
+    install(tmp_path, srun=SRUN, scontrol=SCONTROL, python=python, job=SCRIPTS[0])
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values() | {"device": {"type": "cpu"}}))
+    slurm = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def submit() -> subprocess.Popen[bytes]:
+        with (tmp_path / "slurm.log").open("ab") as output:
+            return subprocess.Popen(
+                ["bash", "job"], cwd=tmp_path, env=environment, stderr=output, stdout=output, start_new_session=True
+            )
+
+    job = submit()
+    deadline = time.monotonic() + 300
+    while num_lines(tmp_path) < 2 and time.monotonic() < deadline and job.poll() is None:
+        time.sleep(0.01)
+    os.killpg(job.pid, signal.SIGTERM)
+    assert job.wait(300) == 130, (tmp_path / "slurm.log").read_text()
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 4711\n"
+    assert submit().wait(300) == 0
+    output = (tmp_path / "slurm.log").read_text()
+    assert "run the same command again to continue" in output
+    assert "resuming autoencoder after step" in output
+    assert "finished weights of stage autoencoder" in output
+    assert "\r" not in output

@@ -1,4 +1,4 @@
-"""Logging during training: the progress bar, metrics.jsonl and TensorBoard."""
+"""Logging during training: a progress bar or plain lines, metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from runtime.cli import STEP_LINES
+from runtime.cli.bars import ProgressBar
 from runtime.files import RunFolder, write_text
 from runtime.processes import Process
 from training.recording.progress import ELAPSED, RunClock
 
 log = logging.getLogger(__name__)
+step_lines = logging.getLogger(STEP_LINES)
 
 Batches = TypeVar("Batches")
 """What a step gets; the recorder does not look at it."""
@@ -82,9 +84,10 @@ class Recorder:
             self._lines = run.metrics.open("a", encoding="utf-8")
             self._board = SummaryWriter(str(run.tensorboard / stage), purge_step=first_step + 1 if first_step else None)
             style = _TIMED_BAR if last_step is None else _BAR
-            self._bar = tqdm(total=last_step, initial=first_step, desc=stage, dynamic_ncols=True, bar_format=style)
-            if left := self.clock.text(first_step):
-                self._bar.set_postfix({"left": f"about {left}"})
+            if sys.stderr.isatty():
+                self._bar = ProgressBar(
+                    total=last_step, initial=first_step, desc=stage, dynamic_ncols=True, bar_format=style
+                )
 
     def __enter__(self) -> Recorder:
         return self
@@ -93,7 +96,8 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.process.is_rank_zero:
-            self._bar.close()
+            if self._bar is not None:
+                self._bar.close()
             self._board.close()
             self._lines.close()
 
@@ -122,16 +126,28 @@ class Recorder:
         self.clock.mark(step)
         self._sums, self._counts, self._samples, self._since = {}, {}, 0, now
         self.write(step, line)
+        if self.process.is_rank_zero:
+            self._show(step, line)
+
+    def _show(self, step: int, line: dict[str, float]) -> None:
+        """Show the bar's figures, and log a plain line with them for those who have no bar."""
+        loss = f"{line.get('reconstruction', line.get('diffusion', float('nan'))):.4g}"
+        peak = line.get("memory_peak_gib", line.get("host_memory_peak_gib"))
+        waiting = f"{line[_WAITING]:.0%}" if line[_WAITING] > LARGEST_WAIT else ""
+        left, speed = "" if step == self.clock.last_step else self.clock.text(step), self.clock.seconds_per_step
+        of = "" if self.clock.last_step is None else f"/{self.clock.last_step}"
+        words = [
+            f"{self.stage} step {step}{of}: loss {loss}",
+            f"{speed:.3g} s per step" if speed else "",
+            f"{left} left" if left else "",
+            f"peak {peak:.2f} GiB" if peak is not None else "",
+            f"{waiting} of the time waiting for data" if waiting else "",
+        ]
+        step_lines.info("%s", ", ".join(filter(None, words)))
         if self._bar is not None:
-            shown = {
-                "loss": line.get("reconstruction", line.get("diffusion", float("nan"))),
-                "vol/s": line[_THROUGHPUT],
-                "waiting for data": line[_WAITING] if line[_WAITING] > LARGEST_WAIT else None,
-                "peak GiB": line.get("memory_peak_gib", line.get("host_memory_peak_gib")),
-            }
-            left = self.clock.text(step) if step != self.clock.last_step else ""
-            words = {name: f"{value:.4g}" for name, value in shown.items() if value is not None}
-            self._bar.set_postfix({"left": left, **words} if left else words, refresh=sys.stderr.isatty())
+            shown = {"left": left, "loss": loss, "vol/s": f"{line[_THROUGHPUT]:.4g}", "waiting for data": waiting}
+            shown["peak GiB"] = f"{peak:.4g}" if peak is not None else ""
+            self._bar.set_postfix({name: value for name, value in shown.items() if value})
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write the values of one step to metrics.jsonl and TensorBoard, and when that was.

@@ -66,8 +66,8 @@ function scaleOf(chart, options) {
 function drawChart(card, chart, options) {
   card.textContent = "";
   make(card, "h3", {}, chart.title);
-  const width = Math.max(240, card.clientWidth - 24), height = 170;
-  const box = { left: 46, right: width - 8, top: 8, bottom: height - 22 };
+  const width = Math.max(240, card.clientWidth - 24), height = 196;
+  const box = { left: 60, right: width - 8, top: 8, bottom: height - 36 };
   const svg = make(card, "svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": chart.title }, null, SVG);
   const keys = make(card, "div", { class: "keys" });
   const steps = chart.series.flatMap((line) => line.points.map((point) => point[0]));
@@ -83,8 +83,11 @@ function drawChart(card, chart, options) {
   const stepTicks = last === first ? [first] : niceTicks(first, last, Math.max(2, Math.floor(width / 110)));
   for (const tick of stepTicks) {
     const anchor = x(tick) > box.right - 20 ? "end" : x(tick) < box.left + 12 ? "start" : "middle";
-    make(svg, "text", { x: x(tick), y: height - 6, "text-anchor": anchor }, tick.toLocaleString("en"), SVG);
+    make(svg, "text", { x: x(tick), y: height - 20, "text-anchor": anchor }, tick.toLocaleString("en"), SVG);
   }
+  make(svg, "text", { class: "axis", x: (box.left + box.right) / 2, y: height - 4, "text-anchor": "middle" }, "step", SVG);
+  const middle = (box.top + box.bottom) / 2;
+  make(svg, "text", { class: "axis", x: 10, y: middle, "text-anchor": "middle", transform: `rotate(-90 10 ${middle})` }, chart.axis, SVG);
   for (const [number, rule] of chart.rules.entries()) {
     make(svg, "line", { class: "rule", x1: box.left, x2: box.right, y1: y(rule.value), y2: y(rule.value) }, null, SVG);
     const above = y(rule.value) - 5 > box.top + 6;

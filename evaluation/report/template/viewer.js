@@ -8,7 +8,7 @@ const OPPOSITE = { L: "R", R: "L", A: "P", P: "A", S: "I", I: "S" };
 const TALLEST = { gallery: 330, closer: 440 };
 const loaded = new Map();
 // `at` is the crosshair as a share of each axis; the window is a share of the intensity range.
-const view = { axis: 2, at: [0.5, 0.5, 0.5], level: 0.5, width: 1, gain: 4, isExact: false, hasHair: true, chosen: null, ticket: 0 };
+const view = { axis: 2, at: [0.5, 0.5, 0.5], level: 0.5, width: 1, gain: 4, isExact: false, hasHair: true, isRadiological: false, chosen: null, ticket: 0 };
 let tiles = [];
 const byId = (id) => document.getElementById(id);
 
@@ -51,6 +51,8 @@ function greys() {
 
 const sliceOf = (volume, axis) => Math.min(volume.shape[axis] - 1, Math.floor(view.at[axis] * volume.shape[axis]));
 const othersOf = (axis) => [0, 1, 2].filter((other) => other !== axis);
+// Radiologists look from the feet or the face: the patient's left is on the right of the picture.
+const isMirrored = (volume, axis) => view.isRadiological && volume.orientation[axis] === "R";
 
 // A plane's first axis points right, its second axis up.
 function drawPlane(tile, table) {
@@ -60,11 +62,11 @@ function drawPlane(tile, table) {
   const width = volume.shape[across], height = volume.shape[up], index = sliceOf(volume, axis);
   if (canvas.width !== width || canvas.height !== height) { canvas.width = width; canvas.height = height; }
   const context = canvas.getContext("2d", { willReadFrequently: true });
-  const image = context.createImageData(width, height);
+  const image = context.createImageData(width, height), isFlipped = isMirrored(volume, across);
   for (let row = 0, to = 0; row < height; row++) {
     const start = index * strides[axis] + (height - 1 - row) * strides[up];
     for (let column = 0; column < width; column++, to += 4) {
-      const value = picture.read(start + column * strides[across]);
+      const value = picture.read(start + (isFlipped ? width - 1 - column : column) * strides[across]);
       const colour = picture.isHeat ? HEAT[value] : null, grey = table[value];
       image.data[to] = colour ? colour[0] : grey;
       image.data[to + 1] = colour ? colour[1] : grey;
@@ -75,7 +77,9 @@ function drawPlane(tile, table) {
   context.putImageData(image, 0, 0);
   canvas.classList.toggle("exact", view.isExact);
   tile.across.style.top = `${100 * (1 - view.at[up])}%`;
-  tile.down.style.left = `${100 * view.at[across]}%`;
+  tile.down.style.left = `${100 * (isFlipped ? 1 - view.at[across] : view.at[across])}%`;
+  tile.letters[0].textContent = isFlipped ? volume.orientation[across] : OPPOSITE[volume.orientation[across]];
+  tile.letters[1].textContent = OPPOSITE[tile.letters[0].textContent];
   tile.across.hidden = tile.down.hidden = !view.hasHair;
 }
 
@@ -89,11 +93,11 @@ function addTile(parent, picture, axis, tallest, chooses = null) {
   frame.style.width = `min(100%, ${(tallest * ratio).toFixed(2)}px)`;
   frame.style.aspectRatio = ratio.toFixed(6);
   const canvas = make(frame, "canvas", { "data-role": picture.role, "data-axis": axis, role: "img", "aria-label": `${picture.title}, ${PLANES.find((plane) => plane.axis === axis).name} plane` });
-  const horizontal = volume.orientation[across], vertical = volume.orientation[up];
-  for (const [side, letter] of [["left", OPPOSITE[horizontal]], ["right", horizontal], ["top", vertical], ["bottom", OPPOSITE[vertical]]]) {
-    make(frame, "span", { class: `letter ${side}` }, letter);
-  }
-  const tile = { canvas, picture, axis, across: make(frame, "i", { class: "across" }), down: make(frame, "i", { class: "down" }) };
+  const vertical = volume.orientation[up];
+  const letters = ["left", "right"].map((side) => make(frame, "span", { class: `letter ${side}` }));
+  make(frame, "span", { class: "letter top" }, vertical);
+  make(frame, "span", { class: "letter bottom" }, OPPOSITE[vertical]);
+  const tile = { canvas, picture, axis, letters, across: make(frame, "i", { class: "across" }), down: make(frame, "i", { class: "down" }) };
   const caption = make(figure, "figcaption");
   make(caption, "b", {}, picture.title);
   if (picture.note) make(caption, "span", { title: picture.note }, picture.note);
@@ -122,7 +126,8 @@ function listen(tile, chooses) {
     start = null;
     if (!isClick) return;
     const frame = canvas.getBoundingClientRect();
-    view.at[across] = Math.min(0.9999, Math.max(0, (event.clientX - frame.left) / frame.width));
+    const share = (event.clientX - frame.left) / frame.width;
+    view.at[across] = Math.min(0.9999, Math.max(0, isMirrored(tile.picture.volume, across) ? 1 - share : share));
     view.at[up] = Math.min(0.9999, Math.max(0, 1 - (event.clientY - frame.top) / frame.height));
     if (chooses) { view.chosen = chooses; buildCloser(); }
     redraw();
@@ -233,6 +238,7 @@ async function buildViewer() {
   byId("samples").hidden = groups.length === 0;
   byId("reconstructions").hidden = pairs.length === 0;
   byId("viewer-bar").hidden = groups.length + pairs.length === 0;
+  showJumps();
   drawGallery(byId("sample-gallery"), groups);
   drawGallery(byId("reconstruction-gallery"), pairs);
   const choices = [...groups, ...pairs].flatMap((group) => group.columns.map((column) => column.choice)).filter(Boolean);
@@ -290,6 +296,10 @@ function fillChoices() {
   }
 }
 
+function showJumps() {
+  document.querySelectorAll("#jump a").forEach((link) => { link.hidden = byId(link.hash.slice(1)).hidden; });
+}
+
 function onChange(id, kind, act) { byId(id).addEventListener(kind, (event) => act(event.target)); }
 onChange("plane", "change", (target) => { view.axis = Number(target.value); buildViewer(); });
 onChange("slice", "input", (target) => { view.at[view.axis] = (Number(target.value) + 0.5) / (Number(target.max) + 1); redraw(); });
@@ -298,6 +308,7 @@ onChange("width", "input", (target) => setWindow(view.level, Number(target.value
 onChange("reset", "click", () => { view.at = [0.5, 0.5, 0.5]; setWindow(0.5, 1); });
 onChange("exact", "change", (target) => { view.isExact = target.checked; redraw(); });
 onChange("hair", "change", (target) => { view.hasHair = target.checked; redraw(); });
+onChange("radiological", "change", (target) => { view.isRadiological = target.checked; redraw(); });
 onChange("gain", "change", (target) => { view.gain = Number(target.value); buildViewer(); });
 onChange("sample-set", "change", () => buildViewer());
 onChange("reconstruction-set", "change", () => buildViewer());

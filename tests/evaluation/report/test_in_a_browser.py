@@ -165,3 +165,73 @@ def test_plane_pixels_sets_and_other_choices_draw_without_an_error(tmp_path, scr
     )
     assert all(abs(scale - 1) < 0.1 for scale in scales)
     assert browser.errors() == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_jump_links_reach_their_sections_and_axes_have_titles(tmp_path, screen, width):
+    browser = screen(width)
+    browser.open(write_report(make_run(tmp_path)))
+    browser.wait_for(ALL_TILES)
+    shown = browser.run("return Array.from(document.querySelectorAll('#jump a:not([hidden])')).map(a => a.textContent)")
+    assert shown == ["samples", "figures", "reconstructions", "curves", "memory", "config", "environment"]
+    for name in shown:
+        browser.run(f"Array.from(document.querySelectorAll('#jump a')).find(a => a.textContent === {name!r}).click()")
+        assert box(browser, f"#{name}")["top"] < HEIGHT
+    found = browser.run(
+        "return Array.from(document.querySelectorAll('.chart'))"
+        ".map(c => Array.from(c.querySelectorAll('.axis'), t => t.textContent))"
+    )
+    assert all(across == "step" and up for across, up in found)
+    assert ["step", "dB"] in found
+    assert ["step", "GiB"] in found
+    assert browser.errors() == []
+
+    browser.open(write_report(make_run(tmp_path, name="bare", with_volumes=False)))
+    browser.wait_for("document.querySelectorAll('#jump a[hidden]').length === 2")
+
+
+def test_one_card_says_how_good_the_run_is(tmp_path, screen):
+    browser = screen()
+    browser.open(write_report(make_run(tmp_path)))
+    cards = browser.run("return Array.from(document.querySelectorAll('.verdict div'), d => d.innerText)")
+    assert cards[0].startswith("23.0 dB")
+    assert "off by 7.1 % of the intensity range (RMS)" in cards[0]
+    assert box(browser, "#figures details")["height"] < 60, "the other figures are folded away"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_radiological_switch_mirrors_left_and_right_and_the_crosshair(tmp_path, screen, width):
+    browser = screen(width)
+    browser.open(write_report(make_run(tmp_path)))
+    browser.wait_for(ALL_TILES)
+    tile = "#reconstruction-gallery canvas[data-role=input]"
+    read = (
+        f"const c = document.querySelector({tile!r});"
+        "const row = Array.from(c.getContext('2d').getImageData(0, 10, c.width, 1).data).filter((_, n) => n % 4 === 0);"
+        "return [row, ['left', 'right'].map(s => c.parentElement.querySelector('.letter.' + s).textContent)]"
+    )
+    pixels, letters = browser.run(read)
+    assert letters == ["L", "R"]
+    browser.run("document.getElementById('radiological').click()")
+    assert browser.run(read) == [pixels[::-1], ["R", "L"]]
+    pointer(browser, tile, [(0.25, 0.5)])
+    assert browser.run("return view.at[0]") == pytest.approx(0.75, abs=0.03)
+    hair = f"return parseFloat(document.querySelector({tile!r}).parentElement.querySelector('.down').style.left)"
+    assert browser.run(hair) == pytest.approx(25, abs=3)
+    # The sagittal plane has no left and right.
+    assert browser.run("return document.querySelector('#planes [data-axis=\"0\"] .letter.right').textContent") == "A"
+    assert browser.errors() == []
+
+
+def test_paper_has_pictures_and_tables_and_no_controls(tmp_path, screen):
+    browser = screen(1280, True)
+    browser.open(write_report(make_run(tmp_path)))
+    browser.wait_for(ALL_TILES)
+    browser.protocol("Emulation.setEmulatedMedia", {"media": "print"})
+    visible = (
+        "return ['#jump', '#viewer-bar', 'canvas', 'table'].map(s => document.querySelector(s).offsetParent !== null)"
+    )
+    assert browser.run(visible) == [False, False, True, True]
+    assert browser.run("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    scheme = {"name": "prefers-color-scheme", "value": "dark"}
+    browser.protocol("Emulation.setEmulatedMedia", {"media": "", "features": [scheme]})

@@ -215,7 +215,7 @@ def test_peak_of_a_process_is_never_set_against_the_prediction_of_tensors(tmp_pa
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     page = write_report(folder).read_text()
     assert page_data(page)["memory"][0]["rules"] == []
-    assert "<b>3.00 GiB</b><span>peak of the process</span>" in page
+    assert "<td>peak of the process</td><td>3.00 GiB</td>" in page
     assert "predicted peak of the step&#x27;s tensors" in page
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from runtime.cli import run
+from settings.errors import UserError
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
@@ -86,22 +89,66 @@ def test_a_rank_keeps_the_systems_handling_of_signals(monkeypatch):
 
 
 LOGGED_BAR = """
-import argparse, logging, sys, time
+import argparse, logging, sys, time, warnings
 from runtime.cli.execution import run
 
 def main(_):
-    from tqdm import tqdm
-    for number in tqdm(range(20)):
+    from runtime.cli import bars
+    bars.PLAIN_SECONDS = 0.5
+    bar = bars.ProgressBar(range(20), desc="sampling", unit="step")
+    for number in bar:
         time.sleep(0.12)
+        bar.set_postfix_str(f"number {number}")
+        warnings.warn("of a library")
         if number == 10:
             logging.getLogger("x").info("a message")
+    warnings.warn("of a library")
 
-sys.exit(run(main, argparse.Namespace(quiet=False)))
+sys.exit(run(main, argparse.Namespace(quiet=False, log_file="logs/run.log")))
 """
 
 
-def test_a_bar_in_a_log_file_is_drawn_rarely_and_messages_have_lines_of_their_own():
-    done = subprocess.run([sys.executable, "-c", LOGGED_BAR], capture_output=True, text=True, check=True)
-    lines = [line.strip() for line in re.split("[\r\n]", done.stderr)]
+def log_bar(folder: Path, rank: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-W", "always", "-c", LOGGED_BAR]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "RANK": rank}
+    return subprocess.run(command, capture_output=True, cwd=folder, env=environment)
+
+
+def test_a_log_file_gets_plain_lines_of_a_bar_and_each_foreign_warning_once(tmp_path):
+    done = log_bar(tmp_path, rank="0")
+    assert done.returncode == 0, done.stderr
+    assert b"\r" not in done.stderr
+    lines = done.stderr.decode().splitlines()
     assert "a message" in lines
-    assert sum("/20" in line for line in lines) <= 3
+    assert [line for line in lines if "of a library" in line] == ["<string>:12: UserWarning: of a library"]
+    plain = [line for line in lines if re.fullmatch(r"sampling: \d+/20 step, number \d+, 00:0\d", line)]
+    assert 2 <= len(plain) <= 5
+    assert len(lines) == len(plain) + 2
+    stamped = (tmp_path / "logs/run.log").read_text().splitlines()
+    assert [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line) for line in stamped] == lines
+
+
+def test_other_ranks_leave_progress_and_foreign_warnings_to_rank_zero(tmp_path):
+    done = log_bar(tmp_path, rank="1")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last"),
+    [(UserError("a: b; c; d"), 2, "error: a: b; c; d"), (ValueError("x"), None, "ValueError: x")],
+)
+def test_the_log_file_says_how_a_command_ended(tmp_path, error, code, last):
+    def main(_: argparse.Namespace) -> int:
+        raise error
+
+    options = argparse.Namespace(quiet=True, log_file=str(tmp_path / "run.log"))
+    with contextlib.nullcontext() if code else pytest.raises(ValueError, match="x"):
+        assert run(main, options) == code
+    assert (tmp_path / "run.log").read_text().splitlines()[-1].endswith(last)
+
+
+def test_a_log_file_that_cannot_be_written_is_refused(tmp_path, capsys):
+    options = argparse.Namespace(quiet=False, log_file=str(tmp_path))
+    assert run(lambda _: pytest.fail("was run"), options) == 2
+    assert "is a folder; a file is needed" in capsys.readouterr().err

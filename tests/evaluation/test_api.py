@@ -1,0 +1,85 @@
+"""The Python API: what docs/python.md shows runs, and gives what the commands give."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from data.formats import write_nifti
+from evaluation import api
+from scripts.installed import lean3d
+from settings import UserError
+from tests.conftest import ROOT
+from tests.finished_run import finished_run, run_here
+from tests.support.tiny_config import TINY
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, tmp_path_factory):
+    """A folder with a run, a volume and tiny configs under the names that the document uses."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "quickstart").symlink_to(finished_run(tmp_path_factory))
+    voxels = np.random.default_rng(1).random((1, 18, 20, 14), np.float32) * 500
+    write_nifti(tmp_path / "case.nii.gz", voxels, np.diag([-2.0, 3.0, 4.0, 1.0]))
+    (tmp_path / "configs").mkdir()
+    for name in ("quickstart", "high_res", "quality"):
+        device = {"type": "cpu"} if name == "quickstart" else {"type": "cuda"}
+        (tmp_path / "configs" / f"{name}.yaml").write_text(yaml.safe_dump(TINY | {"name": name, "device": device}))
+    return tmp_path
+
+
+def test_every_snippet_of_the_document_runs(folder, monkeypatch, capsys):
+    snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(snippets) == 5
+    monkeypatch.setitem(sys.modules, "lean3d", lean3d)
+    names: dict[str, object] = {}
+    for snippet in snippets:
+        exec(snippet, names)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "(1, 18, 20, 14) (2.0, 3.0, 4.0)"
+    assert nib.load("reconstruction.nii.gz").shape == (18, 20, 14)
+    assert sorted(path.name for path in Path().glob("sample_*")) == ["sample_0.nii.gz", "sample_1.nii.gz"]
+    assert any(re.fullmatch(r"\w+/phantom_\d+\.nii\.gz \(1, 16, 16, 16\) .*", line) for line in printed)
+    assert any(re.fullmatch(r"\d+\.\d GiB, .*", line) for line in printed)
+    assert any(line.startswith("as configured ") for line in printed)
+
+
+def test_an_array_with_its_affine_gives_what_its_file_gives(folder):
+    run = api.open_run("runs/quickstart")
+    image = nib.load("case.nii.gz")
+    array = np.asarray(image.dataobj)
+    from_file = run.encode("case.nii.gz")
+    for voxels in (array, torch.from_numpy(array)[None]):
+        latent = run.encode(api.Volume.of(voxels, image.affine))
+        torch.testing.assert_close(latent, from_file, rtol=0, atol=0)
+    # The x axis of the file points the other way, so an array without its affine is another volume.
+    assert not torch.equal(run.encode(api.Volume.of(array, spacing_mm=(2, 3, 4))), from_file)
+    with pytest.raises(ValueError, match=r"shape \(14,\); allowed: \(X, Y, Z\) or \(C, X, Y, Z\)"):
+        api.Volume.of(array[0, 0])
+
+
+def test_samples_and_reconstructions_equal_those_of_the_commands(folder):
+    run = api.open_run("runs/quickstart")
+    assert run_here("scripts/sample.py", "--run", "runs/quickstart", "--num", "2", "--seed", "3", "--out", "s") == 0
+    for sample, path in zip(run.sample(2, seed=3), sorted(Path("s").glob("*.nii.gz")), strict=True):
+        written = nib.load(path)
+        np.testing.assert_array_equal(sample.voxels[0], np.asarray(written.dataobj))
+        np.testing.assert_allclose(sample.affine, written.affine, atol=1e-5)
+    assert run_here("scripts/reconstruct.py", "--run", "runs/quickstart", "--input", "case.nii.gz", "--out", "r") == 0
+    written = nib.load("r/case_reconstruction.nii.gz")
+    np.testing.assert_array_equal(run.reconstruct("case.nii.gz").voxels[0], np.asarray(written.dataobj))
+
+
+def test_what_does_not_go_with_the_run_is_refused_before_the_first_sample(folder):
+    with pytest.raises(UserError, match="'tumour' is not a class of the run"):
+        api.open_run("runs/quickstart").sample(1, class_name="tumour")
+    with pytest.raises(AttributeError, match="no attribute 'open'; it has Volume, open_run"):
+        _ = lean3d.open
