@@ -278,7 +278,7 @@ class _RandomState:
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_with_rates: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+_with_rates: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 
 def draws_random_numbers(module: Callable[..., Any]) -> bool:

@@ -272,7 +272,8 @@ def _group_norm_backward(grad: Tensor, x: Tensor, *fields: Any) -> tuple[Tensor,
         return torch_kernels.group_norm_backward(grad, x, norm)
     grad_x = _empty_rows(x, x.dtype, 0)
     if backend is not torch_kernels:
-        grad_bias, grad_weight = backend.group_norm_backward(grad_x, grad, x, norm).sum(1).unbind()
+        sums = backend.group_norm_backward(grad_x, grad, x, norm)
+        grad_bias, grad_weight = (sums[:, 0] if x.shape[0] == 1 else sums.sum(1)).unbind()
         return grad_x, grad_weight, grad_bias
     if stores_before_silu(grad_x):
         # Without fused kernels, SiLU computed again would take longer than writing its gradient and reading it.

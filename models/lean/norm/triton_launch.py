@@ -33,7 +33,8 @@ TILE_VALUES = 4096
 NUM_WARPS = 8
 MAX_TILE_CHANNELS = 64  # with channels last: 128 bytes of bf16 lie side by side
 COMBINE_BLOCK = 2048
-
+MOST_PARTS = 4 * COMBINE_BLOCK
+"""How many parts of a group one program adds up, block after block; more of them are added up in advance."""
 
 SMALL_VALUES = 2**22
 """A volume with at most this many values is normalised by one kernel, with one program for each group.
@@ -163,23 +164,33 @@ def store_statistics(out: Tensor | None, mean: Tensor, rstd: Tensor, x: Tensor, 
     assert mean.stride() == rstd.stride() == (groups, 1), "statistics are written in order"
     target = x if out is None else out
     stride_out = None if out is None else out.stride()
-    num_parts, num_spans, moments, spans, combine = _statistics_launches(
-        x.shape, x.stride(), stride_out, groups, eps, _kinds(x, target)
-    )
-    parts = torch.empty(num_parts, dtype=torch.float32, device=x.device)
-    moments(x, target, parts)
-    if num_spans:
-        spanned = torch.empty(num_spans, dtype=torch.float32, device=x.device)
-        spans(parts, spanned)
-        parts = spanned
-    combine(parts, mean, rstd)
+    launches = _statistics_launches(x.shape, x.stride(), stride_out, groups, eps, _kinds(x, target))
+    launches(x, target, mean, rstd)
+
+
+class _Statistics(NamedTuple):
+    """The kernels that find the statistics, and how many values the results of the first two have."""
+
+    moments: _Launch
+    num_parts: int
+    spans: _Launch | None
+    num_spanned: int
+    combine: _Launch
+
+    def __call__(self, x: Tensor, target: Tensor, mean: Tensor, rstd: Tensor) -> None:
+        parts = torch.empty(self.num_parts, dtype=torch.float32, device=x.device)
+        self.moments(x, target, parts)
+        if self.spans is not None:
+            spanned = torch.empty(self.num_spanned, dtype=torch.float32, device=x.device)
+            self.spans(parts, spanned)
+            parts = spanned
+        self.combine(parts, mean, rstd)
 
 
 @_cached
 def _statistics_launches(
     shape: torch.Size, stride: Stride, stride_out: Stride | None, groups: int, eps: float, kinds: Any
-) -> tuple[int, int, _Launch, _Launch, _Launch]:
-    """Return the numbers of values of parts and of spans, 0 if there are none, and the three kernels."""
+) -> _Statistics:
     (batch, channels), voxels = shape[:2], shape[2:].numel()
     programs, num_chunks, block_c, block_v = _tiles(shape, stride, voxels)
     plane = batch * channels * num_chunks
@@ -194,13 +205,13 @@ def _statistics_launches(
         spans_kernel, spans_plane, voxels, num_chunks, num_spans, plane, spans_plane, block_v, COMBINE_BLOCK
     )
     # One program for each group would take its many parts one block after the other.
-    has_spans = num_chunks * channels // groups > COMBINE_BLOCK
+    has_spans = num_chunks * channels // groups > MOST_PARTS
     if has_spans:
         num_chunks, block_v = num_spans, block_v * COMBINE_BLOCK
     combine = _Launch(
         combine_kernel, batch * groups, channels // groups, voxels, num_chunks, eps, block_v, COMBINE_BLOCK
     )
-    return 2 * plane, 2 * spans_plane if has_spans else 0, moments, spans, combine
+    return _Statistics(moments, 2 * plane, spans if has_spans else None, 2 * spans_plane, combine)
 
 
 def is_small(shape: torch.Size, groups: int) -> bool:
@@ -210,73 +221,80 @@ def is_small(shape: torch.Size, groups: int) -> bool:
 
 def group_norm(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool) -> Norm:
     """Write a whole `x`, after norm and optional SiLU, into `out`; return the norm with its statistics."""
+    x = _readable(x)
     kinds = x.device, x.dtype, out.dtype, weight.dtype
-    launch = _group_norm_launch(x.shape, x.stride(), out.stride(), groups, eps, silu, kinds)
-    if launch is None:
-        x = _readable(x)
-        norm = Norm(*statistics(x, groups, eps), weight, bias, silu)
-        normalise(out, x, norm, 0)
-        return norm
+    small, parts, normalise = _group_norm_launches(x.shape, x.stride(), out.stride(), groups, eps, silu, kinds)
     mean = torch.empty((x.shape[0], groups), dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
-    launch(x, out, mean, rstd, *_dense(weight, bias))
+    if small is not None:
+        small(x, out, mean, rstd, *_dense(weight, bias))
+    else:
+        parts(x, x, mean, rstd)
+        normalise(x, out, mean, rstd, *_dense(weight, bias))
     return Norm(mean, rstd, weight, bias, silu)
 
 
 @_cached
-def _group_norm_launch(
+def _group_norm_launches(
     shape: torch.Size, stride: Stride, stride_out: Stride, groups: int, eps: float, silu: bool, kinds: Any
-) -> _Launch | None:
-    """Return the kernel that does it all, or None if the volume needs several."""
-    if strides(shape, stride) is None or not is_small(shape, groups):
-        return None
+) -> tuple[_Launch | None, Any, Any]:
+    """Return the kernel that does it all, or None if the volume needs those of statistics and of their use."""
+    if not is_small(shape, groups):
+        statistics = _statistics_launches(shape, stride, None, groups, eps, kinds[:2])
+        return None, statistics, _normalise_launch(shape, stride, shape, stride_out, 0, groups, silu, kinds)
     (batch, channels), voxels = shape[:2], shape[2:].numel()
-    return _Launch(
+    launch = _Launch(
         group_norm_kernel, batch * groups, channels, groups, voxels, eps, *_volume(shape, stride),
         *_volume(shape, stride_out), silu, *_blocks(channels // groups, voxels), num_warps=NUM_WARPS,
     )  # fmt: skip
+    return launch, None, None
 
 
 def group_norm_backward(out: Tensor, grad: Tensor, x: Tensor, norm: Norm) -> Tensor:
     """Write the gradient of a whole `x` into `out`; return the sums of `norm_sums`."""
-    mean, rstd, weight, bias, silu = norm
-    groups = mean.shape[1]
-    kinds = x.device, x.dtype, grad.dtype, weight.dtype
-    launch = _group_norm_backward_launch(x.shape, x.stride(), grad.stride(), out.stride(), groups, silu, kinds)
-    sums = torch.empty((2, *x.shape[:2]), dtype=torch.float32, device=x.device)
-    if launch is not None:
-        launch(grad, x, out, sums, *_dense(mean, rstd, weight, bias))
-        return sums
     x, grad = _readable(x), _readable(grad)
-    parts = _parts_of_sums(None, grad, x, norm, False)
-    if parts.shape[3] > 4 * COMBINE_BLOCK:
-        # One program for each group would take its many parts one block after the other.
-        parts = parts.sum(3, keepdim=True)
+    mean, rstd, weight, bias, silu = norm
+    kinds = x.device, x.dtype, grad.dtype, out.dtype, weight.dtype
+    launches = _group_norm_backward_launches(
+        x.shape, x.stride(), grad.stride(), out.stride(), mean.shape[1], silu, kinds
+    )
+    dense = _dense(mean, rstd, weight, bias)
+    sums = torch.empty((2, *x.shape[:2]), dtype=torch.float32, device=x.device)
+    if isinstance(launches, _Launch):
+        launches(grad, x, out, sums, *dense)
+        return sums
+    num_chunks, summing, combine, writing = launches
+    parts = torch.empty((2, *x.shape[:2], num_chunks), dtype=torch.float32, device=x.device)
+    summing(grad, x, grad, parts, *dense)
+    if num_chunks > MOST_PARTS:
+        parts = parts.sum(3)
     means = torch.empty((2, *mean.shape), dtype=torch.float32, device=x.device)
-    combine = _group_means_launch(parts.shape, groups, x.shape[2:].numel(), kinds)
-    combine(parts, sums, means, *_dense(weight))
-    norm_input_grad(out, grad, x, norm, means, None)
+    combine(parts, sums, means, dense[2])
+    writing(grad, x, grad, out, *dense, means)
     return sums
 
 
 @_cached
-def _group_norm_backward_launch(
+def _group_norm_backward_launches(
     shape: torch.Size, stride: Stride, stride_grad: Stride, stride_out: Stride, groups: int, silu: bool, kinds: Any
-) -> _Launch | None:
-    """Return the kernel that does it all, or None if the volume needs several."""
-    if strides(shape, stride) is None or strides(shape, stride_grad) is None or not is_small(shape, groups):
-        return None
+) -> Any:
+    """Return the kernel that does it all, or, for a larger volume, the number of parts and three kernels."""
     (batch, channels), voxels = shape[:2], shape[2:].numel()
-    return _Launch(
-        group_norm_backward_kernel, batch * groups, channels, groups, voxels, batch * channels,
-        *_volume(shape, stride_grad), *_volume(shape, stride), *_volume(shape, stride_out), silu,
-        *_blocks(channels // groups, voxels), num_warps=NUM_WARPS,
-    )  # fmt: skip
+    if is_small(shape, groups):
+        return _Launch(
+            group_norm_backward_kernel, batch * groups, channels, groups, voxels, batch * channels,
+            *_volume(shape, stride_grad), *_volume(shape, stride), *_volume(shape, stride_out), silu,
+            *_blocks(channels // groups, voxels), num_warps=NUM_WARPS,
+        )  # fmt: skip
+    num_chunks, summing = _sums_launch(shape, stride, stride_grad, None, groups, silu, False, kinds)
+    num_parts = 1 if num_chunks > MOST_PARTS else num_chunks
+    combine = _group_means_launch(batch, channels, num_parts, groups, voxels, kinds)
+    writing = _input_grad_launch(shape, stride, stride_grad, stride_grad, stride_out, groups, silu, False, kinds)
+    return num_chunks, summing, combine, writing
 
 
 @_cached
-def _group_means_launch(parts_shape: torch.Size, groups: int, voxels: int, kinds: Any) -> _Launch:
-    _, batch, channels, num_chunks = parts_shape
+def _group_means_launch(batch: int, channels: int, num_chunks: int, groups: int, voxels: int, kinds: Any) -> _Launch:
     block = min(triton.next_power_of_2(num_chunks), COMBINE_BLOCK)
     return _Launch(group_means_kernel, batch * groups, channels, groups, voxels, num_chunks, batch * channels, block)
 
