@@ -29,6 +29,10 @@ class MemoryObserver:
         """Return this rank's share of the host memory that is free."""
         return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
+    def emulates_gpu(self) -> bool:
+        """Return whether CPU tensors stand for those of a GPU, and kernels are to be chosen as for one."""
+        return False
+
     def weights_copied(self, weights: Sequence[Tensor]) -> None:
         """Take note of weights that were copied into another memory format, on their device."""
 
@@ -47,6 +51,11 @@ _observer: ContextVar[MemoryObserver] = ContextVar("observer", default=MemoryObs
 def memory_observer() -> MemoryObserver:
     """Return the observer of this thread; one that does nothing unless `observed_by` has set another."""
     return _observer.get()
+
+
+def runs_on_cpu(x: Tensor) -> bool:
+    """Return whether the kernels of a CPU compute `x`; CPU tensors of a predictor may stand for those of a GPU."""
+    return x.is_cpu and not memory_observer().emulates_gpu()
 
 
 @contextmanager

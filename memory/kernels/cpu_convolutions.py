@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,7 +27,18 @@ _SUPPORTED = {
     torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
     torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
 }
+_limit: ContextVar[str | None] = ContextVar("limit", default=None)
 aten = torch.ops.aten
+
+
+@contextmanager
+def limited_to(instructions: str) -> Iterator[None]:
+    """Count inside the block as if oneDNN might use these instructions at most; else as ONEDNN_MAX_CPU_ISA says."""
+    token = _limit.set(instructions)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
 
 
 def cpu_convolution_memory(func: Any, args: tuple[Any, ...], out: Any) -> ConvolutionMemory | None:
@@ -55,8 +69,9 @@ def _result_pass(
 ) -> int:
     """Return what a pass from `source` to `result` holds besides both; `x` is the input of the forward pass."""
     if not _asks_onednn(x, weight, stride):
-        is_pointwise = _is_pointwise(weight, stride)
-        unfolded = 0 if is_pointwise and not is_backward else _unfolded_bytes(source, result, weight, is_transposed)
+        if _is_pointwise(weight, stride) and not is_backward:
+            return _contiguous_bytes(x)
+        unfolded = _unfolded_bytes(source, result, weight, is_transposed)
         return unfolded * (3 if is_backward and x.element_size() == 2 else 1)
     if is_channels_last(x) or is_channels_last(weight):
         return 0
@@ -68,16 +83,18 @@ def _result_pass(
 
 def _weight_pass(grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], is_transposed: bool) -> int:
     if not _asks_onednn(x, weight, stride):
-        return 0 if _is_pointwise(weight, stride) else _unfolded_bytes(x, grad, weight, is_transposed)
+        is_pointwise = _is_pointwise(weight, stride)
+        return _contiguous_bytes(x) if is_pointwise else _unfolded_bytes(x, grad, weight, is_transposed)
     last = is_channels_last(x) or is_channels_last(weight)
     if _block() < 16 and not _is_pointwise(weight, stride):
-        # Without AVX-512 one row of the input is unfolded at a time, after the whole was copied from channels-last.
+        # Without AVX-512 one row of the input is unfolded at a time, after its sample was copied from channels-last.
         large, small = (grad, x) if is_transposed else (x, grad)
         row = _unfolded_bytes(large, small, weight, False) // small.shape[0] // small.shape[2]
-        return row + (nbytes_of(large) if last else 0)
+        return row + (nbytes_of(large) // large.shape[0] if last else 0)
     if last:
         return 0
-    return (_blocked_bytes(x) + _blocked_bytes(grad)) * (2 if x.element_size() == 2 else 1)
+    blocked = _blocked_bytes(grad) + (_blocked_bytes(x) if x.shape[1] > 1 else 0)
+    return blocked * (2 if x.element_size() == 2 else 1)
 
 
 def _asks_onednn(x: Tensor, weight: Tensor, stride: list[int]) -> bool:
@@ -90,6 +107,11 @@ def _asks_onednn(x: Tensor, weight: Tensor, stride: list[int]) -> bool:
         return False
     is_wide = weight.shape[-1] > 3 and weight.shape[-2] > 3
     return is_wide or x.shape[0] > 1 or math.prod(x.shape[:4]) > SMALLEST_FOR_ONEDNN
+
+
+def _contiguous_bytes(x: Tensor) -> int:
+    """Return the size of the copy that torch's own kernels make of a channels-last tensor."""
+    return nbytes_of(x) if is_channels_last(x) else 0
 
 
 def _is_pointwise(weight: Tensor, stride: list[int]) -> bool:
@@ -109,5 +131,5 @@ def _blocked_bytes(x: Tensor) -> int:
 
 def _block() -> int:
     """Return how many channels one of oneDNN's blocks has."""
-    is_limited = os.environ.get(ONEDNN_LIMIT, "").upper() in _NARROW
+    is_limited = (_limit.get() or os.environ.get(ONEDNN_LIMIT, "")).upper() in _NARROW
     return 8 if is_limited or "AVX512" not in torch.backends.cpu.get_cpu_capability() else 16

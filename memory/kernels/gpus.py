@@ -1,6 +1,8 @@
 """Published figures of GPUs, from which times are predicted. Never imports torch.
 
-TFLOPS are those of tensor cores for dense matrices, with sums in fp32 as torch computes them.
+TFLOPS are those of tensor cores for dense matrices, with sums in fp32 as torch computes them. Memory, bandwidth and
+fp32 agree with TechPowerUp's database of February 2026. Figures of tensor cores follow from fp32 by the rate of their
+generation; those of cards for servers, which have rates of their own, are NVIDIA's.
 """
 
 from __future__ import annotations
@@ -56,26 +58,27 @@ class Gpu:
         return max(self.half_tflops, FULL_RATES.get(self.capability, 0) * self.float_tflops)
 
 
-_A100 = "NVIDIA A100 data sheet"
-_H100 = "NVIDIA H100 data sheet, half of the figures with sparsity"
-_H200 = "NVIDIA H200 data sheet, half of the figures with sparsity"
-_L40 = "NVIDIA L40S and L40 data sheets"
-_L4 = "NVIDIA L4 data sheet, half of the figures with sparsity"
-_V100 = "NVIDIA V100 data sheet"
-_TURING = "NVIDIA Turing GPU architecture white paper"
-_AMPERE = "NVIDIA Ampere GA102 GPU architecture white paper"
-_ADA = "NVIDIA Ada GPU architecture white paper"
-_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture white paper"
-_WORKSTATION = "NVIDIA data sheet, half of the figures with sparsity"
+_SHEET = "TechPowerUp's database and NVIDIA's data sheet"
+_GAMES = "TechPowerUp's database"
+_LAPTOPS = "TechPowerUp's database; makers choose the power, so yours may be faster or slower"
 
 
 def _cards(
-    rows: tuple[tuple[str, int, float, float], ...], source: str, capability: tuple[int, int]
+    rows: tuple[tuple[str, int, float, float], ...], capability: tuple[int, int], source: str = _GAMES
 ) -> tuple[Gpu, ...]:
     """Return cards for games by their fp32 figures: with sums in fp32, their tensor cores run at half of their rate."""
     half = FULL_RATES[capability] / 2
     return tuple(
         Gpu(f"RTX {name}", memory, bandwidth, half * tflops, tflops, tflops, source, capability)
+        for name, memory, bandwidth, tflops in rows
+    )
+
+
+def _workstations(rows: tuple[tuple[str, int, float, float], ...], capability: tuple[int, int]) -> tuple[Gpu, ...]:
+    """Return cards for workstations by their fp32 figures; their tensor cores run at their full rate."""
+    full, tf32 = FULL_RATES[capability], FULL_RATES[capability] / 2 if capability >= (8, 0) else 1
+    return tuple(
+        Gpu(name, memory, bandwidth, full * tflops, tf32 * tflops, tflops, _SHEET, capability)
         for name, memory, bandwidth, tflops in rows
     )
 
@@ -115,76 +118,109 @@ _RTX_40 = (
     ("4090", 24, 1008, 82.6),
 )
 _RTX_50 = (
+    ("5050", 8, 320, 13.2),
     ("5060", 8, 448, 19.2),
     ("5060 Ti", 8, 448, 23.7),
     ("5070", 12, 672, 30.9),
     ("5070 Ti", 16, 896, 43.9),
     ("5080", 16, 960, 56.3),
+    ("5090 D", 32, 1792, 104.8),
     ("5090", 32, 1792, 104.8),
 )
-# At the lowest boost clock of the range that NVIDIA gives: makers choose the power.
 _RTX_30_LAPTOP = (
-    ("3060 Laptop", 6, 336, 9.9),
-    ("3070 Laptop", 8, 448, 13.2),
-    ("3080 Laptop", 8, 448, 15.3),
+    ("3050 Laptop", 4, 192, 5.5),
+    ("3050 Ti Laptop", 4, 192, 5.3),
+    ("3060 Laptop", 6, 336, 10.9),
+    ("3070 Laptop", 8, 448, 16),
+    ("3070 Ti Laptop", 8, 448, 16.6),
+    ("3080 Laptop", 8, 448, 19),
+    ("3080 Ti Laptop", 16, 512, 18.7),
 )
 _RTX_40_LAPTOP = (
-    ("4060 Laptop", 8, 256, 9),
-    ("4070 Laptop", 8, 256, 11.3),
-    ("4080 Laptop", 12, 432, 20),
-    ("4090 Laptop", 16, 576, 28.3),
+    ("4050 Laptop", 6, 192, 9),
+    ("4060 Laptop", 8, 256, 11.6),
+    ("4070 Laptop", 8, 256, 15.6),
+    ("4080 Laptop", 12, 432, 24.7),
+    ("4090 Laptop", 16, 576, 33),
 )
-_LAPTOPS = "NVIDIA's comparison of laptop GPUs, cores at the lowest boost clock"
+_RTX_50_LAPTOP = (
+    ("5050 Laptop", 8, 384, 7.7),
+    ("5060 Laptop", 8, 384, 9.7),
+    ("5070 Laptop", 8, 384, 13.1),
+    ("5070 Ti Laptop", 12, 672, 17),
+    ("5080 Laptop", 16, 896, 23),
+    ("5090 Laptop", 24, 896, 31.8),
+)
+_TURING = (
+    ("Quadro RTX 5000", 16, 448, 11.2),
+    ("Quadro RTX 6000", 24, 672, 16.3),
+    ("Quadro RTX 8000", 48, 672, 16.3),
+    ("T4", 16, 320, 8.1),
+    ("Titan RTX", 24, 672, 16.3),
+)
+_AMPERE = (
+    ("A10", 24, 600, 31.2),
+    ("A40", 48, 696, 37.4),
+    ("RTX A2000", 6, 288, 8),
+    ("RTX A4000", 16, 448, 19.2),
+    ("RTX A4500", 20, 640, 23.7),
+    ("RTX A5000", 24, 768, 27.8),
+    ("RTX A6000", 48, 768, 38.7),
+)
+_ADA = (
+    ("L4", 24, 300, 30.3),
+    ("L40S", 48, 864, 91.6),
+    ("RTX 2000 Ada", 16, 256, 12),
+    ("RTX 4000 Ada", 20, 360, 26.7),
+    ("RTX 4500 Ada", 24, 432, 39.6),
+    ("RTX 5000 Ada", 32, 576, 65.3),
+    ("RTX 6000 Ada", 48, 960, 91.1),
+)
+_BLACKWELL = (
+    ("RTX PRO 4000 Blackwell", 24, 672, 36.8),
+    ("RTX PRO 4500 Blackwell", 32, 896, 50.5),
+    ("RTX PRO 5000 Blackwell", 48, 1344, 66.9),
+    ("RTX PRO 6000 Blackwell", 96, 1792, 126),
+)
 
 GPUS = (
-    Gpu("A10", 24, 600, 125, 62.5, 31.2, "NVIDIA A10 data sheet", (8, 6)),
-    Gpu("A10G", 24, 600, 70, 35, 35, "NVIDIA A10G data sheet, half of the figures with sparsity", (8, 6)),
-    Gpu("A30", 24, 933, 165, 82, 10.3, "NVIDIA A30 data sheet"),
-    Gpu("A40", 48, 696, 149.7, 74.8, 37.4, "NVIDIA A40 data sheet", (8, 6)),
-    Gpu("A100 40GB", 40, 1555, 312, 156, 19.5, _A100),
-    Gpu("A100 80GB PCIe", 80, 1935, 312, 156, 19.5, _A100),
-    Gpu("A100 80GB SXM", 80, 2039, 312, 156, 19.5, _A100),
-    Gpu("B200", 180, 8000, 2250, 1100, 75, "NVIDIA HGX B200 data sheet, half of the figures with sparsity", (10, 0)),
+    Gpu("A10G", 24, 600, 70, 35, 31.5, _SHEET, (8, 6)),
+    Gpu("A30", 24, 933, 165, 82, 10.3, _SHEET),
+    Gpu("A100 40GB", 40, 1555, 312, 156, 19.5, _SHEET),
+    Gpu("A100 80GB PCIe", 80, 1935, 312, 156, 19.5, _SHEET),
+    Gpu("A100 80GB SXM", 80, 2039, 312, 156, 19.5, _SHEET),
+    Gpu("B200", 180, 8000, 2250, 1100, 75, _SHEET, (10, 0)),
     Gpu("H20", 96, 4000, 148, 74, 44, "NVIDIA H20 data sheet", (9, 0)),
-    Gpu("H100 PCIe", 80, 2000, 756, 378, 51, _H100, (9, 0)),
-    Gpu("H100 NVL", 94, 3938, 835, 417, 60, _H100, (9, 0)),
-    Gpu("H100 SXM", 80, 3350, 989, 494, 67, _H100, (9, 0)),
-    Gpu("H200 NVL", 141, 4800, 835, 417, 60, _H200, (9, 0)),
-    Gpu("H200 SXM", 141, 4800, 989, 494, 67, _H200, (9, 0)),
-    Gpu("L4", 24, 300, 121, 60, 30.3, _L4, (8, 9)),
-    Gpu("L40", 48, 864, 181, 90.5, 90.5, _L40, (8, 9)),
-    Gpu("L40S", 48, 864, 362, 183, 91.6, _L40, (8, 9)),
-    Gpu("Quadro RTX 5000", 16, 448, 89.2, 11.2, 11.2, "NVIDIA Quadro RTX 5000 data sheet", (7, 5)),
-    Gpu("Quadro RTX 6000", 24, 672, 130.5, 16.3, 16.3, _TURING, (7, 5)),
-    Gpu("Quadro RTX 8000", 48, 672, 130.5, 16.3, 16.3, "NVIDIA Quadro RTX 8000 data sheet", (7, 5)),
-    *_cards(_RTX_20, _TURING, (7, 5)),
-    *_cards(_RTX_30, _AMPERE + " and NVIDIA's product pages", (8, 6)),
-    *_cards(_RTX_30_LAPTOP, _LAPTOPS, (8, 6)),
-    *_cards(_RTX_40, _ADA + " and NVIDIA's product pages", (8, 9)),
-    *_cards(_RTX_40_LAPTOP, _LAPTOPS, (8, 9)),
-    *_cards(_RTX_50, _BLACKWELL + " and NVIDIA's product pages", (12, 0)),
-    Gpu("RTX A4000", 16, 448, 76.7, 38.3, 19.2, _WORKSTATION, (8, 6)),
-    Gpu("RTX A4500", 20, 640, 94.6, 47.3, 23.7, _WORKSTATION, (8, 6)),
-    Gpu("RTX A5000", 24, 768, 111.1, 55.6, 27.8, _WORKSTATION, (8, 6)),
-    Gpu("RTX A6000", 48, 768, 154.8, 77.4, 38.7, _AMPERE, (8, 6)),
-    Gpu("RTX 4000 Ada", 20, 360, 106.9, 53.5, 26.7, _WORKSTATION, (8, 9)),
-    Gpu("RTX 5000 Ada", 32, 576, 261.1, 130.6, 65.3, _WORKSTATION, (8, 9)),
-    Gpu("RTX 6000 Ada", 48, 960, 364.2, 182.1, 91.1, _WORKSTATION, (8, 9)),
-    Gpu("T4", 16, 320, 65, 8.1, 8.1, "NVIDIA T4 data sheet", (7, 5)),
-    Gpu("Titan RTX", 24, 672, 130.5, 16.3, 16.3, _TURING, (7, 5)),
-    Gpu("Titan Xp", 12, 547.7, 12.1, 12.1, 12.1, "NVIDIA Titan Xp product page; fp32 is all it has", (6, 1)),
-    Gpu("V100 PCIe", 16, 900, 112, 14, 14, _V100, (7, 0)),
-    Gpu("V100 SXM", 16, 900, 125, 15.7, 15.7, _V100, (7, 0)),
+    Gpu("H100 PCIe", 80, 2000, 756, 378, 51, _SHEET, (9, 0)),
+    Gpu("H100 NVL", 94, 3938, 835, 417, 60, _SHEET, (9, 0)),
+    Gpu("H100 SXM", 80, 3350, 989, 494, 67, _SHEET, (9, 0)),
+    Gpu("H200 NVL", 141, 4800, 835, 417, 60, _SHEET, (9, 0)),
+    Gpu("H200 SXM", 141, 4800, 989, 494, 67, _SHEET, (9, 0)),
+    Gpu("L40", 48, 864, 181, 90.5, 90.5, _SHEET, (8, 9)),
+    Gpu("Titan Xp", 12, 547.7, 12.1, 12.1, 12.1, f"{_GAMES}; fp32 is all it has", (6, 1)),
+    Gpu("V100 PCIe", 16, 900, 112, 14, 14, _SHEET, (7, 0)),
+    Gpu("V100 SXM", 16, 900, 125, 15.7, 15.7, _SHEET, (7, 0)),
+    *_workstations(_TURING, (7, 5)),
+    *_workstations(_AMPERE, (8, 6)),
+    *_workstations(_ADA, (8, 9)),
+    *_workstations(_BLACKWELL, (12, 0)),
+    *_cards(_RTX_20, (7, 5)),
+    *_cards(_RTX_30, (8, 6)),
+    *_cards(_RTX_40, (8, 9)),
+    *_cards(_RTX_50, (12, 0)),
+    *_cards(_RTX_30_LAPTOP, (8, 6), _LAPTOPS),
+    *_cards(_RTX_40_LAPTOP, (8, 9), _LAPTOPS),
+    *_cards(_RTX_50_LAPTOP, (12, 0), _LAPTOPS),
 )
 DEFAULT = "A100 80GB SXM"
-_DIFFERENT = {"d", "laptop", "max", "mig", "mobile", "q", "super", "ti"}
-"""Words that turn a card's name into another card's: an RTX 4090 Laptop GPU is not an RTX 4090."""
+_DIFFERENT = {"c", "d", "grid", "laptop", "max", "mig", "mobile", "q", "super", "ti"}
+"""Words that turn a card's name into another card's or a part of it: an RTX 4090 Laptop GPU is not an RTX 4090."""
 
 
 def _words(name: str) -> set[str]:
     # The driver names the memory of an H100 or H200 where it names the socket of other cards.
     plain = name.lower().replace("nvidia", "").replace("geforce", "").replace("hbm3e", "sxm").replace("hbm3", "sxm")
-    return set(re.findall(r"[a-z]+|\d+[a-z]*", plain))
+    return set(re.findall(r"\d+gb|\d+|[a-z]+", plain))
 
 
 def find_gpu(name: str) -> Gpu | None:

@@ -15,9 +15,10 @@ from typing import Any
 
 from memory.kernels.gpus import Gpu
 
-LAYOUT, BACKWARD_CONVOLUTION = "layout", "convolution backward"
-"""Kinds of work besides those of `memory.kernels.operators`: cuDNN's copies of contiguous 16-bit tensors, and both
-gradients of a convolution."""
+LAYOUT, BACKWARD_CONVOLUTION, NARROW_ATTENTION = "layout", "convolution backward", "narrow attention"
+"""Kinds of work besides those of `memory.kernels.operators`: cuDNN's copies of contiguous 16-bit tensors, both
+gradients of a convolution, and attention whose heads have at most so many channels:"""
+NARROW_CHANNELS = 32
 
 HALF_CONVOLUTION = 0.46
 TF32_CONVOLUTION = 0.32
@@ -29,8 +30,10 @@ LAYOUT_MOVED = 0.24
 MOVED = 0.7
 """That of all other kernels. Not fitted: the fitted rows hardly tell it from the shares of convolutions. Kernels that
 stream reach 80 to 90 %; some read twice what is counted once."""
-PRODUCT = 0.4
-"""Share of the peak that attention and matrix products reach. Not fitted: no fitted row has enough of them."""
+PRODUCT = 0.75
+"""Share of the peak that attention and matrix products reach in 16 bits; in fp32 that of convolutions is taken."""
+NARROW_PRODUCT = 0.36
+"""That of attention whose heads have so few channels that its exponentials take as long as its products."""
 KERNEL_SECONDS = 10e-6
 """What a kernel takes on the device besides its work: its start and its last threads. Not fitted."""
 HOST_SECONDS = 14e-6
@@ -68,13 +71,13 @@ def seconds_of(part: WorkPart, gpu: Gpu) -> float:
 
 def _tflops(part: WorkPart, gpu: Gpu) -> float:
     """Return the rate at which the kernels of a part compute."""
-    is_backward = part.kind == BACKWARD_CONVOLUTION
-    if not is_backward and part.kind != "convolution":
-        return PRODUCT * (gpu.half_tflops if part.is_half else gpu.float_tflops)
     if part.is_half and gpu.has_tensor_cores:
-        return min(HALF_CONVOLUTION * gpu.tensor_tflops, gpu.half_tflops)
+        is_convolution = part.kind in ("convolution", BACKWARD_CONVOLUTION)
+        share = HALF_CONVOLUTION if is_convolution else NARROW_PRODUCT if part.kind == NARROW_ATTENTION else PRODUCT
+        return min(share * gpu.tensor_tflops, gpu.half_tflops)
     if gpu.has_tf32:
         return min(TF32_CONVOLUTION * gpu.tensor_tflops / 2, gpu.tf32_tflops)
+    is_backward = part.kind == BACKWARD_CONVOLUTION
     return gpu.float_tflops * (FLOAT_CONVOLUTION_BACKWARD if is_backward else FLOAT_CONVOLUTION)
 
 
@@ -131,7 +134,7 @@ def dominant_part(work: Iterable[WorkPart], gpu: Gpu) -> Dominant | None:
     """Return what takes most of the time, a convolution with its gradients; None without work."""
     seconds: Counter[tuple[str, int | None]] = Counter()
     for part in work:
-        kind = "convolution" if part.kind == BACKWARD_CONVOLUTION else part.kind
+        kind = {BACKWARD_CONVOLUTION: "convolution", NARROW_ATTENTION: "attention"}.get(part.kind, part.kind)
         seconds[kind, part.level] += seconds_of(part, gpu)  # type: ignore[assignment]
     total = sum(seconds.values())
     if not total:

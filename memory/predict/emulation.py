@@ -49,6 +49,9 @@ class _StepObserver(MemoryObserver):
     def host_allocation(self) -> AbstractContextManager[None]:
         return self.tracker.on_host()
 
+    def emulates_gpu(self) -> bool:
+        return self.tracker.cuda
+
     def free_host_bytes(self) -> int:
         return sys.maxsize  # what this machine has says nothing about the one that is predicted
 

@@ -24,17 +24,14 @@ def main() -> None:
     gc.disable()
 
     from memory.predict.step import predict_step
-    from runtime.precision import ONEDNN_LIMIT, onednn_limit
     from settings import Settings, UserError
 
     without_triton = int(sys.argv[1])
-    given = os.environ.get(ONEDNN_LIMIT)
     answer: dict[str, Any]
     for line in sys.stdin:
         request = json.loads(line)
         try:
             settings = Settings.model_validate(request["settings"])
-            os.environ[ONEDNN_LIMIT] = given or onednn_limit(settings.device)
             answer = predict_step(settings, request["stage"], without_triton=without_triton).to_json()
         except (UserError, RuntimeError, ValueError, AssertionError, TypeError) as error:
             answer = {"error": f"{type(error).__name__}: {error}"}

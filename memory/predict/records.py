@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.hooks import RemovableHandle
 
 from memory.kernels import operators
-from memory.kernels.timing import BACKWARD_CONVOLUTION, WorkPart
+from memory.kernels.timing import BACKWARD_CONVOLUTION, NARROW_ATTENTION, NARROW_CHANNELS, WorkPart
 
 Place = Literal["device", "host"]
 WORKSPACE = "workspace"
@@ -112,9 +112,7 @@ class WorkCounter:
         if first is not None:
             moved = operators.traffic_bytes(func, args, kwargs, out)
             shape, dtype = tuple(first.shape), str(first.dtype)
-            is_backward = func._overloadpacket is torch.ops.aten.convolution_backward
-            kind = BACKWARD_CONVOLUTION if is_backward else operators.kind_of(func)
-            self.add_work(kind, shape, dtype, Work(moved, flops, operators.passes(func)))
+            self.add_work(_kind(func, shape), shape, dtype, Work(moved, flops, operators.passes(func)))
         if flops:
             self.flops[purpose] += flops
             if "scaled_dot_product" in func._overloadpacket.__name__:
@@ -123,6 +121,14 @@ class WorkCounter:
     def add_work(self, kind: str, shape: tuple[int, ...], dtype: str, more: Work) -> None:
         """Add work of one kind on tensors of one shape."""
         self.work.setdefault((kind, shape, dtype), Work()).add(more)
+
+
+def _kind(func: torch._ops.OpOverload, shape: tuple[int, ...]) -> str:
+    """Return the kind of work of an operator whose first tensor has this shape."""
+    if func._overloadpacket is torch.ops.aten.convolution_backward:
+        return BACKWARD_CONVOLUTION
+    kind = operators.kind_of(func)
+    return NARROW_ATTENTION if kind == "attention" and shape[-1] <= NARROW_CHANNELS else kind
 
 
 class ModuleNames:

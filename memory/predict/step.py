@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memory.kernels.cpu_convolutions import limited_to
 from memory.predict.allocator import AllocatorLimits, replay_pinned
 from memory.predict.emulation import CopiedWeights, emulated, place, tracked
 from memory.predict.history import replay_training
@@ -32,6 +33,7 @@ from memory.predict.records import WORKSPACE, Allocation, Done, StepEvents, tota
 from memory.predict.run import VALIDATION, encoded_volume, other_programs, peaks, run_validation
 from memory.predict.tracker import CONVOLUTION_WORKSPACES, LIBRARY_WORKSPACES, MemoryTracker
 from runtime.observer import observed_by
+from runtime.precision import onednn_limit
 from runtime.processes import Process
 from settings import Settings
 from training.optimization import Updater
@@ -141,11 +143,13 @@ def predict_step(settings: Settings, stage: Stage, whole_run: bool = True, witho
         if whole_run:
             beside.update(run_validation(step, settings, stage, tracker))
 
-    tracker = track_step(settings, stage, cuda=is_cuda, after=after, without_triton=without_triton)
+    with limited_to(onednn_limit(settings.device)):  # as the process that trains will be
+        tracker = track_step(settings, stage, cuda=is_cuda, after=after, without_triton=without_triton)
+        on_cpu = _on_cpu(settings, is_cuda)
+        programs = other_programs(on_cpu, stage, is_cuda, without_triton) if whole_run else {}
     end, limits = ends[0], AllocatorLimits.parse(settings.device.allocator)
     run_peaks = {}
     if whole_run:
-        programs = other_programs(_on_cpu(settings, is_cuda), stage, is_cuda, without_triton)
         run_peaks = {name: peaks(t, limits, is_cuda) for name, t in {VALIDATION: tracker, **programs}.items()}
         if (encoded := encoded_volume(settings, programs)) is not None:
             beside[ENCODED_VOLUME] = encoded

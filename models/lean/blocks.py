@@ -29,6 +29,7 @@ from models.lean.resampling import DownsampledRows, Strides, UpsampledRows, down
 from models.lean.slab_blocks import norm_conv, residual
 from models.lean.slabs import RowSource, Volume
 from models.lean.streaming import Layers, Residual, residual_on_host, stored
+from runtime.observer import runs_on_cpu
 
 
 class LeanBlock(nn.Module):
@@ -56,7 +57,7 @@ def pointwise_conv(x: Tensor, conv: nn.Conv3d) -> Tensor:
     On one thread, torch's own convolution on a CPU copies a channels-last fp32 volume into the other layout and stays
     there, forward and backward; there the matrix product of all voxels with the weight takes its place.
     """
-    if x.is_cpu and type(x) is Tensor and compute_dtype(x) == torch.float32 and layout_of(x) == CHANNELS_LAST:
+    if runs_on_cpu(x) and compute_dtype(x) == torch.float32 and layout_of(x) == CHANNELS_LAST:
         return F.linear(x.movedim(1, -1), conv.weight.flatten(1), conv.bias).movedim(-1, 1)
     return conv(x)
 

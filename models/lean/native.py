@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from runtime.observer import runs_on_cpu
+
 aten = torch.ops.aten
 
 ATTENTION = (
@@ -133,7 +135,7 @@ def transposed_convolution_backward(
         grad, x, weight = grad.float(), x.float(), weight.float()
     # oneDNN adds the 64 taps of all channels one after the other. In fp32 that rounds a decoder's gradient up to 2.8
     # times as far from the truth as the unfolded convolution; with channels added in four parts, up to 1.6 times.
-    num_parts = 4 if x.is_cpu and type(x) is Tensor and x.dtype == torch.float32 else 1
+    num_parts = 4 if runs_on_cpu(x) and x.dtype == torch.float32 else 1
     parts = [
         convolution_backward(some, x, taps, needs, strides, padding, transposed=True)
         for some, taps in zip(grad.chunk(num_parts, 1), weight.chunk(num_parts, 1), strict=True)
@@ -148,7 +150,7 @@ def transposed_convolution_backward(
 def _adds_in_low_precision(x: Tensor) -> bool:
     """Return whether ATen's own CPU kernel convolves `x`, which adds products up in the precision of its output.
 
-    cuDNN and oneDNN add in fp32. Fake tensors stand for those of a GPU, so for them the answer is no.
+    cuDNN and oneDNN add in fp32. For fake tensors the answer is no: what oneDNN supports is a matter of the process.
     """
     if not x.is_cpu or type(x) is not Tensor:
         return False

@@ -22,7 +22,7 @@ from settings import ConfigError, load_settings
 from tests.memory.ladder.test_walk import BLANK
 
 ROOT = Path(__file__).resolve().parents[3]
-RTX = check_gpu("RTX 4090")
+A100, RTX = check_gpu("A100 40GB"), check_gpu("RTX 4090")
 
 
 def part(kind="copy", level=None, is_half=True, nbytes=0, flops=0):
@@ -30,13 +30,13 @@ def part(kind="copy", level=None, is_half=True, nbytes=0, flops=0):
 
 
 def test_a_part_takes_the_time_of_its_bytes_its_operations_and_its_kernels():
-    moved = part(nbytes=round(timing.MOVED * RTX.bandwidth_gbs * 1e9))
-    assert predicted_seconds([moved], RTX) == pytest.approx(1.0, rel=1e-3)
-    computed = part("attention", flops=round(timing.PRODUCT * RTX.half_tflops * 1e12))
-    assert predicted_seconds([computed], RTX) == pytest.approx(1.0, rel=1e-3)
+    moved = part(nbytes=round(timing.MOVED * A100.bandwidth_gbs * 1e9))
+    assert predicted_seconds([moved], A100) == pytest.approx(1.0, rel=1e-3)
+    computed = part("attention", flops=round(timing.PRODUCT * A100.half_tflops * 1e12))
+    assert predicted_seconds([computed], A100) == pytest.approx(1.0, rel=1e-3)
     both = WorkPart("attention", None, True, moved.nbytes, computed.flops, 1000)
-    assert seconds_of(both, RTX) == pytest.approx(2 + 1000 * timing.KERNEL_SECONDS)
-    assert predicted_seconds([moved, both], RTX) == pytest.approx(3.01, rel=1e-3)
+    assert seconds_of(both, A100) == pytest.approx(2 + 1000 * timing.KERNEL_SECONDS)
+    assert predicted_seconds([moved, both], A100) == pytest.approx(3.01, rel=1e-3)
 
 
 def test_convolutions_use_what_the_card_has():
@@ -55,6 +55,15 @@ def test_convolutions_use_what_the_card_has():
     assert 2 * halved.half_tflops == pytest.approx(halved.tensor_tflops)
     assert full.half_tflops == full.tensor_tflops
     assert tflops("RTX 2080 Ti", True) == pytest.approx(timing.HALF_CONVOLUTION * halved.tensor_tflops)
+
+
+def test_attention_is_slower_where_heads_have_few_channels_and_uses_the_cards_tensor_cores():
+    def tflops(kind, is_half=True, gpu=A100):
+        return 1 / seconds_of(WorkPart(kind, None, is_half, 0, 10**12, 0), gpu)
+
+    assert tflops(timing.NARROW_ATTENTION) == pytest.approx(timing.NARROW_PRODUCT * 312)
+    assert tflops("attention", is_half=False) == pytest.approx(timing.TF32_CONVOLUTION * 156)
+    assert tflops("attention", gpu=RTX) == pytest.approx(RTX.half_tflops)  # cards for games sum at half the rate
 
 
 def test_copies_into_another_layout_are_slow_and_need_tensor_cores():
@@ -107,7 +116,10 @@ def test_what_dominates_is_named_with_what_leaving_it_out_is_worth():
         ("NVIDIA GeForce RTX 3080 Ti", "RTX 3080 Ti"),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti SUPER"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop"),
-        ("NVIDIA GeForce RTX 4050 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4050 Laptop GPU", "RTX 4050 Laptop"),
+        ("RTX 4070Ti", "RTX 4070 Ti"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell"),
+        ("GRID A100-10C", None),
         ("NVIDIA GeForce RTX 4090 D", "RTX 4090 D"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("Quadro RTX 6000", "Quadro RTX 6000"),
@@ -131,7 +143,7 @@ def test_names_of_cards_are_understood_as_drivers_and_people_write_them(name, fo
 
 
 def test_an_unknown_card_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"--gpu: found 'RTX 9999'; allowed: A10, .*RTX 4090"):
+    with pytest.raises(ConfigError, match=r"--gpu: found 'RTX 9999'; allowed: A10G, .*RTX 4090"):
         check_gpu("RTX 9999")
     assert chosen_gpu("l40s").name == "L40S"
 

@@ -25,7 +25,6 @@ _COMMON = {
     "autoencoder.num_res_blocks": 1,
     "autoencoder.attention_levels": (False, False),
     "autoencoder.norm_num_groups": 8,
-    f"{TRAINING}.batch_size": 1,
     f"{TRAINING}.gradient_accumulation_steps": 1,
     f"{TRAINING}.use_perceptual_loss": False,
     f"{TRAINING}.discriminator.num_layers_d": 2,
@@ -44,13 +43,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TRIM_THRESHOLD_": str(1 << 18), "MALLOC_TOP_PAD_": "0"}
 
 
-def settings_of(name: str, grid: tuple[int, int, int]) -> Settings:
+def settings_of(name: str, grid: tuple[int, int, int], batch: int = 1) -> Settings:
     """Return the settings of a variant."""
-    return Settings().with_overrides({**_COMMON, "data.voxel_size": grid, **VARIANTS[name]})
+    changes = {"data.voxel_size": grid, f"{TRAINING}.batch_size": batch}
+    return Settings().with_overrides({**_COMMON, **changes, **VARIANTS[name]})
 
 
-def measure(requests: list[tuple[str, tuple[int, int, int]]]) -> list[dict[str, Any]]:
-    """Return, for each variant and grid, the growth of the process beside its prediction, in bytes."""
+def measure(requests: list[tuple[str, tuple[int, int, int], int]]) -> list[dict[str, Any]]:
+    """Return, for each variant, grid and batch, the growth of the process beside its prediction, in bytes."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.memory.predict.resident"],
         cwd=ROOT,
@@ -70,13 +70,13 @@ def main() -> None:
     from memory.predict.step import predict_step
 
     torch.set_num_threads(1)
-    requests = [(name, tuple(grid)) for name, grid in json.load(sys.stdin)]
-    for name in dict.fromkeys(name for name, _ in requests):  # libraries load their code at the first step
+    requests = [(name, tuple(grid), batch) for name, grid, batch in json.load(sys.stdin)]
+    for name in dict.fromkeys(name for name, *_ in requests):  # libraries load their code at the first step
         _run(settings_of(name, (16, 16, 16)))
-    grown = [_growth(settings_of(name, grid)) for name, grid in requests]
-    for (name, grid), measured in zip(requests, grown, strict=True):
-        prediction = predict_step(settings_of(name, grid), "autoencoder", whole_run=False)
-        row: dict[str, Any] = {"name": name, "grid": grid, "tier": prediction.tier}
+    grown = [_growth(settings_of(*request)) for request in requests]
+    for request, measured in zip(requests, grown, strict=True):
+        prediction = predict_step(settings_of(*request), "autoencoder", whole_run=False)
+        row: dict[str, Any] = {"name": request[0], "batch": request[2], "tier": prediction.tier}
         row |= {"resident": [measured, prediction.peak_allocated_bytes], "prediction": prediction.to_json()}
         print(json.dumps(row))
 

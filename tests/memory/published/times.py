@@ -120,10 +120,48 @@ def maisi_rows() -> Iterator[TimeRow]:
             yield TimeRow("MAISI", f"MAISI rflow {size}, step", A100, ((1, f"MAISI rflow {size}, step"),), thirty / 30)
 
 
+# Batch, heads, tokens, channels of a head, precision, whether backward counts; card, seconds, whether fitted.
+ATTENTION: dict[str, list[tuple[tuple[int, int, int, int, str, bool], str, float, bool]]] = {
+    "xformers": [
+        ((64, 16, 1024, 32, "16 bits", False), "A100 40GB", 1454.8e-6, True),
+        ((64, 16, 1024, 64, "16 bits", False), "A100 40GB", 1668.8e-6, True),
+        ((64, 16, 1024, 128, "16 bits", False), "A100 40GB", 2981.2e-6, True),
+        ((64, 16, 1024, 256, "16 bits", False), "A100 40GB", 6942.8e-6, True),
+        ((64, 16, 1024, 64, "fp32", False), "A100 40GB", 5601.8e-6, False),
+        ((64, 16, 1024, 128, "fp32", False), "A100 40GB", 12773.4e-6, False),
+        ((64, 16, 1024, 256, "fp32", False), "A100 40GB", 25945.4e-6, False),
+    ],
+    "ring-attention": [
+        ((batch, 32, 16384 // batch, 64, "16 bits", True), "RTX A5000", 14 * 16384**2 // batch * 2048 / rate, True)
+        for batch, rate in ((16, 66.9e12), (8, 72.95e12), (4, 76.64e12), (2, 78.64e12))
+    ],
+    "PyTorch": [((1, 24, 4608, 128, "16 bits", False), "H100 SXM", 4 * 24 * 4608**2 * 128 / 631.338e12, False)],
+    "flash-attention": [
+        ((2, 32, 2048, 64, "16 bits", False), "H20", 0.545e-3, False),
+        ((2, 16, 2048, 128, "16 bits", False), "H20", 0.532e-3, False),
+    ],
+}
+
+
+def attention_rows() -> Iterator[TimeRow]:
+    """Yield attention alone."""
+    for source, rows in ATTENTION.items():
+        for key, gpu, seconds, is_fitted in rows:
+            yield TimeRow(source, attention_name(key), gpu, ((1, attention_name(key)),), seconds, is_fitted)
+
+
+def attention_name(key: tuple[int, int, int, int, str, bool]) -> str:
+    """Return the name of a row of attention."""
+    *shape, precision, is_update = key
+    size = "x".join(map(str, shape))
+    return f"attention {size}, {precision}, {'forward and backward' if is_update else 'forward'}"
+
+
 TIME_ROWS = (
     *nnunet_rows(),
     *nvidia_rows(),
     *maisi_rows(),
+    *attention_rows(),
     TimeRow("sglang", QWEN, "H100 SXM", ((1, QWEN),), 0.06848),
     TimeRow("sglang", WAN, "H100 SXM", ((1, WAN),), 0.244689),
     TimeRow("PyTorch", CONVOLUTION, "RTX 2080 Ti", ((1, CONVOLUTION),), 0.04002),
@@ -225,6 +263,24 @@ def count_maisi(latent: tuple[int, ...], is_rflow: bool) -> Callable[[], Any]:
     return build
 
 
+def count_attention(shape: tuple[int, ...], is_half: bool, is_update: bool) -> Callable[[], Any]:
+    """Return what makes queries, keys and values and returns attention on them."""
+
+    def build() -> Callable[[], None]:
+        dtype = torch.float16 if is_half else torch.float32
+        parts = [torch.zeros(shape, dtype=dtype, requires_grad=is_update) for _ in range(3)]
+        grad = torch.zeros(shape, dtype=dtype)
+
+        def step() -> None:
+            y = nn.functional.scaled_dot_product_attention(*parts)
+            if is_update:
+                torch.autograd.grad(y, parts, grad)
+
+        return step
+
+    return build
+
+
 def half_zeros(*shape: int) -> torch.Tensor:
     """Return 16-bit zeros."""
     return torch.zeros(*shape, dtype=torch.float16)
@@ -262,6 +318,10 @@ def builders() -> dict[str, Callable[[], Callable[[], Any]]]:
     for latent in ((64, 64, 32), (64, 64, 64), (128, 128, 32), (128, 128, 128), (128, 128, 192)):
         for network in ("ddpm", "rflow"):
             found[f"MAISI {network} {'x'.join(map(str, latent))}, step"] = count_maisi(latent, network == "rflow")
+    for rows in ATTENTION.values():
+        for (*shape, precision, is_update), *_ in rows:
+            name = attention_name((*shape, precision, is_update))
+            found[name] = count_attention(tuple(shape), precision == "16 bits", is_update)
     found |= {QWEN: count_qwen, WAN: count_wan}
     found[CONVOLUTION] = count_convolution
     used = {name for row in TIME_ROWS for _, name in row.work}
