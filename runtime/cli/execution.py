@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from runtime.cli.arguments import overrides_of
-from runtime.cli.outputs import check_output_file
+from runtime.cli.arguments import check_output_file, overrides_of
 from runtime.files import printable
 from settings.errors import UserError
 from settings.writing import dump_with_origins

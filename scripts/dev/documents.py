@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from runtime.cli import parser, run
+from scripts.dev.memory_figure import memory_figure
 from settings.load import default_text, known_keys
 from settings.root import Settings
 from settings.section import is_section
