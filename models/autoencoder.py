@@ -16,7 +16,6 @@ from models.arguments import autoencoder_arguments
 from models.bottleneck import VectorQuantiser, build_quantiser
 from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block, resamples, stage_of
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward, recomputed
-from models.lean.compression import Compression
 from models.lean.host_volumes import HostSpace
 from models.lean.layout import CHANNELS_LAST, arranged, layout_of
 from models.lean.norm import compute_dtype
@@ -55,7 +54,6 @@ class LeanCoder(nn.Module):
         self.host: HostSpace | None = None
         self.offload = False
         self.nested = False
-        self.checkpoint_dtype = "same"
         norm, conv = self.blocks[-2], self.blocks[-1]
         assert isinstance(norm, nn.GroupNorm), "the last two blocks are a norm and a convolution"
         # In a tuple, so that it is not registered: its parameters already have their names in `blocks`.
@@ -63,8 +61,7 @@ class LeanCoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run all blocks."""
-        offload = HostOffload() if self.offload else None
-        keep = offload if self.checkpoint_dtype == "same" else Compression(offload)
+        keep = HostOffload() if self.offload else None
         offloaded = self._offloaded if self.host is None else None
         if offloaded is not None and not self.first_level:
             h: Volume = offloaded(x)
@@ -133,10 +130,9 @@ class LeanCoder(nn.Module):
     def _recomputes_upsampled(self) -> bool:
         """Whether upsampled volumes, the largest block inputs, are computed again from what was upsampled.
 
-        That takes one convolution of few taps, and neither a copy to the host and back nor rounding to 8 bits. With 8
-        bits it does not depend on the other two settings, which must not change gradients.
+        That takes one convolution of few taps, and no copy to the host and back.
         """
-        return self.nested or self.offload or self.checkpoint_dtype != "same"
+        return self.nested or self.offload
 
     def _run(self, block: nn.Module, x: Volume, level: int, keep: AbstractContextManager[None] | None) -> Tensor:
         wanted = level < self.checkpointed_levels
@@ -215,39 +211,36 @@ class LeanAutoencoder(StockAutoencoder):
         return self.leaving(self.decoder(h))
 
     def gradient_checkpointing_enable(
-        self, levels: int | str = "all", offload: bool = False, nested: bool = False, dtype: str = "same"
+        self, levels: int | str = "all", offload: bool = False, nested: bool = False
     ) -> None:
         """Recompute the blocks of the `levels` highest-resolution levels in backward instead of keeping activations.
 
-        `offload` keeps the blocks' inputs in host memory; `dtype` int8 keeps them in 8 bits, which changes
-        gradients. `nested` adds a checkpoint around the whole encoder, so its block inputs are recomputed too. Each
-        of the three also has the decoder's upsampled volumes computed again. Has an effect only in training mode with
-        gradients enabled.
+        `offload` keeps the blocks' inputs in host memory. `nested` adds a checkpoint around the whole encoder, so its
+        block inputs are recomputed too. Either also has the decoder's upsampled volumes computed again. Has an effect
+        only in training mode with gradients enabled.
         """
         count = self.num_levels if levels == "all" else int(levels)
         assert 1 <= count <= self.num_levels, f"levels is {levels}; allowed: all, or 1 to {self.num_levels}"
-        self._configure(count, offload, nested, dtype)
+        self._configure(count, offload, nested)
         covered = sum(level < count for coder in (self.encoder, self.decoder) for level in coder.levels[1:-1])
         log.info(
-            "gradient checkpointing on: %d blocks of the encoder and the decoder, %s of %d levels%s%s%s",
+            "gradient checkpointing on: %d blocks of the encoder and the decoder, %s of %d levels%s%s",
             covered,
             count,
             self.num_levels,
             ", block inputs in host memory" if offload else "",
             ", the encoder nested" if nested else "",
-            "" if dtype == "same" else f", block inputs in 8 bits ({dtype})",
         )
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep all activations for backward again."""
-        self._configure(0, offload=False, nested=False, dtype="same")
+        self._configure(0, offload=False, nested=False)
         log.info("gradient checkpointing off: the encoder and the decoder keep the activations of all blocks")
 
-    def _configure(self, count: int, offload: bool, nested: bool, dtype: str) -> None:
+    def _configure(self, count: int, offload: bool, nested: bool) -> None:
         self.nested = nested
         for coder in (self.encoder, self.decoder):
-            coder.checkpointed_levels, coder.offload, coder.checkpoint_dtype = count, offload, dtype
-            coder.nested = nested
+            coder.checkpointed_levels, coder.offload, coder.nested = count, offload, nested
 
     def set_slab_rows(self, rows: int, num_levels: int = 1, host: HostSpace | None = None) -> None:
         """Run the blocks of the highest resolutions in slabs of `rows` rows along the first spatial axis; 0: whole.
@@ -291,6 +284,5 @@ def build_autoencoder(settings: AutoencoderSettings) -> StockAutoencoder:
             levels=training.checkpoint_levels,
             offload=training.use_gradient_checkpointing_offload,
             nested=training.nests_checkpoints,
-            dtype=training.checkpoint_dtype,
         )
     return model

@@ -60,10 +60,6 @@ class AutoencoderTraining(TrainingSettings):
     checkpoint_levels: Count | Literal["all"] = key(
         "all", "How many levels to checkpoint, highest resolution first.", SAME
     )
-    checkpoint_dtype: Literal["same", "int8"] = key(
-        "same",
-        "How checkpoints keep the inputs of blocks: as they are, or in 8 bits, which changes gradients slightly.",
-    )
     slab_rows: CountOrZero = key(
         0,
         "Run the highest-resolution blocks this many rows of the first axis at a time, with the same result; 0: whole.",

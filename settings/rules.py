@@ -143,10 +143,6 @@ def _memory_knobs(settings: Settings) -> Problems:
         found = "true without use_gradient_checkpointing, so there are no checkpoints to nest"
         remedy = "set use_gradient_checkpointing: true"
         yield Problem(f"{where}.use_nested_checkpointing", found, "", remedy, checkpointing)
-    if training.checkpoint_dtype != "same" and not training.checkpoints_blocks:
-        without = "without use_gradient_checkpointing, so there are no checkpoints to compress"
-        found = f"{training.checkpoint_dtype} {without}"
-        yield Problem(f"{where}.checkpoint_dtype", found, "", "set same", checkpointing)
     if training.slab_rows == 1:
         found = "a slab of 1 row is too thin for its halo"
         yield Problem(f"{where}.slab_rows", found, "allowed: 0, or 2 or more", "set 8")
@@ -161,7 +157,6 @@ def _memory_knobs(settings: Settings) -> Problems:
         "use_gradient_checkpointing_offload": training.use_gradient_checkpointing_offload,
         "use_nested_checkpointing": training.use_nested_checkpointing is True,
         "checkpoint_levels": training.checkpoint_levels != "all",
-        "checkpoint_dtype": training.checkpoint_dtype != "same",
         "slab_rows": training.slab_rows > 0,
         "offload_levels": training.offload_levels > 0,
     }

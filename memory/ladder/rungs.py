@@ -93,7 +93,6 @@ def acting_values(settings: Settings, stage: Stage) -> dict[str, Any]:
         levels = training.checkpoint_levels if training.checkpoints_blocks else "all"
         offload = training.use_gradient_checkpointing_offload
         knobs = {"slab_rows": training.slab_rows, "levels": levels, "offload": offload}
-        knobs["checkpoint_dtype"] = training.checkpoint_dtype
     values["autoencoder"] = {**values["autoencoder"], "training": knobs, "norm_num_groups": None}
     if not pixel_loss.weight and settings.ldm.latents.cache != "none":
         values["autoencoder"]["implementation"] = None
@@ -149,9 +148,6 @@ _perceptual_chunk = _always(
 )
 _mixed_precision = _always(
     "mixed precision", {"device.mixed_precision": True}, False, "activations, which become 16-bit", on_cpu=False
-)
-_compressed_checkpoints = _always(
-    "block inputs in 8 bits", {f"{STAGE_1}.checkpoint_dtype": "int8"}, False, "block inputs, on the device or the host"
 )
 _no_perceptual = _always(
     "no perceptual loss", {f"{STAGE_1}.use_perceptual_loss": False}, False, "the perceptual network and its activations"
@@ -311,7 +307,6 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
         _offload,
         _perceptual_chunk,
         _mixed_precision,
-        _compressed_checkpoints,
         _no_perceptual,
         _discriminator,
         partial(_attention, "autoencoder"),

@@ -57,7 +57,6 @@ def test_default_order_is_the_same_mathematics_first_then_least_harm():
         *(f"offload, slabs of {rows} rows" for rows in (32, 16, 8)),
         "perceptual loss one slice at a time",
         "mixed precision",
-        "block inputs in 8 bits",
         "no perceptual loss",
         "smaller discriminator",
         "no attention at level 1",
