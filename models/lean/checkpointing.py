@@ -224,7 +224,7 @@ class _Checkpoint:
     def _pack_view(self, tensor: Tensor) -> Tensor | int:
         output = self._outputs.get(tensor.untyped_storage()._cdata)
         if output is None:
-            return tensor
+            return tensor.detach()  # with its graph, a result would keep the operator that keeps it
         self._views.append((output, tensor.shape, tensor.stride(), tensor.storage_offset()))
         return -len(self._views)
 

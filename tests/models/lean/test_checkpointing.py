@@ -164,6 +164,24 @@ def test_other_tensors_are_kept_as_they_are_beside_a_recomputed_volume():
     assert torch.equal(factor.grad, x.detach())
 
 
+def test_nothing_is_left_of_attention_that_a_checkpoint_around_it_computed_again():
+    stock = SpatialAttentionBlock(3, 16, num_head_channels=8, norm_num_groups=4, use_flash_attention=True)
+    block = AttentionBlock(stock)
+    kept: list[StorageWeakRef] = []
+
+    class Outer(nn.Module):
+        def forward(self, x):
+            y = gradient_checkpoint_forward(block, x, use_gradient_checkpointing=True)
+            kept.append(StorageWeakRef(y.untyped_storage()))
+            return gradient_checkpoint_forward(block, y, use_gradient_checkpointing=True).square()
+
+    leaf = torch.randn(1, 16, 2, 3, 4, requires_grad=True)
+    gradient_checkpoint_forward(Outer(), leaf, use_gradient_checkpointing=True).sum().backward()
+    assert leaf.grad is not None
+    assert len(kept) == 2
+    assert all(storage.expired() for storage in kept), "a cycle of graph and kept tensors would keep them for ever"
+
+
 class CountAttention(TorchDispatchMode):
     """Counts how often attention runs forward."""
 
