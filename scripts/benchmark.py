@@ -27,7 +27,7 @@ def main(options: argparse.Namespace) -> int:
         check_output_file(options.json)
     from tqdm import tqdm
 
-    from evaluation.benchmarks.peaks import document_text, measure_peaks
+    from evaluation.benchmarks import document_text, measure_peaks
 
     with tqdm(unit="", leave=False, disable=options.quiet) as bar:
 

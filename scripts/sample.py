@@ -163,10 +163,10 @@ def _check_paths(paths: Sequence[Path], notes: Sequence[str]) -> None:
 
 def _batch_size(settings: Settings, codec: VolumeCodec, total: int) -> int:
     """Return how many of the samples to draw at once."""
-    from memory.predict.run import sampling_batch
-
     if total == 1:
         return 1
+    from memory.predict.run import sampling_batch
+
     is_cuda = codec.precision.device.type == "cuda"
     number = sampling_batch(settings, is_cuda, codec.available_bytes(), min(total, MOST_AT_ONCE))
     log.info("sampling in batches of %d", number)
