@@ -16,7 +16,7 @@ from diffusion.conditioning import check_conditions
 from diffusion.conditioning.volume import held_out_with_hole
 from diffusion.latents import prepare_latents, stage_two_data
 from diffusion.sampling import ConditionOf, VolumeSampler
-from evaluation.conditional.effect import condition_effect
+from evaluation.condition_effect import condition_effect
 from evaluation.trained_run import SampleFrame, check_finite
 from models.volume_codec import VolumeCodec
 from runtime.cli.bars import ProgressBar

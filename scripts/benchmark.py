@@ -25,7 +25,7 @@ def main(options: argparse.Namespace) -> int:
     """Predict every variant on every grid, then print the document and write the figures."""
     if options.json is not None:
         check_output_file(options.json)
-    from evaluation.benchmarks.peaks import document_text, measure_peaks
+    from evaluation.benchmarks import document_text, measure_peaks
     from runtime.cli.bars import ProgressBar
 
     with ProgressBar(unit="", leave=False, disable=options.quiet) as bar:

@@ -124,7 +124,7 @@ def _without_nan(results: dict[str, Any]) -> dict[str, Any]:
 
 def _table(results: dict[str, Any]) -> str:
     """Return the results as text: one line per held-out volume, then the samples."""
-    from evaluation.conditional.effect import effect_lines
+    from evaluation.condition_effect import effect_lines
     from training.validation.skill import skill_in_words
 
     rows = [*results["reconstruction"]["volumes"], {"volume": "mean", **results["reconstruction"]["mean"]}]

@@ -6,8 +6,15 @@ import json
 
 import pytest
 
-from evaluation.benchmarks.peaks import REFERENCE, document_text, fresh_processes, track_reference
-from evaluation.benchmarks.variants import STOCK_CHECKPOINTED, VARIANTS, base_settings
+from evaluation.benchmarks import (
+    REFERENCE,
+    STOCK_CHECKPOINTED,
+    VARIANTS,
+    base_settings,
+    document_text,
+    fresh_processes,
+    track_reference,
+)
 from memory.predict import Predictor
 from tests.conftest import ROOT
 

@@ -1,15 +1,24 @@
-"""Peak memory and operations of one whole training step on a GPU, predicted on fake tensors, as a document."""
+"""Our step beside stock MONAI, with our knobs added one at a time, and a 3d_ldm-style loop: peak memory and operations.
+
+Each is tracked on fake tensors, as it would run on a GPU.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from evaluation.benchmarks.variants import STOCK, VARIANTS, base_settings, use_matrix_attention
+import torch
+from monai.losses.adversarial_loss import PatchAdversarialLoss
+from torch import Tensor
+from torch.nn import functional as F
+
 from memory.predict import Predictor
 from memory.predict.prediction import GIB
+from models import build_autoencoder, build_discriminator
 from settings import Settings
 
 REFERENCE = "3d_ldm-style loop, fp32"
@@ -60,9 +69,6 @@ def _track_matrix(settings: Settings) -> Row:
 
 def track_reference(settings: Settings) -> Row:
     """Track one step of the 3d_ldm-style loop; a first step makes the optimizers' states."""
-    import torch
-
-    from evaluation.benchmarks.reference_loop import ReferenceLoop
     from memory.predict.emulation import measure_peak
 
     def run(tracker: Any) -> None:
@@ -126,3 +132,105 @@ def document_text(rows: Sequence[Row]) -> str:
 
 def _grid(row: Row) -> str:
     return "x".join(map(str, row["grid"]))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to make the same step; `has_matrix` replaces SDPA by MONAI's default attention, the N x N matrix."""
+
+    name: str
+    is_ours: bool
+    changes: dict[str, Any]
+    has_matrix: bool = False
+
+
+STOCK, STOCK_CHECKPOINTED = "stock MONAI, SDPA", "stock MONAI, SDPA, use_checkpoint"
+_TRAINING = "autoencoder.training"
+_STOCK = {"autoencoder.implementation": "monai", f"{_TRAINING}.use_gradient_checkpointing": False}
+_LEAN = {**_STOCK, "autoencoder.implementation": "lean"}
+_CHECKPOINTED = {f"{_TRAINING}.use_gradient_checkpointing": True}
+_SLABS = {**_LEAN, **_CHECKPOINTED, f"{_TRAINING}.slab_rows": 8}
+_OFFLOAD = {f"{_TRAINING}.use_gradient_checkpointing_offload": True, f"{_TRAINING}.use_nested_checkpointing": False}
+
+VARIANTS = (
+    Variant("stock MONAI, default attention", False, _STOCK, has_matrix=True),
+    Variant(STOCK, False, _STOCK),
+    Variant(STOCK_CHECKPOINTED, False, {**_STOCK, **_CHECKPOINTED}),
+    Variant("ours, lean blocks", True, _LEAN),
+    Variant("ours, checkpointing", True, {**_LEAN, **_CHECKPOINTED}),
+    Variant("ours, nested, slabs of 8", True, _SLABS),
+    Variant("ours, offload, slabs of 8", True, {**_SLABS, **_OFFLOAD}),
+)
+
+
+def base_settings(grid: tuple[int, ...]) -> Settings:
+    """Return the step that all variants make: combination A of the memory guide, on a given grid."""
+    training = {
+        "batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "use_perceptual_loss": False,
+        "adversarial_start_step": 0,
+        "discriminator": {"num_layers_d": 2, "num_channels": 16},
+    }
+    autoencoder = {"num_channels": (16, 32, 64), "norm_num_groups": 8, "attention_levels": [False, False, True]}
+    return Settings.model_validate(
+        {
+            "name": "benchmark",
+            "data": {"voxel_size": grid},
+            "autoencoder": {**autoencoder, "training": training},
+            "device": {"mixed_precision": True},
+        }
+    )
+
+
+def use_matrix_attention(network: Any) -> None:
+    """Switch the attention blocks of a stock network to MONAI's default, which stores the N x N matrix."""
+    blocks = [module for module in network.modules() if hasattr(module, "use_flash_attention")]
+    assert blocks, "there is no attention to switch"
+    for block in blocks:
+        block.use_flash_attention = False
+
+
+ADVERSARIAL_WEIGHT, KL_WEIGHT, LEARNING_RATE = 0.01, 1e-7, 1e-4
+
+
+class ReferenceLoop:
+    """A loop written like MONAI's 3d_ldm tutorial: stock networks, fp32, plain Adam, no accumulation.
+
+    What it shares with the tutorial: L1, KL as a sum with a weight of 1e-7, MONAI's adversarial loss, the discriminator
+    not frozen in the generator's step, no clipping. The perceptual term, which needs weights from the network, is left
+    out of both sides of a comparison.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        torch.manual_seed(settings.seed)
+        stock = {"autoencoder.implementation": "monai", "autoencoder.training.use_gradient_checkpointing": False}
+        self.autoencoder = build_autoencoder(settings.with_overrides(stock).autoencoder)
+        use_matrix_attention(self.autoencoder)
+        self.discriminator = build_discriminator(settings.autoencoder)
+        # Fused, because the other forms read the step counter, which has no value in a fake tensor.
+        self.generator_optimizer, self.discriminator_optimizer = (
+            torch.optim.Adam(network.parameters(), lr=LEARNING_RATE, fused=True)
+            for network in (self.autoencoder, self.discriminator)
+        )
+        self.adversarial = PatchAdversarialLoss(criterion="least_squares", no_activation_leastsq=False)
+
+    def step(self, images: Tensor) -> None:
+        """Make one update of both networks."""
+        self.generator_optimizer.zero_grad(set_to_none=True)
+        reconstruction, mean, sigma = self.autoencoder(images, None)
+        reconstruction_loss = F.l1_loss(reconstruction, images)
+        variance = sigma.square()
+        kl = 0.5 * torch.sum(mean.square() + variance - torch.log(variance) - 1, dim=[1, 2, 3, 4])
+        loss = reconstruction_loss + KL_WEIGHT * kl.sum() / kl.shape[0]
+        logits = self.discriminator(reconstruction.contiguous().float())[-1]
+        loss = loss + ADVERSARIAL_WEIGHT * self.adversarial(logits, target_is_real=True, for_discriminator=False)
+        loss.backward()
+        self.generator_optimizer.step()
+        self.discriminator_optimizer.zero_grad(set_to_none=True)
+        fake = self.discriminator(reconstruction.contiguous().detach())[-1]
+        real = self.discriminator(images.contiguous().detach())[-1]
+        loss = self.adversarial(fake, target_is_real=False, for_discriminator=True)
+        loss = 0.5 * (loss + self.adversarial(real, target_is_real=True, for_discriminator=True))
+        (ADVERSARIAL_WEIGHT * loss).backward()
+        self.discriminator_optimizer.step()

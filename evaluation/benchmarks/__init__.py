@@ -1,1 +1,0 @@
-"""Our networks beside stock MONAI: the pieces of scripts/benchmark.py."""
