@@ -14,7 +14,7 @@ import nibabel as nib
 import numpy as np
 import psutil
 
-from data.files import arrays, dicom, itk, nifti
+from data.files import dicom, images
 from data.files.header import DamagedError, FileError, Header, Stored, UnsuitableError
 from runtime.files import check_regular, counted, printable, replacing, shortened
 
@@ -30,12 +30,12 @@ COPIES_WHILE_READING = 3
 HeaderReader = Callable[[Path], Header]
 VoxelReader = Callable[[Path, Header], Stored]
 READERS: dict[str, tuple[HeaderReader, VoxelReader]] = {
-    ".nii": (nifti.read_header, nifti.read_voxels),
-    ".nii.gz": (nifti.read_header, nifti.read_voxels),
-    ".npy": (arrays.read_npy_header, arrays.read_npy_voxels),
-    ".npz": (arrays.read_npz_header, arrays.read_npz_voxels),
-    ".mha": (itk.read_header, itk.read_voxels),
-    ".nrrd": (itk.read_header, itk.read_voxels),
+    ".nii": (images.read_nifti_header, images.read_nifti_voxels),
+    ".nii.gz": (images.read_nifti_header, images.read_nifti_voxels),
+    ".npy": (images.read_npy_header, images.read_npy_voxels),
+    ".npz": (images.read_npz_header, images.read_npz_voxels),
+    ".mha": (images.read_itk_header, images.read_itk_voxels),
+    ".nrrd": (images.read_itk_header, images.read_itk_voxels),
     ".dcm": (dicom.read_header, dicom.read_voxels),
 }
 SUFFIXES = tuple(READERS)
@@ -134,7 +134,7 @@ def note_of(path: Path) -> str:
     """Return the note that `write_nifti` put into a file; raise DataError, naming the file, if it cannot be read."""
     try:
         check_regular(path)
-        return bytes(nifti.load(path).header["descrip"].item()).decode("utf-8", "replace").strip("\0 ")
+        return bytes(images.load_nifti(path).header["descrip"].item()).decode("utf-8", "replace").strip("\0 ")
     except (OSError, UnsuitableError, DamagedError) as error:
         raise FileError(path, _reason(path, error)) from error
 

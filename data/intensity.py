@@ -97,7 +97,6 @@ class Ranking:
         self.values = values[first:last]
         self.count = len(self.values)
         self.num_not_finite = len(values) - self.count
-        self._is_coarse = flat.dtype.kind == "f" or flat.dtype.itemsize > 2
 
     def percentiles(self, percents: Sequence[float]) -> list[float]:
         """Return percentiles with linear interpolation."""
@@ -106,12 +105,8 @@ class Ranking:
         return found
 
     def share_up_to(self, value: float) -> float:
-        """Return the share of finite voxels up to this intensity; for floats, to about a hundredth of the intensity."""
-        bits = np.array(value + 0.0, np.float32).view(np.uint32)
-        if self._is_coarse:
-            # The farthest number from zero, or for a negative one the nearest, with the same upper 16 bits.
-            bits = bits | np.uint32(0xFFFF) if bits >> 31 == 0 else bits & np.uint32(0xFFFF0000)
-        return float(np.searchsorted(self.values, bits.view(np.float32), side="right") / self.count)
+        """Return the share of finite voxels up to this intensity."""
+        return float(np.searchsorted(self.values, np.float32(value), side="right") / self.count)
 
 
 def equal_neighbours(channel: Stored) -> float:

@@ -93,17 +93,11 @@ def outlier_lines(names: Sequence[str], facts: Sequence[VolumeFacts], s: DataSet
             for name, text in _far_from_median(names, values, least):
                 unusual.setdefault(name, []).append(f"{title} {text}")
     kinds = [modality_of(fact) for fact in facts]
-    counts = Counter(kinds).most_common()
-    usual, count = counts[0]
-    is_mixed = count <= len(kinds) / 2
+    usual, _ = Counter(kinds).most_common()[0]
     for name, kind in zip(names, kinds, strict=True):
-        if kind != usual and not is_mixed:
+        if kind != usual:
             unusual.setdefault(name, []).append(f"looks like {kind}, most others like {usual}")
-    lines = [f"{printable(name)}: {'; '.join(texts)}" for name, texts in sorted(unusual.items())]
-    if is_mixed:
-        mixed = ", ".join(f"{number} {'looks' if number == 1 else 'look'} like {kind}" for kind, number in counts)
-        lines.append(f"several modalities in one set: {mixed}")
-    return lines
+    return [f"{printable(name)}: {'; '.join(texts)}" for name, texts in sorted(unusual.items())]
 
 
 def _shape_measures(facts: Sequence[VolumeFacts], s: DataSettings) -> dict[str, list[float]]:

@@ -179,8 +179,8 @@ class VolumeSettings(ConditionSection):
             yield from intensity_problems(f"{VOLUME}.intensity", self.intensity, self.num_channels)
         if self.is_used and self.num_channels != channels and (self.encoding == "autoencoder" or self.is_from_target):
             found, allowed = f"{self.num_channels}, and autoencoder.in_channels is {channels}", f"allowed: {channels}"
-            others = (f"{VOLUME}.encoding", f"{VOLUME}.source", "autoencoder.in_channels")
-            yield Problem(f"{VOLUME}.num_channels", found, allowed, f"set {channels}", others)
+            keys = (f"{VOLUME}.encoding", f"{VOLUME}.source", "autoencoder.in_channels")
+            yield Problem(f"{VOLUME}.num_channels", found, allowed, f"set {channels}", keys)
         asked = {"downsample": degrade.is_coarser, "hole": degrade.hole is not None}
         takes = [name for name, is_asked in asked.items() if is_asked]
         others = (f"{VOLUME}.source", *(f"{VOLUME}.degrade.{name}" for name in takes))

@@ -36,7 +36,7 @@ _Loader.yaml_constructors = {
     t: make for t, make in yaml.SafeLoader.yaml_constructors.items() if "timestamp" not in str(t)
 }
 # In YAML 1.2 010 is ten.
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _parse(text: str) -> tuple[Any, list[tuple[str, int]]]:
         raise _NotYamlError(f"the character U+{int(error.character):04X} is not allowed", line) from None
     except RecursionError:
         raise _NotYamlError("nested too deep", None) from None
-    except (yaml.YAMLError, ValueError, LookupError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, LookupError) as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error)
         raise _NotYamlError(problem, mark.line + 1 if mark else None) from None

@@ -17,7 +17,7 @@ import pydicom
 from pydicom.config import IGNORE
 
 from data.files.header import DAMAGE, DamagedError, Header, Stored, UnsuitableError, library
-from data.files.itk import LPS_TO_RAS
+from data.files.images import LPS_TO_RAS
 from runtime.files import printable
 
 SUFFIXES = (".dcm", ".dicom", ".ima")

@@ -48,9 +48,7 @@ def test_shares_up_to_a_value_are_those_of_the_voxels(kind):
         float(values.min()) - 1,
         float(values.max()) + 1,
     ):
-        # Floats are told apart by their first 8 bits.
-        near = 2**-7 * abs(value)
-        assert (values <= value - near).mean() <= ranking.share_up_to(value) <= (values <= value + near).mean()
+        assert ranking.share_up_to(value) == (values <= np.float32(value)).mean()
 
 
 def test_numbers_that_are_not_finite_are_counted_and_left_out():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.files import arrays, itk, nifti
+from data.files import images
 from data.formats import read_header
 from settings import DataError
 from tests.data.small_volumes import random_voxels, read_volume
@@ -130,8 +130,7 @@ def test_our_own_bugs_are_not_reported_as_damaged_files(tmp_path, suffix, mistak
     def wrong(*_: Any, **__: Any) -> None:
         raise mistake("a mistake")
 
-    for module in (nifti, arrays, itk):
-        monkeypatch.setattr(module, "spatial", wrong)
+    monkeypatch.setattr(images, "spatial", wrong)
     with pytest.raises(mistake, match="a mistake"):
         read_header(path)
 
