@@ -166,8 +166,7 @@ def _memory_knobs(settings: Settings) -> Problems:
         remedy = f"set {-(-settings.training_grid[0] // MOST_SLABS)} or more"
         sources = ("data.voxel_size", "data.patch_size")
         yield Problem(f"{where}.slab_rows", found, f"allowed: {allowed} slabs", remedy), sources
-    attending = autoencoder.attention_levels.index(True) if any(autoencoder.attention_levels) else levels
-    most = min(attending, levels - 1)
+    most = autoencoder.most_offload_levels
     if training.offload_levels > most:
         found = f"{training.offload_levels} of {levels} levels; the last one and those with attention run on the device"
         sources = ("autoencoder.num_channels", "autoencoder.attention_levels")
