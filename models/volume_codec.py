@@ -79,7 +79,8 @@ class VolumeCodec:
             self.autoencoder.set_slab_rows(self.slab_rows, levels, self.host)
             try:
                 # One block of a volume that is too large for the device can take many seconds.
-                is_hidden = self.host is None or os.environ.get("RANK", "0") != "0"
+                is_predicted = type(tensor) is not Tensor
+                is_hidden = self.host is None or is_predicted or os.environ.get("RANK", "0") != "0"
                 # Passed only to hide the bar, because an explicit disable=False would override --quiet.
                 options: dict[str, Any] = {"disable": True} if is_hidden else {}
                 bar = tqdm(desc=name, total=len(coder.blocks) - 3, unit="block", leave=False, **options)
