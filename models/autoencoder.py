@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,7 +15,7 @@ from models.arguments import autoencoder_arguments
 from models.bottleneck import VectorQuantiser, build_quantiser
 from models.lean.blocks import DownsampleBlock, Head, LeanBlock, UpsampleBlock, lean_block, resamples, stage_of
 from models.lean.checkpointing import HostOffload, gradient_checkpoint_forward, recomputed
-from models.lean.host_volumes import HostSpace
+from models.lean.host_volumes import HostSpace, TrainingSpace
 from models.lean.layout import CHANNELS_LAST, arranged, layout_of
 from models.lean.norm import compute_dtype
 from models.lean.offloaded_levels import OffloadedLevels
@@ -71,6 +70,8 @@ class LeanCoder(nn.Module):
         for block, level in zip(self.blocks[1:-2], self.levels[1:-2], strict=True):
             if offloaded is not None and level < self.offloaded_levels:
                 continue
+            if self.host is not None:
+                self.host.on_block()
             if isinstance(block, LeanBlock) and block.slab_rows and not torch.is_grad_enabled():
                 h = block.consume(h)
             else:
@@ -173,6 +174,7 @@ class LeanAutoencoder(StockAutoencoder):
         self.encoder = LeanCoder(self.encoder.blocks, 0, strides)
         self.decoder = LeanCoder(self.decoder.blocks, self.num_levels - 1, reversed(strides))
         self.nested = False
+        self.host: TrainingSpace | None = None
 
     def quantise_with(self, quantiser: VectorQuantiser) -> None:
         """Put a quantiser between encoder and decoder; the latent then has no sigma."""
@@ -252,13 +254,15 @@ class LeanAutoencoder(StockAutoencoder):
         for coder in (self.encoder, self.decoder):
             coder.set_slab_rows(rows, num_levels, host)
 
-    def offload_levels(self, num_levels: int, rows: int = 0, nested: bool = False) -> None:
+    def offload_levels(
+        self, num_levels: int, rows: int = 0, nested: bool = False, host: TrainingSpace | None = None
+    ) -> None:
         """Keep volumes and gradients of the `num_levels` highest levels in host memory; the device has slabs of them.
 
         Forward and backward stay exact. `nested` computes those of the encoder again in backward, to save host memory.
         """
         assert num_levels < self.num_levels, f"{num_levels} of {self.num_levels} levels; the last stays on the device"
-        self.host = HostSpace(above=0, free=sys.maxsize, keeps=True)
+        self.host = host or TrainingSpace()
         self.encoder.offload_levels(num_levels, rows or SLAB_ROWS, self.host, nested)
         self.decoder.offload_levels(num_levels, rows or SLAB_ROWS, self.host, recomputes=False)
 

@@ -94,6 +94,10 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
         """Accept only 0, because stock blocks cannot run in slabs."""
         assert (rows, host) == (0, None), "the stock autoencoder has no slabs"
 
+    def offload_levels(self, num_levels: int, rows: int = 0, nested: bool = False) -> None:
+        """Accept only 0, because stock blocks cannot read rows from the host."""
+        assert num_levels == 0, "the stock autoencoder keeps its volumes on the device"
+
 
 def interpolate_linearly(blocks: nn.ModuleList) -> None:
     """Make all upsampling blocks of a decoder interpolate between voxels, as MAISI's do, instead of repeating them."""

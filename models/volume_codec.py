@@ -6,25 +6,25 @@ Both are exact: they leave no seams and give the same volume as decoding it whol
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from models import StockAutoencoder, build_autoencoder
 from models.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder
-from models.lean.host_volumes import HostSpace, host_bytes
+from models.lean.host_volumes import GIB, HostMemoryError, HostSpace, host_bytes
 from runtime.observer import memory_observer
 from runtime.placement import move
 from runtime.precision import Precision
 from runtime.processes import Process
-from settings import AutoencoderSettings, Settings, UserError
+from settings import AutoencoderSettings, Settings
 
 log = logging.getLogger(__name__)
-
-GIB = 1 << 30
 
 # Full-resolution tensors alive at once in a block without slabs: input, normalised input, two outputs, one in fp32.
 _TENSORS_WITHOUT_SLABS = 5
@@ -35,12 +35,6 @@ _HOST_ABOVE = GIB
 """Where memory is short even in slabs, volumes of more bytes than this lie in host memory."""
 _SLAB_BYTES = 2 * GIB
 """The most bytes of a slab there, in full precision; a quarter of the free memory, if that is less."""
-
-
-class HostMemoryError(UserError):
-    """A volume needs more host memory than there is."""
-
-    exit_code = 3
 
 
 class VolumeCodec:
@@ -69,7 +63,7 @@ class VolumeCodec:
     def encode(self, image: Tensor) -> Tensor:
         """Return the latent's mean, float32 (C, D, H, W), of one volume (C, D, H, W)."""
         self._choose_slabs(image.shape[1:])
-        mean, _ = self._run(self.autoencoder.encode, image)
+        mean, _ = self._run(self.autoencoder.encode, image, "encoding", self.autoencoder.encoder)
         return mean[0].float()
 
     @torch.no_grad()
@@ -77,14 +71,22 @@ class VolumeCodec:
         """Return the volume, float32 (C, D, H, W), of one latent that is not normalised, (C, D, H, W)."""
         factors = self.settings.downsampling
         self._choose_slabs([axis * factor for axis, factor in zip(latent.shape[1:], factors, strict=True)])
-        return self._run(self.autoencoder.decode, latent)[0].float()
+        return self._run(self.autoencoder.decode, latent, "decoding", self.autoencoder.decoder)[0].float()
 
-    def _run(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    def _run(self, function: Callable[[Tensor], Any], tensor: Tensor, name: str, coder: Any) -> Any:
         while True:
             levels = 1 if self.host is None else len(self.settings.num_channels)
             self.autoencoder.set_slab_rows(self.slab_rows, levels, self.host)
             try:
-                with self.precision.autocast():
+                # One block of a volume that is too large for the device can take many seconds.
+                is_predicted = type(tensor) is not Tensor
+                is_hidden = self.host is None or is_predicted or os.environ.get("RANK", "0") != "0"
+                # Passed only to hide the bar, because an explicit disable=False would override --quiet.
+                options: dict[str, Any] = {"disable": True} if is_hidden else {}
+                bar = tqdm(desc=name, total=len(coder.blocks) - 3, unit="block", leave=False, **options)
+                with bar, self.precision.autocast():
+                    if self.host is not None:
+                        self.host.on_block = bar.update
                     return function(tensor[None].to(self.precision.device, non_blocking=True))
             except torch.OutOfMemoryError:
                 rows = min(self.slab_rows or 4 * _SLAB_ROWS, tensor.shape[1] * self.settings.downsampling[0]) // 2

@@ -197,6 +197,12 @@ class AutoencoderSettings(Section):
         return any(self.attention_levels) if self.use_nonlocal_attention == "auto" else self.use_nonlocal_attention
 
     @property
+    def most_offload_levels(self) -> int:
+        """Return how many levels may be in host memory: neither the last one nor those from the first attention on."""
+        attending = [level for level, attends in enumerate(self.attention_levels) if attends]
+        return min([len(self.num_channels) - 1, *attending])
+
+    @property
     def num_codes(self) -> int | None:
         """Return how many values a position of the latent can take; None if it is not quantised."""
         return self.codebook_size if self.bottleneck == "vq" else None

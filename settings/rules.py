@@ -146,8 +146,7 @@ def _memory_knobs(settings: Settings) -> Problems:
     if training.slab_rows == 1:
         found = "a slab of 1 row is too thin for its halo"
         yield Problem(f"{where}.slab_rows", found, "allowed: 0, or 2 or more", "set 8")
-    attending = autoencoder.attention_levels.index(True) if any(autoencoder.attention_levels) else levels
-    most = min(attending, levels - 1)
+    most = autoencoder.most_offload_levels
     if training.offload_levels > most:
         found = f"{training.offload_levels} of {levels} levels; the last one and those with attention run on the device"
         sources = ("autoencoder.num_channels", "autoencoder.attention_levels")

@@ -22,6 +22,7 @@ from losses import (
 )
 from models import build_autoencoder, build_discriminator, start_as_haar_transform
 from models.bottleneck import COMMITMENT_WEIGHT, CodeStatistics
+from models.host_memory import announce_offloaded
 from models.volume_codec import VolumeCodec, block_bytes
 from runtime.files import RunFolder
 from runtime.observer import phase
@@ -52,6 +53,8 @@ class AutoencoderStep(TrainingStep):
     ) -> None:
         training = settings.autoencoder.training
         super().__init__(settings, training, process, files_of)
+        if training.offload_levels and load_weights:
+            announce_offloaded(settings.autoencoder, training.batch_size, settings.training_grid, self.precision)
         self.autoencoder = build_autoencoder(settings.autoencoder)
         if settings.autoencoder.initialisation == "haar":
             s = settings.autoencoder

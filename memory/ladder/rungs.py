@@ -93,6 +93,7 @@ def acting_values(settings: Settings, stage: Stage) -> dict[str, Any]:
         levels = training.checkpoint_levels if training.checkpoints_blocks else "all"
         offload = training.use_gradient_checkpointing_offload
         knobs = {"slab_rows": training.slab_rows, "levels": levels, "offload": offload}
+        knobs["offload_levels"] = training.offload_levels
     values["autoencoder"] = {**values["autoencoder"], "training": knobs, "norm_num_groups": None}
     if not pixel_loss.weight and settings.ldm.latents.cache != "none":
         values["autoencoder"]["implementation"] = None
@@ -240,6 +241,23 @@ def _offload(settings: Settings) -> Iterator[Proposal]:
         yield Proposal(name, changes, True, "block inputs, which move to the host", "offload")
 
 
+def _offload_levels(settings: Settings) -> Iterator[Proposal]:
+    """Propose levels in host memory, with what is left on the device offloaded too; nesting takes less of the host."""
+    s = settings.autoencoder
+    if settings.device.type == "cpu":
+        return
+    most = s.most_offload_levels
+    for count in range(s.training.offload_levels + 1, most + 1):
+        changes = {
+            f"{STAGE_1}.offload_levels": count,
+            f"{STAGE_1}.slab_rows": min(s.training.slab_rows or SLAB_ROWS[-1], SLAB_ROWS[-1]),
+            f"{STAGE_1}.use_gradient_checkpointing_offload": True,
+            f"{STAGE_1}.use_nested_checkpointing": True,
+        }
+        name = f"{count} of {len(s.num_channels)} levels in host memory"
+        yield Proposal(name, changes, True, "volumes and gradients of the highest levels", "levels in host memory")
+
+
 def _discriminator(settings: Settings) -> Iterator[Proposal]:
     if settings.autoencoder.training.uses_discriminator:
         current = settings.autoencoder.training.discriminator
@@ -295,6 +313,7 @@ def _pixel_decoder(settings: Settings) -> Iterator[Proposal]:
         yield from _lean(settings)
         yield from _checkpoint_all(settings)
         yield from _slabs(settings)
+        yield from _offload_levels(settings)
 
 
 PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
@@ -305,6 +324,7 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
         _nested,
         _slabs,
         _offload,
+        _offload_levels,
         _perceptual_chunk,
         _mixed_precision,
         _no_perceptual,
@@ -325,6 +345,7 @@ PROPOSERS: dict[tuple[Stage, Order], Sequence[Proposer]] = {
         partial(_grid, "autoencoder"),
         _lean,
         _offload,
+        _offload_levels,
     ),
     ("ldm", "lossless-first"): (
         _latent_cache,

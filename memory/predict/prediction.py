@@ -171,8 +171,8 @@ class Prediction:
 
 def tier_of(settings: Settings, stage: Stage) -> str:
     """Return the tier of a step: how lean it is. Predictions of one tier have similar errors."""
-    training = settings.training_of(stage)
-    if stage == "autoencoder" and settings.autoencoder.training.slab_rows:
+    training, autoencoder = settings.training_of(stage), settings.autoencoder.training
+    if stage == "autoencoder" and (autoencoder.slab_rows or autoencoder.offload_levels):
         return "slabs"
     if training.use_gradient_checkpointing_offload:
         return "offload"

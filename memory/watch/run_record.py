@@ -53,6 +53,7 @@ def _knobs_on(settings: Settings, stage: Stage) -> list[str]:
             "nested checkpointing": training.nests_checkpoints,
             f"slabs of {training.slab_rows} rows": training.slab_rows > 0,
             "offload": training.use_gradient_checkpointing_offload,
+            "levels in host memory": training.offload_levels > 0,
             "mixed precision": settings.device.mixed_precision,
         }
     return [name for name, is_on in knobs.items() if is_on]

@@ -7,14 +7,19 @@ computed. No copy makes the host wait.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from models.lean.slabs import RowSource, Volume, empty, layout_of_volume, volume_bytes
 from runtime.observer import memory_observer
+from settings import UserError
+
+GIB = 1 << 30
 
 
 def host_bytes(nbytes: int, is_pinned: bool) -> int:
@@ -65,35 +70,71 @@ def arrive(rows: Tensor, copied: torch.Event | None) -> Tensor:
     return rows
 
 
+class HostMemoryError(UserError):
+    """A volume needs more host memory than there is."""
+
+    exit_code = 3
+
+
 class HostSpace:
     """The host memory that volumes of more than `above` bytes may take, `free` bytes in all.
 
-    With `keeps`, the memory of a volume that goes is kept for the next one of its size. The copies of all of them
-    follow one another, so nothing has to wait for the last copies of a volume before its memory has another use.
+    `on_block` is called after each block of a network that uses it.
     """
 
-    def __init__(self, above: int, free: int, keeps: bool = False) -> None:
-        self.above, self.free, self._keeps = above, free, keeps
+    def __init__(self, above: int, free: int, on_block: Callable[[], object] = lambda: None) -> None:
+        self.above, self.free, self.on_block = above, free, on_block
         self.copies = Copies()
-        self.taken = 0  # bytes of all memory that was ever asked for
-        self._spare: defaultdict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
 
     def volume(self, like: Volume) -> HostVolume:
         """Return an uninitialised volume of the shape and dtype of `like`; its bytes are free again when it goes."""
         size = host_bytes(volume_bytes(like), like.device.type == "cuda")
-        key = (like.shape.numel(), like.dtype, like.device)
-        spare = self._spare[key]
         self.free -= size
-        volume = HostVolume(like, self.copies, spare.pop() if spare else None)
-        if volume.is_new:
-            self.taken += size
-        weakref.finalize(volume, self._give_back, size, spare if self._keeps else None, volume.memory)
+        volume = HostVolume(like, self.copies)
+        weakref.finalize(volume, self._give_back, size)
         return volume
 
-    def _give_back(self, size: int, spare: list[Tensor] | None, memory: Tensor) -> None:
+    def _give_back(self, size: int) -> None:
         self.free += size
-        if spare is not None:
-            spare.append(memory)
+
+
+class TrainingSpace(HostSpace):
+    """The host memory of a training, step after step: that of a volume that goes is kept for the next one of its size.
+
+    The copies of all volumes follow one another, so nothing has to wait for the last copies of a volume before its
+    memory has another use. `limit`: the bytes that may be taken, by default what is free when the first are taken;
+    `is_pinned`: whether to count them as a GPU's.
+    """
+
+    def __init__(self, limit: int | None = None, is_pinned: bool = False) -> None:
+        super().__init__(above=0, free=sys.maxsize)
+        self.taken, self._limit, self._is_pinned = 0, limit, is_pinned
+        self._spare: defaultdict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+
+    def volume(self, like: Volume) -> HostVolume:
+        """Return an uninitialised volume of the shape and dtype of `like`, in memory of another one if there is some.
+
+        Raise `HostMemoryError` if the host has too little.
+        """
+        spare = self._spare[like.shape.numel(), like.dtype, like.device]
+        if not spare:
+            if self._limit is None:
+                self._limit = memory_observer().free_host_bytes()
+            self.taken += host_bytes(volume_bytes(like), self._is_pinned or like.device.type == "cuda")
+            check_host_bytes(self.taken, self._limit, "at least ")
+        volume = HostVolume(like, self.copies, spare.pop() if spare else None)
+        weakref.finalize(volume, spare.append, volume.memory)
+        return volume
+
+
+def check_host_bytes(needed: int, free: int, about: str = "") -> None:
+    """Raise `HostMemoryError` if levels in host memory need more of it than is free."""
+    if needed > free:
+        raise HostMemoryError(
+            f"autoencoder.training.offload_levels: its volumes take {about}{needed / GIB:.1f} GiB of host memory; "
+            f"{free / GIB:.1f} GiB are free; make room, set use_nested_checkpointing: true if it is off, or train on "
+            "patches (data.patch_size)"
+        )
 
 
 class HostVolume(RowSource):
@@ -106,12 +147,11 @@ class HostVolume(RowSource):
         batch, channels, rows, *plane = like.shape
         self.shape, self.dtype, self.device, self.layout = like.shape, like.dtype, like.device, layout_of_volume(like)
         self.statistics: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
-        self.is_new, self._copies = memory is None, copies or Copies()
+        self._copies = copies or Copies()
         if memory is None:
-            home = torch.device("meta" if like.device.type == "meta" else "cpu")
+            is_pinned = like.device.type == "cuda"
             with memory_observer().host_allocation():
-                pinned = like.device.type == "cuda"
-                memory = torch.empty(like.shape.numel(), dtype=like.dtype, device=home, pin_memory=pinned)
+                memory = torch.empty(like.shape.numel(), dtype=like.dtype, pin_memory=is_pinned)
         self.memory = memory
         self._rows = memory.view(rows, batch, *plane, channels)
 

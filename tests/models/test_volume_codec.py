@@ -116,3 +116,11 @@ def test_too_little_host_memory_is_said_before_it_is_taken(codec_of, small_volum
         pytest.raises(HostMemoryError, match=r"a volume of 32x16x16 takes .* GiB of host memory"),
     ):
         codec.decode(torch.zeros(3, 16, 8, 8))
+
+
+def test_progress_is_shown_where_a_volume_passes_through_host_memory(codec_of, small_volumes_count, capsys):
+    for budget, is_shown in ((1 << 50, False), (0, True)):
+        codec, _ = codec_of(budget)
+        codec.decode(torch.zeros(3, 16, 8, 8))
+        num_blocks = len(codec.autoencoder.decoder.blocks) - 3
+        assert (f"/{num_blocks} [" in capsys.readouterr().err) == is_shown

@@ -55,6 +55,7 @@ def test_default_order_is_the_same_mathematics_first_then_least_harm():
         *(f"slabs of {rows} rows" for rows in (32, 16, 8)),
         "offload",
         *(f"offload, slabs of {rows} rows" for rows in (32, 16, 8)),
+        "1 of 3 levels in host memory",
         "perceptual loss one slice at a time",
         "mixed precision",
         "no perceptual loss",

@@ -10,11 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from diffusion.pixel_loss import PixelLoss
 from memory.predict.emulation import measure_peak
 from models import build_autoencoder
+from models.host_memory import announce_offloaded, offloaded_bytes
+from models.lean.host_volumes import HostMemoryError
 from models.lean.layout import CHANNELS_LAST, CONTIGUOUS
+from runtime.observer import MemoryObserver, observed_by
 from runtime.placement import move
-from settings import validate
+from runtime.precision import Precision
+from settings import ConfigError, Settings, validate
 from tests.models.gradients import direction, small_work_counts
 from tests.models.problems import with_lively_weights
 
@@ -138,3 +143,50 @@ def test_device_holds_slabs_and_no_whole_volume_of_the_offloaded_levels():
     assert host > 3 * volume
     assert device < whole / 8
     assert device < 1.5 * volume, "a volume of one level, less than what one block needs on the device"
+
+
+class SmallHost(MemoryObserver):
+    def free_host_bytes(self) -> int:
+        return 1 << 14
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_host_memory_of_a_step_is_known_before_it_is_taken(nested, caplog):
+    training = {"offload_levels": 2, "use_nested_checkpointing": nested, "use_gradient_checkpointing": True}
+    chosen = validate({"autoencoder": {"num_channels": [8, 16, 16], "training": training}}).autoencoder
+    precision = Precision(Settings().device, torch.device("cpu"))
+    grid = (16, 8, 12)
+    known = offloaded_bytes(chosen, 2, grid, precision)
+    model = build_autoencoder(chosen)
+    with precision.autocast():
+        model(torch.zeros(2, 1, *grid))[0].mean().backward()
+    assert model.host.taken == known
+    with caplog.at_level("INFO", logger="models"):
+        announce_offloaded(chosen, 2, grid, precision)
+    assert "the 2 highest levels of the autoencoder take 0.0 GiB of host memory" in caplog.text
+    sentence = r"training.offload_levels: its volumes take .* GiB of host memory; .* GiB are free; make room"
+    with observed_by(SmallHost()), pytest.raises(HostMemoryError, match=sentence):
+        announce_offloaded(chosen, 2, grid, precision)
+    again = build_autoencoder(chosen)
+    with observed_by(SmallHost()), pytest.raises(HostMemoryError, match=sentence):
+        again(torch.zeros(2, 1, *grid))
+
+
+def test_pixel_loss_has_the_same_gradient_through_levels_in_host_memory():
+    model = network(variant="maisi").double().requires_grad_(False).eval()
+    precision = Precision(Settings().with_overrides({"device.mixed_precision": False}).device, torch.device("cpu"))
+    loss = PixelLoss(Settings().ldm.training.pixel_loss, model, precision)
+    predicted, clean = torch.randn(2, 2, 3, 3, 2, 2, generator=torch.Generator().manual_seed(3)).double()
+    expected = loss(predicted, clean, torch.tensor([1.0, 0.5]), 2.0)
+    model.offload_levels(2, 3)
+    for found, true in zip(loss(predicted, clean, torch.tensor([1.0, 0.5]), 2.0), expected, strict=True):
+        torch.testing.assert_close(found, true, rtol=1e-6, atol=1e-9)  # the loss is in fp32
+
+
+@pytest.mark.parametrize(
+    ("attention", "levels", "most"), [([False, False, False], 3, 2), ([False, True, True], 2, 1), ([True] * 3, 1, 0)]
+)
+def test_levels_that_cannot_be_in_host_memory_are_refused(attention, levels, most):
+    values = {"num_channels": [8, 16, 16], "attention_levels": attention, "training": {"offload_levels": levels}}
+    with pytest.raises(ConfigError, match=rf"offload_levels: {levels} of 3 levels; .*; allowed: at most {most}"):
+        validate({"autoencoder": values})
