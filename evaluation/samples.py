@@ -17,6 +17,7 @@ from diffusion.conditioning.volume import held_out_with_hole
 from diffusion.latents import prepare_latents, stage_two_data
 from diffusion.sampling import ConditionOf, VolumeSampler
 from evaluation.condition_effect import condition_effect
+from evaluation.fid import FeatureNetwork, Features, fid_and_kid
 from evaluation.trained_run import SampleFrame, check_finite
 from models.volume_codec import VolumeCodec
 from runtime.cli.bars import ProgressBar
@@ -41,15 +42,25 @@ over held-out volumes."""
 
 @dataclass(frozen=True)
 class Reference:
-    """The volumes that samples are compared with: held-out volumes in [0, 1], and summary vectors of all volumes."""
+    """The volumes that samples are compared with: held-out volumes in [0, 1], and summary vectors of all volumes.
+
+    With a `network`, FID and KID are computed too, against `held_out_features`.
+    """
 
     held_out: list[Tensor]
     held_out_vectors: Tensor
     training_vectors: Tensor
     training_names: tuple[str, ...]
+    network: FeatureNetwork | None = None
+    held_out_features: Sequence[Features] = ()
 
 
-def load_reference(train: Sequence[VolumeFile], val: Sequence[VolumeFile], data: DataSettings) -> Reference:
+def load_reference(
+    train: Sequence[VolumeFile],
+    val: Sequence[VolumeFile],
+    data: DataSettings,
+    network: FeatureNetwork | None = None,
+) -> Reference:
     """Read every volume once, and keep only the summary vectors of the training volumes."""
 
     def read(file: VolumeFile) -> Tensor:
@@ -62,14 +73,22 @@ def load_reference(train: Sequence[VolumeFile], val: Sequence[VolumeFile], data:
         torch.stack([summary_vector(volume) for volume in held_out]),
         torch.stack(training),
         tuple(file.name for file in train),
+        network,
+        network.features(held_out, "held-out volumes") if network is not None else (),
     )
 
 
-def evaluate_stage_two(sampler: VolumeSampler, frame: SampleFrame, volumes: DataSplit, num: int) -> dict[str, Any]:
+def evaluate_stage_two(
+    sampler: VolumeSampler,
+    frame: SampleFrame,
+    volumes: DataSplit,
+    num: int,
+    network: FeatureNetwork | None = None,
+) -> dict[str, Any]:
     """Return what samples are worth: metrics, skill, the effect of conditions, and what to compare them with."""
     settings, codec = sampler.settings, sampler.codec
     data, process = stage_two_data(settings.data), Process(codec.precision.device)
-    reference = load_reference(volumes.train, volumes.val, data)
+    reference = load_reference(volumes.train, volumes.val, data, network)
     pairs = check_conditions(settings, volumes)
     latents = prepare_latents(codec, volumes, settings, process, pairs, frame.conditions)
     results: dict[str, Any] = {}
@@ -140,13 +159,17 @@ def similarity(samples: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 
 
 def _compared(volumes: Sequence[Tensor], reference: Reference) -> dict[str, Any]:
-    """Return the detail of volumes relative to that of held-out volumes."""
+    """Return the detail of volumes relative to that of held-out volumes, and FID and KID if they are asked for."""
+    distances: dict[str, Any] = {}
+    if reference.network is not None:
+        distances = fid_and_kid(reference.network.features(volumes, "volumes"), reference.held_out_features)
     kurtosis = statistics.fmean(map(laplacian_kurtosis, volumes))
     return {
         "sharpness": compare_sharpness(
             [gradient_magnitude(volume) for volume in volumes], [gradient_magnitude(v) for v in reference.held_out]
         ),
         "laplacian_kurtosis": kurtosis / statistics.fmean(map(laplacian_kurtosis, reference.held_out)),
+        **distances,
     }
 
 

@@ -16,6 +16,7 @@ from runtime.cli import at_least, check_output_file, parser, run, write_output
 
 log = logging.getLogger("evaluate")
 
+FID_PROTOCOLS = ("radimagenet-2.5d", "medicalnet-3d")
 IDENTICAL = "the held-out volumes are identical or copies of training volumes, so there is no distance to compare with"
 NOT_FINITE = "not a finite number"
 REASONS = {
@@ -42,6 +43,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         [
             "python scripts/evaluate.py --run runs/quickstart --json evaluation.json",
             "python scripts/evaluate.py --run runs/ct --num 64 --guidance-scale 2",
+            "python scripts/evaluate.py --run runs/ct --fid medicalnet-3d --fid-weights resnet_50_23dataset.pth",
         ],
     )
     result.add_argument("--run", required=True, metavar="DIR", help="folder of a run, finished or not")
@@ -55,6 +57,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     result.add_argument(
         "--batch-size", type=at_least(1), default=4, help="samples to draw at once; does not change them (default: 4)"
     )
+    result.add_argument("--fid", choices=FID_PROTOCOLS, help="FID and KID on the features of this network")
+    result.add_argument("--fid-weights", metavar="FILE", help="the weights of that network")
     return result.parse_args(arguments)
 
 
@@ -63,6 +67,7 @@ def main(options: argparse.Namespace) -> int:
     from data import prepare_volumes
     from diffusion.latents import stage_two_data
     from diffusion.sampling import VolumeSampler
+    from evaluation.fid import FeatureNetwork
     from evaluation.reconstructions import evaluate_reconstructions
     from evaluation.report import write_report
     from evaluation.samples import evaluate_stage_two
@@ -76,6 +81,8 @@ def main(options: argparse.Namespace) -> int:
     if has_stage_two:
         network, frame = trained.unet()
     codec = trained.codec()
+    device = codec.precision.device
+    fid = FeatureNetwork.load(options.fid, options.fid_weights, device) if options.fid is not None else None
     settings = trained.sampling_settings(options.steps, options.guidance_scale)
     volumes = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
     data = stage_two_data(settings.data)
@@ -86,7 +93,9 @@ def main(options: argparse.Namespace) -> int:
     }
     if has_stage_two:
         sampler = VolumeSampler(network, codec, settings, frame.normalisation, options.seed, options.batch_size)
-        results |= evaluate_stage_two(sampler, frame, volumes, options.num)
+        results |= evaluate_stage_two(sampler, frame, volumes, options.num, fid)
+        if fid is not None:
+            results["fid"] = {"protocol": fid.protocol, "weights_sha256": fid.digest}
     else:
         log.warning("%s: no such file, so only reconstructions are evaluated", trained.folder.weights("ldm"))
     table = _table(results)
@@ -154,7 +163,22 @@ def _table(results: dict[str, Any]) -> str:
             f"  {name:<30} {values['sharpness']['gradient_magnitude']:9.2f} {values['laplacian_kurtosis']:14.2f}"
             for name, values in {"samples": results["samples"], **results["anchors"]}.items()
         ]
+    if "fid" in results:
+        lines += [
+            "",
+            f"{results['fid']['protocol']} against held-out volumes: training volumes show what real ones have",
+        ]
+        lines += [f"{'':<33}FID, 95 %                    KID, 95 %"]
+        lines += [
+            f"  {name:<30} {_with_interval(values, 'fid', '.2f'):<28} {_with_interval(values, 'kid', '.3g')}"
+            for name, values in {"samples": results["samples"], **results["anchors"]}.items()
+        ]
     return "\n".join(lines)
+
+
+def _with_interval(values: dict[str, Any], name: str, form: str) -> str:
+    low, high = values[f"{name}_interval"]
+    return f"{values[name]:{form}} ({low:{form}} to {high:{form}})"
 
 
 def _sharpness(values: dict[str, Any]) -> str:
