@@ -76,11 +76,6 @@ class AutoencoderTraining(TrainingSettings):
         "decoder: the encoder keeps its pretrained weights, so that a trained stage 2 stays valid, and needs no memory "
         "for activations; the KL term, which then has no gradient, is left out.",
     )
-    optimizer: Literal["adam", "muon"] = key(
-        "adam",
-        "adam, or muon for the convolutions between layers of at least 8 channels and adam for the rest; muon needs "
-        "fewer updates, and one state per weight instead of two.",
-    )
     reconstruction_loss: Literal["l1", "l2"] = key("l1", "Mean absolute or mean squared error.")
     occupied_weight: float = key(
         1.0,

@@ -44,10 +44,12 @@ class TrainingStep(ABC):
         self._guard: Guard | None = None
         torch.manual_seed(settings.seed)
 
-    def register(self, name: str, network: nn.Module, learning_rate: float, uses_muon: bool = False) -> nn.Module:
+    def register(self, name: str, network: nn.Module, learning_rate: float) -> nn.Module:
         """Move a network to the device and give it its optimizers; return it wrapped for distributed training."""
         move(network, self.process.device, self.settings.device.memory_format).train()
         self.networks[name] = network
+        # Muon is for the network that the stage trains, not for a discriminator, whose game it would upset.
+        uses_muon = name == self.stage and self.training.optimizer == "muon"
         self.updaters[name] = Updater(
             name, network, learning_rate, self.training, self.precision, self.schedule, uses_muon
         )
