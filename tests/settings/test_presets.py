@@ -23,7 +23,7 @@ OWN = {
         *("data.spacing", "data.resize", "autoencoder.variant"),
         *("ldm.unet.use_mean_map", "ldm.unet.resblock_updown", "ldm.unet.norm_num_groups"),
         *("ldm.scheduler.type", "ldm.scheduler.time_shift", "ldm.scheduler.prediction", "ldm.scheduler.schedule"),
-        "ldm.conditioning.scan.modality",
+        *("ldm.conditioning.scan.modality", "autoencoder.training.optimizer", "ldm.training.optimizer"),
     },
 }
 """Keys that only one preset chooses."""

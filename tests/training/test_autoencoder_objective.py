@@ -142,9 +142,8 @@ def test_the_perceptual_term_is_told_the_step(tiny_values):
 
 
 def test_each_network_learns_at_its_own_rate_and_is_averaged(tiny_values):
-    step = make_step(
-        tiny_values, learning_rate=2e-3, discriminator_learning_rate=5e-4, warmup_steps=0, ema_decay=0.9, max_steps=20
-    )
+    rates = {"learning_rate": 2e-3, "discriminator_learning_rate": 5e-4, "warmup_steps": 0}
+    step = make_step(tiny_values, **rates, optimizer="adam", ema_decay=0.9, max_steps=20)
     assert step.average is not None
     averages = [average.clone() for average in step.average.averages]
     before = {name: [p.detach().clone() for p in network.parameters()] for name, network in step.networks.items()}

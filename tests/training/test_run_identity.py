@@ -14,6 +14,7 @@ import yaml
 
 from data import prepare_volumes
 from data.formats import write_nifti
+from data.store import SUFFIX
 from models.weight_files import load_weights, save_weights
 from runtime.files import RunFolder
 from runtime.processes import Process
@@ -122,12 +123,12 @@ def test_latents_of_replaced_content_are_not_used_and_change_during_encoding_is_
     after, said = latents(volumes_of(settings))
     assert not torch.equal(after, before)
     assert "3 of 4 found" in said
-    for path in Path("runs/latents").rglob("*.safetensors"):
+    for path in Path("runs/latents").rglob(f"*{SUFFIX}"):
         path.unlink()
     # The prepared volume still has the content that was checked; the file itself does not.
     assert torch.equal(latents(checked)[0], before)
     settings = settings.with_overrides({"data.prepared": "none"})
-    for path in Path("runs/latents").rglob("*.safetensors"):
+    for path in Path("runs/latents").rglob(f"*{SUFFIX}"):
         path.unlink()
     with pytest.raises(DataError, match=r"v2\.nii: changed since it was checked"):
         latents(checked)
