@@ -56,7 +56,7 @@ class LeanCoder(nn.Module):
         """Run all blocks."""
         offload = HostOffload() if self.offload else None
         keep = offload if self.checkpoint_dtype == "same" else Compression(offload)
-        first, *middle = self.blocks[:-2]
+        first, *middle, _, _ = self.blocks
         h = self._begin(first, x)
         upsampling: tuple[nn.Module, Tensor] | None = None  # what `h` is computed from again, if it is
         for block, level in zip(middle, self.levels[1:-2], strict=True):
@@ -71,7 +71,9 @@ class LeanCoder(nn.Module):
                 h = self._run(block, h, level, hooks)
         (head,) = self._head
         h = h if head.slab_rows else self._whole(h)
-        return self._run(head.train(self.training), h, self.levels[-1], keep)
+        if head.training != self.training:
+            head.train(self.training)
+        return self._run(head, h, self.levels[-1], keep)
 
     def _begin(self, conv: Convolution, x: Tensor) -> Volume:
         """Return the first convolution of a volume; as rows computed on demand where the result is for the host."""
