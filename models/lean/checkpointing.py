@@ -325,7 +325,7 @@ def gradient_checkpoint_forward(
     values: tuple[Any, ...] = (*args, *kwargs.values())
     if not getattr(module, "keeps_attention", False):
         with offload:
-            checkpoint = _Checkpoint(run if kwargs else module, values, draws_random_numbers(module))
+            checkpoint = _Checkpoint(run if kwargs else module, values, is_random=draws_random_numbers(module))
         return checkpoint.first(*values)
     block: Any = module
     with offload:

@@ -65,8 +65,7 @@ class CountedCheckpoints:
 
         def counted(*args, **kwargs):
             self.count += 1
-            assert kwargs["use_reentrant"] is False
-            assert kwargs["preserve_rng_state"] is False, "nothing in these blocks is random"
+            assert kwargs["is_random"] is False, "nothing in these blocks is random"
             return original(*args, **kwargs)
 
         monkeypatch.setattr(checkpointing, "_Checkpoint", counted)
