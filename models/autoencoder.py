@@ -60,14 +60,15 @@ class LeanCoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run all blocks."""
+        first, *middle, _, _ = self.blocks
         keep = HostOffload() if self.offload else None
         offloaded = self._offloaded if self.host is None else None
         if offloaded is not None and not self.first_level:
             h: Volume = offloaded(x)
         else:
-            h = self._begin(self.blocks[0], x)
+            h = self._begin(first, x)
         upsampling: tuple[nn.Module, Tensor] | None = None  # what `h` is computed from again, if it is
-        for block, level in zip(self.blocks[1:-2], self.levels[1:-2], strict=True):
+        for block, level in zip(middle, self.levels[1:-2], strict=True):
             if offloaded is not None and level < self.offloaded_levels:
                 continue
             if self.host is not None:
@@ -86,7 +87,9 @@ class LeanCoder(nn.Module):
                 return offloaded(self._whole(h))
         (head,) = self._head
         h = h if head.slab_rows else self._whole(h)
-        return self._run(head.train(self.training), h, self.levels[-1], keep)
+        if head.training != self.training:
+            head.train(self.training)
+        return self._run(head, h, self.levels[-1], keep)
 
     def _begin(self, conv: Convolution, x: Tensor) -> Volume:
         """Return the first convolution of a volume; as rows computed on demand where the result is for the host."""

@@ -289,7 +289,8 @@ def draws_random_numbers(module: Callable[..., Any]) -> bool:
     if parts is None:
         found = [part for part in module.modules() if isinstance(part, _DROPOUTS) or hasattr(part, "dropout_rate")]
         parts = _with_rates[module] = found
-    return any((part.p if isinstance(part, _DROPOUTS) else part.dropout_rate) > 0 for part in parts)
+    rates: list[Any] = [part.p if isinstance(part, _DROPOUTS) else part.dropout_rate for part in parts]
+    return any(rate > 0 for rate in rates)
 
 
 def gradient_checkpoint_forward(
@@ -324,7 +325,7 @@ def gradient_checkpoint_forward(
     values: tuple[Any, ...] = (*args, *kwargs.values())
     if not getattr(module, "keeps_attention", False):
         with offload:
-            checkpoint = _Checkpoint(run, values, draws_random_numbers(module))
+            checkpoint = _Checkpoint(run if kwargs else module, values, is_random=draws_random_numbers(module))
         return checkpoint.first(*values)
     block: Any = module
     with offload:

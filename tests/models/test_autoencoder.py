@@ -61,15 +61,14 @@ class CountedCheckpoints:
     def __init__(self, monkeypatch):
         from models.lean import checkpointing
 
-        original, self.count = checkpointing.checkpoint, 0
+        original, self.count = checkpointing._Checkpoint, 0
 
         def counted(*args, **kwargs):
             self.count += 1
-            assert kwargs["use_reentrant"] is False
-            assert kwargs["preserve_rng_state"] is False, "nothing in these blocks is random"
+            assert kwargs["is_random"] is False, "nothing in these blocks is random"
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(checkpointing, "checkpoint", counted)
+        monkeypatch.setattr(checkpointing, "_Checkpoint", counted)
 
 
 def test_checkpointing_acts_only_in_training_with_gradients(monkeypatch):

@@ -26,13 +26,13 @@ def test_checkpointing_acts_only_in_training_with_gradients(monkeypatch, caplog)
     from models.lean import checkpointing
 
     calls = []
-    original = checkpointing.checkpoint
+    original = checkpointing._Checkpoint
 
     def counted(*args, **kwargs):
         calls.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(checkpointing, "checkpoint", counted)
+    monkeypatch.setattr(checkpointing, "_Checkpoint", counted)
     with caplog.at_level(logging.INFO, logger="models"):
         model = build_unet(ldm_settings(use_gradient_checkpointing=True), latent_channels=3)
     (line,) = (record.getMessage() for record in caplog.records)

@@ -1,4 +1,4 @@
-"""`scripts/check_gpu.sh` refuses machines without a CUDA device in one sentence, and runs the GPU tests on others."""
+"""`scripts/check_gpu.sh` refuses machines without a CUDA device in one sentence; others it measures and tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from evaluation.benchmarks.gpu_check import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,26 +48,32 @@ def test_without_a_gpu_it_says_so_in_one_sentence(project):
     assert "pytest" not in (project / "asked").read_text()
 
 
-def test_with_a_gpu_it_runs_the_tests_that_need_one(project):
-    done = check_gpu(project, True, "-k", "peak")
+TESTS = ["-m", "pytest", "-m", "gpu", "tests/gpu", "tests/models/lean/norm/test_norm_gpu.py"]
+
+
+def test_with_a_gpu_it_measures_and_runs_the_tests_that_need_one(project):
+    done = check_gpu(project, True)
     assert done.returncode == 0, done.stderr
-    command = (project / "asked").read_text().splitlines()[-1].split()
-    assert command == [
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "tests/gpu",
-        "tests/models/lean/norm/test_norm_gpu.py",
-        "-k",
-        "peak",
-    ]
-    assert all((ROOT / word).exists() for word in command if word.startswith("tests/"))
+    *_, measurement, tests = (line.split() for line in (project / "asked").read_text().splitlines())
+    assert tests == TESTS
+    assert all((ROOT / word).exists() for word in tests if word.startswith("tests/"))
+    options = parse(measurement[2:])
+    assert measurement[:2] == ["-m", "evaluation.benchmarks.gpu_check"]
+    assert options.seconds <= 240
+    assert options.out == "check_gpu.md"
+
+
+def test_with_arguments_it_runs_only_tests(project):
+    done = check_gpu(project, True, "-k", "gradients")
+    assert done.returncode == 0, done.stderr
+    asked = [line.split() for line in (project / "asked").read_text().splitlines()]
+    assert asked[-1] == [*TESTS, "-k", "gradients"]
+    assert not any("evaluation.benchmarks.gpu_check" in words for words in asked)
 
 
 def test_every_test_that_needs_a_gpu_is_run_by_it():
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
     ours = [path.relative_to(ROOT).as_posix() for path in marked if path != Path(__file__).resolve()]
     script = (ROOT / "scripts" / "check_gpu.sh").read_text()
-    assert len(ours) > 4
+    assert len(ours) > 3
     assert all(path.startswith("tests/gpu/") or path in script for path in ours), ours
