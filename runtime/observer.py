@@ -30,7 +30,7 @@ class MemoryObserver:
         return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def emulates_gpu(self) -> bool:
-        """Return whether CPU tensors stand for those of a GPU, and kernels are to be chosen as for one."""
+        """Return whether fake tensors stand for those of a GPU, and kernels are to be chosen as for one."""
         return False
 
     def weights_copied(self, weights: Sequence[Tensor]) -> None:
@@ -54,8 +54,8 @@ def memory_observer() -> MemoryObserver:
 
 
 def runs_on_cpu(x: Tensor) -> bool:
-    """Return whether the kernels of a CPU compute `x`; CPU tensors of a predictor may stand for those of a GPU."""
-    return x.is_cpu and not memory_observer().emulates_gpu()
+    """Return whether the kernels of a CPU compute `x`; fake tensors of a predictor may stand for those of a GPU."""
+    return x.is_cpu and (type(x) is Tensor or not memory_observer().emulates_gpu())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What reductions on a GPU allocate besides their result: room for the partial sums of thread blocks.
+"""What reductions and attention on a GPU allocate besides their result, such as the partial sums of thread blocks.
 
 torch: a sum over the voxels of a channels-last volume, or over the tokens of attention, has few results and much to add
 for each, so many blocks share one result, and each thread of each block leaves its partial sum in memory. Follows
@@ -26,6 +26,10 @@ _SUMMED |= {"group_norm_backward": 1}
 """The position of the volume among the arguments of those of our operators that sum."""
 _WHOLE, _SMALL_VALUES = ("group_norm", "group_norm_backward"), 2**22
 """The operators that process small volumes with one kernel, which adds up without leaving parts in memory."""
+
+
+_BLOCK_TOKENS = 64  # of the blocks in which fp32 attention accumulates the gradient of the query
+_BLOCK_STATE_BYTES = 16  # before each of them
 
 
 def held_elements(func: Any, args: tuple[Any, ...]) -> int:
@@ -109,3 +113,31 @@ def partial_sum_bytes(func: Any, args: tuple[Any, ...]) -> int:
 def _power_of_two(number: int) -> int:
     """Return the largest power of two that is not above a positive number."""
     return 1 << (number.bit_length() - 1)
+
+
+def attention_workspaces(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the bytes of each workspace that attention's CUDA kernel allocates; empty for other operators.
+
+    The complement of a position among the workspaces stands where that one is freed; the others stay to the end.
+    torch serves 16 bits with flash attention and fp32 with its memory-efficient kernel; both need none in forward.
+    """
+    if func._overloadpacket is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return ()
+    query = args[1]
+    return _memory_efficient_backward(*query.shape) if query.dtype == torch.float32 else _flash_backward(*query.shape)
+
+
+def _flash_backward(batch: int, heads: int, tokens: int, channels: int) -> tuple[int, ...]:
+    """One fp32 number per token and head, and the query's gradient in fp32; both are rounded up to whole blocks."""
+    numbers = 4 * batch * heads * math.ceil(tokens / 128) * 128
+    return numbers, numbers * math.ceil(channels / 32) * 32
+
+
+def _memory_efficient_backward(batch: int, heads: int, tokens: int, channels: int) -> tuple[int, ...]:
+    """The product of result and gradient, its sums by token and head, and the query's gradient in blocks."""
+    sums = 4 * batch * heads * tokens
+    width = 64 if channels <= 64 else 128
+    blocks = batch * heads * math.ceil(tokens / _BLOCK_TOKENS) * math.ceil(channels / width)
+    workspace = blocks * (_BLOCK_STATE_BYTES + 4 * _BLOCK_TOKENS * width)
+    reordered = (sums, ~1) if heads > 1 else ()
+    return sums * channels, sums, *reordered, ~0, workspace

@@ -185,6 +185,7 @@ def fingerprint(settings: Settings, stage: Stage) -> str:
     """Return a short name of everything that decides what a step of this config needs."""
     values = settings.model_dump(mode="json", exclude={"name", "seed"})
     data = {name: values["data"][name] for name in ("voxel_size", "patch_size")}
+    values["device"]["type"] = "cpu" if settings.device.type == "cpu" else "cuda"  # as auto is predicted
     parts = [stage, data, values["autoencoder"], values["ldm"] if stage == "ldm" else None, values["device"]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 

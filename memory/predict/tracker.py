@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memory.kernels import operators
-from memory.kernels.attention import attention_workspaces
 from memory.kernels.convolutions import ConvolutionMemory, convolution_memory, cudnn_version, trial_key
 from memory.kernels.cpu_convolutions import cpu_convolution_memory
-from memory.kernels.reductions import channel_sum_bytes, partial_sum_bytes, sum_bytes
+from memory.kernels.reductions import attention_workspaces, channel_sum_bytes, partial_sum_bytes, sum_bytes
 from memory.kernels.timing import LAYOUT
 from memory.predict.known_results import CPU, KnownResults, is_added_in_place, key_of, plausible_value
 from memory.predict.records import WORKSPACE, Allocation, ModuleNames, Place, Purpose, StepEvents, Work, WorkCounter

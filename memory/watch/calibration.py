@@ -1,23 +1,30 @@
-"""Correct predictions by full steps measured on this machine, kept by device, torch and cuDNN version.
+"""Correct predictions by full steps that were measured, kept by device, torch and cuDNN version.
 
-A full step has every optimizer state and every loss term. Measured on the config itself, its ratio replaces the guess;
-measured on another config of the same stage and tier, it can only raise a prediction. The margin shrinks with each
-measurement and never vanishes, and no prediction falls below the tensors that the step is known to hold.
+A training run measures its own; `python -m memory.watch.calibration check_gpu.md` takes those of the file that
+scripts/check_gpu.sh writes, on this machine or on another one. A full step has every optimizer state and every loss
+term. Measured on the config itself, its ratio replaces the guess; measured on another config of the same stage and
+tier, it can only raise the memory. The margin shrinks with each measurement and never vanishes, and no prediction falls
+below the tensors that the step is known to hold.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from memory.kernels.gpus import find_gpu
 from memory.predict.prediction import Prediction
+from runtime.cli import parser, run
 from runtime.files import write_text
+from settings import UserError
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +46,40 @@ class Measured(BaseModel):
     time: list[float] = []
 
 
+class Machine(BaseModel):
+    """The card and the libraries that a step was measured with."""
+
+    gpu: str
+    torch: str
+    cudnn: int | str
+
+    @property
+    def key(self) -> str:
+        """Return the name under which measurements are kept."""
+        return f"{self.gpu}{_VERSION}{self.torch}, cuDNN {self.cudnn}"
+
+
+class CheckedStep(BaseModel):
+    """A step that scripts/check_gpu.sh measured, beside its prediction; `config` is its fingerprint."""
+
+    stage: str
+    tier: str
+    config: str
+    seconds: float
+    predicted_seconds: float | None
+    peak_allocated_bytes: int
+    predicted_peak_allocated_bytes: int
+
+
+class CheckedGpu(BaseModel):
+    """What is read of the file of scripts/check_gpu.sh."""
+
+    format: Literal[1]
+    machine: Machine
+    steps: list[CheckedStep]
+
+
+_VERSION = ", torch "
 _FILE = TypeAdapter(dict[str, dict[str, Measured]])
 """By device and versions, then by config."""
 
@@ -55,26 +96,51 @@ def record(prediction: Prediction, measured_bytes: int) -> float | None:
     measured_bytes: peak allocated by tensors on CUDA, growth of the resident memory on the CPU.
     """
     ratio = measured_bytes / max(1, prediction.peak_allocated_bytes)
-    return _save(prediction, "memory", ratio) if LOWEST <= ratio <= HIGHEST else None
+    return ratio if LOWEST <= ratio <= HIGHEST and _save_own(prediction, memory=ratio) else None
 
 
 def record_time(prediction: Prediction, measured_seconds: float, predicted_seconds: float) -> float | None:
     """Save how many times its predicted time an update took and return that; None as for `record`."""
     ratio = measured_seconds / max(1e-9, predicted_seconds)
-    return _save(prediction, "time", ratio) if FASTEST <= ratio <= SLOWEST else None
+    return ratio if FASTEST <= ratio <= SLOWEST and _save_own(prediction, time=ratio) else None
+
+
+def learn(path: Path) -> CheckedGpu:
+    """Save the steps of a file that scripts/check_gpu.sh wrote; raise `UserError` if it is none, or for the disk."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        checked = CheckedGpu.model_validate_json(text.partition("\n```json\n")[2].partition("\n```")[0] or text)
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        what = str(error).splitlines()[0]
+        remedy = "files that scripts/check_gpu.sh wrote are allowed; run it again on the machine with the GPU"
+        raise UserError(f"{path}: {what}; {remedy}") from error
+    known = _read()
+    configs = known.setdefault(checked.machine.key, {})
+    for step in checked.steps:
+        measured = Measured(stage=step.stage, tier=step.tier)
+        ratio = step.peak_allocated_bytes / max(1, step.predicted_peak_allocated_bytes)
+        measured.memory = [round(ratio, 4)] if LOWEST <= ratio <= HIGHEST else []
+        ratio = step.seconds / step.predicted_seconds if step.predicted_seconds else 0.0
+        measured.time = [round(ratio, 4)] if FASTEST <= ratio <= SLOWEST else []
+        configs[step.config] = measured
+    if not _write(known):
+        raise UserError(f"{calibration_file()}: cannot be written; set XDG_CACHE_HOME to a folder that can")
+    return checked
 
 
 def corrected(prediction: Prediction, gpu_name: str | None = None) -> Prediction:
-    """Return the prediction corrected by measurements on this machine, or unchanged if there are none.
+    """Return the prediction corrected by what was measured on its device, or unchanged if there is nothing.
 
-    gpu_name: the card that the user named, if any; measurements say nothing about another than this machine's.
+    gpu_name: the card that the user named, if any; without, this machine's device counts.
     """
     known = _read()
     if not known:
         return prediction  # without importing torch
-    if gpu_name is not None and prediction.is_for_gpu and not _is_here(gpu_name):
-        return prediction
-    key = _key(prediction)
+    if gpu_name is None or not prediction.is_for_gpu:
+        key = _key(prediction)
+    else:
+        cards = {key: find_gpu(key.partition(_VERSION)[0]) for key in known}
+        key = next((key for key, card in cards.items() if card is not None and card == find_gpu(gpu_name)), "")
     configs, tier = known.get(key, {}), (prediction.stage, prediction.tier)
     alike = [measured for measured in configs.values() if (measured.stage, measured.tier) == tier]
     own = configs.get(prediction.config, Measured(stage=prediction.stage, tier=prediction.tier))
@@ -92,24 +158,24 @@ def corrected(prediction: Prediction, gpu_name: str | None = None) -> Prediction
     return result
 
 
-def _is_here(gpu_name: str) -> bool:
-    import torch
-
-    return torch.cuda.is_available() and find_gpu(torch.cuda.get_device_name()) == find_gpu(gpu_name)
-
-
-def _save(prediction: Prediction, what: str, ratio: float) -> float | None:
+def _save_own(prediction: Prediction, **ratios: float) -> bool:
+    """Add measured ratios of this machine's device to those of their config; return whether they could be saved."""
     known, empty = _read(), Measured(stage=prediction.stage, tier=prediction.tier)
     measured = known.setdefault(_key(prediction), {}).setdefault(prediction.config, empty)
-    setattr(measured, what, [*getattr(measured, what), round(ratio, 4)][-MOST_KEPT:])
+    for what, ratio in ratios.items():
+        setattr(measured, what, [*getattr(measured, what), round(ratio, 4)][-MOST_KEPT:])
+    return _write(known)
+
+
+def _write(known: dict[str, dict[str, Measured]]) -> bool:
     try:
         path = calibration_file()
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, _FILE.dump_json(known, indent=2).decode() + "\n")
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
         log.warning("memory: a measured step cannot be saved for later predictions (%s)", error)
-        return None
-    return ratio
+        return False
+    return True
 
 
 def _read() -> dict[str, dict[str, Measured]]:
@@ -128,4 +194,17 @@ def _key(prediction: Prediction) -> str:
         device = "no GPU"
         if torch.cuda.is_available() and torch.cuda.device_count():
             device, cudnn = torch.cuda.get_device_name(), torch.backends.cudnn.version()
-    return f"{device}, torch {torch.__version__}, cuDNN {cudnn}"
+    return Machine(gpu=device, torch=str(torch.__version__), cudnn=cudnn).key
+
+
+if __name__ == "__main__":
+    arguments = parser("Correct predictions by what scripts/check_gpu.sh measured on a GPU.", ["check_gpu.md"])
+    arguments.add_argument("file", type=Path, help="the file that scripts/check_gpu.sh wrote")
+
+    def main(options: argparse.Namespace) -> int:
+        """Read the file and say what it is for."""
+        checked = learn(options.file)
+        print(f"{checked.machine.gpu}: {len(checked.steps)} measured steps correct later predictions for this card")
+        return 0
+
+    sys.exit(run(main, arguments.parse_args()))

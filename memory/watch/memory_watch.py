@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import math
 import time
@@ -26,7 +27,7 @@ from memory.watch.diagnosis import (
     settings_of_next_rung,
 )
 from memory.watch.readings import MemoryReadings
-from memory.watch.run_record import write_memory_record
+from runtime.files import write_text
 from runtime.observer import current_phase, phase
 from runtime.processes import Process, number_of_processes
 from settings import Settings
@@ -87,9 +88,10 @@ class MemoryWatch:
             )
 
     def record(self, folder: Path) -> None:
-        """Write the prediction and the position on the ladder to the run folder, for its report."""
+        """Write the prediction to the run folder, for its report."""
         if self.process.is_rank_zero:
-            write_memory_record(folder, self.settings, self.stage, self.prediction)
+            prediction = self.prediction.to_json() if self.prediction is not None else None
+            write_text(folder / f"memory_{self.stage}.json", json.dumps({"prediction": prediction}, indent=1) + "\n")
 
     @contextmanager
     def guard(self, folder: Path, step: int, activity: str = "training", saved: int = 0) -> Iterator[None]:

@@ -35,9 +35,8 @@ CONTENTS: tuple[bytes, ...] = (
     b'{"command": 3, "packages": [], "device": {}}',
     b'{"command": ["--config", "\\u0000"], "packages": {"torch": null}}',
     b'{"command": ["--config", "' + b"x" * 300 + b'"], "device": "\\udcff\\ud800"}',
-    b'{"prediction": {"peak_allocated_bytes": NaN}, "ladder": 3}',
-    b'{"prediction": 3, "ladder": [{}]}',
-    b'{"prediction": null, "ladder": [{"name": 1}]}',
+    b'{"prediction": {"peak_allocated_bytes": NaN}}',
+    b'{"prediction": 3}',
     b'{"stage": "autoencoder", "step": "x", "next_rung": 3}',
     b'{"stage": "autoencoder", "step": 3, "phase": null, "next_rung": {}}',
 )

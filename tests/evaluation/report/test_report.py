@@ -16,10 +16,8 @@ from evaluation.report import publish, write_comparison, write_report
 from evaluation.report.page import page_of
 from evaluation.report.run_data import MAX_POINTS, read_run
 from evaluation.report.volumes import viewer_data
-from memory.watch.run_record import ladder_position, write_memory_record
 from runtime.files import RunFolder
 from runtime.processes import Process
-from settings import Settings
 from tests.report_run import SPACING, make_run, volume_with_gradient
 from tests.support.tiny_config import TINY
 from training.recording.progress import ELAPSED
@@ -156,18 +154,6 @@ def test_report_is_small_and_quick(tmp_path):
     assert path.stat().st_size < 5_000_000
     assert time.process_time() - start < 3
     assert page_data(path.read_text())["sets"][0]["step"] == 900
-
-
-def test_ladder_position_tells_what_is_on_and_what_is_left(tmp_path):
-    changes = {"autoencoder.training.use_gradient_checkpointing": True, "device.type": "cuda"}
-    settings = Settings.model_validate(TINY).with_overrides(changes)
-    states = {rung["name"]: rung["state"] for rung in ladder_position(settings, "autoencoder")}
-    assert states["checkpointing"] == "taken"
-    assert states["as configured"] == "here"
-    assert states["offload"] == "left"
-    record = json.loads(write_memory_record(tmp_path, settings, "ldm", None).read_text())
-    assert record["prediction"] is None
-    assert {"name": "checkpointing of the U-Net", "state": "left", "same_mathematics": True} in record["ladder"]
 
 
 def test_page_keeps_the_first_volumes_and_whole_pairs_when_the_budget_is_used_up(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memory.kernels.attention import attention_workspaces
+from memory.kernels.reductions import attention_workspaces
 
 aten = torch.ops.aten
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -272,7 +272,8 @@ def count_attention(shape: tuple[int, ...], is_half: bool, is_update: bool) -> C
         grad = torch.zeros(shape, dtype=dtype)
 
         def step() -> None:
-            y = nn.functional.scaled_dot_product_attention(*parts)
+            query, key, value = parts
+            y = nn.functional.scaled_dot_product_attention(query, key, value)
             if is_update:
                 torch.autograd.grad(y, parts, grad)
 
@@ -319,9 +320,8 @@ def builders() -> dict[str, Callable[[], Callable[[], Any]]]:
         for network in ("ddpm", "rflow"):
             found[f"MAISI {network} {'x'.join(map(str, latent))}, step"] = count_maisi(latent, network == "rflow")
     for rows in ATTENTION.values():
-        for (*shape, precision, is_update), *_ in rows:
-            name = attention_name((*shape, precision, is_update))
-            found[name] = count_attention(tuple(shape), precision == "16 bits", is_update)
+        for key, *_ in rows:
+            found[attention_name(key)] = count_attention(key[:4], key[4] == "16 bits", key[5])
     found |= {QWEN: count_qwen, WAN: count_wan}
     found[CONVOLUTION] = count_convolution
     used = {name for row in TIME_ROWS for _, name in row.work}

@@ -1,17 +1,18 @@
 """Full steps measured on a machine correct its predictions: of their own config fully, of others only upwards."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from memory.kernels.gpus import check_gpu
-from memory.kernels.timing import MOVED, WorkPart
-from memory.predict.prediction import GIB, fullest_step
+from memory.kernels.timing import MOVED, WorkPart, time_range
+from memory.predict.prediction import GIB, fingerprint, fullest_step
 from memory.watch import calibration
 from memory.watch.memory_watch import MemoryWatch
 from runtime.processes import Process
-from settings import Settings
+from settings import Settings, UserError
 from tests.memory.ladder.test_walk import BLANK
 
 
@@ -67,12 +68,43 @@ def test_steps_measured_here_say_nothing_about_another_card(monkeypatch):
         hidden.setattr("torch.cuda.is_available", lambda: True)
         hidden.setattr("torch.cuda.device_count", lambda: 0)
         assert calibration.corrected(made()).correction == pytest.approx(1.25)
-    monkeypatch.setattr(calibration, "_key", lambda prediction: next(iter(calibration._read())))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA GeForce RTX 4090")
     assert calibration.corrected(made(), "L40S") == made()
-    for name in ("RTX 4090", None):
-        assert calibration.corrected(made(), name).correction == pytest.approx(1.25)
+
+
+def checked_file(path, **machine):
+    """Write what scripts/check_gpu.sh leaves: tables, then everything as JSON."""
+    step = {"preset": "x", "stage": BLANK.stage, "tier": BLANK.tier, "config": "this", "seconds": 1.5}
+    step |= {"predicted_seconds": 1.0, "peak_allocated_bytes": 5, "predicted_peak_allocated_bytes": 4}
+    values = {"machine": {"gpu": "NVIDIA GeForce RTX 4090", "torch": "2.13", "cudnn": 92000, **machine}}
+    text = json.dumps({"format": 1, "basics": {}, **values, "steps": [step]})
+    path.write_text(f"# Checked\n\n```json\n{text}\n```\n")
+    return path
+
+
+def test_the_file_of_a_checked_gpu_decides_on_any_machine_and_the_range_narrows(tmp_path):
+    assert len(calibration.learn(checked_file(tmp_path / "check_gpu.md")).steps) == 1
+    corrected = calibration.corrected(made(), "RTX 4090")
+    assert (corrected.correction, corrected.time_correction) == (1.25, 1.5)
+    assert corrected.margin < made().margin
+    narrow, wide = (time_range(1.0, prediction.is_time_measured) for prediction in (corrected, made()))
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+    for name in ("RTX 4090 Laptop", "L40S", None):
+        assert calibration.corrected(made(), name) == made()
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', "```json\n{}\n```"])
+def test_another_file_than_that_of_a_checked_gpu_is_refused(tmp_path, text):
+    (tmp_path / "other.md").write_text(text)
+    with pytest.raises(UserError, match=r"other.md: .*; files that scripts/check_gpu.sh wrote are allowed; run it"):
+        calibration.learn(tmp_path / "other.md")
+    with pytest.raises(UserError, match="No such file"):
+        calibration.learn(tmp_path / "missing.md")
+
+
+def test_a_config_that_leaves_the_device_open_is_the_one_that_trains_on_a_gpu():
+    names = {fingerprint(Settings().with_overrides({"device.type": d}), "ldm") for d in ("auto", "cuda")}
+    assert len(names) == 1
+    assert fingerprint(Settings().with_overrides({"device.type": "cpu"}), "ldm") not in names
 
 
 def test_no_measurement_takes_a_prediction_below_its_tensors_and_the_phase_that_needs_the_most_is_named():
