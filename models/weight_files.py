@@ -101,6 +101,12 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return state, metadata | {name.removeprefix(_METADATA): state.pop(name) for name in kept}
 
 
+def load_texts(path: Path) -> dict[str, Any]:
+    """Return the metadata of a weight file that are not tensors, without reading the weights."""
+    with safe_open(path, framework="pt") as file:
+        return {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
+
+
 def load_into(network: nn.Module, path: Path) -> dict[str, Any]:
     """Load a weight file into a network and return its metadata; raise `CheckpointError` if it does not fit."""
     state, metadata = load_weights(path)

@@ -58,7 +58,8 @@ def main(options: argparse.Namespace) -> None:
     arguments = monai_arguments(network, settings)
     destination.parent.mkdir(parents=True, exist_ok=True)
     if destination.suffix == ".safetensors":
-        save_weights(destination, state, {"class": name, "arguments": arguments})
+        licence = {"licence": metadata["licence"]} if "licence" in metadata else {}
+        save_weights(destination, state, {"class": name, "arguments": arguments, **licence})
     else:
         with replacing(destination) as temporary:
             torch.save(state, temporary)
@@ -71,6 +72,8 @@ def main(options: argparse.Namespace) -> None:
     if network == "autoencoder":
         ends = "[-1, 1]" if settings.autoencoder.value_range == "symmetric" else "[0, 1]"
         print(f"# It takes and returns volumes with intensities scaled to {ends}.")
+    if "licence" in metadata:
+        print(f"# Licence of the weights, or of those that they were fine-tuned from: {metadata['licence']}.")
     if network == "ldm" and "latent_scale" in metadata:
         values = _sampling(destination, settings, metadata, mean_map)
         print(f"# {values}: what else sampling needs; docs/examples/sample_with_monai.py does it with MONAI alone.")

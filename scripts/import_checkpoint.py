@@ -23,6 +23,7 @@ def main(options: argparse.Namespace) -> None:
     check_output_folder(options.out)
     settings = load_settings(options.config, options.overrides)
     from diffusion.normalisation import Normalisation
+    from models.exchange.licences import UNKNOWN, published
     from models.exchange.weights import check_fit, check_values, find_state, read_foreign_weights, to_our_names
     from models.weight_files import save_weights
     from training.run_setup import locked
@@ -45,6 +46,8 @@ def main(options: argparse.Namespace) -> None:
     state = {key: value.float() for key, value in state.items()}
     metadata: dict[str, Any] = {"stage": network, "settings": stored(settings)}
     metadata["imported_from"] = f"{options.origin}: {path.name}"
+    known = published(path.name) if options.origin == "maisi" else None
+    metadata["licence"] = UNKNOWN if known is None else f"{known.licence} ({known.name}, {known.source})"
     if network == "ldm":
         scale = _latent_scale(options, content, path)
         normalisation = Normalisation.uniform(settings.autoencoder.latent_channels, scale)
@@ -56,6 +59,7 @@ def main(options: argparse.Namespace) -> None:
             write_text(folder.config, dump_yaml(settings))
     number = sum(value.numel() for value in state.values())
     log.info("%s: %d parameters in %d tensors", folder.weights(network), number, len(state))
+    log.info("licence, by the name of the file: %s", metadata["licence"])
     for line in [*_not_in_the_weights(network, settings), *_next_commands(network, folder)]:
         log.info(line)
 

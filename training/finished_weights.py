@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from models.frozen_autoencoder import check_pretrained
-from models.weight_files import load_into, load_weights, save_weights
+from models.weight_files import load_into, load_texts, load_weights, save_weights
 from runtime.files import RunFolder
-from settings import AutoencoderSettings, CheckpointError, stored
+from settings import AutoencoderSettings, CheckpointError, Settings, stored
 from training.checkpoints import Checkpoints
 from training.step import TrainingStep
 
@@ -81,4 +81,15 @@ class BestWeights:
 def _write(step: TrainingStep, path: Path, facts: dict[str, Any]) -> None:
     with step.inference_weights():
         own = {"stage": step.stage, "settings": stored(step.settings)}
-        save_weights(path, step.network.state_dict(), own | step.metadata | facts)
+        save_weights(
+            path, step.network.state_dict(), own | licence_of(step.stage, step.settings) | step.metadata | facts
+        )
+
+
+def licence_of(stage: str, settings: Settings) -> dict[str, str]:
+    """Return the licence of the weights that a run was fine-tuned from, if they name one."""
+    section = settings.autoencoder if stage == "autoencoder" else settings.ldm
+    if section.pretrained is None or not Path(section.pretrained).is_file():
+        return {}
+    licence = load_texts(Path(section.pretrained)).get("licence")
+    return {} if licence is None else {"licence": licence}

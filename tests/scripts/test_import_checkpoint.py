@@ -15,13 +15,15 @@ from monai.networks.nets import AutoencoderKL, DiffusionModelUNet
 
 from evaluation.trained_run import TrainedRun
 from models import build_autoencoder
-from models.weight_files import load_weights, save_weights
+from models.exchange.licences import UNKNOWN, published
+from models.weight_files import load_texts, load_weights, save_weights
 from runtime.cli import run
 from scripts import export_checkpoint, import_checkpoint
-from settings import load_settings, stored
+from settings import Settings, load_settings, stored
 from tests.conftest import ROOT
 from tests.finished_run import finished_run, run_here
 from training.checkpoints import Checkpoints
+from training.finished_weights import licence_of
 
 SHAPE = {
     "spatial_dims": 3,
@@ -143,7 +145,7 @@ def test_maisi_weights_need_the_settings_of_its_network_and_then_run(tmp_path, t
     capsys.readouterr()
     assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "again.safetensors") == 0
     recipe = capsys.readouterr().out
-    assert recipe.endswith("# It takes and returns volumes with intensities scaled to [0, 1].\n")
+    assert "# It takes and returns volumes with intensities scaled to [0, 1].\n" in recipe
     scope: dict = {}
     exec(recipe, scope)
     assert type(scope["network"]) is AutoencoderKlMaisi
@@ -289,3 +291,35 @@ def test_a_run_in_use_is_left_alone(tmp_path, tmp_path_factory, capsys):
             assert not (out / "autoencoder.safetensors").exists()
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("name", "licence"),
+    [
+        ("diff_unet_3d_rflow-ct.pt", "NVIDIA Open Model License"),
+        ("diff_unet_3d_rflow-mr-brain_v0.pt", "NVIDIA Open Model License"),
+        ("diff_unet_3d_rflow-mr.pt", "NVIDIA OneWay Non-Commercial License, for academic research"),
+        ("autoencoder_v2.pt", "NVIDIA OneWay Non-Commercial License, for academic research"),
+    ],
+)
+def test_licences_of_published_weights_are_known_by_their_names(name, licence):
+    known = published(name)
+    assert known is not None
+    assert known.licence == licence
+    assert published("unet.pt") is None
+
+
+def test_the_licence_follows_weights_from_import_to_a_fine_tuned_run_and_its_export(tmp_path, take, unet_state, capsys):
+    torch.save({"unet_state_dict": unet_state, "scale_factor": torch.tensor(0.75)}, tmp_path / "unet.pt")
+    assert take("monai", tmp_path / "unet.pt") == 0
+    source = tmp_path / "run" / "ldm.safetensors"
+    state, metadata = load_weights(source)
+    assert metadata["licence"] == UNKNOWN
+    save_weights(source, state, metadata | {"licence": "Theirs"})
+    settings = Settings.model_validate({"ldm": {"pretrained": str(source)}})
+    assert licence_of("ldm", settings) == {"licence": "Theirs"}
+    assert licence_of("autoencoder", settings) == {}
+    capsys.readouterr()
+    assert command(export_checkpoint, "--weights", source, "--out", tmp_path / "out.safetensors") == 0
+    assert "fine-tuned from: Theirs." in capsys.readouterr().out
+    assert load_texts(tmp_path / "out.safetensors")["licence"] == "Theirs"
