@@ -1,6 +1,6 @@
 """Measure this machine's GPU within a few minutes and leave one file to paste into a report: tables, then all as JSON.
 
-python -m evaluation.benchmarks.gpu_check [--out check_gpu.md] [--seconds 200]
+python -m evaluation.gpu_check [--out check_gpu.md] [--seconds 200]
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import torch
 
-from evaluation.benchmarks import gpu_kernels
+from evaluation import gpu_kernels
 from memory.kernels.gpus import find_gpu
 from memory.predict.prediction import GIB, PredictionError, Predictor, fingerprint
 from memory.watch.announcement import without_triton
@@ -195,7 +195,7 @@ def settings_of(preset: str, stage: Any, overrides: list[str]) -> Settings:
 def _in_process(settings: Settings, stage: str, seconds: float) -> tuple[dict[str, Any] | None, str]:
     """Return what a process of its own measured, whose memory nothing else shares; or None and the reason."""
     request = {"settings": settings.model_dump(mode="json"), "stage": stage, "seconds": min(20.0, seconds / 2)}
-    command = [sys.executable, "-m", "evaluation.benchmarks.gpu_step"]
+    command = [sys.executable, "-m", "evaluation.gpu_step"]
     try:
         done = subprocess.run(
             command, cwd=ROOT, input=json.dumps(request), capture_output=True, text=True, timeout=seconds, check=False
@@ -296,7 +296,7 @@ def _number(value: float | None, scale: float = 1.0) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    result = parser(__doc__ or "", ["python -m evaluation.benchmarks.gpu_check --out check_gpu.md"])
+    result = parser(__doc__ or "", ["python -m evaluation.gpu_check --out check_gpu.md"])
     result.add_argument("--out", metavar="FILE", default="check_gpu.md", help="file to write; default: check_gpu.md")
     result.add_argument("--seconds", type=float, default=200.0, help="how long it may take; default: 200")
     return result.parse_args(arguments)

@@ -1,6 +1,6 @@
 """Train a few updates of one config on the GPU, in a process of its own, and print peaks, times and kernels as JSON.
 
-As a program (`python -m evaluation.benchmarks.gpu_step`) it reads one JSON request from standard input.
+As a program (`python -m evaluation.gpu_step`) it reads one JSON request from standard input.
 """
 
 from __future__ import annotations

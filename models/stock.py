@@ -78,10 +78,10 @@ class StockAutoencoder(AutoencoderKL, LaidOut):
                 parameter.requires_grad_(False)
 
     def gradient_checkpointing_enable(
-        self, levels: int | str = "all", offload: bool = False, nested: bool = False, dtype: str = "same"
+        self, levels: int | str = "all", offload: bool = False, nested: bool = False
     ) -> None:
         """Turn on MONAI's own checkpointing, which always covers the whole encoder and the whole decoder."""
-        assert (levels, offload, nested, dtype) == ("all", False, False, "same"), "stock blocks have no such knobs"
+        assert (levels, offload, nested) == ("all", False, False), "stock blocks have no such knobs"
         self.use_checkpoint = True
         log.info("gradient checkpointing on: MONAI's own, the encoder and the decoder as one block each")
 

@@ -11,6 +11,6 @@ if ! found="$(python -c 'import sys, torch; print(torch.__version__); sys.exit(n
     exit 2
 fi
 if [ $# -eq 0 ]; then
-    python -m evaluation.benchmarks.gpu_check --out check_gpu.md --seconds 200
+    python -m evaluation.gpu_check --out check_gpu.md --seconds 200
 fi
 python -m pytest -m gpu tests/gpu tests/models/lean/norm/test_norm_gpu.py "$@"

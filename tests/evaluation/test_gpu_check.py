@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from evaluation.benchmarks.gpu_step import measured
 
 from evaluation.benchmarks import gpu_check, gpu_kernels
+from evaluation.gpu_step import measured
 from settings import Settings
 
 CPU = torch.device("cpu")

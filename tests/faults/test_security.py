@@ -57,7 +57,7 @@ def test_control_characters_are_escaped_in_messages_and_logs(capsys):
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
-        _set_up_logging(quiet=False)
+        _set_up_logging(quiet=False, log_file=None)
         logging.getLogger("test").warning("%s: odd", name)
         assert "\x1b" not in capsys.readouterr().err
     finally:

@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from evaluation.benchmarks.gpu_check import parse
+
+from evaluation.gpu_check import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +59,7 @@ def test_with_a_gpu_it_measures_and_runs_the_tests_that_need_one(project):
     assert tests == TESTS
     assert all((ROOT / word).exists() for word in tests if word.startswith("tests/"))
     options = parse(measurement[2:])
-    assert measurement[:2] == ["-m", "evaluation.benchmarks.gpu_check"]
+    assert measurement[:2] == ["-m", "evaluation.gpu_check"]
     assert options.seconds <= 240
     assert options.out == "check_gpu.md"
 
@@ -68,7 +69,7 @@ def test_with_arguments_it_runs_only_tests(project):
     assert done.returncode == 0, done.stderr
     asked = [line.split() for line in (project / "asked").read_text().splitlines()]
     assert asked[-1] == [*TESTS, "-k", "gradients"]
-    assert not any("evaluation.benchmarks.gpu_check" in words for words in asked)
+    assert not any("evaluation.gpu_check" in words for words in asked)
 
 
 def test_every_test_that_needs_a_gpu_is_run_by_it():
