@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from evaluation.benchmarks import gpu_check, gpu_kernels
+from evaluation import gpu_check, gpu_kernels
 from evaluation.gpu_step import measured
 from settings import Settings
 
