@@ -124,7 +124,7 @@ class LdmTraining(TrainingSettings):
     max_steps: Count = key(
         50000, "Number of updates; a run whose learning rate decays resumes only with the same number.", FREE
     )
-    learning_rate: float = key(4e-4, "Adam's step size; never scaled by the number of GPUs.", gt=0)
+    learning_rate: float = key(4e-4, "Size of a step; never scaled by the number of GPUs.", gt=0)
     ema_decay: Decay | Literal["auto"] = key(
         "auto",
         "Decay of the exponential moving average of the weights, such as 0.999; 0: no average; auto: over the last "

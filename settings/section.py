@@ -150,7 +150,7 @@ class TrainingSettings(Section):
         "muon for the convolutions between layers of at least 8 channels and adam for the rest, or adam for all; muon "
         "needs fewer updates, and one state per weight instead of two. A discriminator always has adam.",
     )
-    learning_rate: float = key(1e-4, "Size of a step, the same for both; never scaled by the number of GPUs.", gt=0)
+    learning_rate: float = key(1e-4, "Size of a step; never scaled by the number of GPUs.", gt=0)
     warmup_steps: CountOrZero | Literal["auto"] = key(
         "auto",
         "Steps over which the learning rate rises linearly from zero; auto: a twentieth of max_steps, at most 200.",
