@@ -169,6 +169,7 @@ def base_settings(grid: tuple[int, ...]) -> Settings:
         "batch_size": 1,
         "gradient_accumulation_steps": 1,
         "use_perceptual_loss": False,
+        "optimizer": "adam",
         "adversarial_start_step": 0,
         "discriminator": {"num_layers_d": 2, "num_channels": 16},
     }

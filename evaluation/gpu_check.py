@@ -31,7 +31,7 @@ from runtime.cli import check_output_file, parser, run, write_output
 from runtime.precision import computes_bfloat16
 from settings import ConfigError, Problem, Settings, load_settings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FORMAT = 1
 STOCK = [
     "autoencoder.implementation=monai",

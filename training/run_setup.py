@@ -21,7 +21,18 @@ from data import DataSplit
 from diffusion.conditioning import check_conditions
 from models import build_autoencoder, build_discriminator, build_unet
 from runtime import cublas
-from runtime.files import RUNS, RunFolder, check_regular, counted, printable, reason, used_caches, write_text
+from runtime.files import (
+    LATENTS,
+    PREPARED,
+    RUNS,
+    RunFolder,
+    check_regular,
+    counted,
+    printable,
+    reason,
+    used_caches,
+    write_text,
+)
 from runtime.processes import Process, device_name
 from settings import Settings, UserError, dump_yaml
 from settings.ldm import SchedulerSettings
@@ -128,9 +139,11 @@ def describe_run(folder: RunFolder, settings: Settings, process: Process, volume
         counts = {"training": len(volumes.train), "held_out": len(volumes.val)}
         environment["data"] = {**counts, "classes": [printable(name) for name in volumes.class_names]}
     write_text(folder.environment, json.dumps(environment, indent=2) + "\n")
-    caches = {f"{path.parent.name}/{path.name}" for path in used_caches if path.is_dir()} | (
-        folder.known_caches() or set()
-    )
+    caches = {
+        f"{path.parent.name}/{path.name}"
+        for path in used_caches
+        if path.parent in (PREPARED, LATENTS) and path.is_dir()
+    } | (folder.known_caches() or set())
     write_text(folder.caches, "".join(f"{name}\n" for name in sorted(caches)))
 
 

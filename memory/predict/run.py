@@ -149,11 +149,11 @@ def _sample(unet: torch.nn.Module, codec: VolumeCodec, settings: Settings) -> No
 def sampling_batch(settings: Settings, cuda: bool, free_bytes: int, most: int) -> int:
     """Return how many samples fit into the free memory at once, at least 1 and at most `most`.
 
-    The networks are there already. What denoising needs grows in proportion to the number of samples, from two on: on a
-    CPU some convolutions of a single small sample are computed in another way, which takes more.
+    The networks are there already. What denoising needs grows in proportion to the number of samples, from three on: on
+    a CPU some convolutions of one or two small samples are computed in another way.
     """
-    two, three = (_denoising_bytes(settings, cuda, number) for number in (2, 3))
-    return max(1, min(most, 2 + int((USED_SHARE * free_bytes - two) // (three - two))))
+    three, four = (_denoising_bytes(settings, cuda, number) for number in (3, 4))
+    return max(1, min(most, 3 + int((USED_SHARE * free_bytes - three) // (four - three))))
 
 
 def _denoising_bytes(settings: Settings, cuda: bool, number: int) -> int:

@@ -66,7 +66,7 @@ def test_good_volumes_are_listed_with_a_summary(check_here, tmp_path, capsys):
     assert lines[1].split()[:4] == ["ill/a.nii.gz", "ill", "10x12x14", "1x1x1"]
     assert "3 volumes, no problem" in output.out
     assert "classes: ill (2), well (1)" in output.out
-    assert "preparing volumes" in output.err
+    assert "preparing 3 volumes once" in output.err
 
 
 def test_next_command_can_be_pasted_into_a_shell(check_here, tmp_path, capsys):

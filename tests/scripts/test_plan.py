@@ -59,7 +59,7 @@ def test_nothing_fits_is_said_on_a_line_of_its_own(tmp_path, volumes):
     command = [sys.executable, str(ROOT / "scripts" / "plan.py"), "--data", str(volumes), "--budget-gb", "0.1", *SMALL]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 3
-    assert re.search(r"[\r\n]error: --budget-gb: nothing fits 0\.1 GiB", done.stderr)
+    assert re.search(r"(?m)^error: --budget-gb: nothing fits 0\.1 GiB", done.stderr)
 
 
 def test_sections_that_are_given_count_as_their_keys():

@@ -73,6 +73,7 @@ def test_report_holds_phase_step_breakdown_and_the_next_rung_as_a_diff(tmp_path)
 
 def test_report_without_prediction_and_without_rung_says_so(tmp_path):
     knobs = {"use_gradient_checkpointing_offload": True, "use_nested_checkpointing": False, "slab_rows": 8}
+    knobs["offload_levels"] = HIGH_RES.autoencoder.most_offload_levels
     settings = HIGH_RES.with_overrides({f"{TRAINING}.{name}": value for name, value in knobs.items()})
     stop = report_out_of_memory(Failure(MemoryError(), "optimizer", 0), tmp_path, settings, "autoencoder")
     assert json.loads((tmp_path / REPORT).read_text())["next_rung"] is None
