@@ -15,7 +15,6 @@ from runtime.files import RunFolder
 from tests.conftest import ROOT
 from tests.finished_run import finished_run, run_here
 
-
 OLD, OLDER = f"prepared/{'0a' * 12}", f"latents/{'1b' * 12}"
 
 
