@@ -6,6 +6,7 @@ import gzip
 import math
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import nibabel as nib
 import nibabel.imageglobals
 import numpy as np
 import SimpleITK
-from isal import isal_zlib
 from isal.igzip import IGzipFile
 
 from data.files.header import Header, HeaderError, Stored, UnsuitableError, library, numeric, shaped, spatial
@@ -186,11 +186,11 @@ def _check_compressed(path: Path) -> None:
         if end is None or not _COMPRESSED.search(start[: end.end()]):
             return
         file.seek(end.end())
-        content = isal_zlib.decompressobj(wbits=32 + 15)  # zlib or gzip
+        content = zlib.decompressobj(wbits=32 + 15)  # zlib or gzip
         try:
             while not content.eof and (part := content.unconsumed_tail or file.read(1 << 20)):
                 content.decompress(part, 1 << 24)
-        except isal_zlib.error as error:
+        except zlib.error as error:
             raise HeaderError(f"its compressed voxels are damaged, {error}") from None
     if not content.eof:
         raise HeaderError("its compressed voxels end too early")
