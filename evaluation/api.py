@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from torch import Tensor
@@ -26,7 +27,7 @@ from memory.predict.prediction import GIB, Prediction, Predictor, Stage
 from memory.predict.run import sampling_batch
 from memory.watch.calibration import corrected
 from runtime.files import printable
-from settings import load_settings
+from settings import UserError, load_settings
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +48,26 @@ class Volume:
         cls, voxels: np.ndarray | Tensor, affine: np.ndarray | None = None, spacing_mm: Sequence[float] = (1, 1, 1)
     ) -> Volume:
         """Take an array or a tensor, (X, Y, Z) or (C, X, Y, Z), with its affine or, without one, its spacing."""
-        array = np.asarray(voxels.detach().cpu() if isinstance(voxels, Tensor) else voxels, dtype=np.float32)
+        array = np.asarray(_on_cpu(voxels) if isinstance(voxels, Tensor) else voxels)
         if array.ndim not in (3, 4):
-            raise ValueError(f"voxels: shape {array.shape}; allowed: (X, Y, Z) or (C, X, Y, Z); add or remove axes")
-        placed = np.diag([*spacing_mm, 1.0]) if affine is None else np.asarray(affine, dtype=np.float64)
+            raise UserError(f"voxels: shape {array.shape}; allowed: (X, Y, Z) or (C, X, Y, Z); add or remove axes")
+        if affine is None and not (np.shape(spacing_mm) == (3,) and all(0 < step < math.inf for step in spacing_mm)):
+            raise UserError(f"spacing_mm: {spacing_mm}; allowed: three numbers above 0, in millimetres; repair it")
+        placed = np.diag([*spacing_mm, 1.0]) if affine is None else np.asarray(affine)
         return cls(array if array.ndim == 4 else array[None], placed)
+
+    def __post_init__(self) -> None:
+        voxels, affine = np.asarray(self.voxels), np.asarray(self.affine)
+        if voxels.ndim != 4 or voxels.dtype.kind not in "biuf":
+            raise UserError(
+                f"voxels: shape {voxels.shape} and type {voxels.dtype}; allowed: (C, X, Y, Z) of integers or real "
+                "numbers; Volume.of adds the first axis"
+            )
+        if affine.shape != (4, 4) or affine.dtype.kind not in "biuf" or not _is_place(affine):
+            raise UserError(f"affine: {affine.tolist()}; allowed: 4 x 4 finite numbers with an inverse; repair it")
+        with np.errstate(over="ignore"):  # infinite voxels are refused where they are used
+            object.__setattr__(self, "voxels", voxels.astype(np.float32, copy=False))
+        object.__setattr__(self, "affine", affine.astype(np.float64))
 
     @property
     def spacing_mm(self) -> tuple[float, ...]:
@@ -60,6 +76,8 @@ class Volume:
 
     def save(self, path: str | Path) -> None:
         """Write a .nii or .nii.gz file."""
+        if not str(path).lower().endswith((".nii", ".nii.gz")):
+            raise UserError(f"{printable(path)}: another ending; .nii and .nii.gz are written; rename it")
         write_nifti(Path(path), self.voxels, self.affine)
 
 
@@ -89,6 +107,12 @@ class Drawing:
         numbers: Sequence[str] = (),
         batch_size: int | None = None,
     ) -> None:
+        _check_whole("num", num, 1)
+        _check_whole("seed", seed, 0)
+        _check_whole("steps", steps, 1)
+        _check_whole("batch_size", batch_size, 1)
+        if guidance_scale is not None and not math.isfinite(guidance_scale):
+            raise UserError(f"guidance_scale: {guidance_scale}; allowed: finite numbers; repair it")
         self.settings = trained.sampling_settings(steps, guidance_scale)
         network, self.frame = trained.unet()
         codec = trained.codec()
@@ -142,7 +166,13 @@ class Run:
 
     def decode(self, latent: Tensor) -> Tensor:
         """Return the volume of a latent, (C, D, H, W) on the CPU, on the run's grid and in [0, 1]."""
-        return to_unit(check_finite(self._codec.decode(latent), "decode")).cpu()
+        shape = self.settings.latent_shape
+        if not isinstance(latent, Tensor) or tuple(latent.shape) != tuple(shape) or not latent.is_floating_point():
+            found = f"{latent.dtype}, {tuple(latent.shape)}" if isinstance(latent, Tensor) else type(latent).__name__
+            raise UserError(
+                f"decode: found {found}; allowed: a tensor of real numbers, {tuple(shape)}; decode one at once"
+            )
+        return to_unit(check_finite(self._codec.decode(latent.float()), "decode")).cpu()
 
     def reconstruct(self, volume: Volume | str | Path) -> Volume:
         """Encode and decode; return the result on the volume's own grid, in its own intensities."""
@@ -151,7 +181,7 @@ class Run:
     def reconstructed(self, volume: Volume | str | Path) -> tuple[Volume, Tensor, Tensor]:
         """Return what `reconstruct` returns, and input and output on the run's grid, in the network's range."""
         loaded = self._loaded(volume)
-        name = "the volume" if isinstance(volume, Volume) else printable(Path(volume))
+        name = "the volume" if isinstance(volume, Volume) else printable(volume)
         output = check_finite(self._codec.decode(self._codec.encode(loaded.image)), name)
         return Volume(*restore(output, loaded)), loaded.image, output
 
@@ -180,24 +210,35 @@ class Run:
 
     def _loaded(self, volume: Volume | str | Path) -> LoadedVolume:
         data, channels = self.settings.data, self.settings.autoencoder.in_channels
-        if not isinstance(volume, Volume):
+        if isinstance(volume, str | Path):
             return load_volume(volume, data, channels)
+        if not isinstance(volume, Volume):
+            raise UserError(
+                f"found {type(volume).__name__}; allowed: a path or a Volume; Volume.of makes one of an array"
+            )
         # Through a file, so that arrays take the same way to the network as volumes on disk.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "volume.nii"
             volume.save(path)
-            return load_volume(path, data, channels)
+            try:
+                return load_volume(path, data, channels)
+            except UserError as error:
+                raise UserError(str(error).replace(str(path), "the volume")) from error
 
 
 def open_run(
     path: str | Path, *, best: Literal["autoencoder", "ldm"] | None = None, budget_gb: float | None = None
 ) -> Run:
     """Open the folder of a run, finished or not; `best` takes a stage's weights of its best validation."""
+    _check_choice("best", best, (None, "autoencoder", "ldm"))
+    if budget_gb is not None:
+        _check_budget(budget_gb)
     return Run(TrainedRun(path, budget_gb, best))
 
 
 def prepared_volumes(config: str | Path, *overrides: str, part: Literal["train", "val"] = "train") -> Iterator[Volume]:
     """Yield the volumes that a config trains on or validates with, on its grid and in [0, 1]."""
+    _check_choice("part", part, ("train", "val"))
     settings = load_settings(config, overrides)
     split = prepare_volumes(settings.data, settings.seed, settings.autoencoder.in_channels)
     for file in getattr(split, part):
@@ -209,6 +250,7 @@ def predict_memory(
     config: str | Path, *overrides: str, stage: Stage = "autoencoder", gpu: str | None = None
 ) -> Prediction:
     """Predict memory and work of one training step; `required_bytes` is what the GPU must have."""
+    _check_choice("stage", stage, get_args(Stage))
     settings = load_settings(config, overrides, stage=stage)
     with Predictor(without_triton=chosen_gpu(gpu).without_triton) as predictor:
         return corrected(predictor.submit(settings, stage).result(), gpu)
@@ -223,6 +265,36 @@ def walk_ladder(
     order: Order = "lossless-first",
 ) -> Ladder:
     """Find what to change so that a config fits; `recommended` is None if nothing does."""
+    _check_choice("stage", stage, get_args(Stage))
+    _check_choice("order", order, get_args(Order))
+    _check_budget(budget_gb)
     settings = load_settings(config, overrides, stage=stage)
     correct = functools.partial(corrected, gpu_name=gpu)
     return walk(settings, stage, round(budget_gb * GIB), order, None, correct, chosen_gpu(gpu))
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    return tensor.float() if tensor.is_floating_point() else tensor  # numpy has no bfloat16
+
+
+def _is_place(affine: np.ndarray) -> bool:
+    return bool(np.isfinite(affine).all()) and np.linalg.matrix_rank(affine[:3, :3]) == 3
+
+
+def _check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise UserError(f"{name}: found {value!r}; allowed: {', '.join(map(repr, allowed))}; choose one")
+
+
+def _check_whole(name: str, value: Any, smallest: int) -> None:
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if value is not None and not (is_whole and value >= smallest):
+        raise UserError(f"{name}: found {value!r}; allowed: whole numbers from {smallest}; repair it")
+
+
+def _check_budget(budget_gb: float) -> None:
+    if not 0 < budget_gb < math.inf:
+        raise UserError(
+            f"budget_gb: found {budget_gb}; allowed: finite numbers above 0; give the memory of the GPU in GiB"
+        )

@@ -74,7 +74,11 @@ class FeatureNetwork:
             raise ConfigError(f"--fid-weights: {found}; {allowed}; fetch it, and name its place in --fid-weights")
         network = radimagenet_resnet50() if protocol == "radimagenet-2.5d" else dilated_resnet(50)
         # Files from old versions of torch lack the batch counts, which eval mode does not use.
-        missing, unknown = _load(network, read_state_dict(path))
+        missing, unknown = _load(network, read_state_dict(path, "--fid-weights"))
+        if not (missing or unknown) and not all(
+            bool(value.isfinite().all()) for value in network.state_dict().values()
+        ):
+            raise ConfigError(f"--fid-weights: {path} has weights that are not finite; {allowed}; fetch it again")
         if missing or unknown:
             name = (missing + unknown)[0]
             raise ConfigError(

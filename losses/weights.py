@@ -71,10 +71,11 @@ def cache_path(file: WeightsFile) -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / file.name
 
 
-def read_state_dict(path: Path) -> dict[str, Tensor]:
+def read_state_dict(path: Path, key: str = KEY) -> dict[str, Tensor]:
     """Return the tensors of a weight file by name, without executing code from it.
 
-    Unwraps what published files have around them: a "state_dict" entry and a "module." in front of names.
+    `key` is what the user named the file with. Unwraps what published files have around them: a "state_dict" entry and
+    a "module." in front of names.
     """
     try:
         check_regular(path)
@@ -84,11 +85,14 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except _READ_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise _error(f"{path} cannot be read as a state dict ({reason})", remedy="fetch the file again") from error
+        raise ConfigError(
+            str(Problem(key, f"{path} cannot be read as a state dict ({reason})", "", "fetch the file again"))
+        ) from error
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict):
-        raise _error(f"{path} holds a {type(content).__name__}, not a state dict", remedy="fetch the file again")
+        found = f"{path} holds a {type(content).__name__}, not a state dict"
+        raise ConfigError(str(Problem(key, found, "", "fetch the file again")))
     return {str(key).removeprefix("module."): value for key, value in content.items() if isinstance(value, Tensor)}
 
 

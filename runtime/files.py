@@ -54,8 +54,11 @@ class RunFolder:
         return self.path / f"{stage}_best.safetensors"
 
     def known_caches(self) -> set[str] | None:
-        """Return the caches that the run has used, such as latents/3f0c; None if it did not record them."""
-        return set(self.caches.read_text(encoding="utf-8").split()) if self.caches.is_file() else None
+        """Return the caches that the run has used, such as latents/3f0c; None if no readable record is there."""
+        try:
+            return set(read_text(self.caches).split())
+        except OSError:
+            return None
 
     def weights(self, stage: str) -> Path:
         """Return the path of a stage's finished weights."""

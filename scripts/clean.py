@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import time
@@ -16,6 +17,9 @@ from settings import UserError
 
 RECENT_SECONDS = 3600
 """A training that has just begun has not recorded its caches yet."""
+
+CACHE_NAME = re.compile(r"[0-9a-f]{24}")
+"""Every cache is named by a hash."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -33,11 +37,14 @@ def main(options: argparse.Namespace) -> int:
     caches = sorted(path for root in (PREPARED, LATENTS) for path in root.glob("*") if path.is_dir())
     unneeded = []
     for path in caches:
-        files = [file.stat() for file in path.iterdir() if file.is_file()]
+        inside = list(path.iterdir())
+        files = [file.stat() for file in inside if file.is_file()]
         size, newest = sum(file.st_size for file in files), max((file.st_mtime for file in files), default=0.0)
         name = f"{path.parent.name}/{path.name}"
         if names := users.get(name):
             why = "used by " + ", ".join(map(printable, names))
+        elif path.is_symlink() or not CACHE_NAME.fullmatch(path.name) or any(file.is_dir() for file in inside):
+            why = "kept: it is not a cache of this program"
         elif time.time() - newest < RECENT_SECONDS:
             why = "kept: written within the last hour"
         elif silent:
@@ -45,7 +52,7 @@ def main(options: argparse.Namespace) -> int:
         else:
             why = "no run needs it"
             unneeded.append((path, size))
-        print(f"{path}  {counted(len(files), 'file')}, {size_text(size)}: {why}")
+        print(f"{printable(path)}  {counted(len(files), 'file')}, {size_text(size)}: {why}")
     if not unneeded:
         print("nothing to delete")
         return 0

@@ -13,6 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from runtime.cli import at_least, check_output_file, parser, run, write_output
+from settings import UserError
 
 log = logging.getLogger("evaluate")
 
@@ -76,6 +77,8 @@ def main(options: argparse.Namespace) -> int:
 
     if options.json is not None:
         check_output_file(options.json)
+    if options.fid_weights is not None and options.fid is None:
+        raise UserError("--fid-weights: given without --fid, which names their network; add --fid or leave it out")
     trained = TrainedRun(options.run)
     has_stage_two = trained.has_weights("ldm")
     if has_stage_two:

@@ -6,6 +6,7 @@ import gzip
 import math
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)
 LARGEST_HEADER = 64 * 1024
 # The first line of each kind; ITK never returns from a negative NDims, and writes past its arrays above 10.
 _DATA_FILE = re.compile(rb"^\s*ElementDataFile\s*=\s*(\S*)", re.MULTILINE)
+_MHA_END = re.compile(rb"^\s*ElementDataFile\s*=[^\n]*\n", re.MULTILINE)
+_NRRD_END = re.compile(rb"\r?\n\r?\n")
+_COMPRESSED = re.compile(rb"^\s*(?:CompressedData\s*=\s*True|encoding:\s*gz(?:ip)?)\s*$", re.MULTILINE | re.IGNORECASE)
 _NUM_AXES = re.compile(rb"^\s*NDims\s*=\s*(\S*)", re.MULTILINE)
 
 # Four axes of which the first is at least this long and the last is at most that long have their channels last.
@@ -149,6 +153,7 @@ def _itk_dtype(pixel_name: str) -> str:
 def read_itk_voxels(path: Path, header: Header) -> Stored:
     """Return a view of ITK's own array."""
     with library("itk"):
+        _check_compressed(path)
         image = _reader(path).Execute()
     # SimpleITK reverses the axes: (channel,) z, y, x (, component).
     array = SimpleITK.GetArrayViewFromImage(image).T
@@ -171,6 +176,24 @@ def _check_header(path: Path) -> None:
         is_elsewhere = re.search(rb"^data ?file\s*:", header, re.IGNORECASE | re.MULTILINE) is not None
     if is_elsewhere:
         raise HeaderError("its voxels are in another file")
+
+
+def _check_compressed(path: Path) -> None:
+    """Raise `HeaderError` if compressed voxels do not match their checksum, which ITK does not compare."""
+    with path.open("rb") as file:
+        start = file.read(LARGEST_HEADER)
+        end = (_MHA_END if path.name.lower().endswith(".mha") else _NRRD_END).search(start)
+        if end is None or not _COMPRESSED.search(start[: end.end()]):
+            return
+        file.seek(end.end())
+        content = zlib.decompressobj(wbits=32 + 15)  # zlib or gzip
+        try:
+            while not content.eof and (part := content.unconsumed_tail or file.read(1 << 20)):
+                content.decompress(part, 1 << 24)
+        except zlib.error as error:
+            raise HeaderError(f"its compressed voxels are damaged, {error}") from None
+    if not content.eof:
+        raise HeaderError("its compressed voxels end too early")
 
 
 def read_npy_header(path: Path) -> Header:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from memory.kernels.gpus import find_gpu
 from memory.predict.prediction import Prediction
 from runtime.cli import parser, run
-from runtime.files import write_text
+from runtime.files import counted, printable, read_text, reason, write_text
 from settings import UserError
 
 log = logging.getLogger(__name__)
@@ -106,26 +106,34 @@ def record_time(prediction: Prediction, measured_seconds: float, predicted_secon
 
 
 def learn(path: Path) -> CheckedGpu:
-    """Save the steps of a file that scripts/check_gpu.sh wrote; raise `UserError` if it is none, or for the disk."""
+    """Save the plausible steps of a file that scripts/check_gpu.sh wrote, and return it with those.
+
+    Raises `UserError` if it is no such file, if it has no such step, or for the disk.
+    """
+    remedy = "files that scripts/check_gpu.sh wrote are allowed; run it again on the machine with the GPU"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         checked = CheckedGpu.model_validate_json(text.partition("\n```json\n")[2].partition("\n```")[0] or text)
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
-        what = str(error).splitlines()[0]
-        remedy = "files that scripts/check_gpu.sh wrote are allowed; run it again on the machine with the GPU"
-        raise UserError(f"{path}: {what}; {remedy}") from error
+    except OSError as error:
+        raise UserError(f"{path}: {reason(error)}; {remedy}") from error
+    except ValidationError as error:
+        raise UserError(f"{path}: {str(error).splitlines()[0]}; {remedy}") from error
     known = _read()
-    configs = known.setdefault(checked.machine.key, {})
+    configs, used = known.setdefault(checked.machine.key, {}), []
     for step in checked.steps:
         measured = Measured(stage=step.stage, tier=step.tier)
         ratio = step.peak_allocated_bytes / max(1, step.predicted_peak_allocated_bytes)
         measured.memory = [round(ratio, 4)] if LOWEST <= ratio <= HIGHEST else []
         ratio = step.seconds / step.predicted_seconds if step.predicted_seconds else 0.0
         measured.time = [round(ratio, 4)] if FASTEST <= ratio <= SLOWEST else []
-        configs[step.config] = measured
+        if measured.memory or measured.time:
+            configs[step.config] = measured
+            used.append(step)
+    if not used:
+        raise UserError(f"{path}: no step that is plausible beside its prediction; {remedy}")
     if not _write(known):
         raise UserError(f"{calibration_file()}: cannot be written; set XDG_CACHE_HOME to a folder that can")
-    return checked
+    return checked.model_copy(update={"steps": used})
 
 
 def corrected(prediction: Prediction, gpu_name: str | None = None) -> Prediction:
@@ -204,7 +212,8 @@ if __name__ == "__main__":
     def main(options: argparse.Namespace) -> int:
         """Read the file and say what it is for."""
         checked = learn(options.file)
-        print(f"{checked.machine.gpu}: {len(checked.steps)} measured steps correct later predictions for this card")
+        steps = counted(len(checked.steps), "measured step")
+        print(f"{printable(checked.machine.gpu)}: later predictions for this card are corrected by {steps}")
         return 0
 
     sys.exit(run(main, arguments.parse_args()))

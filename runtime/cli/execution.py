@@ -55,7 +55,7 @@ def _exit_code(main: Callable[[argparse.Namespace], int | None], options: argpar
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         with _interruptible():
-            _set_up_logging(options.quiet, getattr(options, "log_file", None))
+            _set_up_logging(options.quiet, getattr(options, "log_file", None), getattr(options, "config", None))
             if getattr(options, "print_config", False):
                 print(dump_with_origins(options.config, overrides_of(options)), end="")
                 return 0
@@ -166,8 +166,26 @@ class _LineHandler(logging.StreamHandler):
             super().emit(record)
 
 
-def _set_up_logging(quiet: bool, log_file: str | None) -> None:
-    """Send messages to standard error and to the log file; only rank zero sends more than its own warnings."""
+class _LogFile(logging.FileHandler):
+    """Says once that the file cannot be written, for example on a full disk, and lets the command go on without it."""
+
+    has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name is logging's)
+        if not self.has_failed:
+            print(f"warning: --log-file: {self.baseFilename} cannot be written ({sys.exc_info()[1]})", file=sys.stderr)
+        self.has_failed = True
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written is still in its buffer
+            super().close()
+
+
+def _set_up_logging(quiet: bool, log_file: str | None, config: str | None = None) -> None:
+    """Send messages to standard error and to the log file; only rank zero sends more than its own warnings.
+
+    The log file may not be the config, which it would be appended to.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # File names may contain bytes that no encoding can represent; standard error escapes them by default.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -180,9 +198,9 @@ def _set_up_logging(quiet: bool, log_file: str | None) -> None:
         to_screen.addFilter(lambda record: record.name != STEP_LINES)  # the bar shows them
     handlers: list[logging.Handler] = [to_screen]
     if log_file is not None and is_rank_zero:
-        check_output_file(log_file, "--log-file")
+        check_output_file(log_file, "--log-file", [] if config is None else [config])
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-        to_file = logging.FileHandler(log_file, encoding="utf-8", errors="backslashreplace")
+        to_file = _LogFile(log_file, encoding="utf-8", errors="backslashreplace")
         to_file.setFormatter(_PrintableFormatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         handlers.append(to_file)
     for handler in handlers:

@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = ("train_autoencoder", "train_ldm")
-API = ("Volume", "open_run", "predict_memory", "prepared_volumes", "walk_ladder")
+API = ("UserError", "Volume", "open_run", "predict_memory", "prepared_volumes", "walk_ladder")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import SimpleITK
 
 from data.files import images
 from data.formats import read_header
@@ -144,3 +145,17 @@ def test_names_that_are_not_utf_8_are_read_or_refused(tmp_path, suffix):
             read_volume(path)
     else:
         assert read_volume(path)[0].shape == (1, 12, 10, 8)
+
+
+@pytest.mark.parametrize("suffix", [".mha", ".nrrd"])
+@pytest.mark.parametrize("is_short", [False, True])
+def test_damaged_compressed_voxels_are_refused(tmp_path, suffix, is_short):
+    path = tmp_path / f"v{suffix}"
+    voxels = np.random.default_rng(0).integers(0, 100, (8, 9, 10)).astype(np.int16)
+    SimpleITK.WriteImage(SimpleITK.GetImageFromArray(voxels), str(path), True)
+    np.testing.assert_array_equal(read_volume(path)[0][0], voxels.T)
+    content = bytearray(path.read_bytes())
+    content[-30] ^= 0xFF
+    path.write_bytes(content[:-1] if is_short else content)
+    with pytest.raises(DataError, match="its compressed voxels"):
+        read_volume(path)

@@ -62,7 +62,7 @@ def test_an_array_with_its_affine_gives_what_its_file_gives(folder):
         torch.testing.assert_close(latent, from_file, rtol=0, atol=0)
     # The x axis of the file points the other way, so an array without its affine is another volume.
     assert not torch.equal(run.encode(api.Volume.of(array, spacing_mm=(2, 3, 4))), from_file)
-    with pytest.raises(ValueError, match=r"shape \(14,\); allowed: \(X, Y, Z\) or \(C, X, Y, Z\)"):
+    with pytest.raises(UserError, match=r"shape \(14,\); allowed: \(X, Y, Z\) or \(C, X, Y, Z\)"):
         api.Volume.of(array[0, 0])
 
 
@@ -81,5 +81,46 @@ def test_samples_and_reconstructions_equal_those_of_the_commands(folder):
 def test_what_does_not_go_with_the_run_is_refused_before_the_first_sample(folder):
     with pytest.raises(UserError, match="'tumour' is not a class of the run"):
         api.open_run("runs/quickstart").sample(1, class_name="tumour")
-    with pytest.raises(AttributeError, match="no attribute 'open'; it has Volume, open_run"):
+    with pytest.raises(AttributeError, match="no attribute 'open'; it has UserError, Volume, open_run"):
         _ = lean3d.open
+
+
+ARRAY = np.random.default_rng(0).random((6, 7, 8))
+WRONG_VOLUMES = {
+    "Volume without channels": lambda: api.Volume(ARRAY, np.eye(4)),
+    "complex": lambda: api.Volume.of(ARRAY + 1j),
+    "text": lambda: api.Volume.of(np.full((2, 2, 2), "x")),
+    "two spacings": lambda: api.Volume.of(ARRAY, spacing_mm=(1, 1)),
+    "spacing 0": lambda: api.Volume.of(ARRAY, spacing_mm=(0, 1, 1)),
+    "small affine": lambda: api.Volume.of(ARRAY, np.eye(3)),
+    "affine without inverse": lambda: api.Volume.of(ARRAY, np.zeros((4, 4))),
+    "ending": lambda: api.Volume.of(ARRAY).save("volume.npy"),
+    "best": lambda: api.open_run("runs/none", best="both"),
+    "part": lambda: next(api.prepared_volumes("none.yaml", part="test")),
+    "stage": lambda: api.predict_memory("none.yaml", stage="vae"),
+    "budget": lambda: api.walk_ladder("none.yaml", budget_gb=-1),
+    "order": lambda: api.walk_ladder("none.yaml", budget_gb=1, order="any"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_VOLUMES)
+def test_wrong_values_are_refused_with_what_is_allowed(case):
+    with pytest.raises(UserError, match=r"allowed|are written"):
+        WRONG_VOLUMES[case]()
+
+
+def test_a_run_refuses_what_does_not_fit_it(folder):
+    run = api.open_run("runs/quickstart")
+    latent = run.encode("case.nii.gz")
+    torch.testing.assert_close(run.decode(latent.double()), run.decode(latent))
+    for wrong in (latent[None], latent[:, :1], latent[:1], latent.numpy(), latent.long()):
+        with pytest.raises(UserError, match=r"decode: found .*; allowed: a tensor of real numbers"):
+            run.decode(wrong)
+    with pytest.raises(UserError, match=r"Volume.of makes one of an array"):
+        run.encode(ARRAY)
+    with pytest.raises(UserError, match=r"^the volume: 2 channels"):
+        run.encode(api.Volume.of(np.stack([ARRAY, ARRAY])))
+    for name in ("num", "steps", "batch_size"):
+        with pytest.raises(UserError, match=f"{name}: found 0; allowed: whole numbers from 1"):
+            run.sample(**{name: 0})
+    assert run.encode(api.Volume.of(torch.from_numpy(ARRAY).bfloat16())).shape == latent.shape

@@ -91,3 +91,11 @@ def test_missing_and_wrong_weights_are_refused(tmp_path_factory: pytest.TempPath
     torch.save(nn.Linear(2, 2).state_dict(), folder / "other.pth")
     with pytest.raises(ConfigError, match=r"does not hold the weights of radimagenet-2.5d \(conv1.weight is missing"):
         FeatureNetwork.load("radimagenet-2.5d", str(folder / "other.pth"), CPU)
+    (folder / "text.pth").write_text("text")
+    with pytest.raises(ConfigError, match=r"^--fid-weights: .*text.pth cannot be read as a state dict"):
+        FeatureNetwork.load("medicalnet-3d", str(folder / "text.pth"), CPU)
+    weights = dilated_resnet(50).state_dict()
+    weights["conv1.weight"] *= float("nan")
+    torch.save(weights, folder / "nan.pth")
+    with pytest.raises(ConfigError, match="has weights that are not finite"):
+        FeatureNetwork.load("medicalnet-3d", str(folder / "nan.pth"), CPU)

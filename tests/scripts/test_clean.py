@@ -15,12 +15,14 @@ from runtime.files import RunFolder
 from tests.conftest import ROOT
 from tests.finished_run import finished_run, run_here
 
+OLD, OLDER = f"prepared/{'0a' * 12}", f"latents/{'1b' * 12}"
+
 
 @pytest.fixture
 def runs(tmp_path, tmp_path_factory, monkeypatch):
     """The runs/ folder of a finished run, with two caches that no run has used, and all of it a day old."""
     runs = shutil.copytree(finished_run(tmp_path_factory).parent, tmp_path / "runs")
-    for name in ("prepared/old", "latents/older"):
+    for name in (OLD, OLDER):
         (runs / name).mkdir()
         (runs / name / "volume").write_bytes(bytes(3000))
     for path in runs.rglob("*"):
@@ -45,20 +47,34 @@ def test_what_a_run_uses_is_listed_and_stays_and_the_rest_goes_when_asked(runs, 
     assert said.count("no run needs it") == 2
     assert "nothing was deleted; --yes deletes 2 folders, 0.01 MiB" in said
     assert run_here("scripts/clean.py", "--yes") == 0
-    assert caches(runs) == before - {"prepared/old", "latents/older"}
+    assert caches(runs) == before - {OLD, OLDER}
     assert run_here("scripts/clean.py", "--yes") == 0
     assert "nothing to delete" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("is_recent", [True, False])
-def test_what_may_be_needed_stays(runs, capsys, is_recent):
+def test_folders_and_links_of_others_stay(runs, tmp_path, capsys):
+    (tmp_path / "elsewhere").mkdir()
+    (runs / "prepared" / ("2c" * 12)).symlink_to(tmp_path / "elsewhere")
+    for name in ("prepared/thesis", f"latents/{'3d' * 12}/nested"):
+        (runs / name).mkdir(parents=True)
+    before = caches(runs)
+    assert run_here("scripts/clean.py", "--yes") == 0
+    assert caches(runs) == before - {OLD, OLDER}
+    assert capsys.readouterr().out.count("kept: it is not a cache of this program") == 3
+
+
+@pytest.mark.parametrize("reason", ["recent", "no record", "damaged record"])
+def test_what_may_be_needed_stays(runs, capsys, reason):
+    is_recent = reason == "recent"
     if is_recent:
-        (runs / "prepared/old/volume").touch()
-    else:
+        (runs / OLD / "volume").touch()
+    elif reason == "no record":
         (runs / "tiny/caches.txt").unlink()
+    else:
+        (runs / "tiny/caches.txt").write_bytes(b"\xff\xfe")
     assert run_here("scripts/clean.py", "--yes") == 0
     said = capsys.readouterr().out
-    assert (runs / "prepared/old").exists()
+    assert (runs / OLD).exists()
     assert ("kept: written within the last hour" if is_recent else "kept: tiny does not say what it uses") in said
 
 

@@ -101,6 +101,19 @@ def test_another_file_than_that_of_a_checked_gpu_is_refused(tmp_path, text):
         calibration.learn(tmp_path / "missing.md")
 
 
+def test_implausible_steps_of_a_checked_gpu_are_refused_and_take_nothing_away(tmp_path):
+    path = checked_file(tmp_path / "check_gpu.md")
+    calibration.learn(path)
+    before = calibration.calibration_file().read_text()
+    content = json.loads(path.read_text().split("```json\n")[1].split("\n```")[0])
+    for step in content["steps"]:
+        step |= {"seconds": -1.0, "peak_allocated_bytes": 10**30}
+    (tmp_path / "damaged.md").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"damaged.md: no step that is plausible"):
+        calibration.learn(tmp_path / "damaged.md")
+    assert calibration.calibration_file().read_text() == before
+
+
 def test_a_config_that_leaves_the_device_open_is_the_one_that_trains_on_a_gpu():
     names = {fingerprint(Settings().with_overrides({"device.type": d}), "ldm") for d in ("auto", "cuda")}
     assert len(names) == 1

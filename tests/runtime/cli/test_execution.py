@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -152,3 +153,20 @@ def test_a_log_file_that_cannot_be_written_is_refused(tmp_path, capsys):
     options = argparse.Namespace(quiet=False, log_file=str(tmp_path))
     assert run(lambda _: pytest.fail("was run"), options) == 2
     assert "is a folder; a file is needed" in capsys.readouterr().err
+
+
+def test_a_log_file_that_is_the_config_is_refused_and_a_full_disk_is_said_once(tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text("name: mine")
+    options = argparse.Namespace(quiet=False, log_file=str(config), config=str(config))
+    assert run(lambda _: 0, options) == 2
+    assert config.read_text() == "name: mine"
+    assert "is an input of this command and would be lost" in capsys.readouterr().err
+
+    def talk(_: argparse.Namespace) -> int:
+        for _ in range(3):
+            logging.getLogger("x").info("a line")
+        return 0
+
+    assert run(talk, argparse.Namespace(quiet=True, log_file="/dev/full")) == 0
+    assert capsys.readouterr().err.count("\n") == 1
