@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from models import StockAutoencoder, build_autoencoder
 from models.frozen_autoencoder import autoencoder_path, freeze, load_autoencoder
 from models.lean.host_volumes import GIB, HostMemoryError, HostSpace, host_bytes
+from runtime.cli.bars import ProgressBar
 from runtime.observer import memory_observer
 from runtime.placement import move
 from runtime.precision import Precision
@@ -83,7 +83,7 @@ class VolumeCodec:
                 is_hidden = self.host is None or is_predicted or os.environ.get("RANK", "0") != "0"
                 # Passed only to hide the bar, because an explicit disable=False would override --quiet.
                 options: dict[str, Any] = {"disable": True} if is_hidden else {}
-                bar = tqdm(desc=name, total=len(coder.blocks) - 3, unit="block", leave=False, **options)
+                bar = ProgressBar(desc=name, total=len(coder.blocks) - 3, unit="block", leave=False, **options)
                 with bar, self.precision.autocast():
                     if self.host is not None:
                         self.host.on_block = bar.update

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -86,6 +87,7 @@ def test_what_does_not_go_with_the_run_is_refused_before_the_first_sample(folder
 
 
 ARRAY = np.random.default_rng(0).random((6, 7, 8))
+untyped: Any = api
 WRONG_VOLUMES = {
     "Volume without channels": lambda: api.Volume(ARRAY, np.eye(4)),
     "complex": lambda: api.Volume.of(ARRAY + 1j),
@@ -95,11 +97,11 @@ WRONG_VOLUMES = {
     "small affine": lambda: api.Volume.of(ARRAY, np.eye(3)),
     "affine without inverse": lambda: api.Volume.of(ARRAY, np.zeros((4, 4))),
     "ending": lambda: api.Volume.of(ARRAY).save("volume.npy"),
-    "best": lambda: api.open_run("runs/none", best="both"),
-    "part": lambda: next(api.prepared_volumes("none.yaml", part="test")),
-    "stage": lambda: api.predict_memory("none.yaml", stage="vae"),
+    "best": lambda: untyped.open_run("runs/none", best="both"),
+    "part": lambda: next(untyped.prepared_volumes("none.yaml", part="test")),
+    "stage": lambda: untyped.predict_memory("none.yaml", stage="vae"),
     "budget": lambda: api.walk_ladder("none.yaml", budget_gb=-1),
-    "order": lambda: api.walk_ladder("none.yaml", budget_gb=1, order="any"),
+    "order": lambda: untyped.walk_ladder("none.yaml", budget_gb=1, order="any"),
 }
 
 
@@ -110,7 +112,7 @@ def test_wrong_values_are_refused_with_what_is_allowed(case):
 
 
 def test_a_run_refuses_what_does_not_fit_it(folder):
-    run = api.open_run("runs/quickstart")
+    run: Any = api.open_run("runs/quickstart")
     latent = run.encode("case.nii.gz")
     torch.testing.assert_close(run.decode(latent.double()), run.decode(latent))
     for wrong in (latent[None], latent[:, :1], latent[:1], latent.numpy(), latent.long()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -118,7 +120,10 @@ def test_too_little_host_memory_is_said_before_it_is_taken(codec_of, small_volum
         codec.decode(torch.zeros(3, 16, 8, 8))
 
 
-def test_progress_is_shown_where_a_volume_passes_through_host_memory(codec_of, small_volumes_count, capsys):
+def test_progress_is_shown_where_a_volume_passes_through_host_memory(
+    codec_of, small_volumes_count, capsys, monkeypatch
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for budget, is_shown in ((1 << 50, False), (0, True)):
         codec, _ = codec_of(budget)
         codec.decode(torch.zeros(3, 16, 8, 8))

@@ -164,7 +164,7 @@ def test_a_log_file_that_is_the_config_is_refused_and_a_full_disk_is_said_once(t
     assert "is an input of this command and would be lost" in capsys.readouterr().err
 
     def talk(_: argparse.Namespace) -> int:
-        for _ in range(3):
+        for _line in range(3):
             logging.getLogger("x").info("a line")
         return 0
 
